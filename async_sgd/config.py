@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from aedit.types import check
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
@@ -18,7 +20,5 @@ class OuterConfig:
     """Nesterov momentum; not used by `average`."""
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"outer.lr must be above 0, got {self.lr}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"outer.momentum must be in [0, 1), got {self.momentum}")
+        check(self.lr > 0, "outer.lr", "must be above 0", self.lr)
+        check(0 <= self.momentum < 1, "outer.momentum", "must be in [0, 1)", self.momentum)

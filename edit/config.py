@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from aedit.types import check
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PenaltyConfig:
@@ -42,14 +44,14 @@ class PenaltyConfig:
     """Largest norm of a unit's averaged pseudo-gradient; larger ones are scaled down. None: never."""
 
     def __post_init__(self) -> None:
-        _check(self.temperature > 0, "edit.penalty.temperature", "must be above 0", self.temperature)
-        _check(0 <= self.step_weight <= 1, "edit.penalty.step_weight", "must be in [0, 1]", self.step_weight)
-        _check(self.threshold > 0, "edit.penalty.threshold", "must be above 0", self.threshold)
-        _check(self.warmup_rounds >= 2, "edit.penalty.warmup_rounds", "must be at least 2", self.warmup_rounds)
-        _check(self.window >= self.warmup_rounds, "edit.penalty.window", "must be at least warmup_rounds", self.window)
-        _check(0 < self.ema < 1, "edit.penalty.ema", "must be in (0, 1)", self.ema)
-        _check(self.patience >= 1, "edit.penalty.patience", "must be at least 1", self.patience)
-        _check(self.clip is None or self.clip > 0, "edit.penalty.clip", "must be above 0", self.clip)
+        check(self.temperature > 0, "edit.penalty.temperature", "must be above 0", self.temperature)
+        check(0 <= self.step_weight <= 1, "edit.penalty.step_weight", "must be in [0, 1]", self.step_weight)
+        check(self.threshold > 0, "edit.penalty.threshold", "must be above 0", self.threshold)
+        check(self.warmup_rounds >= 2, "edit.penalty.warmup_rounds", "must be at least 2", self.warmup_rounds)
+        check(self.window >= self.warmup_rounds, "edit.penalty.window", "must be at least warmup_rounds", self.window)
+        check(0 < self.ema < 1, "edit.penalty.ema", "must be in (0, 1)", self.ema)
+        check(self.patience >= 1, "edit.penalty.patience", "must be at least 1", self.patience)
+        check(self.clip is None or self.clip > 0, "edit.penalty.clip", "must be above 0", self.clip)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,23 +89,19 @@ class EditConfig:
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
 
     def __post_init__(self) -> None:
-        _check(self.every > 0, "edit.every", "must be above 0", self.every)
+        check(self.every > 0, "edit.every", "must be above 0", self.every)
         whole = self.schedule == "seconds" or float(self.every).is_integer()
-        _check(whole, "edit.every", "must be a whole number of steps", self.every)
-        _check(
+        check(whole, "edit.every", "must be a whole number of steps", self.every)
+        check(
             self.schedule == "seconds" or self.every % self.fragments == 0,
             "edit.fragments",
             f"must divide edit.every = {self.every:g}",
             self.fragments,
         )
         negative = self.warmup_steps != "all" and self.warmup_steps < 0
-        _check(not negative, "edit.warmup_steps", "must not be negative", self.warmup_steps)
-        _check(self.units != (), "edit.units", "must name at least one module", self.units)
-        _check(self.prefetch >= 0, "edit.prefetch", "must not be negative", self.prefetch)
-        _check(self.fragments >= 1, "edit.fragments", "must be at least 1", self.fragments)
-        _check(self.timeout_s > 0, "edit.timeout_s", "must be above 0", self.timeout_s)
+        check(not negative, "edit.warmup_steps", "must not be negative", self.warmup_steps)
+        check(self.units != (), "edit.units", "must name at least one module", self.units)
+        check(self.prefetch >= 0, "edit.prefetch", "must not be negative", self.prefetch)
+        check(self.fragments >= 1, "edit.fragments", "must be at least 1", self.fragments)
+        check(self.timeout_s > 0, "edit.timeout_s", "must be above 0", self.timeout_s)
 
-
-def _check(ok: bool, name: str, rule: str, value: object) -> None:
-    if not ok:
-        raise ValueError(f"{name} {rule}, got {value}")

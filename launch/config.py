@@ -5,6 +5,7 @@ from typing import Literal
 
 from aedit.async_sgd.config import OuterConfig
 from aedit.edit.config import EditConfig
+from aedit.types import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +55,8 @@ class DataConfig:
     """Share of the documents, chosen by hash, that is never trained on."""
 
     def __post_init__(self) -> None:
-        _check(self.seq_len >= 2, "data.seq_len", "must be at least 2", self.seq_len)
-        _check(0 < self.held_out < 1, "data.held_out", "must be in (0, 1)", self.held_out)
+        check(self.seq_len >= 2, "data.seq_len", "must be at least 2", self.seq_len)
+        check(0 < self.held_out < 1, "data.held_out", "must be in (0, 1)", self.held_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,17 +97,17 @@ class TrainConfig:
     """Held-out samples per evaluation."""
 
     def __post_init__(self) -> None:
-        _check(self.steps >= 1, "train.steps", "must be at least 1", self.steps)
-        _check(self.seconds is None or self.seconds > 0, "train.seconds", "must be above 0", self.seconds)
-        _check(self.batch_size >= 1, "train.batch_size", "must be at least 1", self.batch_size)
-        _check(self.accumulate >= 1, "train.accumulate", "must be at least 1", self.accumulate)
-        _check(self.lr > 0, "train.lr", "must be above 0", self.lr)
-        _check(0 <= self.lr_warmup < 1, "train.lr_warmup", "must be in [0, 1)", self.lr_warmup)
-        _check(0 <= self.lr_final <= 1, "train.lr_final", "must be in [0, 1]", self.lr_final)
-        _check(self.weight_decay >= 0, "train.weight_decay", "must not be negative", self.weight_decay)
-        _check(self.grad_clip > 0, "train.grad_clip", "must be above 0", self.grad_clip)
-        _check(self.eval_every >= 0, "train.eval_every", "must not be negative", self.eval_every)
-        _check(self.eval_samples >= 1, "train.eval_samples", "must be at least 1", self.eval_samples)
+        check(self.steps >= 1, "train.steps", "must be at least 1", self.steps)
+        check(self.seconds is None or self.seconds > 0, "train.seconds", "must be above 0", self.seconds)
+        check(self.batch_size >= 1, "train.batch_size", "must be at least 1", self.batch_size)
+        check(self.accumulate >= 1, "train.accumulate", "must be at least 1", self.accumulate)
+        check(self.lr > 0, "train.lr", "must be above 0", self.lr)
+        check(0 <= self.lr_warmup < 1, "train.lr_warmup", "must be in [0, 1)", self.lr_warmup)
+        check(0 <= self.lr_final <= 1, "train.lr_final", "must be in [0, 1]", self.lr_final)
+        check(self.weight_decay >= 0, "train.weight_decay", "must not be negative", self.weight_decay)
+        check(self.grad_clip > 0, "train.grad_clip", "must be above 0", self.grad_clip)
+        check(self.eval_every >= 0, "train.eval_every", "must not be negative", self.eval_every)
+        check(self.eval_samples >= 1, "train.eval_samples", "must be at least 1", self.eval_samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +121,8 @@ class CheckpointConfig:
     """Newest checkpoints kept per node."""
 
     def __post_init__(self) -> None:
-        _check(self.every >= 0, "checkpoint.every", "must not be negative", self.every)
-        _check(self.keep >= 1, "checkpoint.keep", "must be at least 1", self.keep)
+        check(self.every >= 0, "checkpoint.every", "must not be negative", self.every)
+        check(self.keep >= 1, "checkpoint.keep", "must be at least 1", self.keep)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +136,8 @@ class LocalConfig:
     """Processes per node, sharded by FSDP2."""
 
     def __post_init__(self) -> None:
-        _check(all(s >= 1 for s in self.slowdown), "local.slowdown", "entries must be at least 1", self.slowdown)
-        _check(self.ranks >= 1, "local.ranks", "must be at least 1", self.ranks)
+        check(all(s >= 1 for s in self.slowdown), "local.slowdown", "entries must be at least 1", self.slowdown)
+        check(self.ranks >= 1, "local.ranks", "must be at least 1", self.ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,17 +166,13 @@ class RunConfig:
     local: LocalConfig = field(default_factory=LocalConfig)
 
     def __post_init__(self) -> None:
-        _check(bool(self.name) and "/" not in self.name, "name", "must be a plain directory name", repr(self.name))
-        _check(self.restarts >= 0, "restarts", "must not be negative", self.restarts)
+        check(bool(self.name) and "/" not in self.name, "name", "must be a plain directory name", repr(self.name))
+        check(self.restarts >= 0, "restarts", "must not be negative", self.restarts)
         timed = self.edit.schedule == "seconds"
-        _check(
+        check(
             timed or self.train.seconds is None,
             "train.seconds",
             'needs edit.schedule = "seconds"; with "steps" use train.steps',
             self.train.seconds,
         )
 
-
-def _check(ok: bool, name: str, rule: str, value: object) -> None:
-    if not ok:
-        raise ValueError(f"{name} {rule}, got {value}")
