@@ -51,7 +51,8 @@ class Rows:
     """One row per node that answered in time, in an order equal on all nodes. rows: (nodes, width), on CPU."""
 
     rows: Tensor
-    mine: int
+    mine: int | None
+    """This node's row; None when the others closed the set without it."""
 
 
 @dataclass(frozen=True, slots=True)

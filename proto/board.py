@@ -1,0 +1,73 @@
+"""Notes that every process of a `torch.distributed` group sees: "round 12 is due", "stop".
+
+The notes are a list that only grows, in a store of its own. A thread per process waits for the next one, so that
+reading costs a dictionary look-up and no training step ever asks the network.
+"""
+
+import os
+import socket
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_POLL = timedelta(seconds=2)
+
+
+class Board:
+    """Open on every rank of `group` at the same time; the group's first rank serves the store."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        leads = dist.get_rank(group) == 0
+        host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else ""
+        host = host or socket.gethostname()
+        mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout) if leads else None
+        host, port = _tell(group, host, mine.port if mine else 0)
+        self._store = mine or dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        self._watch = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        self._notes: dict[str, str] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="aedit-board", daemon=True)
+        self._thread.start()
+
+    def post(self, key: str, text: str) -> None:
+        """Append a note; the first one under a key stays."""
+        n = self._store.add("count", 1)
+        self._store.set(f"note/{n}", f"{key}\n{text}")
+        self._notes.setdefault(key, text)
+
+    def read(self, key: str) -> str | None:
+        """The note under `key`, if this process has heard of it. Never blocks."""
+        return self._notes.get(key)
+
+    def close(self) -> None:
+        """Stop listening. Returns within seconds."""
+        self._closing.set()
+        self._thread.join(2 * _POLL.total_seconds() + 1)
+
+    def _follow(self) -> None:
+        n = 1
+        while not self._closing.is_set():
+            try:
+                self._watch.wait([f"note/{n}"], _POLL)
+                key, _, text = self._watch.get(f"note/{n}").decode().partition("\n")
+            except dist.DistStoreError:
+                continue  # nothing new yet
+            except (RuntimeError, OSError):
+                return  # the serving process is gone; the next collective says so by name
+            self._notes.setdefault(key, text)
+            n += 1
+
+
+def _tell(group: dist.ProcessGroup | None, host: str, port: int) -> tuple[str, int]:
+    """The first rank's address, as bytes in a tensor: nothing is pickled."""
+    device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+    text = torch.zeros(256, dtype=torch.uint8, device=device)
+    raw = f"{host}:{port}".encode()
+    if dist.get_rank(group) == 0:
+        text[: len(raw)] = torch.tensor(list(raw), dtype=torch.uint8, device=device)
+    dist.broadcast(text, group_src=0, group=group)
+    host, _, number = bytes(text.tolist()).rstrip(b"\0").decode().rpartition(":")
+    return host, int(number)
