@@ -1,0 +1,78 @@
+"""Where the time of every node went, and how many bytes every round took."""
+
+from math import isfinite
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from aedit.launch.views.figures import rounds
+from aedit.launch.views.records import Metric
+from aedit.launch.views.rundir import Run
+
+WAYS = (("compute", "tab:green"), ("waiting", "tab:orange"), ("waiting, used", "tab:blue"), ("other", "0.7"))
+LABEL_ABOVE = 0.06
+
+
+def time_per_node(run: Run) -> Figure | None:
+    """Compute, waiting, waiting used by idle work, and evaluation and checkpoints: one bar per node."""
+    nodes = [node for node in run.nodes if node.metrics]
+    if not nodes:
+        return None
+    spent = [_spent(node.metrics[-1]) for node in nodes]
+    figure = Figure(figsize=(8, 1.7 + 0.42 * len(nodes)))
+    axes = figure.add_subplot()
+    begun = [0.0] * len(nodes)
+    for (name, colour), seconds in zip(WAYS, zip(*spent, strict=True), strict=True):
+        bars = axes.barh(range(len(nodes)), seconds, left=begun, color=colour, height=0.7, label=name)
+        shares = [s / (sum(row) or 1.0) for s, row in zip(seconds, spent, strict=True)]
+        told = [f"{share:.0%}" if share >= LABEL_ABOVE else "" for share in shares]
+        axes.bar_label(bars, told, label_type="center", fontsize=9)
+        begun = [b + s for b, s in zip(begun, seconds, strict=True)]
+    axes.set_yticks(range(len(nodes)), [f"node {node.index}" for node in nodes])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("seconds")
+    figure.suptitle("Where the time went", x=0.01, ha="left", fontsize=12)
+    figure.legend(loc="outside upper right", ncols=len(WAYS), fontsize=9)
+    return figure
+
+
+def _spent(last: Metric) -> tuple[float, ...]:
+    used_s = _known(last.idle_used_s)
+    return _known(last.busy_s), max(_known(last.wait_s) - used_s, 0.0), used_s, _known(last.other_s)
+
+
+def bytes_per_round(run: Run) -> Figure | None:
+    """Payload bytes of every round, stacked over the nodes that sent them."""
+    by_id = rounds(run)
+    if not by_id:
+        return None
+    figure = Figure(figsize=(8, 4))
+    axes = figure.add_subplot()
+    below = [0.0] * len(by_id)
+    for node in run.nodes:
+        sent = [
+            sum(_known(row.bytes) for index, row in rows if index == node.index) for rows in by_id.values()
+        ]
+        if node.rounds:
+            # The bars of a long run touch, or the gaps between them would make stripes.
+            width = 0.8 if len(by_id) <= 100 else 1.0
+            axes.bar(
+                list(by_id),
+                sent,
+                bottom=below,
+                width=width,
+                color=f"C{node.index % 10}",
+                label=f"node {node.index}",
+            )
+        below = [b + s for b, s in zip(below, sent, strict=True)]
+    axes.set(title="Bytes sent per round", xlabel="round", ylabel="payload")
+    axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(visible=False, axis="x")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
+def _known(value: float) -> float:
+    return value if isfinite(value) else 0.0

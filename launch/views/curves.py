@@ -1,0 +1,84 @@
+"""Loss against steps and against time, and effective nodes over rounds."""
+
+from collections.abc import Callable
+from math import isfinite
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from aedit.launch.views.figures import held_out, rounds
+from aedit.launch.views.records import Evaluation, Metric
+from aedit.launch.views.rundir import Run
+
+TIME_UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+
+
+def loss_by_steps(run: Run) -> Figure | None:
+    """Training loss of every node and held-out loss of the run, over inner steps."""
+    return _loss(run, lambda point: point.step, "inner steps of the node")
+
+
+def loss_by_time(run: Run) -> Figure | None:
+    """The same over wall-clock time."""
+    longest_s = max((node.metrics[-1].t for node in run.nodes if node.metrics), default=0.0)
+    per_unit, name = next((unit, name) for above, unit, name in TIME_UNITS if longest_s >= above)
+    return _loss(run, lambda point: point.t / per_unit, f"{name} since the run began")
+
+
+def effective_nodes(run: Run) -> Figure | None:
+    """1 / sum of squared weights: how many nodes a round really listened to, over its units."""
+    points = []
+    for id, rows in rounds(run).items():
+        known = [n for _, landed in rows[:1] for n in landed.effective_nodes if isfinite(n)]
+        if known:
+            points.append((id, min(known), median(known), max(known), rows[0][1].num_nodes))
+    if not points:
+        return None
+    ids, low, middle, high, took_part = zip(*points, strict=True)
+    figure = Figure(figsize=(8, 4))
+    axes = figure.add_subplot()
+    axes.step(ids, took_part, where="mid", color="0.6", linestyle="--", label="nodes that took part")
+    axes.fill_between(ids, low, high, alpha=0.25, linewidth=0, label="all units")
+    axes.plot(ids, middle, marker=_marker(len(ids)), label="median unit")
+    axes.set(
+        title="Effective nodes", xlabel="round", ylabel="effective nodes", ylim=(0, max(took_part) * 1.08)
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend(axes)
+    return figure
+
+
+def _loss(run: Run, where: Callable[[Metric | Evaluation], float], label: str) -> Figure | None:
+    if not any(node.metrics for node in run.nodes):
+        return None
+    figure = Figure(figsize=(8, 4.5))
+    axes = figure.add_subplot()
+    for node in run.nodes:
+        told = [metric for metric in node.metrics if isfinite(metric.loss)]
+        axes.plot(
+            [where(metric) for metric in told],
+            [metric.loss for metric in told],
+            color=f"C{node.index % 10}",
+            linewidth=1,
+            alpha=0.75,
+            marker=_marker(len(told)),
+            label=f"node {node.index}, training",
+        )
+    if evaluations := held_out(run):
+        points = [where(evaluation) for evaluation in evaluations], [e.loss for e in evaluations]
+        axes.plot(*points, color="black", linewidth=1.8, marker=_marker(len(evaluations)), label="held-out")
+    axes.set(title=f"Loss of {run.name}", xlabel=label, ylabel="loss (nats per token)")
+    axes.set_xlim(left=0)
+    _legend(axes)
+    return figure
+
+
+def _marker(num_points: int) -> str:
+    return "o" if num_points <= 40 else ""
+
+
+def _legend(axes: Axes) -> None:
+    """Beside the curves, where it covers none of them."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))

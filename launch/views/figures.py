@@ -1,0 +1,131 @@
+"""The numbers every view shows, worked out of a run's records. Pure functions; NaN means not known."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+from statistics import fmean
+
+from aedit.launch.views.records import Evaluation, Landed, Metric
+from aedit.launch.views.rundir import Node, Run
+
+LAST_LINES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What one node did between its first and its last metrics line.
+
+    The time before the first line holds start-up and the first step's compilation, so it counts nowhere.
+    """
+
+    tokens: float
+    wall_s: float
+    """Training time: evaluation and checkpoints are taken out, time lost to a crash is not."""
+
+    busy_s: float
+    wait_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return ratio(self.tokens, self.wall_s)
+
+    @property
+    def solo_tokens_per_s(self) -> float:
+        """The speed this node would have if it never waited."""
+        return ratio(self.tokens, self.busy_s)
+
+    @property
+    def waited(self) -> float:
+        """Share of the training time spent waiting for other nodes."""
+        return ratio(self.wait_s, self.wall_s)
+
+
+def pace(metrics: Sequence[Metric]) -> Pace:
+    if len(metrics) < 2:
+        return Pace(nan, nan, nan, nan)
+    first, last = metrics[0], metrics[-1]
+    return Pace(
+        tokens=last.tokens - first.tokens,
+        wall_s=(last.t - first.t) - (last.other_s - first.other_s),
+        busy_s=last.busy_s - first.busy_s,
+        wait_s=last.wait_s - first.wait_s,
+    )
+
+
+def share_of_solo(paces: Iterable[Pace]) -> float:
+    """(sum over nodes of tokens / wall) / (sum over nodes of tokens / busy): 1 if no node ever waited.
+
+    Every node has its own wall, from its first to its last metrics line less evaluation and checkpoints.
+    Nodes with fewer than two lines are left out of both sums.
+    """
+    known = [pace for pace in paces if isfinite(pace.tokens_per_s) and isfinite(pace.solo_tokens_per_s)]
+    return ratio(sum(p.tokens_per_s for p in known), sum(p.solo_tokens_per_s for p in known))
+
+
+def recent_tokens_per_s(metrics: Sequence[Metric], window_s: float = 10.0) -> float:
+    """Speed over about the last `window_s` of the node's lines, waits included."""
+    if len(metrics) < 2:
+        return nan
+    last = metrics[-1]
+    first = metrics[-2]
+    for metric in reversed(metrics[:-1]):
+        if last.t - metric.t > window_s:
+            break
+        first = metric
+    return ratio(last.tokens - first.tokens, last.t - first.t)
+
+
+def held_out(run: Run) -> list[Evaluation]:
+    """The run's held-out losses in order of time; of nodes that evaluated the same round, the mean."""
+    same: dict[tuple[int, int], list[Evaluation]] = defaultdict(list)
+    for node in run.nodes:
+        seen: dict[int, int] = defaultdict(int)
+        for (
+            evaluation
+        ) in node.evaluations:  # warm-up and rounds may hold several: the k-th of each belong together
+            same[evaluation.round, seen[evaluation.round]].append(evaluation)
+            seen[evaluation.round] += 1
+    merged = [
+        Evaluation(max(e.t for e in group), fmean(e.step for e in group), id, fmean(e.loss for e in group))
+        for (id, _), group in same.items()
+    ]
+    return sorted(merged, key=lambda evaluation: evaluation.t)
+
+
+def rounds(run: Run) -> dict[int, list[tuple[int, Landed]]]:
+    """Round id -> (node, what it saw), ids rising."""
+    by_id: dict[int, list[tuple[int, Landed]]] = defaultdict(list)
+    for node in run.nodes:
+        for landed in node.rounds:
+            by_id[landed.id].append((node.index, landed))
+    return dict(sorted(by_id.items()))
+
+
+def first_loss(node: Node) -> float:
+    return next((metric.loss for metric in node.metrics if isfinite(metric.loss)), nan)
+
+
+def last_loss(node: Node) -> float:
+    """Mean of the last lines, about ten seconds: one alone is noisy. NaN if the very last is not finite."""
+    if not node.metrics or not isfinite(node.metrics[-1].loss):
+        return nan
+    return mean_known(metric.loss for metric in node.metrics[-LAST_LINES:])
+
+
+def units_of(run: Run) -> tuple[str, ...]:
+    """Names of the units, as the newest start event tells them."""
+    return next((node.starts[-1].units for node in run.nodes if node.starts), ())
+
+
+def mean_known(values: Iterable[float]) -> float:
+    known = [value for value in values if isfinite(value)]
+    return fmean(known) if known else nan
+
+
+def total_known(values: Iterable[float]) -> float:
+    return sum(value for value in values if isfinite(value))
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator > 0 else nan

@@ -1,0 +1,171 @@
+"""The one picture of a run that `status`, `top` and the live progress share."""
+
+from collections.abc import Collection, Sequence
+from math import isfinite
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from aedit.launch.views import words
+from aedit.launch.views.figures import held_out, recent_tokens_per_s, rounds, total_known
+from aedit.launch.views.rundir import Node, Run
+
+SILENT_AFTER_S = 120.0
+COLOURS = {
+    "training": "green",
+    "warm-up": "green",
+    "waiting": "yellow",
+    "silent": "red",
+    "failed": "red",
+    "done": "cyan",
+    "left": "cyan",
+}
+STORY = {"round": "evaluating", "eval": "saving"}
+
+
+def panel(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> RenderableType:
+    """Progress, one row per node in `shown` (seen yet or not), and the last round.
+
+    Nodes in `starting` are shown as such whatever their files say: those are from before.
+    """
+    body = [_progress(run), Text(), _table(run, shown, starting), Text(), *_footer(run)]
+    return Panel(
+        Group(*body), title=f"[bold]{run.name}[/]", title_align="left", box=box.ROUNDED, padding=(1, 2)
+    )
+
+
+def line(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> str:
+    """The same in one plain line, for logs."""
+    done, elapsed_s, _ = _times(run)
+    head = [words.clock(elapsed_s), words.percent(done), f"held-out {words.loss(_held_out_loss(run))}"]
+    nodes = {node.index: node for node in run.nodes}
+    cells = [
+        _cell(index, nodes.get(index), _state(run, index, nodes.get(index), starting)) for index in shown
+    ]
+    return " | ".join(["  ".join(head), *cells])
+
+
+def state(node: Node, warmup_steps: int = 0) -> str:
+    """What a node is doing, inferred from its files: they tell it after the fact, so it may lag."""
+    latest = node.latest.event if node.latest else ""
+    if latest == "stop":
+        assert node.latest is not None
+        return "left" if node.latest.text == "signal" else "done"
+    if latest == "error":
+        return "failed"
+    if node.quiet_s > SILENT_AFTER_S:
+        return "silent"
+    if not node.metrics or latest == "start":
+        return "starting"
+    return _pause(node) or ("warm-up" if node.metrics[-1].step < warmup_steps else "training")
+
+
+def _pause(node: Node) -> str:
+    """Why the node takes no steps now, or nothing."""
+    last = node.metrics[-1]
+    before = node.metrics[-2] if len(node.metrics) > 1 else last
+    interval_s = last.t - before.t
+    story = STORY.get(node.latest.event, "") if node.latest else ""
+    if node.quiet_s > max(3.0, 3 * interval_s):
+        return story if node.latest and node.latest.t >= last.t and story else "waiting"
+    if last.wait_s - before.wait_s > interval_s / 2 > 0:
+        return "waiting"
+    if last.other_s - before.other_s > interval_s / 2 > 0:
+        return story or "saving"
+    return ""
+
+
+def _state(run: Run, index: int, node: Node | None, starting: Collection[int]) -> str:
+    if node is None or index in starting:
+        return "starting"
+    warmup_steps = run.config.get("edit", {}).get("warmup_steps", 0)
+    return state(node, warmup_steps if isinstance(warmup_steps, int) else 0)
+
+
+def _progress(run: Run) -> RenderableType:
+    done, elapsed_s, left_s = _times(run)
+    row = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=1.0, completed=done if isfinite(done) else 0.0, width=40)
+    left = f"about {words.clock(left_s)} left" if isfinite(left_s) and done < 1 else ""
+    row.add_row(
+        bar, f"{100 * done:.0f} %" if isfinite(done) else "", f"{words.clock(elapsed_s)} elapsed", left
+    )
+    return row
+
+
+def _times(run: Run) -> tuple[float, float, float]:
+    """Share of the run that is done, seconds since it began, seconds left at this pace."""
+    newest = [node.metrics[-1] for node in run.nodes if node.metrics]
+    done = max((metric.progress for metric in newest if isfinite(metric.progress)), default=float("nan"))
+    elapsed_s = max([m.t for m in newest] + [n.latest.t for n in run.nodes if n.latest], default=0.0)
+    return done, elapsed_s, elapsed_s * (1 - done) / done if done > 0 else float("nan")
+
+
+def _table(run: Run, shown: Sequence[int], starting: Collection[int]) -> RenderableType:
+    if not shown:
+        return Text("no node has started yet", style="dim")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    table.add_column("node", justify="right")
+    table.add_column("state", min_width=10)
+    for name in ("step", "round", "train loss", "tokens/s", "waited", "waited %"):
+        table.add_column(name, justify="right")
+    nodes = {node.index: node for node in run.nodes}
+    for index in shown:
+        node = nodes.get(index)
+        doing = _state(run, index, node, starting)
+        table.add_row(str(index), Text(doing, style=COLOURS.get(doing, "")), *_numbers(node))
+    return table
+
+
+def _numbers(node: Node | None) -> list[str]:
+    if node is None or not node.metrics:
+        return [words.UNKNOWN] * 6
+    last = node.metrics[-1]
+    trained_s = last.busy_s + last.wait_s
+    return [
+        words.count(last.step),
+        str(last.round),
+        words.loss(last.loss),
+        words.count(recent_tokens_per_s(node.metrics)),
+        words.clock(last.wait_s),
+        words.percent(last.wait_s / trained_s if trained_s > 0 else float("nan")),
+    ]
+
+
+def _cell(index: int, node: Node | None, doing: str) -> str:
+    if node is None or not node.metrics:
+        return f"node {index} {doing}"
+    last = node.metrics[-1]
+    speed = words.count(recent_tokens_per_s(node.metrics))
+    return f"node {index} {doing} step {last.step} loss {words.loss(last.loss)} {speed} tokens/s"
+
+
+def _footer(run: Run) -> list[Text]:
+    facts = [Text(f"held-out loss  {words.loss(_held_out_loss(run))}")]
+    if by_id := rounds(run):
+        id, rows = list(by_id.items())[-1]
+        sent = words.size(total_known(landed.bytes for _, landed in rows))
+        text = f"last round     {id}: {words.some(rows[0][1].num_nodes, 'node')}, {sent} sent"
+        facts.append(Text(text + _judgement([landed.distrusted for _, landed in rows])))
+    for node in run.nodes:
+        if node.notices:
+            notice = node.notices[-1]
+            told = f"{notice.event.replace('_', ' ')}: " if notice.event != "heal" else ""
+            facts.append(
+                Text(f"node {node.index} at {words.clock(notice.t)}: {told}{notice.text}", style="red")
+            )
+    return facts
+
+
+def _judgement(distrusted: list[tuple[int, ...]]) -> str:
+    num = sum(map(len, distrusted))
+    return f", {words.some(num, 'pseudo-gradient')} distrusted" if num else ""
+
+
+def _held_out_loss(run: Run) -> float:
+    evaluations = held_out(run)
+    return evaluations[-1].loss if evaluations else float("nan")

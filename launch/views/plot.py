@@ -1,0 +1,66 @@
+"""`aedit plot RUN`: the run as PNG files in its `plots` folder.
+
+A plot is drawn only if the run has something to show in it: a run without rounds has no norms.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from matplotlib import style
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from aedit.launch.views.bars import bytes_per_round, time_per_node
+from aedit.launch.views.curves import effective_nodes, loss_by_steps, loss_by_time
+from aedit.launch.views.heatmap import norms
+from aedit.launch.views.rundir import Run, read_run
+from aedit.types import UserError
+
+PLOTS: Mapping[str, Callable[[Run], Figure | None]] = {
+    "loss_by_steps.png": loss_by_steps,
+    "loss_by_time.png": loss_by_time,
+    "time_per_node.png": time_per_node,
+    "norms.png": norms,
+    "bytes_per_round.png": bytes_per_round,
+    "effective_nodes.png": effective_nodes,
+}
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "font.size": 10,
+    "legend.frameon": False,
+    "figure.constrained_layout.use": True,
+}
+
+
+def main(run_dir: Path) -> list[Path]:
+    """Draw what the run has written so far; return the files. Raises UserError if there is nothing yet."""
+    paths = draw(read_run(run_dir))
+    if not paths:
+        raise UserError(f"{run_dir} has no metrics yet: there is nothing to plot")
+    return paths
+
+
+def draw(run: Run) -> list[Path]:
+    """The files drawn, none for a run that has not begun. Raises UserError if they cannot be written."""
+    folder = run.directory / "plots"
+    paths = []
+    with style.context(["default", STYLE]):
+        for name, plot in PLOTS.items():
+            if (figure := plot(run)) is not None:
+                paths.append(_save(figure, folder / name))
+    return paths
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    # The canvas is made here, not by pyplot: no window system is asked for and no figure is kept.
+    FigureCanvasAgg(figure)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    return path

@@ -1,0 +1,178 @@
+"""The lines of `metrics.jsonl` and `events.jsonl` as frozen values.
+
+Each `of` takes one parsed line and raises KeyError, TypeError, ValueError or OverflowError if the line lacks
+what the views cannot do without; everything else that is missing, null or not a number becomes NaN or empty.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Where one node stood, about once a second. Tokens and all seconds are running totals."""
+
+    t: float
+    """Seconds since the run began."""
+
+    step: int
+    round: int
+    tokens: float
+    loss: float
+    """Mean training loss since the previous line, in nats per token."""
+
+    lr: float
+    grad_norm: float
+    busy_s: float
+    """In training steps, a pretended slowdown included."""
+
+    wait_s: float
+    """Waiting for other nodes."""
+
+    idle_used_s: float
+    """The part of `wait_s` that idle work used."""
+
+    other_s: float
+    """In evaluation and checkpoints."""
+
+    progress: float
+    """Share of the run that is done, in [0, 1]."""
+
+    @staticmethod
+    def of(line: Line) -> "Metric":
+        return Metric(
+            t=float(line["t"]),
+            step=int(line["step"]),
+            round=int(line.get("round") or 0),
+            tokens=float(line["tokens"]),
+            loss=number(line.get("loss")),
+            lr=number(line.get("lr")),
+            grad_norm=number(line.get("grad_norm")),
+            busy_s=number(line.get("busy_s")),
+            wait_s=number(line.get("wait_s")),
+            idle_used_s=number(line.get("idle_used_s")),
+            other_s=number(line.get("other_s")),
+            progress=number(line.get("progress")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One attempt of a node began at `step`; what an earlier attempt did after that step is undone."""
+
+    t: float
+    step: int
+    attempt: int
+    device: str
+    ranks: int
+    params: float
+    units: tuple[str, ...]
+
+    @staticmethod
+    def of(line: Line) -> "Start":
+        return Start(
+            t=float(line["t"]),
+            step=int(line.get("step") or 0),
+            attempt=int(line.get("attempt") or 0),
+            device=str(line.get("device") or "?"),
+            ranks=int(line.get("ranks") or 1),
+            params=number(line.get("params")),
+            units=tuple(str(unit) for unit in line.get("units") or ()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """One round as one node saw it. Tuples are per unit, NaN where there is no number."""
+
+    t: float
+    id: int
+    step: int
+    bytes: float
+    norms: tuple[float, ...]
+    distrusted: tuple[int, ...]
+    """Units in which this node was distrusted."""
+
+    effective_nodes: tuple[float, ...]
+    rolled_back: tuple[int, ...]
+    num_nodes: int
+
+    @staticmethod
+    def of(line: Line) -> "Landed":
+        return Landed(
+            t=float(line["t"]),
+            id=int(line["id"]),
+            step=int(line["step"]),
+            bytes=number(line.get("bytes")),
+            norms=numbers(line.get("norms")),
+            distrusted=tuple(int(unit) for unit in line.get("distrusted") or ()),
+            effective_nodes=numbers(line.get("effective_nodes")),
+            rolled_back=tuple(int(unit) for unit in line.get("rolled_back") or ()),
+            num_nodes=int(line.get("nodes") or 0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Loss on held-out text, in nats per token."""
+
+    t: float
+    step: float
+    round: int
+    loss: float
+
+    @staticmethod
+    def of(line: Line) -> "Evaluation":
+        return Evaluation(
+            float(line["t"]), int(line["step"]), int(line.get("round") or 0), number(line.get("loss"))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that is complete on disk."""
+
+    t: float
+    step: int
+    round: int
+    seconds: float
+    bytes: float
+
+    @staticmethod
+    def of(line: Line) -> "Checkpoint":
+        return Checkpoint(
+            t=float(line["t"]),
+            step=int(line["step"]),
+            round=int(line["round"]),
+            seconds=number(line.get("seconds")),
+            bytes=number(line.get("bytes")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Any event, in words."""
+
+    t: float
+    event: str
+    text: str
+
+    @staticmethod
+    def of(line: Line) -> "Notice":
+        said = line.get("message") or line.get("error") or line.get("reason") or ""
+        if line["event"] == "heal":
+            said = f"healed at round {line.get('round')} from node {line.get('from_node')}"
+        return Notice(float(line["t"]), str(line["event"]), str(said))
+
+
+def number(value: object) -> float:
+    """The value as a float; NaN for null, text and whatever else is not a number."""
+    return float(value) if isinstance(value, int | float) else nan
+
+
+def numbers(values: object) -> tuple[float, ...]:
+    return tuple(number(value) for value in values) if isinstance(values, list) else ()

@@ -1,0 +1,175 @@
+"""What a run came to, in figures: printed when `aedit run` ends well."""
+
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from aedit.launch.views import words
+from aedit.launch.views.figures import (
+    Pace,
+    first_loss,
+    held_out,
+    last_loss,
+    mean_known,
+    pace,
+    rounds,
+    share_of_solo,
+    total_known,
+)
+from aedit.launch.views.plot import draw
+from aedit.launch.views.rundir import Node, Run, read_run
+
+WIDTH = 120
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSummary:
+    """One node's part in the run."""
+
+    index: int
+    steps: int
+    tokens: float
+    pace: Pace
+    wait_s: float
+    """Over the whole run; `pace.waited` is its share between the first and the last metrics line."""
+
+    idle_used_s: float
+    train_loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run in figures. Losses are nats per token; NaN where the run has not said."""
+
+    name: str
+    wall_s: float
+    nodes: tuple[NodeSummary, ...]
+    train_loss: tuple[float, float]
+    """First and last, mean over nodes."""
+
+    held_out_loss: tuple[float, float]
+    tokens_per_s: float
+    share_of_solo: float
+    """Of the sum of the nodes' solo speeds, see `figures.share_of_solo`."""
+
+    num_rounds: int
+    bytes: float
+    """Payload all nodes handed to the network in rounds."""
+
+    num_distrusted: int
+    """Pseudo-gradients of one unit of one node that a round left out."""
+
+    num_rolled_back: int
+    """Units that a round gave back their old anchor."""
+
+
+def summary(run: Run) -> Summary:
+    """The run's figures, from whatever it has written."""
+    nodes = tuple(_of_node(node) for node in run.nodes)
+    by_id = rounds(run)
+    landed = [row for rows in by_id.values() for _, row in rows]
+    losses = [evaluation.loss for evaluation in held_out(run)] or [float("nan")]
+    return Summary(
+        name=run.name,
+        wall_s=max((node.metrics[-1].t for node in run.nodes if node.metrics), default=float("nan")),
+        nodes=nodes,
+        train_loss=(mean_known(map(first_loss, run.nodes)), mean_known(map(last_loss, run.nodes))),
+        held_out_loss=(losses[0], losses[-1]),
+        tokens_per_s=total_known(node.pace.tokens_per_s for node in nodes),
+        share_of_solo=share_of_solo(node.pace for node in nodes),
+        num_rounds=len(by_id),
+        bytes=total_known(row.bytes for row in landed),
+        num_distrusted=sum(len(row.distrusted) for row in landed),
+        num_rolled_back=sum(len({u for _, row in rows for u in row.rolled_back}) for rows in by_id.values()),
+    )
+
+
+def report(run_dir: Path) -> str:
+    """The summary as aligned ASCII text; draws the plots and names them. Raises UserError if it is no run."""
+    run = read_run(run_dir)
+    plots = draw(run)
+    out = summary(run)
+    console = Console(file=StringIO(), width=WIDTH, color_system=None, force_terminal=False)
+    console.print(_headline(out), _facts(out), "", _per_node(out), sep="\n", highlight=False, markup=False)
+    text = console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
+    lines = [row.rstrip() for row in text.splitlines()]
+    # Paths go in by hand: a console would wrap long ones.
+    lines += ["", "  plots", *(f"    {path}" for path in plots)] if plots else []
+    return "\n".join(lines)
+
+
+def _of_node(node: Node) -> NodeSummary:
+    nan = float("nan")
+    last = node.metrics[-1] if node.metrics else None
+    return NodeSummary(
+        index=node.index,
+        steps=last.step if last else 0,
+        tokens=last.tokens if last else nan,
+        pace=pace(node.metrics),
+        wait_s=last.wait_s if last else nan,
+        idle_used_s=last.idle_used_s if last else nan,
+        train_loss=last_loss(node),
+    )
+
+
+def _headline(out: Summary) -> str:
+    parts = [
+        words.some(len(out.nodes), "node"),
+        f"{words.clock(out.wall_s)} min",
+        words.some(out.num_rounds, "round"),
+    ]
+    return f"run {out.name}: " + ", ".join(parts) + "\n"
+
+
+def _facts(out: Summary) -> Table:
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    facts.add_row("", "held-out loss", _change(out.held_out_loss))
+    facts.add_row("", "train loss", _change(out.train_loss))
+    facts.add_row(
+        "", "speed", f"{words.count(out.tokens_per_s)} tokens/s, {words.percent(out.share_of_solo)} {OF_SOLO}"
+    )
+    facts.add_row("", "sent", f"{words.size(out.bytes)} in {words.some(out.num_rounds, 'round')}")
+    judged = f"{words.some(out.num_distrusted, 'pseudo-gradient')} distrusted"
+    facts.add_row("", "penalty", f"{judged}, {words.some(out.num_rolled_back, 'unit')} rolled back")
+    return facts
+
+
+OF_SOLO = "of the sum of the nodes' solo speeds"
+
+
+def _change(loss: tuple[float, float]) -> str:
+    return f"{words.loss(loss[0])} -> {words.loss(loss[1])} nats/token"
+
+
+def _per_node(out: Summary) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("")
+    for name in (
+        "node",
+        "steps",
+        "tokens",
+        "tokens/s",
+        "solo tokens/s",
+        "waited",
+        "waited %",
+        "idle used",
+        "train loss",
+    ):
+        table.add_column(name, justify="right")
+    for node in out.nodes:
+        table.add_row(
+            "",
+            str(node.index),
+            words.count(node.steps),
+            words.count(node.tokens),
+            words.count(node.pace.tokens_per_s),
+            words.count(node.pace.solo_tokens_per_s),
+            words.seconds(node.wait_s),
+            words.percent(node.pace.waited),
+            words.seconds(node.idle_used_s),
+            words.loss(node.train_loss),
+        )
+    return table

@@ -1,0 +1,41 @@
+"""Numbers as a person reads them. NaN, the value that is not known, is a dash. ASCII only."""
+
+from math import isfinite
+
+from rich.filesize import decimal
+
+UNKNOWN = "-"
+
+
+def clock(seconds: float) -> str:
+    """`75` -> `1:15`, `3700` -> `1:01:40`."""
+    if not isfinite(seconds):
+        return UNKNOWN
+    minutes, secs = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def count(value: float) -> str:
+    return f"{value:,.0f}" if isfinite(value) else UNKNOWN
+
+
+def loss(value: float) -> str:
+    return f"{value:.3f}" if isfinite(value) else UNKNOWN
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if isfinite(share) else UNKNOWN
+
+
+def seconds(value: float) -> str:
+    return f"{value:,.1f} s" if isfinite(value) else UNKNOWN
+
+
+def size(num_bytes: float) -> str:
+    return decimal(int(num_bytes)) if isfinite(num_bytes) else UNKNOWN
+
+
+def some(number: int, noun: str) -> str:
+    """`1, "node"` -> `1 node`, `3, "node"` -> `3 nodes`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,516 @@
+"""The views against a run directory written here by hand, whose figures are known by arithmetic."""
+
+import io
+import json
+import math
+import os
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+from rich.console import Console
+
+from aedit.launch.views import live, plot, status, top
+from aedit.launch.views.figures import held_out
+from aedit.launch.views.panel import panel, state
+from aedit.launch.views.report import report, summary
+from aedit.launch.views.rundir import RunFollower, read_run
+from aedit.types import UserError
+
+UNITS = ["layers.0", "layers.1", "layers.2", "rest"]
+ALL_PLOTS = {
+    "loss_by_steps.png",
+    "loss_by_time.png",
+    "time_per_node.png",
+    "norms.png",
+    "bytes_per_round.png",
+    "effective_nodes.png",
+}
+
+
+class Writer:
+    """Writes one node's files as a node does: one line per record, closed by its newline."""
+
+    def __init__(self, run_dir, index):
+        self.dir = run_dir / "nodes" / str(index)
+        self.dir.mkdir(parents=True)
+        self.index = index
+
+    def event(self, event, t, **fields):
+        self._append("events.jsonl", json.dumps({"t": t, "event": event, **fields}) + "\n")
+
+    def start(self, t=0.0, attempt=0, step=0):
+        extra = {"resumed_round": None, "pid": 1, "params": 4000, "params_per_unit": [1000] * 4}
+        common = {"node": self.index, "nodes": 3, "ranks": 1, "device": "cpu", "units": UNITS}
+        self.event("start", t, attempt=attempt, step=step, **common, **extra)
+
+    def metric(self, t, step, **fields):
+        line = {
+            "t": t,
+            "step": step,
+            "round": 0,
+            "tokens": 100 * step,
+            "loss": 2.0,
+            "lr": 1e-3,
+            "grad_norm": 1.0,
+        }
+        times = {"busy_s": t, "wait_s": 0.0, "idle_used_s": 0.0, "other_s": 0.0, "progress": t / 100}
+        self._append("metrics.jsonl", json.dumps({**line, **times, **fields}) + "\n")
+
+    def round(self, t, id, step, **fields):
+        judged = {
+            "norms": [0.1 * id] * 4,
+            "weights": [0.5] * 4,
+            "distrusted": [],
+            "effective_nodes": [2.0] * 4,
+        }
+        rest = {
+            "rolled_back": [],
+            "nodes": 2,
+            "total_steps": 2 * step,
+            "steps": 10,
+            "wait_s": 0.1,
+            "bytes": 16000,
+        }
+        self.event("round", t, id=id, step=step, **{**judged, **rest, **fields})
+
+    def torn(self, name, text):
+        self._append(name, text)
+
+    def _append(self, name, text):
+        with (self.dir / name).open("a") as file:
+            file.write(text)
+
+
+def new_run(tmp_path, name="tiny"):
+    run_dir = tmp_path / name
+    run_dir.mkdir()
+    (run_dir / "run.toml").write_text(f'name = "{name}"\n[edit]\nwarmup_steps = 20\n')
+    return run_dir
+
+
+def full_run(tmp_path, seconds=60, num_rounds=12):
+    """Three nodes; node 2 three times slower, node 1 distrusted twice, once for a norm that is no number."""
+    run_dir = new_run(tmp_path)
+    for index, slowdown in enumerate((1, 1, 3)):
+        node = Writer(run_dir, index)
+        node.start()
+        for t in range(1, seconds + 1):
+            step = max(1, 10 * t // slowdown)
+            wait_s = 0.03 * t * (3 - slowdown)
+            loss = 2 + 3.5 * math.exp(-step / 150) + 0.05 * math.sin(7 * t + index)
+            spent = {
+                "busy_s": 0.93 * t - wait_s,
+                "wait_s": wait_s,
+                "idle_used_s": wait_s / 3,
+                "other_s": 0.07 * t,
+            }
+            node.metric(t, step, loss=loss, round=t * num_rounds // seconds, progress=t / seconds, **spent)
+        for id in range(1, num_rounds + 1):
+            t = id * seconds / num_rounds
+            step = int(10 * t // slowdown)
+            norms = [(4 - unit) * math.exp(-id / 6) * (1 + 0.2 * index) for unit in range(4)]
+            distrusted, effective = [], [2.7, 2.8, 2.9, 2.4]
+            if index == 1 and id == 6:
+                norms[2], distrusted = 30.0, [2]
+            if index == 1 and id == 9:
+                norms[0], distrusted = None, [0, 3]
+                effective[0] = None
+            spread = {"norms": norms, "distrusted": distrusted, "effective_nodes": effective, "nodes": 3}
+            node.round(t, id, step, **spread, rolled_back=[3] if id == 9 else [])
+            node.event("eval", t + 0.2, step=step, round=id, loss=2.05 + 3.4 * math.exp(-10 * t / 170))
+            node.event("checkpoint", t + 0.4, step=step, round=id, seconds=0.1, bytes=64000)
+        node.event("stop", seconds + 0.5, reason="done", step=step, tokens=100 * step)
+    return run_dir
+
+
+def shown(run_dir, nodes, starting=()):
+    console = Console(file=io.StringIO(), width=110)
+    console.print(panel(read_run(run_dir), nodes, starting))
+    return console.file.getvalue()
+
+
+def ascii_console(**settings):
+    raw = io.BytesIO()
+    return Console(
+        file=io.TextIOWrapper(raw, encoding="ascii", write_through=True), width=110, **settings
+    ), raw
+
+
+def test_a_directory_that_is_no_run_is_a_users_error(tmp_path):
+    for view in (status.main, top.main, plot.main, report, read_run):
+        with pytest.raises(UserError, match="is not a run directory"):
+            view(tmp_path)
+        with pytest.raises(UserError, match="is not a run directory"):
+            view(tmp_path / "missing")
+
+
+def test_a_run_is_read_back_as_it_was_written(tmp_path):
+    run = read_run(full_run(tmp_path))
+    assert [node.index for node in run.nodes] == [0, 1, 2]
+    assert run.name == "tiny"
+    node = run.nodes[1]
+    assert (len(node.metrics), len(node.rounds), len(node.evaluations), len(node.checkpoints)) == (
+        60,
+        12,
+        12,
+        12,
+    )
+    assert node.metrics[29].step == 300
+    assert node.rounds[5].distrusted == (2,)
+    assert math.isnan(node.rounds[8].norms[0])
+    assert node.starts[0].units == tuple(UNITS)
+
+
+def test_torn_and_foreign_lines_are_skipped(tmp_path):
+    run_dir = new_run(tmp_path)
+    node = Writer(run_dir, 0)
+    node.start()
+    node.metric(1.0, 10)
+    for line in (
+        '{"t": 2.0, "st\n',
+        "\n",
+        "null\n",
+        "[1]\n",
+        '{"t": 2.5}\n',
+        '{"t": 2.6, "step": null, "tokens": 1}\n',
+    ):
+        node.torn("metrics.jsonl", line)
+        node.torn("events.jsonl", line)
+    node.torn("metrics.jsonl", "\x00\x00\x00\n")
+    node.metric(3.0, 30)
+    node.torn("metrics.jsonl", '{"t": 4.0, "step": 40')
+    assert [metric.step for metric in read_run(run_dir).nodes[0].metrics] == [10, 30]
+
+
+def test_a_start_written_behind_a_torn_line_is_found(tmp_path):
+    run_dir = new_run(tmp_path)
+    node = Writer(run_dir, 0)
+    node.start()
+    node.torn("events.jsonl", '{"t": 5.0, "event": "round", "norms": [0.1, ')
+    node.start(t=6.0, attempt=1, step=20)
+    assert [start.attempt for start in read_run(run_dir).nodes[0].starts] == [0, 1]
+
+
+def test_after_a_resume_the_later_lines_win_and_lost_work_is_left_out(tmp_path):
+    run_dir = new_run(tmp_path)
+    node = Writer(run_dir, 0)
+    node.start()
+    for t, step in ((1, 10), (2, 20), (3, 30), (4, 40)):
+        node.metric(t, step, loss=9.0)
+    for id, step in ((1, 10), (2, 20), (3, 30)):
+        node.round(id, id, step, bytes=1)
+        node.event("eval", id + 0.1, step=step, round=id, loss=9.0)
+        node.event("checkpoint", id + 0.2, step=step, round=id, seconds=0.1, bytes=1)
+    node.start(t=7.0, attempt=1, step=20)  # killed at step 40, resumed at the checkpoint of step 20
+    node.metric(8, 45, loss=1.0)
+    node.round(8, 3, 31, bytes=7)
+    node.event("eval", 8.1, step=31, round=3, loss=1.0)
+    read = read_run(run_dir).nodes[0]
+    assert [(metric.step, metric.loss) for metric in read.metrics] == [(10, 9.0), (20, 9.0), (45, 1.0)]
+    assert [(landed.id, landed.step, landed.bytes) for landed in read.rounds] == [
+        (1, 10, 1),
+        (2, 20, 1),
+        (3, 31, 7),
+    ]
+    assert [(e.step, e.loss) for e in read.evaluations] == [(10, 9.0), (20, 9.0), (31, 1.0)]
+    assert [checkpoint.round for checkpoint in read.checkpoints] == [1, 2]
+
+
+def test_a_repeated_step_without_a_start_event_keeps_the_later_line(tmp_path):
+    run_dir = new_run(tmp_path)
+    node = Writer(run_dir, 0)
+    for t, step, loss in ((1, 10, 9.0), (2, 20, 9.0), (3, 30, 9.0), (6, 20, 1.0), (7, 31, 1.0)):
+        node.metric(t, step, loss=loss)
+    metrics = read_run(run_dir).nodes[0].metrics
+    assert [(metric.step, metric.loss) for metric in metrics] == [(10, 9.0), (20, 1.0), (31, 1.0)]
+
+
+def test_following_a_run_gives_what_reading_it_anew_gives(tmp_path):
+    whole = full_run(tmp_path)
+    grown = new_run(tmp_path, "grown")
+    follower = RunFollower(grown)
+    for index in range(3):
+        (grown / "nodes" / str(index)).mkdir(parents=True)
+        for name in ("metrics.jsonl", "events.jsonl"):
+            data = (whole / "nodes" / str(index) / name).read_bytes()
+            for begin in range(0, len(data), 1777):  # cuts lines anywhere
+                with (grown / "nodes" / str(index) / name).open("ab") as file:
+                    file.write(data[begin : begin + 1777])
+                follower.poll()
+    for followed, read in zip(follower.poll().nodes, read_run(whole).nodes, strict=True):
+        assert followed.metrics == read.metrics
+        assert followed.evaluations == read.evaluations
+        assert repr(followed.rounds) == repr(read.rounds)  # they hold NaN, which is unequal to itself
+
+
+def test_the_share_of_the_solo_speeds_is_the_one_worked_out_by_hand(tmp_path):
+    run_dir = new_run(tmp_path)
+    fast, slow = Writer(run_dir, 0), Writer(run_dir, 1)
+    fast.metric(2.0, 1, tokens=500, busy_s=1.5, wait_s=0.5, other_s=0.0)
+    fast.metric(14.0, 9, tokens=8500, busy_s=9.5, wait_s=2.5, other_s=2.0)
+    slow.metric(4.0, 1, tokens=1000, busy_s=4.0, wait_s=0.0, other_s=0.0)
+    slow.metric(25.0, 9, tokens=3000, busy_s=24.0, wait_s=0.0, other_s=1.0)
+    out = summary(read_run(run_dir))
+    # fast: 8000 tokens in 14 - 2 - 2 = 10 s, 8 s of them busy: 800 of 1000 tokens/s
+    # slow: 2000 tokens in 25 - 4 - 1 = 20 s, all of them busy: 100 of 100 tokens/s
+    assert [node.pace.tokens_per_s for node in out.nodes] == [800.0, 100.0]
+    assert [node.pace.solo_tokens_per_s for node in out.nodes] == [1000.0, 100.0]
+    assert out.share_of_solo == pytest.approx(900 / 1100)
+    assert [node.pace.waited for node in out.nodes] == [pytest.approx(0.2), 0.0]
+    assert [node.wait_s for node in out.nodes] == [2.5, 0.0]
+    assert "81.8 % of the sum of the nodes' solo speeds" in report(run_dir)
+
+
+def test_the_summary_counts_rounds_bytes_and_what_was_distrusted(tmp_path):
+    out = summary(read_run(full_run(tmp_path)))
+    assert out.num_rounds == 12
+    assert out.bytes == 3 * 12 * 16000
+    assert out.num_distrusted == 3
+    assert out.num_rolled_back == 1  # one unit, seen by three nodes
+    assert out.held_out_loss == (
+        pytest.approx(2.05 + 3.4 * math.exp(-50 / 170)),
+        pytest.approx(2.05 + 3.4 * math.exp(-600 / 170)),
+    )
+    assert out.train_loss[0] > 5 > 2.7 > out.train_loss[1]
+
+
+def test_nodes_that_evaluated_the_same_round_are_averaged(tmp_path):
+    run_dir = new_run(tmp_path)
+    for index, loss in ((0, 2.0), (1, 4.0)):
+        node = Writer(run_dir, index)
+        node.event("eval", 1 + index, step=0, round=0, loss=6.0)
+        node.event("eval", 3 + index, step=20, round=0, loss=5.0)
+        node.event("eval", 5 + index, step=30 + 10 * index, round=1, loss=loss)
+    merged = [(e.t, e.step, e.round, e.loss) for e in held_out(read_run(run_dir))]
+    assert merged == [(2, 0, 0, 6.0), (4, 20, 0, 5.0), (6, 35, 1, 3.0)]
+
+
+def test_the_report_names_every_figure_and_plot(tmp_path):
+    run_dir = full_run(tmp_path)
+    text = report(run_dir)
+    assert text.isascii()
+    assert "held-out loss" in text
+    assert "576.0 kB in 12 rounds" in text
+    assert "3 pseudo-gradients distrusted, 1 unit rolled back" in text
+    paths = [Path(row.strip()) for row in text.splitlines() if row.endswith(".png")]
+    assert {path.name for path in paths} == ALL_PLOTS
+    assert all(path.is_file() for path in paths)
+
+
+def test_every_plot_is_a_real_image_with_something_on_it(tmp_path):
+    run_dir = full_run(tmp_path)
+    paths = plot.main(run_dir)
+    assert {path.name for path in paths} == ALL_PLOTS
+    assert set(run_dir.glob("plots/*")) == set(paths)
+    for path in paths:
+        image = matplotlib.image.imread(path)
+        assert image.shape[0] > 200
+        assert image.shape[1] > 600
+        assert image[..., :3].std() > 0.02
+
+
+def test_a_run_without_rounds_has_only_the_plots_it_can_fill(tmp_path):
+    run_dir = new_run(tmp_path)
+    node = Writer(run_dir, 0)
+    for t in range(1, 5):
+        node.metric(t, 10 * t)
+    assert {path.name for path in plot.main(run_dir)} == {
+        "loss_by_steps.png",
+        "loss_by_time.png",
+        "time_per_node.png",
+    }
+
+
+def test_an_empty_run_is_shown_and_reported_but_cannot_be_plotted(tmp_path, capsys):
+    run_dir = new_run(tmp_path)
+    status.main(run_dir)
+    assert "no node has started yet" in capsys.readouterr().out
+    assert "0 nodes" in report(run_dir)
+    with pytest.raises(UserError, match="nothing to plot"):
+        plot.main(run_dir)
+    assert not (run_dir / "plots").exists()
+
+
+def test_a_plots_folder_that_cannot_be_written_is_a_users_error(tmp_path):
+    run_dir = full_run(tmp_path, seconds=3, num_rounds=1)
+    (run_dir / "plots").write_text("in the way")
+    with pytest.raises(UserError, match="cannot write"):
+        plot.main(run_dir)
+
+
+def test_values_that_are_not_finite_break_no_view(tmp_path):
+    run_dir = new_run(tmp_path)
+    node = Writer(run_dir, 0)
+    node.start()
+    for t in range(1, 6):
+        bad = {
+            "loss": math.nan,
+            "grad_norm": math.inf,
+            "busy_s": None,
+            "wait_s": math.nan,
+            "progress": math.inf,
+        }
+        node.metric(t, t, **(bad if t > 2 else {}))
+    node.round(5, 1, 5, norms=[None, math.nan, math.inf, 0.0], effective_nodes=[None] * 4, bytes=None)
+    node.event("eval", 5.1, step=5, round=1, loss=math.inf)
+    assert "nan" not in shown(run_dir, [0]).lower()
+    out = summary(read_run(run_dir))
+    assert math.isnan(out.train_loss[1])
+    assert math.isnan(out.share_of_solo)
+    assert "2.000 -> -" in report(run_dir)
+    assert {path.name for path in plot.main(run_dir)} == ALL_PLOTS - {"effective_nodes.png"}
+
+
+def test_a_node_that_has_written_nothing_is_starting_and_harms_nobody(tmp_path):
+    run_dir = full_run(tmp_path)
+    (run_dir / "nodes" / "1" / "metrics.jsonl").unlink()
+    (run_dir / "nodes" / "1" / "events.jsonl").unlink()
+    (run_dir / "nodes" / "2.old").mkdir()
+    rows = {row.split()[1]: row for row in shown(run_dir, range(4)).splitlines() if len(row.split()) > 4}
+    assert "done" in rows["0"]
+    assert "starting" in rows["1"]
+    assert "starting" in rows["3"]
+    assert len(read_run(run_dir).nodes) == 3
+    assert report(run_dir)
+
+
+def seen_state(tmp_path, *happenings, quiet_s=0.0):
+    """What a node is said to be doing after `happenings`, each a call on its writer."""
+    run_dir = new_run(tmp_path, f"run{len(list(tmp_path.iterdir()))}")
+    node = Writer(run_dir, 0)
+    node.start()
+    node.metric(1.0, 10)
+    for happen in happenings:
+        happen(node)
+    (read,) = read_run(run_dir).nodes
+    for path in node.dir.iterdir():
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - quiet_s))
+    (read,) = read_run(run_dir).nodes
+    return state(read, warmup_steps=20)
+
+
+def test_the_state_of_a_node_follows_from_its_files(tmp_path):
+    def trained(node):
+        node.event("warmup_end", 1.5, step=20)
+        node.metric(2.0, 30)
+
+    def waited(node):
+        node.metric(3.0, 31, busy_s=2.1, wait_s=0.9)
+
+    def evaluated(node):
+        node.event("eval", 2.9, step=31, round=1, loss=2.0)
+        node.metric(3.0, 31, busy_s=2.1, other_s=0.9)
+
+    def landed(node):
+        node.round(2.5, 1, 30)
+
+    def stopped(reason):
+        return lambda node: node.event("stop", 9.0, reason=reason, step=30, tokens=1)
+
+    def failed(node):
+        node.event("error", 9.0, message="out of memory")
+
+    def restarted(node):
+        node.start(t=10.0, attempt=1)
+
+    assert seen_state(tmp_path, lambda node: node.event("warmup_begin", 1.0)) == "warm-up"
+    assert seen_state(tmp_path, trained) == "training"
+    assert seen_state(tmp_path, trained, waited) == "waiting"
+    assert seen_state(tmp_path, trained, quiet_s=20) == "waiting"
+    assert seen_state(tmp_path, trained, landed, quiet_s=20) == "evaluating"
+    assert seen_state(tmp_path, trained, quiet_s=1000) == "silent"
+    assert seen_state(tmp_path, trained, evaluated) == "saving"
+    assert seen_state(tmp_path, trained, stopped("done")) == "done"
+    assert seen_state(tmp_path, trained, stopped("signal")) == "left"
+    assert seen_state(tmp_path, trained, failed) == "failed"
+    assert seen_state(tmp_path, trained, failed, restarted) == "starting"
+
+
+def test_status_shows_an_error_in_words(tmp_path, capsys):
+    run_dir = full_run(tmp_path)
+    Writer(run_dir, 3).event("error", 75.0, message="out of memory")
+    status.main(run_dir)
+    out = capsys.readouterr().out
+    assert "node 3 at 1:15: error: out of memory" in out
+    assert "failed" in out
+
+
+def test_every_text_is_ascii_where_the_terminal_is(tmp_path):
+    run_dir = full_run(tmp_path)
+    console, raw = ascii_console(force_terminal=True, color_system=None)
+    console.print(panel(read_run(run_dir), [0, 1, 2]))
+    assert raw.getvalue().isascii()
+    assert b"node" in raw.getvalue()
+
+
+class Child:
+    """A child process that lives for so many seconds of a clock which only sleeping moves."""
+
+    def __init__(self, lifetime_s, run_dir=None):
+        self.now_s, self.lifetime_s, self.looked = 0.0, lifetime_s, []
+
+    def alive(self):
+        return self.now_s < self.lifetime_s
+
+    def now(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+    def watch(self, run_dir, console, nodes=3):
+        live.watch(run_dir, nodes, self.alive, console=console, now=self.now, sleep=self.sleep)
+
+
+def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds_and_one_at_the_end(tmp_path):
+    console = Console(file=io.StringIO(), width=60)
+    child = Child(35)
+    child.watch(full_run(tmp_path), console)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 5  # at 0, 10, 20, 30 s, and the end
+    assert child.now_s == pytest.approx(35, abs=0.3)
+    assert all("\x1b" not in row for row in lines)
+
+
+def test_a_terminal_gets_a_panel_that_ends_with_the_newest_figures(tmp_path):
+    console, raw = ascii_console(force_terminal=True, color_system=None)
+    run_dir = full_run(tmp_path)
+    Child(2.5).watch(run_dir, console, nodes=4)
+    text = raw.getvalue().decode()
+    assert "tiny" in text
+    assert "100 %" in text
+    assert text.count("starting") >= 4
+
+
+def test_watching_survives_a_run_directory_that_never_comes(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    Child(1).watch(tmp_path / "missing", console, nodes=2)
+    assert console.file.getvalue().splitlines()[-1].endswith("| node 0 starting | node 1 starting")
+
+
+def test_a_resumed_node_is_starting_until_its_new_attempt_has(tmp_path):
+    run_dir = full_run(tmp_path)
+
+    class Restarting(Child):
+        def sleep(self, seconds):
+            if self.now_s < 15 <= self.now_s + seconds:
+                node = Writer.__new__(Writer)
+                node.dir, node.index = run_dir / "nodes" / "0", 0
+                node.start(t=70.0, attempt=1, step=600)
+                node.metric(71.0, 610)
+                node.round(71.5, 13, 610)
+            super().sleep(seconds)
+
+    console = Console(file=io.StringIO(), width=300)
+    Restarting(16).watch(run_dir, console)
+    first, *_, last = console.file.getvalue().splitlines()
+    assert "node 0 starting" in first
+    assert "node 0 training step 610" in last
+    assert "node 1 starting" in last
+
+
+def test_top_without_a_terminal_ends_when_all_nodes_have(tmp_path, capsys):
+    top.main(full_run(tmp_path))
+    (row,) = capsys.readouterr().out.splitlines()
+    assert row.count(" done ") == 3
