@@ -1,7 +1,7 @@
 """Outer optimizers: from an averaged pseudo-gradient and a state to the step to subtract, and the next state.
 
-Pure functions of tensors. They own no parameters and talk to no network, so one instance serves every unit, and
-a state can be checkpointed, offloaded or sent to a joining node as it is.
+Pure functions of tensors. They own no parameters and talk to no network, so one instance serves every
+unit, and a state can be checkpointed, offloaded or sent to a joining node as it is.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ class OuterOptimizer(Protocol):
     def update(self, gradient: Tensor, state: OuterState, *, staleness: int = 0) -> tuple[Tensor, OuterState]:
         """The step to subtract from the anchor, and the next state.
 
-        `gradient` is the averaged pseudo-gradient (anchor minus local), `staleness` the anchor versions made since
-        it was measured. The arguments are not changed.
+        `gradient` is the averaged pseudo-gradient (anchor minus local), `staleness` the anchor versions
+        made since it was measured. The arguments are not changed.
         """
 
 

@@ -11,8 +11,8 @@ class PenaltyConfig:
     """Which pseudo-gradients are believed, and how far (EDiT, arXiv:2412.07210, section 3.2)."""
 
     weights: Literal["uniform", "scale-free", "paper"] = "scale-free"
-    """`scale-free` is softmax(-(G_i / median_j G_j - 1) / temperature); `paper` is softmax(-G_i / temperature);
-    `uniform` weighs every trusted node equally."""
+    """`scale-free` is softmax(-(G_i / median_j G_j - 1) / temperature); `paper` is softmax(-G_i /
+    temperature); `uniform` weighs every trusted node equally."""
 
     temperature: float = 1.0
     """Raising it moves the weights towards uniform."""
@@ -24,7 +24,7 @@ class PenaltyConfig:
     """`robust` judges log-norms against a drift-corrected median; `ema` is the paper's z-test on raw norms.
     Non-finite norms are distrusted whatever the detector, also when it is `off`."""
 
-    threshold: float = 4.0
+    threshold: float = 3.5
     """Standard deviations above its own history at which a unit's norm is distrusted; the paper uses 3."""
 
     warmup_rounds: int = 4
@@ -48,7 +48,12 @@ class PenaltyConfig:
         check(0 <= self.step_weight <= 1, "edit.penalty.step_weight", "must be in [0, 1]", self.step_weight)
         check(self.threshold > 0, "edit.penalty.threshold", "must be above 0", self.threshold)
         check(self.warmup_rounds >= 2, "edit.penalty.warmup_rounds", "must be at least 2", self.warmup_rounds)
-        check(self.window >= self.warmup_rounds, "edit.penalty.window", "must be at least warmup_rounds", self.window)
+        check(
+            self.window >= self.warmup_rounds,
+            "edit.penalty.window",
+            "must be at least warmup_rounds",
+            self.window,
+        )
         check(0 < self.ema < 1, "edit.penalty.ema", "must be in (0, 1)", self.ema)
         check(self.patience >= 1, "edit.penalty.patience", "must be at least 1", self.patience)
         check(self.clip is None or self.clip > 0, "edit.penalty.clip", "must be above 0", self.clip)
@@ -65,8 +70,8 @@ class EditConfig:
     """Length of a local phase, in inner steps or seconds as `schedule` says."""
 
     warmup_steps: int | Literal["all"] = 0
-    """Inner steps of synchronous data parallelism (gradients averaged each step) before the first local phase;
-    `all` never leaves it."""
+    """Inner steps of synchronous data parallelism (gradients averaged each step) before the first local
+    phase; `all` never leaves it."""
 
     units: Literal["auto", "model"] | tuple[str, ...] = "auto"
     """`auto`: one unit per transformer block; `model`: the whole model; or module names, `*` allowed."""
@@ -104,4 +109,3 @@ class EditConfig:
         check(self.prefetch >= 0, "edit.prefetch", "must not be negative", self.prefetch)
         check(self.fragments >= 1, "edit.fragments", "must be at least 1", self.fragments)
         check(self.timeout_s > 0, "edit.timeout_s", "must be above 0", self.timeout_s)
-

@@ -1,7 +1,7 @@
 """Notes that every process of a `torch.distributed` group sees: "round 12 is due", "stop".
 
-The notes are a list that only grows, in a store of its own. A thread per process waits for the next one, so that
-reading costs a dictionary look-up and no training step ever asks the network.
+The notes are a list that only grows, in a store of its own. A thread per process waits for the next one,
+so that reading costs a dictionary look-up and no training step ever asks the network.
 """
 
 import os
@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _POLL = timedelta(seconds=2)
 
@@ -23,10 +24,10 @@ class Board:
         leads = dist.get_rank(group) == 0
         host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else ""
         host = host or socket.gethostname()
-        mine = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout) if leads else None
+        mine = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout) if leads else None
         host, port = _tell(group, host, mine.port if mine else 0)
-        self._store = mine or dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        self._watch = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        self._store = mine or TCPStore(host, port, is_master=False, timeout=timeout)
+        self._watch = TCPStore(host, port, is_master=False, timeout=timeout)
         self._notes: dict[str, str] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="aedit-board", daemon=True)

@@ -31,15 +31,19 @@ class _Collective(Generic[T]):
                 self._work.wait(timedelta(seconds=self._timeout_s))
             except RuntimeError as error:  # what c10d raises for a dead peer as well as for a passed deadline
                 reason = str(error).splitlines()[0]
-                raise PeersMissing(f"{self._key}: waited up to {self._timeout_s:g} s for the other nodes: {reason}") from error
+                raise PeersMissing(
+                    f"{self._key}: waited up to {self._timeout_s:g} s for the other nodes: {reason}"
+                ) from error
             self._answer.append(self._read())
         return self._answer[0]
 
 
 class TorchTransport:
-    """Transport over one process group. Constructing it is a collective call: all ranks of the group together.
+    """Transport over one process group. Constructing it is a collective call: all ranks of the group
+    together.
 
-    group: ranks that hold the same shard, one per node, such as `mesh.get_group("sync")`; None is the whole world.
+    group: ranks that hold the same shard, one per node, such as `mesh.get_group("sync")`; None is the
+    whole world.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
@@ -58,7 +62,8 @@ class TorchTransport:
 
     def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> _Collective[Mean]:
         w = torch.as_tensor(weight, dtype=torch.float32, device=value.device)
-        packed = value.new_empty(value.numel() + 1)  # the weight rides behind its value: one collective, not two
+        # The weight rides behind its value: one collective, not two.
+        packed = value.new_empty(value.numel() + 1)
         packed[:-1] = torch.where(w > 0, value.detach().reshape(-1) * w, 0.0)
         packed[-1] = w
         work = dist.all_reduce(packed, group=self.group, async_op=True)
@@ -69,7 +74,9 @@ class TorchTransport:
 
         return self._under_way(key, work, packed, mean)
 
-    def _under_way(self, key: str, work: dist.Work | None, sent: Tensor, read: Callable[[], T]) -> _Collective[T]:
+    def _under_way(
+        self, key: str, work: dist.Work | None, sent: Tensor, read: Callable[[], T]
+    ) -> _Collective[T]:
         assert work is not None, "this rank is not a member of the transport's group"
         self.bytes_sent += sent.numel() * sent.element_size()
         return _Collective(key, work, self.timeout_s, read)

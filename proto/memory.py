@@ -24,8 +24,8 @@ class _Meeting:
 
 
 class MemoryWorld:
-    """Where in-process nodes meet. A key is answered when every member has brought its part to it, or when the
-    first of them has waited `timeout_s`; then the answer is over those who came."""
+    """Where in-process nodes meet. A key is answered when every member has brought its part to it, or when
+    the first of them has waited `timeout_s`; then the answer is over those who came."""
 
     def __init__(self, nodes: int, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s

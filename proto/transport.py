@@ -26,7 +26,8 @@ class Pending(Protocol[T_co]):
         """Never blocks. Once true, `result` does not wait either."""
 
     def result(self) -> T_co:
-        """Block until the answer is here; raise `PeersMissing` at the transport's deadline. May be called again."""
+        """Block until the answer is here; raise `PeersMissing` at the transport's deadline. May be called
+        again."""
 
 
 class Then(Generic[S, T]):
@@ -48,7 +49,8 @@ class Then(Generic[S, T]):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One row per node that answered in time, in an order equal on all nodes. rows: (nodes, width), on CPU."""
+    """One row per node that answered in time, in an order equal on all nodes. rows: (nodes, width), on
+    CPU."""
 
     rows: Tensor
     mine: int | None
@@ -74,8 +76,8 @@ class Transport(Protocol):
         """Exchange one small float64 row. `row` is copied before this returns."""
 
     def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> Pending[Mean]:
-        """Mean over nodes of equal-shaped fp32 `value`. A value of weight 0 never leaves the node, so a NaN in it
-        harms nobody. `value` is copied before this returns; the answer belongs to the caller."""
+        """Mean over nodes of equal-shaped fp32 `value`. A value of weight 0 never leaves the node, so a
+        NaN in it harms nobody. `value` is copied before this returns; the answer belongs to the caller."""
 
     def post(self, key: str, text: str) -> None:
         """Leave a note that all nodes see soon. The first text posted under a key stays."""

@@ -1,0 +1,124 @@
+"""Which of a node's own pseudo-gradient norms are too large to be believed.
+
+G_L: this node's norms, one per unit (L units), float64 on CPU. Detectors are pure: a history goes in with
+the new norms and comes out with the believed ones added. What is distrusted teaches nothing, and NaN or
+Inf never enters a history; but `patience` finite outliers in a row are a new normal, and the history
+starts anew from them.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aedit.edit.config import PenaltyConfig
+
+MIN_SIGMA = 0.1
+"""Smallest standard deviation of a log-norm that is believed: with few rounds the estimate can be far too
+small."""
+
+RECENT = 5
+"""Rounds whose median is the baseline: few, because norms decay."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormHistory:
+    """What a detector remembers. W: rounds kept, newest last, nan where there is none yet."""
+
+    norms_WL: Tensor
+    mean_L: Tensor
+    var_L: Tensor
+    rounds_L: Tensor
+    suspects_L: Tensor
+    """Distrusted finite rounds in a row."""
+
+    @classmethod
+    def empty(cls, num_units: int, window: int) -> "NormHistory":
+        zeros = torch.zeros(num_units, dtype=torch.float64)
+        return cls(
+            torch.full((window, num_units), torch.nan, dtype=torch.float64), zeros, zeros, zeros, zeros
+        )
+
+
+class Score(Protocol):
+    """Standard deviations by which each norm exceeds its history."""
+
+    def __call__(self, G_L: Tensor, history: NormHistory) -> Tensor: ...
+
+
+def robust_score(G_L: Tensor, history: NormHistory) -> Tensor:
+    """Log-norms against the median of the newest rounds.
+
+    The spread comes from differences of neighbouring rounds, so a steady decay does not widen it; only
+    believed norms are in the history, so the plain root mean square can be used, which needs fewer rounds
+    than a median.
+    """
+    x_WL = history.norms_WL.log()
+    centre_L = x_WL[-RECENT:].nanquantile(0.5, dim=0)
+    num_steps_L = (history.rounds_L.clamp(max=x_WL.shape[0]) - 1).clamp(min=1)
+    variance_L = (x_WL.diff(dim=0).nan_to_num(0.0) ** 2).sum(0) / num_steps_L / 2
+    sigma_L = (variance_L.sqrt() * (1 + 1 / num_steps_L)).clamp(
+        min=MIN_SIGMA
+    )  # few rounds: do not trust a small spread
+    return (G_L.log() - centre_L) / sigma_L
+
+
+def ema_score(G_L: Tensor, history: NormHistory) -> Tensor:
+    """The paper's z-test on raw norms with exponential running mean and variance (EDiT, arXiv:2412.07210,
+    eq. 2)."""
+    return (G_L - history.mean_L) / history.var_L.sqrt().clamp(min=1e-12)
+
+
+def judge(G_L: Tensor, history: NormHistory, config: PenaltyConfig) -> tuple[Tensor, NormHistory]:
+    """The norms with every distrusted one set to inf, and the history that includes the believed ones."""
+    finite_L = G_L.isfinite()
+    distrusted_L = ~finite_L | _outliers(G_L, history, config)
+    suspects_L = torch.where(distrusted_L & finite_L, history.suspects_L + 1, history.suspects_L * ~finite_L)
+    renewed_L = suspects_L >= config.patience
+    if renewed_L.any():
+        history = _forget(history, renewed_L)
+        distrusted_L = distrusted_L & ~renewed_L
+        suspects_L = suspects_L * ~renewed_L
+    return G_L.masked_fill(distrusted_L, torch.inf), _learn(
+        G_L, history, ~distrusted_L, suspects_L, config.ema
+    )
+
+
+def _outliers(G_L: Tensor, history: NormHistory, config: PenaltyConfig) -> Tensor:
+    ready_L = history.rounds_L >= config.warmup_rounds
+    match config.detector:
+        case "off":
+            return torch.zeros_like(ready_L)
+        case "robust":
+            score_L = robust_score(G_L, history)
+        case "ema":
+            score_L = ema_score(G_L, history)
+    return ready_L & (score_L > config.threshold)  # one-sided: a small norm is never a fault
+
+
+def _forget(history: NormHistory, units_L: Tensor) -> NormHistory:
+    empty = NormHistory.empty(units_L.numel(), history.norms_WL.shape[0])
+    return NormHistory(
+        torch.where(units_L, empty.norms_WL, history.norms_WL),
+        torch.where(units_L, empty.mean_L, history.mean_L),
+        torch.where(units_L, empty.var_L, history.var_L),
+        torch.where(units_L, empty.rounds_L, history.rounds_L),
+        history.suspects_L,
+    )
+
+
+def _learn(
+    G_L: Tensor, history: NormHistory, believed_L: Tensor, suspects_L: Tensor, ema: float
+) -> NormHistory:
+    believed_L = believed_L & (G_L > 0)  # a unit that did not move says nothing about how far units move
+    a_L = torch.where(history.rounds_L == 0, 1.0, ema)
+    off_L = G_L - history.mean_L
+    rolled_WL = torch.cat([history.norms_WL[1:], G_L.unsqueeze(0)])
+    return NormHistory(
+        torch.where(believed_L, rolled_WL, history.norms_WL),
+        torch.where(believed_L, history.mean_L + a_L * off_L, history.mean_L),
+        torch.where(believed_L, (1 - a_L) * (history.var_L + a_L * off_L**2), history.var_L),
+        history.rounds_L + believed_L,
+        suspects_L,
+    )

@@ -1,0 +1,265 @@
+"""What a unit's next anchor is. `LayerSync` knows when it is wanted; a transport knows how to ask the others.
+
+`MeanExchange` is EDiT: every node averages the penalised pseudo-gradients of all and takes the same outer
+step, so no node owns the model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aedit.async_sgd.outer import Nesterov, OuterOptimizer
+from aedit.edit.config import PenaltyConfig
+from aedit.edit.detector import NormHistory, judge
+from aedit.edit.digest import digest, halves
+from aedit.edit.penalty import clip_scale, effective_nodes, weights
+from aedit.edit.schedule import Notes
+from aedit.edit.shards import Shards
+from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
+from aedit.edit.units import SyncUnit
+from aedit.proto.transport import Mean, Pending, Rows, Then, Transport
+from aedit.types import Round
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all nodes agreed on when a round was opened. Per-unit tuples follow `units`."""
+
+    round: Round
+    units: tuple[int, ...]
+    norms: tuple[float, ...] = ()
+    """This node's pseudo-gradient norms."""
+    distrusted: tuple[int, ...] = ()
+    """Units in which this node distrusts itself."""
+    weights: tuple[float, ...] = ()
+    effective_nodes: tuple[float, ...] = ()
+    rolled_back: tuple[int, ...] = ()
+    """Units that nobody trusts: they return to their anchor, momentum untouched."""
+    nodes: int = 1
+    total_steps: int = 0
+    """Inner steps of all nodes since the first local phase began."""
+    all_leaving: bool = False
+    """Every node has said that it takes no further steps."""
+    healed_from: int | None = None
+    """Node whose anchors this one had to adopt because its own were different."""
+
+
+class Exchange(Protocol):
+    """Where next anchors come from."""
+
+    @property
+    def notes(self) -> Notes:
+        """Where the nodes of this exchange leave word for each other."""
+
+    def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
+        """Learn which units there are. Called once, before anything else."""
+
+    def anchor(self) -> None:
+        """Make the parameters as they are the first anchors. All nodes together."""
+
+    def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
+        """Plain mean of `value` over nodes, for the warm-up."""
+
+    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[Verdict]:
+        """Announce `round` for `units`: one small message. Units may be started once the answer is in."""
+
+    def start(self, i: int) -> Pending[Tensor]:
+        """Send unit `i` of the round opened last and return at once; the answer is its next anchor."""
+
+    def abandon(self) -> None:
+        """Forget the round opened last, of which no unit has landed; its progress travels in the next one."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """The round under way, as the exchange sees it."""
+
+    verdict: Verdict
+    history_before: NormHistory
+    weight: dict[int, float] = field(default_factory=dict)
+
+
+class MeanExchange:
+    """EDiT between nodes that all take part (arXiv:2412.07210, algorithm 2)."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        outer: OuterOptimizer | None = None,
+        penalty: PenaltyConfig | None = None,
+        offload: bool = False,
+    ) -> None:
+        self.transport = transport
+        self.outer = outer or Nesterov()
+        self.penalty = penalty or PenaltyConfig()
+        self.offload = offload
+        self.units: Sequence[SyncUnit] = ()
+        self.shards = Shards()
+        self.store: OuterStore = DeviceStore([])
+        self.history = NormHistory.empty(0, self.penalty.window)
+        self.steps_L = torch.zeros(0, dtype=torch.float64)  # inner steps since each unit's last round
+        self.own_steps = 0
+        self.total_steps = 0
+        self._open: _Open | None = None
+        self._digests: list[Tensor] = []
+
+    @property
+    def notes(self) -> Notes:
+        return self.transport
+
+    def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
+        self.units, self.shards = units, shards
+        self.history = NormHistory.empty(len(units), self.penalty.window)
+        self.steps_L = torch.zeros(len(units), dtype=torch.float64)
+
+    def anchor(self) -> None:
+        """Take the parameters as anchors. Nodes that differ adopt those of the first node, bit for bit."""
+        flats = [unit.flat() for unit in self.units]
+        self.keep([(flat, self.outer.init(flat)) for flat in flats])
+        mine = torch.tensor(self._digest(range(len(flats))), dtype=torch.float64)
+        rows = self.transport.gather("anchor", mine).result()
+        if not (rows.rows == rows.rows[0]).all():
+            self._adopt_anchors_of(0, rows, key="anchor")
+            for i, unit in enumerate(self.units):
+                unit.adopt(self.store.read(i)[0])
+
+    def keep(self, kept: Sequence[Kept]) -> None:
+        """Put anchors and outer states where this exchange keeps them (first anchors, or a checkpoint's)."""
+        self.store = PinnedStore(kept) if self.offload else DeviceStore(kept)
+        self._digests = [digest(anchor) for anchor, _ in kept]
+
+    def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
+        return Then(self.transport.weighted_mean(name, value, weight), lambda mean: mean.value)
+
+    @torch.no_grad()
+    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[Verdict]:
+        G_L = self._norms(units)
+        believed_L, history = judge(self._spread(G_L, units), self.history, self.penalty)
+        self.steps_L += round.steps
+        self.own_steps += round.steps
+        at = list(units)
+        verdict = Verdict(
+            round,
+            tuple(units),
+            norms=tuple(G_L.tolist()),
+            distrusted=tuple(i for i in units if not believed_L[i].isfinite()),
+        )
+        self._open = _Open(verdict, self.history)
+        self.history = _only(history, self.history, at)
+        head = [self.own_steps, leaving, *self._digest(units)]
+        row = torch.cat([torch.tensor(head, dtype=torch.float64), believed_L[at], self.steps_L[at]])
+        return Then(self.transport.gather(f"{round.id}/open", row), self._weigh)
+
+    def _weigh(self, rows: Rows) -> Verdict:
+        assert self._open is not None
+        verdict, units = self._open.verdict, self._open.verdict.units
+        digests_N2, believed_NL, steps_NL = rows.rows[:, 2:4], *rows.rows[:, 4:].chunk(2, dim=1)
+        same_N, healed_from = self._heal(digests_N2, rows)
+        believed_NL = believed_NL.masked_fill(~same_N.unsqueeze(1), torch.inf)  # measured from another anchor
+        w_NL = weights(believed_NL, steps_NL, self.penalty)
+        w_L = torch.zeros(len(units), dtype=w_NL.dtype) if rows.mine is None else w_NL[rows.mine]
+        self._open.weight = dict(zip(units, w_L.tolist(), strict=True))
+        self.steps_L[list(units)] = 0
+        self.total_steps = int(rows.rows[:, 0].sum())
+        return replace(
+            verdict,
+            weights=tuple(w_L.tolist()),
+            effective_nodes=tuple(effective_nodes(w_NL).tolist()),
+            rolled_back=tuple(i for i, w in zip(units, w_NL.sum(0).tolist(), strict=True) if w == 0),
+            nodes=len(rows.rows),
+            total_steps=self.total_steps,
+            all_leaving=bool(rows.rows[:, 1].all()),
+            healed_from=healed_from,
+        )
+
+    @torch.no_grad()
+    def start(self, i: int) -> Pending[Tensor]:
+        assert self._open is not None
+        round, weight = self._open.verdict.round, self._open.weight[i]
+        for ahead in self._open.verdict.units:
+            if ahead > i:
+                self.store.ahead(ahead)
+                break
+        value = self._pseudo_gradient(i) if weight > 0 else torch.zeros_like(self.store.read(i)[0])
+        mean = self.transport.weighted_mean(f"{round.id}/{self.units[i].name}", value, weight)
+        return Then(mean, lambda mean: self._step(i, mean))
+
+    @torch.no_grad()
+    def _step(self, i: int, mean: Mean) -> Tensor:
+        anchor, state = self.store.read(i)
+        norm = self.shards.sum(mean.value.square().sum()).sqrt()
+        step, stepped = self.outer.update(mean.value * clip_scale(norm, self.penalty.clip), state)
+        trusted = mean.total_weight > 0  # stays on the device: nothing here waits for the host
+        next_anchor = torch.where(trusted, anchor - step, anchor)
+        momentum = torch.where(trusted, stepped.momentum, state.momentum)
+        self._digests[i] = digest(next_anchor)
+        self.store.write(i, next_anchor, replace(stepped, momentum=momentum))
+        return next_anchor
+
+    def abandon(self) -> None:
+        assert self._open is not None
+        self.history = self._open.history_before
+        self.steps_L -= self._open.verdict.round.steps
+        self.own_steps -= self._open.verdict.round.steps
+        self._open = None
+
+    def _pseudo_gradient(self, i: int) -> Tensor:
+        """D = anchor - local, measured from the value the parameters started from."""
+        return self.units[i].representable(self.store.read(i)[0]) - self.units[i].value()
+
+    def _norms(self, units: Sequence[int]) -> Tensor:
+        """G_L of `units`: one reduction over the node's ranks, one copy to the host."""
+        squares = []
+        for n, i in enumerate(units):
+            if n + 1 < len(units):
+                self.store.ahead(units[n + 1])
+            squares.append(self._pseudo_gradient(i).square().sum())
+        return self.shards.sum(torch.stack(squares)).double().sqrt().cpu()
+
+    def _spread(self, G_L: Tensor, units: Sequence[int]) -> Tensor:
+        all_L = torch.zeros(len(self.units), dtype=torch.float64)
+        all_L[list(units)] = G_L
+        return all_L
+
+    def _digest(self, units: Sequence[int]) -> tuple[float, float]:
+        return halves(int(torch.stack([self._digests[i] * (2 * i + 1) for i in units]).sum()))
+
+    def _heal(self, digests_N2: Tensor, rows: Rows) -> tuple[Tensor, int | None]:
+        """If anchors differ, everyone takes those that most nodes have (the first node's on a tie).
+
+        Returns which nodes had them already, and the node they came from if this one had not.
+        """
+        same_NN = (digests_N2.unsqueeze(0) == digests_N2.unsqueeze(1)).all(-1)
+        source = int(same_NN.sum(1).argmax())
+        if not same_NN.all():
+            assert self._open is not None
+            self._adopt_anchors_of(source, rows, key=f"{self._open.verdict.round.id}/heal")
+        kept = rows.mine is not None and bool(same_NN[source, rows.mine])
+        return same_NN[source], None if kept else source
+
+    def _adopt_anchors_of(self, source: int, rows: Rows, *, key: str) -> None:
+        """Everybody else weighs 0, and x * 1 / 1 is x: the source's bits arrive unchanged."""
+        weight = 1.0 if rows.mine == source else 0.0
+
+        def fetch(name: str, tensor: Tensor) -> Tensor:
+            value = tensor.to(self._digests[0].device)
+            return self.transport.weighted_mean(f"{key}/{name}", value, weight).result().value
+
+        kept = []
+        for unit, i in zip(self.units, range(len(self.units)), strict=True):
+            anchor, state = self.store.peek(i)
+            momentum = fetch(f"{unit.name}/momentum", state.momentum)
+            kept.append((fetch(f"{unit.name}/anchor", anchor), replace(state, momentum=momentum)))
+        self.keep(kept)
+
+
+def _only(new: NormHistory, old: NormHistory, units: list[int]) -> NormHistory:
+    """`new` for `units` and `old` for the rest."""
+    mask_L = torch.zeros(old.mean_L.numel(), dtype=torch.bool)
+    mask_L[units] = True
+    names = ("norms_WL", "mean_L", "var_L", "rounds_L", "suspects_L")
+    return NormHistory(*(torch.where(mask_L, getattr(new, n), getattr(old, n)) for n in names))

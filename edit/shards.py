@@ -1,0 +1,73 @@
+"""The ranks of one node, seen as one: sums over their shards, and decisions that all of them share.
+
+A node with one rank is the group of size 1, where a sum is the number itself: there is no other path for it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter: the shard of a DTensor, or the tensor itself. Shares memory with
+    it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Shards:
+    """group: the ranks of this node, such as `mesh.get_group("shard")`; None is a node of one rank."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides for its node."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum over the node's ranks, equal bits on all of them. `values` is not changed."""
+        if self.size > 1:
+            values = values.clone()
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def decide(self, numbers: Sequence[int]) -> list[int]:
+        """The leader's numbers, on every rank. Ranks never each compare their own clocks."""
+        if self.size == 1:
+            return list(numbers)
+        said = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        dist.broadcast(said, group=self.group, group_src=0)
+        return [int(n) for n in said.tolist()]
+
+    def all(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether it is set on every rank of the node."""
+        if self.size == 1 or not flags:
+            return list(flags)
+        count = torch.tensor([int(flag) for flag in flags], device=self._device)
+        dist.all_reduce(count, op=dist.ReduceOp.MIN, group=self.group)
+        return [bool(n) for n in count.tolist()]
+
+    @property
+    def _device(self) -> str:
+        return "cuda" if str(dist.get_backend(self.group)) == "nccl" else "cpu"
+
+
+def shards_of(params: Sequence[Tensor]) -> Shards:
+    """The node that FSDP2 has split `params` over: one rank if they are plain tensors.
+
+    Raises ValueError if they are split over more than one mesh axis.
+    """
+    meshes = {p.device_mesh for p in params if isinstance(p, DTensor)}
+    if not meshes:
+        return Shards()
+    if len(meshes) > 1 or (mesh := meshes.pop()).ndim != 1:
+        raise ValueError(
+            'LayerSync needs parameters sharded over one mesh axis: fully_shard(..., mesh=mesh["shard"])'
+        )
+    return Shards(mesh.get_group())

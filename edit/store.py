@@ -1,0 +1,103 @@
+"""Where anchors and outer states live between rounds: on the device, or in pinned host memory.
+
+A unit is read once to measure its pseudo-gradient and once to step; with offload it is on the device only
+then.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from aedit.async_sgd.outer import OuterState
+
+Kept = tuple[Tensor, OuterState]
+
+
+class OuterStore(Protocol):
+    """Anchor and outer state of every unit."""
+
+    def ahead(self, i: int) -> None:
+        """Start to bring unit `i` to the device, if it is elsewhere. Never blocks the host."""
+
+    def read(self, i: int) -> Kept:
+        """Unit `i` on the device, ready for the current stream. The tensors must not be changed."""
+
+    def write(self, i: int, anchor: Tensor, state: OuterState) -> None:
+        """Keep new values; the caller gives up the tensors. Never blocks the host."""
+
+    def peek(self, i: int) -> Kept:
+        """Unit `i` where it lies, for a checkpoint; complete when this returns."""
+
+    def __len__(self) -> int: ...
+
+
+class DeviceStore:
+    """Everything stays where it was made."""
+
+    def __init__(self, kept: Sequence[Kept]) -> None:
+        self._kept = list(kept)
+
+    def ahead(self, i: int) -> None:
+        pass
+
+    def read(self, i: int) -> Kept:
+        return self._kept[i]
+
+    def write(self, i: int, anchor: Tensor, state: OuterState) -> None:
+        self._kept[i] = (anchor, state)
+
+    def peek(self, i: int) -> Kept:
+        return self._kept[i]
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+class PinnedStore:
+    """Pinned host memory, allocated once, copied on a side stream.
+
+    Two units are on the device at most: the one in use and the one that comes next (double buffering).
+    """
+
+    def __init__(self, kept: Sequence[Kept]) -> None:
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._host = [(_pinned(anchor), state.map(_pinned)) for anchor, state in kept]
+        self._device: dict[int, Kept] = {}
+
+    def ahead(self, i: int) -> None:
+        if i in self._device or i >= len(self._host):
+            return
+        anchor, state = self._host[i]
+        with torch.cuda.stream(self._stream):  # also orders this copy behind the write of the round before
+            self._device[i] = (anchor.cuda(non_blocking=True), state.map(lambda t: t.cuda(non_blocking=True)))
+
+    def read(self, i: int) -> Kept:
+        self.ahead(i)
+        current = torch.cuda.current_stream()
+        current.wait_stream(self._stream)
+        anchor, state = self._device.pop(i)
+        for tensor in (anchor, state.momentum):
+            tensor.record_stream(current)
+        return anchor, state
+
+    def write(self, i: int, anchor: Tensor, state: OuterState) -> None:
+        self._device.pop(i, None)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        host_anchor, host_state = self._host[i]
+        with torch.cuda.stream(self._stream):
+            for host, device in ((host_anchor, anchor), (host_state.momentum, state.momentum)):
+                host.copy_(device, non_blocking=True)
+                device.record_stream(self._stream)
+
+    def peek(self, i: int) -> Kept:
+        self._stream.synchronize()
+        return self._host[i]
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

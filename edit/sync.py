@@ -1,0 +1,351 @@
+"""When a unit lands: layer-wise synchronisation, hidden behind the forward pass.
+
+`forward` landing: after a round is opened, each unit's forward pre-hook starts the exchange of the units
+up to `prefetch` places ahead, waits for its own, and lets the module run on the new anchor (EDiT,
+arXiv:2412.07210, figure 1). `arrival` landing: nothing waits; when a unit's answer is here, the next
+forward adds `anchor - sent` to the parameters, so the inner steps made meanwhile are kept and travel in
+the next round.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from aedit.edit.config import EditConfig
+from aedit.edit.exchange import Exchange, Verdict
+from aedit.edit.schedule import EverySeconds, EverySteps, RoundSchedule
+from aedit.edit.shards import Shards, shards_of
+from aedit.edit.units import SyncUnit, find_units
+from aedit.proto.transport import Pending
+from aedit.types import IdleWork, Round
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Flight:
+    """A round that has not landed whole."""
+
+    round: Round
+    units: tuple[int, ...]
+    opening: Pending[Verdict]
+    unsent: deque[int]  # in forward order
+    waited_s: float = 0.0
+    verdict: Verdict | None = None
+    sent: dict[int, Pending[Tensor]] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)  # answered on every rank: may land in the next forward
+
+
+class LayerSync:
+    """Attach EDiT to a model by hooks; `with` enters and leaves. See `LayerSync.of`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        exchange: Exchange,
+        schedule: RoundSchedule,
+        config: EditConfig,
+    ) -> None:
+        self.model, self.inner = model, inner
+        self.exchange, self.schedule, self.config = exchange, schedule, config
+        self.units: Sequence[SyncUnit] = find_units(model, config.units)
+        self.shards: Shards = shards_of(list(model.parameters()))
+        self.idle: IdleWork | None = None
+        self.on_round: Callable[[Verdict, float], None] = lambda verdict, waited_s: None
+        self.clock: Callable[[], float] = time.monotonic
+        self.steps = 0
+        """Inner steps so far, warm-up included."""
+        self.round_id = 0
+        """The round landed last."""
+        self.total_steps = 0
+        """Inner steps of all nodes up to that round, warm-up not included."""
+        self.waited_s = 0.0
+        """Time spent waiting for other nodes."""
+        self._flights: list[Flight] = []  # oldest first
+        self._hooks: list[RemovableHandle] = []
+        self._averaged = False
+        self._anchored = False
+        exchange.bind(self.units, self.shards)
+        schedule.listen(exchange.notes)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        inner: torch.optim.Optimizer,
+        *,
+        exchange: Exchange,
+        schedule: RoundSchedule | None = None,
+        config: EditConfig | None = None,
+    ) -> "LayerSync":
+        """Make `model` one node of a run.
+
+        model: any module; shard it with `fully_shard` first if the node has several ranks.
+        inner: its optimizer. exchange: where new anchors come from, such as `MeanExchange(TorchTransport())`.
+        schedule: when; by default as `config` says. config: everything else.
+
+            sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySeconds(600))
+            with sync:
+                for batch in loader:
+                    loss(model, batch).backward(); inner.step(); inner.zero_grad()
+                    sync.step()
+        """
+        config = config or EditConfig()
+        return cls(model, inner, exchange, schedule or make_schedule(config), config)
+
+    # -- attach and detach
+
+    def __enter__(self) -> "LayerSync":
+        for i, unit in enumerate(self.units):
+            land = _hook(partial(self._before_forward, i))
+            self._hooks.append(unit.module.register_forward_pre_hook(land, prepend=True))
+        self._hooks.append(self.model.register_forward_hook(_hook(self._after_forward)))
+        self._hooks.append(self.inner.register_step_pre_hook(_hook(self.average_gradients)))
+        if not self.warming_up and not self._anchored:
+            self._anchor()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            while self._hooks:
+                self._hooks.pop().remove()
+
+    # -- what the training loop calls
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether gradients are averaged at every step, before the first local phase."""
+        return self.config.warmup_steps == "all" or self.steps < self.config.warmup_steps
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round has been opened that has not landed whole."""
+        return bool(self._flights)
+
+    @property
+    def local_steps(self) -> int:
+        """Inner steps since the warm-up."""
+        return 0 if self.warming_up else self.steps - int(self.config.warmup_steps)
+
+    def step(self) -> None:
+        """Count an inner step, and open a round if one is due. Call it after the inner optimizer has
+        stepped."""
+        self._averaged = False
+        warmed_up = self.warming_up
+        self.steps += 1
+        if self.warming_up:
+            return
+        if warmed_up:
+            return self._anchor()
+        self._look_for_answers()
+        if round := self._due():
+            self.begin(round)
+
+    def average_gradients(self) -> None:
+        """Warm-up: replace gradients by their mean over nodes. Called before the inner step by itself;
+        call it before clipping gradients, so that what is clipped is the mean. A node with a NaN or Inf is
+        left out of a unit."""
+        if not self.warming_up or self._averaged:
+            return
+        asked = []
+        for unit in self.units:
+            gradient = unit.gradient()
+            finite = self.shards.sum((~gradient.isfinite()).sum()) == 0
+            asked.append(self.exchange.average(f"warmup/{self.steps}/{unit.name}", gradient, finite.float()))
+        for unit, pending in zip(self.units, asked, strict=True):
+            unit.set_gradient(self._wait(pending))
+        self._averaged = True
+
+    def begin(self, round: Round, *, leaving: bool = False) -> Flight:
+        """Open `round` and return at once; its units land as the next forward passes reach them."""
+        units = self._fragment(round.id)
+        for flight in list(self._flights):
+            if self.config.landing == "forward" or set(units) & set(flight.units):
+                self._finish(flight)
+            else:
+                self._send_all(
+                    flight
+                )  # one order of messages on all nodes: this round's behind the older ones'
+        if self.config.landing == "arrival":
+            for i in units:
+                self.units[i].sent = self.units[i].flat()
+        opening = self.exchange.open(round, units, leaving=leaving)
+        flight = Flight(round, units, opening, deque(units))
+        self._flights.append(flight)
+        return flight
+
+    def finish(self) -> None:
+        """Land everything that is under way, waiting for it. A checkpoint never sees half a round."""
+        for flight in list(self._flights):
+            self._finish(flight)
+
+    def abandon(self) -> list[Round]:
+        """Forget rounds that not every node has opened, to leave without waiting for the others.
+
+        Returns them; `begin` them again after a resume.
+        """
+        unopened = [flight for flight in self._flights if flight.verdict is None]
+        for flight in reversed(unopened):
+            self.exchange.abandon()
+            self._flights.remove(flight)
+            for i in flight.units:
+                self.units[i].sent = None
+        return [flight.round for flight in unopened]
+
+    def close(self) -> None:
+        """Exchange what the last, shorter interval has learned, and leave together with the other nodes.
+
+        A node that ends early keeps answering rounds, with weight 0, until all have ended.
+        """
+        self.finish()
+        if self.warming_up or not self._anchored:
+            return
+        all_leaving = 0
+        while all_leaving < self.config.fragments:  # every fragment once more
+            round = Round(self.schedule.last_id + 1, self.local_steps - self.schedule.last_step)
+            self.schedule.last_id, self.schedule.last_step = round.id, self.local_steps
+            flight = self.begin(round, leaving=True)
+            self._finish(flight)
+            assert flight.verdict is not None
+            all_leaving = all_leaving + 1 if flight.verdict.all_leaving else 0
+
+    # -- rounds
+
+    def _anchor(self) -> None:
+        self.exchange.anchor()
+        self._anchored = True
+
+    def _due(self) -> Round | None:
+        """Decided by the node's first rank, so that all its ranks open the round after the same step."""
+        round = self.schedule.due(self.local_steps) if self.shards.leads else None
+        id, steps = self.shards.decide([round.id, round.steps] if round else [0, 0])
+        if not id:
+            return None
+        self.schedule.last_id, self.schedule.last_step = id, self.local_steps
+        return Round(id, steps)
+
+    def _fragment(self, round_id: int) -> tuple[int, ...]:
+        """Every P-th unit, so that a fragment is spread over the depth (Streaming DiLoCo,
+        arXiv:2501.18512)."""
+        P = self.config.fragments
+        return tuple(range((round_id - 1) % P, len(self.units), P))
+
+    def _look_for_answers(self) -> None:
+        """`arrival`: note what has come, as all ranks of the node see it. Never waits for another node."""
+        if self.config.landing == "forward" or not self._flights:
+            return
+        asked = [(flight, i) for flight in self._flights for i in flight.sent if i not in flight.ready]
+        opening = [flight for flight in self._flights if flight.verdict is None]
+        here = [flight.sent[i].done() for flight, i in asked] + [flight.opening.done() for flight in opening]
+        agreed = iter(self.shards.all(here))
+        for flight, i in asked:
+            if next(agreed):
+                flight.ready.add(i)
+        for flight in opening:
+            if next(agreed):
+                self._send_all(flight)
+
+    def _send_all(self, flight: Flight) -> None:
+        self._verdict(flight)
+        while flight.unsent:
+            self._send(flight)
+
+    def _send(self, flight: Flight) -> None:
+        i = flight.unsent.popleft()
+        flight.sent[i] = self.exchange.start(i)
+
+    def _verdict(self, flight: Flight) -> Verdict:
+        if flight.verdict is None:
+            flight.verdict = self._wait(flight.opening, flight)
+            self.total_steps = flight.verdict.total_steps
+        return flight.verdict
+
+    # -- landing
+
+    def _before_forward(self, i: int) -> None:
+        for flight in list(self._flights):
+            if i in flight.units and (self.config.landing == "forward" or i in flight.ready):
+                self._land(flight, i)
+
+    def _after_forward(self) -> None:
+        """Units whose module did not run in this pass land here, before the backward pass."""
+        if self.config.landing == "forward":
+            self.finish()
+
+    def _finish(self, flight: Flight) -> None:
+        for i in flight.units:
+            self._land(flight, i)
+
+    def _land(self, flight: Flight, i: int) -> None:
+        """Idempotent: a recomputed or repeated forward finds nothing left to do."""
+        verdict = self._verdict(flight)
+        place = flight.units.index(i)
+        while flight.unsent and flight.units.index(flight.unsent[0]) <= place + self.config.prefetch:
+            self._send(flight)
+        if i not in flight.sent:
+            return
+        anchor = self._wait(flight.sent.pop(i), flight)
+        with torch.inference_mode(False), torch.no_grad():
+            self._take(self.units[i], anchor, adopt=i in verdict.distrusted)
+        flight.ready.discard(i)
+        if not flight.sent and not flight.unsent:
+            self._flights.remove(flight)
+            self.round_id = flight.round.id
+            self.on_round(verdict, flight.waited_s)
+
+    def _take(self, unit: SyncUnit, anchor: Tensor, *, adopt: bool) -> None:
+        if unit.sent is None or adopt:
+            unit.adopt(anchor)
+        else:
+            unit.add(anchor - unit.sent)
+        unit.sent = None
+        if adopt:  # what was learned on the way to an unbelievable place must not steer the next steps
+            for p in unit.params:
+                self.inner.state.pop(p, None)
+        if anchor.is_cuda and self.shards.group is not None:
+            # FSDP2 gathers on a stream that waited for this one at the root's forward, not for this copy.
+            torch.cuda.current_stream().synchronize()
+
+    def _wait(self, pending: Pending[T], flight: Flight | None = None) -> T:
+        if pending.done():
+            return pending.result()
+        window: AbstractContextManager[None] = self.idle.window("round") if self.idle else nullcontext()
+        began = self.clock()
+        with window:
+            answer = pending.result()
+        waited_s = self.clock() - began
+        self.waited_s += waited_s
+        if flight is not None:
+            flight.waited_s += waited_s
+        return answer
+
+
+def _hook(act: Callable[[], None]) -> Callable[..., None]:
+    """`act` as a hook, opaque to torch.compile: what lands must not become part of a graph."""
+    hook: Callable[..., None] = torch.compiler.disable(lambda *_: act())  # type: ignore[no-untyped-call]
+    return hook
+
+
+def make_schedule(config: EditConfig) -> RoundSchedule:
+    """The schedule that `[edit]` names. With fragments each round moves one of them, so rounds come more
+    often."""
+    match config.schedule:
+        case "steps":
+            return EverySteps(int(config.every) // config.fragments)
+        case "seconds":
+            return EverySeconds(config.every / config.fragments)
