@@ -16,7 +16,8 @@ class ModelConfig:
     """`model_type` of a transformers causal LM: llama, qwen2, gpt2, ..."""
 
     sizes: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Fields of that family's transformers config, such as hidden_size; `vocab_size` comes from the tokenizer."""
+    """Fields of that family's transformers config, such as hidden_size; others keep the family's defaults.
+    `vocab_size` comes from the tokenizer; positions, where a family counts them, default to `data.seq_len`."""
 
     pretrained: str = ""
     """Directory or hub name to load weights from instead; `family` and `sizes` are then not used."""
@@ -36,8 +37,10 @@ class DataConfig:
     """Where the text comes from and how it is cut into samples."""
 
     source: str = "stdlib"
-    """`stdlib` (the running Python's own library, no download), a file or glob (.txt .md .py .rst .jsonl .parquet),
-    or `hf:NAME` for a Hugging Face dataset (needs the `datasets` extra)."""
+    """`stdlib` (the running Python's own library, no download), a file or glob (.txt .md .py .rst, one
+    document each; .jsonl; .parquet), or `hf:NAME` or `hf:NAME:SUBSET` for a Hugging Face dataset by path
+    or hub name. A text file given alone is cut into pieces of 4096 characters. Parquet and `hf:` need the
+    `datasets` extra."""
 
     text_key: str = "text"
     """Field that holds the text in jsonl, parquet and Hugging Face data."""
@@ -115,7 +118,8 @@ class CheckpointConfig:
     """What survives a crash."""
 
     every: int = 1
-    """Rounds between checkpoints (inner steps / `edit.every` during warm-up counts as none); 0: only at the end."""
+    """Rounds between checkpoints (inner steps / `edit.every` during warm-up counts as none); 0: only at
+    the end."""
 
     keep: int = 2
     """Newest checkpoints kept per node."""
@@ -136,7 +140,9 @@ class LocalConfig:
     """Processes per node, sharded by FSDP2."""
 
     def __post_init__(self) -> None:
-        check(all(s >= 1 for s in self.slowdown), "local.slowdown", "entries must be at least 1", self.slowdown)
+        check(
+            all(s >= 1 for s in self.slowdown), "local.slowdown", "entries must be at least 1", self.slowdown
+        )
         check(self.ranks >= 1, "local.ranks", "must be at least 1", self.ranks)
 
 
@@ -166,7 +172,12 @@ class RunConfig:
     local: LocalConfig = field(default_factory=LocalConfig)
 
     def __post_init__(self) -> None:
-        check(bool(self.name) and "/" not in self.name, "name", "must be a plain directory name", repr(self.name))
+        check(
+            bool(self.name) and "/" not in self.name,
+            "name",
+            "must be a plain directory name",
+            repr(self.name),
+        )
         check(self.restarts >= 0, "restarts", "must not be negative", self.restarts)
         timed = self.edit.schedule == "seconds"
         check(
@@ -175,4 +186,3 @@ class RunConfig:
             'needs edit.schedule = "seconds"; with "steps" use train.steps',
             self.train.seconds,
         )
-

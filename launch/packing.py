@@ -1,0 +1,58 @@
+"""Tokens of many documents as rows of one length, in a .npy file whose length is known only at the end."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import DTypeLike, NDArray
+
+
+class RowWriter:
+    """Cuts a stream of tokens into rows of `width` and appends them to a .npy file. Memory: one document."""
+
+    def __init__(self, file: IO[bytes], width: int, dtype: DTypeLike) -> None:
+        self.num_rows = 0
+        self._file = file
+        self._width = width
+        self._rest = np.empty(0, dtype=dtype)
+        self._write_header()
+
+    def append(self, tokens: NDArray[np.unsignedinteger]) -> None:
+        """Continue the stream; what does not fill a row waits for the next tokens."""
+        stream = np.concatenate([self._rest, tokens.astype(self._rest.dtype, copy=False)])
+        end = len(stream) - len(stream) % self._width
+        self._file.write(stream[:end].tobytes())
+        self._rest = stream[end:].copy()
+        self.num_rows += end // self._width
+
+    def finish(self) -> None:
+        """Write the number of rows. An unfinished last row is dropped."""
+        self._file.seek(0)
+        self._write_header()
+        self._file.seek(0, os.SEEK_END)
+
+    def _write_header(self) -> None:
+        # NumPy pads its headers so that the first axis may grow in place: both headers have one length.
+        descr = npy.dtype_to_descr(self._rest.dtype)
+        shape = (self.num_rows, self._width)
+        npy.write_array_header_1_0(self._file, {"descr": descr, "fortran_order": False, "shape": shape})
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears under `path` complete and on disk, or not at all. The last of many writers wins."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)  # temporary files are private; a cache is for everybody
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

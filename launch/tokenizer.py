@@ -1,0 +1,124 @@
+"""Text to token ids and back: bytes by default, any Hugging Face tokenizer by name."""
+
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from aedit.types import UserError
+
+EOS = "<|endoftext|>"
+_PROBE = "def f(x):\n\treturn  x ** 2 # 3.14, 1000000 \u00e9\u4e2d\U0001f600\r\n"
+
+
+class Tokenizer(Protocol):
+    """What the data and a checkpoint need to know of a tokenizer."""
+
+    vocab_size: int
+    """Ids are in [0, vocab_size)."""
+
+    eos_id: int
+    """Ends every document."""
+
+    fingerprint: str
+    """Equal for tokenizers that give the same ids, whatever files they were loaded from."""
+
+    def encode(self, text: str) -> NDArray[np.unsignedinteger]:
+        """Ids of `text`, nothing put before or after it."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`. The end-of-document id has no text; broken UTF-8 becomes U+FFFD."""
+
+    def save(self, directory: Path) -> None:
+        """Write files from which `AutoTokenizer` makes the same tokenizer."""
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`byte`, or the Hugging Face tokenizer in a directory or under a hub name. Never runs code it loads.
+
+    Raises `UserError` if there is none under that name, or it has no end-of-text token.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise UserError(f"data.tokenizer = {name!r}: no tokenizer there ({reason})") from error
+    return PretrainedTokenizer(loaded, name)
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """The narrower of uint16 and uint32 that holds every id."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+class ByteTokenizer:
+    """One id per UTF-8 byte, and one for the end of a document."""
+
+    vocab_size = 257
+    eos_id = 256
+
+    def __init__(self) -> None:
+        probe = self.encode(_PROBE).tolist()
+        self.fingerprint = _fingerprint({**_byte_vocabulary(), EOS: self.eos_id}, self.eos_id, probe)
+
+    def encode(self, text: str) -> NDArray[np.unsignedinteger]:
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(id for id in map(int, ids) if id != self.eos_id).decode(errors="replace")
+
+    def save(self, directory: Path) -> None:
+        fast = FastTokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+        # Split special tokens: a text that quotes the eos token is bytes like any other.
+        settings = {"clean_up_tokenization_spaces": False, "split_special_tokens": True}
+        wrap: Any = PreTrainedTokenizerFast
+        wrap(tokenizer_object=fast, eos_token=EOS, **settings).save_pretrained(directory)
+
+
+class PretrainedTokenizer:
+    """A Hugging Face tokenizer, fast or slow."""
+
+    def __init__(self, loaded: Any, name: str) -> None:
+        if loaded.eos_token_id is None:
+            raise UserError(f"data.tokenizer = {name!r} has no eos token, which must end every document")
+        self._loaded = loaded
+        self.eos_id: int = loaded.eos_token_id
+        vocabulary: dict[str, int] = loaded.get_vocab()
+        self.vocab_size = max(*vocabulary.values(), self.eos_id) + 1  # ids may have gaps
+        self.fingerprint = _fingerprint(vocabulary, self.eos_id, self.encode(_PROBE).tolist())
+
+    def encode(self, text: str) -> NDArray[np.unsignedinteger]:
+        # Not verbose: that documents are longer than the model's context is no news here.
+        ids = self._loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray(ids, dtype=token_dtype(self.vocab_size))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self._loaded.decode(list(map(int, ids)), skip_special_tokens=True)
+        return text
+
+    def save(self, directory: Path) -> None:
+        self._loaded.save_pretrained(directory)
+
+
+def _fingerprint(vocabulary: Mapping[str, int], eos_id: int, probe: list[int]) -> str:
+    # By behaviour, not by files: releases of transformers write the same tokenizer in different words.
+    return sha256(repr((sorted(vocabulary.items()), eos_id, probe)).encode()).hexdigest()[:16]
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: itself if it prints, else the next one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    stand_in = {byte: 0x100 + index for index, byte in enumerate(hidden)}
+    return {chr(stand_in.get(byte, byte)): byte for byte in range(256)}
