@@ -4,6 +4,9 @@ import io
 import json
 import math
 import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -337,6 +340,8 @@ def test_a_plots_folder_that_cannot_be_written_is_a_users_error(tmp_path):
     (run_dir / "plots").write_text("in the way")
     with pytest.raises(UserError, match="cannot write"):
         plot.main(run_dir)
+    assert "cannot write" in report(run_dir)
+    assert "held-out loss" in report(run_dir)
 
 
 def test_values_that_are_not_finite_break_no_view(tmp_path):
@@ -514,3 +519,35 @@ def test_top_without_a_terminal_ends_when_all_nodes_have(tmp_path, capsys):
     top.main(full_run(tmp_path))
     (row,) = capsys.readouterr().out.splitlines()
     assert row.count(" done ") == 3
+
+
+@pytest.mark.timeout(30)
+def test_top_on_a_terminal_shows_the_run_and_ends_at_q(tmp_path):
+    run_dir = full_run(tmp_path)
+    ours, theirs = pty.openpty()
+    code = "import sys, pathlib; from aedit.launch.views import top; top.main(pathlib.Path(sys.argv[1]))"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(run_dir)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "LC_ALL": "C.UTF-8", "COLUMNS": "110", "LINES": "30"},
+    )
+    os.close(theirs)
+    try:
+        seen = b""
+        while b"q ends" not in seen:
+            seen += os.read(ours, 4096)
+        os.write(ours, b"q")
+        try:
+            while more := os.read(ours, 4096):
+                seen += more
+        except OSError:
+            pass  # the terminal is gone: the child has ended
+        assert child.wait(timeout=20) == 0
+    finally:
+        child.kill()
+        child.wait(timeout=20)
+        os.close(ours)
+    assert b"600" in seen
+    assert b"\x1b[?1049l" in seen  # the screen as it was before

@@ -5,6 +5,7 @@ from math import isfinite
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from aedit.launch.views import words
 from aedit.launch.views.figures import rounds
 from aedit.launch.views.records import Metric
 from aedit.launch.views.rundir import Run
@@ -18,20 +19,21 @@ def time_per_node(run: Run) -> Figure | None:
     nodes = [node for node in run.nodes if node.metrics]
     if not nodes:
         return None
-    spent = [_spent(node.metrics[-1]) for node in nodes]
+    unit_s, unit = words.time_unit(max(sum(_spent(node.metrics[-1])) for node in nodes))
+    spent = [tuple(s / unit_s for s in _spent(node.metrics[-1])) for node in nodes]
     figure = Figure(figsize=(8, 1.7 + 0.42 * len(nodes)))
     axes = figure.add_subplot()
     begun = [0.0] * len(nodes)
-    for (name, colour), seconds in zip(WAYS, zip(*spent, strict=True), strict=True):
-        bars = axes.barh(range(len(nodes)), seconds, left=begun, color=colour, height=0.7, label=name)
-        shares = [s / (sum(row) or 1.0) for s, row in zip(seconds, spent, strict=True)]
+    for (name, colour), times in zip(WAYS, zip(*spent, strict=True), strict=True):
+        bars = axes.barh(range(len(nodes)), times, left=begun, color=colour, height=0.7, label=name)
+        shares = [time / (sum(row) or 1.0) for time, row in zip(times, spent, strict=True)]
         told = [f"{share:.0%}" if share >= LABEL_ABOVE else "" for share in shares]
         axes.bar_label(bars, told, label_type="center", fontsize=9)
-        begun = [b + s for b, s in zip(begun, seconds, strict=True)]
+        begun = [b + s for b, s in zip(begun, times, strict=True)]
     axes.set_yticks(range(len(nodes)), [f"node {node.index}" for node in nodes])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("seconds")
+    axes.set_xlabel(unit)
     figure.suptitle("Where the time went", x=0.01, ha="left", fontsize=12)
     figure.legend(loc="outside upper right", ncols=len(WAYS), fontsize=9)
     return figure
@@ -62,7 +64,7 @@ def bytes_per_round(run: Run) -> Figure | None:
                 sent,
                 bottom=below,
                 width=width,
-                color=f"C{node.index % 10}",
+                color=f"C{node.index}",
                 label=f"node {node.index}",
             )
         below = [b + s for b, s in zip(below, sent, strict=True)]

@@ -8,23 +8,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from aedit.launch.views import words
 from aedit.launch.views.figures import held_out, rounds
 from aedit.launch.views.records import Evaluation, Metric
 from aedit.launch.views.rundir import Run
 
-TIME_UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
-
 
 def loss_by_steps(run: Run) -> Figure | None:
-    """Training loss of every node and held-out loss of the run, over inner steps."""
+    """Training loss of every node and held-out loss of the run, the latter at the nodes' mean step."""
     return _loss(run, lambda point: point.step, "inner steps of the node")
 
 
 def loss_by_time(run: Run) -> Figure | None:
     """The same over wall-clock time."""
     longest_s = max((node.metrics[-1].t for node in run.nodes if node.metrics), default=0.0)
-    per_unit, name = next((unit, name) for above, unit, name in TIME_UNITS if longest_s >= above)
-    return _loss(run, lambda point: point.t / per_unit, f"{name} since the run began")
+    unit_s, name = words.time_unit(longest_s)
+    return _loss(run, lambda point: point.t / unit_s, f"{name} since the run began")
 
 
 def effective_nodes(run: Run) -> Figure | None:
@@ -60,7 +59,7 @@ def _loss(run: Run, where: Callable[[Metric | Evaluation], float], label: str) -
         axes.plot(
             [where(metric) for metric in told],
             [metric.loss for metric in told],
-            color=f"C{node.index % 10}",
+            color=f"C{node.index}",
             linewidth=1,
             alpha=0.75,
             marker=_marker(len(told)),

@@ -114,7 +114,7 @@ def last_loss(node: Node) -> float:
 
 
 def units_of(run: Run) -> tuple[str, ...]:
-    """Names of the units, as the newest start event tells them."""
+    """Names of the units, as the first node that has started tells them."""
     return next((node.starts[-1].units for node in run.nodes if node.starts), ())
 
 

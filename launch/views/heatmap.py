@@ -17,6 +17,8 @@ from aedit.launch.views.figures import units_of
 from aedit.launch.views.rundir import Node, Run
 
 MAX_NODES = 8
+MAX_PANEL_INCHES = 2.4
+MAX_NAMES = 12
 NO_NUMBER = "0.85"
 MARKS = {
     "distrusted": Line2D([], [], color="red", marker="x", linestyle="", markersize=6, markeredgewidth=1.5),
@@ -36,7 +38,7 @@ def norms(run: Run) -> Figure | None:
     ids = range(min(n.rounds[0].id for n in shown), max(n.rounds[-1].id for n in shown) + 1)
     grids = [_grid(node, ids, max(len(units), _width(shown))) for node in shown]
     scale = _scale(grids)
-    figure = Figure(figsize=(9, 1.4 + len(shown) * max(1.3, 0.2 * len(units) + 0.5)))
+    figure = Figure(figsize=(9, 1.4 + len(shown) * min(max(1.3, 0.2 * len(units) + 0.5), MAX_PANEL_INCHES)))
     rows = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
     for axes, node, grid in zip(rows, shown, grids, strict=True):
         image = _image(axes, grid, ids, scale)
@@ -45,7 +47,7 @@ def norms(run: Run) -> Figure | None:
         _name_units(axes, units)
     rows[-1].set_xlabel("round")
     rows[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(image, ax=list(rows), label="norm", pad=0.01)
+    figure.colorbar(image, ax=list(rows), label="norm", pad=0.01, fraction=0.03, aspect=40)
     omitted = f" (first {MAX_NODES} of {len(nodes)} nodes)" if len(nodes) > MAX_NODES else ""
     figure.suptitle(f"Pseudo-gradient norms{omitted}", x=0.01, ha="left", fontsize=12)
     handles = [*MARKS.values(), Patch(color=NO_NUMBER)]
@@ -64,7 +66,9 @@ def _grid(node: Node, ids: range, num_units: int) -> NDArray[np.float64]:
 
 def _scale(grids: list[NDArray[np.float64]]) -> Normalize:
     known = np.concatenate([grid[grid > 0] for grid in grids])
-    return LogNorm(known.min(), known.max()) if known.size and known.min() < known.max() else Normalize(0, 1)
+    if known.size and known.min() < known.max():
+        return LogNorm(known.min(), known.max())
+    return Normalize(0, known.max() if known.size else 1)
 
 
 def _image(axes: Axes, grid: NDArray[np.float64], ids: range, scale: Normalize) -> AxesImage:
@@ -93,7 +97,7 @@ def _marks(axes: Axes, node: Node) -> None:
 
 
 def _name_units(axes: Axes, units: tuple[str, ...]) -> None:
-    every = max(1, len(units) // 24)
+    every = -(-len(units) // MAX_NAMES) or 1
     axes.set_yticks(range(0, len(units), every), units[::every], fontsize=8)
 
 

@@ -32,7 +32,7 @@ def panel(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> Ren
 
     Nodes in `starting` are shown as such whatever their files say: those are from before.
     """
-    body = [_progress(run), Text(), _table(run, shown, starting), Text(), *_footer(run)]
+    body = [_progress(run), _table(run, shown, starting), *_footer(run)]
     return Panel(
         Group(*body), title=f"[bold]{run.name}[/]", title_align="left", box=box.ROUNDED, padding=(1, 2)
     )
@@ -107,7 +107,7 @@ def _times(run: Run) -> tuple[float, float, float]:
 
 def _table(run: Run, shown: Sequence[int], starting: Collection[int]) -> RenderableType:
     if not shown:
-        return Text("no node has started yet", style="dim")
+        return Text("\nno node has started yet\n", style="dim")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
     table.add_column("node", justify="right")
     table.add_column("state", min_width=10)

@@ -6,7 +6,8 @@ A plot is drawn only if the run has something to show in it: a run without round
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from matplotlib import style
+from cycler import cycler
+from matplotlib import colormaps, style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -24,11 +25,15 @@ PLOTS: Mapping[str, Callable[[Run], Figure | None]] = {
     "bytes_per_round.png": bytes_per_round,
     "effective_nodes.png": effective_nodes,
 }
+TAB20 = colormaps["tab20"](range(20))
 STYLE = {
+    # Ten strong colours, then ten pale ones: `C<node>` is then told apart for twenty nodes.
+    "axes.prop_cycle": cycler(color=[*TAB20[::2], *TAB20[1::2]]),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.alpha": 0.25,
     "font.size": 10,
     "legend.frameon": False,

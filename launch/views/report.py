@@ -21,6 +21,7 @@ from aedit.launch.views.figures import (
 )
 from aedit.launch.views.plot import draw
 from aedit.launch.views.rundir import Node, Run, read_run
+from aedit.types import UserError
 
 WIDTH = 120
 
@@ -90,15 +91,21 @@ def summary(run: Run) -> Summary:
 def report(run_dir: Path) -> str:
     """The summary as aligned ASCII text; draws the plots and names them. Raises UserError if it is no run."""
     run = read_run(run_dir)
-    plots = draw(run)
     out = summary(run)
     console = Console(file=StringIO(), width=WIDTH, color_system=None, force_terminal=False)
     console.print(_headline(out), _facts(out), "", _per_node(out), sep="\n", highlight=False, markup=False)
     text = console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
     lines = [row.rstrip() for row in text.splitlines()]
     # Paths go in by hand: a console would wrap long ones.
-    lines += ["", "  plots", *(f"    {path}" for path in plots)] if plots else []
-    return "\n".join(lines)
+    return "\n".join([*lines, *_plots(run)])
+
+
+def _plots(run: Run) -> list[str]:
+    try:
+        paths: list[object] = [*draw(run)]
+    except UserError as error:  # a full disk takes the plots, not the figures
+        paths = [error]
+    return ["", "  plots", *(f"    {path}" for path in paths)] if paths else []
 
 
 def _of_node(node: Node) -> NodeSummary:
@@ -118,7 +125,7 @@ def _of_node(node: Node) -> NodeSummary:
 def _headline(out: Summary) -> str:
     parts = [
         words.some(len(out.nodes), "node"),
-        f"{words.clock(out.wall_s)} min",
+        words.clock(out.wall_s),
         words.some(out.num_rounds, "round"),
     ]
     return f"run {out.name}: " + ", ".join(parts) + "\n"

@@ -1,5 +1,6 @@
 """`aedit top RUN`: a run as it goes, from any terminal that can see its directory."""
 
+import os
 import sys
 import termios
 import time
@@ -71,6 +72,10 @@ def _single_keys() -> Iterator[None]:
 
 
 def _quit_pressed(timeout_s: float) -> bool:
-    """Wait up to `timeout_s` for a key; True for `q` and at the end of the input."""
+    """Wait up to `timeout_s` for keys; True if `q` is among them and at the end of the input."""
     ready, _, _ = select([sys.stdin], [], [], timeout_s)
-    return bool(ready) and sys.stdin.read(1) in ("q", "Q", "")
+    if not ready:
+        return False
+    # Past Python's buffer: what it had read ahead, `select` would not see.
+    keys = os.read(sys.stdin.fileno(), 64)
+    return not keys or b"q" in keys.lower()

@@ -5,6 +5,7 @@ from math import isfinite
 from rich.filesize import decimal
 
 UNKNOWN = "-"
+TIME_UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"))
 
 
 def clock(seconds: float) -> str:
@@ -14,6 +15,13 @@ def clock(seconds: float) -> str:
     minutes, secs = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def time_unit(longest_s: float) -> tuple[float, str]:
+    """The unit, as seconds and name, in which a time axis of this length is best read."""
+    return next(
+        ((unit_s, name) for above_s, unit_s, name in TIME_UNITS if longest_s >= above_s), (1.0, "seconds")
+    )
 
 
 def count(value: float) -> str:
