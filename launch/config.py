@@ -17,7 +17,7 @@ class ModelConfig:
 
     sizes: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Fields of that family's transformers config, such as hidden_size; others keep the family's defaults.
-    `vocab_size` comes from the tokenizer; positions, where a family counts them, default to `data.seq_len`."""
+    `vocab_size` comes from the tokenizer; the number of positions defaults to `data.seq_len`."""
 
     pretrained: str = ""
     """Directory or hub name to load weights from instead; `family` and `sizes` are then not used."""
