@@ -201,11 +201,14 @@ def test_after_a_resume_the_later_lines_win_and_lost_work_is_left_out(tmp_path):
     node.start()
     for t, step in ((1, 10), (2, 20), (3, 30), (4, 40)):
         node.metric(t, step, loss=9.0)
-    for id, step in ((1, 10), (2, 20), (3, 30)):
+    for id, step in ((1, 10), (2, 20), (3, 30), (4, 40)):
         node.round(id, id, step, bytes=1)
         node.event("eval", id + 0.1, step=step, round=id, loss=9.0)
         node.event("checkpoint", id + 0.2, step=step, round=id, seconds=0.1, bytes=1)
+    follower = RunFollower(run_dir)
+    assert len(follower.poll().nodes[0].metrics) == 4
     node.start(t=7.0, attempt=1, step=20)  # killed at step 40, resumed at the checkpoint of step 20
+    assert len(follower.poll().nodes[0].metrics) == 2
     node.metric(8, 45, loss=1.0)
     node.round(8, 3, 31, bytes=7)
     node.event("eval", 8.1, step=31, round=3, loss=1.0)
