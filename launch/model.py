@@ -169,9 +169,11 @@ def _check_fits(model: PreTrainedModel, vocab_size: int, seq_len: int) -> None:
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:
-    untyped: Any = model
+    # Renamed within transformers 5; the old name warns there and goes in 6.
+    new_name = hasattr(model, "activation_checkpointing_enable")
+    name = "activation_checkpointing_enable" if new_name else "gradient_checkpointing_enable"
     try:
-        untyped.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        getattr(model, name)({"use_reentrant": False})
     except ValueError as error:
         raise UserError(f"model.activation_checkpointing: {_first_line(error)}") from error
 
