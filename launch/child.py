@@ -1,0 +1,103 @@
+"""torchrun as a child that never outlives us and leaves nobody behind."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+
+
+class Torchrun:
+    """One torchrun with all its descendants; leaving the block ends those that are left."""
+
+    def __init__(self, words: list[str], log: Path) -> None:
+        with log.open("ab") as output:
+            self._read_to = output.tell()
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in the terminal reaches us alone; we decide what the nodes hear.
+                start_new_session=True,
+                preexec_fn=_die_with(os.getpid()),
+            )
+        self._log = log
+        self._output = ""
+        # Workers lead sessions of their own, so they are found through their parents while those live.
+        self._seen: dict[int, psutil.Process] = {self._process.pid: psutil.Process(self._process.pid)}
+
+    def __enter__(self) -> "Torchrun":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def running(self) -> bool:
+        """Whether torchrun lives. Also takes note of its descendants, so call it every second or so."""
+        self._look()
+        return self._process.poll() is None
+
+    def exit_code(self) -> int:
+        """0 if all went well. Only after `running` was False or `kill` was called."""
+        return self._process.wait(timeout=10)
+
+    def output(self) -> str:
+        """What torchrun itself, and workers that had no log yet, have said."""
+        with self._log.open("rb") as file:
+            file.seek(self._read_to)
+            self._output += file.read().decode(errors="replace")
+            self._read_to = file.tell()
+        return self._output
+
+    def workers(self) -> list[psutil.Process]:
+        """The node processes alive now."""
+        with contextlib.suppress(psutil.Error):
+            return list(psutil.Process(self._process.pid).children())
+        return []
+
+    def terminate(self) -> None:
+        """Ask torchrun to end its workers; it gives them 30 s."""
+        self._look()
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End everything at once and wait until it is gone, at most 10 s."""
+        self._look()
+        for process in self._seen.values():
+            # psutil compares start times: a number that now belongs to a stranger is left alone.
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(list(self._seen.values()), timeout=10)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=10)
+
+    def _look(self) -> None:
+        for known in list(self._seen.values()):
+            with contextlib.suppress(psutil.Error):
+                self._seen |= {p.pid: p for p in known.children() if p.pid not in self._seen}
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """Run in the child before torchrun: the kernel ends it, so that it ends its workers, when we die."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+
+    def bind() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return bind

@@ -1,0 +1,208 @@
+"""The `aedit` command. Each subcommand imports what it needs when it runs, so that `--help` is instant."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import aedit
+from aedit.types import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+Options = argparse.Namespace
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one command. The exit code: 0, 1, 2 for what only the person can mend, 130 after Ctrl-C."""
+    # A terminal that cannot show a character shows a `?` instead of ending the command.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        return _dispatch(sys.argv[1:] if words is None else words)
+    except UserError as error:
+        print(f"aedit: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left, as `head` does. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but an error is one line and exit code 2 like any other of the person's."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
+        """The command's own options and, where it takes them, every configuration flag."""
+        super().print_help(file)
+        if self.get_default("takes_flags"):
+            from aedit.launch.flags import flags_help
+
+            print(f"\nconfiguration flags, each also a key of the file:\n{flags_help()}", file=file)
+
+
+def parser() -> Parser:
+    """The commands and their options, without the configuration flags."""
+    top = Parser(prog="aedit", description="Asynchronous decentralised training.", allow_abbrev=False)
+    top.add_argument("--version", action="version", version=f"aedit {aedit.__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_run(commands)
+    for name, task, does in VIEWS:
+        view = _command(commands, name, does, task)
+        view.add_argument("run", metavar="RUN", type=Path, help="run directory, such as runs/tiny")
+    export = _command(commands, "export", "write a Hugging Face model directory", _export)
+    export.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    export.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    _add_config(commands)
+    doctor = _command(commands, "doctor", "check this machine, and a configuration's files", _doctor)
+    doctor.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="TOML file")
+    return top
+
+
+def _dispatch(words: list[str]) -> int:
+    flags: list[str] = []
+    if words[:1] == ["run"] or words[:2] == ["config", "show"]:
+        from aedit.launch.flags import split_flags
+
+        words, flags = split_flags(words)
+    options = parser().parse_args(words or ["--help"], Options(flags=flags))
+    task: Callable[[Options], int | None] = options.task
+    return task(options) or 0
+
+
+def _command(
+    commands: "argparse._SubParsersAction[Parser]",
+    name: str,
+    does: str,
+    task: Callable[[Options], int | None],
+) -> Parser:
+    command = commands.add_parser(
+        name, help=does, description=f"{does[0].upper()}{does[1:]}.", allow_abbrev=False
+    )
+    command.set_defaults(task=task)
+    return command
+
+
+def _with_flags(command: Parser) -> None:
+    command.set_defaults(takes_flags=True)
+    command.epilog = "Any value is a flag too: --edit.every 64 --model.sizes.hidden_size 128"
+
+
+def _add_run(commands: "argparse._SubParsersAction[Parser]") -> None:
+    run = _command(commands, "run", "train; the same command goes on where an earlier one stopped", _run)
+    _with_flags(run)
+    run.add_argument("config", metavar="CONFIG", type=Path, help="TOML file, such as configs/tiny.toml")
+    run.add_argument("--local", metavar="N", type=int, help="start all N nodes on this machine")
+    run.add_argument("--dry-run", action="store_true", help="print what would happen and start nothing")
+    run.add_argument("--nodes", metavar="N", type=int, default=1, help="machines in the run (default 1)")
+    run.add_argument("--node", metavar="I", type=int, default=0, help="which of them this is, from 0")
+    run.add_argument("--master", metavar="HOST:PORT", default="", help="where node 0 listens")
+
+
+def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
+    config = commands.add_parser("config", help="show every value, or what two files differ in")
+    actions = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    show = _command(actions, "show", "print every value and where it comes from", _config_show)
+    _with_flags(show)
+    show.add_argument("config", metavar="FILE", type=Path)
+    diff = _command(actions, "diff", "print what differs between two files", _config_diff)
+    diff.add_argument("a", metavar="A", type=Path)
+    diff.add_argument("b", metavar="B", type=Path)
+
+
+def _run(options: Options) -> int:
+    from aedit.launch.load import load
+    from aedit.launch.placement import Placement
+
+    local = options.local is not None
+    if local and (options.master or options.nodes != 1 or options.node):
+        raise UserError("--local: starts all nodes here and goes without --nodes, --node and --master")
+    nodes = options.local if local else options.nodes
+    placement = Placement(nodes=nodes, node=options.node, local=local, master=options.master)
+    config = load(options.config, options.flags).config
+    if options.dry_run:
+        from aedit.launch.plan import plan
+
+        print(plan(config, placement))
+        return 0
+    from aedit.launch.run import run
+
+    return run(config, placement)
+
+
+def _status(options: Options) -> None:
+    from aedit.launch.views.status import main as status
+
+    status(options.run)
+
+
+def _top(options: Options) -> None:
+    from aedit.launch.views.top import main as top
+
+    top(options.run)
+
+
+def _plot(options: Options) -> None:
+    from aedit.launch.views.plot import main as plot
+
+    for path in plot(options.run):
+        print(path)
+
+
+def _export(options: Options) -> None:
+    from aedit.launch.export import export
+
+    export(options.run, options.out)
+
+
+def _config_show(options: Options) -> None:
+    from aedit.launch.fields import values
+    from aedit.launch.load import load
+    from aedit.launch.toml_out import literal
+
+    loaded = load(options.config, options.flags)
+    rows = [(name, literal(value), loaded.origin[name]) for name, value in values(loaded.config)]
+    _print_columns(rows)
+
+
+def _config_diff(options: Options) -> None:
+    from aedit.launch.load import load
+    from aedit.launch.prepare import differences
+
+    found = differences(load(options.a, []).config, load(options.b, []).config)
+    _print_columns([(name, old, new) for name, (old, new) in found.items()])
+
+
+def _print_columns(rows: list[tuple[str, str, str]]) -> None:
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+    for name, value, origin in rows:
+        print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+
+
+def _doctor(options: Options) -> int:
+    from aedit.launch.doctor import doctor
+
+    return doctor(options.config)
+
+
+VIEWS = (
+    ("status", _status, "print how a run stands"),
+    ("top", _top, "watch a run"),
+    ("plot", _plot, "draw a run: loss, time, norms, bytes"),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

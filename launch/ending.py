@@ -1,0 +1,67 @@
+"""What a run that is over has to say: which node failed, how, and what its log ends with."""
+
+import re
+import signal
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+LOG_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The traces of one start of a run."""
+
+    run_dir: Path
+    nodes: tuple[int, ...]
+    """The nodes this machine started."""
+
+    ranks: int
+    """Processes per node."""
+
+    attempt: int
+    """Number of the first log this start can have written."""
+
+    output: str
+    """What torchrun, and workers that had no log yet, wrote."""
+
+    def refusal(self) -> str:
+        """What the node that left with exit code 2 said, without its `aedit: `; empty if none did."""
+        said = [line for log in self._logs() for line in _tail(log, 1)] + self.output.splitlines()
+        return next((line.removeprefix("aedit: ") for line in said if line.startswith("aedit: ")), "")
+
+    def failure(self) -> str:
+        """Which node failed, how, and the end of its log."""
+        found = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", self.output)
+        if not found:
+            return f"torchrun failed; {self._last_lines([])}"
+        code, rank = (int(number) for number in found[-1])
+        node = self.nodes[rank // self.ranks]
+        logs = [log for log in self._logs() if log.parent.name == str(node)]
+        return f"node {node} failed ({_how(code)}); {self._last_lines(logs)}"
+
+    def _last_lines(self, logs: list[Path]) -> str:
+        source = logs[-1] if logs else self.run_dir / "launch.log"
+        lines = _tail(source, LOG_LINES) if source.exists() else []
+        return "\n".join([f"the end of {source}:", *lines])
+
+    def _logs(self) -> list[Path]:
+        """This start's attempt logs, oldest first."""
+        logs = [(attempt_of(log), log) for log in self.run_dir.glob("nodes/*/attempt_*.log")]
+        return [log for number, log in sorted(logs) if number >= self.attempt]
+
+
+def attempt_of(log: Path) -> int:
+    """K of `attempt_K.log`; 0 for a file of another's making."""
+    number = log.stem.removeprefix("attempt_")
+    return int(number) if number.isdecimal() else 0
+
+
+def _tail(path: Path, num_lines: int) -> list[str]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return list(deque((line.rstrip() for line in file if line.strip()), maxlen=num_lines))
+
+
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
