@@ -62,7 +62,7 @@ def torchrun_words(
     num_processes = ranks * placement.nodes if placement.local else ranks
     words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
     words += [f"--max-restarts={config.restarts}", *_rendezvous(placement), *program, str(run_toml)]
-    return words + [f"--ranks={ranks}", f"--attempt={attempt}"] + ["--local"] * placement.local
+    return words + [f"--ranks={ranks}", f"--attempt={attempt}"] + ["--one-machine"] * placement.local
 
 
 def warnings(config: RunConfig, placement: Placement) -> list[str]:

@@ -93,7 +93,7 @@ def measure(config: RunConfig, placement: Placement) -> Plan:
     try:
         units = find_units(model, config.edit.units)
     except ValueError as error:
-        raise UserError(f"edit.units: {error}") from None
+        raise UserError(str(error)) from None
     num_params = sum(p.numel() for p in model.parameters())
     sizes = tuple((unit.name, unit.numel) for unit in units)
     return Plan(config, placement.nodes, ranks, num_params, sizes)

@@ -1,0 +1,294 @@
+"""`aedit run` with real torchrun and pretended nodes: who starts, who is told, who is left."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from aedit.launch.config import EditConfig, LocalConfig, RunConfig, TrainConfig
+from aedit.launch.placement import Placement, torchrun_words
+from aedit.launch.prepare import MIN_FREE_BYTES, claimed, next_attempt, prepare
+from aedit.types import UserError
+
+LIMIT_S = 60
+
+NODE = """
+import json, os, signal, sys, time
+from pathlib import Path
+run_dir = Path(sys.argv[1]).parent
+options = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[2:])
+rank, ranks = int(os.environ["RANK"]), int(options["ranks"])
+node = rank // ranks
+attempt = int(options["attempt"]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+mode = (run_dir.parent / "mode").read_text()
+home = run_dir / "nodes" / str(node)
+home.mkdir(parents=True, exist_ok=True)
+log = open(home / f"attempt_{attempt}.log", "a", buffering=1)
+
+def leave(number, frame):
+    (home / "saved").write_text(str(rank))
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "stubborn" else leave)
+if mode == "refuse" and node == 1:
+    print("aedit: data.source: no file matches nothing.txt", file=log)
+    sys.exit(2)
+if mode == "refuse early":
+    print("aedit: run.toml is of another make", file=sys.stderr)
+    sys.exit(2)
+if mode == "crash" and node == 1:
+    print("RuntimeError: the disk sings", file=log)
+    sys.exit(7)
+if mode == "crash once" and node == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+events = open(home / "events.jsonl", "a", buffering=1)
+print(json.dumps({"event": "start", "t": 0, "attempt": attempt, "node": node, "nodes": 2, "ranks": ranks,
+    "pid": os.getpid(), "device": "cpu", "params": 1, "units": ["rest"], "params_per_unit": [1],
+    "resumed_round": None, "step": 0}), file=events)
+(home / f"pid_{rank}").write_text(str(os.getpid()))
+if mode not in ("good", "crash once"):
+    time.sleep(600)
+"""
+
+DRIVER = """
+import functools, sys
+import aedit.launch.run as wrapper
+wrapper.run = functools.partial(wrapper.run, program=(sys.argv[1],))
+wrapper.LEAVE_LIMIT_S = float(sys.argv[2])
+from aedit.launch.cli import main
+sys.exit(main(sys.argv[3:]))
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start the wrapper on two pretended nodes of a mode; all it started is gone afterwards."""
+    (tmp_path / "node.py").write_text(NODE)
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "run.toml").write_text('name = "x"\ndevice = "cpu"\n')
+    started = []
+
+    def start(mode, *flags, leave_limit_s=30):
+        (tmp_path / "mode").write_text(mode)
+        words = [sys.executable, str(tmp_path / "driver.py"), str(tmp_path / "node.py"), str(leave_limit_s)]
+        words += ["run", str(tmp_path / "run.toml"), "--local", "2", f"--dir={tmp_path}", *flags]
+        env = dict(os.environ, OMP_NUM_THREADS="1")
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    for pid in pids(tmp_path / "x"):
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def pids(run_dir):
+    return [int(path.read_text() or 0) for path in run_dir.glob("nodes/*/pid_*")]
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for {what}"
+        time.sleep(0.05)
+
+
+def both_nodes_run(run_dir):
+    found = pids(run_dir)
+    return len(found) == 2 and all(found) and all(psutil.pid_exists(pid) for pid in found)
+
+
+def gone(run_dir):
+    return not any(psutil.pid_exists(pid) for pid in pids(run_dir))
+
+
+def test_a_good_run_ends_with_a_report_and_leaves_its_configuration_and_code(start, tmp_path):
+    process = start("good", "--train.steps", "7")
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert "steps = 7" in (tmp_path / "x/run.toml").read_text()
+    assert re.search(r"^sources: [0-9a-f]{16}$", (tmp_path / "x/code.txt").read_text(), re.M)
+    assert "Traceback" not in out + err
+    again = start("good", "--train.steps", "9")
+    assert again.wait(LIMIT_S) == 0
+    logs = sorted(path.name for path in (tmp_path / "x/nodes/1").glob("attempt_*.log"))
+    assert logs == ["attempt_1.log", "attempt_2.log"]
+
+
+def test_a_killed_node_is_started_again(start, tmp_path):
+    process = start("crash once")
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert (tmp_path / "x/nodes/0/attempt_2.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("refuse", "aedit: data.source: no file matches nothing.txt"),
+        ("refuse early", "aedit: run.toml is of another make"),
+    ],
+)
+def test_what_only_the_person_can_mend_ends_the_run_with_one_line_and_no_restarts(
+    start, tmp_path, mode, message
+):
+    process = start(mode)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2
+    assert err.strip().splitlines() == [message]
+    assert gone(tmp_path / "x")
+
+
+def test_a_node_that_fails_too_often_is_named_with_the_end_of_its_log(start, tmp_path):
+    process = start("crash", "--restarts", "0")
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert "node 1 failed (exit code 7)" in err
+    assert "RuntimeError: the disk sings" in err
+    assert gone(tmp_path / "x")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_lets_every_node_save_and_leave(start, tmp_path, number, code):
+    process = start("wait")
+    wait_for(lambda: both_nodes_run(tmp_path / "x"), "the nodes")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code
+    assert "finishing the step, landing, saving" in err
+    assert [(tmp_path / f"x/nodes/{i}/saved").read_text() for i in (0, 1)] == ["0", "1"]
+    assert gone(tmp_path / "x")
+
+
+def test_a_second_ctrl_c_leaves_at_once(start, tmp_path):
+    process = start("stubborn", leave_limit_s=600)
+    wait_for(lambda: both_nodes_run(tmp_path / "x"), "the nodes")
+    process.send_signal(signal.SIGINT)
+    assert "Ctrl-C again" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(15) == 130
+    assert gone(tmp_path / "x")
+
+
+def test_nodes_that_do_not_leave_in_time_are_ended(start, tmp_path):
+    process = start("stubborn", leave_limit_s=1)
+    wait_for(lambda: both_nodes_run(tmp_path / "x"), "the nodes")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert "did not save within 1 s" in err
+    assert gone(tmp_path / "x")
+
+
+def test_ctrl_c_before_the_nodes_are_there_ends_the_run(start, tmp_path):
+    process = start("wait")
+    wait_for((tmp_path / "x/launch.log").exists, "torchrun")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert gone(tmp_path / "x")
+
+
+def test_when_the_wrapper_is_killed_its_nodes_save_and_go(start, tmp_path):
+    process = start("wait")
+    wait_for(lambda: both_nodes_run(tmp_path / "x"), "the nodes")
+    process.kill()
+    wait_for(lambda: gone(tmp_path / "x"), "the nodes to go")
+    assert (tmp_path / "x/nodes/0/saved").exists()
+
+
+def test_two_runs_do_not_share_a_directory(start, tmp_path):
+    first = start("wait")
+    wait_for(lambda: both_nodes_run(tmp_path / "x"), "the nodes")
+    second = start("wait")
+    _, err = second.communicate(timeout=LIMIT_S)
+    assert second.returncode == 2
+    assert "another aedit run is using it" in err
+    first.send_signal(signal.SIGINT)
+    assert first.wait(LIMIT_S) == 130
+
+
+def test_the_training_of_a_run_cannot_change_under_its_name(tmp_path):
+    prepare(RunConfig(dir=str(tmp_path)))
+    longer = RunConfig(dir=str(tmp_path), train=TrainConfig(steps=5), restarts=1, local=LocalConfig(ranks=2))
+    prepare(longer)
+    changed = RunConfig(dir=str(tmp_path), train=TrainConfig(lr=0.5), edit=EditConfig(units="model"))
+    with pytest.raises(UserError) as caught:
+        prepare(changed)
+    message = str(caught.value)
+    assert "train.lr (0.001 -> 0.5)" in message
+    assert 'edit.units ("auto" -> "model")' in message
+    assert "--name" in message
+    assert "train.steps" not in message
+    assert "steps = 5" in (tmp_path / "run/run.toml").read_text()
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/run: cannot be written: .*choose another --dir"):
+        prepare(RunConfig(dir=str(tmp_path / "file")))
+
+
+def test_a_full_disk_is_told_before_the_run(tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": MIN_FREE_BYTES - 1})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"255 MiB free, a run needs 256"):
+        prepare(RunConfig(dir=str(tmp_path)))
+    assert not (tmp_path / "run/run.toml").exists()
+
+
+def test_attempts_are_numbered_over_all_nodes(tmp_path):
+    assert next_attempt(tmp_path) == 1
+    for name in ("nodes/0/attempt_2.log", "nodes/1/attempt_11.log", "nodes/1/attempt_x.log"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert next_attempt(tmp_path) == 12
+
+
+def test_a_directory_may_hold_several_nodes_of_one_run(tmp_path):
+    with claimed(tmp_path, 0), claimed(tmp_path, 1):
+        pass
+
+
+def test_every_machine_starts_its_own_ranks_and_meets_at_the_master():
+    config = RunConfig(device="cpu", local=LocalConfig(ranks=2), restarts=5)
+    words = torchrun_words(Path("run.toml"), config, Placement(nodes=3, node=1, master="a:29500"), 4)
+    line = " ".join(words)
+    assert "--nproc-per-node=2 --max-restarts=5 --nnodes=3 --node-rank=1" in line
+    assert "--master-addr=a --master-port=29500" in line
+    assert line.endswith("-m aedit.launch.node run.toml --ranks=2 --attempt=4")
+    local = " ".join(torchrun_words(Path("run.toml"), config, Placement(nodes=3, local=True), 1))
+    assert "--nproc-per-node=6" in local
+    assert "--standalone" in local
+    assert local.endswith("--ranks=2 --attempt=1 --one-machine")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 0}, "--nodes"),
+        ({"nodes": 0, "local": True}, "--local"),
+        ({"nodes": 2}, "--master"),
+        ({"nodes": 2, "node": 2, "master": "a:1"}, "--node"),
+        ({"nodes": 2, "master": "a"}, "HOST:PORT"),
+    ],
+)
+def test_an_impossible_placement_is_named(options, message):
+    with pytest.raises(UserError, match=message):
+        Placement(**options)
+
+
+def test_the_pretended_node_writes_the_events_the_views_read(start, tmp_path):
+    start("good").wait(LIMIT_S)
+    assert json.loads((tmp_path / "x/nodes/0/events.jsonl").read_text())["event"] == "start"
