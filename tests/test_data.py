@@ -68,6 +68,7 @@ def test_a_text_file_alone_is_cut_into_documents(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
     found = [document.text for document in documents(config(tmp_path / "a.txt"))]
     assert "".join(found) == text
+    assert len(found) > 5
     assert all(4096 <= len(piece) <= 8192 for piece in found[:-1])
 
 
@@ -202,11 +203,14 @@ def test_a_changed_file_or_setting_is_packed_anew(jsonl, tmp_path):
     load_corpus(config(jsonl), BYTE, cache)
     wide = load_corpus(config(jsonl, seq_len=32), BYTE, cache)
     assert wide.train.shape[1] == 33
+    other = load_tokenizer("byte")
+    other.fingerprint = "another"
+    load_corpus(config(jsonl), other, cache)
+    assert len(list(cache.iterdir())) == 6
     jsonl.write_text("".join(json.dumps({"text": text.upper()}) + "\n" for text in TEXTS))
     os.utime(jsonl, ns=(1, 1))
     changed = load_corpus(config(jsonl), BYTE, cache)
     assert b"DOCUMENT" in bytes(changed.train[0].astype(np.uint8))
-    assert len(list(cache.iterdir())) == 6
 
 
 def test_many_who_pack_at_once_all_get_whole_arrays(jsonl, tmp_path):

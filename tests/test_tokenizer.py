@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from aedit.launch.tokenizer import EOS, load_tokenizer, token_dtype
@@ -40,6 +40,8 @@ def trained(tmp_path_factory):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
     fast.train_from_iterator(["the cat sat on the mat", "the dog sat on the log"] * 9, trainer)
+    begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    fast.post_processor = begin  # many tokenizers put one in front unless told not to
     PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="</s>", bos_token="<s>").save_pretrained(
         directory
     )
@@ -93,7 +95,7 @@ def test_a_hugging_face_tokenizer_adds_nothing_and_loses_nothing(trained, text):
     assert tokenizer.decode(ids) == text
     assert ids.dtype == np.uint16
     assert (ids < tokenizer.vocab_size).all()
-    assert tokenizer.eos_id not in ids
+    assert not np.isin([0, tokenizer.eos_id], ids).any()
 
 
 def test_a_hugging_face_tokenizer_merges(trained):
