@@ -54,6 +54,10 @@ class Exchange(Protocol):
     def notes(self) -> Notes:
         """Where the nodes of this exchange leave word for each other."""
 
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes this node has handed to the network."""
+
     def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
         """Learn which units there are. Called once, before anything else."""
 
@@ -111,6 +115,10 @@ class MeanExchange:
     def notes(self) -> Notes:
         return self.transport
 
+    @property
+    def bytes_sent(self) -> int:
+        return self.transport.bytes_sent
+
     def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
         self.units, self.shards = units, shards
         self.history = NormHistory.empty(len(units), self.penalty.window)
@@ -123,7 +131,7 @@ class MeanExchange:
         mine = torch.tensor(self._digest(range(len(flats))), dtype=torch.float64)
         rows = self.transport.gather("anchor", mine).result()
         if not (rows.rows == rows.rows[0]).all():
-            self._adopt_anchors_of(0, rows, key="anchor")
+            self.adopt_anchors_of(0, rows, key="anchor")
             for i, unit in enumerate(self.units):
                 unit.adopt(self.store.read(i)[0])
 
@@ -237,11 +245,11 @@ class MeanExchange:
         source = int(same_NN.sum(1).argmax())
         if not same_NN.all():
             assert self._open is not None
-            self._adopt_anchors_of(source, rows, key=f"{self._open.verdict.round.id}/heal")
+            self.adopt_anchors_of(source, rows, key=f"{self._open.verdict.round.id}/heal")
         kept = rows.mine is not None and bool(same_NN[source, rows.mine])
         return same_NN[source], None if kept else source
 
-    def _adopt_anchors_of(self, source: int, rows: Rows, *, key: str) -> None:
+    def adopt_anchors_of(self, source: int, rows: Rows, *, key: str) -> None:
         """Everybody else weighs 0, and x * 1 / 1 is x: the source's bits arrive unchanged."""
         weight = 1.0 if rows.mine == source else 0.0
 

@@ -55,7 +55,12 @@ class Shards:
 
     @property
     def _device(self) -> str:
-        return "cuda" if str(dist.get_backend(self.group)) == "nccl" else "cpu"
+        return control_device(self.group)
+
+
+def control_device(group: dist.ProcessGroup | None) -> str:
+    """Where small numbers travel: over Gloo if the group has it, so that the GPU is not waited for."""
+    return "cpu" if "gloo" in str(dist.get_backend(group)) else "cuda"
 
 
 def shards_of(params: Sequence[Tensor]) -> Shards:

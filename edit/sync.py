@@ -30,6 +30,9 @@ from aedit.types import IdleWork, Round
 
 T = TypeVar("T")
 
+POLL_S = 0.0005
+"""Pause between two looks at a wait that may be interrupted."""
+
 
 @dataclass(slots=True)
 class Flight:
@@ -63,6 +66,9 @@ class LayerSync:
         self.idle: IdleWork | None = None
         self.on_round: Callable[[Verdict, float], None] = lambda verdict, waited_s: None
         self.clock: Callable[[], float] = time.monotonic
+        self.while_waiting: Callable[[int], None] | None = None
+        """Asked again and again with the `position` that all nodes must reach for a wait to end; may
+        raise."""
         self.steps = 0
         """Inner steps so far, warm-up included."""
         self.round_id = 0
@@ -74,7 +80,8 @@ class LayerSync:
         self._flights: list[Flight] = []  # oldest first
         self._hooks: list[RemovableHandle] = []
         self._averaged = False
-        self._anchored = False
+        self.anchored = False
+        """Whether the first local phase has begun."""
         exchange.bind(self.units, self.shards)
         schedule.listen(exchange.notes)
 
@@ -111,7 +118,7 @@ class LayerSync:
             self._hooks.append(unit.module.register_forward_pre_hook(land, prepend=True))
         self._hooks.append(self.model.register_forward_hook(_hook(self._after_forward)))
         self._hooks.append(self.inner.register_step_pre_hook(_hook(self.average_gradients)))
-        if not self.warming_up and not self._anchored:
+        if not self.warming_up and not self.anchored:
             self._anchor()
         return self
 
@@ -142,6 +149,11 @@ class LayerSync:
         """Inner steps since the warm-up."""
         return 0 if self.warming_up else self.steps - int(self.config.warmup_steps)
 
+    @property
+    def position(self) -> int:
+        """How many meetings with the other nodes this node has gone to: warm-up steps, then rounds."""
+        return self.steps - self.local_steps + self.schedule.last_id
+
     def step(self) -> None:
         """Count an inner step, and open a round if one is due. Call it after the inner optimizer has
         stepped."""
@@ -168,7 +180,7 @@ class LayerSync:
             finite = self.shards.sum((~gradient.isfinite()).sum()) == 0
             asked.append(self.exchange.average(f"warmup/{self.steps}/{unit.name}", gradient, finite.float()))
         for unit, pending in zip(self.units, asked, strict=True):
-            unit.set_gradient(self._wait(pending))
+            unit.set_gradient(self._wait(pending, needed=self.position + 1))
         self._averaged = True
 
     def begin(self, round: Round, *, leaving: bool = False) -> Flight:
@@ -213,7 +225,7 @@ class LayerSync:
         A node that ends early keeps answering rounds, with weight 0, until all have ended.
         """
         self.finish()
-        if self.warming_up or not self._anchored:
+        if self.warming_up or not self.anchored:
             return
         all_leaving = 0
         while all_leaving < self.config.fragments:  # every fragment once more
@@ -228,7 +240,7 @@ class LayerSync:
 
     def _anchor(self) -> None:
         self.exchange.anchor()
-        self._anchored = True
+        self.anchored = True
 
     def _due(self) -> Round | None:
         """Decided by the node's first rank, so that all its ranks open the round after the same step."""
@@ -271,7 +283,7 @@ class LayerSync:
 
     def _verdict(self, flight: Flight) -> Verdict:
         if flight.verdict is None:
-            flight.verdict = self._wait(flight.opening, flight)
+            flight.verdict = self._wait(flight.opening, flight, needed=self.position)
             self.total_steps = flight.verdict.total_steps
         return flight.verdict
 
@@ -316,17 +328,23 @@ class LayerSync:
         unit.sent = None
         if adopt:  # what was learned on the way to an unbelievable place must not steer the next steps
             for p in unit.params:
-                self.inner.state.pop(p, None)
+                for moment in self.inner.state.get(p, {}).values():
+                    if isinstance(moment, Tensor):
+                        moment.zero_()
         if anchor.is_cuda and self.shards.group is not None:
             # FSDP2 gathers on a stream that waited for this one at the root's forward, not for this copy.
             torch.cuda.current_stream().synchronize()
 
-    def _wait(self, pending: Pending[T], flight: Flight | None = None) -> T:
+    def _wait(self, pending: Pending[T], flight: Flight | None = None, needed: int | None = None) -> T:
         if pending.done():
             return pending.result()
         window: AbstractContextManager[None] = self.idle.window("round") if self.idle else nullcontext()
         began = self.clock()
         with window:
+            if needed is not None and self.while_waiting is not None:
+                while not pending.done():
+                    self.while_waiting(needed)
+                    time.sleep(POLL_S)
             answer = pending.result()
         waited_s = self.clock() - began
         self.waited_s += waited_s

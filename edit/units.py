@@ -44,18 +44,18 @@ class SyncUnit:
         """`flat` as the parameters hold it after `adopt`: rounded where they are not fp32."""
         if all(p.dtype == torch.float32 for p in self.params):
             return flat
-        return torch.cat([part.to(p.dtype).float() for p, part in self._split(flat)])
+        return torch.cat([part.to(p.dtype).float() for p, part in self.split(flat)])
 
     @torch.no_grad()
     def adopt(self, flat: Tensor) -> None:
         """Make `flat` the parameters."""
-        for p, part in self._split(flat):
+        for p, part in self.split(flat):
             local(p).copy_(part.view_as(local(p)))
 
     @torch.no_grad()
     def add(self, difference: Tensor) -> None:
         """Move the parameters by `difference`; what they have learned meanwhile stays."""
-        for p, part in self._split(difference):
+        for p, part in self.split(difference):
             local(p).add_(part.view_as(local(p)))
 
     @torch.no_grad()
@@ -71,11 +71,12 @@ class SyncUnit:
     @torch.no_grad()
     def set_gradient(self, flat: Tensor) -> None:
         """Replace the gradients that exist."""
-        for p, part in self._split(flat):
+        for p, part in self.split(flat):
             if p.grad is not None:
                 local(p.grad).copy_(part.view_as(local(p.grad)))
 
-    def _split(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def split(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """`flat` cut into one vector per parameter."""
         return zip(self.params, torch.split(flat, [local(p).numel() for p in self.params]), strict=True)
 
 

@@ -1,0 +1,174 @@
+"""Checkpoints of one node: sharded over its ranks, written beside the others and renamed into place.
+
+nodes/N/checkpoints/round_000012/ holds what torch.distributed.checkpoint writes, and meta.json, which is
+written last. A directory under any other name is not a checkpoint. Names end in _1, _2, ... when a node
+stops several times in one round.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from aedit.edit.shards import Shards
+from aedit.types import UserError
+
+_NAME = re.compile(r"round_(\d{6,})(?:_(\d+))?$")
+_SUBS = 1000
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mark:
+    """Which checkpoint: equal on all nodes for one state of the run."""
+
+    round: int
+    sub: int = 0
+    """Counts stops within a round; 0 is the checkpoint at its end."""
+
+    @property
+    def name(self) -> str:
+        return f"round_{self.round:06d}" + (f"_{self.sub}" if self.sub else "")
+
+    @property
+    def number(self) -> int:
+        """One number that orders marks, to compare over the network."""
+        return self.round * _SUBS + self.sub
+
+    @classmethod
+    def of(cls, number: int) -> "Mark":
+        return cls(*divmod(number, _SUBS))
+
+
+class Checkpoints:
+    """The checkpoints of one node."""
+
+    def __init__(self, directory: Path, *, keep: int, shards: Shards) -> None:
+        self.directory = directory
+        self.keep = keep
+        self.shards = shards
+
+    def marks(self) -> list[Mark]:
+        """Complete checkpoints, oldest first."""
+        found = []
+        for path in self.directory.glob("round_*") if self.directory.is_dir() else ():
+            if (match := _NAME.fullmatch(path.name)) and (path / "meta.json").is_file():
+                found.append(Mark(int(match[1]), int(match[2] or 0)))
+        return sorted(found)
+
+    def path(self, mark: Mark) -> Path:
+        return self.directory / mark.name
+
+    def save(self, mark: Mark, state: Mapping[str, Any], meta: Mapping[str, Any]) -> int:
+        """Write one; returns its bytes. All ranks of the node together. Raises OSError, with older ones
+        intact."""
+        writing = self.directory / f".writing-{mark.name}"
+        try:
+            self._lead(lambda: _make_empty(writing))
+            self._write(state, writing)
+            self._lead(lambda: self._complete(mark, writing, meta))
+        except dcp.CheckpointException as error:
+            raise OSError(f"checkpoint {mark.name}: {_reason(error)}") from error
+        finally:
+            if self.shards.leads:
+                shutil.rmtree(writing, ignore_errors=True)
+        return sum(file.stat().st_size for file in self.path(mark).iterdir()) if self.shards.leads else 0
+
+    def load(self, mark: Mark, into: dict[str, Any]) -> None:
+        """Read one into tensors of this node's own sharding, in place. All ranks of the node together."""
+        try:
+            dcp.load(
+                into,
+                storage_reader=dcp.FileSystemReader(self.path(mark)),
+                process_group=self.shards.group,
+                no_dist=self.shards.size == 1,
+            )
+        except (dcp.CheckpointException, RuntimeError, ValueError, OSError, EOFError) as error:
+            raise UserError(
+                f"{self.path(mark)} cannot be read ({_reason(error)}); remove it to resume from an older one"
+            ) from error
+
+    def meta(self, mark: Mark) -> dict[str, Any]:
+        """Its plain numbers."""
+        return read_meta(self.path(mark))
+
+    def drop_after(self, mark: Mark | None) -> None:
+        """Remove the checkpoints of a future that a resume from `mark` undoes."""
+        for other in self.marks() if self.shards.leads else ():
+            if mark is not None and other > mark:
+                shutil.rmtree(self.path(other))
+
+    def _write(self, state: Mapping[str, Any], writing: Path) -> None:
+        dcp.save(
+            dict(state),
+            storage_writer=dcp.FileSystemWriter(writing, sync_files=True),
+            process_group=self.shards.group,
+            no_dist=self.shards.size == 1,
+        )
+
+    def _lead(self, act: Callable[[], None]) -> None:
+        """Let the first rank act; if it fails, all ranks raise, so that none waits for another."""
+        failure: OSError | None = None
+        if self.shards.leads:
+            try:
+                act()
+            except OSError as error:
+                failure = error
+        if not self.shards.decide([failure is None])[0]:
+            raise failure or OSError("the node's first rank could not write")
+
+    def _complete(self, mark: Mark, writing: Path, meta: Mapping[str, Any]) -> None:
+        _write_whole(writing / "meta.json", json.dumps(meta, indent=1))
+        shutil.rmtree(self.path(mark), ignore_errors=True)  # from a future that a resume has undone
+        os.rename(writing, self.path(mark))
+        _sync_directory(self.directory)
+        self._prune()
+
+    def _prune(self) -> None:
+        for mark in self.marks()[: -self.keep]:
+            shutil.rmtree(self.path(mark), ignore_errors=True)
+        for left in self.directory.glob(".writing-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """meta.json of the checkpoint at `path`."""
+    try:
+        meta: dict[str, Any] = json.loads((path / "meta.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}/meta.json cannot be read ({error}); remove {path} to resume from an older one"
+        ) from error
+    return meta
+
+
+def _make_empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        first = next(iter(error.failures.values()))
+        error = first[0] if isinstance(first, tuple) else first
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

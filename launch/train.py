@@ -1,0 +1,351 @@
+"""The training loop of one node."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aedit.edit import snapshot
+from aedit.edit.exchange import Verdict
+from aedit.edit.sync import LayerSync
+from aedit.launch.checkpoint import Checkpoints, Mark
+from aedit.launch.config import RunConfig
+from aedit.launch.inner import lr_at, set_lr
+from aedit.launch.model import loss
+from aedit.launch.recorder import Recorder
+from aedit.launch.resume import Resumed, training_state
+from aedit.launch.samples import Corpus, SampleOrder, batch, evaluation_indices
+from aedit.launch.stop import Stop, Stopped
+from aedit.launch.world import World
+from aedit.types import Round
+
+
+def train(node: "Node") -> None:
+    """Train until the run's budget is used up or somebody asks to stop; then save and leave with the
+    others."""
+    node.begin()
+    try:
+        with node.sync:
+            node.reopen_abandoned_rounds()
+            while node.goes_on():
+                node.stop.check()
+                node.accumulate_gradients()
+                node.sync.average_gradients()  # only while warming up
+                node.inner_step()
+                node.sync.step()  # opens a round if one is due; layers land under the next forward
+                node.note_step()
+                node.evaluate_after_a_round()
+                node.save_after_a_round()
+    except Stopped:
+        node.leave_early()
+    else:
+        node.arrive()
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """Everything one node trains with. Made by `aedit.launch.build.build`; methods are sentences of
+    `train`."""
+
+    config: RunConfig
+    world: World
+    corpus: Corpus
+    order: SampleOrder
+    sync: LayerSync
+    stop: Stop
+    checkpoints: Checkpoints
+    recorder: Recorder
+    facts: dict[str, Any]
+    slowdown: float
+    resumed: bool = False
+    owed: list[Round] = field(default_factory=list)
+    tokens: int = 0
+    lr: float = 0.0
+    saved: Mark = field(default_factory=lambda: Mark(0))
+    evaluated_round: int = 0
+    bytes_before: int = 0
+    running: "Running" = field(default_factory=lambda: Running())
+
+    # -- before and after
+
+    def take_up(self, resumed: Resumed) -> None:
+        """Go on from a checkpoint; `sync` has been restored already."""
+        self.resumed, self.owed, self.tokens = True, resumed.owed, resumed.tokens
+        self.saved, self.evaluated_round = resumed.mark, resumed.mark.round
+        self.sync.waited_s = resumed.waited_s
+        self.recorder.clock.busy_s, self.recorder.clock.other_s = resumed.busy_s, resumed.other_s
+
+    def begin(self) -> None:
+        self.stop.listen()
+        self.sync.while_waiting = self.stop.while_waiting
+        self.sync.on_round = self.note_round
+        if not self.resumed:
+            self.evaluate()
+
+    def reopen_abandoned_rounds(self) -> None:
+        for round in self.owed:
+            self.sync.begin(round)
+
+    def arrive(self) -> None:
+        """The regular end: everything has landed."""
+        self.note_metrics()
+        self.evaluate()
+        if Mark(self.milestone) != self.saved:
+            self.save(Mark(self.milestone))
+        self.recorder.event("stop", reason="done", step=self.sync.steps, tokens=self.tokens)
+
+    def leave_early(self) -> None:
+        """Land what every node has opened, give up what some have not, save, go."""
+        self.running.undo_draw(self)
+        least = self.stop.agree(self.sync.position)
+        owed = self.sync.abandon() if least < self.sync.position else []
+        self.sync.while_waiting = None
+        self.sync.finish()
+        self.note_metrics()
+        self.save(Mark(self.milestone, self._next_sub()), owed)
+        self.recorder.event("stop", reason="signal", step=self.sync.steps, tokens=self.tokens)
+
+    # -- one step
+
+    def goes_on(self) -> bool:
+        """Whether the budget asks for another step. With a time schedule all nodes see it used up at one
+        round."""
+        if self.config.edit.schedule == "steps" or self.config.edit.warmup_steps == "all":
+            return self.sync.steps < self.config.train.steps
+        timed_out = self.elapsed_share >= 1.0
+        return self.sync.shards.decide([not timed_out and self._steps_share() < 1.0])[0] == 1
+
+    def accumulate_gradients(self) -> None:
+        self.running.begin_step(self)
+        for indices in self._draw():
+            samples = batch(self.corpus.train, indices).to(self.world.device, non_blocking=True)
+            mean = loss(self.sync.model, samples, self.config.model.dtype) / self.config.train.accumulate
+            mean.backward()  # type: ignore[no-untyped-call]
+            self.running.add_loss(mean.detach())
+
+    def inner_step(self) -> None:
+        clip = self.config.train.grad_clip
+        self.running.grad_norm = torch.nn.utils.clip_grad_norm_(self.sync.model.parameters(), clip)
+        self.lr = lr_at(self.progress, self.config.train)
+        set_lr(self.sync.inner, self.lr)
+        self.sync.inner.step()
+        self.sync.inner.zero_grad()
+
+    def note_step(self) -> None:
+        train = self.config.train
+        self.tokens += train.batch_size * train.accumulate * self.config.data.seq_len
+        self.running.end_step(self)
+        if self.sync.shards.decide([self.recorder.line_is_due()])[0]:
+            self.note_metrics()
+
+    def _draw(self) -> list[Any]:
+        """This rank's share of the node's next samples, one entry per micro-batch."""
+        train, world = self.config.train, self.world
+        drawn = self.order.take(train.batch_size * train.accumulate)
+        return [part[world.rank :: world.ranks] for part in drawn.reshape(train.accumulate, -1)]
+
+    # -- where the run stands
+
+    @property
+    def progress(self) -> float:
+        """Share of the run's budget that is used up, 0 to 1."""
+        if self.config.edit.schedule == "steps" or self.config.edit.warmup_steps == "all":
+            return min(1.0, self.sync.steps / self.config.train.steps)
+        since = self.sync.local_steps - self.sync.schedule.last_step
+        ahead = since / self.config.train.steps  # as if the others had gone as far since the last round
+        return min(1.0, max(self._steps_share() + ahead, self.elapsed_share))
+
+    @property
+    def elapsed_share(self) -> float:
+        seconds = self.config.train.seconds
+        return self.recorder.clock.elapsed_s / seconds if seconds else 0.0
+
+    def _steps_share(self) -> float:
+        warmup_steps = self.sync.steps - self.sync.local_steps
+        done = self.sync.total_steps + self.world.nodes * warmup_steps
+        return done / (self.world.nodes * self.config.train.steps)
+
+    @property
+    def milestone(self) -> int:
+        """Counts rounds; in a run that never leaves the warm-up, what would be rounds."""
+        if self.config.edit.warmup_steps == "all":
+            return self.sync.steps // int(self.config.edit.every)
+        return self.sync.round_id
+
+    # -- evaluation and checkpoints
+
+    def evaluate_after_a_round(self) -> None:
+        every = self.config.train.eval_every
+        if every and not self.sync.in_flight and self.milestone >= self.evaluated_round + every:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Held-out loss, by the first node: the others train on meanwhile."""
+        self.evaluated_round = self.milestone
+        if self.world.node != 0:
+            return
+        began = time.monotonic()
+        held_out = self._held_out_loss()
+        self.recorder.clock.other_s += time.monotonic() - began
+        self.recorder.event("eval", step=self.sync.steps, round=self.milestone, loss=held_out)
+
+    @torch.no_grad()
+    def _held_out_loss(self) -> float:
+        model, size = self.sync.model, self.config.train.batch_size
+        indices = evaluation_indices(len(self.corpus.held_out), self.config.train.eval_samples)
+        model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        for start in range(0, len(indices), size):
+            # Every rank runs every forward, as FSDP2 needs all of them; with few samples some see the same.
+            mine = indices[start : start + size][self.world.rank :: self.world.ranks]
+            mine = mine if len(mine) else indices[start : start + 1]
+            samples = batch(self.corpus.held_out, mine).to(self.world.device)
+            mean = loss(model, samples, self.config.model.dtype)
+            sums += torch.tensor([float(mean) * len(mine), len(mine)], dtype=torch.float64)
+        model.train()
+        total, count = self.sync.shards.sum(sums).tolist()
+        return float(total / count)
+
+    def save_after_a_round(self) -> None:
+        """At a step boundary with nothing under way; if there is none for a whole round, land first."""
+        every, behind = self.config.checkpoint.every, self.milestone - self.saved.round
+        if not every or behind < every:
+            return
+        if self.sync.in_flight and behind > every:
+            self.sync.finish()
+        if not self.sync.in_flight:
+            self.save(Mark(self.milestone))
+
+    def save(self, mark: Mark, owed: list[Round] | None = None) -> None:
+        """Write a checkpoint. One that fails is loud, and training goes on: the older ones are intact."""
+        self.saved = mark
+        began = time.monotonic()
+        try:
+            num_bytes = self.checkpoints.save(mark, training_state(self.sync), self._meta(owed or []))
+        except OSError as error:
+            self.recorder.event("checkpoint_failed", round=mark.round, error=str(error))
+            print(f"aedit: checkpoint {mark.name} failed: {error}; older ones are intact", flush=True)
+            return
+        finally:
+            self.recorder.clock.other_s += time.monotonic() - began
+        seconds = time.monotonic() - began
+        self.recorder.event(
+            "checkpoint", round=mark.round, step=self.sync.steps, seconds=seconds, bytes=num_bytes
+        )
+
+    def _meta(self, owed: list[Round]) -> dict[str, Any]:
+        clock = self.recorder.clock
+        seconds = {"elapsed_s": clock.elapsed_s, "busy_s": clock.busy_s, "other_s": clock.other_s}
+        return {
+            "facts": self.facts,
+            "sync": snapshot.numbers(self.sync, owed),
+            "order": self.order.state(),
+            "tokens": self.tokens,
+            "clock": seconds | {"waited_s": self.sync.waited_s},
+        }
+
+    def _next_sub(self) -> int:
+        """One above every checkpoint of this round on any node, so that none is overwritten."""
+        here = [mark.sub for mark in self.checkpoints.marks() if mark.round == self.milestone]
+        return self.stop.greatest("sub", 1 + max(here, default=0))
+
+    # -- records
+
+    def note_round(self, verdict: Verdict, waited_s: float) -> None:
+        sent = self.sync.exchange.bytes_sent
+        per_unit = dict(zip(verdict.units, range(len(verdict.units)), strict=True))
+
+        def spread(values: tuple[float, ...]) -> list[float | None]:
+            return [values[per_unit[i]] if i in per_unit else None for i in range(len(self.sync.units))]
+
+        self.recorder.event(
+            "round",
+            id=verdict.round.id,
+            step=self.sync.steps,
+            steps=verdict.round.steps,
+            wait_s=round(waited_s, 6),
+            bytes=sent - self.bytes_before,
+            norms=spread(verdict.norms),
+            weights=spread(verdict.weights),
+            distrusted=list(verdict.distrusted),
+            effective_nodes=spread(verdict.effective_nodes),
+            rolled_back=list(verdict.rolled_back),
+            nodes=verdict.nodes,
+            total_steps=verdict.total_steps,
+        )
+        self.bytes_before = sent
+        if verdict.healed_from is not None:
+            self.recorder.event("heal", round=verdict.round.id, from_node=verdict.healed_from)
+
+    def note_metrics(self) -> None:
+        """One line of metrics. All ranks of the node together: the loss is a mean over them."""
+        clock = self.recorder.clock
+        self.recorder.metrics(
+            step=self.sync.steps,
+            round=self.sync.round_id,
+            tokens=self.tokens,
+            loss=self.running.mean_loss(self),
+            lr=self.lr,
+            grad_norm=self.running.norm(),
+            busy_s=round(clock.busy_s, 4),
+            wait_s=round(self.sync.waited_s, 4),
+            idle_used_s=0.0,
+            other_s=round(clock.other_s, 4),
+            progress=round(self.progress, 5),
+        )
+
+
+@dataclass(slots=True)
+class Running:
+    """What is known of the step under way and of the steps since the last line of metrics."""
+
+    grad_norm: Tensor | None = None
+    loss: Tensor | None = None
+    num_steps: int = 0
+    in_step: bool = False
+    began_at: float = 0.0
+    waited_before_s: float = 0.0
+    order_before: dict[str, int] = field(default_factory=dict)
+    rng_before: Tensor | None = None
+
+    def begin_step(self, node: Node) -> None:
+        self.in_step, self.began_at = True, time.monotonic()
+        self.waited_before_s = node.sync.waited_s
+        self.order_before, self.rng_before = node.order.state(), torch.get_rng_state()
+
+    def add_loss(self, loss: Tensor) -> None:
+        self.loss = loss if self.loss is None else self.loss + loss
+
+    def end_step(self, node: Node) -> None:
+        """Count the step's time, after making it as long as on a machine `slowdown` times slower."""
+        busy_s = time.monotonic() - self.began_at - (node.sync.waited_s - self.waited_before_s)
+        if node.slowdown > 1:
+            time.sleep(busy_s * (node.slowdown - 1))
+            busy_s *= node.slowdown
+        node.recorder.clock.busy_s += busy_s
+        self.num_steps += 1
+        self.in_step = False
+
+    def undo_draw(self, node: Node) -> None:
+        """A step that was left in a wait has not happened: its samples come again after the resume."""
+        if self.in_step:
+            node.order = SampleOrder.resume(self.order_before)
+            assert self.rng_before is not None
+            torch.set_rng_state(self.rng_before)
+
+    def mean_loss(self, node: Node) -> float:
+        """Nats per token since the last line, over all ranks of the node."""
+        if self.loss is None or not self.num_steps:
+            return float("nan")
+        mean = float(node.sync.shards.sum(self.loss)) / self.num_steps / node.sync.shards.size
+        self.loss, self.num_steps = None, 0
+        return mean
+
+    def norm(self) -> float:
+        """The newest gradient norm before clipping. All ranks together."""
+        if self.grad_norm is None:
+            return float("nan")
+        whole = getattr(self.grad_norm, "full_tensor", None)
+        return float(whole() if whole else self.grad_norm)
