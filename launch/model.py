@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from aedit.launch.config import ModelConfig
@@ -99,14 +99,14 @@ def _new(config: ModelConfig, vocab_size: int, seq_len: int, eos_id: int) -> Pre
     return model
 
 
-def _family_defaults(family: str) -> PreTrainedConfig:
+def _family_defaults(family: str) -> PretrainedConfig:
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if family not in known:
         raise UserError(f"model.family = {family!r} is no causal language model{_close(family, list(known))}")
     return AutoConfig.for_model(family)
 
 
-def _check_sizes(config: ModelConfig, defaults: PreTrainedConfig) -> None:
+def _check_sizes(config: ModelConfig, defaults: PretrainedConfig) -> None:
     # transformers keeps a misspelt key as an attribute that nothing reads.
     known = {*defaults.to_dict(), *defaults.attribute_map}
     if "rope_parameters" in known:
@@ -118,13 +118,13 @@ def _check_sizes(config: ModelConfig, defaults: PreTrainedConfig) -> None:
             raise UserError(f"model.sizes.{key} is unknown to {config.family}{_close(key, sorted(known))}")
 
 
-def _from_tokenizer(defaults: PreTrainedConfig, vocab_size: int, eos_id: int) -> dict[str, Any]:
+def _from_tokenizer(defaults: PretrainedConfig, vocab_size: int, eos_id: int) -> dict[str, Any]:
     # The family's own ids belong to another tokenizer: its padding id would freeze an ordinary token's row.
     values = dict(zip(_FROM_TOKENIZER, (vocab_size, eos_id, eos_id, None), strict=True))
     return {key: value for key, value in values.items() if hasattr(defaults, key)}
 
 
-def _set_positions(sizes: dict[str, Any], defaults: PreTrainedConfig, seq_len: int) -> None:
+def _set_positions(sizes: dict[str, Any], defaults: PretrainedConfig, seq_len: int) -> None:
     name = defaults.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     given = sizes.pop("max_position_embeddings", sizes.pop(name, seq_len))
     if given < seq_len:
@@ -132,7 +132,7 @@ def _set_positions(sizes: dict[str, Any], defaults: PreTrainedConfig, seq_len: i
     sizes[name] = given
 
 
-def _check_heads(shape: PreTrainedConfig) -> None:
+def _check_heads(shape: PretrainedConfig) -> None:
     heads = getattr(shape, "num_attention_heads", None)
     shared = getattr(shape, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
