@@ -7,7 +7,8 @@ from pathlib import Path
 from aedit.launch.config import RunConfig
 from aedit.types import UserError
 
-NODE_PROGRAM = ("-m", "aedit.launch.node")
+NODE_PROGRAM = ("-m", "--", "aedit.launch.node")
+"""With `--`, or torchrun would take the node's `--local` for one of its own options, cut short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ def torchrun_words(
     num_processes = ranks * placement.nodes if placement.local else ranks
     words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
     words += [f"--max-restarts={config.restarts}", *_rendezvous(placement), *program, str(run_toml)]
-    return words + [f"--ranks={ranks}", f"--attempt={attempt}"] + ["--one-machine"] * placement.local
+    return words + [f"--ranks={ranks}", f"--attempt={attempt}"] + ["--local"] * placement.local
 
 
 def warnings(config: RunConfig, placement: Placement) -> list[str]:

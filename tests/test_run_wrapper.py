@@ -60,7 +60,7 @@ if mode not in ("good", "crash once"):
 DRIVER = """
 import functools, sys
 import aedit.launch.run as wrapper
-wrapper.run = functools.partial(wrapper.run, program=(sys.argv[1],))
+wrapper.run = functools.partial(wrapper.run, program=("--", sys.argv[1]))
 wrapper.LEAVE_LIMIT_S = float(sys.argv[2])
 from aedit.launch.cli import main
 sys.exit(main(sys.argv[3:]))
@@ -267,11 +267,11 @@ def test_every_machine_starts_its_own_ranks_and_meets_at_the_master():
     line = " ".join(words)
     assert "--nproc-per-node=2 --max-restarts=5 --nnodes=3 --node-rank=1" in line
     assert "--master-addr=a --master-port=29500" in line
-    assert line.endswith("-m aedit.launch.node run.toml --ranks=2 --attempt=4")
+    assert line.endswith("-m -- aedit.launch.node run.toml --ranks=2 --attempt=4")
     local = " ".join(torchrun_words(Path("run.toml"), config, Placement(nodes=3, local=True), 1))
     assert "--nproc-per-node=6" in local
     assert "--standalone" in local
-    assert local.endswith("--ranks=2 --attempt=1 --one-machine")
+    assert local.endswith("--ranks=2 --attempt=1 --local")
 
 
 @pytest.mark.parametrize(
