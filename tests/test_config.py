@@ -1,0 +1,214 @@
+"""Defaults, file, flags: what wins, what is refused in which words, and what survives being written."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aedit.launch.config import EditConfig, LocalConfig, ModelConfig, RunConfig, TrainConfig
+from aedit.launch.fields import hints, values
+from aedit.launch.flags import split_flags
+from aedit.launch.load import load
+from aedit.launch.prepare import differences
+from aedit.launch.toml_out import to_toml
+from aedit.types import UserError
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text):
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_without_a_file_and_flags_everything_is_a_default():
+    loaded = load(None, [])
+    assert loaded.config == RunConfig()
+    assert set(loaded.origin.values()) == {"default"}
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(written):
+    path = written("seed = 1\n[edit]\nevery = 64\nprefetch = 3\n\n[train]\nlr = 1\n")
+    loaded = load(path, ["--edit.every", "32", "--train.batch-size=4"])
+    assert (loaded.config.edit.every, loaded.config.edit.prefetch, loaded.config.seed) == (32, 3, 1)
+    assert loaded.config.train.batch_size == 4
+    assert loaded.config.train.lr == 1.0
+    assert isinstance(loaded.config.train.lr, float)
+    origin = loaded.origin
+    assert (origin["edit.every"], origin["train.batch_size"]) == ("flag", "flag")
+    assert (origin["edit.prefetch"], origin["train.lr"]) == (f"{path}:4", f"{path}:7")
+    assert (origin["seed"], origin["train.steps"]) == (f"{path}:1", "default")
+
+
+def test_a_file_may_hold_lists_tables_and_the_word_none(written):
+    path = written(
+        'edit.units = ["a.*", "b"]\nedit.penalty.clip = "none"\nedit.warmup_steps = "all"\n'
+        "model.sizes = { hidden_size = 64, tie = true, theta = 1e4, act = 'silu' }\ntrain.betas = [0, 1]\n"
+    )
+    config = load(path, []).config
+    assert config.edit.units == ("a.*", "b")
+    assert config.edit.penalty.clip is None
+    assert config.edit.warmup_steps == "all"
+    assert config.model.sizes == {"hidden_size": 64, "tie": True, "theta": 1e4, "act": "silu"}
+    assert [type(v) for v in config.model.sizes.values()] == [int, bool, float, str]
+    assert config.train.betas == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--edit.penalty.clip", "None"], {"edit.penalty.clip": None}),
+        (["--edit.penalty.clip=none"], {"edit.penalty.clip": None}),
+        (["--edit.penalty.clip", "none"], {"edit.penalty.clip": None}),
+        (["--name", "none"], {"name": "none"}),
+        (["--edit.units", "model"], {"edit.units": "model"}),
+        (["--edit.units", "a.*", "b"], {"edit.units": ("a.*", "b")}),
+        (["--local.slowdown", "1", "1", "3"], {"local.slowdown": (1.0, 1.0, 3.0)}),
+        (["--edit.warmup-steps", "all"], {"edit.warmup_steps": "all"}),
+        (["--edit.warmup_steps", "7"], {"edit.warmup_steps": 7}),
+        (["--tensorboard"], {"tensorboard": True}),
+        (["--model.no-compile"], {"model.compile": False}),
+        (["--model.sizes.hidden_size", "32"], {"model.sizes.hidden_size": 32}),
+        (
+            ["--model.sizes.new=0.5", "--model.sizes.tie", "true"],
+            {"model.sizes.new": 0.5, "model.sizes.tie": True},
+        ),
+        (
+            ["--edit.schedule", "seconds", "--train.seconds", "5"],
+            {"edit.schedule": "seconds", "train.seconds": 5.0},
+        ),
+    ],
+)
+def test_flags_reach_every_kind_of_value(written, flags, expected):
+    path = written("[model]\ncompile = true\nsizes = { hidden_size = 64 }\n")
+    loaded = load(path, flags)
+    found = dict(values(loaded.config))
+    assert {name: found[name] for name in expected} == expected
+    assert {name for name, origin in loaded.origin.items() if origin == "flag"} == set(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("edit.evry = 1", "unknown key edit.evry; did you mean edit.every?"),
+        ("[edti]\nevery = 1", "unknown key edti; did you mean edit?"),
+        ("[penalty]\nclip = 1", "unknown key penalty; did you mean edit.penalty?"),
+        ("edit = 1", "edit: expected a table"),
+        ('train.lr = "x"', 'train.lr: expected a number, got "x"'),
+        ("train.steps = 1.5", "train.steps: expected a whole number, got 1.5"),
+        ("train.steps = true", "train.steps: expected a whole number, got True"),
+        ("train.betas = [1]", "train.betas: expected a list of 2 values, got [1]"),
+        ("edit.units = 3", 'edit.units: expected "auto" or "model" or a list of text, got 3'),
+        ("tensorboard = 1", "tensorboard: expected true or false, got 1"),
+        ('edit.schedule = "hours"', 'edit.schedule: expected "steps" or "seconds", got "hours"'),
+        ("edit.every = -1", "edit.every must be above 0, got -1"),
+        ("train.seconds = 5", 'train.seconds needs edit.schedule = "seconds"'),
+        ("a = ", "not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line_that_names_file_and_key(written, text, message):
+    path = written(text)
+    with pytest.raises(UserError) as caught:
+        load(path, [])
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--edit.every", "x"], "--edit.every: could not convert string to float: 'x'"),
+        (["--edit.every", "-3"], "edit.every must be above 0, got -3.0"),
+        (["--edit.every"], "--edit.every"),
+        (["--train.betas", "1"], "--train.betas"),
+        (["--device", "tpu"], "invalid choice 'tpu' for argument '--device'"),
+        (["--train.seconds", "5"], 'train.seconds needs edit.schedule = "seconds"'),
+        (["--model.sizes.hidden_size"], "--model.sizes.hidden_size: needs a value"),
+        (["--edit.penalty.clip", "x"], "--edit.penalty.clip"),
+    ],
+)
+def test_a_wrong_flag_is_refused_in_one_line_that_names_it(flags, message, capfd):
+    with pytest.raises(UserError) as caught:
+        load(None, flags)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"none\.toml: no such file"):
+        load(tmp_path / "none.toml", [])
+
+
+def test_a_command_line_is_parted_into_its_own_words_and_flags():
+    line = "run a.toml --local 3 --edit.units x y --seed=4 --tensorboard --dry-run --train.lr -1 --name n b"
+    rest, flags = split_flags(line.split())
+    assert rest == ["run", "a.toml", "--local", "3", "--dry-run", "b"]
+    assert flags == ["--edit.units", "x", "y", "--seed=4", "--tensorboard", "--train.lr", "-1", "--name", "n"]
+
+
+def test_an_unknown_dotted_flag_is_answered_with_the_nearest_one():
+    with pytest.raises(UserError, match=r"unknown flag --edit\.evry; did you mean --edit\.every\?"):
+        split_flags(["--edit.evry", "3"])
+
+
+texts = st.text(st.characters(codec="utf-8"), max_size=8)
+sizes = st.dictionaries(
+    texts.filter(bool), st.integers(-9, 9**20) | st.booleans() | texts | st.floats(allow_nan=False)
+)
+positive = st.floats(1e-300, 1e300)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=sizes,
+    source=texts,
+    lr=positive,
+    clip=st.none() | positive,
+    units=st.sampled_from(["auto", "model"]) | st.lists(texts, min_size=1).map(tuple),
+    warmup=st.just("all") | st.integers(0, 10**9),
+    slowdown=st.lists(st.floats(1, 1e9)).map(tuple),
+)
+def test_what_is_written_is_read_back_equal(tmp_path, sizes, source, lr, clip, units, warmup, slowdown):
+    edit = EditConfig(units=units, warmup_steps=warmup)
+    config = RunConfig(
+        model=ModelConfig(sizes=sizes),
+        train=TrainConfig(lr=lr),
+        edit=replace(edit, penalty=replace(edit.penalty, clip=clip)),
+        local=LocalConfig(slowdown=slowdown),
+    )
+    config = replace(config, data=replace(config.data, source=source))
+    path = tmp_path / "out.toml"
+    path.write_text(to_toml(config), encoding="utf-8", newline="")
+    assert load(path, []).config == config
+
+
+def test_every_value_is_written_and_every_flag_is_offered():
+    text = to_toml(RunConfig())
+    shown = subprocess.run(
+        [sys.executable, "-m", "aedit.launch.cli", "run", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for name in hints():
+        if name != "model.sizes":
+            assert f"\n{name.rpartition('.')[2]} = " in f"\n{text}"
+            assert f"--{name} " in shown or f"--{name}, " in shown
+
+
+def test_differences_name_what_is_only_on_one_side():
+    old = RunConfig(model=ModelConfig(sizes={"a": 1, "b": 2}))
+    new = RunConfig(model=ModelConfig(sizes={"b": 2, "c": 3}), seed=1)
+    assert differences(old, new) == {
+        "seed": ("0", "1"),
+        "model.sizes.a": ("1", "-"),
+        "model.sizes.c": ("-", "3"),
+    }

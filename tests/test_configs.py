@@ -1,0 +1,120 @@
+"""Every shipped TOML is dry-run and is the method whose name it bears; the plan's figures are right."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from aedit.launch.cli import main
+from aedit.launch.config import EditConfig, LocalConfig, ModelConfig, OuterConfig, RunConfig, TrainConfig
+from aedit.launch.load import load
+from aedit.launch.placement import Placement
+from aedit.launch.plan import measure, render
+from aedit.types import UserError
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def tiny(**changes):
+    return RunConfig(device="cpu", model=ModelConfig(sizes=SIZES), **changes)
+
+
+def test_there_is_a_preset_for_every_method():
+    assert {path.stem for path in CONFIGS} >= {"ddp", "diloco", "edit", "a-edit", "streaming", "tiny"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_configuration_can_be_planned(path, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", str(path), "--local", "3", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "parameters" in shown
+    assert "bytes per round" in shown
+    assert load(path, []).config.name == path.stem
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_presets_are_the_methods_they_are_named_after():
+    ddp, diloco, edit, a_edit, streaming = (
+        load(next(path for path in CONFIGS if path.stem == name), []).config
+        for name in ("ddp", "diloco", "edit", "a-edit", "streaming")
+    )
+    assert ddp.edit.warmup_steps == "all"
+    assert (diloco.edit.schedule, diloco.edit.every, diloco.edit.units) == ("steps", 500, "model")
+    assert (diloco.edit.penalty.weights, diloco.edit.penalty.detector) == ("uniform", "off")
+    assert diloco.edit.penalty.clip is None
+    assert diloco.outer == OuterConfig(kind="nesterov", lr=0.7, momentum=0.9)
+    assert (edit.edit.schedule, edit.edit.every, edit.edit.units) == ("steps", 128, "auto")
+    assert edit.edit.prefetch > 0
+    assert edit.edit.penalty.weights != "uniform"
+    assert (a_edit.edit.schedule, a_edit.edit.every, a_edit.edit.penalty.step_weight) == ("seconds", 600, 0.5)
+    assert streaming.edit.landing == "arrival"
+    assert streaming.edit.fragments > 1
+
+
+def test_the_plan_counts_what_transformers_counts():
+    plan = measure(tiny(), Placement(nodes=4, local=True))
+    reference = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=257))
+    assert plan.num_params == sum(p.numel() for p in reference.parameters())
+    assert [name for name, _ in plan.units] == ["rest", *(f"model.layers.{i}" for i in range(3))]
+    assert dict(plan.units)["model.layers.1"] == sum(
+        p.numel() for p in reference.model.layers[1].parameters()
+    )
+    assert sum(numel for _, numel in plan.units) == plan.num_params
+
+
+def test_the_plan_is_arithmetic_a_person_can_redo():
+    edit = EditConfig(every=100, warmup_steps=200, fragments=4)
+    train = TrainConfig(steps=1000, batch_size=6, accumulate=2)
+    plan = measure(tiny(edit=edit, train=train, local=LocalConfig(ranks=2)), Placement(nodes=4, local=True))
+    assert plan.num_rounds == (1000 - 200) // 100 * 4
+    assert plan.tokens_per_step == 6 * 2 * 256
+    assert plan.round_bytes == plan.num_params * 4 // 4
+    assert plan.wire_bytes == round(plan.round_bytes * 2 * 3 / 4)
+    # parameters, gradients, two moments, anchor, momentum: six fp32 copies over two ranks
+    assert sum(size for _, size in plan.memory()) == 6 * 4 * plan.num_params // 2
+    assert f"{1000 * 4 * 6 * 2 * 256:,} tokens in all" in render(plan)
+
+
+def test_the_plan_knows_who_needs_no_anchors_and_no_momentum():
+    synchronous = measure(tiny(edit=EditConfig(warmup_steps="all")), Placement())
+    assert synchronous.num_rounds == 1000
+    assert sum(size for _, size in synchronous.memory()) == 4 * 4 * synchronous.num_params
+    average = measure(tiny(outer=OuterConfig(kind="average", lr=1)), Placement())
+    assert sum(size for _, size in average.memory()) == 5 * 4 * average.num_params
+    assert average.wire_bytes == 0
+
+
+def test_the_plan_of_a_clocked_run_counts_rounds_by_time():
+    edit = EditConfig(schedule="seconds", every=30)
+    assert measure(tiny(edit=edit, train=TrainConfig(seconds=100)), Placement()).num_rounds == 3
+    assert measure(tiny(edit=edit), Placement()).num_rounds is None
+
+
+def test_the_plan_of_a_pretrained_model_reads_its_configuration_only(tmp_path):
+    LlamaConfig(**SIZES, vocab_size=257, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    config = RunConfig(device="cpu", model=ModelConfig(pretrained=str(tmp_path)))
+    with torch.device("meta"):
+        reference = LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=257))
+    assert measure(config, Placement()).num_params == sum(p.numel() for p in reference.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (tiny(edit=EditConfig(units=("nowhere.*",))), "nowhere"),
+        (RunConfig(model=ModelConfig(pretrained="/nowhere")), "model.pretrained"),
+        (RunConfig(device="cpu", model=ModelConfig(sizes={"hiden_size": 64})), "hiden_size"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(config, message):
+    with pytest.raises(UserError, match=message):
+        measure(config, Placement())
