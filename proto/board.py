@@ -64,7 +64,7 @@ class Board:
 
 def _tell(group: dist.ProcessGroup | None, host: str, port: int) -> tuple[str, int]:
     """The first rank's address, as bytes in a tensor: nothing is pickled."""
-    device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+    device = "cpu" if "gloo" in str(dist.get_backend(group)) else "cuda"
     text = torch.zeros(256, dtype=torch.uint8, device=device)
     raw = f"{host}:{port}".encode()
     if dist.get_rank(group) == 0:

@@ -50,15 +50,17 @@ class TorchTransport:
         self.group = group
         self.timeout_s = timeout_s
         self.bytes_sent = 0
-        self._device = torch.device("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu")
+        # Small rows go over Gloo where the group has it, so that no GPU is waited for.
+        self._device = torch.device("cpu" if "gloo" in str(dist.get_backend(group)) else "cuda")
         self._board = Board(group, timeout_s)
 
     def gather(self, key: str, row: Tensor) -> _Collective[Rows]:
         mine = row.detach().to(self._device, torch.float64, copy=True)
-        rows = mine.new_empty(dist.get_world_size(self.group), mine.numel())
+        nodes = dist.get_world_size(self.group)
+        rows = mine.new_empty(nodes * mine.numel())
         work = dist.all_gather_into_tensor(rows, mine, group=self.group, async_op=True)
         rank = dist.get_rank(self.group)
-        return self._under_way(key, work, mine, lambda: Rows(rows.cpu(), rank))
+        return self._under_way(key, work, mine, lambda: Rows(rows.view(nodes, -1).cpu(), rank))
 
     def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> _Collective[Mean]:
         w = torch.as_tensor(weight, dtype=torch.float32, device=value.device)
