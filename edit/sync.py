@@ -77,6 +77,8 @@ class LayerSync:
         """Inner steps of all nodes up to that round, warm-up not included."""
         self.waited_s = 0.0
         """Time spent waiting for other nodes."""
+        self.idle_used_s = 0.0
+        """The part of it that idle work was given."""
         self._flights: list[Flight] = []  # oldest first
         self._hooks: list[RemovableHandle] = []
         self._averaged = False
@@ -348,6 +350,7 @@ class LayerSync:
             answer = pending.result()
         waited_s = self.clock() - began
         self.waited_s += waited_s
+        self.idle_used_s += waited_s if self.idle else 0.0
         if flight is not None:
             flight.waited_s += waited_s
         return answer

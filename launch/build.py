@@ -45,10 +45,12 @@ def build(
     inner = make_inner(model, config.train)
     transport = TorchTransport(world.mesh.get_group("sync"), timeout_s=config.edit.timeout_s)
     sync = _sync(config, model, inner, transport)
+    facts = _facts(config, model, tokenizer, corpus)
+    _agree(transport, facts)
     clock, directory = Clock(), run_dir / "nodes" / str(world.node)
     checkpoints = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards)
     order = SampleOrder(len(corpus.train), config.seed, world.node, world.nodes)
-    resumed = resume(sync, checkpoints, transport, order, _facts(config, model, tokenizer, corpus))
+    resumed = resume(sync, checkpoints, transport, order, facts)
     clock.start(resumed.elapsed_s if resumed else 0.0)
     recorder = Recorder(directory, clock, writes=world.leads, tensorboard=config.tensorboard)
     node = Node(
@@ -60,7 +62,7 @@ def build(
         stop=Stop(world.node, world.nodes, transport, sync.shards),
         checkpoints=checkpoints,
         recorder=recorder,
-        facts=_facts(config, model, tokenizer, corpus),
+        facts=facts,
         slowdown=slowdown,
     )
     try:
@@ -132,6 +134,16 @@ def _facts(config: RunConfig, model: nn.Module, tokenizer: Tokenizer, corpus: Co
         "seed": config.seed,
         "outer.kind": config.outer.kind,
     }
+
+
+def _agree(transport: TorchTransport, facts: dict[str, Any]) -> None:
+    """Nodes that would train different things say so before the first step, all of them."""
+    hashes = [int(hashlib.sha256(repr(fact).encode()).hexdigest()[:8], 16) for fact in facts.values()]
+    rows = transport.gather("facts", torch.tensor(hashes, dtype=torch.float64)).result().rows
+    for node, row in enumerate(rows):
+        if differing := [name for name, same in zip(facts, row == rows[0], strict=True) if not same]:
+            what = ", ".join(differing)
+            raise UserError(f"nodes 0 and {node} differ in: {what}; give them the same files and Python")
 
 
 def _introduction(node: Node, model: nn.Module, attempt: int) -> dict[str, Any]:

@@ -5,18 +5,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from aedit.edit import snapshot
 from aedit.edit.exchange import Verdict
 from aedit.edit.sync import LayerSync
 from aedit.launch.checkpoint import Checkpoints, Mark
 from aedit.launch.config import RunConfig
+from aedit.launch.evaluate import held_out_loss
 from aedit.launch.inner import lr_at, set_lr
+from aedit.launch.meter import StepMeter
 from aedit.launch.model import loss
 from aedit.launch.recorder import Recorder
 from aedit.launch.resume import Resumed, training_state
-from aedit.launch.samples import Corpus, SampleOrder, batch, evaluation_indices
+from aedit.launch.samples import Corpus, SampleOrder, batch
 from aedit.launch.stop import Stop, Stopped
 from aedit.launch.world import World
 from aedit.types import Round
@@ -66,7 +67,7 @@ class Node:
     saved: Mark = field(default_factory=lambda: Mark(0))
     evaluated_round: int = 0
     bytes_before: int = 0
-    running: "Running" = field(default_factory=lambda: Running())
+    meter: StepMeter = field(default_factory=StepMeter)
 
     # -- before and after
 
@@ -98,7 +99,7 @@ class Node:
 
     def leave_early(self) -> None:
         """Land what every node has opened, give up what some have not, save, go."""
-        self.running.undo_draw(self)
+        self.order = self.meter.undo_draw(self.order)
         least = self.stop.agree(self.sync.position)
         owed = self.sync.abandon() if least < self.sync.position else []
         self.sync.while_waiting = None
@@ -118,25 +119,26 @@ class Node:
         return self.sync.shards.decide([not timed_out and self._steps_share() < 1.0])[0] == 1
 
     def accumulate_gradients(self) -> None:
-        self.running.begin_step(self)
+        self.meter.begin_step(self.order, self.sync.waited_s)
         for indices in self._draw():
             samples = batch(self.corpus.train, indices).to(self.world.device, non_blocking=True)
             mean = loss(self.sync.model, samples, self.config.model.dtype) / self.config.train.accumulate
             mean.backward()  # type: ignore[no-untyped-call]
-            self.running.add_loss(mean.detach())
+            self.meter.add_loss(mean.detach())
 
     def inner_step(self) -> None:
         clip = self.config.train.grad_clip
-        self.running.grad_norm = torch.nn.utils.clip_grad_norm_(self.sync.model.parameters(), clip)
+        self.meter.grad_norm = torch.nn.utils.clip_grad_norm_(self.sync.model.parameters(), clip)
         self.lr = lr_at(self.progress, self.config.train)
         set_lr(self.sync.inner, self.lr)
         self.sync.inner.step()
         self.sync.inner.zero_grad()
+        self.meter.stretch(self.sync.waited_s, self.slowdown)
 
     def note_step(self) -> None:
         train = self.config.train
         self.tokens += train.batch_size * train.accumulate * self.config.data.seq_len
-        self.running.end_step(self)
+        self.recorder.clock.busy_s += self.meter.end_step(self.sync.waited_s)
         if self.sync.shards.decide([self.recorder.line_is_due()])[0]:
             self.note_metrics()
 
@@ -187,26 +189,9 @@ class Node:
         if self.world.node != 0:
             return
         began = time.monotonic()
-        held_out = self._held_out_loss()
+        held_out = held_out_loss(self.sync.model, self.corpus, self.config, self.sync.shards)
         self.recorder.clock.other_s += time.monotonic() - began
         self.recorder.event("eval", step=self.sync.steps, round=self.milestone, loss=held_out)
-
-    @torch.no_grad()
-    def _held_out_loss(self) -> float:
-        model, size = self.sync.model, self.config.train.batch_size
-        indices = evaluation_indices(len(self.corpus.held_out), self.config.train.eval_samples)
-        model.eval()
-        sums = torch.zeros(2, dtype=torch.float64)
-        for start in range(0, len(indices), size):
-            # Every rank runs every forward, as FSDP2 needs all of them; with few samples some see the same.
-            mine = indices[start : start + size][self.world.rank :: self.world.ranks]
-            mine = mine if len(mine) else indices[start : start + 1]
-            samples = batch(self.corpus.held_out, mine).to(self.world.device)
-            mean = loss(model, samples, self.config.model.dtype)
-            sums += torch.tensor([float(mean) * len(mine), len(mine)], dtype=torch.float64)
-        model.train()
-        total, count = self.sync.shards.sum(sums).tolist()
-        return float(total / count)
 
     def save_after_a_round(self) -> None:
         """At a step boundary with nothing under way; if there is none for a whole round, land first."""
@@ -286,66 +271,12 @@ class Node:
             step=self.sync.steps,
             round=self.sync.round_id,
             tokens=self.tokens,
-            loss=self.running.mean_loss(self),
+            loss=self.meter.mean_loss(self.sync.shards),
             lr=self.lr,
-            grad_norm=self.running.norm(),
+            grad_norm=self.meter.norm(),
             busy_s=round(clock.busy_s, 4),
             wait_s=round(self.sync.waited_s, 4),
-            idle_used_s=0.0,
+            idle_used_s=round(self.sync.idle_used_s, 4),
             other_s=round(clock.other_s, 4),
             progress=round(self.progress, 5),
         )
-
-
-@dataclass(slots=True)
-class Running:
-    """What is known of the step under way and of the steps since the last line of metrics."""
-
-    grad_norm: Tensor | None = None
-    loss: Tensor | None = None
-    num_steps: int = 0
-    in_step: bool = False
-    began_at: float = 0.0
-    waited_before_s: float = 0.0
-    order_before: dict[str, int] = field(default_factory=dict)
-    rng_before: Tensor | None = None
-
-    def begin_step(self, node: Node) -> None:
-        self.in_step, self.began_at = True, time.monotonic()
-        self.waited_before_s = node.sync.waited_s
-        self.order_before, self.rng_before = node.order.state(), torch.get_rng_state()
-
-    def add_loss(self, loss: Tensor) -> None:
-        self.loss = loss if self.loss is None else self.loss + loss
-
-    def end_step(self, node: Node) -> None:
-        """Count the step's time, after making it as long as on a machine `slowdown` times slower."""
-        busy_s = time.monotonic() - self.began_at - (node.sync.waited_s - self.waited_before_s)
-        if node.slowdown > 1:
-            time.sleep(busy_s * (node.slowdown - 1))
-            busy_s *= node.slowdown
-        node.recorder.clock.busy_s += busy_s
-        self.num_steps += 1
-        self.in_step = False
-
-    def undo_draw(self, node: Node) -> None:
-        """A step that was left in a wait has not happened: its samples come again after the resume."""
-        if self.in_step:
-            node.order = SampleOrder.resume(self.order_before)
-            assert self.rng_before is not None
-            torch.set_rng_state(self.rng_before)
-
-    def mean_loss(self, node: Node) -> float:
-        """Nats per token since the last line, over all ranks of the node."""
-        if self.loss is None or not self.num_steps:
-            return float("nan")
-        mean = float(node.sync.shards.sum(self.loss)) / self.num_steps / node.sync.shards.size
-        self.loss, self.num_steps = None, 0
-        return mean
-
-    def norm(self) -> float:
-        """The newest gradient norm before clipping. All ranks together."""
-        if self.grad_norm is None:
-            return float("nan")
-        whole = getattr(self.grad_norm, "full_tensor", None)
-        return float(whole() if whole else self.grad_norm)
