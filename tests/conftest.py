@@ -1,28 +1,50 @@
-import sys
-from pathlib import Path
+"""What all tests share: the workers for torch.distributed, and the promise to leave no process behind."""
+
+import os
+import uuid
 
 import psutil
 import pytest
+from world import World
 
-sys.path.insert(0, str(Path(__file__).parent))  # helpers such as world.py are plain modules
+MARK = "AEDIT_TEST_SESSION"
+# Lives until its owner, the test process, ends; Python offers no way to end it earlier.
+ALLOWED = "multiprocessing.resource_tracker"
 
 
 @pytest.fixture(scope="session")
 def world():
-    from world import World
+    """Worker processes that run one function each inside a Gloo process group; see tests/world.py."""
+    made = World()
+    yield made
+    made.close()
 
-    world = World()
-    yield world
-    world.close()
+
+def pytest_configure():
+    os.environ[MARK] = uuid.uuid4().hex
 
 
-@pytest.fixture(scope="session", autouse=True)
-def nobody_is_left_behind():
-    """Every process that a test starts, it ends."""
-    yield
-    left = [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if "resource_tracker" not in " ".join(p.cmdline())
-    ]
-    assert not left, f"processes left behind: {[p.cmdline() for p in left]}"
+def pytest_sessionfinish(session):
+    """Fail the session when a process it started still runs, even one that has lost its parent."""
+    _, left = psutil.wait_procs(_started_here(), timeout=5)
+    if not left:
+        return
+    for process in left:
+        command = " ".join(process.cmdline()) if process.is_running() else "?"
+        print(f"\nleft behind by the tests: process {process.pid}: {command}")
+        process.kill()
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _started_here():
+    found = [process for process in psutil.process_iter() if _is_ours(process)]
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def _is_ours(process):
+    # Children inherit the mark, and keep it when their parent goes and init takes them over.
+    try:
+        marked = process.environ().get(MARK) == os.environ[MARK]
+        return marked and ALLOWED not in " ".join(process.cmdline())
+    except psutil.Error:
+        return False

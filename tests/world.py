@@ -1,136 +1,248 @@
-"""Worker processes for tests of torch.distributed: spawned once, used by many tests.
+"""Worker processes for tests of torch.distributed: started once per session, each imports torch once.
 
-A job is a function in a file of tests/dist_jobs. Every worker of the job calls it as `function(rank, size, **args)` inside a
-Gloo process group of its own, and what it returns comes back by rank.
+A test writes its job as a plain function in `tests/dist_jobs/some_file.py` and calls
+
+    results = world.run("tests/dist_jobs/some_file.py", "job", size=4, args={"rounds": 3})
+
+Every worker calls `job(rank, size, rounds=3)` inside a Gloo process group of its own; what the calls
+return comes back as a list by rank. This file is also the program of the workers.
 """
 
+import contextlib
+import faulthandler
 import importlib.util
-import multiprocessing as mp
+import multiprocessing.connection as mpc
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
-MAX_SIZE = 6
-START_LIMIT_S = 60.0
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 60.0
+GRACE_S = 5.0
 
 
-class JobFailed(AssertionError):
-    """A worker raised; the message holds its traceback."""
+class Job(NamedTuple):
+    file: str
+    function: str
+    rank: int
+    size: int
+    args: dict
+    timeout_s: float
+    prefix: str
+    port: int
+
+
+class Outcome(NamedTuple):
+    value: object
+    error: Exception | None
+    failed_at_s: float = 0.0
+
+
+class Worker:
+    """One process and the pipe to it. It ends by itself when the pipe closes, so it cannot outlive us."""
+
+    def __init__(self):
+        ours, theirs = socket.socketpair()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()], stdout=self.log, stderr=self.log
+        )
+        theirs.close()
+        self.pipe = mpc.Connection(ours.detach())
+
+    def send(self, job):
+        # Not `pipe.send`: torch teaches that one to pass tensors as shared memory, which dies with us.
+        self.pipe.send_bytes(pickle.dumps(job))
+
+    def receive(self):
+        return pickle.loads(self.pipe.recv_bytes())
+
+    def abort(self):
+        """Have the stacks of all its threads written to the log, then make sure it is gone."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGABRT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(2)
+        self.kill()
+
+    def kill(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        self.pipe.close()
+
+    def told(self):
+        """The end of what it has printed."""
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")[-4000:]
 
 
 class World:
-    """Up to six processes that live as long as the test session."""
+    """Up to `most` workers, kept between jobs and replaced after a hang or a death."""
 
-    def __init__(self):
-        self._workers = []
-        self._jobs = 0
-        self._store = None
+    def __init__(self, most=6):
+        self.most = most
+        self.workers = []
+        self.store = None
+        self.jobs = 0
 
     def run(self, file, function, size, args=None, timeout_s=60.0):
-        """Results of `function` by rank. Raises JobFailed; kills all workers if one hangs or dies."""
-        assert 1 <= size <= MAX_SIZE
+        """What `function(rank, size, **args)` returned, by rank.
+
+        Arguments and results travel by pickle. The first error of a worker is raised here with that
+        worker's traceback as a note. A hang or a death fails the test and ends all the workers; the next
+        job gets new ones.
+        """
+        assert 1 <= size <= self.most, f"{size} workers asked for; this world has 1 to {self.most}"
         self._start(size)
-        self._jobs += 1
-        job = (str(ROOT / file), function, self._jobs, size, self._port(), args or {}, timeout_s)
-        for rank, (_, pipe) in enumerate(self._workers[:size]):
-            pipe.send((rank, *job))
-        answers = self._collect(size, time.monotonic() + timeout_s, f"{file}:{function}")
-        failed = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in enumerate(answers) if not ok]
+        self.jobs += 1
+        try:
+            for rank in range(size):
+                where = (f"job{self.jobs}", self.store.port)
+                self.workers[rank].send(Job(str(file), function, rank, size, args or {}, timeout_s, *where))
+            outcomes = self._outcomes(size, timeout_s, f"{Path(file).name}:{function}")
+        except BaseException:
+            self.close()
+            raise
+        failed = [outcome for outcome in outcomes.values() if outcome.error]
         if failed:
-            raise JobFailed("\n".join(failed))
-        return [answer for _, answer in answers]
+            raise min(failed, key=lambda outcome: outcome.failed_at_s).error
+        return [outcomes[rank].value for rank in range(size)]
 
     def close(self):
-        """End every worker, by its own process handle."""
-        for process, pipe in self._workers:
-            pipe.close()
-            process.kill()
-        for process, _ in self._workers:
-            process.join(10)
-        self._workers = []
-        self._store = None
+        for worker in self.workers:
+            worker.kill()
+        self.workers = []
 
     def _start(self, size):
-        context = mp.get_context("spawn")
-        while len(self._workers) < size:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
-        for _, pipe in self._workers[:size]:
-            pipe.send(None)
-        for _, pipe in self._workers[:size]:
-            assert pipe.poll(START_LIMIT_S), "a worker did not start"
-            assert pipe.recv() == "ready"
+        from torch.distributed import TCPStore
 
-    def _port(self):
-        """One store for all jobs, served here: no worker has to guess a free port."""
-        if self._store is None:
-            from torch.distributed import TCPStore
-
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return self._store.port
-
-    def _collect(self, size, deadline, name):
-        answers = [None] * size
-        while any(answer is None for answer in answers):
-            for rank, (process, pipe) in enumerate(self._workers[:size]):
-                if answers[rank] is None and pipe.poll(0.01):
-                    try:
-                        answers[rank] = pipe.recv()
-                    except EOFError:
-                        answers[rank] = (False, f"the worker died with exit code {process.exitcode}")
-            failed = [a for a in answers if a is not None and not a[0]]
-            if failed and None in answers:
-                deadline = min(deadline, time.monotonic() + 5)  # the others may be waiting for it
-            if time.monotonic() > deadline and None in answers:
-                self.close()
-                missing = [rank for rank, answer in enumerate(answers) if answer is None]
-                known = "\n".join(str(answer[1]) for answer in failed)
-                raise JobFailed(f"{name}: ranks {missing} did not answer in time\n{known}")
-        if any(not ok and "worker died" in str(text) for ok, text in answers):
+        if any(worker.process.poll() is not None for worker in self.workers):
             self.close()
-        return answers
+        if self.store is None:
+            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        new = [Worker() for _ in range(size - len(self.workers))]
+        self.workers += new
+        for worker in new:
+            if not worker.pipe.poll(START_S):
+                self.close()
+                raise RuntimeError(f"a worker did not start within {START_S:g} s: {worker.told()}")
+            worker.receive()
+
+    def _outcomes(self, size, timeout_s, name):
+        """By rank. After an error the others get a little time to notice it."""
+        # A collective that hangs should say so itself, so its deadline, `timeout_s`, is the earlier one.
+        deadline = time.monotonic() + timeout_s + 1
+        outcomes = {}
+        while len(outcomes) < size:
+            waiting = {self.workers[rank].pipe: rank for rank in range(size) if rank not in outcomes}
+            ready = mpc.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if any(outcome.error for outcome in outcomes.values()):
+                    self.close()
+                    return outcomes
+                self._fail(list(waiting.values()), f"{name} did not end within {timeout_s:g} s")
+            for pipe in ready:
+                outcome = self._outcome(waiting[pipe], name)
+                outcomes[waiting[pipe]] = outcome
+                if outcome.error is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return outcomes
+
+    def _outcome(self, rank, name):
+        try:
+            return self.workers[rank].receive()
+        except (EOFError, OSError):
+            code = self.workers[rank].process.wait(10)
+            self._fail([rank], f"{name}: a worker died with exit code {code}")
+
+    def _fail(self, ranks, what):
+        for rank in ranks:
+            self.workers[rank].abort()
+        logs = "\n".join(f"--- rank {rank}\n{self.workers[rank].told()}" for rank in ranks)
+        self.close()
+        raise RuntimeError(f"{what} (rank {', '.join(map(str, ranks))})\n{logs}")
 
 
-def _work(pipe):
+def _load(file):
+    path = ROOT / file
+    spec = importlib.util.spec_from_file_location(f"job_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _perform(job):
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    while True:
-        try:
-            job = pipe.recv()
-        except EOFError:
-            return
-        pipe.send("ready" if job is None else _do(job))
+    torch.manual_seed(0)
+    timeout = timedelta(seconds=job.timeout_s)
+    store = dist.PrefixStore(job.prefix, dist.TCPStore("127.0.0.1", job.port, timeout=timeout))
+    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=timeout)
+    return getattr(_load(job.file), job.function)(job.rank, job.size, **job.args)
 
 
-def _do(job):
-    rank, file, function, number, size, port, args, timeout_s = job
+def _answer(job):
+    """The outcome of a job, as bytes that are sure to be readable by the test."""
     import torch.distributed as dist
 
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(f"job{number}", store),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        try:
-            return True, _function(file, function)(rank, size, **args)
-        finally:
+        return pickle.dumps(Outcome(_perform(job), None))
+    except BaseException as error:
+        # Read before our sockets close: what the others say then is later, and only an echo.
+        failed_at_s = time.monotonic()
+        note = f"rank {job.rank} of {job.size}:\n{traceback.format_exc()}"
+        return _readable(error, note, failed_at_s)
+    finally:
+        if dist.is_initialized():
             dist.destroy_process_group()
-    except BaseException:
-        return False, traceback.format_exc()
 
 
-def _function(file, function):
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, function)
+def _readable(error, note, failed_at_s):
+    # A class of the job's own file exists only in this process; SystemExit would end the test's.
+    if isinstance(error, Exception) and not type(error).__module__.startswith("job_"):
+        with contextlib.suppress(Exception):
+            error.add_note(note)
+            told = pickle.dumps(Outcome(None, error, failed_at_s))
+            pickle.loads(told)
+            return told
+    return pickle.dumps(Outcome(None, RuntimeError(note), failed_at_s))
+
+
+def _serve(descriptor):
+    import torch.distributed  # noqa: F401
+
+    faulthandler.enable()
+    pipe = mpc.Connection(descriptor)
+    pipe.send_bytes(pickle.dumps("ready"))
+    while True:
+        try:
+            job = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return
+        # Should the test process vanish in the middle of a job, nobody else would end a hung one.
+        faulthandler.dump_traceback_later(job.timeout_s + 30, exit=True)
+        answer = _answer(job)
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send_bytes(answer)
+
+
+if __name__ == "__main__":
+    # Job and Outcome must pickle under the name they have in the test process.
+    sys.modules["world"] = sys.modules["__main__"]
+    Job.__module__ = Outcome.__module__ = "world"
+    _serve(int(sys.argv[1]))
