@@ -101,6 +101,7 @@ def test_flags_reach_every_kind_of_value(written, flags, expected):
         ("[penalty]\nclip = 1", "unknown key penalty; did you mean edit.penalty?"),
         ("edit = 1", "edit: expected a table"),
         ('train.lr = "x"', 'train.lr: expected a number, got "x"'),
+        ("train.lr = true", "train.lr: expected a number, got True"),
         ("train.steps = 1.5", "train.steps: expected a whole number, got 1.5"),
         ("train.steps = true", "train.steps: expected a whole number, got True"),
         ("train.betas = [1]", "train.betas: expected a list of 2 values, got [1]"),
