@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,12 +105,14 @@ class Checkpoints:
                 shutil.rmtree(self.path(other))
 
     def _write(self, state: Mapping[str, Any], writing: Path) -> None:
-        dcp.save(
-            dict(state),
-            storage_writer=dcp.FileSystemWriter(writing, sync_files=True),
-            process_group=self.shards.group,
-            no_dist=self.shards.size == 1,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank needs none
+            dcp.save(
+                dict(state),
+                storage_writer=dcp.FileSystemWriter(writing, sync_files=True),
+                process_group=self.shards.group,
+                no_dist=self.shards.size == 1,
+            )
 
     def _lead(self, act: Callable[[], None]) -> None:
         """Let the first rank act; if it fails, all ranks raise, so that none waits for another."""

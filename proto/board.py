@@ -7,13 +7,17 @@ so that reading costs a dictionary look-up and no training step ever asks the ne
 import os
 import socket
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-_POLL = timedelta(seconds=2)
+_WAIT = timedelta(hours=1)
+"""How long to listen at a time. Long, because the store writes a warning to the log whenever it is over."""
+
+_CLOSE_LIMIT_S = 5.0
 
 
 class Board:
@@ -22,8 +26,8 @@ class Board:
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         timeout = timedelta(seconds=timeout_s)
         leads = dist.get_rank(group) == 0
-        host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else ""
-        host = host or socket.gethostname()
+        beside_master = os.environ.get("GROUP_RANK", str(dist.get_rank())) == "0"
+        host = (os.environ.get("MASTER_ADDR") if beside_master else None) or socket.gethostname()
         mine = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout) if leads else None
         host, port = _tell(group, host, mine.port if mine else 0)
         self._store = mine or TCPStore(host, port, is_master=False, timeout=timeout)
@@ -44,18 +48,20 @@ class Board:
         return self._notes.get(key)
 
     def close(self) -> None:
-        """Stop listening. Returns within seconds."""
+        """Stop listening: a last note wakes the thread."""
         self._closing.set()
-        self._thread.join(2 * _POLL.total_seconds() + 1)
+        with suppress(RuntimeError):  # the serving process may be gone already
+            self.post("closed", "")
+        self._thread.join(_CLOSE_LIMIT_S)
 
     def _follow(self) -> None:
         n = 1
         while not self._closing.is_set():
             try:
-                self._watch.wait([f"note/{n}"], _POLL)
+                self._watch.wait([f"note/{n}"], _WAIT)
                 key, _, text = self._watch.get(f"note/{n}").decode().partition("\n")
             except dist.DistStoreError:
-                continue  # nothing new yet
+                continue  # a quiet hour
             except (RuntimeError, OSError):
                 return  # the serving process is gone; the next collective says so by name
             self._notes.setdefault(key, text)

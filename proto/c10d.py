@@ -56,11 +56,10 @@ class TorchTransport:
 
     def gather(self, key: str, row: Tensor) -> _Collective[Rows]:
         mine = row.detach().to(self._device, torch.float64, copy=True)
-        nodes = dist.get_world_size(self.group)
-        rows = mine.new_empty(nodes * mine.numel())
-        work = dist.all_gather_into_tensor(rows, mine, group=self.group, async_op=True)
+        rows = mine.new_empty(dist.get_world_size(self.group), mine.numel())
+        work = dist.all_gather(list(rows), mine, group=self.group, async_op=True)
         rank = dist.get_rank(self.group)
-        return self._under_way(key, work, mine, lambda: Rows(rows.view(nodes, -1).cpu(), rank))
+        return self._under_way(key, work, mine, lambda: Rows(rows.cpu(), rank))
 
     def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> _Collective[Mean]:
         w = torch.as_tensor(weight, dtype=torch.float32, device=value.device)
