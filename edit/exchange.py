@@ -170,6 +170,7 @@ class MeanExchange:
         believed_NL = believed_NL.masked_fill(~same_N.unsqueeze(1), torch.inf)  # measured from another anchor
         w_NL = weights(believed_NL, steps_NL, self.penalty)
         w_L = torch.zeros(len(units), dtype=w_NL.dtype) if rows.mine is None else w_NL[rows.mine]
+        lost_L = (w_NL.sum(0) == 0) & (steps_NL.sum(0) > 0)
         self._open.weight = dict(zip(units, w_L.tolist(), strict=True))
         self.steps_L[list(units)] = 0
         self.total_steps = int(rows.rows[:, 0].sum())
@@ -177,7 +178,7 @@ class MeanExchange:
             verdict,
             weights=tuple(w_L.tolist()),
             effective_nodes=tuple(effective_nodes(w_NL).tolist()),
-            rolled_back=tuple(i for i, w in zip(units, w_NL.sum(0).tolist(), strict=True) if w == 0),
+            rolled_back=tuple(i for i, lost in zip(units, lost_L.tolist(), strict=True) if lost),
             nodes=len(rows.rows),
             total_steps=self.total_steps,
             all_leaving=bool(rows.rows[:, 1].all()),
