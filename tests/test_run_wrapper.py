@@ -88,9 +88,9 @@ def start(tmp_path):
     for process in started:
         process.kill()
         process.communicate()
-    for pid in pids(tmp_path / "x"):
-        if psutil.pid_exists(pid):
-            os.kill(pid, signal.SIGKILL)
+    for left in psutil.process_iter(["cmdline"]):
+        if str(tmp_path / "node.py") in (left.info["cmdline"] or []):
+            left.kill()
 
 
 def pids(run_dir):
