@@ -12,32 +12,35 @@ from aedit.types import UserError
 
 
 def main() -> int:
-    """Join the run that the configuration describes, train, leave. Exit codes: 0 done, 2 a person must
-    act."""
+    """Join the run that the configuration describes, train, leave. Exit codes: 0 done, 2 a person must act."""
     options = _options()
-    config = load(options.config, []).config
+    try:
+        _join_and_train(load(options.config, []).config, options)
+    except UserError as error:
+        print(f"aedit: {error}", file=sys.stderr, flush=True)
+        return 2
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _join_and_train(config: RunConfig, options: argparse.Namespace) -> None:
+    # Only now: a bad configuration is refused before seconds go into importing torch.
     from aedit.launch.build import build
     from aedit.launch.train import train
     from aedit.launch.world import join_world, leave_world
 
     ranks = options.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    attempt = options.attempt + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     run_dir = Path(config.dir) / config.name
+    world = join_world(config.device, ranks, config.edit.timeout_s)
     try:
-        world = join_world(config.device, ranks, config.edit.timeout_s)
-        directory = run_dir / "nodes" / str(world.node)
-        _log_to(directory, _attempt(options.attempt))
-        with build(
-            config, world, run_dir, _attempt(options.attempt), _slowdown(config, world.node, options)
-        ) as node:
+        _log_to(run_dir / "nodes" / str(world.node), attempt)
+        with build(config, world, run_dir, attempt, _slowdown(config, world.node, options)) as node:
             train(node)
-    except UserError as error:
-        return _tell(run_dir, error)
-    except Exception:
-        traceback.print_exc()
-        return 1
     finally:
         leave_world()
-    return 0
 
 
 def _options() -> argparse.Namespace:
@@ -51,10 +54,6 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--local", action="store_true", help="all nodes are on this machine: honour [local]")
     return parser.parse_args()
-
-
-def _attempt(first: int) -> int:
-    return first + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _slowdown(config: RunConfig, node: int, options: argparse.Namespace) -> float:
@@ -74,11 +73,6 @@ def _log_to(directory: Path, attempt: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-
-
-def _tell(run_dir: Path, error: UserError) -> int:
-    print(f"aedit: {error}", file=sys.stderr, flush=True)
-    return 2
 
 
 if __name__ == "__main__":
