@@ -1,0 +1,1 @@
+"""One module per table; `python -m benchmarks.NAME` prints it."""

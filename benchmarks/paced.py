@@ -1,0 +1,90 @@
+"""Nodes of a fixed pace: threads whose steps end at a deadline, so that eight of them fit on two cores.
+
+A step computes something tiny for real and then sleeps until it has lasted as long as it should; time spent
+waiting for other nodes comes on top.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from aedit.edit.sync import LayerSync
+
+LATE_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long the steps of one node last."""
+
+    step_s: float
+    chance: float = 0.0
+    """Probability that a step is a slow one."""
+    factor: float = 1.0
+    """How many times longer a slow step lasts."""
+
+    def durations_s(self, seed: int, num_steps: int) -> list[float]:
+        """The same ones for the same seed, whatever the method."""
+        slow = np.random.default_rng(seed).random(num_steps) < self.chance
+        return [self.step_s * (self.factor if is_slow else 1.0) for is_slow in slow]
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What one node did."""
+
+    steps: int
+    wall_s: float
+    waited_s: float
+    late: int
+    """Steps that took longer than they should without waiting: too slow a machine for the pace."""
+
+
+def tower(width: int = 32) -> nn.Module:
+    """Four small layers: enough units to prefetch, and little to compute."""
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 1))
+
+
+def walk(
+    sync: LayerSync,
+    durations_s: list[float],
+    goes_on: Callable[[LayerSync], bool],
+    begin: Callable[[], object],
+) -> Walk:
+    """Train `sync.model` at the given pace for as long as `goes_on`. begin: waits for all nodes."""
+    width = next(sync.model.parameters()).shape[1]
+    samples = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
+    _gradients(sync, samples)  # the first pass of a thread is slow
+    late = 0
+    begin()
+    began = time.monotonic()
+    with sync:
+        while goes_on(sync):
+            deadline = time.monotonic() + durations_s[sync.steps]
+            waited_before_s = sync.waited_s
+            _gradients(sync, samples)
+            sync.inner.step()
+            sync.step()
+            left_s = deadline + (sync.waited_s - waited_before_s) - time.monotonic()
+            late += left_s < -LATE_S
+            time.sleep(max(0.0, left_s))
+    return Walk(sync.steps, time.monotonic() - began, sync.waited_s, late)
+
+
+def _gradients(sync: LayerSync, samples: torch.Tensor) -> None:
+    sync.inner.zero_grad()
+    sync.model(samples).square().mean().backward()
+
+
+def together(nodes: int, act: Callable[[int], Walk]) -> list[Walk]:
+    """`act(node)` for all nodes at once, one thread each."""
+    with ThreadPoolExecutor(nodes) as threads:
+        return list(threads.map(act, range(nodes)))

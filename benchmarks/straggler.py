@@ -1,0 +1,148 @@
+"""How much of what unequal nodes could do alone do they do together? Bars: A-EDiT >= 95 % and >= 93 %.
+
+Threads of a fixed pace over a `MemoryWorld`, with the real `LayerSync`; solo speeds are measured in the same
+harness with the same random delays.
+"""
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Barrier
+
+import torch
+from torch import nn
+
+from aedit.edit.config import EditConfig, PenaltyConfig
+from aedit.edit.exchange import MeanExchange
+from aedit.edit.sync import LayerSync
+from aedit.proto.memory import MemoryWorld
+from benchmarks.paced import Pace, Walk, together, tower, walk
+from benchmarks.table import Bar, Report, main, percent
+
+STEP_S = 0.02
+WORLD_TIMEOUT_S = 60.0
+SCENES = {
+    "speeds 1, 1, 1, 0.25": (Pace(STEP_S),) * 3 + (Pace(4 * STEP_S),),
+    "random 5x, p = 0.1": (Pace(STEP_S, chance=0.1, factor=5.0),) * 4,
+}
+BARS = {"speeds 1, 1, 1, 0.25": 0.95, "random 5x, p = 0.1": 0.93}
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long everything is."""
+
+    solo_s: float
+    steps: dict[str, int]
+    """Of the methods that count steps, by scene."""
+    every_s: float
+    rounds: int
+    """A-EDiT ends with this many."""
+    scale: int
+    """Presets' intervals in steps are divided by it."""
+
+
+FULL = Length(8.0, {"speeds 1, 1, 1, 0.25": 256, "random 5x, p = 0.1": 512}, every_s=8.0, rounds=3, scale=4)
+QUICK = Length(0.2, {"speeds 1, 1, 1, 0.25": 16, "random 5x, p = 0.1": 16}, every_s=0.3, rounds=2, scale=32)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A preset at the speed of this benchmark."""
+
+    name: str
+    config: EditConfig
+    goes_on: Callable[[LayerSync], bool]
+
+
+def measure(quick: bool) -> Report:
+    torch.set_num_threads(1)
+    length = QUICK if quick else FULL
+    rows: list[tuple[str, ...]] = []
+    bars: list[Bar] = []
+    figures: dict[str, object] = {}
+    for scene, paces in SCENES.items():
+        solo = [_solo(node, pace, length.solo_s) for node, pace in enumerate(paces)]
+        alone = sum(w.steps / w.wall_s for w in solo)
+        figures[scene] = {"solo": [_plain(w) for w in solo]}
+        for method in methods(length, scene):
+            walks = _group(paces, method)
+            share = sum(w.steps for w in walks) / max(w.wall_s for w in walks) / alone
+            rows.append(_row(scene, method.name, walks, alone, share))
+            figures[scene] |= {method.name: {"share": share, "nodes": [_plain(w) for w in walks]}}
+            if method.name == "a-edit":
+                text = f"{scene}: a-edit {percent(share)} of the solo sum, bar {percent(BARS[scene], 0)}"
+                bars.append(Bar(text, None if quick else share >= BARS[scene]))
+    return Report(
+        "stragglers, 4 nodes",
+        (
+            f"Steps of {1e3 * STEP_S:.0f} ms that end at a deadline; edit {128 // length.scale} and diloco"
+            f" {500 // length.scale} steps, a-edit {length.every_s:g} s; walls include leaving together.",
+            "Solo: each node alone in this harness, same random delays. Share: joint steps/s by solo sum."
+            " Late: too slow for the pace.",
+        ),
+        ("cluster", "method", "steps per node", "wall s", "waiting", "steps/s", "solo sum", "share", "late"),
+        tuple(rows),
+        tuple(bars),
+        figures,
+    )
+
+
+def methods(length: Length, scene: str) -> list[Method]:
+    """The four, at this benchmark's speed."""
+    plain = PenaltyConfig(weights="uniform", detector="off", clip=None)
+    steps = length.steps[scene]
+    diloco = EditConfig(every=500 // length.scale, units="model", penalty=plain)
+    a_edit = EditConfig(schedule="seconds", every=length.every_s, penalty=PenaltyConfig(step_weight=0.5))
+    return [
+        Method("ddp", EditConfig(warmup_steps="all"), lambda sync: sync.steps < steps),
+        Method("diloco", diloco, lambda sync: sync.steps < steps),
+        Method("edit", EditConfig(every=128 // length.scale), lambda sync: sync.steps < steps),
+        Method("a-edit", a_edit, lambda sync: sync.schedule.last_id < length.rounds),
+    ]
+
+
+def _solo(node: int, pace: Pace, seconds: float) -> Walk:
+    """Node `node` with nobody to wait for, and no rounds."""
+    end = time.monotonic() + seconds
+    sync = _sync(tower(), MemoryWorld(1), 0, EditConfig(every=10**9))
+    return walk(sync, _durations_s(node, pace), lambda _: time.monotonic() < end, lambda: None)
+
+
+def _group(paces: tuple[Pace, ...], method: Method) -> list[Walk]:
+    world = MemoryWorld(len(paces), timeout_s=WORLD_TIMEOUT_S)
+    ready = Barrier(len(paces), timeout=WORLD_TIMEOUT_S)
+    model = tower()
+    syncs = [_sync(copy.deepcopy(model), world, node, method.config) for node in range(len(paces))]
+    return together(
+        len(paces),
+        lambda node: walk(syncs[node], _durations_s(node, paces[node]), method.goes_on, ready.wait),
+    )
+
+
+def _sync(model: nn.Module, world: MemoryWorld, node: int, config: EditConfig) -> LayerSync:
+    exchange = MeanExchange(world.node(node), penalty=config.penalty)
+    return LayerSync.of(model, torch.optim.SGD(model.parameters(), lr=1e-3), exchange=exchange, config=config)
+
+
+def _durations_s(node: int, pace: Pace) -> list[float]:
+    return pace.durations_s(seed=node, num_steps=100_000)
+
+
+def _row(scene: str, name: str, walks: list[Walk], alone: float, share: float) -> tuple[str, ...]:
+    wall_s = max(w.wall_s for w in walks)
+    waiting = sum(w.waited_s for w in walks) / sum(w.wall_s for w in walks)
+    steps = [w.steps for w in walks]
+    spread = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
+    speeds = (f"{sum(steps) / wall_s:.1f}", f"{alone:.1f}", percent(share))
+    late = percent(sum(w.late for w in walks) / sum(steps))
+    return (scene, name, spread, f"{wall_s:.1f}", percent(waiting), *speeds, late)
+
+
+def _plain(w: Walk) -> dict[str, float]:
+    return {"steps": w.steps, "wall_s": w.wall_s, "waited_s": w.waited_s, "late": w.late}
+
+
+if __name__ == "__main__":
+    main("straggler", "Aggregate speed of unequal nodes, as a share of what they do alone.", measure)
