@@ -12,7 +12,7 @@ from aedit.types import UserError
 
 
 def main() -> int:
-    """Join the run that the configuration describes, train, leave. Exit codes: 0 done, 2 a person must act."""
+    """Join the run that the configuration describes, train, leave. Exit code 2: a person must act."""
     options = _options()
     try:
         _join_and_train(load(options.config, []).config, options)
