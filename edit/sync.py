@@ -62,6 +62,9 @@ class LayerSync:
         self.model, self.inner = model, inner
         self.exchange, self.schedule, self.config = exchange, schedule, config
         self.units: Sequence[SyncUnit] = find_units(model, config.units)
+        if config.fragments > len(self.units):
+            what = f"edit.fragments = {config.fragments} is more than the model's {len(self.units)} units"
+            raise ValueError(what)
         self.shards: Shards = shards_of(list(model.parameters()))
         self.idle: IdleWork | None = None
         self.on_round: Callable[[Verdict, float], None] = lambda verdict, waited_s: None
@@ -117,7 +120,8 @@ class LayerSync:
     def __enter__(self) -> "LayerSync":
         for i, unit in enumerate(self.units):
             land = _hook(partial(self._before_forward, i))
-            self._hooks.append(unit.module.register_forward_pre_hook(land, prepend=True))
+            for module in unit.modules:
+                self._hooks.append(module.register_forward_pre_hook(land, prepend=True))
         self._hooks.append(self.model.register_forward_hook(_hook(self._after_forward)))
         self._hooks.append(self.inner.register_step_pre_hook(_hook(self.average_gradients)))
         if not self.warming_up and not self.anchored:
@@ -191,10 +195,8 @@ class LayerSync:
         for flight in list(self._flights):
             if self.config.landing == "forward" or set(units) & set(flight.units):
                 self._finish(flight)
-            else:
-                self._send_all(
-                    flight
-                )  # one order of messages on all nodes: this round's behind the older ones'
+            else:  # one order of messages on all nodes: this round's behind the older ones'
+                self._send_all(flight)
         if self.config.landing == "arrival":
             for i in units:
                 self.units[i].sent = self.units[i].flat()
@@ -254,8 +256,7 @@ class LayerSync:
         return Round(id, steps)
 
     def _fragment(self, round_id: int) -> tuple[int, ...]:
-        """Every P-th unit, so that a fragment is spread over the depth (Streaming DiLoCo,
-        arXiv:2501.18512)."""
+        """Every P-th unit: a fragment is spread over the depth (Streaming DiLoCo, arXiv:2501.18512)."""
         P = self.config.fragments
         return tuple(range((round_id - 1) % P, len(self.units), P))
 
