@@ -18,7 +18,8 @@ class SyncUnit:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
-        self.module = module
+        self.modules = [module]
+        """The unit must have landed before any of these runs."""
         self.params: list[nn.Parameter] = []
         self.names: list[str] = []
         """Names of `params` in the model."""
@@ -97,6 +98,7 @@ def find_units(model: nn.Module, spec: Literal["auto", "model"] | Iterable[str] 
     for unit, param_name, param in _owners(model, units):
         unit.names.append(param_name)
         unit.params.append(param)
+    units[0].modules += _holders(model, set(units[0].params))
     units = [unit for unit in units if unit.params]
     if not units:
         raise ValueError("nothing to train: every parameter of the model is frozen")
@@ -111,6 +113,12 @@ def _owners(model: nn.Module, units: list[SyncUnit]) -> Iterator[tuple[SyncUnit,
     for name, p in model.named_parameters():
         if p.requires_grad:
             yield units[first_to_land[p]], name, p
+
+
+def _holders(model: nn.Module, params: set[nn.Parameter]) -> list[nn.Module]:
+    """Modules inside `model` that hold any of `params` themselves: somebody may run them without running
+    `model`, which may even be a container that cannot run."""
+    return [m for m in model.modules() if m is not model and params & set(m.parameters(recurse=False))]
 
 
 def _auto(model: nn.Module) -> list[tuple[str, nn.Module]]:
