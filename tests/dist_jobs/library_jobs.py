@@ -1,0 +1,75 @@
+"""Jobs for tests/test_library.py: the library on FSDP2 models."""
+
+import torch
+from local_sgd import trainable
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from aedit.async_sgd.outer import Average
+from aedit.edit.config import EditConfig, PenaltyConfig
+from aedit.edit.exchange import MeanExchange
+from aedit.edit.schedule import EverySteps
+from aedit.edit.sync import LayerSync
+from aedit.proto.c10d import TorchTransport
+
+PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Tower(nn.Module):
+    """Blocks of the same kind, and a head that no block owns."""
+
+    def __init__(self, num_blocks=3, width=5):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            self.blocks = nn.ModuleList([Block(width) for _ in range(num_blocks)])
+            self.head = nn.Linear(width, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss(model, x):
+    return (model(x) - x.sum(-1, keepdim=True)).square().mean()
+
+
+def batches(node, count, rows=8, width=5):
+    """The samples of one node: `count` batches that no other node has."""
+    random = torch.Generator().manual_seed(1000 + node)
+    return [torch.randn(rows, width, generator=random) for _ in range(count)]
+
+
+def train_sharded(rank, size, nodes, ranks, every, num_steps):
+    """Five lines around a loop, on a model sharded over the ranks of a node. Returns the whole parameters."""
+    mesh = init_device_mesh("cpu", (nodes, ranks), mesh_dim_names=("sync", "shard"))
+    model = Tower()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN)
+    landed = []
+
+    sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySteps(every), config=EditConfig())
+    sync.on_round = lambda verdict, waited_s: landed.append(verdict.round.steps)
+    with sync:
+        for batch in batches(rank // ranks, num_steps):
+            loss(model, batch.chunk(ranks)[rank % ranks]).backward()
+            inner.step()
+            inner.zero_grad()
+            sync.step()
+    transport.close()
+    return landed, {name: p.detach().full_tensor() for name, p in trainable(model)}
