@@ -1,0 +1,172 @@
+"""A node that does something to itself at a chosen moment of its training: real faults, without races.
+
+    python saboteur.py --aedit run CONFIG ...     the command line, with this file as the node program
+    python saboteur.py --serve                    starts such nodes by fork: no time goes into imports
+    python saboteur.py run.toml --ranks=1 ...     the node program, with the plan beside run.toml
+
+The plan is a list of deeds {"node": 1, "moment": "stepped", "step": 7, "act": "SIGKILL"}, each done once, in
+the first attempt of a start. Steps count from 0, over all attempts.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import psutil
+
+PLAN = "plan.json"
+
+
+def moments():
+    """Name of a moment: the class and the method before which it lies."""
+    from aedit.launch.checkpoint import Checkpoints
+    from aedit.launch.stop import Stop
+    from aedit.launch.train import Node
+
+    return {
+        "drawing": (Node, "accumulate_gradients"),
+        "drawn": (Node, "inner_step"),
+        "stepped": (Node, "note_step"),
+        "waiting": (Stop, "while_waiting"),
+        "renaming": (Checkpoints, "_complete"),
+        "done": (Node, "arrive"),
+    }
+
+
+class Saboteur:
+    """Carries out the deeds of one process, and writes down which samples its node draws."""
+
+    def __init__(self, deeds, directory, process):
+        self.deeds, self.directory, self.step = list(deeds), directory, 0
+        self.draws = directory / f"draws_{process}.jsonl"
+        for moment, (owner, method) in moments().items():
+            self._precede(owner, method, moment)
+        self._follow_draws()
+
+    def _precede(self, owner, method, moment):
+        original = getattr(owner, method)
+
+        def preceded(it, *args):
+            if moment == "drawing":
+                self.step = it.sync.steps
+            self._act(moment)
+            return original(it, *args)
+
+        setattr(owner, method, preceded)
+
+    def _act(self, moment):
+        for deed in [d for d in self.deeds if d["moment"] == moment and d["step"] <= self.step]:
+            self.deeds.remove(deed)
+            with (self.directory / "deeds.jsonl").open("a") as file:
+                print(json.dumps(deed), file=file)
+            perform(deed["act"])
+
+    def _follow_draws(self):
+        from aedit.launch.order import SampleOrder
+
+        take = SampleOrder.take
+
+        def taken(order, k):
+            indices = take(order, k)
+            with self.draws.open("a") as file:
+                print(json.dumps([self.step, indices.tolist()]), file=file)
+            return indices
+
+        SampleOrder.take = taken
+
+
+def perform(act):
+    """Do it to this process."""
+    if act == "no room":  # every file that grows beyond this is refused, as by a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    elif act == "room":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    elif act == "Ctrl-C":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        psutil.Process().parent().parent().send_signal(signal.SIGINT)  # torchrun's parent: aedit run
+        assert signal.sigtimedwait({signal.SIGTERM}, 60), "the wrapper passed nothing on"
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        os.kill(os.getpid(), signal.Signals[act])
+
+
+def run_node(deeds, words):
+    """The node program with its deeds; the exit code."""
+    from aedit.launch import node
+
+    run_toml = Path(words[0])
+    ranks = next(int(word.partition("=")[2]) for word in words if word.startswith("--ranks="))
+    index, rank = divmod(int(os.environ["RANK"]), ranks)
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    mine = [deed for deed in deeds if deed["node"] == index and first]
+    Saboteur(mine, run_toml.parent, f"{index}_{rank}")
+    sys.argv = ["node", *words]
+    return node.main()
+
+
+def serve():
+    """Fork a node per request; answer with its number, or with its exit code once it has ended."""
+    import torch
+
+    import aedit.launch.build  # noqa: F401
+
+    torch.set_num_threads(1)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = _exit_code(**request) if "pid" in request else _fork(**request)
+        print(json.dumps(answer), flush=True)
+
+
+def _fork(env, deeds, words):
+    if pid := os.fork():
+        return pid
+    code = 70
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+        os.dup2(os.open(Path(words[0]).parent / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+        os.dup2(1, 2)
+        os.environ.update(env)
+        code = run_node(deeds, words)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _exit_code(pid, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    return None
+
+
+def run_aedit(words):
+    """`aedit` whose nodes are this file."""
+    import functools
+
+    import aedit.launch.run as wrapper
+    from aedit.launch.cli import main
+
+    wrapper.run = functools.partial(wrapper.run, program=("--", __file__))
+    return main(words)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--aedit"]:
+        sys.exit(run_aedit(sys.argv[2:]))
+    elif sys.argv[1:] == ["--serve"]:
+        serve()
+    else:
+        plan = Path(sys.argv[1]).parent / PLAN
+        sys.exit(run_node(json.loads(plan.read_text()) if plan.exists() else [], sys.argv[1:]))
