@@ -1,0 +1,193 @@
+"""The algorithm as a whole against plain torch and against EDiT written a second time (tests/oracle.py)."""
+
+from copy import deepcopy
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from nodes import (
+    UNITS,
+    batches,
+    follow_script,
+    furthest,
+    in_threads,
+    parameters,
+    plain_training,
+    tower,
+    train,
+)
+from oracle import Rules, edit
+
+from aedit.async_sgd.outer import Average, Nesterov
+from aedit.edit.config import EditConfig, PenaltyConfig
+from aedit.edit.exchange import MeanExchange
+
+JOBS = "tests/dist_jobs/oracle_jobs.py"
+GRID = [(nodes, ranks) for nodes in (1, 2, 3) for ranks in (1, 2)]
+PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
+INNER = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+}
+STEPS = 12
+ROUNDS = 20
+RULES = {
+    "scale-free": Rules(weights="scale-free", detector="robust", step_weight=0.5, clip=0.5),
+    "paper": Rules(weights="paper", detector="ema", ema=0.2, temperature=0.5, clip=0.5, warmup_rounds=5),
+}
+
+
+def joined(shards, steps=STEPS):
+    """What one process trains on when it has the batches of all."""
+    return [torch.cat(parts) for parts in zip(*(batches(seed, steps) for seed in range(shards)), strict=True)]
+
+
+# -- a round after every step, plain averaging: data parallelism
+
+
+@pytest.mark.parametrize(("inner", "warmup_steps"), [("sgd", 0), ("adamw", "all"), ("sgd", 5)])
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_averaging_every_step_is_one_process_with_the_joined_batch(nodes, inner, warmup_steps):
+    model = tower()
+
+    def job(transport, node):
+        own = deepcopy(model)
+        exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN)
+        config = EditConfig(every=1, warmup_steps=warmup_steps)
+        train(own, INNER[inner](own), exchange, batches(node, STEPS), config)
+        return parameters(own)
+
+    expected = plain_training(model, INNER[inner], joined(nodes))
+    assert furthest(expected, parameters(model)) > 0.05, "the training must go somewhere"
+    for trained in in_threads(nodes, job):
+        assert furthest(trained, expected) <= 1e-6
+
+
+@pytest.mark.parametrize(("inner", "warmup_steps"), [("sgd", 0), ("adamw", "all")])
+@pytest.mark.parametrize(("nodes", "ranks"), GRID)
+def test_sharded_processes_that_average_every_step_are_one_process(world, nodes, ranks, inner, warmup_steps):
+    args = {"nodes": nodes, "ranks": ranks, "inner": inner, "warmup_steps": warmup_steps, "steps": STEPS}
+    expected = plain_training(tower(), INNER[inner], joined(nodes * ranks))
+    for trained in world.run(JOBS, "average_every_step", size=nodes * ranks, args=args):
+        assert furthest(trained, expected) <= 1e-6
+
+
+# -- the whole of EDiT
+
+
+def script(nodes, seed=7):
+    """What the inner steps of each node add before each of the rounds, with faults that must be seen.
+
+    Round 8: node 0's first block goes astray. Round 11: every node's middle block does. Round 14: a NaN in
+    the last block of the last node, in one number only.
+    """
+    rng = np.random.default_rng(seed)
+    shapes = {name: tuple(p.shape) for name, p in tower().named_parameters()}
+    moves = [[] for _ in range(nodes)]
+    for r in range(1, ROUNDS + 1):
+        shared = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+        for n in range(nodes):
+            size = 0.3 / (1 + r / 40) * (1 + 0.4 * n) * (1 + 0.1 * rng.normal())
+            move = {
+                name: (size * (shared[name] + 0.5 * rng.normal(size=shape)) / 4).astype(np.float32)
+                for name, shape in shapes.items()
+            }
+            moves[n].append(_go_astray(move, r, n, nodes))
+    return moves, rng.integers(1, 4, size=(nodes, ROUNDS)).tolist()
+
+
+def _go_astray(move, r, n, nodes):
+    unit = {8: "first" if n == 0 else None, 11: "middle"}.get(r)
+    for name in UNITS.get(unit, ()):
+        move[name] = move[name] * np.float32(25)
+    if r == 14 and n == nodes - 1:
+        move["last.weight"][0, -1] = np.nan
+    return move
+
+
+def expectation(moves, steps, rules):
+    """What the oracle says about every unit."""
+    start = {name: p.detach().numpy() for name, p in tower().named_parameters()}
+    steps_RN = np.array(steps).T
+    return {
+        unit: edit(
+            flat(start, names),
+            np.array([[flat(m, names) for m in node] for node in moves]).swapaxes(0, 1),
+            steps_RN,
+            rules,
+        )
+        for unit, names in UNITS.items()
+    }
+
+
+def flat(tensors, names):
+    return np.concatenate([np.asarray(tensors[name]).reshape(-1) for name in names])
+
+
+def penalty_of(rules):
+    return {name: value for name, value in asdict(rules).items() if name not in ("lr", "momentum")}
+
+
+def check_against_the_oracle(runs, expected):
+    """runs: for every node what it has seen, round by round."""
+    for r in range(ROUNDS):
+        assert len({seen[r].fingerprint for seen in runs}) == 1, f"replicas differ after round {r + 1}"
+        for n, seen in enumerate(runs):
+            check_node(n, seen[r], [landed[r] for landed in expected.values()])
+
+
+def check_node(n, seen, landed):
+    verdict = seen.verdict
+    assert verdict.distrusted == tuple(i for i, unit in enumerate(landed) if not unit.trusted[n])
+    assert verdict.rolled_back == tuple(i for i, unit in enumerate(landed) if unit.rolled_back)
+    np.testing.assert_allclose(verdict.norms, [unit.norms[n] for unit in landed], rtol=1e-4)
+    np.testing.assert_allclose(verdict.weights, [unit.weights[n] for unit in landed], atol=2e-5)
+    np.testing.assert_allclose(verdict.effective_nodes, [unit.effective_nodes for unit in landed], rtol=1e-4)
+    for unit, names in zip(landed, UNITS.values(), strict=True):
+        np.testing.assert_allclose(flat(seen.parameters, names), unit.anchor, atol=5e-6)
+
+
+def check_that_it_is_a_test(nodes, expected):
+    """Everything that can happen has happened; otherwise the comparison would show nothing."""
+    first, middle, last = expected["first"], expected["middle"], expected["last"]
+    assert not first[7].trusted[0]
+    assert first[7].trusted[1:].all()
+    assert middle[10].rolled_back
+    assert last[13].trusted.tolist() == [True] * (nodes - 1) + [False]
+    scales = [landed.scale for unit in expected.values() for landed in unit]
+    assert min(scales) < 0.9
+    assert max(scales) == 1.0
+    assert nodes == 1 or any(not np.allclose(landed.weights, 1 / nodes, atol=0.02) for landed in first)
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_edit_over_twenty_rounds_is_the_oracles(nodes, kind):
+    rules = RULES[kind]
+    moves, steps = script(nodes)
+    expected = expectation(moves, steps, rules)
+    check_that_it_is_a_test(nodes, expected)
+    model = tower()
+    outer, penalty = Nesterov(rules.lr, rules.momentum), PenaltyConfig(**penalty_of(rules))
+
+    def job(transport, node):
+        own = deepcopy(model)
+        return follow_script(own, transport, moves[node], steps[node], outer=outer, penalty=penalty)
+
+    check_against_the_oracle(in_threads(nodes, job), expected)
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize(("nodes", "ranks"), GRID)
+def test_edit_on_sharded_processes_over_twenty_rounds_is_the_oracles(world, nodes, ranks, kind):
+    rules = RULES[kind]
+    moves, steps = script(nodes)
+    outer = (rules.lr, rules.momentum)
+    args = {"nodes": nodes, "ranks": ranks, "moves": moves, "steps": steps}
+    seen = world.run(
+        JOBS, "follow", size=nodes * ranks, args={**args, "penalty": penalty_of(rules), "outer": outer}
+    )
+    expected = expectation(moves, steps, rules)
+    for shard in range(ranks):  # the ranks that hold the same shard
+        check_against_the_oracle(seen[shard::ranks], expected)
