@@ -64,9 +64,9 @@ def walk(
     samples = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
     _gradients(sync, samples)  # the first pass of a thread is slow
     late = 0
-    begin()
-    began = time.monotonic()
     with sync:
+        begin()
+        began = time.monotonic()
         while goes_on(sync):
             deadline = time.monotonic() + durations_s[sync.steps]
             waited_before_s = sync.waited_s

@@ -1,5 +1,6 @@
 """Llama models of benchmark size on bytes of the standard library, and one inner step."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -31,10 +32,16 @@ def corpus(seq_len: int) -> Corpus:
     return load_corpus(DataConfig(seq_len=seq_len), load_tokenizer("byte"), None)
 
 
-def inner_step(model: nn.Module, inner: torch.optim.Optimizer, samples: Tensor) -> Tensor:
+def inner_step(
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    samples: Tensor,
+    before_clip: Callable[[], None] = lambda: None,
+) -> Tensor:
     """Forward, backward, clip, step. Returns the loss, in nats per token."""
     mean = loss(model, samples, "fp32")
     mean.backward()  # type: ignore[no-untyped-call]
+    before_clip()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     inner.step()
     inner.zero_grad()

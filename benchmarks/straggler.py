@@ -5,7 +5,6 @@ harness with the same random delays.
 """
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Barrier
@@ -65,12 +64,13 @@ def measure(quick: bool) -> Report:
     for scene, paces in SCENES.items():
         solo = [_solo(node, pace, length.solo_s) for node, pace in enumerate(paces)]
         alone = sum(w.steps / w.wall_s for w in solo)
-        figures[scene] = {"solo": [_plain(w) for w in solo]}
+        shares: dict[str, object] = {"solo": [_plain(w) for w in solo]}
+        figures[scene] = shares
         for method in methods(length, scene):
             walks = _group(paces, method)
             share = sum(w.steps for w in walks) / max(w.wall_s for w in walks) / alone
             rows.append(_row(scene, method.name, walks, alone, share))
-            figures[scene] |= {method.name: {"share": share, "nodes": [_plain(w) for w in walks]}}
+            shares[method.name] = {"share": share, "nodes": [_plain(w) for w in walks]}
             if method.name == "a-edit":
                 text = f"{scene}: a-edit {percent(share)} of the solo sum, bar {percent(BARS[scene], 0)}"
                 bars.append(Bar(text, None if quick else share >= BARS[scene]))
@@ -105,9 +105,9 @@ def methods(length: Length, scene: str) -> list[Method]:
 
 def _solo(node: int, pace: Pace, seconds: float) -> Walk:
     """Node `node` with nobody to wait for, and no rounds."""
-    end = time.monotonic() + seconds
+    num_steps = round(seconds / pace.step_s)
     sync = _sync(tower(), MemoryWorld(1), 0, EditConfig(every=10**9))
-    return walk(sync, _durations_s(node, pace), lambda _: time.monotonic() < end, lambda: None)
+    return walk(sync, _durations_s(node, pace), lambda sync: sync.steps < num_steps, lambda: None)
 
 
 def _group(paces: tuple[Pace, ...], method: Method) -> list[Walk]:

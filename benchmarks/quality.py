@@ -1,0 +1,141 @@
+"""What does synchronising rarely cost in held-out loss at equal tokens, and what does bad data cost?
+
+Bars: EDiT and A-EDiT within 1 % of `ddp` when the data is clean, and better than DiLoCo when one node's data
+is random for the middle fifth of the run. Also draws docs/img/quality.png.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, stdev
+
+import torch
+
+from benchmarks.run_virtual import METHODS, Outcome, Setting, train
+from benchmarks.table import Bar, Report, main, percent
+
+PLOT = Path(__file__).parent.parent / "docs" / "img" / "quality.png"
+FULL, SEEDS = Setting(), 3
+QUICK = Setting(steps=16, warmup_steps=4, every=4, hidden_size=32, num_layers=1, held_out=16)
+CLOSE = 0.01
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Student's t, two-sided 95 %, by degrees of freedom."""
+
+Results = dict[tuple[str, bool], list[Outcome]]
+
+
+def measure(quick: bool) -> Report:
+    setting, seeds = (QUICK, range(2)) if quick else (FULL, range(SEEDS))
+    results = run_all(setting, seeds)
+    if not quick:
+        draw(results, PLOT)
+    return Report(
+        "held-out loss at equal tokens, 4 nodes",
+        _method_lines(setting, len(seeds)),
+        ("method", "clean", "to ddp", "one node's data bad", "to diloco", "wait, virtual"),
+        tuple(_row(method, results) for method in METHODS),
+        _bars(results, quick),
+        {
+            f"{method}{'/bad' if bad else ''}": [asdict(o) for o in outcomes]
+            for (method, bad), outcomes in results.items()
+        },
+    )
+
+
+def run_all(setting: Setting, seeds: Sequence[int], methods: Sequence[str] = tuple(METHODS)) -> Results:
+    """Every method, clean and with bad data, for every seed; one run per core at a time."""
+    cases = list(product(methods, (False, True)))
+    jobs = [(method, replace(setting, bad=bad, seed=seed)) for (method, bad), seed in product(cases, seeds)]
+    workers = min(len(jobs), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        outcomes = list(pool.map(train, *zip(*jobs, strict=True)))
+    n = len(seeds)
+    return {case: outcomes[i * n : (i + 1) * n] for i, case in enumerate(cases)}
+
+
+def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half of its 95 % interval by Student's t."""
+    return fmean(values), T_95[len(values) - 1] * stdev(values) / len(values) ** 0.5
+
+
+def excess(results: Results, method: str, other: str, bad: bool) -> list[float]:
+    """By how much `method` ends above `other`, as a share, seed by seed."""
+    pairs = zip(results[method, bad], results[other, bad], strict=True)
+    return [mine.loss / others.loss - 1 for mine, others in pairs]
+
+
+def draw(results: Results, path: Path) -> None:
+    """Loss against tokens, mean over seeds, one panel per kind of data."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, bad in zip(panels, (False, True), strict=True):
+        for method in METHODS:
+            curves = [outcome.curve for outcome in results[method, bad]]
+            tokens = [fmean(point[0] for point in points) / 1e6 for points in zip(*curves, strict=False)]
+            losses = [fmean(point[1] for point in points) for points in zip(*curves, strict=False)]
+            panel.plot(tokens, losses, label=method)
+        panel.set(title="one node's data random in the shaded part" if bad else "clean data")
+        panel.set(xlabel="tokens of all nodes, millions", yscale="log")
+        if bad:
+            panel.axvspan(0.4 * tokens[-1], 0.6 * tokens[-1], alpha=0.1, color="black")
+    panels[0].set(ylabel="held-out loss, nats per byte")
+    panels[0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _method_lines(setting: Setting, seeds: int) -> tuple[str, str]:
+    tokens = 4 * setting.steps * setting.batch_size * setting.seq_len
+    return (
+        f"Llama of {setting.hidden_size} x {setting.num_layers}, bytes of the stdlib, {tokens / 1e6:.2f} M tokens,"
+        f" inner lr {setting.lr:g}, {setting.warmup_steps} warm-up steps, {seeds} seeds.",
+        f"Rounds: edit {setting.every}, diloco {4 * setting.every} steps; a-edit {setting.every} on average at"
+        " speeds 1, 1, 1, 0.5 (virtual clock). 95 % intervals.",
+    )
+
+
+def _row(method: str, results: Results) -> tuple[str, ...]:
+    clean, bad = results[method, False], results[method, True]
+    waiting = fmean(outcome.waiting for outcome in clean)
+    return (
+        method,
+        _plus_minus([outcome.loss for outcome in clean]),
+        _plus_minus_percent(excess(results, method, "ddp", False)),
+        _plus_minus([outcome.loss for outcome in bad]),
+        _plus_minus_percent(excess(results, method, "diloco", True)),
+        percent(waiting),
+    )
+
+
+def _bars(results: Results, quick: bool) -> tuple[Bar, ...]:
+    bars = []
+    for method in ("edit", "a-edit"):
+        off, better = (
+            fmean(excess(results, method, "ddp", False)),
+            fmean(excess(results, method, "diloco", True)),
+        )
+        text = f"{method}: clean {percent(off, 2)} above ddp, bar {percent(CLOSE, 0)}"
+        bars.append(Bar(text, None if quick else off <= CLOSE))
+        text = f"{method}: with bad data {percent(better, 2)} above diloco, bar 0 %"
+        bars.append(Bar(text, None if quick else better < 0))
+    return tuple(bars)
+
+
+def _plus_minus(values: Sequence[float]) -> str:
+    mean, half = mean_and_half_width(values)
+    return f"{mean:.4f} +- {half:.4f}"
+
+
+def _plus_minus_percent(values: Sequence[float]) -> str:
+    mean, half = mean_and_half_width(values)
+    return f"{100 * mean:+.2f} +- {100 * half:.2f} %"
+
+
+if __name__ == "__main__":
+    main("quality", "Held-out loss at equal tokens, clean and with one node's data bad for a while.", measure)
