@@ -1,0 +1,72 @@
+# make run: an unequal cluster trains on this machine. make test: everything that is checked before a merge.
+# Needs git, make and Python 3.11 or newer; the rest is installed into .venv.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# pip must not look for build tools by itself, as those would not be pinned.
+INSTALL := $(PIP) pip setuptools && $(PIP) --no-build-isolation --editable
+# Processes share the cores: one thread each is faster than all of them fighting for all cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+BENCHMARKS = $(shell grep -l '__main__' benchmarks/*.py | sort)
+
+.PHONY: help install run lint types test test-slow bench clean
+
+help:
+	@echo "make run        train a small model on an unequal cluster of three nodes on this machine"
+	@echo "make test       ruff, mypy and all tests but the slow ones and those that need a GPU"
+	@echo "make test-slow  the slow tests"
+	@echo "make bench      every benchmark, one after the other"
+	@echo "make clean      remove .venv, caches and build folders; runs/ stays"
+
+run: install
+	$(BIN)/aedit run configs/tiny.toml --local 3
+
+install: $(VENV)/installed
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/installed-test
+	$(BIN)/mypy
+
+# Tests that need root and network namespaces skip themselves where there are none.
+test: lint types
+	$(PYTEST) -m "not slow and not gpu"
+
+test-slow: $(VENV)/installed-test
+	$(PYTEST) -m "slow and not gpu"
+
+bench: $(VENV)/installed-test
+	@set -e; for file in $(BENCHMARKS); do \
+		module=$$(echo "$${file%.py}" | tr / .); \
+		echo "== python -m $$module"; \
+		$(BIN)/python -m "$$module"; \
+	done
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is younger than what it installed: nothing is installed twice.
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) .
+	@touch $@
+
+$(VENV)/installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) ".[test]"
+	@touch $@ $(VENV)/installed
+
+# By name first, as `python3` is too old on some machines; tried, as a name may stand for nothing.
+$(BIN)/python:
+	@for python in python3.11 python3.12 python3.13 python3; do \
+		if $$python -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; then \
+			echo "$$python -m venv $(VENV)"; \
+			$$python -m venv $(VENV) && exit 0; \
+			rm -rf $(VENV); \
+			exit 2; \
+		fi; \
+	done; \
+	echo "make: needs Python 3.11 or newer, with its venv module, on the PATH" >&2; \
+	exit 2
