@@ -112,7 +112,7 @@ def _learn(
     G_L: Tensor, history: NormHistory, believed_L: Tensor, suspects_L: Tensor, ema: float
 ) -> NormHistory:
     believed_L = believed_L & (G_L > 0)  # a unit that did not move says nothing about how far units move
-    a_L = torch.where(history.rounds_L == 0, 1.0, ema)
+    a_L = torch.full_like(history.mean_L, ema).masked_fill(history.rounds_L == 0, 1.0)
     off_L = G_L - history.mean_L
     rolled_WL = torch.cat([history.norms_WL[1:], G_L.unsqueeze(0)])
     return NormHistory(
