@@ -1,0 +1,222 @@
+"""EDiT inside a `transformers.Trainer`, as a callback.
+
+The Trainer fires its events in this order around a step: `on_step_begin`, backward passes, clipping,
+`on_pre_optimizer_step`, the optimizer, `on_optimizer_step`, `on_step_end`, evaluation and saving. A step
+counts after the optimizer, not after a micro-batch; what is evaluated or saved has landed.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_NAME, logging
+
+from aedit.edit import snapshot
+from aedit.edit.config import EditConfig
+from aedit.edit.exchange import Exchange, MeanExchange
+from aedit.edit.schedule import RoundSchedule
+from aedit.edit.sync import LayerSync
+
+_log = logging.get_logger(__name__)
+
+
+class EditCallback(TrainerCallback):
+    """Make a Trainer's model one node of a run.
+
+        callback = EditCallback(exchange=MeanExchange(transport), schedule=EverySeconds(600))
+        Trainer(model=model, args=args, train_dataset=mine, callbacks=[callback]).train()
+
+    exchange, schedule, config: as for `LayerSync.of`. max_grad_norm: clip gradients here instead of in the
+    Trainer (whose own must then be 0): during a warm-up this clips the mean over nodes, as one large batch
+    would be clipped; the Trainer clips each node's gradients before they can be averaged.
+
+    One callback serves one `train()` of one process, which is a node. ValueError if the Trainer would join
+    processes or GPUs by itself: start it without torchrun, and the process group with
+    `init_process_group("gloo", init_method="tcp://HOST:PORT", rank=NODE, world_size=NODES)`.
+    Checkpoints also hold the anchors, so that `resume_from_checkpoint` gives the same bits if every node
+    resumes from the same round; each node needs an `output_dir` of its own.
+    """
+
+    def __init__(
+        self,
+        *,
+        exchange: Exchange,
+        schedule: RoundSchedule | None = None,
+        config: EditConfig | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self.exchange, self.schedule, self.config = exchange, schedule, config
+        self.max_grad_norm = max_grad_norm
+        self.sync: LayerSync | None = None
+        """The node, from the beginning of the training on."""
+        self._attached = False
+
+    def detach(self) -> None:
+        """Take the hooks off without waiting for anybody: after a training that was ended by an exception."""
+        if self._attached:
+            self._attached = False
+            self._node.__exit__(RuntimeError, None, None)
+
+    # -- events of the Trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.sync is not None:
+            raise ValueError("an EditCallback serves one training: make a new one, with a new schedule")
+        optimizer = _unwrapped(kwargs["optimizer"])
+        self.sync = LayerSync.of(
+            kwargs["model"], optimizer, exchange=self.exchange, schedule=self.schedule, config=self.config
+        )
+        _check(args, self.sync, self.max_grad_norm)
+        self._resume(args, state)
+        self.sync.__enter__()
+        self._attached = True
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.max_grad_norm is not None:
+            self._node.average_gradients()
+            torch.nn.utils.clip_grad_norm_(self._node.model.parameters(), self.max_grad_norm)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not getattr(kwargs["optimizer"], "step_was_skipped", False):  # fp16 overflow: nothing was learned
+            self._node.step()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if control.should_training_stop:
+            self._leave()
+        elif control.should_evaluate or control.should_save:
+            self._node.finish()
+
+    on_epoch_end = on_step_end
+    """Evaluations and checkpoints may also be due here, and an early stop comes to light here."""
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put anchors and outer state beside the Trainer's own files, and weights where it wrote none."""
+        directory = _directory(args, state)
+        if args.should_save:
+            _complete_weights(self._node.model, directory.parent)
+        if args.save_only_model or not isinstance(self.exchange, MeanExchange):
+            return
+        if self._node.in_flight:  # asked for by a callback behind this one, after `on_step_end`
+            _log.warning("a checkpoint in the middle of a round holds no anchors; list EditCallback last")
+            return
+        dcp.save(snapshot.tensors(self._node), checkpoint_id=directory, no_dist=True)
+        # Written last: without it there is no snapshot.
+        (directory / "numbers.json").write_text(json.dumps(snapshot.numbers(self._node, [])))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._leave()
+
+    # -- the node
+
+    @property
+    def _node(self) -> LayerSync:
+        assert self.sync is not None, "the Trainer fires on_train_begin first"
+        return self.sync
+
+    def _leave(self) -> None:
+        if self._attached:
+            self._attached = False
+            self._node.__exit__(None, None, None)
+
+    def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Take up the anchors of the Trainer's checkpoint, if all nodes resume from the same round."""
+        if state.global_step == 0 and not isinstance(self.exchange, MeanExchange):
+            return
+        sync, numbers = self._node, _read_numbers(_directory(args, state))
+        if isinstance(self.exchange, MeanExchange) and _all_have_it(self.exchange, numbers):
+            assert numbers is not None
+            tensors = snapshot.blank(sync, numbers)
+            dcp.load(tensors, checkpoint_id=_directory(args, state), no_dist=True)
+            snapshot.restore(sync, tensors, numbers)
+        elif state.global_step:
+            _log.warning("the nodes share no round to resume from: node 0's weights become new anchors")
+            sync.steps = state.global_step
+            sync.schedule.last_step = sync.local_steps
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer whose `step` changes parameters: accelerate wraps it, and hooks on a wrapper never
+    run."""
+    while inner := getattr(optimizer, "optimizer", None):
+        optimizer = inner
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+def _check(args: TrainingArguments, sync: LayerSync, max_grad_norm: float | None) -> None:
+    """Refuse what would train something else than what was asked for."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"this process sees {args.n_gpu} GPUs, and the Trainer would copy the model to each: "
+            "show it one (CUDA_VISIBLE_DEVICES)"
+        )
+    if args.world_size > 1:
+        raise ValueError(
+            f"the Trainer averages gradients over {args.world_size} processes by itself: "
+            "start each node alone, without torchrun"
+        )
+    if args.auto_find_batch_size:
+        raise ValueError("auto_find_batch_size starts over on one node alone: give the batch size instead")
+    if max_grad_norm is not None and args.max_grad_norm:
+        raise ValueError("max_grad_norm is given twice: set TrainingArguments(max_grad_norm=0)")
+    if sync.warming_up and args.max_grad_norm:
+        _log.warning(
+            "the Trainer clips each node's gradient before the warm-up averages it; to clip the average, use "
+            "TrainingArguments(max_grad_norm=0) and EditCallback(max_grad_norm=...)"
+        )
+
+
+def _directory(args: TrainingArguments, state: TrainerState) -> Path:
+    assert args.output_dir is not None
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / "edit"
+
+
+def _complete_weights(model: nn.Module, checkpoint: Path) -> None:
+    """transformers writes weights in the first process of a process group only, but every node resumes from
+    its own."""
+    if any(checkpoint.glob("*.safetensors")) or not isinstance(model, PreTrainedModel):
+        return
+    names: dict[int, str] = {}
+    for name, tensor in model.state_dict().items():
+        names.setdefault(tensor.data_ptr(), name)  # tied weights once
+    weights = {name: model.state_dict()[name].contiguous() for name in names.values()}
+    save_file(weights, checkpoint / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    model.config.save_pretrained(checkpoint)
+
+
+def _read_numbers(directory: Path) -> dict[str, Any] | None:
+    path = directory / "numbers.json"
+    numbers: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
+    return numbers
+
+
+def _all_have_it(exchange: MeanExchange, numbers: dict[str, Any] | None) -> bool:
+    """Whether every node resumes from the same round."""
+    mine = -1.0 if numbers is None else float(numbers["last_id"])
+    row = torch.tensor([mine], dtype=torch.float64)
+    rows = exchange.transport.gather("trainer/resume", row).result().rows
+    return bool((rows == rows[0]).all()) and mine >= 0

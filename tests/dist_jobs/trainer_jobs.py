@@ -1,0 +1,169 @@
+"""Jobs for tests/test_hf.py: every process is a node with a Trainer of its own."""
+
+import torch
+from local_sgd import trainable
+from safetensors.torch import load_file
+from torch.utils.data import SequentialSampler
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from aedit.async_sgd.outer import Average, Nesterov
+from aedit.edit.config import EditConfig, PenaltyConfig
+from aedit.edit.exchange import MeanExchange
+from aedit.edit.hf import EditCallback
+from aedit.edit.schedule import EverySteps
+from aedit.proto.c10d import TorchTransport
+
+PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
+
+
+def tiny_llama():
+    shape = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return LlamaForCausalLM(shape)
+
+
+def samples(node, count=32):
+    random = torch.Generator().manual_seed(100 + node)
+    return [torch.randint(32, (12,), generator=random) for _ in range(count)]
+
+
+def arguments(out, rows=2, **options):
+    usual = {
+        "per_device_train_batch_size": rows,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(output_dir=str(out), **(usual | options))
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, dataset=None):
+        return SequentialSampler(self.train_dataset)
+
+
+def trainer(model, data, args, *callbacks, held_out=None):
+    rows = [{"input_ids": ids, "labels": ids} for ids in data]
+    held_out = held_out and [{"input_ids": ids, "labels": ids} for ids in held_out]
+    return InOrder(
+        model=model, args=args, train_dataset=rows, eval_dataset=held_out, callbacks=list(callbacks)
+    )
+
+
+def callback(transport, every=2, outer=None, penalty=PLAIN, **options):
+    exchange = MeanExchange(transport, outer=outer or Average(), penalty=penalty)
+    return EditCallback(exchange=exchange, schedule=EverySteps(every), **options)
+
+
+def parameters(model):
+    return {name: p.detach().clone() for name, p in trainable(model)}
+
+
+class Rounds(TrainerCallback):
+    """Watches the callback under test from in front of it."""
+
+    def __init__(self, watched):
+        self.watched, self.steps = watched, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.watched.sync.on_round = lambda verdict, waited_s: self.steps.append(verdict.round.steps)
+
+
+def train_together(rank, size, out, every, max_steps, accumulate=1, rows=2):
+    transport, model = TorchTransport(timeout_s=30), tiny_llama()
+    added = callback(transport, every)
+    rounds = Rounds(added)
+    steps = max_steps[rank] if isinstance(max_steps, list) else max_steps
+    options = {"max_steps": steps, "gradient_accumulation_steps": accumulate, "rows": rows}
+    trainer(model, samples(rank), arguments(f"{out}/{rank}", **options), added, rounds).train()
+    transport.close()
+    return {
+        "parameters": parameters(model),
+        "rounds": rounds.steps,
+        "hooks": sum(len(module._forward_pre_hooks) for module in model.modules()),
+    }
+
+
+class Losses(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.seen.append((state.global_step, metrics["eval_loss"]))
+
+
+def evaluate_and_save(rank, size, out, every, max_steps):
+    transport, losses = TorchTransport(timeout_s=30), Losses()
+    args = arguments(
+        f"{out}/{rank}",
+        max_steps=max_steps,
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    made = trainer(
+        tiny_llama(), samples(rank), args, callback(transport, every), losses, held_out=samples(9, 4)
+    )
+    made.train()
+    transport.close()
+    saved = {step: load_file(f"{out}/{rank}/checkpoint-{step}/model.safetensors") for step in (2, 4, 5)}
+    return saved, losses.seen
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def stop_and_resume(rank, size, out, every, max_steps, stop_at):
+    """The parameters of a whole training, and of one that was killed and resumed."""
+
+    def train(name, *callbacks, **options):
+        transport, model = TorchTransport(timeout_s=30), tiny_llama()
+        penalty = PenaltyConfig(warmup_rounds=2)
+        args = arguments(
+            f"{out}/{name}/{rank}", max_steps=max_steps, save_strategy="steps", save_steps=stop_at,
+            optim="adamw_torch", learning_rate=0.01,
+        )  # fmt: skip
+        added = callback(transport, every, outer=Nesterov(), penalty=penalty)
+        try:
+            trainer(model, samples(rank), args, added, *callbacks).train(**options)
+        except KeyboardInterrupt:
+            added.detach()
+        transport.close()
+        return parameters(model)
+
+    whole = train("whole")
+    train("parts", StopAt(stop_at))
+    return whole, train("parts", resume_from_checkpoint=f"{out}/parts/{rank}/checkpoint-{stop_at}")
+
+
+def warm_up(rank, size, out, max_steps, max_grad_norm):
+    transport, model = TorchTransport(timeout_s=30), tiny_llama()
+    added = callback(transport, config=EditConfig(warmup_steps="all"), max_grad_norm=max_grad_norm)
+    trainer(model, samples(rank), arguments(f"{out}/{rank}", max_steps=max_steps), added).train()
+    transport.close()
+    return parameters(model)
