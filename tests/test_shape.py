@@ -1,0 +1,89 @@
+"""Files and functions stay small enough to read, and nothing in the project belongs to one machine."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 6
+
+# Folders that exist for somebody, not for everybody.
+OWN_PLACE = re.compile(r"(?<![\w.~*])/(?:root|home|Users|work|opt|mnt|srv)/\w")
+
+
+def tracked(*patterns):
+    """The files in git that match, without those deleted since; safe.directory, as CI may be another user."""
+    words = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--", *patterns]
+    names = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    return [ROOT / name for name in names.split("\0")[:-1] if (ROOT / name).is_file()]
+
+
+def sources():
+    found = [file for file in tracked("*.py") if ROOT / "tests" not in file.parents]
+    assert len(found) > 50
+    return found
+
+
+def functions(source):
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+
+
+def num_lines(function):
+    return function.end_lineno - function.lineno + 1
+
+
+def num_parameters(function):
+    """All that a caller can give; `self` and `cls` are not given."""
+    spec = function.args
+    names = [arg.arg for arg in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
+    return len([n for n in names if n not in ("self", "cls")]) + bool(spec.vararg) + bool(spec.kwarg)
+
+
+def too_big(measure, limit):
+    """Functions above the limit, as `file:line name`."""
+    return [
+        f"{file.relative_to(ROOT)}:{function.lineno} {function.name}"
+        for file in sources()
+        for function in functions(file.read_text())
+        if measure(function) > limit
+    ]
+
+
+def test_no_file_is_too_long():
+    long = [str(f.relative_to(ROOT)) for f in sources() if len(f.read_text().splitlines()) > MAX_FILE_LINES]
+    assert long == []
+
+
+def test_no_function_is_too_long():
+    assert too_big(num_lines, MAX_FUNCTION_LINES) == []
+
+
+def test_no_function_wants_too_many_parameters():
+    assert too_big(num_parameters, MAX_PARAMETERS) == []
+
+
+def test_lines_and_parameters_are_counted_as_a_reader_would():
+    (function,) = functions("def f(self, a, /, b, *c, d=1, **e):\n    return (\n        a\n    )\n")
+    assert (num_lines(function), num_parameters(function)) == (4, 5)
+
+
+def test_nothing_names_a_place_that_only_one_machine_has():
+    files = [file for file in tracked() if file.suffix not in (".png", ".svg") and file != Path(__file__)]
+    found = {str(f.relative_to(ROOT)): OWN_PLACE.findall(f.read_text()) for f in files}
+    assert {file: places for file, places in found.items() if places} == {}
+
+
+def test_a_place_that_only_one_machine_has_is_recognised():
+    for text in ('"/home/me/data"', "cd /root/x"):
+        assert OWN_PLACE.search(text)
+    for text in ("https://host/home/x", "run_dir/work/x", "/tmp/x"):
+        assert not OWN_PLACE.search(text)
+
+
+def test_sources_are_ascii():
+    assert [str(file.relative_to(ROOT)) for file in tracked("*.py") if not file.read_bytes().isascii()] == []
