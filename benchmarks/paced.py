@@ -38,19 +38,28 @@ class Pace:
 class Walk:
     """What one node did."""
 
-    steps: int
     wall_s: float
+    """From the first step until the node has left."""
     waited_s: float
+    """Until its last step ended."""
+    ends_s: tuple[float, ...]
+    """When each step ended, from the beginning of the first."""
     late: int
     """Steps that took longer than they should without waiting: too slow a machine for the pace."""
 
+    @property
+    def steps(self) -> int:
+        return len(self.ends_s)
 
-def tower(width: int = 32) -> nn.Module:
-    """Four small layers: enough units to prefetch, and little to compute."""
-    layers: list[nn.Module] = []
-    for _ in range(3):
-        layers += [nn.Linear(width, width), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(width, 1))
+    def speed(self, steps: int) -> float:
+        """Steps per second over the first `steps`."""
+        steps = min(steps, self.steps)
+        return steps / self.ends_s[steps - 1]
+
+
+def tower(width: int = 32, num_layers: int = 4) -> nn.Module:
+    """Layers that are exchanged one by one, with little to compute."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(num_layers)))
 
 
 def walk(
@@ -63,7 +72,7 @@ def walk(
     width = next(sync.model.parameters()).shape[1]
     samples = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
     _gradients(sync, samples)  # the first pass of a thread is slow
-    late = 0
+    late, ends_s = 0, []
     with sync:
         begin()
         began = time.monotonic()
@@ -76,7 +85,9 @@ def walk(
             left_s = deadline + (sync.waited_s - waited_before_s) - time.monotonic()
             late += left_s < -LATE_S
             time.sleep(max(0.0, left_s))
-    return Walk(sync.steps, time.monotonic() - began, sync.waited_s, late)
+            ends_s.append(time.monotonic() - began)
+        waited_s = sync.waited_s
+    return Walk(time.monotonic() - began, waited_s, tuple(ends_s), late)
 
 
 def _gradients(sync: LayerSync, samples: torch.Tensor) -> None:

@@ -93,10 +93,10 @@ def draw(results: Results, path: Path) -> None:
 def _method_lines(setting: Setting, seeds: int) -> tuple[str, str]:
     tokens = 4 * setting.steps * setting.batch_size * setting.seq_len
     return (
-        f"Llama of {setting.hidden_size} x {setting.num_layers}, bytes of the stdlib, {tokens / 1e6:.2f} M tokens,"
-        f" inner lr {setting.lr:g}, {setting.warmup_steps} warm-up steps, {seeds} seeds.",
-        f"Rounds: edit {setting.every}, diloco {4 * setting.every} steps; a-edit {setting.every} on average at"
-        " speeds 1, 1, 1, 0.5 (virtual clock). 95 % intervals.",
+        f"Llama of {setting.hidden_size} x {setting.num_layers}, bytes of the stdlib, {tokens / 1e6:.2f} M"
+        f" tokens, inner lr {setting.lr:g}, {setting.warmup_steps} warm-up steps, {seeds} seeds.",
+        f"Rounds: edit {setting.every}, diloco {4 * setting.every} steps; a-edit {setting.every} on average"
+        " at speeds 1, 1, 1, 0.5 (virtual clock). 95 % intervals.",
     )
 
 

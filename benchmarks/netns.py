@@ -1,0 +1,73 @@
+"""A small network of our own: nodes in namespaces, one switch, and a shaped uplink each. Needs root."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+COMMAND_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node's end of the network."""
+
+    namespace: str
+    interface: str
+    address: str
+
+
+def why_not() -> str | None:
+    """Why this machine cannot have such a network; None if it can."""
+    if os.geteuid() != 0:
+        return "needs root for network namespaces: not run"
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return "needs the commands `ip` and `tc` (iproute2): not run"
+    try:
+        with network(1, 100):
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"this kernel refuses `{' '.join(error.cmd)}` ({error.stderr.strip()}): not run"
+
+
+@contextmanager
+def network(nodes: int, rate_mbit: int) -> Iterator[list[Place]]:
+    """`nodes` namespaces around one switch, every node sending at most `rate_mbit`. Gone afterwards."""
+    switch = f"aedit-{os.getpid()}-switch"
+    places = [Place(f"aedit-{os.getpid()}-{n}", f"ae{n}", f"10.77.0.{n + 1}") for n in range(nodes)]
+    made: list[str] = []
+    try:
+        for name in (switch, *(place.namespace for place in places)):
+            _run(f"ip netns add {name}")
+            made.append(name)
+        _run(f"ip -n {switch} link add bridge type bridge")
+        _run(f"ip -n {switch} link set bridge up")
+        for place in places:
+            _join(place, switch, rate_mbit)
+        yield places
+    finally:
+        for name in made:  # its interfaces go with a namespace, and their other ends with them
+            _run(f"ip netns del {name}")
+
+
+def _join(place: Place, switch: str, rate_mbit: int) -> None:
+    at = f"ip -n {place.namespace}"
+    port = f"port-{place.interface}"
+    _run(f"{at} link add {place.interface} type veth peer name {port} netns {switch}")
+    _run(f"ip -n {switch} link set {port} master bridge")
+    _run(f"ip -n {switch} link set {port} up")
+    _run(f"{at} addr add {place.address}/24 dev {place.interface}")
+    _run(f"{at} link set lo up")
+    _run(f"{at} link set {place.interface} up")
+    # Packets leave in clumps of up to 64 KiB, and at 1 Gbit/s one tick of the timer is worth more than that.
+    burst_kb = max(64, rate_mbit)
+    _run(
+        f"tc -n {place.namespace} qdisc add dev {place.interface} root tbf rate {rate_mbit}mbit "
+        f"burst {burst_kb}kb latency 400ms"
+    )
+
+
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True, text=True, timeout=COMMAND_S)
