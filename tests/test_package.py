@@ -1,0 +1,161 @@
+"""What is built holds one package with everything in it, however it is built; all versions are pinned."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("edit", "async_sgd", "spec_rollout", "proto", "launch")
+DATA = (".proto", ".sh", ".sbatch")
+
+
+def command(*words, cwd=ROOT):
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def tracked():
+    """Names of the files in git, without those deleted since; safe.directory, as CI may be another user."""
+    names = command("git", "-c", "safe.directory=*", "ls-files", "-z").split("\0")[:-1]
+    return [name for name in names if os.path.lexists(ROOT / name)]
+
+
+def packaged(names):
+    """Where each tracked module and data file of ours must be in the wheel."""
+    for name in names:
+        path = PurePosixPath(name)
+        wanted = path.suffix == ".py" or path.suffix in DATA
+        if wanted and path.parts[0] in PARTS:
+            yield f"aedit/{name}"
+        elif path.suffix == ".py" and path.parts[:2] == ("src", "aedit"):
+            yield name.removeprefix("src/")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of the tracked files, links kept: nothing else may be needed to build."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in tracked():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def built(checkout, tmp_path_factory):
+    """The wheel built from the checkout, the sdist, and the wheel built from the sdist."""
+    direct, by_sdist = tmp_path_factory.mktemp("direct"), tmp_path_factory.mktemp("by_sdist")
+    build = (sys.executable, "-m", "build", "--no-isolation")
+    # Without --wheel, the wheel is made from the sdist; first, as the other one leaves a build folder.
+    command(*build, "--outdir", str(by_sdist), cwd=checkout)
+    command(*build, "--wheel", "--outdir", str(direct), cwd=checkout)
+    (wheel,), (sdist,), (again,) = direct.glob("*.whl"), by_sdist.glob("*.tar.gz"), by_sdist.glob("*.whl")
+    return wheel, sdist, again
+
+
+def contents(wheel):
+    """Bytes by name, without the list of hashes, whose order is free."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/RECORD")]
+        return {name: archive.read(name) for name in names}
+
+
+def test_the_wheel_holds_one_package_with_every_module(built):
+    names = set(contents(built[0]))
+    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == {"aedit"}
+    assert {*packaged(tracked()), "aedit/py.typed"} <= names
+
+
+def test_the_wheel_holds_nothing_else(built):
+    ours = {name for name in contents(built[0]) if ".dist-info/" not in name}
+    assert ours - set(packaged(tracked())) == {"aedit/py.typed"}
+    assert not [name for name in ours if "test" in name]
+
+
+def test_the_wheel_names_its_command_and_carries_the_licence(built):
+    files = {name.split(".dist-info/")[-1]: text for name, text in contents(built[0]).items()}
+    assert b"aedit = aedit.launch.cli:main" in files["entry_points.txt"]
+    assert files["licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_sdist_makes_the_same_wheel(built):
+    wheel, _, again = built
+    assert contents(wheel) == contents(again)
+
+
+def test_the_sdist_holds_the_presets_and_no_tests(built):
+    with tarfile.open(built[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name for name in tracked() if name.startswith("configs/")} <= names
+    assert {"LICENSE", "constraints.txt", "pyproject.toml"} <= names
+    assert not [name for name in names if name.split("/")[0] == "tests"]
+
+
+def test_an_installed_wheel_needs_no_checkout(built, tmp_path):
+    site = tmp_path / "site"
+    install = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index")
+    command(*install, "--target", str(site), str(built[0]), cwd=tmp_path)
+    program = (
+        f"import sys; sys.path.insert(0, {str(site)!r})\n"
+        "import aedit.launch.config as config\n"
+        "config.RunConfig()\n"
+        "print(config.__file__, 'torch' in sys.modules)"
+    )
+    said = command(sys.executable, "-c", program, cwd=tmp_path)
+    assert said.split() == [str(site / "aedit" / "launch" / "config.py"), "False"]
+
+
+def test_links_to_the_parts_are_relative():
+    links = {part: os.readlink(ROOT / "src" / "aedit" / part) for part in PARTS}
+    assert links == {part: f"../../{part}" for part in PARTS}
+
+
+def pins():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line]
+    return [line for line in lines if not line.startswith("#")]
+
+
+def test_every_constraint_is_one_plain_version():
+    assert [line for line in pins() if not re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line)] == []
+    names = [line.partition("==")[0] for line in pins()]
+    assert names == list(dict.fromkeys(names))
+
+
+def requirements(name, extras):
+    """What an installed distribution asks for on this machine."""
+    for line in importlib.metadata.requires(name) or []:
+        wanted = Requirement(line)
+        if wanted.marker is None or any(wanted.marker.evaluate({"extra": e}) for e in ("", *extras)):
+            yield wanted
+
+
+def exact(wanted):
+    return [spec.operator for spec in wanted.specifier] == ["=="]
+
+
+def test_everything_we_install_is_pinned():
+    pinned = {line.partition("==")[0] for line in pins()} | {"aedit"}
+    todo = [Requirement("aedit[datasets,tensorboard,test]"), Requirement("pip")]
+    seen = set()
+    while todo:
+        wanted = todo.pop()
+        name = canonicalize_name(wanted.name)
+        # What asks for one version, as torch does for its accelerators', pins it as well as we could.
+        pinned |= {name} if exact(wanted) else set()
+        if (name, frozenset(wanted.extras)) not in seen:
+            seen.add((name, frozenset(wanted.extras)))
+            todo += requirements(name, wanted.extras)
+    assert len(seen) > 50
+    assert {name for name, _ in seen} - pinned == set()
