@@ -13,7 +13,7 @@ from types import FrameType
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 
-AGREE_WITHIN_S = 60.0
+LEAVE_WITHIN_S = 60.0
 
 
 class Stopped(Exception):
@@ -26,6 +26,7 @@ class Stop:
     def __init__(self, node: int, nodes: int, notes: Notes, shards: Shards) -> None:
         self.node, self.nodes, self.notes, self.shards = node, nodes, notes, shards
         self._signalled = False
+        self._leave_by = float("inf")
 
     def listen(self) -> None:
         """Catch the first SIGINT or SIGTERM; a second one ends the process at once."""
@@ -48,30 +49,27 @@ class Stop:
 
     def while_waiting(self, needed: int) -> None:
         """Raise `Stopped` if a node has stopped before the position that must be reached for the wait to
-        end."""
-        if any(position < needed for position in self._positions().values()):
+        end, or if this node is leaving and has waited long enough."""
+        late = time.monotonic() > self._leave_by
+        if late or any(position < needed for position in self._known("stopped").values()):
             raise Stopped
 
-    def agree(self, position: int) -> int:
-        """Tell the others where this node stopped; returns the least advanced position of all nodes.
-
-        Counts only those heard of within a minute: a dead node must not keep the living from saving.
-        """
-        return self.shards.decide([min(self._everybodys("stopped", position))])[0]
+    def promise(self, position: int) -> None:
+        """Tell the others that this node goes no further than `position`. From now on it waits a minute
+        for them at most: a dead node must not keep the living from saving."""
+        self.notes.post(f"stopped/{self.node}", str(position))
+        self._leave_by = time.monotonic() + LEAVE_WITHIN_S
 
     def greatest(self, name: str, mine: int) -> int:
-        """The greatest of a number that every stopping node has."""
+        """The greatest of a number that every stopping node has, of those heard of within a minute."""
         return self.shards.decide([max(self._everybodys(name, mine))])[0]
 
     def _everybodys(self, name: str, mine: int) -> list[int]:
         self.notes.post(f"{name}/{self.node}", str(mine))
-        deadline = time.monotonic() + AGREE_WITHIN_S
+        deadline = time.monotonic() + LEAVE_WITHIN_S
         while len(known := self._known(name)) < self.nodes and time.monotonic() < deadline:
             time.sleep(0.02)
         return list(known.values())
-
-    def _positions(self) -> dict[int, int]:
-        return self._known("stopped")
 
     def _known(self, name: str) -> dict[int, int]:
         noted = {node: self.notes.read(f"{name}/{node}") for node in range(self.nodes)}

@@ -100,13 +100,20 @@ class Node:
     def leave_early(self) -> None:
         """Land what every node has opened, give up what some have not, save, go."""
         self.order = self.meter.undo_draw(self.order)
-        least = self.stop.agree(self.sync.position)
-        owed = self.sync.abandon() if least < self.sync.position else []
-        self.sync.while_waiting = None
-        self.sync.finish()
+        self.stop.promise(self.sync.position)
+        owed = self._land_or_abandon()
         self.note_metrics()
         self.save(Mark(self.milestone, self._next_sub()), owed)
         self.recorder.event("stop", reason="signal", step=self.sync.steps, tokens=self.tokens)
+
+    def _land_or_abandon(self) -> list[Round]:
+        """Finish what is under way. Others may be waiting for this node's part of a round that all have
+        opened, so nobody is waited for in between. Returns the rounds that some node will not open."""
+        try:
+            self.sync.finish()
+        except Stopped:
+            return self.sync.abandon()
+        return []
 
     # -- one step
 
