@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -120,11 +119,13 @@ def _source(model: PreTrainedModel, name: str, saved: dict[str, torch.Size]) -> 
 
 def _write(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    writing = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    writing = out.parent / f".{out.name}-{os.getpid()}"
+    writing.mkdir()
     try:
         model.save_pretrained(writing)
         tokenizer.save(writing)
-        writing.chmod(0o755)
+        for path in writing.iterdir():  # safetensors lets nobody but the owner read
+            path.chmod((writing / "config.json").stat().st_mode)
         os.rename(writing, out)
     finally:
         shutil.rmtree(writing, ignore_errors=True)

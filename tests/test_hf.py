@@ -61,13 +61,32 @@ def test_nodes_with_unequal_numbers_of_steps_end_together(world, tmp_path):
         assert furthest(result["parameters"], expected) < 1e-6
 
 
-def test_what_is_evaluated_or_saved_has_landed(world, tmp_path):
-    results = run(world, "evaluate_and_save", out=str(tmp_path), every=2, max_steps=5)
-    for (saved, evaluated), (other, other_evaluated) in zip(results, results[::-1], strict=True):
-        assert saved.keys() == {2, 4, 5}
-        assert evaluated == other_evaluated
-        for step in saved:
-            assert all(torch.equal(value, other[step][name]) for name, value in saved[step].items())
+STEPWISE = {"save_strategy": "steps", "save_steps": 2}
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (STEPWISE, {2, 4, 5}),
+        (STEPWISE | EVALUATING, {2, 4, 5}),
+        ({"save_strategy": "epoch"}, {4, 5}),
+    ],
+)
+def test_what_is_evaluated_or_saved_has_landed(world, tmp_path, options, steps):
+    results = run(world, "evaluate_and_save", out=str(tmp_path), max_steps=5, options=options, count=8)
+    (saved, losses), (others, other_losses) = results
+    assert saved.keys() == others.keys() == steps
+    assert losses == other_losses
+    assert len(losses) == (3 if "eval_steps" in options else 0)
+    for step in steps:
+        assert all(torch.equal(value, others[step][name]) for name, value in saved[step].items())
+
+
+def test_stopping_early_leaves_before_the_best_model_is_loaded(world, tmp_path):
+    for stopped_at, rounds, found, best in run(world, "stop_early", out=str(tmp_path)):
+        assert (stopped_at, rounds) == (4, 2)
+        assert all(torch.equal(value, best[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize("stop_at", [4, 3])  # at a round, and between two

@@ -1,5 +1,7 @@
 """Jobs for tests/test_hf.py: every process is a node with a Trainer of its own."""
 
+from pathlib import Path
+
 import torch
 from local_sgd import trainable
 from safetensors.torch import load_file
@@ -110,23 +112,41 @@ class Losses(TrainerCallback):
         self.seen.append((state.global_step, metrics["eval_loss"]))
 
 
-def evaluate_and_save(rank, size, out, every, max_steps):
+def evaluate_and_save(rank, size, out, max_steps, options, count=32):
+    """The checkpoints by step, and the losses told."""
     transport, losses = TorchTransport(timeout_s=30), Losses()
-    args = arguments(
-        f"{out}/{rank}",
-        max_steps=max_steps,
-        save_strategy="steps",
-        save_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-    )
-    made = trainer(
-        tiny_llama(), samples(rank), args, callback(transport, every), losses, held_out=samples(9, 4)
-    )
+    args = arguments(f"{out}/{rank}", max_steps=max_steps, **options)
+    data, held_out = samples(rank, count), samples(9, 4)
+    trainer(tiny_llama(), data, args, callback(transport, 2), losses, held_out=held_out).train()
+    transport.close()
+    return saved_under(f"{out}/{rank}"), losses.seen
+
+
+def saved_under(directory):
+    found = Path(directory).glob("checkpoint-*/model.safetensors")
+    return {int(path.parent.name.removeprefix("checkpoint-")): load_file(path) for path in found}
+
+
+class StopAtEvaluation(TrainerCallback):
+    """As early stopping does: when the step is over already."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+def stop_early(rank, size, out):
+    transport, model = TorchTransport(timeout_s=30), tiny_llama()
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    args = arguments(f"{out}/{rank}", max_steps=9, load_best_model_at_end=True, **options)
+    added, early = callback(transport, 3), StopAtEvaluation(4)
+    made = trainer(model, samples(rank), args, added, early, held_out=samples(9, 4))
     made.train()
     transport.close()
-    saved = {step: load_file(f"{out}/{rank}/checkpoint-{step}/model.safetensors") for step in (2, 4, 5)}
-    return saved, losses.seen
+    best = saved_under(f"{out}/{rank}")[made.state.best_global_step]
+    return made.state.global_step, added.sync.round_id, parameters(model), best
 
 
 class StopAt(TrainerCallback):
