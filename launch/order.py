@@ -38,7 +38,7 @@ class SampleOrder:
             raise UserError("the nodes' checkpoints are of different corpora or seeds: resume one run only")
         num_samples, seed = streams.pop()
         order = cls(num_samples, seed, node, nodes)
-        order._state["base"] = max(_first_free(state) for state in states)
+        order._state["base"] = max(first_free(state) for state in states)
         return order
 
     @property
@@ -83,7 +83,8 @@ def permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     return indices
 
 
-def _first_free(state: dict[str, int]) -> int:
+def first_free(state: dict[str, int]) -> int:
+    """The position behind the last one that the stream of `state` has drawn."""
     if state["drawn"] == 0:
         return state["base"]
     return state["base"] + state["node"] + state["nodes"] * (state["drawn"] - 1) + 1

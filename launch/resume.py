@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from aedit.edit import snapshot
 from aedit.edit.sync import LayerSync
 from aedit.launch.checkpoint import Checkpoints, Mark, read_meta
-from aedit.launch.order import SampleOrder
+from aedit.launch.order import SampleOrder, first_free
 from aedit.proto.transport import Rows, Transport
 from aedit.types import Round, UserError
 
@@ -53,22 +53,20 @@ def resume(
     All nodes and ranks together. order: a fresh one, which says which node this is. facts: what a
     checkpoint must have been made with; UserError names the first that differs.
     """
-    marks = [mark.number for mark in checkpoints.marks()][-_MOST:]
-    row = torch.full((_MOST,), _NONE, dtype=torch.float64)
-    row[: len(marks)] = torch.tensor(marks, dtype=torch.float64)
-    has = transport.gather("resume/has", row).result()
+    has = transport.gather("resume/has", _inventory(checkpoints)).result()
     mark = _common(has.rows)
     if mark is None:
         return None
-    mine = checkpoints.meta(mark) if mark.number in marks else None
+    mine = checkpoints.meta(mark) if mark in checkpoints.marks() else None
     if mine is not None:
         _check(mine["facts"], facts, checkpoints.path(mark))
     known = _tell_each_other(mark, checkpoints, transport, mine, order)
     owed = _load(sync, checkpoints, mark, mine) if mine is not None else []
-    if (~_holders(has.rows, mark)).any():
-        _share_anchors(sync, transport, has, mark, mine, known)
+    everybody_has_it = bool(_holders(has.rows, mark).all())
+    if not everybody_has_it:
+        owed += _share_anchors(sync, transport, has, mark, mine, known)
     checkpoints.drop_after(mark)
-    order = _order(order, mine, known, nodes=len(has.rows))
+    order = _order(order, mine if everybody_has_it else None, known)
     clock = (mine or {}).get("clock", {})
     return Resumed(
         mark,
@@ -82,17 +80,27 @@ def resume(
     )
 
 
+def _inventory(checkpoints: Checkpoints) -> Tensor:
+    """(2 * _MOST): numbers of this node's newest checkpoints, then how many nodes made each."""
+    row = torch.full((2, _MOST), _NONE, dtype=torch.float64)
+    for place, mark in enumerate(checkpoints.marks()[-_MOST:]):
+        nodes = checkpoints.meta(mark)["order"]["nodes"]
+        row[:, place] = torch.tensor([mark.number, nodes], dtype=torch.float64)
+    return row.flatten()
+
+
 def _common(has: Tensor) -> Mark | None:
-    """The newest mark on every node that has any; if they share none, the newest anywhere."""
-    sets = [{int(n) for n in row if n != _NONE} for row in has.tolist()]
-    sets = [marks for marks in sets if marks]
-    if not sets:
-        return None
-    return Mark.of(max(set.intersection(*sets) or set.union(*sets)))
+    """The newest checkpoint that none of the nodes lacks which made it, as far as they are here; else the
+    newest anywhere. A node that was away at the time, or has lost all of its own, takes nobody back."""
+    made_by = [dict(zip(*row.view(2, -1).long().tolist(), strict=True)) for row in has]
+    made_by = [{mark: nodes for mark, nodes in marks.items() if mark != _NONE} for marks in made_by]
+    anywhere = {mark: nodes for marks in made_by for mark, nodes in marks.items()}
+    whole = [m for m, nodes in anywhere.items() if all(m in marks for marks in made_by[:nodes] if marks)]
+    return Mark.of(max(whole or anywhere)) if anywhere else None
 
 
 def _holders(has: Tensor, mark: Mark) -> Tensor:
-    return (has == mark.number).any(1)
+    return (has[:, :_MOST] == mark.number).any(1)
 
 
 def _check(made_with: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
@@ -132,7 +140,7 @@ def _tell_each_other(
     so far."""
     fresh = dict.fromkeys(_NUMBERS, 0)
     numbers = mine["sync"] if mine else fresh
-    stream = max(_visible_streams(mark, checkpoints) or [order.state()], key=_furthest)
+    stream = max(_visible_streams(mark, checkpoints) or [order.state()], key=first_free)
     elapsed_s = mine["clock"]["elapsed_s"] if mine else 0.0
     row = [float(numbers[n]) for n in _NUMBERS] + [float(stream[n]) for n in _STREAM] + [elapsed_s]
     return transport.gather("resume/knows", torch.tensor(row, dtype=torch.float64)).result().rows
@@ -145,18 +153,15 @@ def _visible_streams(mark: Mark, checkpoints: Checkpoints) -> list[dict[str, int
     return [read_meta(path)["order"] for path in paths if (path / "meta.json").is_file()]
 
 
-def _furthest(stream: dict[str, int]) -> int:
-    return stream["base"] + stream["nodes"] * stream["drawn"]
-
-
-def _order(order: SampleOrder, mine: dict[str, Any] | None, known: Tensor, nodes: int) -> SampleOrder:
-    """The same stream if the nodes are the same, else a new one above all that was drawn."""
+def _order(order: SampleOrder, mine: dict[str, Any] | None, known: Tensor) -> SampleOrder:
+    """The same stream if the nodes are the same, else a new one above all that was drawn. mine: None if
+    some node has no stream to go on with."""
     fresh = order.state()
-    if mine is not None and mine["order"]["nodes"] == nodes and mine["order"]["node"] == fresh["node"]:
+    if mine is not None and all(mine["order"][name] == fresh[name] for name in ("node", "nodes")):
         return SampleOrder.resume(mine["order"])
     columns = known[:, len(_NUMBERS) : _ELAPSED].long().tolist()
     streams = [dict(zip(_STREAM, row, strict=True)) for row in columns]
-    return SampleOrder.restart(streams, fresh["node"], nodes)
+    return SampleOrder.restart(streams, fresh["node"], fresh["nodes"])
 
 
 def _share_anchors(
@@ -166,13 +171,19 @@ def _share_anchors(
     mark: Mark,
     mine: dict[str, Any] | None,
     known: Tensor,
-) -> None:
-    """Nodes without the checkpoint take anchors, momentum and round numbers from the first that has it."""
+) -> list[Round]:
+    """Nodes without the checkpoint take anchors, momentum and round numbers from the first that has it.
+
+    Returns the rounds that such a node has to open at once, with nothing to say, because its source owes
+    them.
+    """
     source = int(_holders(has.rows, mark).int().argmax())
     numbers = dict(zip(_NUMBERS, known[source].long().tolist(), strict=False))
     if not numbers["anchored"]:
         raise UserError(f"{mark.name} is from the warm-up, where nodes cannot join: start the same nodes")
+    owed = range(int(numbers["round_id"]) + 1, int(numbers["last_id"]) + 1) if mine is None else ()
     if mine is None:
         saved = {**numbers, "anchored": True, "own_steps": 0, "owed": []}
         snapshot.restore(sync, snapshot.blank(sync, saved), saved)
     snapshot.share(sync, source, has, adopt=mine is None)
+    return [Round(id, 0) for id in owed]

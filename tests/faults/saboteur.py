@@ -8,6 +8,7 @@ The plan is a list of deeds {"node": 1, "moment": "stepped", "step": 7, "act": "
 the first attempt of a start. Steps count from 0, over all attempts.
 """
 
+import faulthandler
 import json
 import os
 import resource
@@ -106,6 +107,7 @@ def run_node(deeds, words):
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     mine = [deed for deed in deeds if deed["node"] == index and first]
     Saboteur(mine, run_toml.parent, f"{index}_{rank}")
+    faulthandler.register(signal.SIGUSR1)  # where it hangs, into its log
     sys.argv = ["node", *words]
     return node.main()
 

@@ -8,11 +8,7 @@ import signal
 import threading
 
 import pytest
-from faults.tiny_run import differing
-
-
-def deed(node, moment, step, act):
-    return {"node": node, "moment": moment, "step": step, "act": act}
+from faults.tiny_run import deed, differing
 
 
 def assert_same_end(run, undisturbed):
@@ -23,9 +19,10 @@ def assert_same_end(run, undisturbed):
 LEAVINGS = {
     "in the warm-up": [deed(0, "drawing", 1, "SIGTERM"), deed(1, "drawn", 1, "SIGTERM")],
     "at the end of the warm-up": [deed(0, "stepped", 3, "SIGTERM"), deed(1, "stepped", 3, "SIGTERM")],
-    "in a local phase, at different steps": [deed(0, "drawn", 9, "SIGTERM"), deed(1, "drawing", 8, "SIGTERM")],
+    "at different steps": [deed(0, "drawn", 9, "SIGTERM"), deed(1, "drawing", 8, "SIGTERM")],
     "as a round opens": [deed(0, "stepped", 11, "SIGTERM"), deed(1, "stepped", 11, "SIGTERM")],
     "one node only, the other is told": [deed(1, "drawn", 13, "SIGTERM")],
+    "one node only, as a round opens": [deed(1, "stepped", 11, "SIGTERM")],
 }
 
 

@@ -1,5 +1,6 @@
 """A very small run, and its nodes as real processes, for the fault tests."""
 
+import contextlib
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 SABOTEUR = Path(__file__).parent / "saboteur.py"
 
 RUN_TOML = """
@@ -79,7 +80,7 @@ class Nodes:
         """Its exit code."""
         if rank not in self.codes:
             code = self.server.ask(pid=self.pids[rank], timeout_s=LIMIT_S)
-            assert code is not None, f"process {rank} did not end; {self.log()}"
+            assert code is not None, f"process {rank} did not end; {self.stacks()}"
             self.codes[rank] = code
         return self.codes[rank]
 
@@ -96,8 +97,16 @@ class Nodes:
         process = psutil.Process(self.pids[rank])
         until(lambda: process.status() == psutil.STATUS_STOPPED, f"process {rank} to stop")
 
+    def stacks(self):
+        """The logs, after every process that is left has written where it is."""
+        left = [rank for rank in range(len(self.pids)) if rank not in self.codes]
+        with contextlib.suppress(OSError):
+            self.send(signal.SIGUSR1, *left)
+        time.sleep(0.5)
+        return self.log()
+
     def log(self):
-        return "\n".join(f"{log}:\n{log.read_text()[-1500:]}" for log in self.run_dir.glob("**/*.log"))
+        return "\n".join(f"{log}:\n{log.read_text()[-6000:]}" for log in self.run_dir.glob("**/*.log"))
 
     def kill(self):
         for rank, pid in enumerate(self.pids):
@@ -135,9 +144,8 @@ class Run:
         (self.dir / "plan.json").write_text(json.dumps(list(deeds)))
         words = [sys.executable, str(SABOTEUR), "--aedit", "run", str(self.toml), f"--local={nodes}"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-        )
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(words, text=True, env=env, **pipes)
         self.wrappers.append(process)
         return process
 
@@ -180,11 +188,16 @@ class Run:
         return steps
 
 
+def deed(node, moment, step, act):
+    """One line of a plan: see saboteur.py."""
+    return {"node": node, "moment": moment, "step": step, "act": act}
+
+
 def write_text(path):
     if not path.exists():
         chance = random.Random(0)
-        words = "the of and to in is that it was for on are as with his they at be this from".split()
-        path.write_text(" ".join(chance.choice(words) for _ in range(12000)))
+        letters = "eeee tttt aaa ooo iii nnn sss hhh rrr ddd lll uu"
+        path.write_text("".join(chance.choice(letters) for _ in range(50000)))
 
 
 def contents(checkpoint):
