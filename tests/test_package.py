@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path, PurePosixPath
 
@@ -131,6 +132,17 @@ def test_every_constraint_is_one_plain_version():
     assert [line for line in pins() if not re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line)] == []
     names = [line.partition("==")[0] for line in pins()]
     assert names == list(dict.fromkeys(names))
+
+
+def test_what_we_ask_for_allows_what_we_pin():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    asked = project["project"]["dependencies"] + project["build-system"]["requires"]
+    asked += [line for extra in project["project"]["optional-dependencies"].values() for line in extra]
+    versions = dict(line.split("==") for line in pins())
+    refused = [
+        line for line in asked if not Requirement(line).specifier.contains(versions[Requirement(line).name])
+    ]
+    assert refused == []
 
 
 def requirements(name, extras):
