@@ -71,6 +71,14 @@ def test_slurm_gives_every_task_its_own_number_and_the_first_machine_as_master(t
         assert understood(shlex.split(said)) == ((3, node, "n1:23456", TOML), FLAGS)
 
 
+def test_slurm_finds_the_first_machine_of_very_many(tmp_path):
+    pretend(tmp_path, "scontrol", 'printf "n%s\\n" {1..20000}')
+    job = {"SLURM_JOB_NODELIST": "n[1-20000]", "SLURM_JOB_NUM_NODES": "20000", "SLURM_JOB_ID": "1"}
+    done = start("slurm.sbatch", "--dry-run", TOML, path=tmp_path, **job)
+    assert done.returncode == 0
+    assert "--nodes 20000 --master n1:20001" in done.stdout
+
+
 def test_slurm_starts_what_its_dry_run_prints(tmp_path):
     pretend(tmp_path, "scontrol", "echo n1")
     pretend(tmp_path, "srun", 'printf "%q " srun "$@"; echo; exit 5')
