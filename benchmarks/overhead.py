@@ -57,7 +57,7 @@ class Cost:
 
 def measure(quick: bool) -> Report:
     torch.set_num_threads(1)
-    num_intervals, size, num_layers = (4, 64, 2) if quick else (16, 128, 6)
+    num_intervals, size, num_layers = (2, 64, 1) if quick else (16, 128, 6)
     rows: list[tuple[str, ...]] = []
     bars: list[Bar] = []
     figures: dict[str, object] = {}

@@ -20,7 +20,7 @@ from benchmarks.table import Bar, Report, main, percent
 
 PLOT = Path(__file__).parent.parent / "docs" / "img" / "quality.png"
 FULL, SEEDS = Setting(), 3
-QUICK = Setting(steps=16, warmup_steps=4, every=4, hidden_size=32, num_layers=1, held_out=16)
+QUICK = Setting(steps=8, warmup_steps=2, every=2, hidden_size=32, num_layers=1, held_out=16)
 CLOSE = 0.01
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """Student's t, two-sided 95 %, by degrees of freedom."""

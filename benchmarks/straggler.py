@@ -6,7 +6,7 @@ the same harness over exactly the steps, random delays included, that it took in
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from threading import Barrier
 
 import torch
@@ -62,14 +62,14 @@ def measure(quick: bool) -> Report:
     figures: dict[str, object] = {}
     for scene, paces in SCENES.items():
         solo = _solo(paces, length.every_s * (length.rounds + 0.5))
-        shares: dict[str, object] = {"solo": [_plain(w) for w in solo]}
+        shares: dict[str, object] = {"solo": [asdict(w) for w in solo]}
         figures[scene] = shares
         for method in methods(length, scene):
             walks = _group(paces, method)
             alone = sum(s.speed(w.steps) for s, w in zip(solo, walks, strict=True))
             share = sum(w.steps for w in walks) / max(w.wall_s for w in walks) / alone
             rows.append(_row(scene, method.name, walks, alone, share))
-            shares[method.name] = {"share": share, "nodes": [_plain(w) for w in walks]}
+            shares[method.name] = {"share": share, "nodes": [asdict(w) for w in walks]}
             if method.name == "a-edit":
                 text = f"{scene}: a-edit {percent(share)} of the solo sum, bar {percent(BARS[scene], 0)}"
                 bars.append(Bar(text, None if quick else share >= BARS[scene]))
@@ -142,10 +142,6 @@ def _row(scene: str, name: str, walks: list[Walk], alone: float, share: float) -
     speeds = (f"{sum(steps) / wall_s:.1f}", f"{alone:.1f}", percent(share))
     late = percent(sum(w.late for w in walks) / sum(steps))
     return (scene, name, spread, f"{wall_s:.1f}", percent(waiting), *speeds, late)
-
-
-def _plain(w: Walk) -> dict[str, float]:
-    return {"steps": w.steps, "wall_s": w.wall_s, "waited_s": w.waited_s, "late": w.late}
 
 
 if __name__ == "__main__":

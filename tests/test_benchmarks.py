@@ -1,0 +1,223 @@
+"""The benchmarks run, print their table and bars, and measure what they say. No test asserts a timing."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import netns, quality, table
+from benchmarks.bandwidth import Row
+from benchmarks.bandwidth_node import Seen
+from benchmarks.overhead import Interval, bootstrap, cost
+from benchmarks.paced import Pace, Walk
+from benchmarks.run_virtual import BAD_NODE, METHODS, NODES, Setting, held_out_loss, train
+from benchmarks.small_llama import corpus, llama
+from benchmarks.virtual import Turns
+
+from aedit.launch.order import permutation
+
+ROOT = Path(__file__).parent.parent
+SMALL = Setting(steps=12, warmup_steps=4, every=4, hidden_size=32, num_layers=1, held_out=16)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """`python -m benchmarks.NAME FLAGS` without a new process; returns what it prints."""
+
+    def call(name, *flags):
+        module = importlib.import_module(f"benchmarks.{name}")
+        monkeypatch.setattr(sys, "argv", [name, *flags])
+        table.main(name, "about", module.measure)
+        return capsys.readouterr().out
+
+    return call
+
+
+def printed_rows(text):
+    lines = [line.split("\u2502")[1:-1] for line in text.splitlines() if line.startswith("\u2502")]
+    return [[cell.strip() for cell in line] for line in lines]
+
+
+def test_a_benchmark_is_started_from_the_root_of_the_repository():
+    command = [sys.executable, "-m", "benchmarks.offload_gpu", "--help"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr
+    assert "python -m benchmarks.offload_gpu" in ended.stdout
+    assert "--quick" in ended.stdout
+    assert "--json" in ended.stdout
+
+
+def test_a_quick_run_prints_what_it_writes_as_json(run, tmp_path):
+    file = tmp_path / "straggler.json"
+    text = run("straggler", "--quick", "--json", str(file))
+    told, lines = json.loads(file.read_text()), text.splitlines()
+    assert lines[:2] == told["method"]
+    assert lines[2] == told["machine"]
+    assert "load" in told["machine"]
+    assert printed_rows(text) == told["rows"]
+    assert [line for line in lines if line.startswith("too short to tell")] == [
+        f"too short to tell: {bar['text']}" for bar in told["bars"]
+    ]
+    slow = told["figures"]["speeds 1, 1, 1, 0.25"]
+    steps = {method: [len(node["ends_s"]) for node in slow[method]["nodes"]] for method in METHODS}
+    assert len(set(steps["ddp"])) == len(set(steps["diloco"])) == len(set(steps["edit"])) == 1
+    assert steps["a-edit"][3] < min(steps["a-edit"][:3])
+
+
+def test_a_missed_bar_is_printed_and_is_no_error(monkeypatch, capsys):
+    missed = table.Bar("too slow", passed=False)
+    report = table.Report("t", ("how", "where"), ("a",), (("1",),), (missed, table.Bar("fine", True)), {})
+    monkeypatch.setattr(sys, "argv", ["t"])
+    table.main("t", "about", lambda quick: report)
+    assert capsys.readouterr().out.splitlines()[-2:] == ["MISS: too slow", "PASS: fine"]
+
+
+def test_the_overhead_benchmark_runs_plain_and_sharded(run):
+    rows = printed_rows(run("overhead", "--quick"))
+    assert [row[0] for row in rows] == ["plain module"] * 4 + ["FSDP2, one rank"] * 4
+
+
+def test_the_quality_benchmark_compares_all_methods(run):
+    rows = printed_rows(run("quality", "--quick"))
+    assert [row[0] for row in rows] == list(METHODS)
+    assert rows[0][2] == "+0.00 +- 0.00 %"
+
+
+def test_the_cost_of_a_round_is_spread_over_its_interval():
+    # Made up: a bare step takes 10, a quiet step 10.1, landing 4 more, opening 3 more.
+    intervals = [Interval((10.0,) * 6, (14.1, 10.1, 10.1, 10.1, 10.1, 13.1))] * 5
+    found = cost(intervals)
+    assert found.round_s == pytest.approx(7.0)
+    assert found.overhead(16) == pytest.approx((0.1 + 7 / 16) / 10)
+    assert bootstrap(intervals, 16) == pytest.approx((found.overhead(16),) * 2)
+
+
+def test_solo_speed_is_that_of_the_very_steps_taken_in_company():
+    alone = Walk(wall_s=9.0, waited_s=0.0, ends_s=(1.0, 2.0, 7.0, 8.0), late=0)
+    assert alone.speed(2) == 1.0
+    assert alone.speed(3) == pytest.approx(3 / 7)
+    assert alone.speed(99) == pytest.approx(4 / 8)
+
+
+def test_random_delays_are_the_same_for_the_same_seed_and_as_frequent_as_said():
+    pace = Pace(0.02, chance=0.1, factor=5.0)
+    durations_s = pace.durations_s(seed=3, num_steps=20_000)
+    assert durations_s == pace.durations_s(seed=3, num_steps=20_000)
+    assert durations_s != pace.durations_s(seed=4, num_steps=20_000)
+    assert set(durations_s) == {0.02, 0.1}
+    assert durations_s.count(0.1) / 20_000 == pytest.approx(0.1, abs=0.01)
+
+
+def test_in_virtual_time_the_node_that_is_behind_goes_first():
+    turns, steps_s = Turns(3), (1.0, 2.5, 0.7)
+    seen = []
+
+    def live(node):
+        turns.begin(node)
+        while turns.now_s[node] < 10:
+            seen.append((turns.now_s[node], node))
+            turns.step(node, steps_s[node])
+        turns.leave(node)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(live, range(3)))
+    assert seen == sorted(seen)
+    assert [sum(n == node for _, n in seen) for node in range(3)] == [10, 4, 15]
+
+
+def test_the_ddp_baseline_is_plain_training_with_the_joined_batch():
+    # By hand in plain torch: all nodes' samples at once, AdamW, a cosine with a rise of 2 %.
+    found = train("ddp", SMALL).loss
+    data, size = corpus(SMALL.seq_len), SMALL.batch_size
+    model = llama(SMALL.hidden_size, SMALL.num_layers, SMALL.seq_len, SMALL.seed)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    inner = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    order = permutation(len(data.train), SMALL.seed, 0)
+    for step in range(SMALL.steps):
+        done = step / SMALL.steps
+        rising = (done + 1e-3) / 0.021
+        falling = 0.1 + 0.45 * (1 + torch.cos(torch.tensor(torch.pi * (done - 0.02) / 0.98)).item())
+        for group in groups:
+            group["lr"] = SMALL.lr * (rising if done < 0.02 else falling)
+        for kept, given in zip(inner.param_groups, groups, strict=True):
+            kept["lr"] = given["lr"]
+        drawn = order[step * size * NODES : (step + 1) * size * NODES]
+        samples = torch.from_numpy(data.train[drawn].astype("int64"))
+        logits = model(input_ids=samples[:, :-1]).logits.flatten(0, 1)
+        torch.nn.functional.cross_entropy(logits, samples[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        inner.step()
+        inner.zero_grad()
+    assert found == pytest.approx(held_out_loss(model, data, SMALL.held_out), abs=1e-4)
+
+
+def test_a_run_by_the_clock_has_the_same_bits_twice_and_as_many_tokens_as_the_others():
+    first, second, by_steps = train("a-edit", SMALL), train("a-edit", SMALL), train("edit", SMALL)
+    assert first == second
+    tokens = NODES * SMALL.steps * SMALL.batch_size * SMALL.seq_len
+    assert first.curve[-1][0] == by_steps.curve[-1][0] == tokens
+    assert first.waiting < by_steps.waiting
+
+
+def test_bad_data_reaches_one_node_and_changes_the_run():
+    assert 0 <= BAD_NODE < NODES
+    clean = train("diloco", SMALL)
+    bad = train("diloco", Setting(**{f: getattr(SMALL, f) for f in SMALL.__slots__} | {"bad": True}))
+    assert bad.loss != clean.loss
+
+
+def test_intervals_are_students_t():
+    mean, half = quality.mean_and_half_width([1.0, 2.0, 3.0])
+    assert mean == 2.0
+    assert half == pytest.approx(4.303 / 3**0.5)
+
+
+def test_a_wire_is_enough_if_it_needs_less_than_the_interval():
+    seen = Seen(wall_s=10.0, waited_s=1.0, wire_bytes=0, payload_bytes=0, rounds=1, params=0)
+    assert Row(10, "edit", seen, interval_s=2.0, wire_s=1.9, lost=0.0).fits
+    assert not Row(10, "edit", seen, interval_s=2.0, wire_s=2.1, lost=0.0).fits
+    assert Row(10, "edit", seen, interval_s=2.0, wire_s=2.1, lost=0.0).stall == 0.1
+
+
+def test_without_root_the_bandwidth_benchmark_says_so(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "needs root" in netns.why_not()
+
+
+@pytest.mark.net
+@pytest.mark.skipif(netns.why_not() is not None, reason="needs root and network namespaces")
+def test_the_network_is_gone_after_use_also_after_an_error():
+    def namespaces():
+        return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=10).stdout
+
+    places = []
+
+    def break_down():
+        with netns.network(2, 100) as found:
+            places.extend(found)
+            assert all(place.namespace in namespaces() for place in places)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        break_down()
+    assert len(places) == 2
+    assert not any(place.namespace in namespaces() for place in places)
+
+
+@pytest.mark.net
+def test_the_bandwidth_benchmark_runs_or_says_why_not(run):
+    text = run("bandwidth", "--quick")
+    rows = printed_rows(text)
+    assert [row[1] for row in rows] == ["ddp", "edit", "streaming"] or "not run" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_the_offload_benchmark_says_so(run):
+    assert run("offload_gpu", "--quick") == "offload_gpu: needs a CUDA device: not run\n"
