@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,39 +43,38 @@ def build(
     corpus = load_corpus(config.data, tokenizer, run_dir / "data")
     model = _model(config, tokenizer, world)
     inner = make_inner(model, config.train)
-    transport = TorchTransport(world.mesh.get_group("sync"), timeout_s=config.edit.timeout_s)
-    sync = _sync(config, model, inner, transport)
-    facts = _facts(config, model, tokenizer, corpus)
-    _agree(transport, facts)
-    clock, directory = Clock(), run_dir / "nodes" / str(world.node)
-    checkpoints = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards)
-    order = SampleOrder(len(corpus.train), config.seed, world.node, world.nodes)
-    resumed = resume(sync, checkpoints, transport, order, facts)
-    clock.start(resumed.elapsed_s if resumed else 0.0)
-    recorder = Recorder(directory, clock, writes=world.leads, tensorboard=config.tensorboard)
-    node = Node(
-        config=config,
-        world=world,
-        corpus=corpus,
-        order=resumed.order if resumed else order,
-        sync=sync,
-        stop=Stop(world.node, world.nodes, transport, sync.shards),
-        checkpoints=checkpoints,
-        recorder=recorder,
-        facts=facts,
-        slowdown=slowdown,
-    )
-    try:
-        if resumed:
-            node.take_up(resumed)
-        recorder.event("start", **_introduction(node, model, attempt))
-        yield node
-    except Exception as error:
-        recorder.event("error", message=str(error) or type(error).__name__)
-        raise
-    finally:
-        recorder.close()
-        transport.close()
+    with closing(TorchTransport(world.mesh.get_group("sync"), timeout_s=config.edit.timeout_s)) as transport:
+        sync = _sync(config, model, inner, transport)
+        facts = _facts(config, model, tokenizer, corpus)
+        _agree(transport, facts)
+        clock, directory = Clock(), run_dir / "nodes" / str(world.node)
+        checkpoints = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards)
+        order = SampleOrder(len(corpus.train), config.seed, world.node, world.nodes)
+        resumed = resume(sync, checkpoints, transport, order, facts)
+        clock.start(resumed.elapsed_s if resumed else 0.0)
+        recorder = Recorder(directory, clock, writes=world.leads, tensorboard=config.tensorboard)
+        node = Node(
+            config=config,
+            world=world,
+            corpus=corpus,
+            order=resumed.order if resumed else order,
+            sync=sync,
+            stop=Stop(world.node, world.nodes, transport, sync.shards),
+            checkpoints=checkpoints,
+            recorder=recorder,
+            facts=facts,
+            slowdown=slowdown,
+        )
+        try:
+            if resumed:
+                node.take_up(resumed)
+            recorder.event("start", **_introduction(node, model, attempt))
+            yield node
+        except Exception as error:
+            recorder.event("error", message=str(error) or type(error).__name__)
+            raise
+        finally:
+            recorder.close()
 
 
 def _check(config: RunConfig, world: World) -> None:

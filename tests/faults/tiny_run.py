@@ -30,6 +30,7 @@ sizes = {{ hidden_size = 32, intermediate_size = 64, num_hidden_layers = 2, num_
 source = "{dir}/text.txt"
 seq_len = 32
 held_out = 0.3
+{data}
 [train]
 steps = {steps}
 batch_size = 2
@@ -126,8 +127,8 @@ class Run:
         self.toml = base / "run.toml"
         self.configure(steps, more)
 
-    def configure(self, steps, more=""):
-        text = RUN_TOML.format(dir=self.toml.parent, steps=steps, more=more)
+    def configure(self, steps, more="", data=""):
+        text = RUN_TOML.format(dir=self.toml.parent, steps=steps, more=more, data=data)
         for path in (self.toml, self.dir / "run.toml"):
             path.write_text(text)
 
