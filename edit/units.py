@@ -54,20 +54,18 @@ class SyncUnit:
             local(p).copy_(part.view_as(local(p)))
 
     @torch.no_grad()
-    def add(self, difference: Tensor) -> None:
-        """Move the parameters by `difference`; what they have learned meanwhile stays."""
-        for p, part in self.split(difference):
-            local(p).add_(part.view_as(local(p)))
+    def follow(self, anchor: Tensor) -> None:
+        """Move by what `anchor` is ahead of the snapshot, so that what was learned since then stays. Where
+        nothing was, the parameters become the anchor to the last bit."""
+        assert self.sent is not None, "nothing is under way"
+        now = self.flat()
+        self.adopt(torch.where(now == self.sent, anchor, now + (anchor - self.sent)))
 
     @torch.no_grad()
     def gradient(self) -> Tensor:
         """A new fp32 vector of this rank's gradients, zeros where there are none."""
-        return torch.cat(
-            [
-                (local(p) if p.grad is None else local(p.grad)).reshape(-1).float() * (p.grad is not None)
-                for p in self.params
-            ]
-        )
+        parts = (torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params)
+        return torch.cat([part.reshape(-1).float() for part in parts])
 
     @torch.no_grad()
     def set_gradient(self, flat: Tensor) -> None:
