@@ -30,6 +30,7 @@ INNER = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
 }
+AVERAGING = [("sgd", 0), ("adamw", "all")]
 STEPS = 12
 ROUNDS = 20
 RULES = {
@@ -61,15 +62,6 @@ def test_averaging_every_step_is_one_process_with_the_joined_batch(nodes, inner,
     expected = plain_training(model, INNER[inner], joined(nodes))
     assert furthest(expected, parameters(model)) > 0.05, "the training must go somewhere"
     for trained in in_threads(nodes, job):
-        assert furthest(trained, expected) <= 1e-6
-
-
-@pytest.mark.parametrize(("inner", "warmup_steps"), [("sgd", 0), ("adamw", "all")])
-@pytest.mark.parametrize(("nodes", "ranks"), GRID)
-def test_sharded_processes_that_average_every_step_are_one_process(world, nodes, ranks, inner, warmup_steps):
-    args = {"nodes": nodes, "ranks": ranks, "inner": inner, "warmup_steps": warmup_steps, "steps": STEPS}
-    expected = plain_training(tower(), INNER[inner], joined(nodes * ranks))
-    for trained in world.run(JOBS, "average_every_step", size=nodes * ranks, args=args):
         assert furthest(trained, expected) <= 1e-6
 
 
@@ -178,16 +170,34 @@ def test_edit_over_twenty_rounds_is_the_oracles(nodes, kind):
     check_against_the_oracle(in_threads(nodes, job), expected)
 
 
-@pytest.mark.parametrize("kind", RULES)
-@pytest.mark.parametrize(("nodes", "ranks"), GRID)
-def test_edit_on_sharded_processes_over_twenty_rounds_is_the_oracles(world, nodes, ranks, kind):
-    rules = RULES[kind]
+# -- both on real processes, sharded by FSDP2 inside a node
+
+
+@pytest.fixture(scope="module", params=GRID, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def processes(request, world):
+    """nodes, ranks and what a run of all cases gave, by rank."""
+    nodes, ranks = request.param
     moves, steps = script(nodes)
-    outer = (rules.lr, rules.momentum)
-    args = {"nodes": nodes, "ranks": ranks, "moves": moves, "steps": steps}
-    seen = world.run(
-        JOBS, "follow", size=nodes * ranks, args={**args, "penalty": penalty_of(rules), "outer": outer}
-    )
-    expected = expectation(moves, steps, rules)
-    for shard in range(ranks):  # the ranks that hold the same shard
-        check_against_the_oracle(seen[shard::ranks], expected)
+    following = [
+        {"moves": moves, "steps": steps, "penalty": penalty_of(rules), "outer": (rules.lr, rules.momentum)}
+        for rules in RULES.values()
+    ]
+    args = {"nodes": nodes, "ranks": ranks, "averaging": AVERAGING, "steps": STEPS, "following": following}
+    return nodes, ranks, world.run(JOBS, "everything", size=nodes * ranks, args=args)
+
+
+def test_sharded_processes_that_average_every_step_are_one_process(processes):
+    nodes, ranks, runs = processes
+    for case, (inner, _) in enumerate(AVERAGING):
+        expected = plain_training(tower(), INNER[inner], joined(nodes * ranks))
+        for averaged, _ in runs:
+            assert furthest(averaged[case], expected) <= 1e-6
+
+
+def test_edit_on_sharded_processes_over_twenty_rounds_is_the_oracles(processes):
+    nodes, ranks, runs = processes
+    for case, rules in enumerate(RULES.values()):
+        expected = expectation(*script(nodes), rules)
+        check_that_it_is_a_test(nodes, expected)
+        for shard in range(ranks):  # the ranks that hold the same shard
+            check_against_the_oracle([followed[case] for _, followed in runs[shard::ranks]], expected)

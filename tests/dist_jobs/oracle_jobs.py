@@ -17,31 +17,43 @@ INNER = {
 }
 
 
-def join(nodes, ranks):
-    """The model of this rank and its transport."""
+def everything(rank, size, nodes, ranks, averaging, steps, following):
+    """Run all cases on one mesh of nodes x ranks: starting one is what takes time.
+
+    averaging: (inner, warmup_steps) cases of averaging every step; following: cases of scripted training.
+    Returns what both gave, in the order of the cases.
+    """
     mesh = init_device_mesh("cpu", (nodes, ranks), mesh_dim_names=("sync", "shard"))
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    try:
+        return (
+            [average_every_step(sharded(mesh), transport, rank, *case, steps) for case in averaging],
+            [follow(sharded(mesh), transport, rank // ranks, **case) for case in following],
+        )
+    finally:
+        transport.close()
+
+
+def sharded(mesh):
+    """The model of this rank."""
     model = tower()
-    if ranks > 1:
+    if mesh["shard"].size() > 1:
         for block in (model.first, model.middle, model.last, model):
             fully_shard(block, mesh=mesh["shard"])
-    return model, TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    return model
 
 
-def average_every_step(rank, size, nodes, ranks, inner, warmup_steps, steps):
+def average_every_step(model, transport, rank, inner, warmup_steps, steps):
     """Every rank draws batches of its own; returns the parameters after them."""
-    model, transport = join(nodes, ranks)
     config = EditConfig(every=1, warmup_steps=warmup_steps)
     exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN)
     train(model, INNER[inner](model), exchange, batches(rank, steps), config)
-    transport.close()
     return parameters(model)
 
 
-def follow(rank, size, nodes, ranks, moves, steps, penalty, outer):
+def follow(model, transport, node, moves, steps, penalty, outer):
     """Scripted training; `moves` and `steps` are per node."""
-    model, transport = join(nodes, ranks)
-    node = rank // ranks
-    seen = follow_script(
+    return follow_script(
         model,
         transport,
         moves[node],
@@ -49,5 +61,3 @@ def follow(rank, size, nodes, ranks, moves, steps, penalty, outer):
         outer=Nesterov(*outer),
         penalty=PenaltyConfig(**penalty),
     )
-    transport.close()
-    return seen

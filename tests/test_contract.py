@@ -1,0 +1,89 @@
+"""One set of promises (tests/contract.py), kept by every transport."""
+
+import contract
+import pytest
+import torch
+from nodes import in_threads
+
+from aedit.proto.memory import MemoryWorld
+
+JOBS = "tests/dist_jobs/contract_jobs.py"
+
+
+def check_equal_bits(answers):
+    for answer in answers:
+        assert torch.equal(answer.view(torch.uint8), answers[0].view(torch.uint8))
+
+
+@pytest.mark.parametrize("promise", contract.PROMISES, ids=lambda promise: promise.__name__)
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_in_memory(promise, nodes):
+    check_equal_bits(in_threads(nodes, lambda transport, node: promise(transport, node, nodes)))
+
+
+@pytest.mark.parametrize("sizes", contract.BUCKETS)
+def test_in_memory_every_element_is_reduced(sizes):
+    job = lambda transport, node: contract.every_element_is_reduced(transport, node, 3, sizes)  # noqa: E731
+    check_equal_bits(in_threads(3, job))
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_over_torch_every_promise_is_kept(world, nodes):
+    """A traceback names the promise that is broken."""
+    kept = world.run(JOBS, "keep_all", size=nodes)
+    for name in kept[0]:
+        check_equal_bits([answers[name] for answers in kept])
+
+
+# -- deadlines, where the transports differ on purpose
+
+
+@pytest.mark.parametrize(("kind", "key"), [("mean", "7/block.3"), ("gather", "7/open")])
+def test_over_torch_a_node_that_never_comes_fails_the_wait_at_the_deadline_by_name(world, kind, key):
+    args = {"kind": kind}
+    met = world.run(JOBS, "wait_for_a_node_that_never_comes", size=3, args=args)
+    assert met.pop(0) is None
+    for message, waited_s in met:
+        assert key in message
+        assert "0.5 s" in message
+        assert waited_s < 5
+
+
+def test_over_torch_closing_leaves_no_thread(world):
+    assert world.run(JOBS, "open_and_close", size=2) == [[], []]
+
+
+def test_in_memory_the_answer_is_over_those_who_came_by_the_deadline():
+    place = MemoryWorld(3, timeout_s=0.05)
+    first, second, late = (place.node(n) for n in range(3))
+    asked = [
+        first.weighted_mean("k", torch.tensor([1.0]), 1.0),
+        second.weighted_mean("k", torch.tensor([4.0]), 2.0),
+    ]
+    assert [pending.result().value.item() for pending in asked] == [3.0, 3.0]
+    answer = late.weighted_mean("k", torch.tensor([100.0]), 1.0)
+    assert answer.done()
+    assert answer.result().value.item() == 3.0
+    assert answer.result().total_weight.item() == 3
+
+
+def test_in_memory_rows_are_those_of_who_came_by_the_deadline():
+    place = MemoryWorld(3, timeout_s=0.05)
+    transports = [place.node(n) for n in range(3)]
+    asked = [transports[n].gather("k", torch.tensor([float(n)])) for n in (2, 0)]
+    assert [pending.result().rows.tolist() for pending in asked] == [[[0.0], [2.0]]] * 2
+    assert [pending.result().mine for pending in asked] == [1, 0]
+    late = transports[1].gather("k", torch.tensor([1.0])).result()
+    assert late.mine is None
+    assert late.rows.tolist() == [[0.0], [2.0]]
+
+
+def test_in_memory_nobody_waits_for_a_node_that_has_left():
+    place = MemoryWorld(3, timeout_s=60)
+    first, second, gone = (place.node(n) for n in range(3))
+    asked = first.weighted_mean("k", torch.tensor([1.0]), 1.0)
+    second.weighted_mean("k", torch.tensor([3.0]), 1.0)
+    assert not asked.done()
+    gone.close()
+    assert asked.done()
+    assert asked.result().value.item() == 2
