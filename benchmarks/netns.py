@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +36,9 @@ def why_not() -> str | None:
 
 @contextmanager
 def network(nodes: int, rate_mbit: int) -> Iterator[list[Place]]:
-    """`nodes` namespaces around one switch, every node sending at most `rate_mbit`. Gone afterwards."""
+    """`nodes` namespaces around one switch, every node sending at most `rate_mbit`. Gone afterwards, also
+    after Ctrl-C or SIGTERM."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     switch = f"aedit-{os.getpid()}-switch"
     places = [Place(f"aedit-{os.getpid()}-{n}", f"ae{n}", f"10.77.0.{n + 1}") for n in range(nodes)]
     made: list[str] = []
@@ -50,6 +54,7 @@ def network(nodes: int, rate_mbit: int) -> Iterator[list[Place]]:
     finally:
         for name in made:  # its interfaces go with a namespace, and their other ends with them
             _run(f"ip netns del {name}")
+        signal.signal(signal.SIGTERM, before)
 
 
 def _join(place: Place, switch: str, rate_mbit: int) -> None:
