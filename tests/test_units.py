@@ -206,8 +206,19 @@ def test_a_unit_is_a_vector_in_registration_order_and_back():
     assert not torch.equal(unit.flat(), flat), "a copy"
     unit.adopt(flat)
     assert torch.equal(unit.flat(), flat)
-    unit.add(-flat)
-    assert not unit.flat().any()
+
+
+def test_a_unit_follows_its_anchor_and_keeps_what_it_has_learned_meanwhile():
+    model = nn.Linear(3, 1, bias=False)
+    unit = find_units(model, "model")[0]
+    unit.adopt(torch.tensor([1.0, 0.1, 1e8]))
+    unit.sent = unit.flat()
+    with torch.no_grad():
+        model.weight[0, 0] += 4
+    unit.follow(torch.tensor([3.0, 0.7, 1.0]))
+    assert torch.equal(unit.flat(), torch.tensor([7.0, 0.7, 1.0])), (
+        "the anchor's bits where nothing was learned"
+    )
 
 
 def test_a_unit_without_some_gradients_has_zeros_there_and_keeps_them_missing():
@@ -248,8 +259,11 @@ class Branch(nn.Module):
         self.inner = nn.ModuleList(children) if listed else nn.Sequential(*children)
 
     def forward(self, x):
-        for child in self.inner:
-            x = child(x)
+        if isinstance(self.inner, nn.Sequential):
+            x = self.inner(x)
+        else:
+            for child in self.inner:
+                x = child(x)
         return x if self.own is None else x * self.own
 
 
