@@ -327,7 +327,7 @@ class LayerSync:
         if unit.sent is None or adopt:
             unit.adopt(anchor)
         else:
-            unit.add(anchor - unit.sent)
+            unit.follow(anchor)
         unit.sent = None
         if adopt:  # what was learned on the way to an unbelievable place must not steer the next steps
             for p in unit.params:
