@@ -23,14 +23,18 @@ from aedit.proto.memory import MemoryWorld
 JOBS = "tests/dist_jobs/library_jobs.py"
 
 
-def together(models, data, every, loss=loss, accumulate=1, config=None):
-    """Train one model per thread with the five lines; returns each node's parameters, syncs and rounds."""
+def together(models, data, every, loss=loss, accumulate=1, config=None, wrap=None, after_step=None):
+    """Train one model per thread with the five lines; returns each node's parameters, sync and rounds.
+
+    wrap: what to make of a transport. after_step: called with the sync, the step and the node.
+    """
     world = MemoryWorld(len(models), timeout_s=10)
 
     def node(i):
         model, transport, rounds = models[i], world.node(i), []
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN)
+        between = wrap(transport) if wrap else transport
+        exchange = MeanExchange(between, outer=Average(), penalty=PLAIN)
         try:
             sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySteps(every), config=config)
             sync.on_round = lambda verdict, waited_s: rounds.append(verdict)
@@ -41,6 +45,8 @@ def together(models, data, every, loss=loss, accumulate=1, config=None):
                     inner.step()
                     inner.zero_grad()
                     sync.step()
+                    if after_step:
+                        after_step(sync, sync.steps, i)
         finally:
             transport.close()
         return {name: p.detach().clone() for name, p in trainable(model)}, sync, rounds
@@ -223,6 +229,89 @@ def test_nodes_with_unequal_numbers_of_batches_end_together(counts):
     results = together(replicas(Tower(), len(counts)), data, every=2)
     assert_same_bits(results)
     assert furthest(results[0][0], local_sgd(Tower(), data, loss, every=2)) < 1e-6
+
+
+class Drift(nn.Module):
+    """Its gradient is its input, wherever its weight is: what a node learns does not depend on when rounds
+    land."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+class Drifts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Drift(), Drift(), Drift(), Drift()])
+
+    def forward(self, x):
+        return sum(part((n + 1) * x) for n, part in enumerate(self.parts))
+
+
+class Slow:
+    """A transport whose answers are noticed only when somebody has asked for them `asks` times."""
+
+    def __init__(self, transport, asks):
+        self.transport, self.asks = transport, asks
+
+    def __getattr__(self, name):
+        return getattr(self.transport, name)
+
+    def gather(self, key, row):
+        return SlowAnswer(self.transport.gather(key, row), self.asks)
+
+    def weighted_mean(self, key, value, weight):
+        return SlowAnswer(self.transport.weighted_mean(key, value, weight), self.asks)
+
+
+class SlowAnswer:
+    def __init__(self, pending, asks):
+        self.pending, self.asks, self.result = pending, asks, pending.result
+
+    def done(self):
+        self.asks -= 1
+        return self.asks < 0 and self.pending.done()
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("asks", [0, 1, 4])
+def test_under_arrival_landing_every_step_counts_once_however_late_answers_are(fragments, asks):
+    data = [[x.sum(0) for x in batches(i, 13)] for i in range(2)]
+    config = EditConfig(every=4, landing="arrival", fragments=fragments)
+    results = together(
+        replicas(Drifts(), 2),
+        data,
+        every=4 // fragments,
+        loss=lambda model, x: model(x),
+        config=config,
+        wrap=lambda transport: Slow(transport, asks),
+    )
+    assert_same_bits(results)
+    learned = sum(torch.stack(mine).sum(0) for mine in data) / 2
+    expected = {f"parts.{n}.weight": torch.ones(5) - 0.1 * (n + 1) * learned for n in range(4)}
+    assert furthest(results[0][0], expected) < 2e-5
+
+
+def test_a_node_whose_anchors_differ_is_found_and_healed_at_the_next_round():
+    def corrupt(sync, step, node):
+        if (node, step) == (2, 3):
+            kept = [sync.exchange.store.peek(i) for i in range(len(sync.units))]
+            sync.exchange.keep([(anchor + 1.0, state) for anchor, state in kept])
+
+    data = [batches(i, 6) for i in range(3)]
+    results = together(replicas(Tower(), 3), data, every=2, after_step=corrupt)
+    assert_same_bits(results)
+    assert [[verdict.healed_from for verdict in rounds[:3]] for _, _, rounds in results] == [
+        [None, None, None],
+        [None, None, None],
+        [None, 0, None],
+    ]
+    healed = [rounds[1].weights for _, _, rounds in results]
+    assert [set(weights) for weights in healed] == [{0.5}, {0.5}, {0.0}]
 
 
 def test_an_exception_inside_the_block_leaves_no_hook_behind():
