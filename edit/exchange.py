@@ -193,7 +193,8 @@ class MeanExchange:
             if ahead > i:
                 self.store.ahead(ahead)
                 break
-        value = self._pseudo_gradient(i) if weight > 0 else torch.zeros_like(self.store.read(i)[0])
+        anchor = self.store.read(i)[0]
+        value = self._pseudo_gradient(i, anchor) if weight > 0 else torch.zeros_like(anchor)
         mean = self.transport.weighted_mean(f"{round.id}/{self.units[i].name}", value, weight)
         return Then(mean, lambda mean: self._step(i, mean))
 
@@ -205,7 +206,6 @@ class MeanExchange:
         trusted = mean.total_weight > 0  # stays on the device: nothing here waits for the host
         next_anchor = torch.where(trusted, anchor - step, anchor)
         momentum = torch.where(trusted, stepped.momentum, state.momentum)
-        self._digests[i] = digest(next_anchor)
         self.store.write(i, next_anchor, replace(stepped, momentum=momentum))
         return next_anchor
 
@@ -216,17 +216,22 @@ class MeanExchange:
         self.own_steps -= self._open.verdict.round.steps
         self._open = None
 
-    def _pseudo_gradient(self, i: int) -> Tensor:
+    def _pseudo_gradient(self, i: int, anchor: Tensor) -> Tensor:
         """D = anchor - local, measured from the value the parameters started from."""
-        return self.units[i].representable(self.store.read(i)[0]) - self.units[i].value()
+        return self.units[i].representable(anchor) - self.units[i].value()
 
     def _norms(self, units: Sequence[int]) -> Tensor:
-        """G_L of `units`: one reduction over the node's ranks, one copy to the host."""
+        """G_L of `units`: one reduction over the node's ranks, one copy to the host.
+
+        Takes the anchors' digests by the way: of what is measured from, also if memory has failed since.
+        """
         squares = []
         for n, i in enumerate(units):
             if n + 1 < len(units):
                 self.store.ahead(units[n + 1])
-            squares.append(self._pseudo_gradient(i).square().sum())
+            anchor = self.store.read(i)[0]
+            self._digests[i] = digest(anchor)
+            squares.append(self._pseudo_gradient(i, anchor).square().sum())
         return self.shards.sum(torch.stack(squares)).double().sqrt().cpu()
 
     def _spread(self, G_L: Tensor, units: Sequence[int]) -> Tensor:

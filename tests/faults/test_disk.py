@@ -80,7 +80,7 @@ def test_a_really_full_disk_costs_checkpoints_and_nothing_else(make_run, undistu
             2,
             3,
             5,
-        }  # the fourth lands with the last
+        }
         assert "No space left" in run.events("checkpoint_failed", 1)[0]["error"]
         assert [path.name for path in run.checkpoints(1)] == ["round_000001"]
         assert contents(run.checkpoints(1)[0])["sync"]["round_id"] == 1

@@ -1,0 +1,126 @@
+"""Jobs of tests/test_defects.py and tests/faults/test_poison.py: real processes, FSDP2 inside a node."""
+
+import torch
+import torch.distributed as dist
+from nodes import batches, fingerprint, follow_script, loss, parameters, tower
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from aedit.async_sgd.outer import Nesterov
+from aedit.edit.config import EditConfig, PenaltyConfig
+from aedit.edit.exchange import MeanExchange
+from aedit.edit.schedule import EverySeconds
+from aedit.edit.sync import LayerSync
+from aedit.proto.c10d import TorchTransport
+
+
+def follow(rank, size, moves, rounds):
+    """Scripted training of nodes of one rank: last parameters, their bits, rounds with distrust."""
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("sync", "shard"))
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    try:
+        seen = follow_script(
+            tower(), transport, moves[rank], [1] * rounds, outer=Nesterov(), penalty=PenaltyConfig()
+        )
+    finally:
+        transport.close()
+    distrusted = [r for r, one in enumerate(seen, 1) if one.verdict.distrusted]
+    return seen[-1].parameters, seen[-1].fingerprint, distrusted
+
+
+def sharded(mesh):
+    model = tower()
+    if mesh["shard"].size() > 1:
+        for block in (model.first, model.middle, model.last, model):
+            fully_shard(block, mesh=mesh["shard"])
+    return model
+
+
+def a_edit_with_collectives_of_the_users_own(rank, size, nodes, skew_s, steps):
+    """2 ranks per node, clocks that disagree, and one collective over everybody in every step.
+
+    Returns the inner steps at which rounds were opened, and the final parameters.
+    """
+    ranks = size // nodes
+    mesh = init_device_mesh("cpu", (nodes, ranks), mesh_dim_names=("sync", "shard"))
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    model = sharded(mesh)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    clock = Ticking(1.7e9 + skew_s * rank)
+    sync = LayerSync.of(
+        model,
+        inner,
+        exchange=MeanExchange(transport),
+        schedule=EverySeconds(5.0, clock),
+        config=EditConfig(schedule="seconds", every=5.0),
+    )
+    opened = []
+    with sync:
+        for batch in batches(rank, steps):
+            value = loss(model, batch)
+            value.backward()
+            inner.step()
+            inner.zero_grad()
+            before = sync.schedule.last_id
+            sync.step()
+            if sync.schedule.last_id != before:
+                opened.append(sync.steps)
+            dist.all_reduce(value.detach())  # the user's own, over all processes
+            clock.now += 1
+    transport.close()
+    return opened, parameters(model)
+
+
+class Ticking:
+    """A clock that moves when it is told to."""
+
+    def __init__(self, now):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+def accumulate_without_gradient_sync(rank, size, nodes, every, micro, steps):
+    """FSDP2 with gradients reduced at the last micro-batch only. Returns inner steps at every round."""
+    mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    model = sharded(mesh)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = LayerSync.of(model, inner, exchange=MeanExchange(transport), config=EditConfig(every=every))
+    rounds = []
+    sync.on_round = lambda verdict, waited_s: rounds.append(verdict.round.steps)
+    data = iter(batches(rank, steps * micro))
+    with sync:
+        for _ in range(steps):
+            for n in range(micro):
+                if hasattr(model, "set_requires_gradient_sync"):
+                    model.set_requires_gradient_sync(n == micro - 1)
+                (loss(model, next(data)) / micro).backward()
+            inner.step()
+            inner.zero_grad()
+            sync.step()
+    transport.close()
+    return rounds, parameters(model)
+
+
+def one_rank_goes_bad(rank, size, nodes):
+    """A NaN in the shard of one rank only, in the second round. Returns verdicts and final bits."""
+    mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    model = sharded(mesh)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = LayerSync.of(model, inner, exchange=MeanExchange(transport), config=EditConfig(every=2))
+    rounds = []
+    sync.on_round = lambda verdict, waited_s: rounds.append((verdict.distrusted, verdict.weights))
+    with sync:
+        for step, batch in enumerate(batches(rank, 6)):
+            loss(model, batch).backward()
+            inner.step()
+            inner.zero_grad()
+            if (rank, step) == (size - 1, 3):
+                with torch.no_grad():
+                    model.first.weight.to_local()[-1] = float("nan")
+            sync.step()
+    transport.close()
+    return rounds, fingerprint(model), parameters(model)
