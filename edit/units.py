@@ -54,19 +54,12 @@ class SyncUnit:
             local(p).copy_(part.view_as(local(p)))
 
     @torch.no_grad()
-    def add(self, difference: Tensor) -> None:
-        """Move the parameters by `difference`; what they have learned meanwhile stays."""
-        for p, part in self.split(difference):
-            local(p).add_(part.view_as(local(p)))
-
-    @torch.no_grad()
     def follow(self, anchor: Tensor) -> None:
-        """Move by what `anchor` is ahead of the snapshot. Where nothing was learned since then, the
-        parameters become the anchor to the last bit."""
+        """Move by what `anchor` is ahead of the snapshot, so that what was learned since then stays. Where
+        nothing was, the parameters become the anchor to the last bit."""
         assert self.sent is not None, "nothing is under way"
-        unmoved = self.flat() == self.sent
-        self.add(anchor - self.sent)
-        self.adopt(torch.where(unmoved, anchor, self.flat()))
+        now = self.flat()
+        self.adopt(torch.where(now == self.sent, anchor, now + (anchor - self.sent)))
 
     @torch.no_grad()
     def gradient(self) -> Tensor:
