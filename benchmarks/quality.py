@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from benchmarks.run_virtual import METHODS, Outcome, Setting, train
 from benchmarks.table import Bar, Report, main, percent
@@ -52,7 +54,8 @@ def run_all(setting: Setting, seeds: Sequence[int], methods: Sequence[str] = tup
     jobs = [(method, replace(setting, bad=bad, seed=seed)) for (method, bad), seed in product(cases, seeds)]
     workers = min(len(jobs), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        outcomes = list(pool.map(train, *zip(*jobs, strict=True)))
+        done = pool.map(train, *zip(*jobs, strict=True))
+        outcomes = list(track(done, f"{len(jobs)} runs", len(jobs), console=Console(stderr=True)))
     n = len(seeds)
     return {case: outcomes[i * n : (i + 1) * n] for i, case in enumerate(cases)}
 
