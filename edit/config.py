@@ -88,7 +88,7 @@ class EditConfig:
     offload: bool = False
     """Keep anchors and outer momentum in pinned host memory (CUDA only)."""
 
-    timeout_s: float = 600.0
+    timeout_s: float = 1800.0
     """Longest wait for other nodes before the run fails with the name of what it waited for."""
 
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aedit.async_sgd.outer import Nesterov, OuterOptimizer
+from aedit.async_sgd.outer import Average, Nesterov, OuterOptimizer
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge
 from aedit.edit.digest import digest, halves
@@ -174,7 +174,7 @@ class MeanExchange:
         self._open.weight = dict(zip(units, w_L.tolist(), strict=True))
         self.steps_L[list(units)] = 0
         self.total_steps = int(rows.rows[:, 0].sum())
-        return replace(
+        self._open.verdict = replace(
             verdict,
             weights=tuple(w_L.tolist()),
             effective_nodes=tuple(effective_nodes(w_NL).tolist()),
@@ -184,25 +184,28 @@ class MeanExchange:
             all_leaving=bool(rows.rows[:, 1].all()),
             healed_from=healed_from,
         )
+        return self._open.verdict
 
     @torch.no_grad()
     def start(self, i: int) -> Pending[Tensor]:
         assert self._open is not None
-        round, weight = self._open.verdict.round, self._open.weight[i]
-        for ahead in self._open.verdict.units:
+        verdict, weight = self._open.verdict, self._open.weight[i]
+        for ahead in verdict.units:
             if ahead > i:
                 self.store.ahead(ahead)
                 break
         anchor = self.store.read(i)[0]
         value = self._pseudo_gradient(i, anchor) if weight > 0 else torch.zeros_like(anchor)
-        mean = self.transport.weighted_mean(f"{round.id}/{self.units[i].name}", value, weight)
-        return Then(mean, lambda mean: self._step(i, mean))
+        mean = self.transport.weighted_mean(f"{verdict.round.id}/{self.units[i].name}", value, weight)
+        # The last round takes the mean as it is: no inner step follows to mend what momentum overshoots.
+        outer = Average() if verdict.all_leaving else self.outer
+        return Then(mean, lambda mean: self._step(i, mean, outer))
 
     @torch.no_grad()
-    def _step(self, i: int, mean: Mean) -> Tensor:
+    def _step(self, i: int, mean: Mean, outer: OuterOptimizer) -> Tensor:
         anchor, state = self.store.read(i)
         norm = self.shards.sum(mean.value.square().sum()).sqrt()
-        step, stepped = self.outer.update(mean.value * clip_scale(norm, self.penalty.clip), state)
+        step, stepped = outer.update(mean.value * clip_scale(norm, self.penalty.clip), state)
         trusted = mean.total_weight > 0  # stays on the device: nothing here waits for the host
         next_anchor = torch.where(trusted, anchor - step, anchor)
         momentum = torch.where(trusted, stepped.momentum, state.momentum)

@@ -113,6 +113,9 @@ class LayerSync:
                     sync.step()
         """
         config = config or EditConfig()
+        for name in ("penalty", "offload"):
+            if getattr(config, name) not in (getattr(EditConfig(), name), getattr(exchange, name, None)):
+                raise ValueError(f"config.{name} has no effect here: give it to the exchange")
         return cls(model, inner, exchange, schedule or make_schedule(config), config)
 
     # -- attach and detach

@@ -46,7 +46,7 @@ class TorchTransport:
     whole world.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0) -> None:
         self.group = group
         self.timeout_s = timeout_s
         self.bytes_sent = 0
