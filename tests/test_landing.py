@@ -234,6 +234,19 @@ def test_a_node_that_ends_early_answers_on_and_weighs_nothing():
 # -- forward
 
 
+def test_the_last_round_takes_the_mean_without_momentum():
+    """One node with a fast outer momentum: after the last, half interval its anchor is where it stands."""
+    model, transport = tower(), alone()
+    sync, inner = node(model, transport, outer=Nesterov(0.8, 0.85), every=4)
+    with sync:
+        for batch in batches(0, 6):
+            step(sync, inner, batch)
+        before = parameters(model)
+    assert furthest(parameters(model), before) <= 1e-6
+    assert furthest(anchors(sync), parameters(model)) == 0
+    assert all(sync.exchange.store.read(i)[1].momentum.abs().max() > 0 for i in range(len(sync.units)))
+
+
 def run_forward(prefetch, nodes=2):
     model = tower()
 
