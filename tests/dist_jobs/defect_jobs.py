@@ -36,8 +36,8 @@ def sharded(mesh):
     return model
 
 
-def a_edit_with_collectives_of_the_users_own(rank, size, nodes, skew_s, steps):
-    """2 ranks per node, clocks that disagree, and one collective over everybody in every step.
+def a_edit_with_collectives_of_the_users_own(rank, size, nodes, steps):
+    """Clocks that disagree ever more, and one collective over everybody in every step.
 
     Returns the inner steps at which rounds were opened, and the final parameters.
     """
@@ -46,7 +46,7 @@ def a_edit_with_collectives_of_the_users_own(rank, size, nodes, skew_s, steps):
     transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
     model = sharded(mesh)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    clock = Ticking(1.7e9 + skew_s * rank)
+    clock = Ticking(1.7e9 + rank)
     sync = LayerSync.of(
         model,
         inner,
@@ -66,7 +66,7 @@ def a_edit_with_collectives_of_the_users_own(rank, size, nodes, skew_s, steps):
             if sync.schedule.last_id != before:
                 opened.append(sync.steps)
             dist.all_reduce(value.detach())  # the user's own, over all processes
-            clock.now += 1
+            clock.now += 1 + 0.2 * rank
     transport.close()
     return opened, parameters(model)
 
