@@ -283,7 +283,7 @@ def branches(children):
 TREES = branches(st.recursive(st.builds(Leaf, st.booleans()), branches, max_leaves=12))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_whatever_the_model_every_parameter_lands_once_and_before_its_use(data):
     model = data.draw(TREES, "model")
