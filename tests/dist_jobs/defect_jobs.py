@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from aedit.async_sgd.outer import Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
-from aedit.edit.schedule import EverySeconds
+from aedit.edit.schedule import EverySeconds, EverySteps
 from aedit.edit.sync import LayerSync
 from aedit.proto.c10d import TorchTransport
 
@@ -36,24 +36,20 @@ def sharded(mesh):
     return model
 
 
-def a_edit_with_collectives_of_the_users_own(rank, size, nodes, steps):
-    """Clocks that disagree ever more, and one collective over everybody in every step.
+def collectives_of_the_users_own(rank, size, nodes, timed, steps):
+    """Clocks that disagree ever more, and a collective of the user's own in every step: over the ranks of a
+    node if rounds are timed, else over everybody.
 
     Returns the inner steps at which rounds were opened, and the final parameters.
     """
-    ranks = size // nodes
-    mesh = init_device_mesh("cpu", (nodes, ranks), mesh_dim_names=("sync", "shard"))
+    mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
     transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
     model = sharded(mesh)
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     clock = Ticking(1.7e9 + rank)
-    sync = LayerSync.of(
-        model,
-        inner,
-        exchange=MeanExchange(transport),
-        schedule=EverySeconds(5.0, clock),
-        config=EditConfig(schedule="seconds", every=5.0),
-    )
+    schedule = EverySeconds(5.0, clock) if timed else EverySteps(5)
+    exchange = MeanExchange(transport)
+    sync = LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=EditConfig())
     opened = []
     with sync:
         for batch in batches(rank, steps):
@@ -65,7 +61,7 @@ def a_edit_with_collectives_of_the_users_own(rank, size, nodes, steps):
             sync.step()
             if sync.schedule.last_id != before:
                 opened.append(sync.steps)
-            dist.all_reduce(value.detach())  # the user's own, over all processes
+            dist.all_reduce(value.detach(), group=mesh.get_group("shard") if timed else None)
             clock.now += 1 + 0.2 * rank
     transport.close()
     return opened, parameters(model)
