@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from aedit.async_sgd.outer import Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.exchange import MeanExchange, Verdict
 from aedit.edit.schedule import EverySeconds
 from aedit.edit.sync import LayerSync
 from aedit.launch.config import TrainConfig
@@ -37,8 +37,8 @@ class Setting:
     steps: int = 1024
     """Per node on average."""
     warmup_steps: int = 256
-    """A quarter of the run, as DiLoCo had it (arXiv:2311.08105); with a tenth, local methods end 3 % above
-    `ddp`, because such a short run spends its local phases where the loss still falls steeply."""
+    """A quarter of the run, as DiLoCo had it (arXiv:2311.08105). With a tenth, local methods end about 3 %
+    above `ddp`: so short a run would spend its local phases where the loss still falls steeply."""
     every: int = 16
     """Inner steps between rounds of `edit`; the others' intervals are in the presets' proportion to it."""
     lr: float = 3e-3
@@ -87,6 +87,7 @@ class Outcome:
     loss: float
     curve: list[tuple[int, float]]
     waiting: float
+    rounds: int
     distrusted: list[tuple[int, int]]
     """(round, node) of every unit that a node distrusted of itself."""
 
@@ -103,6 +104,11 @@ class _Run:
     curve: list[tuple[int, float]] = field(default_factory=list)
     distrusted: list[tuple[int, int]] = field(default_factory=list)
     waited_s: float = 0.0
+    rounds: int = 0
+
+    def note_round(self, node: int, verdict: Verdict) -> None:
+        self.rounds = max(self.rounds, verdict.round.id)
+        self.distrusted.extend((verdict.round.id, node) for _ in verdict.distrusted)
 
     @property
     def data(self) -> Corpus:
@@ -126,7 +132,7 @@ def train_method(method: Method, setting: Setting) -> Outcome:
         list(threads.map(_node, [run] * NODES, range(NODES), models))
     final = held_out_loss(models[0], run.data, setting.held_out)
     waiting = run.waited_s / sum(run.turns.now_s)
-    return Outcome(final, [*run.curve, (run.tokens, final)], waiting, run.distrusted)
+    return Outcome(final, [*run.curve, (run.tokens, final)], waiting, run.rounds, run.distrusted)
 
 
 def held_out_loss(model: nn.Module, data: Corpus, num_samples: int) -> float:
@@ -159,9 +165,7 @@ def _sync(run: _Run, node: int, model: nn.Module, transport: VirtualTransport) -
     inner = make_inner(model, _train_config(run.setting))
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=config)
     sync.clock = lambda: run.turns.now_s[node]
-    sync.on_round = lambda verdict, _: run.distrusted.extend(
-        (verdict.round.id, node) for _ in verdict.distrusted
-    )
+    sync.on_round = lambda verdict, _: run.note_round(node, verdict)
     return sync
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,17 +160,22 @@ def test_the_ddp_baseline_is_plain_training_with_the_joined_batch():
 
 
 def test_a_run_by_the_clock_has_the_same_bits_twice_and_as_many_tokens_as_the_others():
-    first, second, by_steps = train("a-edit", SMALL), train("a-edit", SMALL), train("edit", SMALL)
+    setting = replace(SMALL, steps=20)
+    first, second, by_steps = train("a-edit", setting), train("a-edit", setting), train("edit", setting)
     assert first == second
-    tokens = NODES * SMALL.steps * SMALL.batch_size * SMALL.seq_len
+    tokens = NODES * setting.steps * setting.batch_size * setting.seq_len
     assert first.curve[-1][0] == by_steps.curve[-1][0] == tokens
     assert first.waiting < by_steps.waiting
+    # 16 local steps: every 4, and once more to leave. By the clock, 64 steps at up to 3.5 a second last 18.3
+    # seconds or a little longer; rounds are due every 16 / 3.5 seconds, noticed at whole ones: every 5.
+    assert by_steps.rounds == 16 // 4 + 1
+    assert first.rounds == 18 // 5 + 1
 
 
 def test_bad_data_reaches_one_node_and_changes_the_run():
     assert 0 <= BAD_NODE < NODES
     clean = train("diloco", SMALL)
-    bad = train("diloco", Setting(**{f: getattr(SMALL, f) for f in SMALL.__slots__} | {"bad": True}))
+    bad = train("diloco", replace(SMALL, bad=True))
     assert bad.loss != clean.loss
 
 
@@ -192,8 +198,10 @@ def test_without_root_the_bandwidth_benchmark_says_so(monkeypatch):
 
 
 @pytest.mark.net
-@pytest.mark.skipif(netns.why_not() is not None, reason="needs root and network namespaces")
 def test_the_network_is_gone_after_use_also_after_an_error():
+    if reason := netns.why_not():
+        pytest.skip(reason)
+
     def namespaces():
         return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=10).stdout
 
