@@ -1,0 +1,178 @@
+"""What a node does while it waits, gives up, is distrusted, or leaves the warm-up."""
+
+import pydoc_data.topics
+import random
+from contextlib import contextmanager
+from copy import deepcopy
+
+import pytest
+import torch
+from held import Held, Slow, alone, anchors, node, step
+from nodes import batches, furthest, in_threads, loss, parameters, tower
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from aedit.async_sgd.outer import Average, Nesterov
+from aedit.edit.config import EditConfig, PenaltyConfig
+from aedit.edit.exchange import MeanExchange
+from aedit.edit.sync import LayerSync
+from aedit.proto.memory import MemoryWorld
+from aedit.types import Round
+
+
+def test_a_distrusted_node_adopts_the_mean_and_forgets_its_moments():
+    model = tower()
+
+    def job(transport, n):
+        own = deepcopy(model)
+        inner = torch.optim.AdamW(own.parameters(), lr=0.01)
+        exchange = MeanExchange(transport, outer=Average(), penalty=PenaltyConfig(weights="uniform"))
+        sync = LayerSync.of(own, inner, exchange=exchange, config=EditConfig(every=1000))
+        with sync:
+            loss(own, batches(n, 1)[0]).backward()
+            inner.step()
+            if n == 1:
+                with torch.no_grad():
+                    own.middle.weight[0, 0] = float("nan")
+            sync.begin(Round(1, 1))
+            own(torch.ones(1, 5))
+            moments = {name: inner.state[p]["exp_avg"].abs().sum() for name, p in own.named_parameters()}
+            sync.schedule.last_id = 1
+        return parameters(own), {name for name, size in moments.items() if size == 0}
+
+    (trusted, kept), (other, forgotten) = in_threads(2, job)
+    assert furthest(trusted, other) == 0
+    assert (kept, forgotten) == (set(), {"middle.weight", "middle.bias"})
+
+
+# -- waiting
+
+
+class Windows:
+    """Idle work that remembers when it was let in."""
+
+    def __init__(self):
+        self.causes = []
+
+    @contextmanager
+    def window(self, cause):
+        self.causes.append(cause)
+        yield
+
+
+def forward_with_idle_work(kind):
+    model, ticks = tower(), iter(range(1000))
+    sync, _ = node(model, kind(MemoryWorld(1).node(0)))
+    sync.idle, sync.clock = Windows(), lambda: next(ticks)
+    with sync:
+        sync.begin(Round(1, 1))
+        assert sync.idle.causes == []
+        model(torch.ones(1, 5))
+        sync.schedule.last_id = 1
+        return sync.idle.causes.copy(), sync.waited_s, sync.idle_used_s
+
+
+def test_idle_work_is_let_in_while_the_node_waits():
+    causes, waited_s, idle_used_s = forward_with_idle_work(Slow)
+    assert causes == ["round"] * 5  # the opening and four units
+    assert waited_s == idle_used_s == 5
+
+
+def test_idle_work_stays_out_when_answers_are_here():
+    assert forward_with_idle_work(Held) == ([], 0, 0)
+
+
+def test_a_wait_can_be_given_up():
+    model = tower()
+    sync, _ = node(model, Slow(MemoryWorld(1).node(0)))
+    asked = []
+
+    def give_up(position):
+        asked.append(position)
+        raise KeyboardInterrupt
+
+    sync.while_waiting = give_up
+    sync.exchange.anchor()
+    sync.schedule.last_id = 4
+    sync.begin(Round(4, 1))
+    with pytest.raises(KeyboardInterrupt):
+        sync.finish()
+    assert asked == [4]
+
+
+def test_a_round_given_up_and_opened_again_changes_nothing():
+    data = batches(0, 6)
+
+    def trained(give_up):
+        model = tower()
+        penalty = PenaltyConfig(step_weight=0.5)
+        sync, inner = node(model, alone(), every=2, outer=Nesterov(), penalty=penalty)
+        with sync:
+            for batch in data:
+                step(sync, inner, batch)
+                if give_up and sync.in_flight:
+                    for round in sync.abandon():
+                        sync.begin(round)
+        return parameters(model), sync.total_steps
+
+    (ours, our_steps), (theirs, their_steps) = trained(True), trained(False)
+    assert furthest(ours, theirs) == 0
+    assert our_steps == their_steps == 6
+
+
+# -- from the warm-up to the first local phases
+
+
+def text(seed, count):
+    """Batches of 8 x 32 bytes of Python's own documentation."""
+    topics = "".join(pydoc_data.topics.topics.values()).encode("ascii", "ignore")
+    starts = random.Random(seed)
+    rows = [starts.randrange(len(topics) - 32) for _ in range(8 * count)]
+    return torch.tensor([list(topics[row : row + 32]) for row in rows]).view(count, 8, 32)
+
+
+def language_loss(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
+def test_a_language_model_does_not_jump_when_the_warm_up_ends():
+    """Held-out loss of a small Llama after each of the first local rounds, against the end of the warm-up."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))
+    held_out, losses = text(99, 16).flatten(0, 1), {}
+
+    def job(transport, n):
+        own = deepcopy(model)
+        inner = torch.optim.AdamW(own.parameters(), lr=3e-3)
+        exchange = MeanExchange(transport, outer=Nesterov(), penalty=PenaltyConfig())
+        sync = LayerSync.of(own, inner, exchange=exchange, config=EditConfig(every=8, warmup_steps=40))
+        with sync:
+            for ids in text(n, 72):
+                language_loss(own, ids).backward()
+                inner.step()
+                inner.zero_grad()
+                sync.step()
+                if sync.steps in (40, 48, 56, 64, 72):
+                    with torch.no_grad():  # lands
+                        losses[n, sync.steps] = language_loss(own, held_out).item()
+        assert sync.round_id == 5
+
+    in_threads(2, job)
+    assert losses[0, 40] < 3.6, "the warm-up has taught it something: a guess costs 4.85"
+    for later in (48, 56, 64, 72):
+        assert losses[0, later] <= 1.02 * losses[0, 40]
+        assert losses[0, later] == losses[1, later]
+
+
+def test_the_anchors_are_taken_where_the_warm_up_ends():
+    model, data = tower(), batches(0, 6)
+    sync, inner = node(model, alone(), warmup_steps=5, outer=Average(0.5))
+    with sync:
+        for batch in data[:5]:
+            assert not sync.anchored
+            step(sync, inner, batch)
+        there = parameters(model)
+        assert furthest(anchors(sync), there) == 0
+        assert furthest(there, parameters(tower())) > 0.01
+        step(sync, inner, data[5])
+        assert furthest(anchors(sync), there) == 0
