@@ -1,10 +1,13 @@
 """What a run that is over has to say: which node failed, how, and what its log ends with."""
 
+import json
 import re
 import signal
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LOG_LINES = 15
 
@@ -41,6 +44,16 @@ class Ending:
         logs = [log for log in self._logs() if log.parent.name == str(node)]
         return f"node {node} failed ({_how(code)}); {self._last_lines(logs)}"
 
+    def trained(self) -> bool:
+        """Whether any node took a step in this start; False for a run whose budget was used up before."""
+        for node in self.nodes:
+            events = _events(self.run_dir / "nodes" / str(node) / "events.jsonl")
+            began = next((event["step"] for event in reversed(events) if event.get("event") == "start"), 0)
+            ended = next((event["step"] for event in reversed(events) if event.get("event") == "stop"), 0)
+            if ended > began:
+                return True
+        return False
+
     def _last_lines(self, logs: list[Path]) -> str:
         source = logs[-1] if logs else self.run_dir / "launch.log"
         lines = _tail(source, LOG_LINES) if source.exists() else []
@@ -50,6 +63,15 @@ class Ending:
         """This start's attempt logs, oldest first."""
         logs = [(attempt_of(log), log) for log in self.run_dir.glob("nodes/*/attempt_*.log")]
         return [log for number, log in sorted(logs) if number >= self.attempt]
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """Whole lines; one that a crash has torn is left out."""
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            events.append(json.loads(line))
+    return events
 
 
 def attempt_of(log: Path) -> int:

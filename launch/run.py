@@ -142,6 +142,8 @@ def _conclude(ending: Ending, code: int, watcher: Watcher) -> int:
             from aedit.launch.views.report import report
 
             print(report(ending.run_dir))
+        if not ending.trained():
+            _say("nothing was left to do; raise train.steps or train.seconds, or choose another --name")
         return 0
     if watcher.refused and (message := ending.refusal()):
         raise UserError(message)

@@ -1,0 +1,21 @@
+import json
+
+import pytest
+
+from aedit.launch.ending import Ending
+
+
+@pytest.mark.parametrize(("last_stop", "trained"), [(40, False), (41, True)])
+def test_a_start_that_found_nothing_to_do_is_told_from_one_that_trained(tmp_path, last_stop, trained):
+    events = [
+        {"event": "start", "step": 0},
+        {"event": "stop", "step": 40},
+        {"event": "start", "step": 40},
+        {"event": "stop", "step": last_stop},
+    ]
+    for node in (0, 1):
+        home = tmp_path / "nodes" / str(node)
+        home.mkdir(parents=True)
+        lines = events if node == 1 else events[:3] + events[1:2]
+        (home / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines) + '{"torn')
+    assert Ending(tmp_path, (0, 1), ranks=1, attempt=2, output="").trained() is trained
