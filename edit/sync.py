@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from aedit.edit.config import EditConfig
@@ -332,6 +333,9 @@ class LayerSync:
         else:
             unit.follow(anchor)
         unit.sent = None
+        for module in unit.modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward without a backward leaves the root gathered, with the old values
         if adopt:  # what was learned on the way to an unbelievable place must not steer the next steps
             for p in unit.params:
                 for moment in self.inner.state.get(p, {}).values():

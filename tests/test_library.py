@@ -85,6 +85,11 @@ def test_the_same_five_lines_work_on_an_fsdp2_model(world, nodes, ranks):
         assert furthest(found, expected) < 1e-6
 
 
+def test_what_lands_after_an_evaluation_is_what_a_sharded_root_runs_on(world):
+    for said, expected in world.run(JOBS, "land_after_an_evaluation", size=2):
+        assert (said - expected).abs().max() < 1e-6
+
+
 def test_a_step_is_an_optimizer_step_whatever_the_number_of_micro_batches():
     model, data = Tower(), [batches(i, 4) for i in range(2)]
     results = together(replicas(model, 2), data, every=2, accumulate=4)

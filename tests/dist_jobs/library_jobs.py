@@ -73,3 +73,31 @@ def train_sharded(rank, size, nodes, ranks, every, num_steps):
             sync.step()
     transport.close()
     return landed, {name: p.detach().full_tensor() for name, p in trainable(model)}
+
+
+def land_after_an_evaluation(rank, size):
+    """A forward without a backward, then a landing outside any forward. Returns what the model says then,
+    and what a plain model with the same whole parameters says."""
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("sync", "shard"))
+    model, x = Tower(), torch.ones(2, 5)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    exchange = MeanExchange(transport, penalty=PLAIN)  # Nesterov overshoots: landing moves the parameters
+    sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySteps(1), config=EditConfig())
+    with sync:
+        loss(model, x).backward()
+        inner.step()
+        inner.zero_grad()
+        with torch.no_grad():
+            model(x)
+        sync.step()
+        sync.finish()
+        with torch.no_grad():
+            said = model(x)
+    transport.close()
+    plain = Tower()
+    plain.load_state_dict({name: p.detach().full_tensor() for name, p in model.named_parameters()})
+    return said, plain(x).detach()
