@@ -80,7 +80,7 @@ def test_a_missed_bar_is_printed_and_is_no_error(monkeypatch, capsys):
 
 def test_the_overhead_benchmark_runs_plain_and_sharded(run):
     rows = printed_rows(run("overhead", "--quick"))
-    assert [row[0] for row in rows] == ["plain module"] * 4 + ["FSDP2, one rank"] * 4
+    assert [row[0] for row in rows] == ["plain module"] * 6 + ["FSDP2, one rank"] * 6
 
 
 def test_the_quality_benchmark_compares_all_methods(run):
