@@ -37,7 +37,7 @@ def sharded(mesh):
 
 
 def collectives_of_the_users_own(rank, size, nodes, timed, steps):
-    """Clocks that disagree ever more, and a collective of the user's own in every step: over the ranks of a
+    """Clocks of a node's ranks that disagree ever more, and a collective of the user's own in every step: over the ranks of a
     node if rounds are timed, else over everybody.
 
     Returns the inner steps at which rounds were opened, and the final parameters.
@@ -62,7 +62,7 @@ def collectives_of_the_users_own(rank, size, nodes, timed, steps):
             if sync.schedule.last_id != before:
                 opened.append(sync.steps)
             dist.all_reduce(value.detach(), group=mesh.get_group("shard") if timed else None)
-            clock.now += 1 + 0.2 * rank
+            clock.now += 1 + 2 * (rank % (size // nodes))
     transport.close()
     return opened, parameters(model)
 

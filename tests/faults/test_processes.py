@@ -6,9 +6,13 @@ warm-up (0-3), then a round opens after steps 7, 11, 15 and 19 and lands in the 
 
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 from faults.tiny_run import deed, differing
+
+from aedit.edit.shards import Shards
+from aedit.launch.stop import Stop, Stopped
 
 
 def assert_same_end(run, undisturbed):
@@ -34,6 +38,17 @@ def test_nodes_that_leave_on_sigterm_go_on_as_if_they_had_not(make_run, undistur
     assert run.events("stop")[0]["step"] < 20
     run.train()
     assert_same_end(run, undisturbed)
+
+
+def test_one_that_is_asked_to_leave_tells_the_others_at_its_next_step():
+    board = {}
+    notes = SimpleNamespace(post=board.setdefault, read=board.get)
+    asked, other = (Stop(node, 2, notes, Shards()) for node in range(2))
+    other.check()
+    asked._signalled = True  # as its handler does
+    for node in (asked, other):
+        with pytest.raises(Stopped):
+            node.check()
 
 
 @pytest.mark.parametrize(
