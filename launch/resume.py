@@ -37,6 +37,8 @@ class Resumed:
     busy_s: float
     other_s: float
     waited_s: float
+    cuda_rng: list[int]
+    """Random state of the GPU, for dropout; empty on CPU."""
 
 
 def training_state(sync: LayerSync) -> dict[str, Any]:
@@ -77,6 +79,7 @@ def resume(
         busy_s=clock.get("busy_s", 0.0),
         other_s=clock.get("other_s", 0.0),
         waited_s=clock.get("waited_s", 0.0),
+        cuda_rng=(mine or {}).get("cuda_rng", []),
     )
 
 

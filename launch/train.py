@@ -76,6 +76,8 @@ class Node:
         self.resumed, self.owed, self.tokens = True, resumed.owed, resumed.tokens
         self.saved, self.evaluated_round = resumed.mark, resumed.mark.round
         self.sync.waited_s = resumed.waited_s
+        if resumed.cuda_rng and self.world.device.type == "cuda":
+            torch.cuda.set_rng_state(torch.tensor(resumed.cuda_rng, dtype=torch.uint8))
         self.recorder.clock.busy_s, self.recorder.clock.other_s = resumed.busy_s, resumed.other_s
 
     def begin(self) -> None:
@@ -235,6 +237,7 @@ class Node:
             "sync": snapshot.numbers(self.sync, owed),
             "order": self.order.state(),
             "tokens": self.tokens,
+            "cuda_rng": torch.cuda.get_rng_state().tolist() if self.world.device.type == "cuda" else [],
             "clock": seconds | {"waited_s": self.sync.waited_s},
         }
 
