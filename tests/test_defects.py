@@ -219,6 +219,7 @@ def test_f12_uneven_step_counts_end_together_and_the_last_steps_count():
     results = local_sgd(model, data, EditConfig(every=5), outer=Average(), penalty=PLAIN)
     assert furthest(results[0][0], results[1][0]) == 0
     assert results[0][1][-1].total_steps == 33
+    assert all(verdict.rolled_back == () for _, rounds, _ in results for verdict in rounds)
     assert sum(verdict.round.steps for verdict in results[0][1]) == 13
     assert sum(verdict.round.steps for verdict in results[1][1]) == 20
 

@@ -37,8 +37,8 @@ def sharded(mesh):
 
 
 def collectives_of_the_users_own(rank, size, nodes, timed, steps):
-    """Clocks of a node's ranks that disagree ever more, and a collective of the user's own in every step: over the ranks of a
-    node if rounds are timed, else over everybody.
+    """Clocks that disagree ever more within a node, and a collective of the user's own in every step: over
+    the ranks of a node if rounds are timed, else over everybody.
 
     Returns the inner steps at which rounds were opened, and the final parameters.
     """
