@@ -4,7 +4,7 @@ machine."""
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 21
 _ODD = 0x1E3779B97F4A7C15
 
 
@@ -12,11 +12,14 @@ _ODD = 0x1E3779B97F4A7C15
 def digest(flat: Tensor) -> Tensor:
     """0-dim int64 over the bits and the places of an fp32 vector. Sums wrap, so the order of adding cannot
     matter."""
+    if flat.numel() % 2 or flat.storage_offset() % 2:
+        flat = torch.cat([flat, flat.new_zeros(flat.numel() % 2)])
+    pairs = flat.view(torch.int64)  # two numbers at a time: half the work of a slow multiplication
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        bits = flat[start : start + _CHUNK].view(torch.int32).long()
-        place = torch.arange(start, start + bits.numel(), device=flat.device)
-        total += ((bits ^ (bits << 29)) * (place * _ODD | 1)).sum()
+    for start in range(0, pairs.numel(), _CHUNK):
+        bits = pairs[start : start + _CHUNK]
+        weights = torch.arange(start, start + bits.numel(), device=flat.device).mul_(_ODD).bitwise_or_(1)
+        total += (bits << 29).bitwise_xor_(bits).mul_(weights).sum()
     return total
 
 
