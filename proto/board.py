@@ -7,6 +7,7 @@ so that reading costs a dictionary look-up and no training step ever asks the ne
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
 from datetime import timedelta
 
@@ -30,6 +31,7 @@ class Board:
         host = (os.environ.get("MASTER_ADDR") if beside_master else None) or socket.gethostname()
         mine = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout) if leads else None
         host, port = _tell(group, host, mine.port if mine else 0)
+        self._serves, self._size = leads, dist.get_world_size(group)
         self._store = mine or TCPStore(host, port, is_master=False, timeout=timeout)
         self._watch = TCPStore(host, port, is_master=False, timeout=timeout)
         self._notes: dict[str, str] = {}
@@ -48,10 +50,15 @@ class Board:
         return self._notes.get(key)
 
     def close(self) -> None:
-        """Stop listening: a last note wakes the thread."""
+        """Stop listening. The process that serves the notes stays until all have closed, for some seconds."""
         self._closing.set()
         with suppress(RuntimeError):  # the serving process may be gone already
-            self.post("closed", "")
+            self.post("closed", "")  # a last note wakes the thread
+            left = self._store.add("left", 1)
+            deadline = time.monotonic() + _CLOSE_LIMIT_S
+            while self._serves and left < self._size and time.monotonic() < deadline:
+                time.sleep(0.01)
+                left = self._store.add("left", 0)
         self._thread.join(_CLOSE_LIMIT_S)
 
     def _follow(self) -> None:
