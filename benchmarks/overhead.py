@@ -33,6 +33,8 @@ MOST = 0.02
 INTERVALS = (16, 64, 128)
 CLOCKS = {"wall": time.perf_counter, "CPU": time.process_time}
 SEQ_LEN, BATCH_SIZE = 128, 4
+LR = 1e-6
+"""So small that both models stay where they began: on other numbers the same arithmetic can take longer."""
 
 
 Times = tuple[float, ...]
@@ -83,7 +85,8 @@ def measure(quick: bool) -> Report:
             models = [_model(size, num_layers, mesh if sharded else None) for _ in range(2)]
             races = _race(models[0], models[1], INTERVALS[0], num_intervals)
             rows += [_row(name, c, races[c], every) for c, every in product(CLOCKS, INTERVALS)]
-            bars.append(_bar(name, races, quick))
+            clock = _fair_clock()
+            bars += [_bar(name, races[clock], clock, every, quick) for every in (16, 128)]
             figures[name] = {c: [asdict(interval) for interval in races[c]] for c in CLOCKS}
     return Report(
         "overhead of EDiT, one node",
@@ -96,10 +99,10 @@ def measure(quick: bool) -> Report:
         (
             "node",
             "clock",
-            "round every",
+            "every",
             "bare ms",
-            "EDiT adds ms",
-            "one round ms",
+            "adds ms",
+            "round ms",
             "overhead",
             "95 % interval",
         ),
@@ -131,13 +134,15 @@ def _row(name: str, clock: str, intervals: Sequence[Interval], every: int) -> tu
     return name, clock, f"{every} steps", *milliseconds, percent(c.overhead(every), 2), spread
 
 
-def _bar(name: str, races: dict[str, list[Interval]], quick: bool) -> Bar:
-    every = INTERVALS[0]
-    clock = "CPU" if os.getloadavg()[0] > (os.cpu_count() or 1) else "wall"
-    overhead = cost(races[clock]).overhead(every)
-    why = ", the machine being busy" if clock == "CPU" else ""
-    text = f"{name}: {percent(overhead, 2)} with a round every {every} steps by {clock} time{why}, bar 2 %"
+def _bar(name: str, intervals: Sequence[Interval], clock: str, every: int, quick: bool) -> Bar:
+    overhead = cost(intervals).overhead(every)
+    text = f"{name}: {percent(overhead, 2)} with a round every {every} steps by {clock} time, bar 2 %"
     return Bar(text, None if quick else overhead <= MOST)
+
+
+def _fair_clock() -> str:
+    """Wall time, unless other work has to share the cores with this."""
+    return "CPU" if os.getloadavg()[0] > (os.cpu_count() or 1) else "wall"
 
 
 @contextmanager
@@ -161,7 +166,7 @@ def _model(size: int, num_layers: int, mesh: DeviceMesh | None) -> nn.Module:
 
 def _race(bare: nn.Module, edit: nn.Module, every: int, num_intervals: int) -> dict[str, list[Interval]]:
     """Both take the same steps; who goes first is drawn for each. By clock."""
-    bare_inner, edit_inner = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (bare, edit))
+    bare_inner, edit_inner = (torch.optim.AdamW(model.parameters(), lr=LR) for model in (bare, edit))
     transport = TorchTransport(timeout_s=60)
     exchange = MeanExchange(transport)
     sync = LayerSync.of(edit, edit_inner, exchange=exchange, config=EditConfig(every=every))

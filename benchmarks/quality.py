@@ -38,7 +38,7 @@ def measure(quick: bool) -> Report:
     return Report(
         "held-out loss at equal tokens, 4 nodes",
         _method_lines(setting, len(seeds)),
-        ("method", "clean", "to ddp", "one node's data bad", "to diloco", "wait, virtual"),
+        ("method", "clean", "to ddp", "one node bad", "to diloco", "to clean", "waiting"),
         tuple(_row(method, results) for method in METHODS),
         _bars(results, quick),
         {
@@ -67,8 +67,16 @@ def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
 
 def excess(results: Results, method: str, other: str, bad: bool) -> list[float]:
     """By how much `method` ends above `other`, as a share, seed by seed."""
-    pairs = zip(results[method, bad], results[other, bad], strict=True)
-    return [mine.loss / others.loss - 1 for mine, others in pairs]
+    return _excess(results[method, bad], results[other, bad])
+
+
+def harm(results: Results, method: str) -> list[float]:
+    """By how much `method` ends above itself when one node's data is bad for a while."""
+    return _excess(results[method, True], results[method, False])
+
+
+def _excess(mine: Sequence[Outcome], others: Sequence[Outcome]) -> list[float]:
+    return [m.loss / o.loss - 1 for m, o in zip(mine, others, strict=True)]
 
 
 def draw(results: Results, path: Path) -> None:
@@ -84,7 +92,7 @@ def draw(results: Results, path: Path) -> None:
             losses = [fmean(point[1] for point in points) for points in zip(*curves, strict=False)]
             panel.plot(tokens, losses, label=method)
         panel.set(title="one node's data random in the shaded part" if bad else "clean data")
-        panel.set(xlabel="tokens of all nodes, millions", yscale="log")
+        panel.set(xlabel="tokens of all nodes, millions", ylim=(losses[-1] * 0.95, losses[-1] * 1.5))
         if bad:
             panel.axvspan(0.4 * tokens[-1], 0.6 * tokens[-1], alpha=0.1, color="black")
     panels[0].set(ylabel="held-out loss, nats per byte")
@@ -112,6 +120,7 @@ def _row(method: str, results: Results) -> tuple[str, ...]:
         _plus_minus_percent(excess(results, method, "ddp", False)),
         _plus_minus([outcome.loss for outcome in bad]),
         _plus_minus_percent(excess(results, method, "diloco", True)),
+        _plus_minus_percent(harm(results, method)),
         percent(waiting),
     )
 
@@ -123,9 +132,9 @@ def _bars(results: Results, quick: bool) -> tuple[Bar, ...]:
             fmean(excess(results, method, "ddp", False)),
             fmean(excess(results, method, "diloco", True)),
         )
-        text = f"{method}: clean {percent(off, 2)} above ddp, bar {percent(CLOSE, 0)}"
+        text = f"{method}: clean {100 * off:+.2f} % to ddp, bar {100 * CLOSE:+.0f} %"
         bars.append(Bar(text, None if quick else off <= CLOSE))
-        text = f"{method}: with bad data {percent(better, 2)} above diloco, bar 0 %"
+        text = f"{method}: with bad data {100 * better:+.2f} % to diloco, bar below 0 %"
         bars.append(Bar(text, None if quick else better < 0))
     return tuple(bars)
 

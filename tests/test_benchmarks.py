@@ -164,7 +164,7 @@ def test_a_run_by_the_clock_has_the_same_bits_twice_and_as_many_tokens_as_the_ot
     first, second, by_steps = train("a-edit", setting), train("a-edit", setting), train("edit", setting)
     assert first == second
     tokens = NODES * setting.steps * setting.batch_size * setting.seq_len
-    assert first.curve[-1][0] == by_steps.curve[-1][0] == tokens
+    assert first.tokens == by_steps.tokens == tokens
     assert first.waiting < by_steps.waiting
     # 16 local steps: every 4, and once more to leave. By the clock, 64 steps at up to 3.5 a second last 18.3
     # seconds or a little longer; rounds are due every 16 / 3.5 seconds, noticed at whole ones: every 5.
