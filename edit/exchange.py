@@ -4,7 +4,7 @@
 step, so no node owns the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -126,19 +126,29 @@ class MeanExchange:
 
     def anchor(self) -> None:
         """Take the parameters as anchors. Nodes that differ adopt those of the first node, bit for bit."""
-        flats = [unit.flat() for unit in self.units]
-        self.keep([(flat, self.outer.init(flat)) for flat in flats])
-        mine = torch.tensor(self._digest(range(len(flats))), dtype=torch.float64)
+        flats = (unit.flat() for unit in self.units)
+        self.keep((flat, self.outer.init(flat)) for flat in flats)
+        mine = torch.tensor(self._digest(range(len(self.units))), dtype=torch.float64)
         rows = self.transport.gather("anchor", mine).result()
         if not (rows.rows == rows.rows[0]).all():
             self.adopt_anchors_of(0, rows, key="anchor")
             for i, unit in enumerate(self.units):
                 unit.adopt(self.store.read(i)[0])
 
-    def keep(self, kept: Sequence[Kept]) -> None:
-        """Put anchors and outer states where this exchange keeps them (first anchors, or a checkpoint's)."""
-        self.store = PinnedStore(kept) if self.offload else DeviceStore(kept)
-        self._digests = [digest(anchor) for anchor, _ in kept]
+    def keep(self, kept: Iterable[Kept]) -> None:
+        """Put anchors and outer states where this exchange keeps them (first anchors, or a checkpoint's).
+
+        Takes one unit after the other, so that with offload no more than one is on the device.
+        """
+        digests = []
+
+        def noted() -> Iterator[Kept]:
+            for anchor, state in kept:
+                digests.append(digest(anchor))
+                yield anchor, state
+
+        self.store = PinnedStore(noted()) if self.offload else DeviceStore(noted())
+        self._digests = digests
 
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         return Then(self.transport.weighted_mean(name, value, weight), lambda mean: mean.value)
@@ -204,8 +214,8 @@ class MeanExchange:
     @torch.no_grad()
     def _step(self, i: int, mean: Mean, outer: OuterOptimizer) -> Tensor:
         anchor, state = self.store.read(i)
-        norm = self.shards.sum(mean.value.square().sum()).sqrt()
-        step, stepped = outer.update(mean.value * clip_scale(norm, self.penalty.clip), state)
+        norm = self.shards.sum(torch.linalg.vector_norm(mean.value).square()).sqrt()
+        step, stepped = outer.update(mean.value.mul_(clip_scale(norm, self.penalty.clip)), state)
         trusted = mean.total_weight > 0  # stays on the device: nothing here waits for the host
         next_anchor = torch.where(trusted, anchor - step, anchor)
         momentum = torch.where(trusted, stepped.momentum, state.momentum)
@@ -221,7 +231,9 @@ class MeanExchange:
 
     def _pseudo_gradient(self, i: int, anchor: Tensor) -> Tensor:
         """D = anchor - local, measured from the value the parameters started from."""
-        return self.units[i].representable(anchor) - self.units[i].value()
+        unit, value = self.units[i], self.units[i].value()
+        into = value if unit.sent is None else None  # a new vector may be used again, a snapshot not
+        return torch.sub(unit.representable(anchor), value, out=into)
 
     def _norms(self, units: Sequence[int]) -> Tensor:
         """G_L of `units`: one reduction over the node's ranks, one copy to the host.
@@ -234,7 +246,7 @@ class MeanExchange:
                 self.store.ahead(units[n + 1])
             anchor = self.store.read(i)[0]
             self._digests[i] = digest(anchor)
-            squares.append(self._pseudo_gradient(i, anchor).square().sum())
+            squares.append(torch.linalg.vector_norm(self._pseudo_gradient(i, anchor)).square())
         return self.shards.sum(torch.stack(squares)).double().sqrt().cpu()
 
     def _spread(self, G_L: Tensor, units: Sequence[int]) -> Tensor:
@@ -260,18 +272,18 @@ class MeanExchange:
 
     def adopt_anchors_of(self, source: int, rows: Rows, *, key: str) -> None:
         """Everybody else weighs 0, and x * 1 / 1 is x: the source's bits arrive unchanged."""
-        weight = 1.0 if rows.mine == source else 0.0
+        weight, old, device = float(rows.mine == source), self.store, self._digests[0].device
 
         def fetch(name: str, tensor: Tensor) -> Tensor:
-            value = tensor.to(self._digests[0].device)
-            return self.transport.weighted_mean(f"{key}/{name}", value, weight).result().value
+            return self.transport.weighted_mean(f"{key}/{name}", tensor.to(device), weight).result().value
 
-        kept = []
-        for unit, i in zip(self.units, range(len(self.units)), strict=True):
-            anchor, state = self.store.peek(i)
-            momentum = fetch(f"{unit.name}/momentum", state.momentum)
-            kept.append((fetch(f"{unit.name}/anchor", anchor), replace(state, momentum=momentum)))
-        self.keep(kept)
+        def fetched() -> Iterator[Kept]:
+            for i, unit in enumerate(self.units):
+                anchor, state = old.peek(i)
+                momentum = fetch(f"{unit.name}/momentum", state.momentum)
+                yield fetch(f"{unit.name}/anchor", anchor), replace(state, momentum=momentum)
+
+        self.keep(fetched())
 
 
 def _only(new: NormHistory, old: NormHistory, units: list[int]) -> NormHistory:

@@ -57,8 +57,8 @@ def blank(sync: LayerSync, saved: dict[str, Any]) -> dict[str, Tensor]:
     """Tensors to load a snapshot into, shaped as this node shards them."""
     if saved["anchored"]:
         exchange = _mean(sync)
-        flats = [unit.flat() for unit in sync.units]
-        exchange.keep([(flat, exchange.outer.init(flat)) for flat in flats])
+        flats = (unit.flat() for unit in sync.units)
+        exchange.keep((flat, exchange.outer.init(flat)) for flat in flats)
     sync.anchored = saved["anchored"]
     return {name: tensor.clone() for name, tensor in tensors(sync).items()}
 
@@ -73,7 +73,7 @@ def restore(sync: LayerSync, loaded: dict[str, Tensor], saved: dict[str, Any]) -
     sync.round_id, sync.total_steps = saved["round_id"], saved["total_steps"]
     sync.schedule.last_id, sync.schedule.last_step = saved["last_id"], saved["last_step"]
     if sync.anchored:
-        exchange.keep([_kept(unit, loaded) for unit in sync.units])
+        exchange.keep(_kept(unit, loaded) for unit in sync.units)
     return [Round(id, steps) for id, steps in saved["owed"]]
 
 

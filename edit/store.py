@@ -4,7 +4,7 @@ A unit is read once to measure its pseudo-gradient and once to step; with offloa
 then.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -36,7 +36,7 @@ class OuterStore(Protocol):
 class DeviceStore:
     """Everything stays where it was made."""
 
-    def __init__(self, kept: Sequence[Kept]) -> None:
+    def __init__(self, kept: Iterable[Kept]) -> None:
         self._kept = list(kept)
 
     def ahead(self, i: int) -> None:
@@ -61,7 +61,7 @@ class PinnedStore:
     Two units are on the device at most: the one in use and the one that comes next (double buffering).
     """
 
-    def __init__(self, kept: Sequence[Kept]) -> None:
+    def __init__(self, kept: Iterable[Kept]) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._host = [(_pinned(anchor), state.map(_pinned)) for anchor, state in kept]
         self._device: dict[int, Kept] = {}

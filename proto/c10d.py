@@ -62,16 +62,15 @@ class TorchTransport:
         return self._under_way(key, work, mine, lambda: Rows(rows.cpu(), rank))
 
     def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> _Collective[Mean]:
-        w = torch.as_tensor(weight, dtype=torch.float32, device=value.device)
         # The weight rides behind its value: one collective, not two.
         packed = value.new_empty(value.numel() + 1)
-        packed[:-1] = torch.where(w > 0, value.detach().reshape(-1) * w, 0.0)
-        packed[-1] = w
+        _weigh(value.detach().reshape(-1), weight, out=packed[:-1])
+        packed[-1] = weight
         work = dist.all_reduce(packed, group=self.group, async_op=True)
 
         def mean() -> Mean:
             total = packed[-1]
-            return Mean((packed[:-1] / torch.where(total > 0, total, 1.0)).view_as(value), total)
+            return Mean(packed[:-1].div_(torch.where(total > 0, total, 1.0)).view_as(value), total)
 
         return self._under_way(key, work, packed, mean)
 
@@ -90,3 +89,13 @@ class TorchTransport:
 
     def close(self) -> None:
         self._board.close()
+
+
+def _weigh(value: Tensor, weight: float | Tensor, out: Tensor) -> None:
+    """weight * value, but zeros for weight 0, where 0 * nan would be nan."""
+    if isinstance(weight, Tensor):  # on its device: nothing is waited for
+        out.copy_(torch.where(weight > 0, value * weight, 0.0))
+    elif weight > 0:
+        torch.mul(value, weight, out=out)
+    else:
+        out.zero_()
