@@ -118,8 +118,8 @@ class CheckpointConfig:
     """What survives a crash."""
 
     every: int = 1
-    """Rounds between checkpoints (inner steps / `edit.every` during warm-up counts as none); 0: only at
-    the end."""
+    """Rounds between checkpoints; without rounds (`edit.warmup_steps = "all"`) `edit.every` steps count as one.
+    0: only at the end."""
 
     keep: int = 2
     """Newest checkpoints kept per node."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from aedit.types import UserError
+
 LINE_EVERY_S = 1.0
 
 
@@ -93,8 +95,10 @@ def _open(path: Path) -> TextIO:
 
 
 def _board(directory: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # the `tensorboard` extra
-
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError("tensorboard = true needs the extra: pip install 'aedit[tensorboard]'") from error
     return SummaryWriter(directory / "tensorboard")
 
 
