@@ -118,8 +118,8 @@ class CheckpointConfig:
     """What survives a crash."""
 
     every: int = 1
-    """Rounds between checkpoints; without rounds (`edit.warmup_steps = "all"`) `edit.every` steps count as one.
-    0: only at the end."""
+    """Rounds between checkpoints; 0: only at the end. In a run without rounds (`edit.warmup_steps = "all"`)
+    `edit.every` steps count as one."""
 
     keep: int = 2
     """Newest checkpoints kept per node."""
