@@ -7,7 +7,6 @@ starts anew from them.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,12 +38,6 @@ class NormHistory:
         return cls(
             torch.full((window, num_units), torch.nan, dtype=torch.float64), zeros, zeros, zeros, zeros
         )
-
-
-class Score(Protocol):
-    """Standard deviations by which each norm exceeds its history."""
-
-    def __call__(self, G_L: Tensor, history: NormHistory) -> Tensor: ...
 
 
 def robust_score(G_L: Tensor, history: NormHistory) -> Tensor:
