@@ -95,6 +95,7 @@ def perform(act):
         os.kill(os.getpid(), signal.SIGTERM)
     else:
         os.kill(os.getpid(), signal.Signals[act])
+        time.sleep(0.2)  # after SIGCONT: what was sent meanwhile may have gone to another thread first
 
 
 def run_node(deeds, words):
