@@ -1,24 +1,205 @@
-"""The outer step. Imports no torch."""
+"""The outer step and the hub. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from aedit.types import check
+
+Codec = Literal["fp32", "bf16", "int8", "e3m0", "topk"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
     """How an averaged pseudo-gradient becomes the next anchor."""
 
-    kind: Literal["average", "nesterov"] = "nesterov"
-    """`average` subtracts lr times the mean; `nesterov` is SGD with Nesterov momentum."""
+    kind: Literal["average", "nesterov", "delayed-nesterov"] = "nesterov"
+    """`average` subtracts lr times the mean; `nesterov` is SGD with Nesterov momentum; `delayed-nesterov`
+    takes the momentum in only once per `delay` updates, for a hub that merges every arrival."""
 
     lr: float = 0.8
     """Outer learning rate; 1 with `average` is plain parameter averaging."""
 
     momentum: float = 0.85
-    """Nesterov momentum; not used by `average`."""
+    """Momentum of both Nesterov kinds; not used by `average`."""
+
+    delay: int = 4
+    """Updates per momentum step (N of arXiv:2401.09135, algorithm 3); about the number of nodes."""
+
+    activation: float = 0.0
+    """Share of the momentum that takes part in every update in between (c of arXiv:2401.09135)."""
+
+    look_ahead: bool = False
+    """Hand out the point where the momentum will carry the anchor next instead of the anchor itself, so
+    that what comes back late was measured near where it lands. Needs a hub and momentum."""
 
     def __post_init__(self) -> None:
         check(self.lr > 0, "outer.lr", "must be above 0", self.lr)
         check(0 <= self.momentum < 1, "outer.momentum", "must be in [0, 1)", self.momentum)
+        check(self.delay >= 1, "outer.delay", "must be at least 1", self.delay)
+        check(0 <= self.activation <= 1, "outer.activation", "must be in [0, 1]", self.activation)
+        no_momentum = self.look_ahead and self.kind == "average"
+        check(not no_momentum, "outer.look_ahead", "needs momentum, not outer.kind =", self.kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessConfig:
+    """How much a pseudo-gradient still counts that was measured from an older anchor."""
+
+    rule: Literal["constant", "polynomial", "exponential"] = "polynomial"
+    """With s versions in between: 1, (1 + s)^-power, or exp(-rate s) times a cosine gate that is 0 from
+    `cutoff` on (arXiv:2605.09126)."""
+
+    power: float = 0.5
+    rate: float = 0.1
+
+    cutoff: int = 64
+    """Versions after which a pseudo-gradient is refused, whatever the rule; its node keeps the progress and
+    measures it anew."""
+
+    def __post_init__(self) -> None:
+        check(self.power >= 0, "hub.staleness.power", "must not be negative", self.power)
+        check(self.rate >= 0, "hub.staleness.rate", "must not be negative", self.rate)
+        check(self.cutoff >= 1, "hub.staleness.cutoff", "must be at least 1", self.cutoff)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScreenConfig:
+    """What the hub refuses to believe of a node, beyond what is malformed."""
+
+    threshold: float = 5.0
+    """Robust standard deviations (MAD of log-norms) above which a norm is refused."""
+
+    cosine: bool = True
+    """With at least four pushes to merge, weigh 0 what points away from their median direction."""
+
+    clip: float | None = 2.0
+    """Scale down what is longer than this many median norms of its unit. None: never."""
+
+    offences: int = 8
+    """Refused pushes, less one for every 16 accepted ones, after which a node is put out."""
+
+    def __post_init__(self) -> None:
+        check(self.threshold > 0, "hub.screen.threshold", "must be above 0", self.threshold)
+        check(self.clip is None or self.clip > 0, "hub.screen.clip", "must be above 0", self.clip)
+        check(self.offences >= 1, "hub.screen.offences", "must be at least 1", self.offences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitConfig:
+    """What one peer may take of the hub."""
+
+    nodes: int = 256
+    """Members at a time."""
+
+    calls_per_s: float = 200.0
+    """Calls of one node per second, with bursts of as many."""
+
+    in_flight_bytes: int = 2**30
+    """Bytes of all pushes being received at a time; who comes above it is asked to wait."""
+
+    def __post_init__(self) -> None:
+        check(self.nodes >= 1, "hub.limits.nodes", "must be at least 1", self.nodes)
+        check(self.calls_per_s > 0, "hub.limits.calls_per_s", "must be above 0", self.calls_per_s)
+        bound = self.in_flight_bytes >= 2**20
+        check(bound, "hub.limits.in_flight_bytes", "must be at least 1 MiB", self.in_flight_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubConfig:
+    """An asynchronous run: who owns the anchors, and how what arrives becomes the next ones."""
+
+    address: str = ""
+    """HOST:PORT of the hub; port 0 takes a free one. Empty: no hub, the nodes share one `torchrun` world.
+    Several, separated by commas, split the units among as many hub processes."""
+
+    standby: str = ""
+    """HOST:PORT of a hub that follows the journal and takes over when the nodes ask it to."""
+
+    parent: str = ""
+    """HOST:PORT of the hub of which this one is a node, for two levels (HALoS, arXiv:2506.04531)."""
+
+    parent_every: int = 32
+    """Versions of a unit between two exchanges with the parent."""
+
+    parent_mix: float = 0.25
+    """Share of the parent's anchor in the anchor it is mixed into."""
+
+    quorum: int | Literal["all"] = 1
+    """Nodes whose pushes of a unit make a new anchor; 1 merges every arrival, `all` waits for every member
+    that is alive."""
+
+    grace: float = 0.5
+    """Once a quorum is there, wait for the others this share of the usual time between merges."""
+
+    grace_cap_s: float = 10.0
+    """Longest such wait."""
+
+    merge: Literal["mean", "rda", "trimmed"] = "mean"
+    """Weighted mean; mean norm times mean direction per matrix (RDA); or a mean without the extremes of
+    every element, for members who are not trusted."""
+
+    weights: Literal["uniform", "steps", "tokens", "penalty"] = "penalty"
+    """Of a push in its merge: equal; its steps; tokens^2 / steps (arXiv:2604.21428); or EDiT's, by norm and
+    steps as `edit.penalty` says."""
+
+    pace: Literal["steps", "dylu", "seconds"] = "dylu"
+    """When a node pushes: every `edit.every` steps; DyLU (arXiv:2401.09135), where the fastest does
+    `edit.every` steps and the others what they can in that time; or when the hub opens a round every
+    `edit.every` seconds."""
+
+    max_steps_ahead: int = 1024
+    """Steps a node trains on without an answer from the hub before it waits."""
+
+    codec: Codec = "bf16"
+    """How pseudo-gradients travel up: `e3m0` is 4 bits, `topk` keeps 32 of every 4096."""
+
+    codec_down: Literal["fp32", "bf16", "int8", "e3m0"] = "fp32"
+    """How anchors travel down: `fp32` sends them whole, the others what has changed since the version the
+    node has."""
+
+    beat_s: float = 0.5
+    """How often a node reports and asks for news."""
+
+    expire_s: float = 15.0
+    """Silence after which a node is no longer counted on; its data goes to others."""
+
+    lease_samples: int = 4096
+    """Samples handed out at a time; no sample is with two nodes."""
+
+    snapshot_bytes: int = 2**30
+    """Journal bytes after which a snapshot lets the hub forget them."""
+
+    fsync: bool = True
+    """An accepted push is on the disk before it is acknowledged, not only in the file system's cache."""
+
+    metrics_port: int | None = None
+    """Serve Prometheus metrics on this port of the hub's host."""
+
+    call_timeout_s: float = 30.0
+    """Deadline of every call but bulk transfers, which have it per MiB."""
+
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    screen: ScreenConfig = field(default_factory=ScreenConfig)
+    limits: LimitConfig = field(default_factory=LimitConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("address", "standby", "parent"):
+            for place in filter(None, getattr(self, name).split(",")):
+                host, _, port = place.rpartition(":")
+                check(bool(host) and port.isdecimal(), f"hub.{name}", "must be HOST:PORT", repr(place))
+        check(self.parent_every >= 1, "hub.parent_every", "must be at least 1", self.parent_every)
+        check(0 < self.parent_mix <= 1, "hub.parent_mix", "must be in (0, 1]", self.parent_mix)
+        check(self.quorum == "all" or self.quorum >= 1, "hub.quorum", "must be at least 1", self.quorum)
+        check(self.grace >= 0, "hub.grace", "must not be negative", self.grace)
+        check(self.grace_cap_s >= 0, "hub.grace_cap_s", "must not be negative", self.grace_cap_s)
+        check(self.max_steps_ahead >= 1, "hub.max_steps_ahead", "must be at least 1", self.max_steps_ahead)
+        check(self.beat_s > 0, "hub.beat_s", "must be above 0", self.beat_s)
+        check(self.expire_s > 2 * self.beat_s, "hub.expire_s", "must be above 2 beats", self.expire_s)
+        check(self.lease_samples >= 1, "hub.lease_samples", "must be at least 1", self.lease_samples)
+        check(self.snapshot_bytes >= 2**20, "hub.snapshot_bytes", "must be at least 1 MiB", self.snapshot_bytes)
+        check(self.call_timeout_s > 0, "hub.call_timeout_s", "must be above 0", self.call_timeout_s)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """One per hub process; hub k owns the units i with i % len(addresses) == k."""
+        return tuple(filter(None, self.address.split(",")))

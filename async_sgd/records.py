@@ -1,0 +1,223 @@
+"""What happens to a hub, as values. Applying the same records in the same order gives the same bits.
+
+A hub decides (reading the time and its state), writes the decision down as records, and only then applies
+them. The journal is the list of records; a restart, a replay and a standby do nothing but apply it.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """One parameter inside a unit."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """A unit's canonical form: its parameters in registration order, whole, row-major, fp32."""
+
+    name: str
+    tensors: tuple[TensorLayout, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(tensor.numel for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What is trained: equal on all nodes of a run."""
+
+    units: tuple[UnitLayout, ...]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+class Values(Protocol):
+    """The numbers of one unit, somewhere: in memory, or encoded in a file. May be read again and again."""
+
+    def read(self, start: int, stop: int) -> Vector:
+        """Elements start..stop as fp32; both are multiples of 4096 or the end. The caller may change them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """A pseudo-gradient of one unit that a node has brought."""
+
+    node: int
+    unit: int
+    seq: int
+    """Counts the node's pushes of this unit, from 1."""
+    base: int
+    """Version of the anchor it was measured from; 0: the values are the first anchor itself."""
+    steps: int
+    tokens: int
+    values: Values
+    norms: tuple[float, ...]
+    """Norm of each tensor of the unit, as measured on arrival. Not finite: the push is refused."""
+
+
+# --- records
+
+
+@dataclass(frozen=True, slots=True)
+class Founded:
+    """The first node has said what is trained."""
+
+    layout: Layout
+    facts: tuple[tuple[str, str], ...]
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A node is a member from now on. A name that was here before has its old index."""
+
+    name: str
+    node: int
+    session: int
+    donor: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A node is no member any more: it said so, was silent too long, or was put out."""
+
+    node: int
+    reason: str
+    put_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A push is the hub's to keep: it will be merged, whatever happens."""
+
+    push: Push
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A push was not believed or came too late."""
+
+    node: int
+    unit: int
+    seq: int
+    reason: str
+    distrusted: bool
+    """The node is asked to take the anchor as it is; otherwise it keeps its progress."""
+    offence: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One push in a merge."""
+
+    node: int
+    seq: int
+    weight: float
+    scale: float = 1.0
+    """By which it is shortened, if it is too long."""
+    staleness: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A unit has its next version. `parts` are all pending pushes that it takes, with weight 0 too."""
+
+    unit: int
+    version: int
+    parts: tuple[Part, ...]
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """A unit has its next version by mixing the parent hub's anchor in."""
+
+    unit: int
+    version: int
+    values: Values
+    mix: float
+
+
+@dataclass(frozen=True, slots=True)
+class SentUp:
+    """Version `version` of a unit is what the parent hub has been told."""
+
+    unit: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOpened:
+    """Pace by seconds: a round is due."""
+
+    round: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Positions start..end of the endless stream of samples are this node's."""
+
+    node: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Positions of a lease below `upto` are in an accepted push."""
+
+    node: int
+    start: int
+    upto: int
+
+
+@dataclass(frozen=True, slots=True)
+class Led:
+    """A hub leads under this term."""
+
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """The run has lasted this long, outages of the hub not counted."""
+
+    elapsed_s: float
+
+
+Record = (
+    Founded
+    | Joined
+    | Left
+    | Accepted
+    | Refused
+    | Merged
+    | Mixed
+    | SentUp
+    | RoundOpened
+    | Leased
+    | Used
+    | Led
+    | Ticked
+)
