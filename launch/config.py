@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from aedit.async_sgd.config import OuterConfig
+from aedit.async_sgd.config import HubConfig, OuterConfig
 from aedit.edit.config import EditConfig
 from aedit.types import check
 
@@ -168,6 +168,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     edit: EditConfig = field(default_factory=EditConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
 
@@ -186,3 +187,20 @@ class RunConfig:
             'needs edit.schedule = "seconds"; with "steps" use train.steps',
             self.train.seconds,
         )
+        self._check_hub()
+
+    def _check_hub(self) -> None:
+        """What has no effect with a hub, or without one, is an error."""
+        hub, edit = self.hub, self.edit
+        if not hub.address:
+            check(hub == HubConfig(), "hub.address", "must be HOST:PORT for [hub] to have an effect", "''")
+            check(not self.outer.look_ahead, "outer.look_ahead", "needs a hub", self.outer.look_ahead)
+            return
+        timed = edit.schedule == "seconds"
+        rule = f'must {"" if timed else "not "}be "seconds" with edit.schedule = "{edit.schedule}"'
+        check((hub.pace == "seconds") == timed, "hub.pace", rule, hub.pace)
+        check(edit.landing == "arrival", "edit.landing", 'must be "arrival" with a hub', edit.landing)
+        check(edit.warmup_steps == 0, "edit.warmup_steps", "must be 0 with a hub", edit.warmup_steps)
+        check(not edit.offload, "edit.offload", "has no effect with a hub", edit.offload)
+        whole = hub.codec_down == "fp32" or not self.outer.look_ahead
+        check(whole, "outer.look_ahead", 'needs hub.codec_down = "fp32", not', hub.codec_down)

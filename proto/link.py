@@ -50,6 +50,8 @@ class News:
     total_steps: int = 0
     total_tokens: int = 0
     elapsed_s: float = 0.0
+    progress: float = 0.0
+    """Share of the run's budget that is used up, 0 to 1; `finished` comes with 1."""
     finished: bool = False
     evaluates: bool = False
 
