@@ -1,4 +1,4 @@
-"""torchrun as a child that never outlives us and leaves nobody behind."""
+"""A command as a child that never outlives us and leaves nobody behind: torchrun, or a hub."""
 
 import contextlib
 import ctypes
@@ -15,8 +15,8 @@ import psutil
 PR_SET_PDEATHSIG = 1
 
 
-class Torchrun:
-    """One torchrun with all its descendants; leaving the block ends those that are left."""
+class Child:
+    """One command with all its descendants; leaving the block ends those that are left."""
 
     def __init__(self, words: list[str], log: Path) -> None:
         with log.open("ab") as output:
@@ -35,7 +35,7 @@ class Torchrun:
         # Workers lead sessions of their own, so they are found through their parents while those live.
         self._seen: dict[int, psutil.Process] = {self._process.pid: psutil.Process(self._process.pid)}
 
-    def __enter__(self) -> "Torchrun":
+    def __enter__(self) -> "Child":
         return self
 
     def __exit__(
@@ -44,7 +44,7 @@ class Torchrun:
         self.kill()
 
     def running(self) -> bool:
-        """Whether torchrun lives. Also takes note of its descendants, so call it every second or so."""
+        """Whether the command lives. Also takes note of its descendants, so call it every second or so."""
         self._look()
         return self._process.poll() is None
 
@@ -53,7 +53,7 @@ class Torchrun:
         return self._process.wait(timeout=10)
 
     def output(self) -> str:
-        """What torchrun itself, and workers that had no log yet, have said."""
+        """What the command itself, and workers that had no log yet, have said."""
         with self._log.open("rb") as file:
             file.seek(self._read_to)
             self._output += file.read().decode(errors="replace")
@@ -61,13 +61,13 @@ class Torchrun:
         return self._output
 
     def workers(self) -> list[psutil.Process]:
-        """The node processes alive now."""
+        """The processes it has started that are alive now: torchrun's are the node's."""
         with contextlib.suppress(psutil.Error):
             return list(psutil.Process(self._process.pid).children())
         return []
 
     def terminate(self) -> None:
-        """Ask torchrun to end its workers; it gives them 30 s."""
+        """Ask it to end; torchrun gives its workers 30 s."""
         self._look()
         if self._process.poll() is None:
             self._process.terminate()
@@ -90,7 +90,7 @@ class Torchrun:
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:
-    """Run in the child before torchrun: the kernel ends it, so that it ends its workers, when we die."""
+    """Run in the child before the command: the kernel ends it, so that it ends its workers, when we die."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)

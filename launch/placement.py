@@ -39,6 +39,35 @@ class Placement:
             raise UserError(f"--master: expected HOST:PORT, got {self.master}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """How a node of a run with a hub finds it, and who it is there."""
+
+    hub: str
+    """HOST:PORT of the hub; several, separated by commas, split the units."""
+
+    name: str
+    """Of the node: the same one after a restart, so that it is the same member."""
+
+    standby: str = ""
+    keys: Path | None = None
+    """What `aedit keys` made for this node; None: a hub on this machine, or one that is open to all."""
+
+    insecure: bool = False
+    """Speak to a hub on another machine without TLS."""
+
+    prefers: int | None = None
+    """The index it would like to have."""
+
+    def words(self) -> list[str]:
+        """Options of the node program."""
+        words = [f"--hub={self.hub}", f"--name={self.name}"]
+        words += [f"--standby={self.standby}"] if self.standby else []
+        words += [f"--keys={self.keys}"] if self.keys else []
+        words += [f"--prefers={self.prefers}"] if self.prefers is not None else []
+        return words + ["--insecure"] * self.insecure
+
+
 def ranks_per_node(config: RunConfig, placement: Placement) -> int:
     """Processes per node: one per GPU of this machine, or `local.ranks` without GPUs or with `--local`."""
     if placement.local or config.device == "cpu":
@@ -57,13 +86,19 @@ def torchrun_words(
     placement: Placement,
     attempt: int,
     program: tuple[str, ...] = NODE_PROGRAM,
+    membership: Membership | None = None,
 ) -> list[str]:
-    """The command that starts this machine's processes. `attempt` numbers their logs and events, from 1."""
+    """The command that starts this machine's processes. `attempt` numbers their logs and events, from 1.
+
+    With a `membership` it is one node's, which the hub brings together with the others.
+    """
     ranks = ranks_per_node(config, placement)
-    num_processes = ranks * placement.nodes if placement.local else ranks
+    joined = placement.local and membership is None
+    num_processes = ranks * placement.nodes if joined else ranks
     words = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
-    words += [f"--max-restarts={config.restarts}", *_rendezvous(placement), *program, str(run_toml)]
-    return words + [f"--ranks={ranks}", f"--attempt={attempt}"] + ["--local"] * placement.local
+    words += [f"--max-restarts={config.restarts}", *_rendezvous(placement, membership), *program]
+    words += [str(run_toml), f"--ranks={ranks}", f"--attempt={attempt}"] + ["--local"] * placement.local
+    return words + (membership.words() if membership else [])
 
 
 def warnings(config: RunConfig, placement: Placement) -> list[str]:
@@ -76,8 +111,8 @@ def warnings(config: RunConfig, placement: Placement) -> list[str]:
     return []
 
 
-def _rendezvous(placement: Placement) -> list[str]:
-    if placement.local or placement.nodes == 1:
+def _rendezvous(placement: Placement, membership: Membership | None) -> list[str]:
+    if membership or placement.local or placement.nodes == 1:
         # The loopback address, as a container's own name often resolves to nothing.
         return ["--standalone", "--local-addr=127.0.0.1"]
     host, _, port = placement.master.rpartition(":")

@@ -9,10 +9,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from aedit.launch.child import Torchrun
+from aedit.launch.child import Child
+from aedit.launch.cluster import Cluster
 from aedit.launch.config import RunConfig
 from aedit.launch.ending import Ending
-from aedit.launch.placement import NODE_PROGRAM, Placement, ranks_per_node, torchrun_words, warnings
+from aedit.launch.placement import (
+    NODE_PROGRAM,
+    Membership,
+    Placement,
+    ranks_per_node,
+    torchrun_words,
+    warnings,
+)
 from aedit.launch.prepare import claimed, next_attempt, prepare
 from aedit.types import UserError
 
@@ -32,6 +40,7 @@ def run(
     placement: Placement,
     program: tuple[str, ...] = NODE_PROGRAM,
     watch: Watch | None = None,
+    membership: Membership | None = None,
 ) -> int:
     """Train until the end, a failure or a signal; the exit code. UserError as soon as a node reports one.
 
@@ -43,21 +52,36 @@ def run(
     ranks = ranks_per_node(config, placement)
     with claimed(run_dir, placement.node):
         attempt = next_attempt(run_dir)
-        words = torchrun_words(run_dir / "run.toml", config, placement, attempt, program)
-        with Torchrun(words, run_dir / "launch.log") as child:
+        with _start(config, placement, attempt, program, membership) as child:
             watcher = Watcher(child)
             with watcher.listening():
                 _watch(watch, run_dir, placement.nodes, watcher.alive)
             output = child.output()
             code = child.exit_code()
+            failed = child.failed() if isinstance(child, Cluster) else None
     nodes = tuple(range(placement.nodes)) if placement.local else (placement.node,)
+    nodes = nodes if failed is None else (failed,)
     return _conclude(Ending(run_dir, nodes, ranks, attempt, output), code, watcher)
+
+
+def _start(
+    config: RunConfig,
+    placement: Placement,
+    attempt: int,
+    program: tuple[str, ...],
+    membership: Membership | None,
+) -> Child | Cluster:
+    run_dir = Path(config.dir) / config.name
+    if placement.local and config.hub.address:
+        return Cluster(config, placement, run_dir, attempt, program)
+    words = torchrun_words(run_dir / "run.toml", config, placement, attempt, program, membership)
+    return Child(words, run_dir / "launch.log")
 
 
 class Watcher:
     """Keeps an eye on torchrun while a view shows progress, and passes on the person's wish to leave."""
 
-    def __init__(self, child: Torchrun) -> None:
+    def __init__(self, child: Child | Cluster) -> None:
         self._child = child
         self._told: set[int] = set()
         self._ending = False

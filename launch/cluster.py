@@ -1,0 +1,173 @@
+"""All processes of a local run with a hub, seen as one child: hubs, a standby, and a torchrun per node."""
+
+import contextlib
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from aedit.launch.child import Child
+from aedit.launch.config import RunConfig
+from aedit.launch.placement import NODE_PROGRAM, Membership, Placement, torchrun_words
+from aedit.types import UserError
+
+HUB_START_LIMIT_S = 60.0
+HUB_LEAVE_LIMIT_S = 30.0
+"""How long a hub may take to write its snapshot once the last node is gone."""
+
+POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class HubProcess:
+    """One hub of the run, started again if it dies."""
+
+    words: list[str]
+    directory: Path
+    log: Path
+    restarts: int
+    child: Child | None = None
+
+    def start(self) -> None:
+        (self.directory / "address").unlink(missing_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.child = Child(self.words, self.log)
+
+    def address(self) -> str:
+        """Where it listens. UserError if it cannot start."""
+        assert self.child is not None
+        deadline = time.monotonic() + HUB_START_LIMIT_S
+        while not (text := _read(self.directory / "address")):
+            if not self.child.running() or time.monotonic() > deadline:
+                raise UserError(_last_line(self.child.output()) or f"the hub did not start: see {self.log}")
+            time.sleep(POLL_S)
+        return text
+
+    def mend(self) -> None:
+        """Start it again if it has died; it takes up its journal and its address."""
+        assert self.child is not None
+        if self.child.running() or not self.restarts or self.child.exit_code() in (0, 2):
+            return
+        self.restarts -= 1
+        self.child.kill()
+        self.child = Child(self.words, self.log)
+
+
+class Cluster:
+    """The processes of one run on this machine; leaving the block ends those that are left.
+
+    A node that fails leaves the others at work: they do not depend on it.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        placement: Placement,
+        run_dir: Path,
+        attempt: int,
+        program: tuple[str, ...] = NODE_PROGRAM,
+    ) -> None:
+        self.nodes: list[Child] = []
+        self._hubs = _hubs(config, run_dir)
+        try:
+            for hub in self._hubs:
+                hub.start()
+            addresses = [hub.address() for hub in self._hubs]
+            num_parts = len(config.hub.addresses)
+            for i in range(placement.nodes):
+                member = Membership(
+                    hub=",".join(addresses[:num_parts]),
+                    standby=",".join(addresses[num_parts:]),
+                    name=f"local-{i}",
+                    prefers=i,
+                )
+                words = torchrun_words(run_dir / "run.toml", config, placement, attempt, program, member)
+                self.nodes.append(Child(words, run_dir / f"launch_{i}.log"))
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def running(self) -> bool:
+        """Whether any node lives. When none does any more, the hubs are asked to leave too."""
+        if any([node.running() for node in self.nodes]):  # every one is looked at
+            for hub in self._hubs:
+                hub.mend()
+            return True
+        self._end_hubs()
+        return False
+
+    def failed(self) -> int | None:
+        """The first node that did not end well."""
+        return next((i for i, node in enumerate(self.nodes) if node.exit_code() != 0), None)
+
+    def exit_code(self) -> int:
+        """0 if all nodes ended well. Only after `running` was False or `kill` was called."""
+        failed = self.failed()
+        return 0 if failed is None else self.nodes[failed].exit_code()
+
+    def output(self) -> str:
+        return "".join(node.output() for node in self.nodes)
+
+    def workers(self) -> list[psutil.Process]:
+        """The node processes alive now."""
+        return [worker for node in self.nodes for worker in node.workers()]
+
+    def terminate(self) -> None:
+        """Ask the nodes to end."""
+        for node in self.nodes:
+            node.terminate()
+
+    def kill(self) -> None:
+        """End everything at once and wait until it is gone."""
+        for node in self.nodes:
+            node.kill()
+        for hub in self._hubs:
+            if hub.child is not None:
+                hub.child.kill()
+
+    def _end_hubs(self) -> None:
+        hubs = [hub.child for hub in self._hubs if hub.child is not None]
+        for hub in hubs:
+            hub.terminate()
+        deadline = time.monotonic() + HUB_LEAVE_LIMIT_S
+        while any([hub.running() for hub in hubs]) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+def _hubs(config: RunConfig, run_dir: Path) -> list[HubProcess]:
+    """The hubs that split the units, then the standby if there is one."""
+    parts = len(config.hub.addresses)
+    places = [(k, run_dir / (f"hub_{k}" if parts > 1 else "hub"), False) for k in range(parts)]
+    places += [(0, run_dir / "standby", True)] if config.hub.standby else []
+    words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(run_dir / "run.toml")]
+    return [
+        HubProcess(
+            [*words, f"--part={k}/{parts}", f"--directory={directory}", *["--standby"] * standby],
+            directory,
+            run_dir / f"{directory.name}.log",
+            config.restarts,
+        )
+        for k, directory, standby in places
+    ]
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8").strip()
+    return ""
+
+
+def _last_line(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.startswith("aedit: ")]
+    return lines[-1].removeprefix("aedit: ") if lines else ""
