@@ -10,19 +10,24 @@ INSTALL := $(PIP) pip setuptools && $(PIP) --no-build-isolation --editable
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BENCHMARKS := overhead straggler quality bandwidth offload_gpu
 
-.PHONY: help install run lint types test test-slow bench clean
+.PHONY: help install run proto lint types test test-slow bench clean
 
 help:
 	@echo "make run        train a small model on an unequal cluster of three nodes on this machine"
 	@echo "make test       ruff, mypy and all tests but the slow ones and those that need a GPU"
 	@echo "make test-slow  the slow tests"
 	@echo "make bench      every benchmark, one after the other"
+	@echo "make proto      generate the code for proto/*.proto anew"
 	@echo "make clean      remove .venv, caches and build folders; runs/ stays"
 
 run: install
 	$(BIN)/aedit run configs/tiny.toml --local 3
 
 install: $(VENV)/installed
+
+# From src, so that the generated modules import each other as aedit.proto.
+proto: $(VENV)/installed-test
+	cd src && ../$(BIN)/python -m grpc_tools.protoc -I . $(foreach kind,python pyi grpc_python,--$(kind)_out=.) aedit/proto/*.proto
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check
