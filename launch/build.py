@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from aedit.async_sgd.outer import make_outer
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
+from aedit.launch.budget import OwnBudget
 from aedit.launch.checkpoint import Checkpoints
 from aedit.launch.config import ModelConfig, RunConfig
 from aedit.launch.inner import make_inner
@@ -59,6 +60,7 @@ def build(
             corpus=corpus,
             order=resumed.order if resumed else order,
             sync=sync,
+            budget=OwnBudget(config, world, sync, clock),
             stop=Stop(world.node, world.nodes, transport, sync.shards),
             checkpoints=checkpoints,
             recorder=recorder,

@@ -59,6 +59,9 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"aedit {aedit.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_run(commands)
+    _add_hub(commands)
+    _add_join(commands)
+    _add_keys(commands)
     for name, task, does in VIEWS:
         view = _command(commands, name, does, task)
         view.add_argument("run", metavar="RUN", type=Path, help="run directory, such as runs/tiny")
@@ -73,7 +76,7 @@ def parser() -> Parser:
 
 def _dispatch(words: list[str]) -> int:
     flags: list[str] = []
-    if words[:1] == ["run"] or words[:2] == ["config", "show"]:
+    if words[:1] in (["run"], ["hub"], ["join"]) or words[:2] == ["config", "show"]:
         from aedit.launch.flags import split_flags
 
         words, flags = split_flags(words)
@@ -111,6 +114,37 @@ def _add_run(commands: "argparse._SubParsersAction[Parser]") -> None:
     run.add_argument("--master", metavar="HOST:PORT", default="", help="where node 0 listens")
 
 
+def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
+    hub = _command(commands, "hub", "own the anchors of a run whose nodes come and go", _hub)
+    _with_flags(hub)
+    hub.add_argument("config", metavar="CONFIG", type=Path, help="TOML file, such as configs/async.toml")
+    hub.add_argument("--address", metavar="HOST:PORT", default="", help="where to listen instead")
+    hub.add_argument("--directory", metavar="DIR", type=Path, help="journal; default: hub in the run directory")
+    hub.add_argument("--part", metavar="K/N", default="0/1", help="which of N hub processes this is, from 0")
+    hub.add_argument("--standby", action="store_true", help="follow the hub and take over when it is gone")
+    _add_trust(hub)
+
+
+def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
+    join = _command(commands, "join", "be a node of the run that a hub leads", _join)
+    _with_flags(join)
+    join.add_argument("hub", metavar="HOST:PORT", help="of the hub, or of several that split the units")
+    join.add_argument("--as", dest="name", metavar="NAME", default="", help="this node's name in the run")
+    _add_trust(join)
+
+
+def _add_trust(command: Parser) -> None:
+    command.add_argument("--keys", metavar="DIR", type=Path, help="what aedit keys made")
+    command.add_argument("--insecure", action="store_true", help="no TLS though others can listen in")
+
+
+def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
+    keys = _command(commands, "keys", "make certificates and a token for a hub and its nodes", _keys)
+    keys.add_argument("out", metavar="DIR", type=Path, help="new directory for them")
+    keys.add_argument("--host", metavar="NAME", action="append", default=[], help="name or IP of the hub; repeat")
+    keys.add_argument("--node", metavar="NAME", action="append", default=[], help="name of a node; repeat")
+
+
 def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
     config = commands.add_parser("config", help="show every value, or what two files differ in")
     actions = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -140,6 +174,39 @@ def _run(options: Options) -> int:
     from aedit.launch.run import run
 
     return run(config, placement)
+
+
+def _hub(options: Options) -> int:
+    from aedit.launch.hub.main import hub
+    from aedit.launch.load import load
+
+    config = load(options.config, options.flags).config
+    part, _, parts = options.part.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise UserError(f"--part: expected K/N with K below N, got {options.part}")
+    return hub(
+        config,
+        address=options.address or None,
+        directory=options.directory or Path(config.dir) / config.name / "hub",
+        part=(int(part), int(parts)),
+        standby=options.standby,
+        keys=options.keys,
+        insecure=options.insecure,
+    )
+
+
+def _join(options: Options) -> int:
+    from aedit.launch.join import join
+
+    return join(
+        options.hub, options.flags, name=options.name, keys=options.keys, insecure=options.insecure
+    )
+
+
+def _keys(options: Options) -> None:
+    from aedit.launch.keys import make_keys
+
+    print(make_keys(options.out, options.host, options.node))
 
 
 def _status(options: Options) -> None:

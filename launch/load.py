@@ -40,6 +40,12 @@ def load(path: Path | None, flags: list[str]) -> Loaded:
     return Loaded(config, origin)
 
 
+def parse(text: str, where: str) -> RunConfig:
+    """A configuration that came as TOML text from `where`, such as a hub. UserError as of `load`."""
+    with _blaming(f"{where}: "):
+        return _merge(RunConfig(), _parse(text, where))
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -49,7 +55,7 @@ def _read(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {error}") from None
 
 
-def _parse(text: str, path: Path | None) -> dict[str, Any]:
+def _parse(text: str, path: Path | str | None) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -5,10 +5,15 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aedit.launch.config import RunConfig
 from aedit.launch.load import load
+from aedit.launch.placement import Membership
 from aedit.types import UserError
+
+if TYPE_CHECKING:
+    from aedit.launch.world import World
 
 
 def main() -> int:
@@ -36,11 +41,39 @@ def _join_and_train(config: RunConfig, options: argparse.Namespace) -> None:
     run_dir = Path(config.dir) / config.name
     world = join_world(config.device, ranks, config.edit.timeout_s)
     try:
+        if options.hub:
+            _train_with_hub(config, world, run_dir, attempt, options)
+            return
         _log_to(run_dir / "nodes" / str(world.node), attempt)
         with build(config, world, run_dir, attempt, _slowdown(config, world.node, options)) as node:
             train(node)
     finally:
         leave_world()
+
+
+def _train_with_hub(
+    config: RunConfig, world: "World", run_dir: Path, attempt: int, options: argparse.Namespace
+) -> None:
+    """The same for a node of its own world, which learns from the hub who it is."""
+    from aedit.launch.build_hub import Place, build_with_hub
+    from aedit.launch.train import train
+
+    place = Place(
+        membership=Membership(
+            hub=options.hub,
+            standby=options.standby,
+            name=options.name,
+            keys=options.keys,
+            insecure=options.insecure,
+            prefers=options.prefers,
+        ),
+        run_dir=run_dir,
+        attempt=attempt,
+        log_to=_log_to,
+        slowdown=_slowdown(config, options.prefers or 0, options),
+    )
+    with build_with_hub(config, world, place) as node:
+        train(node)
 
 
 def _options() -> argparse.Namespace:
@@ -53,6 +86,12 @@ def _options() -> argparse.Namespace:
         "--attempt", type=int, default=1, help="how often this run has been started, for its logs"
     )
     parser.add_argument("--local", action="store_true", help="all nodes are on this machine: honour [local]")
+    parser.add_argument("--hub", default="", help="HOST:PORT of the hub; several split the units")
+    parser.add_argument("--standby", default="", help="HOST:PORT of the hub that takes over")
+    parser.add_argument("--name", default="", help="of this node, kept over restarts (with --hub)")
+    parser.add_argument("--prefers", type=int, help="index it would like to have (with --hub)")
+    parser.add_argument("--keys", type=Path, help="what aedit keys made for this node (with --hub)")
+    parser.add_argument("--insecure", action="store_true", help="no TLS to another machine (with --hub)")
     return parser.parse_args()
 
 

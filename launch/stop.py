@@ -12,6 +12,7 @@ from types import FrameType
 
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
+from aedit.proto.memory import MemoryWorld
 
 LEAVE_WITHIN_S = 60.0
 
@@ -74,3 +75,14 @@ class Stop:
     def _known(self, name: str) -> dict[int, int]:
         noted = {node: self.notes.read(f"{name}/{node}") for node in range(self.nodes)}
         return {node: int(number) for node, number in noted.items() if number is not None}
+
+
+class StopAlone(Stop):
+    """A node that leaves a hub leaves nobody waiting: a signal also ends a wait for the hub."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(0, 1, MemoryWorld(1).node(0), shards)
+
+    def while_waiting(self, needed: int) -> None:
+        if self._signalled:
+            raise Stopped

@@ -9,6 +9,7 @@ import torch
 from aedit.edit import snapshot
 from aedit.edit.exchange import Verdict
 from aedit.edit.sync import LayerSync
+from aedit.launch.budget import Budget
 from aedit.launch.checkpoint import Checkpoints, Mark
 from aedit.launch.config import RunConfig
 from aedit.launch.evaluate import held_out_loss
@@ -55,6 +56,7 @@ class Node:
     corpus: Corpus
     order: SampleOrder
     sync: LayerSync
+    budget: Budget
     stop: Stop
     checkpoints: Checkpoints
     recorder: Recorder
@@ -120,12 +122,8 @@ class Node:
     # -- one step
 
     def goes_on(self) -> bool:
-        """Whether the budget asks for another step. With a time schedule all nodes see it used up at one
-        round."""
-        if self.config.edit.schedule == "steps" or self.config.edit.warmup_steps == "all":
-            return self.sync.steps < self.config.train.steps
-        timed_out = self.elapsed_share >= 1.0
-        return self.sync.shards.decide([not timed_out and self._steps_share() < 1.0])[0] == 1
+        """Whether the budget asks for another step."""
+        return self.budget.goes_on()
 
     def accumulate_gradients(self) -> None:
         self.meter.begin_step(self.order, self.sync.waited_s)
@@ -138,7 +136,7 @@ class Node:
     def inner_step(self) -> None:
         clip = self.config.train.grad_clip
         self.meter.grad_norm = torch.nn.utils.clip_grad_norm_(self.sync.model.parameters(), clip)
-        self.lr = lr_at(self.progress, self.config.train)
+        self.lr = lr_at(self.budget.progress(), self.config.train)
         set_lr(self.sync.inner, self.lr)
         self.sync.inner.step()
         self.sync.inner.zero_grad()
@@ -160,25 +158,6 @@ class Node:
     # -- where the run stands
 
     @property
-    def progress(self) -> float:
-        """Share of the run's budget that is used up, 0 to 1."""
-        if self.config.edit.schedule == "steps" or self.config.edit.warmup_steps == "all":
-            return min(1.0, self.sync.steps / self.config.train.steps)
-        since = self.sync.local_steps - self.sync.schedule.last_step
-        ahead = since / self.config.train.steps  # as if the others had gone as far since the last round
-        return min(1.0, max(self._steps_share() + ahead, self.elapsed_share))
-
-    @property
-    def elapsed_share(self) -> float:
-        seconds = self.config.train.seconds
-        return self.recorder.clock.elapsed_s / seconds if seconds else 0.0
-
-    def _steps_share(self) -> float:
-        warmup_steps = self.sync.steps - self.sync.local_steps
-        done = self.sync.total_steps + self.world.nodes * warmup_steps
-        return done / (self.world.nodes * self.config.train.steps)
-
-    @property
     def milestone(self) -> int:
         """Counts rounds; in a run that never leaves the warm-up, what would be rounds."""
         if self.config.edit.warmup_steps == "all":
@@ -193,9 +172,9 @@ class Node:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Held-out loss, by the first node: the others train on meanwhile."""
+        """Held-out loss, by one node: the others train on meanwhile."""
         self.evaluated_round = self.milestone
-        if self.world.node != 0:
+        if not self.budget.evaluates():
             return
         began = time.monotonic()
         held_out = held_out_loss(self.sync.model, self.corpus, self.config, self.sync.shards)
@@ -288,5 +267,5 @@ class Node:
             wait_s=round(self.sync.waited_s, 4),
             idle_used_s=round(self.sync.idle_used_s, 4),
             other_s=round(clock.other_s, 4),
-            progress=round(self.progress, 5),
+            progress=round(self.budget.progress(), 5),
         )
