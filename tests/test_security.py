@@ -1,0 +1,421 @@
+"""Who has no business with a hub does not reach anything of it, and is told why."""
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509.verification import PolicyBuilder, Store
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+from aedit.launch import keys as making
+from aedit.launch.keys import make_keys
+from aedit.proto.security import ServerKeys, check_exposure, client_keys, is_loopback, server_keys
+from aedit.types import UserError
+
+CALL_S = 10.0
+
+
+class Hub(grpc.GenericRpcHandler):
+    """Answers every kind of call, and notes that it was reached."""
+
+    def __init__(self):
+        self.reached = []
+
+    def service(self, details):
+        kinds = {
+            "/hub/unary": grpc.unary_unary_rpc_method_handler(self.one),
+            "/hub/up": grpc.stream_unary_rpc_method_handler(self.one),
+            "/hub/down": grpc.unary_stream_rpc_method_handler(self.many),
+            "/hub/both": grpc.stream_stream_rpc_method_handler(self.many),
+        }
+        return kinds.get(details.method)
+
+    def one(self, request, context):
+        self.reached.append(context.auth_context().get("x509_common_name", [b""])[0].decode())
+        return b"in"
+
+    def many(self, request, context):
+        yield self.one(request, context)
+
+
+@contextmanager
+def served(keys):
+    """A hub behind `keys` on loopback; yields it and its port."""
+    hub = Hub()
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[hub], interceptors=keys.interceptors)
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    reflection.enable_server_reflection([reflection.SERVICE_NAME], server)
+    port = server.add_secure_port("127.0.0.1:0", keys.credentials)
+    server.start()
+    try:
+        yield hub, port
+    finally:
+        server.stop(None).wait(CALL_S)
+
+
+@contextmanager
+def channel(credentials, port, host="127.0.0.1"):
+    target = f"{host}:{port}"
+    made = grpc.secure_channel(target, credentials) if credentials else grpc.insecure_channel(target)
+    with made:
+        yield made
+
+
+def calls(made):
+    """Every way to call, by name; each returns the first answer or raises."""
+    health_check = health_pb2_grpc.HealthStub(made).Check
+    listing = reflection_pb2_grpc.ServerReflectionStub(made).ServerReflectionInfo
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    return {
+        "unary": lambda: made.unary_unary("/hub/unary")(b"x", timeout=CALL_S),
+        "up": lambda: made.stream_unary("/hub/up")(iter([b"x", b"y"]), timeout=CALL_S),
+        "down": lambda: next(made.unary_stream("/hub/down")(b"x", timeout=CALL_S)),
+        "both": lambda: next(made.stream_stream("/hub/both")(iter([b"x"]), timeout=CALL_S)),
+        "health": lambda: health_check(health_pb2.HealthCheckRequest(), timeout=CALL_S),
+        "reflection": lambda: next(listing(iter([asked]), timeout=CALL_S)),
+    }
+
+
+def refusal(call):
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value
+
+
+def unary_refusal(credentials, port, host="127.0.0.1"):
+    with channel(credentials, port, host) as made:
+        return refusal(calls(made)["unary"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("run") / "keys"
+    make_keys(made, ["127.0.0.1"], ["alpha"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory):
+    """The keys of some other run."""
+    made = tmp_path_factory.mktemp("other") / "keys"
+    make_keys(made, ["127.0.0.1"], ["alpha"])
+    return made
+
+
+def read(path):
+    return path.read_bytes()
+
+
+def with_token(tls, token):
+    return grpc.composite_channel_credentials(tls, grpc.access_token_call_credentials(token))
+
+
+def tls_of(folder, node=None):
+    pair = (read(node / "node.key"), read(node / "node.crt")) if node else (None, None)
+    return grpc.ssl_channel_credentials(read(folder / "ca.crt"), *pair)
+
+
+def token_of(folder):
+    return (folder / "token").read_text().strip()
+
+
+# -- over the wire
+
+
+def test_the_right_keys_open_every_kind_of_call(folder):
+    keys = client_keys(folder / "alpha")
+    with served(server_keys(folder / "hub")) as (hub, port), channel(keys.credentials, port) as made:
+        for call in calls(made).values():
+            call()
+        assert len(hub.reached) == 4
+
+
+def test_a_hub_that_asks_for_certificates_learns_the_name_of_the_node(folder):
+    keys = client_keys(folder / "alpha")
+    asking = server_keys(folder / "hub", require_client_certificates=True)
+    with served(asking) as (hub, port), channel(keys.credentials, port) as made:
+        calls(made)["unary"]()
+        assert hub.reached == ["alpha"]
+
+
+@pytest.mark.parametrize("token", [None, "w" * 43, "", "Bearer"])
+def test_without_the_token_nothing_is_reached_by_any_kind_of_call(folder, token):
+    tls = tls_of(folder)
+    credentials = tls if token is None else with_token(tls, token)
+    with served(server_keys(folder / "hub")) as (hub, port), channel(credentials, port) as made:
+        for call in calls(made).values():
+            error = refusal(call)
+            assert error.code() == grpc.StatusCode.UNAUTHENTICATED
+            assert ("no token" if token is None else "wrong token") in error.details()
+            assert "aedit" in error.details() or "keys" in error.details()
+        assert hub.reached == []
+
+
+def test_two_tokens_of_which_one_is_right_are_not_enough(folder):
+    credentials = with_token(tls_of(folder), token_of(folder))
+    with served(server_keys(folder / "hub")) as (hub, port), channel(credentials, port) as made:
+        call = made.unary_unary("/hub/unary")
+        twice = lambda: call(b"x", timeout=CALL_S, metadata=(("authorization", "Bearer x"),))  # noqa: E731
+        assert refusal(twice).code() == grpc.StatusCode.UNAUTHENTICATED
+        assert hub.reached == []
+
+
+def test_a_node_of_another_run_does_not_show_its_token_to_this_hub(folder, strangers):
+    with served(server_keys(folder / "hub")) as (hub, port):
+        error = unary_refusal(client_keys(strangers / "alpha").credentials, port)
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert "CERTIFICATE_VERIFY_FAILED" in error.details()
+        assert hub.reached == []
+
+
+def test_a_hub_under_another_name_than_its_certificate_has_is_not_believed(tmp_path):
+    make_keys(tmp_path, ["hub.example"])
+    with served(server_keys(tmp_path / "hub")) as (hub, port):
+        keys = client_keys(tmp_path / "nodes")
+        with channel(keys.credentials, port) as made:
+            calls(made)["unary"]()  # loopback is always in it
+        target = f"127.0.0.1:{port}"
+        named = lambda name: grpc.secure_channel(  # noqa: E731
+            target, keys.credentials, [("grpc.ssl_target_name_override", name)]
+        )
+        with named("hub.example") as right:
+            calls(right)["unary"]()
+        with named("other.example") as wrong:
+            error = refusal(calls(wrong)["unary"])
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert "Hostname Verification" in error.details()
+        assert len(hub.reached) == 2
+
+
+def test_plaintext_gets_nothing_out_of_a_hub_with_tls(folder):
+    with served(server_keys(folder / "hub")) as (hub, port):
+        error = unary_refusal(None, port)
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert error.details()
+        assert hub.reached == []
+
+
+def test_a_hub_that_asks_for_certificates_refuses_a_node_without(folder):
+    with served(server_keys(folder / "hub", require_client_certificates=True)) as (hub, port):
+        error = unary_refusal(with_token(tls_of(folder), token_of(folder)), port)
+        assert error.code() == grpc.StatusCode.UNAVAILABLE
+        assert error.details()
+        assert hub.reached == []
+
+
+def test_a_certificate_of_another_authority_is_refused_with_the_right_token(folder, strangers):
+    credentials = with_token(tls_of(folder, strangers / "alpha"), token_of(folder))
+    with served(server_keys(folder / "hub", require_client_certificates=True)) as (hub, port):
+        assert unary_refusal(credentials, port).code() == grpc.StatusCode.UNAVAILABLE
+        assert hub.reached == []
+
+
+def test_a_certificate_that_a_node_signed_itself_is_refused(folder, tmp_path):
+    credentials = with_token(tls_of(folder, self_signed(tmp_path)), token_of(folder))
+    with served(server_keys(folder / "hub", require_client_certificates=True)) as (hub, port):
+        assert unary_refusal(credentials, port).code() == grpc.StatusCode.UNAVAILABLE
+        assert hub.reached == []
+
+
+def test_a_node_cannot_pose_as_the_hub(folder):
+    pair = (read(folder / "alpha" / "node.key"), read(folder / "alpha" / "node.crt"))
+    posing = ServerKeys(grpc.ssl_server_credentials([pair]), ())
+    with served(posing) as (hub, port):
+        error = unary_refusal(client_keys(folder / "alpha").credentials, port)
+        assert "CERTIFICATE_VERIFY_FAILED" in error.details()
+        assert hub.reached == []
+
+
+def test_a_hubs_certificate_that_has_expired_is_not_believed(folder, tmp_path):
+    hub_folder = expired(folder, tmp_path / "hub", "server")
+    pair = (read(hub_folder / "server.key"), read(hub_folder / "server.crt"))
+    with served(ServerKeys(grpc.ssl_server_credentials([pair]))) as (hub, port):
+        error = unary_refusal(client_keys(folder / "alpha").credentials, port)
+        assert "certificate has expired" in error.details()
+        assert hub.reached == []
+
+
+def test_a_nodes_certificate_that_has_expired_is_refused(folder, tmp_path):
+    node = expired(folder, tmp_path / "beta", "node")
+    credentials = with_token(tls_of(folder, node), token_of(folder))
+    with served(server_keys(folder / "hub", require_client_certificates=True)) as (hub, port):
+        assert unary_refusal(credentials, port).code() == grpc.StatusCode.UNAVAILABLE
+        assert hub.reached == []
+
+
+def self_signed(folder):
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "alpha")])
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = making._begun(name, name, key, 1).sign(key, hashes.SHA256())
+    (folder / "node.key").write_bytes(making._pem(key))
+    (folder / "node.crt").write_bytes(certificate.public_bytes(making.Encoding.PEM))
+    return folder
+
+
+def expired(folder, target, kind):
+    """A folder whose certificate the run's authority signed, for a time that is over."""
+    authority = x509.load_pem_x509_certificate(read(folder / "ca.crt"))
+    signer = load_pem_private_key(read(folder / "ca.key"), None)
+    like = x509.load_pem_x509_certificate(
+        read(folder / "hub" / "server.crt" if kind == "server" else folder / "alpha" / "node.crt")
+    )
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = datetime.now(UTC)
+    builder = x509.CertificateBuilder(
+        authority.subject,
+        like.subject,
+        key.public_key(),
+        x509.random_serial_number(),
+        now - timedelta(days=3),
+        now - timedelta(days=1),
+        list(like.extensions),
+    )
+    target.mkdir()
+    (target / f"{kind}.key").write_bytes(making._pem(key))
+    (target / f"{kind}.crt").write_bytes(
+        builder.sign(signer, hashes.SHA256()).public_bytes(making.Encoding.PEM)
+    )
+    for name in ("ca.crt", "token"):
+        (target / name).write_bytes(read(folder / name))
+    return target
+
+
+# -- before anything is sent
+
+
+@pytest.mark.parametrize("kind", ["server", "node"])
+def test_keys_that_have_expired_are_said_to_have_by_file_and_day(folder, tmp_path, kind):
+    old = expired(folder, tmp_path / "old", kind)
+    with pytest.raises(UserError, match=rf"old/{kind}\.crt was valid until \d{{4}}-\d\d-\d\d"):
+        server_keys(old) if kind == "server" else client_keys(old)
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "token", "server.key", "server.crt"])
+def test_a_missing_file_is_named(tmp_path, name):
+    make_keys(tmp_path, ["127.0.0.1"])
+    (tmp_path / "hub" / name).unlink()
+    with pytest.raises(UserError, match=name):
+        server_keys(tmp_path / "hub", require_client_certificates=True)
+
+
+@pytest.mark.parametrize(("name", "content"), [("token", b"short\n"), ("server.crt", b"nonsense")])
+def test_a_damaged_file_is_named(tmp_path, name, content):
+    make_keys(tmp_path, ["127.0.0.1"])
+    (tmp_path / "hub" / name).write_bytes(content)
+    with pytest.raises(UserError, match=name):
+        server_keys(tmp_path / "hub")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "127.8.9.1:70", "[::1]:70", "localhost:70"])
+def test_loopback_is_open(address):
+    assert is_loopback(address)
+    check_exposure(address, None, insecure=False)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["0.0.0.0:70", "[::]:70", "10.0.0.1:70", "hub.example:70", ":70", "127.0.0.1.example:70", "*:70"],
+)
+def test_other_addresses_want_keys_or_the_word_insecure(address, folder):
+    for keys in (None, ServerKeys(), ServerKeys(credentials=server_keys(folder / "hub").credentials)):
+        with pytest.raises(UserError, match=r"aedit keys.*--insecure"):
+            check_exposure(address, keys, insecure=False)
+    check_exposure(address, server_keys(folder / "hub"), insecure=False)
+    check_exposure(address, None, insecure=True)
+
+
+# -- `aedit keys`
+
+
+def test_only_their_owner_can_read_the_files(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {str(path.relative_to(folder)) for path in files} == {
+        *("ca.key", "ca.crt", "token"),
+        *("hub/ca.crt", "hub/token", "hub/server.key", "hub/server.crt"),
+        *("alpha/ca.crt", "alpha/token", "alpha/node.key", "alpha/node.crt"),
+    }
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    folders = [path for path in folder.rglob("*") if path.is_dir()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, *folders)} == {0o700}
+
+
+def test_the_certificates_are_those_of_a_strict_verifier(folder):
+    """By the rules of the web, which are stricter than gRPC's: extensions, usages, names, validity."""
+    store = Store([x509.load_pem_x509_certificate(read(folder / "ca.crt"))])
+    server = x509.load_pem_x509_certificate(read(folder / "hub" / "server.crt"))
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1", "::1"]
+    assert names.get_values_for_type(x509.DNSName) == ["localhost"]
+    usage = server.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(usage) == [x509.ExtendedKeyUsageOID.SERVER_AUTH]
+    for kind in ("hub/server", "alpha/node"):
+        held = x509.load_pem_x509_certificate(read(folder / f"{kind}.crt"))
+        assert isinstance(held.public_key().curve, ec.SECP256R1)
+        held.verify_directly_issued_by(x509.load_pem_x509_certificate(read(folder / "ca.crt")))
+        days = (held.not_valid_after_utc - datetime.now(UTC)).total_seconds() / 86400
+        assert 364.9 < days < 365.1
+    verifier = PolicyBuilder().store(store).max_chain_depth(0)
+    verifier.build_server_verifier(x509.DNSName("localhost")).verify(server, [])
+
+
+def test_a_second_call_adds_a_node_and_changes_no_file(tmp_path):
+    make_keys(tmp_path, ["127.0.0.1"], ["alpha"])
+    before = {path: read(path) for path in tmp_path.rglob("*") if path.is_file()}
+    said = make_keys(tmp_path, ["127.0.0.1"], ["alpha", "beta"])
+    assert {path: read(path) for path in before} == before
+    assert str(tmp_path / "beta") in said
+    with served(server_keys(tmp_path / "hub", require_client_certificates=True)) as (hub, port):
+        for name in ("alpha", "beta"):
+            with channel(client_keys(tmp_path / name).credentials, port) as made:
+                calls(made)["unary"]()
+        assert hub.reached == ["alpha", "beta"]
+
+
+def test_another_host_for_a_hub_that_has_its_keys_is_an_error_that_names_it(tmp_path):
+    make_keys(tmp_path, ["127.0.0.1"])
+    with pytest.raises(UserError, match=r"not for hub\.example: remove"):
+        make_keys(tmp_path, ["hub.example"])
+
+
+def test_it_says_what_to_copy_where_and_until_when_it_is_valid(tmp_path):
+    said = make_keys(tmp_path, ["10.1.2.3"], ["alpha"], days=30)
+    day = (datetime.now(UTC) + timedelta(days=30)).strftime("%Y-%m-%d")
+    assert f"Copy {tmp_path / 'hub'} to the hub's machine, valid until {day}." in said.splitlines()
+    assert f"Copy {tmp_path / 'alpha'} to node alpha, valid until {day}." in said.splitlines()
+    assert "ca.key" in said
+    secret = token_of(tmp_path)
+    assert secret not in said
+    assert "Copy" in make_keys(tmp_path / "plain", ["10.1.2.3"])
+    assert not (tmp_path / "plain" / "nodes" / "node.key").exists()
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "hub", "nodes", "token", "ca.key", "", "-x", "a b"])
+def test_a_name_that_cannot_be_a_folder_of_its_own_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match="--nodes"):
+        make_keys(tmp_path / "keys", ["127.0.0.1"], [name])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("hosts", [[], ["a:70"], ["a b"], [""], ["a..b"], ["http://a"]])
+def test_hosts_must_be_names_or_addresses(tmp_path, hosts):
+    with pytest.raises(UserError, match="--hosts"):
+        make_keys(tmp_path / "keys", hosts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file"):
+        make_keys(tmp_path / "file" / "keys", ["127.0.0.1"])
+    assert os.listdir(tmp_path) == ["file"]
+    assert Path(tmp_path / "file").read_text() == ""
