@@ -381,6 +381,15 @@ def test_a_second_call_adds_a_node_and_changes_no_file(tmp_path):
         assert hub.reached == ["alpha", "beta"]
 
 
+def test_a_key_whose_certificate_is_gone_is_not_overwritten(tmp_path):
+    make_keys(tmp_path, ["127.0.0.1"], ["alpha"])
+    (tmp_path / "alpha" / "node.crt").unlink()
+    before = read(tmp_path / "alpha" / "node.key")
+    with pytest.raises(UserError, match=r"alpha/node\.key"):
+        make_keys(tmp_path, ["127.0.0.1"], ["alpha"])
+    assert read(tmp_path / "alpha" / "node.key") == before
+
+
 def test_another_host_for_a_hub_that_has_its_keys_is_an_error_that_names_it(tmp_path):
     make_keys(tmp_path, ["127.0.0.1"])
     with pytest.raises(UserError, match=r"not for hub\.example: remove"):
