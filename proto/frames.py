@@ -1,0 +1,185 @@
+"""Arrays in chunks: `Chunk` of hub.proto without the copies that the generated class makes.
+
+The bytes on the wire are protobuf's, so either end may use the generated class instead. Sending copies the
+data once, into the message; a received chunk is a view of the bytes that gRPC has handed over.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+
+CHUNK_BYTES = 2**20
+"""Most data in one chunk, either way."""
+
+# Tags: field number * 8 + wire type.
+_OFFSET, _CRC, _DATA, _HEAD = 0x08, 0x15, 0x1A, 0x22
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_MAX_VARINT_BYTES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of an array. crc: CRC-32 of data followed by head."""
+
+    offset: int = 0
+    crc: int = 0
+    data: memoryview | bytes = b""
+    head: memoryview | bytes = b""
+
+    def check(self) -> None:
+        """Raise ValueError if bits have changed on the way."""
+        if crc32(self.head, crc32(self.data)) != self.crc:
+            raise ValueError(f"chunk at byte {self.offset}: the checksum does not match")
+
+
+def chunks(
+    head: bytes, data: memoryview, *, offset: int = 0, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[Chunk]:
+    """Cut `data` from byte `offset` on into chunks, which are views of it. The first one carries `head`, and
+    comes even if there is no data."""
+    stop = max(data.nbytes, offset + 1)
+    for start in range(offset, stop, chunk_bytes):
+        piece = data[start : start + chunk_bytes]
+        yield Chunk(start, crc32(head, crc32(piece)), piece, head)
+        head = b""
+
+
+def pack(chunk: Chunk) -> bytes:
+    """`chunk` as a protobuf message, the same bytes that the generated class writes."""
+    parts: list[bytes | memoryview] = []
+    if chunk.offset:
+        parts.append(_varint(_OFFSET) + _varint(chunk.offset))
+    if chunk.crc:
+        parts.append(_varint(_CRC) + chunk.crc.to_bytes(4, "little"))
+    for tag, value in ((_DATA, chunk.data), (_HEAD, chunk.head)):
+        if len(value):
+            parts += (_varint(tag) + _varint(len(value)), value)
+    return b"".join(parts)
+
+
+def unpack(message: bytes) -> Chunk:
+    """The chunk in a protobuf message, as views of it. Fields come in any order and the last of each counts;
+    unknown ones are passed over. Raises ValueError if it is no message."""
+    view = memoryview(message)
+    offset, crc = 0, 0
+    data, head = view[:0], view[:0]
+    at = 0
+    while at < len(view):
+        tag, at = _read_varint(view, at)
+        start, end, value = _field(view, at, tag)
+        if tag == _OFFSET:
+            offset = value
+        elif tag == _CRC:
+            crc = value
+        elif tag == _DATA:
+            data = view[start:end]
+        elif tag == _HEAD:
+            head = view[start:end]
+        at = end
+    return Chunk(offset, crc, data, head)
+
+
+class Assembly:
+    """An array that arrives in chunks, in order: nothing is believed before it is checked.
+
+    `num_bytes` is what the sender has declared; ValueError if it is above `limit_bytes`, before anything is
+    allocated. With `into`, the array is put there, of which the first `offset` bytes are there already.
+    """
+
+    def __init__(
+        self, num_bytes: int, *, limit_bytes: int, into: memoryview | None = None, offset: int = 0
+    ) -> None:
+        if num_bytes > limit_bytes:
+            raise ValueError(f"{num_bytes} bytes declared, at most {limit_bytes} are allowed")
+        if not 0 <= offset <= num_bytes:
+            raise ValueError(f"starts at byte {offset} of {num_bytes}")
+        if into is None:
+            # Not zeroed: memory is taken only as data arrives.
+            into = np.empty(num_bytes, np.uint8).data
+        self._buffer = into.cast("B")[:num_bytes]
+        self.num_bytes = num_bytes
+        self.received = offset
+        """Bytes from the start that are there and checked."""
+        self._begun = False
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next chunk. Raises ValueError, and keeps nothing of it, if it is not the next one, is
+        damaged, too long or empty."""
+        size = len(chunk.data)
+        if chunk.offset != self.received:
+            raise ValueError(f"a chunk at byte {chunk.offset}, where {self.received} is next")
+        if size > min(CHUNK_BYTES, self.num_bytes - self.received):
+            raise ValueError(f"a chunk of {size} bytes at byte {chunk.offset} of {self.num_bytes}")
+        # Nothing may be sent once, where nothing is missing; not for ever.
+        if size == 0 and self._begun:
+            raise ValueError(f"an empty chunk at byte {chunk.offset}")
+        chunk.check()
+        self._buffer[self.received : self.received + size] = chunk.data
+        self.received += size
+        self._begun = True
+
+    @property
+    def data(self) -> memoryview:
+        """The whole array. Raises ValueError as long as something is missing."""
+        if self.received < self.num_bytes:
+            raise ValueError(f"ended after {self.received} of {self.num_bytes} bytes")
+        return self._buffer
+
+
+def receive(messages: Iterator[bytes], begin: Callable[[bytes], Assembly]) -> memoryview:
+    """Put an array together from all `messages`; `begin` reads the head and says what is to come. Raises
+    ValueError for whatever is not as declared, and what `messages` raises."""
+    first = unpack(next(messages, b""))
+    if not first.head:
+        raise ValueError("the first chunk has no head")
+    first.check()
+    assembly = begin(bytes(first.head))
+    assembly.add(first)
+    for message in messages:
+        assembly.add(unpack(message))
+    return assembly.data
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
+    """The number that starts at `at`, and where it ends."""
+    value = 0
+    for place in range(_MAX_VARINT_BYTES):
+        if at + place >= len(view):
+            raise ValueError("the message ends within a number")
+        byte = view[at + place]
+        value |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return value & 2**64 - 1, at + place + 1
+    raise ValueError("a number of more than 64 bits")
+
+
+def _field(view: memoryview, at: int, tag: int) -> tuple[int, int, int]:
+    """Where the field's bytes start and end, and its value if it is a number."""
+    kind = tag & 7
+    value = 0
+    if not 8 <= tag < 2**32:
+        raise ValueError(f"no field has tag {tag}")
+    if kind == _VARINT:
+        value, end = _read_varint(view, at)
+    elif kind == _BYTES:
+        length, at = _read_varint(view, at)
+        end = at + length
+    elif kind in (_FIXED32, _FIXED64):
+        end = at + (4 if kind == _FIXED32 else 8)
+        value = int.from_bytes(view[at:end], "little")
+    else:
+        raise ValueError(f"a field of wire type {kind}")
+    if end > len(view):
+        raise ValueError("the message ends within a field")
+    return at, end, value
