@@ -38,15 +38,15 @@ def build(
 
     All processes of the run together. slowdown: how many times longer than it needs a step shall take.
     """
-    _check(config, world)
+    check_fits(config, world)
     torch.manual_seed(config.seed + world.node)
     tokenizer = load_tokenizer(config.data.tokenizer)
     corpus = load_corpus(config.data, tokenizer, run_dir / "data")
-    model = _model(config, tokenizer, world)
+    model = make_model(config, tokenizer, world)
     inner = make_inner(model, config.train)
     with closing(TorchTransport(world.mesh.get_group("sync"), timeout_s=config.edit.timeout_s)) as transport:
         sync = _sync(config, model, inner, transport)
-        facts = _facts(config, model, tokenizer, corpus)
+        facts = facts_of(config, model, tokenizer, corpus)
         _agree(transport, facts)
         clock, directory = Clock(), run_dir / "nodes" / str(world.node)
         checkpoints = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards)
@@ -70,7 +70,7 @@ def build(
         try:
             if resumed:
                 node.take_up(resumed)
-            recorder.event("start", **_introduction(node, model, attempt))
+            recorder.event("start", **introduction(node, attempt))
             yield node
         except Exception as error:
             recorder.event("error", message=str(error) or type(error).__name__)
@@ -79,7 +79,8 @@ def build(
             recorder.close()
 
 
-def _check(config: RunConfig, world: World) -> None:
+def check_fits(config: RunConfig, world: World) -> None:
+    """What the configuration asks of this machine; UserError names the key."""
     if config.train.batch_size % world.ranks:
         size = config.train.batch_size
         raise UserError(f"train.batch_size = {size} must be a multiple of the {world.ranks} ranks per node")
@@ -87,7 +88,8 @@ def _check(config: RunConfig, world: World) -> None:
         raise UserError("edit.offload = true needs CUDA: on a CPU node anchors are in host memory already")
 
 
-def _model(config: RunConfig, tokenizer: Tokenizer, world: World) -> nn.Module:
+def make_model(config: RunConfig, tokenizer: Tokenizer, world: World) -> nn.Module:
+    """On its device, sharded over the ranks of the node."""
     model: nn.Module = build_model(
         config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
     )
@@ -124,7 +126,7 @@ def _sync(
         raise UserError(str(error)) from error
 
 
-def _facts(config: RunConfig, model: nn.Module, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, Any]:
+def facts_of(config: RunConfig, model: nn.Module, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, Any]:
     """What must be the same for a checkpoint to make sense."""
     layout = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
     return {
@@ -147,7 +149,8 @@ def _agree(transport: TorchTransport, facts: dict[str, Any]) -> None:
             raise UserError(f"nodes 0 and {node} differ in: {what}; give them the same files and Python")
 
 
-def _introduction(node: Node, model: nn.Module, attempt: int) -> dict[str, Any]:
+def introduction(node: Node, attempt: int) -> dict[str, Any]:
+    """The `start` event."""
     world, units = node.world, node.sync.units
     return {
         "attempt": attempt,
@@ -155,7 +158,7 @@ def _introduction(node: Node, model: nn.Module, attempt: int) -> dict[str, Any]:
         "nodes": world.nodes,
         "ranks": world.ranks,
         "device": str(world.device),
-        "params": num_parameters(model),
+        "params": num_parameters(node.sync.model),
         "units": [unit.name for unit in units],
         "params_per_unit": [unit.numel for unit in units],
         "resumed_round": node.sync.round_id if node.resumed else None,
