@@ -402,14 +402,20 @@ class ExitReply(_message.Message):
     def __init__(self) -> None: ...
 
 class Note(_message.Message):
-    __slots__ = ("key", "text", "known")
+    __slots__ = ("key", "text")
     KEY_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
-    KNOWN_FIELD_NUMBER: _ClassVar[int]
     key: str
     text: str
-    known: bool
-    def __init__(self, key: _Optional[str] = ..., text: _Optional[str] = ..., known: _Optional[bool] = ...) -> None: ...
+    def __init__(self, key: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class FollowRequest(_message.Message):
+    __slots__ = ("node", "have")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    have: int
+    def __init__(self, node: _Optional[int] = ..., have: _Optional[int] = ...) -> None: ...
 
 class GiveHead(_message.Message):
     __slots__ = ("node", "key", "row", "weight", "shape", "num_bytes")

@@ -641,9 +641,9 @@ class MeetingStub:
                 request_serializer=aedit_dot_proto_dot_hub__pb2.Note.SerializeToString,
                 response_deserializer=aedit_dot_proto_dot_hub__pb2.Note.FromString,
                 _registered_method=True)
-        self.Read = channel.unary_unary(
-                '/aedit.v1.Meeting/Read',
-                request_serializer=aedit_dot_proto_dot_hub__pb2.Note.SerializeToString,
+        self.Follow = channel.unary_stream(
+                '/aedit.v1.Meeting/Follow',
+                request_serializer=aedit_dot_proto_dot_hub__pb2.FollowRequest.SerializeToString,
                 response_deserializer=aedit_dot_proto_dot_hub__pb2.Note.FromString,
                 _registered_method=True)
         self.Exit = channel.unary_unary(
@@ -679,8 +679,9 @@ class MeetingServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Read(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+    def Follow(self, request, context):
+        """all notes in order; who has a call open is there
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -709,9 +710,9 @@ def add_MeetingServicer_to_server(servicer, server):
                     request_deserializer=aedit_dot_proto_dot_hub__pb2.Note.FromString,
                     response_serializer=aedit_dot_proto_dot_hub__pb2.Note.SerializeToString,
             ),
-            'Read': grpc.unary_unary_rpc_method_handler(
-                    servicer.Read,
-                    request_deserializer=aedit_dot_proto_dot_hub__pb2.Note.FromString,
+            'Follow': grpc.unary_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=aedit_dot_proto_dot_hub__pb2.FollowRequest.FromString,
                     response_serializer=aedit_dot_proto_dot_hub__pb2.Note.SerializeToString,
             ),
             'Exit': grpc.unary_unary_rpc_method_handler(
@@ -815,7 +816,7 @@ class Meeting:
             _registered_method=True)
 
     @staticmethod
-    def Read(request,
+    def Follow(request,
             target,
             options=(),
             channel_credentials=None,
@@ -825,11 +826,11 @@ class Meeting:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
-            '/aedit.v1.Meeting/Read',
-            aedit_dot_proto_dot_hub__pb2.Note.SerializeToString,
+            '/aedit.v1.Meeting/Follow',
+            aedit_dot_proto_dot_hub__pb2.FollowRequest.SerializeToString,
             aedit_dot_proto_dot_hub__pb2.Note.FromString,
             options,
             channel_credentials,
