@@ -3,60 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from aedit.async_sgd.config import PenaltyConfig as PenaltyConfig  # read as [edit.penalty]
 from aedit.types import check
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PenaltyConfig:
-    """Which pseudo-gradients are believed, and how far (EDiT, arXiv:2412.07210, section 3.2)."""
-
-    weights: Literal["uniform", "scale-free", "paper"] = "scale-free"
-    """`scale-free` is softmax(-(G_i / median_j G_j - 1) / temperature); `paper` is softmax(-G_i /
-    temperature); `uniform` weighs every trusted node equally."""
-
-    temperature: float = 1.0
-    """Raising it moves the weights towards uniform."""
-
-    step_weight: float = 0.0
-    """Share of the weight given in proportion to inner steps since the last round (A-EDiT uses 0.5)."""
-
-    detector: Literal["off", "robust", "ema"] = "robust"
-    """`robust` judges log-norms against a drift-corrected median; `ema` is the paper's z-test on raw norms.
-    Non-finite norms are distrusted whatever the detector, also when it is `off`."""
-
-    threshold: float = 3.5
-    """Standard deviations above its own history at which a unit's norm is distrusted; the paper uses 3."""
-
-    warmup_rounds: int = 4
-    """Rounds of history a unit needs before it can be distrusted for its size."""
-
-    window: int = 16
-    """Rounds of history the `robust` detector keeps."""
-
-    ema: float = 0.02
-    """Weight of the newest norm in the `ema` detector's running mean and variance."""
-
-    patience: int = 3
-    """Distrusted finite rounds in a row after which a unit's history starts anew from them, so that a lasting
-    change (a new learning rate, new data) cannot lock a node out."""
-
-    clip: float | None = 10.0
-    """Largest norm of a unit's averaged pseudo-gradient; larger ones are scaled down. None: never."""
-
-    def __post_init__(self) -> None:
-        check(self.temperature > 0, "edit.penalty.temperature", "must be above 0", self.temperature)
-        check(0 <= self.step_weight <= 1, "edit.penalty.step_weight", "must be in [0, 1]", self.step_weight)
-        check(self.threshold > 0, "edit.penalty.threshold", "must be above 0", self.threshold)
-        check(self.warmup_rounds >= 2, "edit.penalty.warmup_rounds", "must be at least 2", self.warmup_rounds)
-        check(
-            self.window >= self.warmup_rounds,
-            "edit.penalty.window",
-            "must be at least warmup_rounds",
-            self.window,
-        )
-        check(0 < self.ema < 1, "edit.penalty.ema", "must be in (0, 1)", self.ema)
-        check(self.patience >= 1, "edit.penalty.patience", "must be at least 1", self.patience)
-        check(self.clip is None or self.clip > 0, "edit.penalty.clip", "must be above 0", self.clip)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aedit.async_sgd.outer import Average, Nesterov, OuterOptimizer
+from aedit.async_sgd.outer import Average, Nesterov, OuterOptimizer, OuterState
 from aedit.edit.config import PenaltyConfig
-from aedit.edit.detector import NormHistory, judge
+from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.digest import digest, halves
 from aedit.edit.penalty import clip_scale, effective_nodes, weights
 from aedit.edit.schedule import Notes
@@ -41,6 +41,8 @@ class Verdict:
     nodes: int = 1
     total_steps: int = 0
     """Inner steps of all nodes since the first local phase began."""
+    refused: tuple[int, ...] = ()
+    """Units whose pseudo-gradient a hub did not take; it travels again in the next one."""
     all_leaving: bool = False
     """Every node has said that it takes no further steps."""
     healed_from: int | None = None
@@ -84,6 +86,8 @@ class _Open:
     verdict: Verdict
     history_before: NormHistory
     weight: dict[int, float] = field(default_factory=dict)
+    nobody: frozenset[int] = frozenset()
+    """Units whose weights are all 0."""
 
 
 class MeanExchange:
@@ -167,7 +171,7 @@ class MeanExchange:
             distrusted=tuple(i for i in units if not believed_L[i].isfinite()),
         )
         self._open = _Open(verdict, self.history)
-        self.history = _only(history, self.history, at)
+        self.history = learned_only(history, self.history, at)
         head = [self.own_steps, leaving, *self._digest(units)]
         row = torch.cat([torch.tensor(head, dtype=torch.float64), believed_L[at], self.steps_L[at]])
         return Then(self.transport.gather(f"{round.id}/open", row), self._weigh)
@@ -180,8 +184,10 @@ class MeanExchange:
         believed_NL = believed_NL.masked_fill(~same_N.unsqueeze(1), torch.inf)  # measured from another anchor
         w_NL = weights(believed_NL, steps_NL, self.penalty)
         w_L = torch.zeros(len(units), dtype=w_NL.dtype) if rows.mine is None else w_NL[rows.mine]
-        lost_L = (w_NL.sum(0) == 0) & (steps_NL.sum(0) > 0)
+        nobody_L = w_NL.sum(0) == 0
+        lost_L = nobody_L & (steps_NL.sum(0) > 0)
         self._open.weight = dict(zip(units, w_L.tolist(), strict=True))
+        self._open.nobody = frozenset(i for i, zero in zip(units, nobody_L.tolist(), strict=True) if zero)
         self.steps_L[list(units)] = 0
         self.total_steps = int(rows.rows[:, 0].sum())
         self._open.verdict = replace(
@@ -209,17 +215,19 @@ class MeanExchange:
         mean = self.transport.weighted_mean(f"{verdict.round.id}/{self.units[i].name}", value, weight)
         # The last round takes the mean as it is: no inner step follows to mend what momentum overshoots.
         outer = Average() if verdict.all_leaving else self.outer
-        return Then(mean, lambda mean: self._step(i, mean, outer))
+        nobody = i in self._open.nobody
+        return Then(mean, lambda mean: self._step(i, mean, outer, nobody))
 
     @torch.no_grad()
-    def _step(self, i: int, mean: Mean, outer: OuterOptimizer) -> Tensor:
+    def _step(self, i: int, mean: Mean, outer: OuterOptimizer, nobody: bool) -> Tensor:
         anchor, state = self.store.read(i)
         norm = self.shards.sum(torch.linalg.vector_norm(mean.value).square()).sqrt()
         step, stepped = outer.update(mean.value.mul_(clip_scale(norm, self.penalty.clip)), state)
         trusted = mean.total_weight > 0  # stays on the device: nothing here waits for the host
         next_anchor = torch.where(trusted, anchor - step, anchor)
-        momentum = torch.where(trusted, stepped.momentum, state.momentum)
-        self.store.write(i, next_anchor, replace(stepped, momentum=momentum))
+        pairs = zip(stepped.arrays, state.arrays, strict=True)
+        kept = stepped.with_arrays(*(torch.where(trusted, new, old) for new, old in pairs))
+        self.store.write(i, next_anchor, replace(kept, count=state.count) if nobody else kept)
         return next_anchor
 
     def abandon(self) -> None:
@@ -277,18 +285,17 @@ class MeanExchange:
         def fetch(name: str, tensor: Tensor) -> Tensor:
             return self.transport.weighted_mean(f"{key}/{name}", tensor.to(device), weight).result().value
 
+        def fetched_state(name: str, state: OuterState[Tensor]) -> OuterState[Tensor]:
+            momentum = fetch(f"{name}/momentum", state.momentum)
+            if state.pending is None:
+                return OuterState(momentum)
+            count = fetch(f"{name}/count", torch.tensor([float(state.count)]))
+            return OuterState(momentum, fetch(f"{name}/pending", state.pending), int(count))
+
         def fetched() -> Iterator[Kept]:
             for i, unit in enumerate(self.units):
                 anchor, state = old.peek(i)
-                momentum = fetch(f"{unit.name}/momentum", state.momentum)
-                yield fetch(f"{unit.name}/anchor", anchor), replace(state, momentum=momentum)
+                outer = fetched_state(unit.name, state)
+                yield fetch(f"{unit.name}/anchor", anchor), outer
 
         self.keep(fetched())
-
-
-def _only(new: NormHistory, old: NormHistory, units: list[int]) -> NormHistory:
-    """`new` for `units` and `old` for the rest."""
-    mask_L = torch.zeros(old.mean_L.numel(), dtype=torch.bool)
-    mask_L[units] = True
-    names = ("norms_WL", "mean_L", "var_L", "rounds_L", "suspects_L")
-    return NormHistory(*(torch.where(mask_L, getattr(new, n), getattr(old, n)) for n in names))

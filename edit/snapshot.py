@@ -33,8 +33,11 @@ def tensors(sync: LayerSync) -> dict[str, Tensor]:
     for i, unit in enumerate(sync.units) if sync.anchored else ():
         anchor, state = exchange.store.peek(i)
         named |= {f"anchor/{name}": part for name, part in _named(unit, anchor)}
-        if state.momentum.numel():
-            named |= {f"momentum/{name}": part for name, part in _named(unit, state.momentum)}
+        for kind, array in zip(("momentum", "pending"), state.arrays, strict=False):
+            parts = _named(unit, array) if array.numel() else ()
+            named |= {f"{kind}/{name}": part for name, part in parts}
+        if state.pending is not None:
+            named[f"pending_count/{unit.name}"] = torch.tensor(state.count)
     return named
 
 
@@ -104,11 +107,14 @@ def _like(p: nn.Parameter, part: Tensor) -> Tensor:
     )
 
 
-def _kept(unit: SyncUnit, loaded: dict[str, Tensor]) -> tuple[Tensor, OuterState]:
+def _kept(unit: SyncUnit, loaded: dict[str, Tensor]) -> tuple[Tensor, OuterState[Tensor]]:
     anchor = _flat(unit, loaded, "anchor")
     has_momentum = f"momentum/{unit.names[0]}" in loaded
     momentum = _flat(unit, loaded, "momentum") if has_momentum else anchor.new_zeros(0)
-    return anchor, OuterState(momentum)
+    if f"pending_count/{unit.name}" not in loaded:
+        return anchor, OuterState(momentum)
+    count = int(loaded[f"pending_count/{unit.name}"])
+    return anchor, OuterState(momentum, _flat(unit, loaded, "pending"), count)
 
 
 def _flat(unit: SyncUnit, loaded: dict[str, Tensor], kind: str) -> Tensor:

@@ -5,6 +5,7 @@ then.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from aedit.async_sgd.outer import OuterState
 
-Kept = tuple[Tensor, OuterState]
+Kept = tuple[Tensor, OuterState[Tensor]]
 
 
 class OuterStore(Protocol):
@@ -24,7 +25,7 @@ class OuterStore(Protocol):
     def read(self, i: int) -> Kept:
         """Unit `i` on the device, ready for the current stream. The tensors must not be changed."""
 
-    def write(self, i: int, anchor: Tensor, state: OuterState) -> None:
+    def write(self, i: int, anchor: Tensor, state: OuterState[Tensor]) -> None:
         """Keep new values; the caller gives up the tensors. Never blocks the host."""
 
     def peek(self, i: int) -> Kept:
@@ -45,7 +46,7 @@ class DeviceStore:
     def read(self, i: int) -> Kept:
         return self._kept[i]
 
-    def write(self, i: int, anchor: Tensor, state: OuterState) -> None:
+    def write(self, i: int, anchor: Tensor, state: OuterState[Tensor]) -> None:
         self._kept[i] = (anchor, state)
 
     def peek(self, i: int) -> Kept:
@@ -78,16 +79,17 @@ class PinnedStore:
         current = torch.cuda.current_stream()
         current.wait_stream(self._stream)
         anchor, state = self._device.pop(i)
-        for tensor in (anchor, state.momentum):
+        for tensor in (anchor, *state.arrays):
             tensor.record_stream(current)
         return anchor, state
 
-    def write(self, i: int, anchor: Tensor, state: OuterState) -> None:
+    def write(self, i: int, anchor: Tensor, state: OuterState[Tensor]) -> None:
         self._device.pop(i, None)
         self._stream.wait_stream(torch.cuda.current_stream())
         host_anchor, host_state = self._host[i]
+        self._host[i] = (host_anchor, replace(host_state, count=state.count))
         with torch.cuda.stream(self._stream):
-            for host, device in ((host_anchor, anchor), (host_state.momentum, state.momentum)):
+            for host, device in zip((host_anchor, *host_state.arrays), (anchor, *state.arrays), strict=True):
                 host.copy_(device, non_blocking=True)
                 device.record_stream(self._stream)
 
