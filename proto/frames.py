@@ -19,6 +19,10 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 
 
+class Damaged(ValueError):
+    """Bits have changed on the way: sent again, it may be right."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A piece of an array. crc: CRC-32 of data followed by head."""
@@ -29,9 +33,9 @@ class Chunk:
     head: memoryview | bytes = b""
 
     def check(self) -> None:
-        """Raise ValueError if bits have changed on the way."""
+        """Raise Damaged if the checksum is not that of the content."""
         if crc32(self.head, crc32(self.data)) != self.crc:
-            raise ValueError(f"chunk at byte {self.offset}: the checksum does not match")
+            raise Damaged(f"chunk at byte {self.offset}: the checksum does not match")
 
 
 def chunks(

@@ -1,0 +1,67 @@
+"""What one peer may take of a server: calls per second, and bytes under way."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from time import monotonic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of one server. The defaults are those of `HubConfig.limits`."""
+
+    nodes: int = 256
+    """Members at a time, which is also how many kinds of callers are told apart per host."""
+    calls_per_s: float = 200.0
+    """Calls of one node, with bursts of as many."""
+    in_flight_bytes: int = 2**30
+    """Bytes of all pushes being received at a time."""
+    stall_s: float = 30.0
+    """Without a byte for so long, a stream is ended."""
+    bytes_per_s: float = 4096.0
+    """A stream that is slower than this on average is ended too."""
+
+
+class Rates:
+    """A token bucket per key: `per_s` a second, bursts of as many. Remembers the `keys` latest."""
+
+    def __init__(self, per_s: float, *, keys: int = 4096, clock: Callable[[], float] = monotonic) -> None:
+        self._per_s = per_s
+        self._burst = max(1.0, per_s)
+        self._keys = keys
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+
+    def allow(self, key: Hashable) -> bool:
+        """Take one of `key`'s tokens, if it has one."""
+        with self._lock:
+            now_s = self._clock()
+            tokens, then_s = self._buckets.pop(key, (self._burst, now_s))
+            tokens = min(self._burst, tokens + (now_s - then_s) * self._per_s)
+            allowed = tokens >= 1
+            self._buckets[key] = (tokens - allowed, now_s)
+            while len(self._buckets) > self._keys:
+                self._buckets.popitem(last=False)
+        return allowed
+
+
+class Budget:
+    """Bytes that may be under way at a time. One alone always may, however large it is."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._lock = threading.Lock()
+        self.taken = 0
+
+    def take(self, num_bytes: int) -> bool:
+        """Reserve, if there is room. Who got true gives it back."""
+        with self._lock:
+            fits = self.taken == 0 or self.taken + num_bytes <= self._num_bytes
+            self.taken += num_bytes * fits
+        return fits
+
+    def give(self, num_bytes: int) -> None:
+        with self._lock:
+            self.taken -= num_bytes
