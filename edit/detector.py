@@ -78,6 +78,14 @@ def judge(G_L: Tensor, history: NormHistory, config: PenaltyConfig) -> tuple[Ten
     )
 
 
+def learned_only(new: NormHistory, old: NormHistory, units: list[int]) -> NormHistory:
+    """`new` for `units` and `old` for the rest."""
+    mask_L = torch.zeros(old.mean_L.numel(), dtype=torch.bool)
+    mask_L[units] = True
+    names = ("norms_WL", "mean_L", "var_L", "rounds_L", "suspects_L")
+    return NormHistory(*(torch.where(mask_L, getattr(new, n), getattr(old, n)) for n in names))
+
+
 def _outliers(G_L: Tensor, history: NormHistory, config: PenaltyConfig) -> Tensor:
     ready_L = history.rounds_L >= config.warmup_rounds
     match config.detector:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from aedit.edit.config import EditConfig
 from aedit.types import Round
 
 
@@ -85,3 +86,13 @@ def _next(schedule: RoundSchedule, step: int) -> Round:
     round = Round(schedule.last_id + 1, step - schedule.last_step)
     schedule.last_id, schedule.last_step = round.id, step
     return round
+
+
+def make_schedule(config: EditConfig) -> RoundSchedule:
+    """The schedule that `[edit]` names. With fragments each round moves one of them, so rounds come more
+    often."""
+    match config.schedule:
+        case "steps":
+            return EverySteps(int(config.every) // config.fragments)
+        case "seconds":
+            return EverySeconds(config.every / config.fragments)

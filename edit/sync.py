@@ -5,16 +5,15 @@ up to `prefetch` places ahead, waits for its own, and lets the module run on the
 arXiv:2412.07210, figure 1). `arrival` landing: nothing waits; when a unit's answer is here, the next
 forward adds `anchor - sent` to the parameters, so the inner steps made meanwhile are kept and travel in
 the next round.
+
+With a `FreeExchange` a round is put off while one of its units is still under way, and its progress goes on
+growing; a node that would be too many steps ahead of an answer waits for it.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,33 +22,16 @@ from torch.utils.hooks import RemovableHandle
 
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Exchange, Verdict
-from aedit.edit.schedule import EverySeconds, EverySteps, RoundSchedule
-from aedit.edit.shards import Shards, shards_of
+from aedit.edit.flight import Flight
+from aedit.edit.hub_exchange import FreeExchange
+from aedit.edit.schedule import RoundSchedule, make_schedule
+from aedit.edit.shards import shards_of
 from aedit.edit.units import SyncUnit, find_units
-from aedit.proto.transport import Pending
-from aedit.types import IdleWork, Round
-
-T = TypeVar("T")
-
-POLL_S = 0.0005
-"""Pause between two looks at a wait that may be interrupted."""
+from aedit.edit.waiting import Waiter
+from aedit.types import Round
 
 
-@dataclass(slots=True)
-class Flight:
-    """A round that has not landed whole."""
-
-    round: Round
-    units: tuple[int, ...]
-    opening: Pending[Verdict]
-    unsent: deque[int]  # in forward order
-    waited_s: float = 0.0
-    verdict: Verdict | None = None
-    sent: dict[int, Pending[Tensor]] = field(default_factory=dict)
-    ready: set[int] = field(default_factory=set)  # answered on every rank: may land in the next forward
-
-
-class LayerSync:
+class LayerSync(Waiter):
     """Attach EDiT to a model by hooks; `with` enters and leaves. See `LayerSync.of`."""
 
     def __init__(
@@ -60,29 +42,23 @@ class LayerSync:
         schedule: RoundSchedule,
         config: EditConfig,
     ) -> None:
+        super().__init__(shards_of(list(model.parameters())), config.timeout_s)
         self.model, self.inner = model, inner
         self.exchange, self.schedule, self.config = exchange, schedule, config
+        self.free: FreeExchange | None = exchange if isinstance(exchange, FreeExchange) else None
+        if self.free and config.warmup_steps:
+            raise ValueError("edit.warmup_steps must be 0 with a hub: its nodes do not meet at every step")
         self.units: Sequence[SyncUnit] = find_units(model, config.units)
         if config.fragments > len(self.units):
             what = f"edit.fragments = {config.fragments} is more than the model's {len(self.units)} units"
             raise ValueError(what)
-        self.shards: Shards = shards_of(list(model.parameters()))
-        self.idle: IdleWork | None = None
         self.on_round: Callable[[Verdict, float], None] = lambda verdict, waited_s: None
-        self.clock: Callable[[], float] = time.monotonic
-        self.while_waiting: Callable[[int], None] | None = None
-        """Asked again and again with the `position` that all nodes must reach for a wait to end; may
-        raise."""
         self.steps = 0
         """Inner steps so far, warm-up included."""
         self.round_id = 0
         """The round landed last."""
         self.total_steps = 0
         """Inner steps of all nodes up to that round, warm-up not included."""
-        self.waited_s = 0.0
-        """Time spent waiting for other nodes."""
-        self.idle_used_s = 0.0
-        """The part of it that idle work was given."""
         self._flights: list[Flight] = []  # oldest first
         self._hooks: list[RemovableHandle] = []
         self._averaged = False
@@ -175,6 +151,7 @@ class LayerSync:
         if warmed_up:
             return self._anchor()
         self._look_for_answers()
+        self._hold_back()
         if round := self._due():
             self.begin(round)
 
@@ -190,7 +167,7 @@ class LayerSync:
             finite = self.shards.sum((~gradient.isfinite()).sum()) == 0
             asked.append(self.exchange.average(f"warmup/{self.steps}/{unit.name}", gradient, finite.float()))
         for unit, pending in zip(self.units, asked, strict=True):
-            unit.set_gradient(self._wait(pending, needed=self.position + 1))
+            unit.set_gradient(self.wait(pending, needed=self.position + 1))
         self._averaged = True
 
     def begin(self, round: Round, *, leaving: bool = False) -> Flight:
@@ -205,8 +182,10 @@ class LayerSync:
             for i in units:
                 self.units[i].sent = self.units[i].flat()
         opening = self.exchange.open(round, units, leaving=leaving)
-        flight = Flight(round, units, opening, deque(units))
+        flight = Flight(round, units, opening, deque(units), self.local_steps)
         self._flights.append(flight)
+        if self.free:
+            self._send_all(flight)
         return flight
 
     def finish(self) -> None:
@@ -217,18 +196,20 @@ class LayerSync:
     def abandon(self) -> list[Round]:
         """Forget rounds that not every node has opened, to leave without waiting for the others.
 
-        Returns them; `begin` them again after a resume.
+        Returns them; `begin` them again after a resume. With a `FreeExchange`, forget all: what was handed to
+        the agent is its affair.
         """
-        unopened = [flight for flight in self._flights if flight.verdict is None]
+        unopened = [flight for flight in self._flights if self.free or flight.verdict is None]
         for flight in reversed(unopened):
             self.exchange.abandon()
             self._flights.remove(flight)
             for i in flight.units:
                 self.units[i].sent = None
-        return [flight.round for flight in unopened]
+        return [flight.round for flight in unopened if flight.verdict is None]
 
     def close(self) -> None:
-        """Exchange what the last, shorter interval has learned, and leave together with the other nodes.
+        """Exchange what the last, shorter interval has learned, and leave; without a `FreeExchange`, together
+        with the other nodes.
 
         A node that ends early keeps answering rounds, with weight 0, until all have ended.
         """
@@ -243,6 +224,8 @@ class LayerSync:
             self._finish(flight)
             assert flight.verdict is not None
             all_leaving = all_leaving + 1 if flight.verdict.all_leaving else 0
+        if self.free:
+            self.free.leave()
 
     # -- rounds
 
@@ -252,12 +235,24 @@ class LayerSync:
 
     def _due(self) -> Round | None:
         """Decided by the node's first rank, so that all its ranks open the round after the same step."""
+        if self.free and self._under_way(self._fragment(self.schedule.last_id + 1)):
+            return None  # put off: the schedule is asked again, and finds its last round longer ago
         round = self.schedule.due(self.local_steps) if self.shards.leads else None
         id, steps = self.shards.decide([round.id, round.steps] if round else [0, 0])
         if not id:
             return None
         self.schedule.last_id, self.schedule.last_step = id, self.local_steps
         return Round(id, steps)
+
+    def _under_way(self, units: Sequence[int]) -> bool:
+        """Whether any of `units` has been sent and not answered."""
+        return any(i in flight.sent and i not in flight.ready for flight in self._flights for i in units)
+
+    def _hold_back(self) -> None:
+        """Wait for answers that this node has gone on without for too long."""
+        for flight in list(self._flights) if self.free else ():
+            if self.free and self.local_steps - flight.opened_at >= self.free.max_steps_ahead:
+                self._finish(flight)
 
     def _fragment(self, round_id: int) -> tuple[int, ...]:
         """Every P-th unit: a fragment is spread over the depth (Streaming DiLoCo, arXiv:2501.18512)."""
@@ -290,7 +285,7 @@ class LayerSync:
 
     def _verdict(self, flight: Flight) -> Verdict:
         if flight.verdict is None:
-            flight.verdict = self._wait(flight.opening, flight, needed=self.position)
+            flight.verdict = self.wait(flight.opening, flight, needed=self.position)
             self.total_steps = flight.verdict.total_steps
         return flight.verdict
 
@@ -318,7 +313,9 @@ class LayerSync:
             self._send(flight)
         if i not in flight.sent:
             return
-        anchor = self._wait(flight.sent.pop(i), flight)
+        anchor = self._answer(flight, i)
+        if self.free:
+            verdict = flight.verdict = self.free.conclude(i, verdict)
         with torch.inference_mode(False), torch.no_grad():
             self._take(self.units[i], anchor, adopt=i in verdict.distrusted)
         flight.ready.discard(i)
@@ -326,6 +323,18 @@ class LayerSync:
             self._flights.remove(flight)
             self.round_id = flight.round.id
             self.on_round(verdict, flight.waited_s)
+
+    def _answer(self, flight: Flight, i: int) -> Tensor:
+        """Unit `i`'s next anchor, waited for if it must be. A wait that is broken off leaves it under way."""
+        if i in flight.ready:
+            anchor = flight.sent[i].result()
+        elif self.free:
+            name = f"the hub's answer for unit {self.units[i].name} of round {flight.round.id}"
+            anchor = self.wait_together(flight.sent[i], flight, name, self.position)
+        else:
+            anchor = self.wait(flight.sent[i], flight)
+        del flight.sent[i]
+        return anchor
 
     def _take(self, unit: SyncUnit, anchor: Tensor, *, adopt: bool) -> None:
         if unit.sent is None or adopt:
@@ -345,36 +354,8 @@ class LayerSync:
             # FSDP2 gathers on a stream that waited for this one at the root's forward, not for this copy.
             torch.cuda.current_stream().synchronize()
 
-    def _wait(self, pending: Pending[T], flight: Flight | None = None, needed: int | None = None) -> T:
-        if pending.done():
-            return pending.result()
-        window: AbstractContextManager[None] = self.idle.window("round") if self.idle else nullcontext()
-        began = self.clock()
-        with window:
-            if needed is not None and self.while_waiting is not None:
-                while not pending.done():
-                    self.while_waiting(needed)
-                    time.sleep(POLL_S)
-            answer = pending.result()
-        waited_s = self.clock() - began
-        self.waited_s += waited_s
-        self.idle_used_s += waited_s if self.idle else 0.0
-        if flight is not None:
-            flight.waited_s += waited_s
-        return answer
-
 
 def _hook(act: Callable[[], None]) -> Callable[..., None]:
     """`act` as a hook, opaque to torch.compile: what lands must not become part of a graph."""
     hook: Callable[..., None] = torch.compiler.disable(lambda *_: act())  # type: ignore[no-untyped-call]
     return hook
-
-
-def make_schedule(config: EditConfig) -> RoundSchedule:
-    """The schedule that `[edit]` names. With fragments each round moves one of them, so rounds come more
-    often."""
-    match config.schedule:
-        case "steps":
-            return EverySteps(int(config.every) // config.fragments)
-        case "seconds":
-            return EverySeconds(config.every / config.fragments)

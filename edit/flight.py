@@ -1,0 +1,25 @@
+"""A round under way, as the node that opened it sees it."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from aedit.edit.exchange import Verdict
+from aedit.proto.transport import Pending
+from aedit.types import Round
+
+
+@dataclass(slots=True)
+class Flight:
+    """A round that has not landed whole."""
+
+    round: Round
+    units: tuple[int, ...]
+    opening: Pending[Verdict]
+    unsent: deque[int]  # in forward order
+    opened_at: int = 0  # local step
+    waited_s: float = 0.0
+    verdict: Verdict | None = None
+    sent: dict[int, Pending[Tensor]] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)  # answered on every rank: may land in the next forward

@@ -1,0 +1,77 @@
+"""How a node waits for what others have to say: named, with a deadline, and with something else to do."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
+
+from aedit.edit.flight import Flight
+from aedit.edit.shards import Shards
+from aedit.proto.transport import PeersMissing, Pending
+from aedit.types import IdleWork
+
+T = TypeVar("T")
+
+POLL_S = 0.0005
+"""Pause between two looks at a wait that may be interrupted."""
+
+FREE_POLL_S = 0.005
+"""The same for what a hub may take minutes to answer."""
+
+
+class Waiter:
+    """A node that sometimes waits. `idle`, `clock` and `while_waiting` may be replaced at any time."""
+
+    def __init__(self, shards: Shards, timeout_s: float) -> None:
+        self.shards, self.timeout_s = shards, timeout_s
+        self.idle: IdleWork | None = None
+        self.clock: Callable[[], float] = time.monotonic
+        self.while_waiting: Callable[[int], None] | None = None
+        """Asked again and again with the `position` that all nodes must reach for a wait to end; may
+        raise. With a `FreeExchange` all ranks of the node ask together, so it may hold a collective."""
+        self.waited_s = 0.0
+        """Time spent waiting for other nodes."""
+        self.idle_used_s = 0.0
+        """The part of it that idle work was given."""
+
+    def wait(self, pending: Pending[T], flight: Flight | None = None, needed: int | None = None) -> T:
+        """The answer, on this rank as soon as it is there. needed: the position of other nodes that it takes;
+        None: they have reached it already."""
+        if pending.done():
+            return pending.result()
+        with self._waiting(flight):
+            if needed is not None and self.while_waiting is not None:
+                while not pending.done():
+                    self.while_waiting(needed)
+                    time.sleep(POLL_S)
+            return pending.result()
+
+    def wait_together(self, pending: Pending[T], flight: Flight, what: str, position: int) -> T:
+        """The answer, on all ranks of the node at one time, so that what breaks the wait off for one does so
+        for all. Raises `PeersMissing`, naming `what`, after `timeout_s`."""
+        if self.shards.all([pending.done()])[0]:
+            return pending.result()
+        give_up_at = self.clock() + self.timeout_s
+        with self._waiting(flight):
+            while True:
+                here, in_time = self.shards.all([pending.done(), self.clock() < give_up_at])
+                if here:
+                    return pending.result()
+                if not in_time:
+                    raise PeersMissing(f"{what} did not come within {self.timeout_s:g} s")
+                if self.while_waiting is not None:
+                    self.while_waiting(position)
+                time.sleep(FREE_POLL_S)
+
+    @contextmanager
+    def _waiting(self, flight: Flight | None) -> Iterator[None]:
+        """Let idle work in, and count the time."""
+        window: AbstractContextManager[None] = self.idle.window("round") if self.idle else nullcontext()
+        began = self.clock()
+        with window:
+            yield
+        waited_s = self.clock() - began
+        self.waited_s += waited_s
+        self.idle_used_s += waited_s if self.idle else 0.0
+        if flight is not None:
+            flight.waited_s += waited_s
