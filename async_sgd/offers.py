@@ -1,0 +1,84 @@
+"""What becomes of a push: judged on arrival, weighed when it is merged."""
+
+import math
+from collections.abc import Sequence
+
+from aedit.async_sgd import screen, staleness
+from aedit.async_sgd.config import HubConfig, PenaltyConfig
+from aedit.async_sgd.members import Member
+from aedit.async_sgd.records import Accepted, Left, Part, Push, Record, Refused
+from aedit.async_sgd.state import State, Unit
+from aedit.async_sgd.weights import weights
+
+
+def judged(state: State, push: Push, config: HubConfig) -> list[Record]:
+    """Accepted, or Refused with Left where it was one offence too many; nothing if it was judged before."""
+    member = state.members[push.node]
+    if push.seq <= member.received.get(push.unit, 0):
+        return []
+    refused = _refused(state, member, push, config)
+    if refused is None:
+        return [Accepted(push)]
+    last_straw = refused.offence and member.offences + 1 >= config.screen.offences
+    reason = f"put out after {config.screen.offences} offences, the last one {refused.reason}"
+    return [refused, Left(push.node, reason, put_out=True)] if last_straw else [refused]
+
+
+def _refused(state: State, member: Member, push: Push, config: HubConfig) -> Refused | None:
+    """The first rule that it breaks."""
+    unit = state.units.get(push.unit)
+    if unit is None or state.layout is None:
+        return _offence(member, push, f"unit: this hub has no unit {push.unit}")
+    tensors = state.layout.units[push.unit].tensors
+    if len(push.norms) != len(tensors):
+        return _offence(member, push, f"layout: {len(push.norms)} norms for {len(tensors)} parameters")
+    if not all(math.isfinite(norm) for norm in push.norms):
+        return _offence(member, push, "not finite: a parameter has a NaN or an infinity")
+    expected = member.received.get(push.unit, 0) + 1
+    if push.seq != expected:
+        return _stale(push, f"gap: push {push.seq} where {expected} was due")
+    if any(node == push.node for node, _ in unit.pending):
+        return _stale(push, "early: this node's last push of the unit is not merged yet")
+    if push.base == 0:
+        return _refused_founding(state, unit, push)
+    if push.base > unit.version:
+        return _stale(push, f"future: version {push.base}, and {unit.version} is the newest")
+    if staleness.factor(config.staleness, unit.version - push.base) == 0.0:
+        return _stale(push, f"stale: measured {unit.version - push.base} versions ago")
+    doubt = screen.judge_push(push, unit.history, config.screen)
+    return _offence(member, push, f"norm: {doubt}") if doubt else None
+
+
+def _refused_founding(state: State, unit: Unit, push: Push) -> Refused | None:
+    if unit.anchor is not None or unit.pending:
+        return Refused(push.node, push.unit, push.seq, "founded: the unit has an anchor", True, False)
+    if push.node != state.founder:
+        return Refused(push.node, push.unit, push.seq, "founded: another node founds the run", True, False)
+    return None
+
+
+def _offence(member: Member, push: Push, reason: str) -> Refused:
+    """Not believed. One bad round is one offence, however many units it has."""
+    return Refused(push.node, push.unit, push.seq, reason, True, push.seq > member.offended)
+
+
+def _stale(push: Push, reason: str) -> Refused:
+    """Nothing wrong with the node: it keeps its progress."""
+    return Refused(push.node, push.unit, push.seq, reason, False, False)
+
+
+def parts(pushes: Sequence[Push], unit: Unit, config: HubConfig, penalty: PenaltyConfig) -> tuple[Part, ...]:
+    """How much each push counts in the merge. Staleness and excess length scale the push itself, so that they
+    have effect in a merge of one, too."""
+    found = weights(pushes, config.weights, penalty)
+    late = [unit.version - push.base if push.base else 0 for push in pushes]
+    last = config.staleness.cutoff - 1  # what was accepted counts, if others were merged before it meanwhile
+    scales = [
+        staleness.factor(config.staleness, min(s, last))
+        * screen.clip_scale(push, unit.history, config.screen)
+        for push, s in zip(pushes, late, strict=True)
+    ]
+    return tuple(
+        Part(push.node, push.seq, weight, scale, s)
+        for push, weight, scale, s in zip(pushes, found, scales, late, strict=True)
+    )

@@ -1,0 +1,80 @@
+"""Who trains on which samples: positions of one endless stream, each with one node at a time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Block = tuple[int, int]
+"""Positions start..end of the stream, the end not included."""
+
+
+@dataclass(slots=True)
+class Pool:
+    """Hands out blocks and takes them back. What lies below the watermark is used, leased or returned."""
+
+    watermark: int = 0
+    """First position that nobody has ever had."""
+    returned: list[Block] = field(default_factory=list)
+    """Given back unused; sorted, none touches another. Handed out before anything new."""
+    leases: dict[int, dict[int, Block]] = field(default_factory=dict)
+    """By node and first position: how far it is used, and its end."""
+
+    def offer(self, samples: int) -> list[Block]:
+        """The blocks that a node gets who asks for so many samples. Changes nothing."""
+        blocks = []
+        for start, end in self.returned:
+            if samples == 0:
+                return blocks
+            taken = min(samples, end - start)
+            blocks.append((start, start + taken))
+            samples -= taken
+        return [*blocks, (self.watermark, self.watermark + samples)] if samples else blocks
+
+    def lease(self, node: int, start: int, end: int) -> None:
+        """These positions are the node's from now on; they must have been on offer."""
+        if start >= self.watermark:
+            assert start == self.watermark, f"position {self.watermark} would be left out"
+            self.watermark = end
+        else:
+            self.returned = list(_without(self.returned, (start, end)))
+        self.leases.setdefault(node, {})[start] = (start, end)
+
+    def use(self, node: int, start: int, upto: int) -> None:
+        """Positions of that lease below `upto` never come back."""
+        used, end = self.leases[node][start]
+        assert used <= upto <= end, f"{upto} is not in {used}..{end}"
+        if upto == end:
+            del self.leases[node][start]
+        else:
+            self.leases[node][start] = (upto, end)
+
+    def give_back(self, node: int) -> None:
+        """What the node has not used is for others."""
+        self.returned = _joined([*self.returned, *self.leases.pop(node, {}).values()])
+
+    def outstanding(self, node: int) -> list[Block]:
+        """What the node still has to use, in order."""
+        return sorted(self.leases.get(node, {}).values())
+
+
+def _joined(blocks: Sequence[Block]) -> list[Block]:
+    """The same positions in the fewest blocks, in order."""
+    whole: list[Block] = []
+    for start, end in sorted(blocks):
+        if whole and whole[-1][1] == start:
+            whole[-1] = (whole[-1][0], end)
+        else:
+            whole.append((start, end))
+    return whole
+
+
+def _without(blocks: Sequence[Block], taken: Block) -> list[Block]:
+    """The same positions but those of `taken`, which lie in one of the blocks."""
+    rest = []
+    found = False
+    for start, end in blocks:
+        inside = start <= taken[0] and taken[1] <= end
+        found |= inside
+        pieces = ((start, taken[0]), (taken[1], end)) if inside else ((start, end),)
+        rest += [piece for piece in pieces if piece[0] < piece[1]]
+    assert found, f"{taken} is not there to be leased"
+    return rest
