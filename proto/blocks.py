@@ -1,0 +1,135 @@
+"""Numbers by blocks: one scale and few bits each. Pure functions of NumPy arrays, shapes by suffix.
+
+B blocks of K numbers. A scale is a positive bfloat16, held as its 16 bits: 8 significant bits, so that scale
+times code is exact in fp32, and encoding what was decoded gives the same bits. 0 stands for a block in which
+nothing is worth a code, NOT_FINITE for one with a NaN or an infinity in it: it decodes to NaN throughout, so
+that whoever receives it sees that something is wrong.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Bits = NDArray[np.uint32]
+Scales = NDArray[np.uint16]
+Bytes = NDArray[np.uint8]
+
+NOT_FINITE = 0x7FC0
+"""The only NaN that is a scale."""
+
+SMALLEST = (127 - 100) << 7
+"""2^-100 as a scale: smaller ones become 0, so that no product is denormal."""
+
+LARGEST_INT8 = 0x7C01
+"""127 times this is the largest finite product."""
+LARGEST_E3M0 = 0x7F7F
+
+INFINITE = 0x7F800000
+ABSOLUTE = 0x7FFFFFFF
+EXPONENT_BIT = 23
+PER_STEP = np.float32(1 / 127)
+SQRT_HALF = np.float32(0.5**0.5)
+
+
+def to_bf16(bits: Bits) -> Bits:
+    """Round fp32 numbers, given as bits, to bfloat16's, to nearest, ties to even; not for NaN."""
+    rounded = np.right_shift(bits, np.uint32(16))
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    return rounded
+
+
+def from_bf16(scales_B: Scales) -> Floats:
+    return (scales_B.astype(np.uint32) << 16).view(np.float32)
+
+
+def scales(top_B: Bits, step: np.float32, largest: int) -> Scales:
+    """top_B: bits of each block's largest magnitude. A scale is `step` times it."""
+    finite_B = top_B < INFINITE
+    step_B = np.where(finite_B, top_B, 0).astype(np.uint32).view(np.float32) * step
+    scale_B = np.minimum(to_bf16(step_B.view(np.uint32)), largest)
+    scale_B[scale_B < SMALLEST] = 0
+    scale_B[~finite_B] = NOT_FINITE
+    return scale_B.astype(np.uint16)
+
+
+def check_scales(scales_B: Scales, largest: int) -> None:
+    """Raise ValueError unless each is 0, NOT_FINITE, or from SMALLEST to `largest`."""
+    right = (scales_B >= SMALLEST) & (scales_B <= largest)
+    right |= (scales_B == 0) | (scales_B == NOT_FINITE)
+    if not right.all():
+        raise ValueError(f"{np.count_nonzero(~right)} of {right.size} scales are none")
+
+
+def magnitudes(x_BK: Floats) -> Bits:
+    """Bits of |x|, which are in the same order as the numbers; NaN is above all."""
+    return np.bitwise_and(x_BK.view(np.uint32), np.uint32(ABSOLUTE))
+
+
+# --- int8: scale * -127..127
+
+
+def encode_int8(x_BK: Floats, scales_B: Scales, codes_BK: NDArray[np.int8]) -> None:
+    """round(x / scale), ties to even. It stays within 127: rounding the scale moves it by less than 2^-8."""
+    usable_B = (scales_B != 0) & (scales_B != NOT_FINITE)
+    divisor_B = np.where(usable_B, from_bf16(scales_B), np.float32(np.inf))
+    if (scales_B == NOT_FINITE).any():
+        x_BK = np.where(np.isfinite(x_BK), x_BK, np.float32(0))
+    ratio_BK = x_BK / divisor_B[:, None]
+    np.rint(ratio_BK, out=ratio_BK)
+    np.copyto(codes_BK, ratio_BK, casting="unsafe")
+
+
+def decode_int8(codes_BK: NDArray[np.int8], scales_B: Scales, out_BK: Floats) -> None:
+    np.copyto(out_BK, codes_BK)
+    out_BK *= from_bf16(scales_B)[:, None]
+
+
+def check_int8(codes: NDArray[np.int8]) -> None:
+    if codes.size and codes.min() == -128:
+        raise ValueError("-128 is no code")
+
+
+# --- e3m0: scale * (0 or +-2^-6..2^0), two to a byte
+
+
+def encode_e3m0(x_BK: Floats, scales_B: Scales, codes_BK: Bytes) -> None:
+    """The nearest power of two in the logarithm, 3 bits and the sign above them; 0 below scale * 2^-6.5.
+
+    Between powers of two times t = scale / sqrt(2) the difference of the bits keeps its upper part, which is
+    the exponent of x / t: floor(log2(x / t)) = round(log2(x / scale)), with no logarithm and no rounding.
+    """
+    usable_B = (scales_B != 0) & (scales_B != NOT_FINITE)
+    bound_B = (from_bf16(scales_B) * SQRT_HALF).view(np.uint32) - np.uint32(7 << EXPONENT_BIT)
+    bound_B = np.where(usable_B, bound_B, np.uint32(INFINITE))
+    code_BK = np.maximum(magnitudes(x_BK), bound_B[:, None])
+    code_BK -= bound_B[:, None]
+    code_BK >>= EXPONENT_BIT
+    sign_BK = x_BK.view(np.uint32) >> 28
+    sign_BK &= 8
+    code_BK |= sign_BK
+    np.copyto(codes_BK, code_BK, casting="unsafe")
+
+
+def pack_nibbles(codes: Bytes) -> Bytes:
+    """An even number of codes below 16, two to a byte, the first one in the lower half."""
+    pairs = codes.view(np.uint16)
+    return (pairs | pairs >> 4).astype(np.uint8)
+
+
+def decode_e3m0(packed: Bytes, scales_B: Scales, out_BK: Floats) -> None:
+    np.take(_PAIRS, packed, out=out_BK.reshape(-1).view(np.uint64), mode="clip")
+    out_BK *= from_bf16(scales_B)[:, None]
+
+
+def _pairs() -> NDArray[np.uint64]:
+    """Both numbers of a byte, for each of the 256, side by side."""
+    values = np.array([0, *(2.0 ** (code - 7) for code in range(1, 8))], np.float32)
+    values = np.concatenate([values, -values])
+    byte = np.arange(256)
+    return np.stack([values[byte & 15], values[byte >> 4]], axis=1).view(np.uint64).reshape(-1)
+
+
+_PAIRS = _pairs()
