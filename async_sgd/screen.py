@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ GROWTH = 0.75
 """Exponent of a norm over steps: 0.6 to 0.9 in small Llamas under AdamW, 1 in the learning rate's rise."""
 
 SPREAD = 0.3
-"""Least standard deviation of log-sizes; honest nodes with like data differ by 0.05 to 0.15, and sizes drift."""
+"""Least standard deviation of log-sizes. Honest nodes with like data differ by 0.05 to 0.15; sizes drift."""
 
 WINDOW = 64
 """Pushes of all nodes that are remembered."""
@@ -46,7 +47,7 @@ SAMPLE_BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class NormHistory:
-    """Sizes of one unit's accepted pushes, newest last; plain numbers, for snapshots."""
+    """Sizes of one unit's accepted pushes, newest last."""
 
     sizes: tuple[tuple[int, float], ...] = ()
     """(node, log-size)."""
@@ -54,6 +55,18 @@ class NormHistory:
     """Of the first anchor."""
     doubted: tuple[int, ...] = ()
     """Nodes refused for their size since the last accepted push."""
+
+    @classmethod
+    def of(cls, numbers: Any) -> "NormHistory":
+        """Back from `numbers`."""
+        sizes = tuple((int(node), float(size)) for node, size in numbers["sizes"])
+        anchor_norm = math.inf if numbers["anchor_norm"] is None else numbers["anchor_norm"]
+        return cls(sizes, anchor_norm, tuple(numbers["doubted"]))
+
+    def numbers(self) -> dict[str, Any]:
+        """Fit for JSON."""
+        anchor_norm = self.anchor_norm if math.isfinite(self.anchor_norm) else None
+        return {"sizes": list(self.sizes), "anchor_norm": anchor_norm, "doubted": list(self.doubted)}
 
     def with_push(self, push: Push) -> "NormHistory":
         """After an accepted push; one that founds the unit says how long its anchor is."""
@@ -98,7 +111,8 @@ def judge_push(push: Push, history: NormHistory, config: ScreenConfig) -> str | 
     excess = log_size(push) - usual
     if excess <= config.threshold * spread * (1 + 1 / rounds):
         return None
-    return f"norm {length:.3g}, {math.exp(excess):.3g} times what is usual for {push.steps} steps"
+    times = math.exp(min(excess, 100.0))
+    return f"norm {length:.3g}, {times:.3g} times what is usual for {push.steps} steps"
 
 
 def clip_scale(push: Push, history: NormHistory, config: ScreenConfig) -> float:
@@ -108,11 +122,11 @@ def clip_scale(push: Push, history: NormHistory, config: ScreenConfig) -> float:
         return 1.0
     usual, _, rounds = _usual(history)
     allowed = config.clip * (PER_NODE if rounds < 2 else 1)
-    return min(1.0, allowed * math.exp(usual - log_size(push)))
+    return math.exp(min(0.0, math.log(allowed) + usual - log_size(push)))
 
 
 def outliers(pushes: Sequence[Push], config: ScreenConfig) -> tuple[bool, ...]:
-    """Which pushes of one merge are far longer than the others of it. Needs four to compare; otherwise none."""
+    """Which pushes of one merge are far longer than the others of it. It takes four to compare."""
     sizes = [log_size(push) for push in pushes]
     if len(sizes) < ENOUGH:
         return (False,) * len(sizes)
