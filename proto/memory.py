@@ -44,9 +44,15 @@ class MemoryWorld:
             if meeting.closed:
                 meeting.late.add(node)
             else:
+                _check_shape(key, value, meeting.given)
                 meeting.given[node] = (value, weight)
             self._close_complete()
             return meeting
+
+    def enter(self, node: int) -> None:
+        """Wait for this node from now on: it had left and is back."""
+        with self._changed:
+            self._members.add(node)
 
     def leave(self, node: int) -> None:
         with self._changed:
@@ -71,6 +77,13 @@ class MemoryWorld:
             if meeting.closed and self._members <= meeting.given.keys() | meeting.late:
                 del self._meetings[key]
         self._changed.notify_all()
+
+
+def _check_shape(key: str, value: Tensor, given: dict[int, tuple[Tensor, float]]) -> None:
+    for node, (other, _) in given.items():
+        if other.shape != value.shape:
+            theirs, ours = tuple(other.shape), tuple(value.shape)
+            raise ValueError(f"{key}: shape {ours}, where node {node} has brought {theirs}")
 
 
 class _Answer(Generic[T]):
