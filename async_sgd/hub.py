@@ -32,6 +32,7 @@ from aedit.async_sgd.records import (
     Values,
     Vector,
 )
+from aedit.async_sgd.screen import directions
 from aedit.async_sgd.state import State, Unit
 
 _TICK_S = 1.0
@@ -125,11 +126,11 @@ class Hub:
         decided: list[Record] = []
         if elapsed_s >= self.state.elapsed_s + _TICK_S:
             decided.append(Ticked(elapsed_s))
-        gone = self._silent(now)
-        decided += [Left(node, f"silent for {self.config.expire_s:g} s") for node in gone]
+        left = self._silent(now) + self._offenders()
+        decided += left
         if self._round_is_due(elapsed_s):
             decided.append(RoundOpened(self.state.round + 1, self._round_at_s(elapsed_s)))
-        live = self.state.live.keys() - set(gone)
+        live = self.state.live.keys() - {record.node for record in left}
         for index, unit in self.state.units.items():
             if unit.pending and self._is_due(index, unit, live, now):
                 decided.append(self._merge(index, unit, elapsed_s))
@@ -275,9 +276,16 @@ class Hub:
         speed = report.steps_per_s if report else 0.0
         return speed if math.isfinite(speed) and speed > 0 else 0.0
 
-    def _silent(self, now: float) -> list[int]:
-        seen = self.clocks.seen
-        return [node for node in self.state.live if now - seen.setdefault(node, now) > self.config.expire_s]
+    def _silent(self, now: float) -> list[Left]:
+        seen, most_s = self.clocks.seen, self.config.expire_s
+        silent = [node for node in self.state.live if now - seen.setdefault(node, now) > most_s]
+        return [Left(node, f"silent for {most_s:g} s") for node in silent]
+
+    def _offenders(self) -> list[Left]:
+        """Found out in a merge; those found out on arrival have left already."""
+        most = self.config.screen.offences
+        bad = [node for node, member in self.state.live.items() if member.offences >= most]
+        return [Left(node, f"put out after {most} offences", put_out=True) for node in bad]
 
     def _round_is_due(self, elapsed_s: float) -> bool:
         if self.config.pace != "seconds" or not self.state.is_founded:
@@ -317,7 +325,11 @@ class Hub:
         pushes = [(unit.pending[part.node, part.seq], part) for part in record.parts]
         if unit.anchor is None:
             return advance.founded(pushes[0][0].values, layout, self.rule)
-        return advance.merged(unit.anchor, pushes, layout, self.rule)
+        away = directions(pushes, layout, self.config.screen)
+        believed = [pair for pair, is_away in zip(pushes, away, strict=True) if not is_away]
+        computed = advance.merged(unit.anchor, believed, layout, self.rule)
+        ignored = [part for (_, part), is_away in zip(pushes, away, strict=True) if is_away]
+        return replace(computed, ignored=tuple((part.node, part.seq) for part in ignored))
 
     def _compute_mix(self, record: Mixed) -> Computed:
         unit = self.state.units[record.unit]

@@ -17,6 +17,10 @@ _FASTEST = 64.0
 """Times the median speed: no node's own word makes the others do less than this would."""
 
 
+SIZE = "size"
+"""Kind of reason for what is too long to be believed: the part of a reason before its first colon."""
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
     """The last decision about a node's pushes of one unit."""
@@ -86,15 +90,28 @@ class Member:
         self.tell(
             record.unit, Told(record.seq, "distrusted" if record.distrusted else "refused", record.reason)
         )
-        kind = record.reason.split(":")[0]
-        self.refused[kind] = self.refused.get(kind, 0) + 1
+        self.count(record.reason)
         if record.offence:
+            self.offend(record.seq)
+
+    def count(self, reason: str) -> None:
+        """One more push that did not count, for `status`."""
+        self.refused[kind(reason)] = self.refused.get(kind(reason), 0) + 1
+
+    def offend(self, seq: int) -> None:
+        """One bad round is one offence, however many units it has."""
+        if seq > self.offended:
             self.offences += 1
-            self.offended = max(self.offended, record.seq)
+            self.offended = seq
 
     def tell(self, unit: int, told: Told) -> None:
         if told.seq > self.told.get(unit, Told()).seq:
             self.told[unit] = told
+
+
+def kind(reason: str) -> str:
+    """What a reason is counted under."""
+    return reason.split(":")[0]
 
 
 def dylu(every: int, steps_per_s: float, speeds: Mapping[int, float]) -> int:

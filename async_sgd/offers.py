@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from aedit.async_sgd import screen, staleness
 from aedit.async_sgd.config import HubConfig, PenaltyConfig
-from aedit.async_sgd.members import Member
+from aedit.async_sgd.members import SIZE, Member
 from aedit.async_sgd.records import Accepted, Left, Part, Push, Record, Refused
 from aedit.async_sgd.state import State, Unit
 from aedit.async_sgd.weights import weights
@@ -46,7 +46,7 @@ def _refused(state: State, member: Member, push: Push, config: HubConfig) -> Ref
     if staleness.factor(config.staleness, unit.version - push.base) == 0.0:
         return _stale(push, f"stale: measured {unit.version - push.base} versions ago")
     doubt = screen.judge_push(push, unit.history, config.screen)
-    return _offence(member, push, f"norm: {doubt}") if doubt else None
+    return _offence(member, push, f"{SIZE}: {doubt}") if doubt else None
 
 
 def _refused_founding(state: State, unit: Unit, push: Push) -> Refused | None:
@@ -68,9 +68,12 @@ def _stale(push: Push, reason: str) -> Refused:
 
 
 def parts(pushes: Sequence[Push], unit: Unit, config: HubConfig, penalty: PenaltyConfig) -> tuple[Part, ...]:
-    """How much each push counts in the merge. Staleness and excess length scale the push itself, so that they
-    have effect in a merge of one, too."""
-    found = weights(pushes, config.weights, penalty)
+    """How much each push counts in the merge; 0 if it is far longer than the others. Staleness and excess
+    length scale the push itself, so that they have effect in a merge of one, too."""
+    crude = screen.outliers(pushes, config.screen)
+    kept = [push for push, is_crude in zip(pushes, crude, strict=True) if not is_crude]
+    found = iter(weights(kept, config.weights, penalty))
+    shares = [0.0 if is_crude else next(found) for is_crude in crude]
     late = [unit.version - push.base if push.base else 0 for push in pushes]
     last = config.staleness.cutoff - 1  # what was accepted counts, if others were merged before it meanwhile
     scales = [
@@ -80,5 +83,5 @@ def parts(pushes: Sequence[Push], unit: Unit, config: HubConfig, penalty: Penalt
     ]
     return tuple(
         Part(push.node, push.seq, weight, scale, s)
-        for push, weight, scale, s in zip(pushes, found, scales, late, strict=True)
+        for push, weight, scale, s in zip(pushes, shares, scales, late, strict=True)
     )

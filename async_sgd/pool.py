@@ -20,7 +20,7 @@ class Pool:
 
     def offer(self, samples: int) -> list[Block]:
         """The blocks that a node gets who asks for so many samples. Changes nothing."""
-        blocks = []
+        blocks: list[Block] = []
         for start, end in self.returned:
             if samples == 0:
                 return blocks

@@ -1,5 +1,6 @@
 """A hub's state as plain numbers and arrays, unit by unit, for snapshots and back."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -107,9 +108,21 @@ def _member_in(numbers: dict[str, Any]) -> Member:
     return member
 
 
+def _history_out(history: NormHistory) -> dict[str, Any]:
+    first = history.anchor_norm if math.isfinite(history.anchor_norm) else None
+    sizes = [list(size) for size in history.sizes]
+    return {"sizes": sizes, "anchor_norm": first, "doubted": list(history.doubted)}
+
+
+def _history_in(numbers: dict[str, Any]) -> NormHistory:
+    first = math.inf if numbers["anchor_norm"] is None else numbers["anchor_norm"]
+    sizes = tuple((node, size) for node, size in numbers["sizes"])
+    return NormHistory(sizes, first, tuple(numbers["doubted"]))
+
+
 def _unit_out(index: int, unit: Unit) -> SavedUnit:
     numbers: dict[str, Any] = {name: getattr(unit, name) for name in _UNIT}
-    numbers["history"] = unit.history.numbers()
+    numbers["history"] = _history_out(unit.history)
     numbers["version"] = unit.version
     arrays: dict[str, Vector] = {}
     if unit.anchor:
@@ -127,7 +140,7 @@ def _unit_out(index: int, unit: Unit) -> SavedUnit:
 
 def _unit_in(saved: SavedUnit) -> Unit:
     numbers, arrays = saved.numbers, saved.arrays
-    unit = Unit(history=NormHistory.of(numbers["history"]))
+    unit = Unit(history=_history_in(numbers["history"]))
     for name in _UNIT:
         setattr(unit, name, numbers[name])
     for array in arrays.values():

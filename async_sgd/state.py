@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from aedit.async_sgd import records
 from aedit.async_sgd.advance import Anchor, Computed
-from aedit.async_sgd.members import Member, Told
+from aedit.async_sgd.members import SIZE, Member, Told, kind
 from aedit.async_sgd.pool import Block, Pool
 from aedit.async_sgd.records import Layout, Push, Vector
 from aedit.async_sgd.screen import NormHistory
@@ -101,7 +101,7 @@ class State:
             case records.Accepted(push):
                 self._accept(push)
             case records.Refused():
-                self.members[record.node].refuse(record)
+                self._refuse(record)
             case records.Merged():
                 self._merge(record, _there(computed))
             case records.Mixed():
@@ -152,8 +152,13 @@ class State:
         self.steps += push.steps
         self.tokens += push.tokens
         self.mean_steps += push.steps / len(self.units) / max(1, len(self.live))
-        if push.base:
-            unit.history = unit.history.with_push(push)
+        unit.history = unit.history.with_push(push)
+
+    def _refuse(self, record: records.Refused) -> None:
+        self.members[record.node].refuse(record)
+        unit = self.units.get(record.unit)
+        if unit and kind(record.reason) == SIZE:
+            unit.history = unit.history.with_refusal(record.node)
 
     def _merge(self, record: records.Merged, computed: Computed) -> None:
         unit = self.units[record.unit]
@@ -161,19 +166,27 @@ class State:
         unit.norm = computed.norm
         total = sum(part.weight for part in record.parts) or 1.0
         for part in record.parts:
-            del unit.pending[part.node, part.seq]
+            push = unit.pending.pop((part.node, part.seq))
             member = self.members[part.node]
             member.weight, member.staleness = part.weight / total, part.staleness
-            reason = (
-                "away: it points away from the others" if (part.node, part.seq) in computed.ignored else ""
-            )
-            member.tell(record.unit, Told(part.seq, "merged", reason))
+            self._tell_merged(member, push, part, computed)
         if record.version > 1:
             interval_s = max(0.0, record.at_s - unit.merged_at_s)
             usual_s = interval_s if unit.usual_s is None else unit.usual_s
             unit.usual_s = usual_s + 0.25 * (interval_s - usual_s)
         unit.merged_at_s = record.at_s
         self._pass(record.at_s)
+
+    def _tell_merged(self, member: Member, push: Push, part: records.Part, computed: Computed) -> None:
+        told = Told(part.seq, "merged")
+        if part.weight == 0 and push.steps > 0:
+            told = Told(part.seq, "distrusted", f"{SIZE}: far longer than the others of its merge")
+            member.offend(part.seq)
+        elif (part.node, part.seq) in computed.ignored:
+            told = Told(part.seq, "merged", "away: it points away from the others and did not count")
+        if told.reason:
+            member.count(told.reason)
+        member.tell(push.unit, told)
 
     def _mix(self, record: records.Mixed, computed: Computed) -> None:
         unit = self.units[record.unit]
