@@ -32,6 +32,7 @@ from aedit.async_sgd.records import (
     Values,
     Vector,
 )
+from aedit.async_sgd.saved import Saved, load, save
 from aedit.async_sgd.screen import directions
 from aedit.async_sgd.state import State, Unit
 
@@ -99,11 +100,7 @@ class Hub:
         """The live member who speaks. Raises Denied: unknown (join again), replaced, or put out."""
         if not 0 <= node < len(self.state.members):
             raise Denied("unknown", f"no node {node} has joined this hub")
-        member = self.state.members[node]
-        if member.put_out:
-            raise Denied("put out", f"{member.name} was put out: {member.gone}")
-        if not member.live:
-            raise Denied("unknown", f"{member.name} is not counted on any more: {member.gone}")
+        member = self._must_be_live(node)
         if member.session != session:
             raise Denied("replaced", f"another process of {member.name} has joined since")
         return member
@@ -111,8 +108,9 @@ class Hub:
     def offer(self, push: Push, now: float) -> list[Record]:
         """Accepted or Refused (and perhaps Left: put out); nothing for what is decided already.
 
-        The pusher must be a live member. The same push may be offered again and again.
+        The same push may be offered again and again. Raises Denied if the pusher is not a live member.
         """
+        self._must_be_live(push.node)
         self.clocks.seen[push.node] = now
         decided = offers.judged(self.state, push, self.config)
         if decided:
@@ -126,7 +124,7 @@ class Hub:
         decided: list[Record] = []
         if elapsed_s >= self.state.elapsed_s + _TICK_S:
             decided.append(Ticked(elapsed_s))
-        left = self._silent(now) + self._offenders()
+        left = self._goners(now)
         decided += left
         if self._round_is_due(elapsed_s):
             decided.append(RoundOpened(self.state.round + 1, self._round_at_s(elapsed_s)))
@@ -142,6 +140,7 @@ class Hub:
         What others have given back comes first, so that there may be several blocks. Raises Denied if the
         node hoards.
         """
+        self._must_be_live(node)
         self.clocks.seen[node] = now
         if len(self.state.pool.outstanding(node)) >= _MOST_LEASES:
             raise Denied("full", f"node {node} has {_MOST_LEASES} leases that it has not used")
@@ -219,6 +218,15 @@ class Hub:
         self.state.apply(record, computed)
         self._forget(record)
 
+    def saved(self) -> Saved:
+        """Everything that is journaled, for a snapshot. Copies no array; they never change."""
+        return save(self.state)
+
+    def restore(self, saved: Saved) -> None:
+        """Go on from a snapshot, before any record is applied. The arrays become the hub's."""
+        assert self.state.layout is None, "this hub has a past of its own"
+        load(saved, self.state)
+
     # -- reading
 
     def elapsed_s(self, now: float) -> float:
@@ -276,16 +284,23 @@ class Hub:
         speed = report.steps_per_s if report else 0.0
         return speed if math.isfinite(speed) and speed > 0 else 0.0
 
-    def _silent(self, now: float) -> list[Left]:
-        seen, most_s = self.clocks.seen, self.config.expire_s
-        silent = [node for node in self.state.live if now - seen.setdefault(node, now) > most_s]
-        return [Left(node, f"silent for {most_s:g} s") for node in silent]
+    def _must_be_live(self, node: int) -> Member:
+        member = self.state.members[node]
+        if member.put_out:
+            raise Denied("put out", f"{member.name} was put out: {member.gone}")
+        if not member.live:
+            raise Denied("unknown", f"{member.name} is not counted on any more: {member.gone}")
+        return member
 
-    def _offenders(self) -> list[Left]:
-        """Found out in a merge; those found out on arrival have left already."""
-        most = self.config.screen.offences
-        bad = [node for node, member in self.state.live.items() if member.offences >= most]
-        return [Left(node, f"put out after {most} offences", put_out=True) for node in bad]
+    def _goners(self, now: float) -> list[Left]:
+        """Who was silent for too long, and who was found out in a merge (not on arrival: that is at once)."""
+        goners = []
+        for node, member in self.state.live.items():
+            if member.offences >= self.config.screen.offences:
+                goners.append(Left(node, f"put out after {member.offences} offences", put_out=True))
+            elif now - self.clocks.seen.setdefault(node, now) > self.config.expire_s:
+                goners.append(Left(node, f"silent for {self.config.expire_s:g} s"))
+        return goners
 
     def _round_is_due(self, elapsed_s: float) -> bool:
         if self.config.pace != "seconds" or not self.state.is_founded:
