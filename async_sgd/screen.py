@@ -100,19 +100,20 @@ def log_size(push: Push) -> float:
 
 
 def judge_push(push: Push, history: NormHistory, config: ScreenConfig) -> str | None:
-    """Why a push is not believed, by what is known on its arrival; None: nothing against it."""
+    """Why a push is not believed, by what is known on its arrival: its norm, and against what; None: nothing
+    against it."""
     length = norm(push)
     if not math.isfinite(length):
         return "not finite"
     if not history.sizes:
         limit = FIRST_RATIO * history.anchor_norm
-        return f"norm {length:.3g}, anchor {history.anchor_norm:.3g}" if length > limit else None
+        return f"{length:.3g}, and the anchor's is {history.anchor_norm:.3g}" if length > limit else None
     usual, spread, rounds = _usual(history)
     excess = log_size(push) - usual
     if excess <= config.threshold * spread * (1 + 1 / rounds):
         return None
     times = math.exp(min(excess, 100.0))
-    return f"norm {length:.3g}, {times:.3g} times what is usual for {push.steps} steps"
+    return f"{length:.3g}, {times:.3g} times what is usual for {push.steps} steps"
 
 
 def clip_scale(push: Push, history: NormHistory, config: ScreenConfig) -> float:
