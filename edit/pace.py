@@ -1,0 +1,81 @@
+"""When a node of a hub pushes: at its own pace, or when the hub says so.
+
+Rounds are numbered per node; no node waits for another one's. `LayerSync` does not ask while a unit of the
+next round is still under way, so all of these say "now" to whoever comes late.
+"""
+
+import time
+from collections.abc import Callable
+
+from aedit.async_sgd.config import HubConfig
+from aedit.edit.config import EditConfig
+from aedit.edit.schedule import Notes, RoundSchedule
+from aedit.proto.link import News
+from aedit.types import Round
+
+SILENCE = 2.0
+"""Intervals without a word from the hub after which a node keeps time by itself."""
+
+
+class OwnPace:
+    """A round `every` steps after the last one; with `news`, as many as the hub thinks right for this node
+    (DyLU, arXiv:2401.09135, section 5.2: the fastest does `every`, the others what they can in that time).
+
+    share: of those steps; 1 / fragments if each round moves one of so many fragments.
+    """
+
+    def __init__(self, every: int, news: Callable[[], News] | None = None, *, share: float = 1.0) -> None:
+        self.every, self.news, self.share = every, news, share
+        self.last_id = 0
+        self.last_step = 0
+
+    def due(self, step: int) -> Round | None:
+        told = self.news().pace_steps if self.news else 0
+        steps = max(1, round((told or self.every) * self.share))
+        return _now(self, step) if step - self.last_step >= steps else None
+
+    def listen(self, notes: Notes) -> None:
+        pass
+
+
+class HubPace:
+    """A round when the hub opens one. After `SILENCE` intervals without a word from it, every `every_s`."""
+
+    def __init__(
+        self, every_s: float, news: Callable[[], News], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.every_s, self.news, self.clock = every_s, news, clock
+        self.last_id = 0
+        self.last_step = 0
+        self._seen: int | None = None
+        self._last_at = clock()
+
+    def due(self, step: int) -> Round | None:
+        news, now = self.news(), self.clock()
+        if self._seen is None:  # rounds opened before this node came are not its own
+            self._seen, self._last_at = news.round, now
+        silent = news.age_s >= SILENCE * self.every_s
+        if news.round <= self._seen and not (silent and now - self._last_at >= self.every_s):
+            return None
+        self._seen, self._last_at = max(news.round, self._seen), now
+        return _now(self, step)
+
+    def listen(self, notes: Notes) -> None:
+        pass
+
+
+def make_pace(hub: HubConfig, edit: EditConfig, news: Callable[[], News]) -> RoundSchedule:
+    """The schedule that `hub.pace` names, with `edit.every` as the interval."""
+    match hub.pace:
+        case "steps":
+            return OwnPace(int(edit.every), share=1 / edit.fragments)
+        case "dylu":
+            return OwnPace(int(edit.every), news, share=1 / edit.fragments)
+        case "seconds":
+            return HubPace(edit.every / edit.fragments, news)
+
+
+def _now(schedule: RoundSchedule, step: int) -> Round:
+    round = Round(schedule.last_id + 1, step - schedule.last_step)
+    schedule.last_id, schedule.last_step = round.id, step
+    return round
