@@ -13,6 +13,9 @@ import numpy as np
 CHUNK_BYTES = 2**20
 """Most data in one chunk, either way."""
 
+MESSAGE_BYTES = 2 * CHUNK_BYTES
+"""No message of any kind is larger."""
+
 # Tags: field number * 8 + wire type.
 _OFFSET, _CRC, _DATA, _HEAD = 0x08, 0x15, 0x1A, 0x22
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5

@@ -7,13 +7,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from aedit.proto.frames import MESSAGE_BYTES
 from aedit.proto.limits import Limits
 from aedit.proto.security import ServerKeys
 from aedit.proto.service import HubCore, Service, hub_services
 from aedit.types import UserError
-
-MESSAGE_BYTES = 2 * 2**20
-"""No message is larger: arrays come in chunks of 1 MiB."""
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),

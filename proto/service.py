@@ -154,7 +154,7 @@ class Door:
                 request = hub_pb2.PullRequest.FromString(message)
                 self._admit(request, context)
                 head, data = pull(request)
-                goes_on = request.version in (0, head.version)
+                goes_on = request.version == head.version
                 offset = request.offset if goes_on else 0
                 if offset > head.num_bytes:
                     raise Refusal(
@@ -199,7 +199,7 @@ class Door:
         if not self._budget.take(num_bytes):
             raise Refusal(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self._budget.taken} bytes are on their way here, at most {self._limits.in_flight_bytes} may be",
+                f"{self._budget.taken} bytes are on their way, at most {self._limits.in_flight_bytes} may be",
             )
         held.callback(self._budget.give, num_bytes)
         return frames.Assembly(num_bytes, limit_bytes=limit_bytes)

@@ -1,0 +1,96 @@
+"""Trying again: what may become right by itself, for how long, and what a person is told in the end."""
+
+from collections.abc import Callable
+from time import monotonic
+from typing import TypeVar
+
+import grpc
+
+T = TypeVar("T")
+
+_AGAIN = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.CANCELLED,  # by the other side: it stops, or found that the stream stood still
+        grpc.StatusCode.DATA_LOSS,  # bits have changed on the way
+    }
+)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+# What gRPC says of a failed connection, and what it means to a person.
+_REASONS = (
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS: call it without keys, or give it some"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not from our authority (ca.crt), or has expired"),
+    ("Hostname Verification", "its certificate is for another host name"),
+    ("CERTIFICATE_REQUIRED", "it wants a node certificate, and we have none that it takes"),
+    ("UNKNOWN_CA", "our node certificate is not from its authority"),
+)
+_HUNG_UP = ("Socket closed", "Connection reset", "Stream removed", "GOAWAY")
+
+
+class HubUnreachable(TimeoutError):
+    """Nothing, or nothing but `later`, came from an address until the deadline."""
+
+
+class HubRefused(Exception):
+    """An address has answered, and the answer is no."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+
+
+class Broken(Exception):
+    """An answer that broke off or was damaged on the way; as good as none."""
+
+
+class Patience:
+    """How long to go on: until nothing has moved for `still_s`, and no longer than `total_s` in all."""
+
+    def __init__(self, still_s: float, total_s: float, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._still_s = still_s
+        self._end_s = clock() + total_s
+        self._tries = 0
+        self._moved_s = clock()
+
+    def moved(self) -> None:
+        """Something got through: it is worth going on."""
+        self._moved_s = self._clock()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the end, whatever moves."""
+        return self._end_s - self._clock()
+
+    def pause_s(self, random: float) -> float | None:
+        """How long to wait before the next try (exponential, full jitter; random in [0, 1)); None: enough."""
+        longest_s = min(_FIRST_PAUSE_S * 2 ** min(self._tries, 8), _LONGEST_PAUSE_S)
+        self._tries += 1
+        after_s = self._clock() + random * longest_s
+        enough = after_s >= min(self._end_s, self._moved_s + self._still_s)
+        return None if enough else random * longest_s
+
+
+def is_final(error: grpc.RpcError) -> bool:
+    """Whether the same call can only end the same way."""
+    text = error.details() or ""
+    return (
+        error.code() not in _AGAIN or "larger than max" in text or any(sign in text for sign, _ in _REASONS)
+    )
+
+
+def why(error: grpc.RpcError, encrypted: bool) -> str:
+    """What went wrong, in words, as far as gRPC tells."""
+    text = (error.details() or "no reason given").splitlines()[0]
+    meanings = [meaning for sign, meaning in _REASONS if sign in text]
+    if not meanings and error.code() is grpc.StatusCode.UNAVAILABLE and any(s in text for s in _HUNG_UP):
+        meanings = [
+            "it hung up: perhaps it wants a node certificate that we do not have"
+            if encrypted
+            else "it hung up: perhaps it speaks TLS and wants keys"
+        ]
+    return f"{'; '.join(meanings)} ({text})" if meanings else text
