@@ -89,6 +89,7 @@ def test_a_node_that_came_back_is_waited_for_again(monkeypatch):
         back = enter(1)
         until(lambda: back.read("here") is not None, "the notes being followed")
         asked = stays.weighted_mean("k", torch.tensor([1.0]), 1.0)
+        until(lambda: not stays._to_bring, "the first value's arrival")
         back.weighted_mean("k", torch.tensor([3.0]), 1.0)
         assert asked.result().value.item() == 2
 
@@ -102,6 +103,18 @@ def test_what_was_given_before_leaving_counts():
         mean = stays.weighted_mean("k", torch.full((2**20,), 1.0), 1.0).result()
         assert torch.equal(mean.value, torch.full((2**20,), 2.0))
         until(lambda: stays.read("last") == "words", "the note")
+
+
+def test_who_comes_later_reads_the_note_that_stayed():
+    with place(2) as (_, enter):
+        first = enter(0)
+        for text in ("one", "two"):
+            first.post("a", text)
+        first.post("b", "")
+        until(lambda: first.read("b") is not None, "the notes")
+        second = enter(1)
+        until(lambda: second.read("b") is not None, "the notes")
+        assert (first.read("a"), second.read("a")) == ("one", "one")
 
 
 def test_more_values_than_threads_are_answered():
@@ -172,11 +185,12 @@ def test_shapes_that_differ_are_named_and_harm_only_the_second():
     ids=lambda head: str(head).replace("\n", " "),
 )
 def test_what_is_not_as_declared_is_refused_and_nobody_is_harmed(head):
+    sent = bytes(4) if isinstance(head, bytes) else bytes(min(4, head.num_bytes))
     head = head if isinstance(head, bytes) else head.SerializeToString()
     with place(1, limit_bytes=2**20) as (server, enter), grpc.insecure_channel(server.address) as channel:
         give = channel.stream_stream("/aedit.v1.Meeting/Give")
         with pytest.raises(grpc.RpcError) as caught:
-            list(give(map(pack, chunks(head, memoryview(bytes(4)))), timeout=10))
+            list(give(map(pack, chunks(head, memoryview(sent))), timeout=10))
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert "Traceback" not in caught.value.details()
         assert enter(0).weighted_mean("k", torch.tensor([2.0]), 1.0).result().value.item() == 2
