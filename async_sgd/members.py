@@ -17,7 +17,7 @@ _FASTEST = 64.0
 """Times the median speed: no node's own word makes the others do less than this would."""
 
 
-SIZE = "size"
+NORM = "norm"
 """Kind of reason for what is too long to be believed: the part of a reason before its first colon."""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from aedit.async_sgd import screen, staleness
 from aedit.async_sgd.config import HubConfig, PenaltyConfig
-from aedit.async_sgd.members import SIZE, Member
+from aedit.async_sgd.members import NORM, Member
 from aedit.async_sgd.records import Accepted, Left, Part, Push, Record, Refused
 from aedit.async_sgd.state import State, Unit
 from aedit.async_sgd.weights import weights
@@ -46,7 +46,7 @@ def _refused(state: State, member: Member, push: Push, config: HubConfig) -> Ref
     if staleness.factor(config.staleness, unit.version - push.base) == 0.0:
         return _stale(push, f"stale: measured {unit.version - push.base} versions ago")
     doubt = screen.judge_push(push, unit.history, config.screen)
-    return _offence(member, push, f"{SIZE}: {doubt}") if doubt else None
+    return _offence(member, push, f"{NORM}: {doubt}") if doubt else None
 
 
 def _refused_founding(state: State, unit: Unit, push: Push) -> Refused | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from aedit.async_sgd import records
 from aedit.async_sgd.advance import Anchor, Computed
-from aedit.async_sgd.members import SIZE, Member, Told, kind
+from aedit.async_sgd.members import NORM, Member, Told, kind
 from aedit.async_sgd.pool import Block, Pool
 from aedit.async_sgd.records import Layout, Push, Vector
 from aedit.async_sgd.screen import NormHistory
@@ -157,7 +157,7 @@ class State:
     def _refuse(self, record: records.Refused) -> None:
         self.members[record.node].refuse(record)
         unit = self.units.get(record.unit)
-        if unit and kind(record.reason) == SIZE:
+        if unit and kind(record.reason) == NORM:
             unit.history = unit.history.with_refusal(record.node)
 
     def _merge(self, record: records.Merged, computed: Computed) -> None:
@@ -180,7 +180,7 @@ class State:
     def _tell_merged(self, member: Member, push: Push, part: records.Part, computed: Computed) -> None:
         told = Told(part.seq, "merged")
         if part.weight == 0 and push.steps > 0:
-            told = Told(part.seq, "distrusted", f"{SIZE}: far longer than the others of its merge")
+            told = Told(part.seq, "distrusted", f"{NORM}: far longer than the others of its merge")
             member.offend(part.seq)
         elif (part.node, part.seq) in computed.ignored:
             told = Told(part.seq, "merged", "away: it points away from the others and did not count")
