@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -18,7 +18,7 @@ from aedit.proto.watch import Stream, Watch
 log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
-Handler = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Pull = Callable[[hub_pb2.PullRequest], tuple[hub_pb2.PullHead, memoryview]]
 
 
