@@ -1,0 +1,39 @@
+"""A pipe by which a trainer wakes its agent, and by whose end the agent learns that the trainer is gone."""
+
+import os
+import select
+from contextlib import suppress
+
+RING = b"!"
+
+
+class Ringer:
+    """The trainer's end. Never blocks: a full pipe has woken the agent already."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd = fd
+
+    def ring(self) -> None:
+        with suppress(BlockingIOError, BrokenPipeError, OSError):
+            os.write(self._fd, RING)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            os.close(self._fd)
+
+
+class Bell:
+    """The agent's end."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it rings or the time is over. False: the trainer is gone."""
+        ready, _, _ = select.select([self._fd], [], [], timeout_s)
+        return not ready or len(os.read(self._fd, 65536)) > 0
+
+    def close(self) -> None:
+        with suppress(OSError):
+            os.close(self._fd)

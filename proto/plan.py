@@ -1,0 +1,95 @@
+"""What a node agent must know before it starts, as a value that travels to another process as JSON."""
+
+import json
+from dataclasses import asdict, dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One parameter, whole."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """A unit in its canonical form: its parameters in registration order."""
+
+    name: str
+    tensors: tuple[TensorPlan, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(prod(tensor.shape) for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPlan:
+    """Who this node is, where its hubs are, and what it trains."""
+
+    addresses: tuple[str, ...]
+    """HOST:PORT of the hub processes; number k owns the units i with i % len(addresses) == k."""
+    standbys: tuple[str, ...] = ()
+    """Of each of them, in the same order; empty where there is none."""
+    name: str
+    """Kept over restarts: the same name gets the same index."""
+    prefers: int | None = None
+    """The index that it would like, if that is free."""
+    run: str
+    code: str = ""
+    """Digest of the aedit sources; must be the hub's."""
+    version: str = ""
+    units: tuple[UnitPlan, ...]
+    facts: tuple[tuple[str, str], ...] = ()
+    """What must be equal for nodes to train one thing."""
+    num_samples: int
+    """Of the corpus."""
+    samples_per_step: int = 0
+    """Of the whole node; 0: it leases no data."""
+    steps_ahead: int = 1024
+    """Leases last for so many steps without a hub."""
+    lease_samples: int = 4096
+    codec: str = "bf16"
+    codec_down: str = "fp32"
+    keys: str = ""
+    """Folder that `aedit keys` wrote; empty: no TLS."""
+    donor: str = ""
+    """HOST:PORT where this node gives anchors to others, port 0 for a free one; empty: it does not."""
+    streams: int = 4
+    """Transfers at a time."""
+    beat_s: float = 0.5
+    expire_s: float = 15.0
+    call_timeout_s: float = 30.0
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        return tuple(unit.numel for unit in self.units)
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether the codec leaves out so much that it must be sent later."""
+        return self.codec in ("e3m0", "topk")
+
+    def standby(self, part: int) -> str:
+        """Of hub process `part`; empty: it has none."""
+        return self.standbys[part] if part < len(self.standbys) else ""
+
+
+def to_json(plan: AgentPlan) -> str:
+    """One line."""
+    return json.dumps(asdict(plan))
+
+
+def from_json(text: str) -> AgentPlan:
+    """The plan that `to_json` wrote."""
+    fields = json.loads(text)
+    for name in ("addresses", "standbys"):
+        fields[name] = tuple(fields[name])
+    fields["facts"] = tuple((key, value) for key, value in fields["facts"])
+    fields["units"] = tuple(
+        UnitPlan(unit["name"], tuple(TensorPlan(t["name"], tuple(t["shape"])) for t in unit["tensors"]))
+        for unit in fields["units"]
+    )
+    return AgentPlan(**fields)
