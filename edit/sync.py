@@ -105,7 +105,7 @@ class LayerSync(Waiter):
         self._hooks.append(self.model.register_forward_hook(_hook(self._after_forward)))
         self._hooks.append(self.inner.register_step_pre_hook(_hook(self.average_gradients)))
         if not self.warming_up and not self.anchored:
-            self._anchor()
+            self.anchor()
         return self
 
     def __exit__(
@@ -149,7 +149,7 @@ class LayerSync(Waiter):
         if self.warming_up:
             return
         if warmed_up:
-            return self._anchor()
+            return self.anchor()
         self._look_for_answers()
         self._hold_back()
         if round := self._due():
@@ -229,7 +229,8 @@ class LayerSync(Waiter):
 
     # -- rounds
 
-    def _anchor(self) -> None:
+    def anchor(self) -> None:
+        """Take the first anchors, all nodes together; `with` and the end of the warm-up do it by themselves."""
         self.exchange.anchor()
         self.anchored = True
 

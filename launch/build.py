@@ -58,7 +58,7 @@ def build(
             config=config,
             world=world,
             corpus=corpus,
-            order=resumed.order if resumed else order,
+            order=(resumed and resumed.order) or order,
             sync=sync,
             budget=OwnBudget(config, world, sync, clock),
             stop=Stop(world.node, world.nodes, transport, sync.shards),

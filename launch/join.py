@@ -15,8 +15,8 @@ from aedit.launch.provenance import source_digest
 from aedit.launch.run import run
 from aedit.proto.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.hub_pb2 import HelloReply, HelloRequest
+from aedit.proto.membership import PROTOCOL
 from aedit.proto.security import ClientKeys, client_keys, is_loopback
-from aedit.proto.service import PROTOCOL
 from aedit.types import UserError
 
 HELLO_LIMIT_S = 20.0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aedit.edit.shards import Shards
-from aedit.launch.order import SampleOrder
+from aedit.launch.order import Order
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class StepMeter:
     undo: tuple[dict[str, int], Tensor] | None = None
     """Sample order and random state before the step under way."""
 
-    def begin_step(self, order: SampleOrder, waited_s: float) -> None:
+    def begin_step(self, order: Order, waited_s: float) -> None:
         """Before the step draws its samples. waited_s, here and below: the node's waiting so far."""
         self.began_at, self.waited_before_s = time.monotonic(), waited_s
         self.undo = (order.state(), torch.get_rng_state())
@@ -45,13 +45,13 @@ class StepMeter:
     def _busy_s(self, waited_s: float) -> float:
         return time.monotonic() - self.began_at - (waited_s - self.waited_before_s)
 
-    def undo_draw(self, order: SampleOrder) -> SampleOrder:
+    def undo_draw(self, order: Order) -> Order:
         """A step that was left in a wait has not happened: its samples come again after the resume."""
         if self.undo is None:
             return order
         state, rng = self.undo
         torch.set_rng_state(rng)
-        return SampleOrder.resume(state)
+        return order.resume(state)
 
     def mean_loss(self, shards: Shards) -> float:
         """Nats per token since the last line, over all ranks of the node, which ask together."""

@@ -2,11 +2,25 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aedit.types import UserError
+
+
+class Order(Protocol):
+    """Which samples a node draws next."""
+
+    def take(self, k: int) -> NDArray[np.int64]:
+        """Draw the next k sample indices."""
+
+    def state(self) -> dict[str, int]:
+        """Plain numbers for a checkpoint."""
+
+    def resume(self, state: dict[str, int]) -> "Order":
+        """Go on exactly where `state()` was taken."""
 
 
 class SampleOrder:

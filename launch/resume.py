@@ -30,7 +30,8 @@ class Resumed:
     """Where a node goes on."""
 
     mark: Mark
-    order: SampleOrder
+    order: SampleOrder | None
+    """None: of a hub, which leases the data."""
     owed: list[Round]
     tokens: int
     elapsed_s: float
@@ -61,7 +62,7 @@ def resume(
         return None
     mine = checkpoints.meta(mark) if mark in checkpoints.marks() else None
     if mine is not None:
-        _check(mine["facts"], facts, checkpoints.path(mark))
+        check_facts(mine["facts"], facts, checkpoints.path(mark))
     known = _tell_each_other(mark, checkpoints, transport, mine, order)
     owed = _load(sync, checkpoints, mark, mine) if mine is not None else []
     everybody_has_it = bool(_holders(has.rows, mark).all())
@@ -106,7 +107,8 @@ def _holders(has: Tensor, mark: Mark) -> Tensor:
     return (has[:, :_MOST] == mark.number).any(1)
 
 
-def _check(made_with: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
+def check_facts(made_with: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
+    """UserError that names the first fact with which the checkpoint at `path` was not made."""
     for name, value in facts.items():
         if made_with.get(name) != value:
             raise UserError(

@@ -16,9 +16,10 @@ from aedit.launch.evaluate import held_out_loss
 from aedit.launch.inner import lr_at, set_lr
 from aedit.launch.meter import StepMeter
 from aedit.launch.model import loss
+from aedit.launch.order import Order
 from aedit.launch.recorder import Recorder
 from aedit.launch.resume import Resumed, training_state
-from aedit.launch.samples import Corpus, SampleOrder, batch
+from aedit.launch.samples import Corpus, batch
 from aedit.launch.stop import Stop, Stopped
 from aedit.launch.world import World
 from aedit.types import Round
@@ -54,7 +55,7 @@ class Node:
     config: RunConfig
     world: World
     corpus: Corpus
-    order: SampleOrder
+    order: Order
     sync: LayerSync
     budget: Budget
     stop: Stop
@@ -66,6 +67,8 @@ class Node:
     owed: list[Round] = field(default_factory=list)
     tokens: int = 0
     lr: float = 0.0
+    newest_loss: float = float("nan")
+    """Training loss, mean between the last two lines of metrics."""
     saved: Mark = field(default_factory=lambda: Mark(0))
     evaluated_round: int = 0
     bytes_before: int = 0
@@ -256,11 +259,12 @@ class Node:
     def note_metrics(self) -> None:
         """One line of metrics. All ranks of the node together: the loss is a mean over them."""
         clock = self.recorder.clock
+        self.newest_loss = self.meter.mean_loss(self.sync.shards)
         self.recorder.metrics(
             step=self.sync.steps,
             round=self.sync.round_id,
             tokens=self.tokens,
-            loss=self.meter.mean_loss(self.sync.shards),
+            loss=self.newest_loss,
             lr=self.lr,
             grad_norm=self.meter.norm(),
             busy_s=round(clock.busy_s, 4),

@@ -73,11 +73,16 @@ class Link(Protocol):
     """The trainer's end. Every call but `join` and `leave` returns at once. `send`, `tell`, `join` and
     `leave` are the first rank's; the rest is everybody's."""
 
-    node: int
-    """The index that the hub gave this node."""
     anchors: Sequence[NDArray[np.float32]]
     outbox: Sequence[NDArray[np.float32]]
-    bytes_sent: int
+
+    @property
+    def node(self) -> int:
+        """The index that the hub gave this node."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes handed to the network so far."""
 
     def join(self, timeout_s: float) -> tuple[int, ...]:
         """Wait until this node is a member and `anchors` holds every unit; the version of each. If it founds
