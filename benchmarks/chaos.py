@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +93,7 @@ def measure(quick: bool) -> Report:
         ("run", "steps/s", "nodes killed", "hub killed", "wires cut", "half-open", "longest step s"),
         tuple(_row(name, s) for name, s in (("calm", calm), ("faults", story))),
         bars,
-        {"share": share, "hub_back_s": story.hub_back_s, "longest_s": story.longest_s, "kills": story.node_kills},
+        {"share": share, "calm": asdict(calm), "faults": asdict(story)},
     )  # fmt: skip
 
 
@@ -213,9 +213,7 @@ def _end(ground: Field, story: Story) -> None:
             seen[done.node, done.unit] += done.steps if done.verdict == "MERGED" else 0
     story.unknown = sum(max(0, seen[key] - journal[key]) for key in seen)
     anchors = anchors_of(directory)
-    story.lost = sum(
-        abs(int(anchors[unit][node]) - steps) for (node, unit), steps in journal.items()
-    )
+    story.lost = sum(abs(int(anchors[unit][node]) - steps) for (node, unit), steps in journal.items())
     story.replayed = _digests(anchors) == _digests(anchors_of(directory, from_the_beginning=True))
 
 

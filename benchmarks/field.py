@@ -1,4 +1,4 @@
-"""A hub and paced nodes as real processes, each in a network namespace of its own if it has one; and faults."""
+"""A hub and paced nodes as real processes, each in a network namespace of its own if it has one."""
 
 import json
 import os

@@ -44,35 +44,37 @@ def network(nodes: int, rate_mbit: int) -> Iterator[list[Place]]:
     made: list[str] = []
     try:
         for name in (switch, *(place.namespace for place in places)):
-            _run(f"ip netns add {name}")
+            run_command(f"ip netns add {name}")
             made.append(name)
-        _run(f"ip -n {switch} link add bridge type bridge")
-        _run(f"ip -n {switch} link set bridge up")
+        run_command(f"ip -n {switch} link add bridge type bridge")
+        run_command(f"ip -n {switch} link set bridge up")
         for place in places:
             _join(place, switch, rate_mbit)
         yield places
     finally:
         for name in made:  # its interfaces go with a namespace, and their other ends with them
-            _run(f"ip netns del {name}")
+            run_command(f"ip netns del {name}")
         signal.signal(signal.SIGTERM, before)
 
 
 def _join(place: Place, switch: str, rate_mbit: int) -> None:
     at = f"ip -n {place.namespace}"
     port = f"port-{place.interface}"
-    _run(f"{at} link add {place.interface} type veth peer name {port} netns {switch}")
-    _run(f"ip -n {switch} link set {port} master bridge")
-    _run(f"ip -n {switch} link set {port} up")
-    _run(f"{at} addr add {place.address}/24 dev {place.interface}")
-    _run(f"{at} link set lo up")
-    _run(f"{at} link set {place.interface} up")
+    run_command(f"{at} link add {place.interface} type veth peer name {port} netns {switch}")
+    run_command(f"ip -n {switch} link set {port} master bridge")
+    run_command(f"ip -n {switch} link set {port} up")
+    run_command(f"{at} addr add {place.address}/24 dev {place.interface}")
+    run_command(f"{at} link set lo up")
+    run_command(f"{at} link set {place.interface} up")
     # Packets leave in clumps of up to 64 KiB, and at 1 Gbit/s one tick of the timer is worth more than that.
     burst_kb = max(64, rate_mbit)
-    _run(
+    run_command(
         f"tc -n {place.namespace} qdisc add dev {place.interface} root tbf rate {rate_mbit}mbit "
         f"burst {burst_kb}kb latency 400ms"
     )
 
 
-def _run(command: str) -> None:
-    subprocess.run(command.split(), check=True, capture_output=True, text=True, timeout=COMMAND_S)
+def run_command(command: str) -> str:
+    """What `command` prints; subprocess.CalledProcessError if it fails."""
+    words = command.split()
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=COMMAND_S).stdout

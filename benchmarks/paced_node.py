@@ -1,8 +1,8 @@
 """A node without a model: steps that last a fixed time, and numbers that can be checked to the last one.
 
-Every step adds 1 to the node's own element of every unit. Over a hub that averages with rate 1 and merges every
-arrival, that element of the anchor is therefore the number of steps of this node that have been merged: a
-push that were lost, counted twice or applied in half would show. No torch, so that it starts in half a
+Every step adds 1 to the node's own element of every unit. Over a hub that averages with rate 1 and merges
+every arrival, that element of the anchor is therefore the number of steps of this node that have been merged:
+a push that were lost, counted twice or applied in half would show. No torch, so that it starts in half a
 second and sixty-four of them fit on two cores.
 
     python -m benchmarks.paced_node '{"hub": "127.0.0.1:7000", "name": "a", ...}'     fields of PacedNode

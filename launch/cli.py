@@ -119,7 +119,7 @@ def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
     _with_flags(hub)
     hub.add_argument("config", metavar="CONFIG", type=Path, help="TOML file, such as configs/async.toml")
     hub.add_argument("--address", metavar="HOST:PORT", default="", help="where to listen instead")
-    hub.add_argument("--directory", metavar="DIR", type=Path, help="journal; default: hub in the run directory")
+    hub.add_argument("--directory", metavar="DIR", type=Path, help="of its journal; default: the run's hub")
     hub.add_argument("--part", metavar="K/N", default="0/1", help="which of N hub processes this is, from 0")
     hub.add_argument("--standby", action="store_true", help="follow the hub and take over when it is gone")
     _add_trust(hub)
@@ -141,7 +141,9 @@ def _add_trust(command: Parser) -> None:
 def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
     keys = _command(commands, "keys", "make certificates and a token for a hub and its nodes", _keys)
     keys.add_argument("out", metavar="DIR", type=Path, help="new directory for them")
-    keys.add_argument("--host", metavar="NAME", action="append", default=[], help="name or IP of the hub; repeat")
+    keys.add_argument(
+        "--host", metavar="NAME", action="append", default=[], help="of the hub, or its IP; repeat"
+    )
     keys.add_argument("--node", metavar="NAME", action="append", default=[], help="name of a node; repeat")
 
 
@@ -178,6 +180,7 @@ def _run(options: Options) -> int:
 
 def _hub(options: Options) -> int:
     from aedit.launch.hub.main import hub
+
     from aedit.launch.load import load
 
     config = load(options.config, options.flags).config
@@ -198,9 +201,7 @@ def _hub(options: Options) -> int:
 def _join(options: Options) -> int:
     from aedit.launch.join import join
 
-    return join(
-        options.hub, options.flags, name=options.name, keys=options.keys, insecure=options.insecure
-    )
+    return join(options.hub, options.flags, name=options.name, keys=options.keys, insecure=options.insecure)
 
 
 def _keys(options: Options) -> None:

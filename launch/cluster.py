@@ -100,7 +100,7 @@ class Cluster:
 
     def running(self) -> bool:
         """Whether any node lives. When none does any more, the hubs are asked to leave too."""
-        if any([node.running() for node in self.nodes]):  # every one is looked at
+        if sum(node.running() for node in self.nodes):  # every one is looked at
             for hub in self._hubs:
                 hub.mend()
             return True
@@ -141,7 +141,7 @@ class Cluster:
         for hub in hubs:
             hub.terminate()
         deadline = time.monotonic() + HUB_LEAVE_LIMIT_S
-        while any([hub.running() for hub in hubs]) and time.monotonic() < deadline:
+        while sum(hub.running() for hub in hubs) and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
 

@@ -41,7 +41,7 @@ def join(
 
 
 def member_keys(addresses: str, keys: Path | None, insecure: bool) -> ClientKeys:
-    """What a node shows to its hub; UserError if it would speak openly over a network without being told to."""
+    """What a node shows to its hub; UserError if others could listen in and nobody has said that they may."""
     if keys is not None:
         return client_keys(keys)
     open_to_others = [place for place in addresses.split(",") if not is_loopback(place)]
