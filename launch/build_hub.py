@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from aedit.launch.rejoin import known_directory, rejoin, remember
 from torch import nn
 
 import aedit
@@ -27,6 +26,7 @@ from aedit.launch.leased import LeasedOrder
 from aedit.launch.placement import Membership
 from aedit.launch.provenance import source_digest
 from aedit.launch.recorder import Clock, Recorder
+from aedit.launch.rejoin import known_directory, rejoin, remember
 from aedit.launch.samples import load_corpus
 from aedit.launch.stop import StopAlone
 from aedit.launch.tokenizer import load_tokenizer

@@ -29,8 +29,8 @@ def remember(directory: Path, name: str) -> None:
 
 
 def rejoin(sync: LayerSync, checkpoints: Checkpoints, facts: dict[str, Any]) -> Resumed | None:
-    """Inner optimizer, error feedback and numbers of the newest checkpoint, if there is one; the parameters are
-    to become the hub's. All ranks of the node together, before they join.
+    """Inner optimizer, error feedback and numbers of the newest checkpoint, if there is one; the parameters
+    are to become the hub's. All ranks of the node together, before they join.
 
     Raises UserError if the checkpoint was made with other facts or cannot be read.
     """
