@@ -45,6 +45,47 @@ class Hub:
         return verdict
 
 
+class SharedLink:
+    """The end of one of several ranks; `box` is the memory they share. The first one decides by itself."""
+
+    def __init__(self, box, rank, hub):
+        self.box, self.rank, self.hub = box, rank, hub
+        self.anchors, self.outbox, self.bytes_sent = box.anchors, box.outbox, 0
+        self.away = False
+
+    def join(self, timeout_s):
+        assert self.rank == 0
+        self.hub.anchors = [anchor.copy() for anchor in self.anchors]
+        self.hub.versions = [1] * len(self.anchors)
+        return self.hub.versions
+
+    def written(self, unit, seq):
+        self.box.written(unit, self.rank, seq)
+
+    def send(self, unit, seq, *, base, steps, tokens):
+        assert self.rank == 0
+        self.box.order(unit, seq, (base, steps, tokens))
+
+    def answer(self, unit, seq):
+        if self.rank == 0 and not self.away and self.box.all_written(unit, seq):
+            self.work(unit, seq)
+        return self.box.answered(unit, seq)
+
+    def work(self, unit, seq):
+        ordered, base, steps, tokens = self.box.orders()[unit].tolist()
+        if ordered != seq or self.box.answered(unit, seq):
+            return
+        verdict = self.hub.decide(Push(0, unit, seq, base, steps, tokens, self.outbox[unit].copy()))
+        self.anchors[unit][:] = self.hub.anchors[unit]
+        self.box.answer(unit, Answer(seq, self.hub.versions[unit], verdict))
+
+    def news(self):
+        return News(nodes=1 + self.rank, total_steps=self.rank)  # the first rank's word is all ranks'
+
+    def leave(self, timeout_s):
+        assert self.rank == 0
+
+
 class HubLink:
     """The trainer's end of a node agent that needs no time: what is sent is decided by `work`, which runs
     whenever an answer is asked for, unless `away`."""
@@ -59,6 +100,7 @@ class HubLink:
         self.away = False
         self.told = News(pace_steps=0, nodes=1)
         self.blocks = []
+        self.rest = {}
         self.left = False
         self._there = Counter()
         self._sent, self._answers = {}, {}
@@ -102,7 +144,7 @@ class HubLink:
         return self.blocks
 
     def residuals(self):
-        return {}
+        return self.rest
 
     def leave(self, timeout_s):
         assert not self._sent

@@ -1,8 +1,10 @@
 """A node of a hub: nobody waits, nothing is lost, what is not believed goes nowhere."""
 
+import json
 import random
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from held import move, round_numbers, step
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nodes import batches, furthest, loss, parameters, plain_training, tower
 
+from aedit.edit import snapshot
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.pace import OwnPace
 from aedit.proto.link import Verdict
@@ -309,3 +312,48 @@ def test_parameters_of_fewer_bits_lose_nothing_between_anchor_and_push(landing):
             step(sync, inner, batch.bfloat16())
     for name, p in parameters(sync.model).items():
         assert torch.equal(p, anchors_of(hub, sync)[name].bfloat16())
+
+
+def test_a_node_that_comes_back_keeps_its_norms_and_residuals_and_takes_the_hubs_anchors():
+    hub, link, sync, inner = one_node(every=2, penalty=PenaltyConfig())
+    link.rest = {0: np.full(3, 0.25, np.float32)}
+    with sync:
+        for batch in batches(0, 9):
+            step(sync, inner, batch)
+        saved, numbers = snapshot.tensors(sync), json.loads(json.dumps(snapshot.numbers(sync, [])))
+        saved = {name: tensor.clone() for name, tensor in saved.items()}
+    again = one_node(hub=hub, model=tower(5), every=2, penalty=PenaltyConfig())
+    _, link, sync, inner = again
+    link.rest = {0: np.zeros(3, np.float32)}
+    assert snapshot.blank(sync, numbers).keys() == saved.keys()
+    assert snapshot.restore(sync, saved, numbers) == []
+    assert (sync.steps, sync.round_id) == (9, 3)  # the fourth is under way
+    assert (link.rest[0] == 0.25).all()
+    assert sync.exchange.norms.rounds_L.tolist() == [4] * 4
+    with sync:
+        assert furthest(parameters(sync.model), anchors_of(hub, sync)) == 0
+        before = len(hub.pushes)
+        for batch in batches(1, 3):
+            step(sync, inner, batch)
+        assert [push.steps for push in hub.pushes[before:]] == [2] * 4
+        assert sync.exchange.used_steps <= 3, "of this attempt"
+
+
+# -- several ranks
+
+
+def test_nodes_of_one_two_and_four_ranks_push_the_same(world):
+    file = "tests/dist_jobs/hub_jobs.py"
+    one, two, four = (world.run(file, "train_sharded", size=ranks)[0] for ranks in (1, 2, 4))
+    assert (
+        [numbers for numbers, _ in one] == [numbers for numbers, _ in two] == [numbers for numbers, _ in four]
+    )
+    assert [steps for (_, _, _, steps), _ in one] == [3] * 4 + [6] * 4 + [3] * 8 + [2] * 4
+    for (_, ours), (_, theirs), (_, others) in zip(one, two, four, strict=True):
+        assert np.array_equal(ours, theirs)
+        assert np.array_equal(ours, others)
+
+
+def test_a_wait_is_broken_off_on_all_ranks_or_on_none(world):
+    told = world.run("tests/dist_jobs/hub_jobs.py", "wait_and_stop", size=2)
+    assert told == [(8, "stopped", 7)] * 2

@@ -1,0 +1,88 @@
+"""Jobs of tests/test_hub_exchange.py: a node of several ranks, whose hub is in the first one's process."""
+
+import torch
+import torch.distributed as dist
+from hubs import Hub, SharedLink, hub_node
+from nodes import tower
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+
+from aedit.edit.pace import OwnPace
+from aedit.edit.units import find_units
+from aedit.proto import mailbox
+from aedit.proto.link import Verdict
+
+
+def train_sharded(rank, size):
+    """What the hub was sent, by the first rank: ((unit, seq, base, steps), values)."""
+    sync, link = _node(rank, size, refused=range(4))
+    with sync:
+        for n in range(14):
+            _step(sync, n)
+    assert sync.total_steps == 0
+    return [((p.unit, p.seq, p.base, p.steps), p.values) for p in link.hub.pushes]
+
+
+def wait_and_stop(rank, size):
+    """Only the first rank is told to stop, in a wait that has begun; both leave it at the same look."""
+    sync, link = _node(rank, size, max_steps_ahead=5)
+    looks = [0]
+
+    def stop(position):
+        looks[0] += 1
+        if sync.shards.decide([rank == 0 and looks[0] == 7])[0]:
+            raise InterruptedError
+
+    sync.while_waiting, link.away = stop, True
+    sync.__enter__()
+    for n in range(20):
+        try:
+            _step(sync, n)
+        except InterruptedError:
+            return sync.local_steps, "stopped", looks[0]
+    return sync.local_steps, "went on", looks[0]
+
+
+def _node(rank, size, refused=(), **config):
+    model = tower()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_((p * 256).round() / 256)
+    link = SharedLink(_box(model, rank, size), rank, _hub(refused))
+    if size > 1:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+        for block in (model.first, model.middle, model.last):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return hub_node(model, link, schedule=OwnPace(3), **config)[0], link
+
+
+def _hub(refused):
+    hub = Hub()
+    hub.judge = lambda push: Verdict.REFUSED if len(hub.pushes) - 1 in refused else Verdict.MERGED
+    return hub
+
+
+def _box(model, rank, size):
+    path = [None]
+    if rank == 0:
+        box = mailbox.create([unit.numel for unit in find_units(model)], size, False)
+        path = [box.path]
+    dist.broadcast_object_list(path)
+    box = box if rank == 0 else mailbox.attach(path[0])
+    dist.barrier()
+    return box
+
+
+def _step(sync, n):
+    """An inner step by numbers that fp32 adds without rounding; every rank adds its part."""
+    rng = torch.Generator().manual_seed(n)
+    sync.model(torch.ones(1, 5)).sum().backward()  # without a backward pass FSDP2's root stays gathered
+    for p in sync.model.parameters():
+        moved = torch.randint(-512, 512, p.shape, generator=rng) / 1024
+        with torch.no_grad():
+            if hasattr(p, "device_mesh"):
+                moved = distribute_tensor(moved, p.device_mesh, p.placements, src_data_rank=None)
+            p.add_(moved)
+    sync.step()
