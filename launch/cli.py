@@ -64,7 +64,10 @@ def parser() -> Parser:
     _add_keys(commands)
     for name, task, does in VIEWS:
         view = _command(commands, name, does, task)
-        view.add_argument("run", metavar="RUN", type=Path, help="run directory, such as runs/tiny")
+        view.add_argument(
+            "run", metavar="RUN", help="run directory, such as runs/tiny, or HOST:PORT of a hub"
+        )
+        _add_trust(view)
     export = _command(commands, "export", "write a Hugging Face model directory", _export)
     export.add_argument("run", metavar="RUN", type=Path, help="run directory")
     export.add_argument("out", metavar="OUT", type=Path, help="directory to write")
@@ -211,22 +214,36 @@ def _keys(options: Options) -> None:
 
 
 def _status(options: Options) -> None:
+    if _is_hub(options.run):
+        from aedit.launch.views.hubview import status as hub_status
+
+        return hub_status(options.run, options.keys, insecure=options.insecure)
     from aedit.launch.views.status import main as status
 
-    status(options.run)
+    status(Path(options.run))
 
 
 def _top(options: Options) -> None:
+    if _is_hub(options.run):
+        from aedit.launch.views.hubview import top as hub_top
+
+        return hub_top(options.run, options.keys, insecure=options.insecure)
     from aedit.launch.views.top import main as top
 
-    top(options.run)
+    top(Path(options.run))
 
 
 def _plot(options: Options) -> None:
     from aedit.launch.views.plot import main as plot
 
-    for path in plot(options.run):
+    for path in plot(Path(options.run)):
         print(path)
+
+
+def _is_hub(place: str) -> bool:
+    """Whether HOST:PORT is meant; a directory of that name wins."""
+    host, _, port = place.rpartition(":")
+    return bool(host) and port.isdecimal() and not Path(place).exists()
 
 
 def _export(options: Options) -> None:
