@@ -143,6 +143,7 @@ class Agent:
         for seat in self._seats:
             seat.client.close()
         self._doors.close()
+        self._bell.close()
         remove(self._box)
 
     def _fail(self, error: BaseException) -> None:
@@ -168,7 +169,9 @@ class Agent:
         if part == 0:
             seen.watchdog = seen.watchdog.see(progress.steps, now_s)
             seen.speed = seen.speed.see(progress.steps, progress.busy_s)
-            seen.first_steps = progress.steps if seen.first_steps < 0 else seen.first_steps
+            # A resumed trainer does not begin at 0.
+            if seen.first_steps < 0 and self._box.has_told():
+                seen.first_steps = progress.steps
         beat = pb.BeatRequest(steps=progress.steps, tokens=progress.tokens, loss=progress.loss)
         beat.steps_per_s, beat.busy_s, beat.wait_s = seen.speed.per_s, progress.busy_s, progress.wait_s
         beat.wire_s = self._traffic.wire_s
@@ -206,7 +209,8 @@ class Agent:
         if not plan.samples_per_step or self._box.wanted() == Wants.LEAVE or self._news.finished:
             return
         # Drawn is more than used; what a resumed trainer did before this attempt is neither.
-        drawn = max(0, progress.steps - max(0, self._seen.first_steps)) * plan.samples_per_step
+        first = self._seen.first_steps
+        drawn = 0 if first < 0 else (progress.steps - first) * plan.samples_per_step
         ahead = max(plan.steps_ahead * plan.samples_per_step, 2 * plan.lease_samples)
         missing = max(drawn, progress.used) + ahead - self._leases.num_samples
         if missing <= 0:

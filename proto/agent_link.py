@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Literal
 
 import numpy as np
@@ -151,10 +152,12 @@ def _start_process(plan: AgentPlan, box: Mailbox) -> AgentLink:
     # The kernel ends the agent with the thread that started it, so that must be one that lasts.
     tied = threading.current_thread() is threading.main_thread()
     words = [sys.executable, "-m", "aedit.proto.agent_main", str(box.fd), str(os.getpid()), str(int(tied))]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[box.fd])
-    assert process.stdin is not None
-    process.stdin.write(f"{to_json(plan)}\n".encode())
-    process.stdin.flush()
+    reading, writing = os.pipe()
+    process = subprocess.Popen(words, stdin=reading, stdout=subprocess.DEVNULL, pass_fds=[box.fd])
+    os.close(reading)
+    # An agent that died at once is reported by the reaper.
+    with suppress(BrokenPipeError):
+        _write(writing, f"{to_json(plan)}\n".encode())
     threading.Thread(target=_reap, args=(process, box), name="agent-reaper", daemon=True).start()
 
     def end(timeout_s: float) -> bool:
@@ -166,8 +169,12 @@ def _start_process(plan: AgentPlan, box: Mailbox) -> AgentLink:
             return False
         return True
 
-    # The pipe stays open as long as the process object is known to `end`.
-    return AgentLink(box, 0, Ringer(process.stdin.fileno()), end)
+    return AgentLink(box, 0, Ringer(writing), end)
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
 
 
 def _reap(process: "subprocess.Popen[bytes]", box: Mailbox) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import select
+import threading
 from contextlib import suppress
 
 RING = b"!"
@@ -13,14 +14,19 @@ class Ringer:
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
         self._fd = fd
+        self._lock = threading.Lock()
 
     def ring(self) -> None:
-        with suppress(BlockingIOError, BrokenPipeError, OSError):
-            os.write(self._fd, RING)
+        with self._lock, suppress(BlockingIOError, BrokenPipeError):
+            if self._fd >= 0:
+                os.write(self._fd, RING)
 
     def close(self) -> None:
-        with suppress(OSError):
-            os.close(self._fd)
+        """Tell the agent that this end is gone. Once is enough; more does nothing."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
 
 
 class Bell:
@@ -35,5 +41,4 @@ class Bell:
         return not ready or len(os.read(self._fd, 65536)) > 0
 
     def close(self) -> None:
-        with suppress(OSError):
-            os.close(self._fd)
+        os.close(self._fd)

@@ -44,6 +44,10 @@ class Parcel:
     verdict: Verdict = Verdict.NONE
     arrived: bool = False
 
+    def is_lost(self, last: int) -> bool:
+        """Whether a hub that had this push, and had not decided on it, now says that `last` was the last."""
+        return self.arrived and not self.verdict and self.number > last
+
 
 class Carrier:
     """All exchanges of a node. The owner calls `start` and hands on what hubs say; answers appear in the
@@ -79,10 +83,18 @@ class Carrier:
         return len(self._parcels)
 
     def accepted(self, part: int, numbers: Sequence[int]) -> None:
-        """A hub said at the join which push of each of its units was the last that it has."""
+        """A hub said at the join which push of each of its units was the last that it has. What it had and
+        has no more is pushed again: its successor may have been told less than it knew."""
+        units = range(part, len(numbers), len(self._seats))
         with self._lock:
-            for unit in range(part, len(numbers), len(self._seats)):
+            for unit in units:
                 self._accepted[unit] = numbers[unit]
+            lost = [p for unit in units if (p := self._parcels.get(unit)) and p.is_lost(numbers[unit])]
+            for parcel in lost:
+                parcel.arrived = False
+        for parcel in lost:
+            log.warning("unit %d, push %d: the hub has forgotten it", parcel.unit, parcel.number)
+            self._submit(self._push, parcel)
 
     def heard(self, news: Sequence[pb.UnitNews]) -> None:
         """What a hub has decided on."""
@@ -118,7 +130,8 @@ class Carrier:
         self._pools[parcel.unit % len(self._seats)].submit(guarded)
 
     def _push(self, parcel: Parcel) -> None:
-        parcel.payload = self._encode(parcel.unit)
+        if parcel.payload is None:
+            parcel.payload = self._encode(parcel.unit)
         reply = self._deliver(parcel)
         with self._lock:
             parcel.arrived = True
@@ -164,6 +177,8 @@ class Carrier:
         head.codec, head.num_bytes = "fp32" if founds else self._codec.name, len(parcel.payload)
         with self._traffic.moving():
             reply = seat.client.push(head, parcel.payload)
+        if not reply.accepted and not reply.news.verdict:
+            reply.news.MergeFrom(pb.UnitNews(unit=parcel.unit, seq=parcel.number, verdict=pb.REFUSED))
         self._traffic.count(up=len(parcel.payload))
         self._box.sent(self._traffic.bytes_up)
         with self._lock:

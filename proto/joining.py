@@ -80,6 +80,7 @@ class Entrance:
         # What proves to the hub who we are is no other node's business.
         request = pb.PullRequest(who=pb.Who(run=self._plan.run), unit=unit)
         download = Download(request, self._box.anchors[unit].view(np.uint8).data)
+        donors = [donor for donor in donors if donor != seat.donor]
         random.shuffle(donors)
         for donor in donors[:DONORS]:
             if self._is_taken(unit, download, giver(donor)):

@@ -147,7 +147,14 @@ class Mailbox:
     def tell(self, progress: Progress) -> None:
         self._progress.write(astuple(progress))
 
+    def has_told(self) -> bool:
+        """Whether the trainer has begun."""
+        return self._progress.any()
+
     def progress(self) -> Progress:
+        """What the trainer told last; before it has begun, zeros."""
+        if not self.has_told():
+            return Progress()
         steps, tokens, busy_s, wait_s, loss, used = self._progress.read()
         return Progress(int(steps), int(tokens), busy_s, wait_s, loss, int(used))
 

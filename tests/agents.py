@@ -1,4 +1,4 @@
-"""For tests of the node agent: a hub in memory behind a real server, and nodes whose numbers are easy to follow."""
+"""For tests of the node agent: a hub in memory behind a real server, and nodes with simple numbers."""
 
 import hashlib
 import threading
