@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from aedit.proto import hub_pb2
+from aedit.proto.client import channel
 from aedit.proto.frames import Assembly, Chunk, chunks, pack, receive
 from aedit.proto.hub_pb2_grpc import MeetingStub
-from aedit.proto.meeting import GIVES, KEEPALIVE, SERVICE, raw, tensor
+from aedit.proto.meeting import GIVES, SERVICE, raw, tensor
+from aedit.proto.retry import is_final, why
 from aedit.proto.security import ClientKeys
 from aedit.proto.transport import Mean, PeersMissing, Rows
 
@@ -30,11 +32,6 @@ _BYTES_PER_S = 2**20
 """A wire slower than this is taken for a broken one."""
 _RETRY_S = (0.02, 0.5)
 _LIMIT_BYTES = 2**31
-_AWAY = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,
-}
 
 
 class _Answer(Generic[T]):
@@ -67,8 +64,9 @@ class GrpcTransport:
     ) -> None:
         self.address, self.node, self.timeout_s = address, node, timeout_s
         self.bytes_sent = 0
+        self._encrypted = keys is not None and keys.credentials is not None
         self._closing = threading.Event()
-        self._channel = _channel(address, keys or ClientKeys())
+        self._channel = channel(address, keys)
         self._stub = MeetingStub(self._channel)
         self._give: Callable[..., Any] = self._channel.stream_stream(f"/{SERVICE}/Give")
         request = hub_pb2.EnterRequest(node=node, nodes=nodes, timeout_s=timeout_s)
@@ -182,7 +180,7 @@ class GrpcTransport:
             brought.set_result(None)
             return read(found, receive(call, begin))
         except grpc.RpcError as error:
-            raise _trouble(head.key, self.address, error) from error
+            raise self._trouble(head.key, error) from error
         finally:
             if not brought.done():
                 brought.set_result(None)
@@ -206,9 +204,8 @@ class GrpcTransport:
                     self._notes[note.key] = note.text
                     last_there = time.monotonic()
             except grpc.RpcError as error:
-                is_away = _code(error) in _AWAY
-                if not is_away or time.monotonic() - last_there > self.timeout_s:
-                    self._fault = _trouble("following the notes", self.address, error)
+                if is_final(error) or time.monotonic() - last_there > self.timeout_s:
+                    self._fault = self._trouble("following the notes", error)
             self._closing.wait(random.uniform(*_RETRY_S))
 
     def _retried(self, what: str, call: Callable[[], T]) -> T:
@@ -219,8 +216,8 @@ class GrpcTransport:
                 return call()
             except grpc.RpcError as error:
                 late = time.monotonic() > deadline
-                if late or _code(error) not in _AWAY or self._closing.is_set():
-                    raise _trouble(what, self.address, error) from error
+                if late or is_final(error) or self._closing.is_set():
+                    raise self._trouble(what, error) from error
             self._closing.wait(random.uniform(*_RETRY_S))
 
     def _until_done(self, futures: "set[Future[Any]]", future: "Future[Any]") -> None:
@@ -241,25 +238,6 @@ class GrpcTransport:
         if self._fault is not None:
             raise self._fault
 
-
-def _channel(address: str, keys: ClientKeys) -> grpc.Channel:
-    options = (
-        *KEEPALIVE,
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_receive_message_length", 2 * 2**20),
-    )
-    if keys.credentials is None:
-        return grpc.insecure_channel(address, options)
-    return grpc.secure_channel(address, keys.credentials, options)
-
-
-def _code(error: grpc.RpcError) -> grpc.StatusCode:
-    assert isinstance(error, grpc.Call)  # as all are that a call raises
-    return error.code()
-
-
-def _trouble(what: str, address: str, error: grpc.RpcError) -> Exception:
-    assert isinstance(error, grpc.Call)
-    text = f"{what}: {address}: {error.details()}"
-    return PeersMissing(text) if error.code() in _AWAY else ValueError(text)
+    def _trouble(self, what: str, error: grpc.RpcError) -> Exception:
+        text = f"{what}: {self.address}: {why(error, self._encrypted)}"
+        return ValueError(text) if is_final(error) else PeersMissing(text)

@@ -7,7 +7,6 @@ it; when it is back, they wait for it again.
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, TypeAlias
 
 import grpc
@@ -20,21 +19,15 @@ from aedit.proto import hub_pb2
 from aedit.proto.frames import Assembly, chunks, pack, receive
 from aedit.proto.memory import MemoryWorld
 from aedit.proto.security import ServerKeys
+from aedit.proto.server import Server
+from aedit.proto.service import Handler, Service
 from aedit.proto.transport import Mean, Rows
-from aedit.types import UserError
 
 SERVICE = "aedit.v1.Meeting"
 GIVES = 32
 """Values of one node that are under way at a time; each holds a thread here while it waits."""
 GRACE_S = 2.0
 """How long a node whose connection broke may take to come back before nobody waits for it."""
-KEEPALIVE = (("grpc.keepalive_time_ms", 5000), ("grpc.keepalive_timeout_ms", 3000))
-_OPTIONS = (
-    *KEEPALIVE,
-    ("grpc.http2.min_ping_interval_without_data_ms", 2000),
-    ("grpc.max_receive_message_length", 2 * 2**20),
-    ("grpc.so_reuseport", 0),
-)
 _LOOK_S = 5.0
 
 _Wait: TypeAlias = Callable[[], tuple[hub_pb2.Given, memoryview]]
@@ -52,22 +45,18 @@ class Meeting:
         self._following = [0] * nodes
         self._changed = threading.Condition()
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """What a `grpc.Server` takes in. Chunks stay bytes until frames.py looks at them."""
+    def service(self) -> Service:
+        """What a server serves. Chunks stay bytes until frames.py looks at them."""
         pb = hub_pb2
-        unary = grpc.unary_unary_rpc_method_handler
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Enter": unary(self._enter, pb.EnterRequest.FromString, pb.EnterReply.SerializeToString),
-                "Give": grpc.stream_stream_rpc_method_handler(self._give),
-                "Post": unary(self._post, pb.Note.FromString, pb.Note.SerializeToString),
-                "Follow": grpc.unary_stream_rpc_method_handler(
-                    self._follow, pb.FollowRequest.FromString, pb.Note.SerializeToString
-                ),
-                "Exit": unary(self._exit, pb.ExitRequest.FromString, pb.ExitReply.SerializeToString),
-            },
-        )
+        unary, down = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        handlers: dict[str, Handler] = {
+            "Enter": unary(self._enter, pb.EnterRequest.FromString, pb.EnterReply.SerializeToString),
+            "Give": grpc.stream_stream_rpc_method_handler(self._give),
+            "Post": unary(self._post, pb.Note.FromString, pb.Note.SerializeToString),
+            "Follow": down(self._follow, pb.FollowRequest.FromString, pb.Note.SerializeToString),
+            "Exit": unary(self._exit, pb.ExitRequest.FromString, pb.ExitReply.SerializeToString),
+        }
+        return Service(SERVICE, handlers)
 
     def _enter(self, request: hub_pb2.EnterRequest, context: grpc.ServicerContext) -> hub_pb2.EnterReply:
         for name, theirs, ours in (
@@ -173,35 +162,10 @@ class Meeting:
         return hub_pb2.ExitReply()
 
 
-class MeetingServer:
-    """A process's own meeting place at HOST:PORT; port 0 takes a free one. A context manager."""
-
-    def __init__(self, address: str, meeting: Meeting, *, keys: ServerKeys | None = None) -> None:
-        keys = keys or ServerKeys()
-        # Everybody's values, their notes, and some calls that come and go.
-        threads = ThreadPoolExecutor(meeting.nodes * (GIVES + 1) + 4, "aedit-meeting")
-        self._server = grpc.server(
-            threads, [meeting.handler()], interceptors=list(keys.interceptors), options=_OPTIONS
-        )
-        try:
-            if keys.credentials is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, keys.credentials)
-        except RuntimeError as error:
-            raise UserError(f"cannot listen on {address}: choose another address or port") from error
-        self.address = f"{address.rpartition(':')[0]}:{port}"
-        self._server.start()
-
-    def stop(self, grace_s: float = 0.0) -> None:
-        """End all calls, those under way after `grace_s`."""
-        self._server.stop(grace_s).wait(grace_s + _LOOK_S)
-
-    def __enter__(self) -> "MeetingServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+def serve_meeting(meeting: Meeting, address: str, *, keys: ServerKeys | None = None) -> Server:
+    """Let nodes meet at HOST:PORT; port 0 takes a free one. Raises UserError if the address cannot be had."""
+    # Everybody's values, their notes, and some calls that come and go.
+    return Server([meeting.service()], address, keys=keys, threads=meeting.nodes * (GIVES + 1) + 4)
 
 
 def tensor(data: memoryview, shape: Sequence[int], kind: type[np.generic]) -> Tensor:

@@ -15,7 +15,7 @@ from aedit.launch.keys import make_keys
 from aedit.proto import hub_pb2, meeting
 from aedit.proto.frames import chunks, pack
 from aedit.proto.grpc_transport import GrpcTransport
-from aedit.proto.meeting import Meeting, MeetingServer
+from aedit.proto.meeting import Meeting, serve_meeting
 from aedit.proto.security import client_keys, server_keys
 from aedit.proto.transport import PeersMissing
 
@@ -29,12 +29,13 @@ def place(nodes, *, timeout_s=20.0, limit_bytes=2**31):
         opened.append(GrpcTransport(server.address, node, nodes, **{"timeout_s": timeout_s, **other}))
         return opened[-1]
 
-    with MeetingServer("127.0.0.1:0", Meeting(nodes, timeout_s=timeout_s, limit_bytes=limit_bytes)) as server:
-        try:
-            yield server, enter
-        finally:
-            for transport in opened:
-                transport.close()
+    server = serve_meeting(Meeting(nodes, timeout_s=timeout_s, limit_bytes=limit_bytes), "127.0.0.1:0")
+    try:
+        yield server, enter
+    finally:
+        for transport in opened:
+            transport.close()
+        server.stop(0)
 
 
 def vanish(transport):
@@ -134,14 +135,15 @@ def test_a_place_that_is_not_there_is_named():
 
 
 def test_a_place_may_open_after_its_nodes():
-    with MeetingServer("127.0.0.1:0", Meeting(1, timeout_s=20.0)) as first:
-        address = first.address
+    with place(1) as (server, _):
+        address = server.address
     came = []
     waits = threading.Thread(target=lambda: came.append(GrpcTransport(address, 0, 1, timeout_s=20.0)))
     waits.start()
-    with MeetingServer(address, Meeting(1, timeout_s=20.0)):
-        waits.join(20.0)
-        came[0].close()
+    server = serve_meeting(Meeting(1, timeout_s=20.0), address)
+    waits.join(20.0)
+    came[0].close()
+    server.stop(0)
 
 
 def test_nodes_that_expect_another_meeting_are_told_the_difference():
@@ -201,7 +203,7 @@ def test_a_place_that_goes_away_fails_the_wait_by_name_and_later_calls_too():
         transport = enter(0)
         asked = transport.weighted_mean("7/block.3", numbers(0), 1.0)
         transport.gather("warm", torch.zeros(1))
-        server.stop()
+        server.stop(0)
         with pytest.raises(PeersMissing, match=r"7/block\.3: 127\.0\.0\.1:"):
             asked.result()
 
@@ -229,7 +231,7 @@ def test_closing_leaves_no_thread():
         second.gather("k", torch.zeros(1)).result()
         asked.result()
         first.gather("never answered", torch.zeros(1))
-        mine = {thread for thread in ours() - before if not thread.name.startswith("aedit-meeting")}
+        mine = {thread for thread in ours() - before if not thread.name.startswith("serve")}
         assert len(mine) >= 4
         first.close()
         second.close()
