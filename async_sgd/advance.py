@@ -78,13 +78,14 @@ def merged(old: Anchor, pushes: Sequence[tuple[Push, Part]], layout: UnitLayout,
     new = np.empty_like(old.values)
     state = old.outer.with_arrays(*(np.empty_like(array) for array in old.outer.arrays))
     count = old.outer.count
-    for start, stop in slices(layout.numel):
-        before = old.outer.map(lambda array, at=slice(start, stop): array[at])  # type: ignore[misc]
-        step, after = rule.outer.update(mean[start:stop], before)
-        np.subtract(old.values[start:stop], step, out=new[start:stop])
-        for whole, piece in zip(state.arrays, after.arrays, strict=True):
-            whole[start:stop] = piece
-        count = after.count
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
+        for start, stop in slices(layout.numel):
+            before = old.outer.map(lambda array, at=slice(start, stop): array[at])  # type: ignore[misc]
+            step, after = rule.outer.update(mean[start:stop], before)
+            np.subtract(old.values[start:stop], step, out=new[start:stop])
+            for whole, piece in zip(state.arrays, after.arrays, strict=True):
+                whole[start:stop] = piece
+            count = after.count
     if not np.isfinite(new).all():
         return _unchanged(old)
     return replace(_handed_out(old, new, replace(state, count=count), rule), norm=length)
