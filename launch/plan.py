@@ -13,6 +13,7 @@ from aedit.launch.config import ModelConfig, RunConfig
 from aedit.launch.model import build_model
 from aedit.launch.placement import Placement, ranks_per_node
 from aedit.launch.tokenizer import load_tokenizer
+from aedit.proto.codecs import codec
 from aedit.types import UserError
 
 FP32_BYTES = 4
@@ -61,8 +62,20 @@ class Plan:
 
     @property
     def wire_bytes(self) -> int:
-        """What a ring all-reduce makes of that payload: each node sends 2 (N - 1) / N of it."""
+        """What a node sends in a round, between several of them. A ring all-reduce: 2 (N - 1) / N of the
+        payload. To a hub: the payload as its codec makes it."""
+        if self.config.hub.address:
+            return self._coded_bytes(self.config.hub.codec)
         return 2 * (self.nodes - 1) * self.round_bytes // self.nodes
+
+    @property
+    def down_bytes(self) -> int:
+        """What comes back from a hub for one new version of every unit in a round."""
+        return self._coded_bytes(self.config.hub.codec_down)
+
+    def _coded_bytes(self, name: str) -> int:
+        coded = sum(codec(name).num_bytes(numel) for _, numel in self.units)
+        return coded // self.config.edit.fragments
 
     def memory(self) -> Iterator[tuple[str, int]]:
         """Bytes per rank of what stays for the whole run: no activations, no buffers under way."""
@@ -72,8 +85,14 @@ class Plan:
         yield "AdamW moments", 2 * held
         if not self.synchronous:
             yield "anchors" + self._where, held
-            if self.config.outer.kind == "nesterov":
+            if self.config.hub.address:
+                yield "outbox", held
+                if codec(self.config.hub.codec).feedback:
+                    yield "error feedback", held
+            elif self.config.outer.kind != "average":
                 yield "outer momentum" + self._where, held
+                if self.config.outer.kind == "delayed-nesterov":
+                    yield "delayed gradients" + self._where, held
 
     @property
     def _where(self) -> str:
@@ -171,6 +190,10 @@ def _rounds(plan: Plan) -> str:
 
 
 def _bytes_line(plan: Plan) -> str:
+    if plan.config.hub.address:
+        hub = plan.config.hub
+        up = f"{_bytes(plan.wire_bytes)} up ({hub.codec})"
+        return f"{up}, {_bytes(plan.down_bytes)} down ({hub.codec_down}) per new version"
     return f"{_bytes(plan.round_bytes)} per node; a ring all-reduce sends {_bytes(plan.wire_bytes)}"
 
 
