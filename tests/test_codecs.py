@@ -1,0 +1,423 @@
+"""Codecs: what is lost is bounded, nothing is laundered, nothing malformed is believed, and bits are equal
+wherever they are made."""
+
+from math import frexp, log2
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from aedit.proto import device_codecs
+from aedit.proto.codecs import GRAIN, Feedback, codec
+
+NAMES = ("fp32", "bf16", "int8", "e3m0", "topk")
+COARSE = ("e3m0", "topk")
+BLOCK = {"fp32": 1, "bf16": 1, "int8": 256, "e3m0": 256, "topk": 4096}
+LARGEST = 1.5 * 2.0**127  # bf16 calls what is above 3.39e38 infinite
+NEGLIGIBLE = 127 * 2.0**-100
+
+each = pytest.mark.parametrize("name", NAMES)
+
+
+def random_numbers(seed, numel, spread):
+    """Normal numbers times e to a normal power, some of them zero."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(numel) * np.exp(spread * rng.standard_normal(numel)) * 1e-3
+    return np.where(rng.random(numel) < 0.05, 0, x).astype(np.float32)
+
+
+RANDOM = st.builds(
+    random_numbers,
+    st.integers(0, 2**32),
+    st.sampled_from((1, 2, 31, 255, 256, 257, 1000, 4095, 4096, 4097, 12301)),
+    st.sampled_from((0.0, 1.0, 6.0)),
+)
+ANY = arrays(np.float32, st.integers(1, 600), elements=st.floats(-LARGEST, LARGEST, width=32))
+FINITE = st.one_of(RANDOM, ANY)
+
+
+def through(name, x):
+    """`x` after the journey."""
+    how = codec(name)
+    payload = how.encode(x)
+    how.is_valid(payload, x.size)
+    return how.decode(payload, x.size, 0, x.size)
+
+
+def by_block(name, x):
+    return [x[start : start + BLOCK[name]] for start in range(0, x.size, BLOCK[name])]
+
+
+def bits(x):
+    return np.ascontiguousarray(x).view(np.uint32).tolist()
+
+
+# --- a reference: one number at a time, in float64
+
+
+def as_bf16(value):
+    """The nearest number of 8 significant bits, ties to even."""
+    fraction, exponent = frexp(value)
+    return round(fraction * 256) / 256 * 2.0**exponent
+
+
+def scale_of(top, step):
+    scale = as_bf16(float(np.float32(top) * np.float32(step)))
+    return scale if scale >= 2.0**-100 else 0.0
+
+
+def int8_reference(block):
+    scale = scale_of(np.abs(block).max(), 1 / 127)
+    return [round(float(x) / scale) * scale if scale else 0.0 for x in block]
+
+
+def e3m0_reference(block):
+    scale = min(scale_of(np.abs(block).max(), 1.0), float.fromhex("0x1.FEp127"))
+    return [power_of_two(float(x), scale) for x in block]
+
+
+def power_of_two(x, scale):
+    if scale == 0 or x == 0:
+        return 0.0
+    octave = log2(abs(x) / scale)
+    if abs(octave % 1 - 0.5) < 1e-6:
+        return None  # in the middle, as near as fp32 can tell
+    return np.sign(x) * scale * 2.0 ** round(octave) if round(octave) > -7 else 0.0
+
+
+def topk_reference(chunk):
+    largest = sorted(range(len(chunk)), key=lambda i: -abs(chunk[i]))[:32]
+    kept = dict(zip(largest, int8_reference(chunk[largest]), strict=True))
+    return [kept.get(i, 0.0) for i in range(len(chunk))]
+
+
+REFERENCE = {"int8": int8_reference, "e3m0": e3m0_reference, "topk": topk_reference}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+@pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
+def test_each_number_is_what_a_reference_in_float64_says(name, spread):
+    x = random_numbers(7, 5000, spread)
+    expected = [value for block in by_block(name, x) for value in REFERENCE[name](block)]
+    clear = [i for i, value in enumerate(expected) if value is not None]
+    assert len(clear) > 4990
+    np.testing.assert_array_equal(
+        through(name, x)[clear], np.array(expected, object)[clear].astype(np.float64)
+    )
+
+
+@given(arrays(np.uint32, st.integers(1, 300), elements=st.integers(0, 2**32 - 1)))
+def test_bf16_is_what_torch_makes_of_any_bits(any_bits):
+    x = any_bits.view(np.float32)
+    expected = torch.from_numpy(x).bfloat16().float().numpy()
+    np.testing.assert_array_equal(through("bf16", x), expected)
+
+
+def test_bf16_rounds_what_lies_in_the_middle_to_even():
+    between = np.array([0x3F808000, 0x3F818000, 0x3F828000], np.uint32).view(np.float32)
+    assert bits(through("bf16", between)) == [0x3F800000, 0x3F820000, 0x3F820000]
+
+
+# --- what is lost
+
+
+@pytest.mark.parametrize("name", ["int8", "e3m0", "topk"])
+@given(x=FINITE)
+@settings(max_examples=60, deadline=None)
+def test_what_is_lost_is_bounded(name, x):
+    for block, decoded in zip(by_block(name, x), by_block(name, through(name, x)), strict=True):
+        assert np.all(np.abs(block.astype(np.float64) - decoded) <= bound(name, block))
+
+
+def bound(name, block):
+    """Most that may be lost of each number of a block."""
+    size = np.abs(block.astype(np.float64))
+    top = size.max()
+    half_a_scale = top / 127 * (1 + 2**-8) / 2
+    if name == "int8":
+        return np.full(len(block), half_a_scale) + NEGLIGIBLE
+    if name == "e3m0":
+        # sqrt(2) either way, and the scale itself is rounded by 2^-8; zero below scale * 2^-6.5
+        return np.maximum(size * (2**0.5 - 1), 2**-6.5 * top) * (1 + 2**-7) + NEGLIGIBLE
+    smallest_kept = np.sort(size)[-min(32, len(size))]
+    return np.where(size > smallest_kept, half_a_scale, size + half_a_scale) + NEGLIGIBLE
+
+
+@each
+@given(x=FINITE)
+@settings(max_examples=40, deadline=None)
+def test_encoding_what_was_decoded_changes_no_bit(name, x):
+    once = through(name, x)
+    assert bits(through(name, once)) == bits(once)
+
+
+@each
+@given(x=FINITE)
+@settings(max_examples=30, deadline=None)
+def test_the_opposite_decodes_to_the_opposite(name, x):
+    if name == "topk":  # of equal magnitudes any may be kept
+        x = x[np.unique(np.abs(x), return_index=True)[1]]
+    np.testing.assert_array_equal(through(name, -x), -through(name, x))
+
+
+@each
+def test_zeros_stay_zeros(name):
+    x = random_numbers(3, 10_000, 1.0)
+    x[512:5000] = 0
+    assert np.all(through(name, x)[512:5000] == 0)
+    assert bits(through(name, np.zeros(777, np.float32))) == [0] * 777
+
+
+@each
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-30, 1.0, 3.38e38])
+def test_numbers_of_any_size_come_through_finite(name, size):
+    x = (random_numbers(5, 5000, 0.0) / 5e-3).clip(-1, 1).astype(np.float64) * size
+    decoded = through(name, x.astype(np.float32))
+    assert np.all(np.abs(decoded.astype(np.float64)) <= size * 1.01)
+
+
+# --- what is not finite
+
+
+@each
+@pytest.mark.parametrize("poison", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 300, 9999])
+def test_what_is_not_finite_stays_visible_and_harms_no_other_block(name, poison, place):
+    x = random_numbers(1, 10_001, 1.0)
+    healthy = through(name, x)
+    x[place] = poison
+    poisoned = through(name, x)
+    start = place // BLOCK[name] * BLOCK[name]
+    assert not np.isfinite(poisoned[start : start + BLOCK[name]]).all()
+    if name in ("fp32", "bf16", "int8", "e3m0"):
+        assert not np.isfinite(poisoned[place])
+    elsewhere = np.ones(x.size, bool)
+    elsewhere[start : start + BLOCK[name]] = False
+    np.testing.assert_array_equal(poisoned[elsewhere], healthy[elsewhere])
+
+
+def test_bits_that_rounding_would_carry_into_a_number_stay_a_nan():
+    all_ones = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
+    assert np.isnan(through("bf16", all_ones)).all()
+
+
+# --- payloads
+
+
+@each
+@given(numel=st.integers(1, 40_000))
+@settings(max_examples=30, deadline=None)
+def test_a_payload_has_the_announced_length_and_decodes_in_slices_as_in_whole(name, numel):
+    how, x = codec(name), random_numbers(numel, numel, 1.0)
+    payload = how.encode(x)
+    assert payload.nbytes == how.num_bytes(numel)
+    whole = how.decode(payload, numel, 0, numel)
+    for step in (GRAIN, 3 * GRAIN):
+        for start in range(0, numel, step):
+            stop = min(start + step, numel)
+            room = np.full(step + 5, 7, np.float32)
+            got = how.decode(payload, numel, start, stop, room)
+            assert bits(got) == bits(whole[start:stop])
+            assert np.shares_memory(got, room)
+            assert np.all(room[stop - start :] == 7)
+
+
+@each
+def test_a_payload_may_be_written_in_slices_into_a_place_that_is_there(name):
+    how, x = codec(name), random_numbers(2, 50_001, 1.0)
+    place = memoryview(bytearray(how.num_bytes(x.size)))
+    for start in reversed(range(0, x.size, 5 * GRAIN)):
+        how.encode_slice(x[start : start + 5 * GRAIN], place, x.size, start)
+    assert bytes(place) == bytes(how.encode(x))
+    assert bytes(how.encode(x, memoryview(bytearray(how.num_bytes(x.size))))) == bytes(place)
+
+
+def test_what_is_decoded_belongs_to_the_caller():
+    x = random_numbers(2, 5000, 1.0)
+    payload = codec("fp32").encode(x)
+    decoded = codec("fp32").decode(payload, x.size, 0, x.size)
+    decoded += 1
+    assert bits(codec("fp32").decode(payload, x.size, 0, x.size)) == bits(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("fp32", 4), ("bf16", 2), ("int8", 1.01), ("e3m0", 0.52), ("topk", 0.03)]
+)
+def test_bytes_per_parameter_are_as_promised(name, most):
+    assert codec(name).num_bytes(1_000_000) <= most * 1_000_000
+    assert codec(name).feedback is (name in COARSE)
+
+
+def test_an_unknown_codec_is_refused_by_name():
+    with pytest.raises(ValueError, match="zip"):
+        codec("zip")
+
+
+def spoiled(name, numel, place, value, width=np.uint8):
+    """A payload in which one number at byte `place` has become `value`."""
+    payload = bytearray(codec(name).encode(random_numbers(4, numel, 1.0)))
+    at = place % len(payload)
+    payload[at : at + np.dtype(width).itemsize] = np.array([value], width).tobytes()
+    return payload
+
+
+NUMEL = 8193  # 33 blocks; two chunks of 4096 and one number
+PLACES = 2 * 3  # where topk's places begin
+
+
+@pytest.mark.parametrize(
+    ("name", "payload", "reason"),
+    [
+        ("fp32", bytes(4 * NUMEL - 1), "bytes"),
+        ("bf16", bytes(2 * NUMEL + 2), "bytes"),
+        ("int8", b"", "bytes"),
+        ("int8", spoiled("int8", NUMEL, 2, 0x7F80, np.uint16), "scales"),
+        ("int8", spoiled("int8", NUMEL, 2, 0x7FC1, np.uint16), "scales"),
+        ("int8", spoiled("int8", NUMEL, 2, 0xBF80, np.uint16), "scales"),
+        ("int8", spoiled("int8", NUMEL, 2, 0x0001, np.uint16), "scales"),
+        ("int8", spoiled("int8", NUMEL, 2, 0x7C02, np.uint16), "scales"),  # 127 of it are infinite
+        ("int8", spoiled("int8", NUMEL, -9, -128, np.int8), "-128"),
+        ("e3m0", spoiled("e3m0", NUMEL, 64, 0xFFC0, np.uint16), "scales"),
+        ("e3m0", spoiled("e3m0", NUMEL, -1, 0x10), "after the last"),
+        ("topk", spoiled("topk", NUMEL, 4, 0x8000, np.uint16), "scales"),
+        ("topk", spoiled("topk", NUMEL, PLACES + 62, 4096, np.uint16), "beyond"),
+        ("topk", spoiled("topk", NUMEL, PLACES + 2 * 64, 1, np.uint16), "beyond"),
+        ("topk", spoiled("topk", NUMEL, PLACES, 4095, np.uint16), "do not go up"),
+        ("topk", spoiled("topk", NUMEL, -1, -128, np.int8), "-128"),
+    ],
+)
+def test_a_malformed_payload_is_refused_with_its_reason(name, payload, reason):
+    with pytest.raises(ValueError, match=f"{name}: .*{reason}"):
+        codec(name).is_valid(payload, NUMEL)
+
+
+def test_a_place_that_comes_twice_is_refused():
+    payload = spoiled("topk", NUMEL, 0, 0)
+    payload[PLACES + 2 : PLACES + 4] = payload[PLACES : PLACES + 2]
+    with pytest.raises(ValueError, match="do not go up"):
+        codec("topk").is_valid(payload, NUMEL)
+
+
+@each
+@given(data=st.data(), numel=st.integers(1, 300))
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_valid_decodes_without_a_warning_to_what_is_finite_or_nan(name, data, numel):
+    how = codec(name)
+    payload = data.draw(st.binary(min_size=how.num_bytes(numel), max_size=how.num_bytes(numel)))
+    try:
+        how.is_valid(payload, numel)
+    except ValueError:
+        return
+    decoded = how.decode(payload, numel, 0, numel)
+    assert name in ("fp32", "bf16") or not np.isinf(decoded).any()
+
+
+@pytest.mark.parametrize("name", ["int8", "e3m0"])
+def test_the_largest_scale_decodes_to_what_is_finite(name):
+    decoded = through(name, np.full(256, np.finfo(np.float32).max, np.float32))
+    assert np.isfinite(decoded).all()
+    assert np.all(decoded > 3.3e38)
+
+
+# --- error feedback
+
+
+@pytest.mark.parametrize("name", COARSE)
+@given(seed=st.integers(0, 2**32), numel=st.sampled_from((1, 300, 4096, 70_001)), rounds=st.integers(1, 8))
+@settings(max_examples=25, deadline=None)
+def test_all_that_was_decoded_is_all_that_was_given_less_what_is_owed(name, seed, numel, rounds):
+    residual = np.zeros(numel, np.float32)
+    feedback = Feedback(codec(name), residual)
+    given, decoded = np.zeros(numel), np.zeros(numel)
+    for i in range(rounds):
+        x = random_numbers(seed + i, numel, 1.0)
+        payload = feedback.encode(x)
+        feedback.taken(x, payload)
+        given += x
+        decoded += codec(name).decode(payload, numel, 0, numel)
+    np.testing.assert_allclose(decoded + residual, given, rtol=0, atol=1e-5 * np.abs(given).max() + 1e-12)
+
+
+@pytest.mark.parametrize("name", COARSE)
+def test_a_constant_push_arrives_in_full_over_time_and_only_with_feedback(name):
+    x = random_numbers(11, 8192, 1.0)
+    feedback = Feedback(codec(name), np.zeros(x.size, np.float32))
+    arrived, rounds = np.zeros(x.size), 400
+    for _ in range(rounds):
+        payload = feedback.encode(x)
+        feedback.taken(x, payload)
+        arrived += codec(name).decode(payload, x.size, 0, x.size)
+    missing = np.linalg.norm(arrived / rounds - x) / np.linalg.norm(x)
+    without = np.linalg.norm(through(name, x) - x) / np.linalg.norm(x)
+    assert missing < 0.25 * without
+
+
+@pytest.mark.parametrize("name", COARSE)
+def test_a_push_that_nobody_took_changes_nothing_and_comes_again_the_same(name):
+    feedback = Feedback(codec(name), random_numbers(1, 5000, 0.0))
+    before = feedback.residual.copy()
+    x = random_numbers(2, 5000, 1.0)
+    first = bytes(feedback.encode(x))
+    assert bytes(feedback.encode(x)) == first
+    assert bits(feedback.residual) == bits(before)
+
+
+@pytest.mark.parametrize("name", COARSE)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_poisoned_push_is_shown_once_and_owed_never(name, poison):
+    feedback = Feedback(codec(name), np.zeros(5000, np.float32))
+    x = random_numbers(2, 5000, 1.0)
+    x[17] = poison
+    payload = feedback.encode(x)
+    assert not np.isfinite(codec(name).decode(payload, x.size, 0, x.size)).all()
+    feedback.taken(x, payload)
+    assert np.isfinite(feedback.residual).all()
+
+
+# --- tensors
+
+on_a_gpu = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def hard_numbers():
+    """Of every kind: zeros, all sizes, denormals, what is not finite, odd lengths."""
+    rng = np.random.default_rng(0)
+    for numel in (1, 2, 255, 256, 257, 4096, 10_001):
+        yield random_numbers(numel, numel, 6.0)
+        yield rng.integers(0, 2**32, numel, dtype=np.uint32).view(np.float32)
+        yield rng.integers(0, 2**23, numel, dtype=np.uint32).view(np.float32)
+        yield np.full(numel, np.finfo(np.float32).max, np.float32)
+        yield np.zeros(numel, np.float32)
+
+
+@pytest.mark.parametrize("device", ["cpu", on_a_gpu])
+@pytest.mark.parametrize("name", device_codecs.NAMES)
+def test_tensors_are_encoded_and_decoded_to_the_same_bits_as_arrays(name, device):
+    for x in hard_numbers():
+        payload = bytes(codec(name).encode(x))
+        tensor = device_codecs.encode(name, torch.from_numpy(x).to(device))
+        assert bytes(tensor.cpu().numpy()) == payload
+        decoded = device_codecs.decode(name, tensor, x.size).cpu().numpy()
+        expected = codec(name).decode(payload, x.size, 0, x.size)
+        number = ~np.isnan(expected)
+        assert np.isnan(decoded[~number]).all()
+        assert bits(decoded[number]) == bits(expected[number])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", device_codecs.NAMES)
+def test_the_host_does_not_wait_for_a_gpu_that_encodes_or_decodes(name):
+    x = torch.randn(100_001, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        device_codecs.decode(name, device_codecs.encode(name, x), x.numel())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_tensors_have_no_codec_that_only_arrays_have():
+    with pytest.raises(ValueError, match="topk"):
+        device_codecs.encode("topk", torch.zeros(3))
