@@ -217,6 +217,8 @@ class Carrier:
                 log.info("unit %d, pull: %s", unit, error)
                 seat.missed()
             except HubRefused as error:
+                if error.code == grpc.StatusCode.DATA_LOSS:
+                    self.versions[unit] = 0  # no good as a delta: ask for the whole
                 _refused(seat, error)
         return 0
 
