@@ -185,13 +185,14 @@ class Node:
         self.recorder.event("eval", step=self.sync.steps, round=self.milestone, loss=held_out)
 
     def save_after_a_round(self) -> None:
-        """At a step boundary with nothing under way; if there is none for a whole round, land first."""
+        """At a step boundary with nothing under way; if there is none for a whole round, land first. A node
+        of a hub need not: what is under way is its agent's."""
         every, behind = self.config.checkpoint.every, self.milestone - self.saved.round
         if not every or behind < every:
             return
-        if self.sync.in_flight and behind > every:
+        if self.sync.in_flight and behind > every and not self.sync.free:
             self.sync.finish()
-        if not self.sync.in_flight:
+        if not self.sync.in_flight or self.sync.free:
             self.save(Mark(self.milestone))
 
     def save(self, mark: Mark, owed: list[Round] | None = None) -> None:
@@ -235,7 +236,8 @@ class Node:
         per_unit = dict(zip(verdict.units, range(len(verdict.units)), strict=True))
 
         def spread(values: tuple[float, ...]) -> list[float | None]:
-            return [values[per_unit[i]] if i in per_unit else None for i in range(len(self.sync.units))]
+            known = per_unit if values else {}  # of a hub's weights a node hears nothing
+            return [values[known[i]] if i in known else None for i in range(len(self.sync.units))]
 
         self.recorder.event(
             "round",
@@ -249,6 +251,7 @@ class Node:
             distrusted=list(verdict.distrusted),
             effective_nodes=spread(verdict.effective_nodes),
             rolled_back=list(verdict.rolled_back),
+            refused=list(verdict.refused),
             nodes=verdict.nodes,
             total_steps=verdict.total_steps,
         )
