@@ -24,6 +24,7 @@ class Download:
         self._asked = request
         self._into = into.cast("B")
         self._head: hub_pb2.PullHead | None = None
+        self._hash = hashlib.sha256()
         self._wrong = 0
         self.received = request.offset
         """Bytes from the start that are there and checked."""
@@ -53,6 +54,7 @@ class Download:
                     chunk.check()
                     assembly = self._begin(hub_pb2.PullHead.FromString(bytes(chunk.head)), chunk.offset)
                 assembly.add(chunk)
+                self._hash.update(chunk.data)
                 self.received = assembly.received
                 moved(len(message))
             if assembly is None or assembly.received < assembly.num_bytes:
@@ -69,8 +71,11 @@ class Download:
             raise HubRefused(
                 grpc.StatusCode.DATA_LOSS, f"an answer of {head.num_bytes} bytes, where {room} have room"
             )
-        if offset != (self.received if self._goes_on(head) else 0):
-            raise ValueError(f"the answer starts at byte {offset}")
+        if offset and (offset != self.received or not self._goes_on(head)):
+            self._restart()
+            raise Broken(f"the answer starts at byte {offset} of something else")
+        if offset == 0 or self._head is None:
+            self._hash = hashlib.sha256(self._into[:offset])
         self._head, self.received = head, offset
         return frames.Assembly(head.num_bytes, limit_bytes=room, into=self._into, offset=offset)
 
@@ -80,10 +85,14 @@ class Download:
             return head.version == self._asked.version
         return head == self._head
 
+    def _restart(self) -> None:
+        self._head, self.received = None, 0
+
     def _check_hash(self, head: hub_pb2.PullHead) -> None:
-        if hashlib.sha256(self._into[: head.num_bytes]).digest() == head.sha256:
+        if self._hash.digest() == head.sha256:
             return
-        self._head, self.received, self._wrong = None, 0, self._wrong + 1
+        self._restart()
+        self._wrong += 1
         text = f"version {head.version} is not what its SHA-256 says"
         if self._wrong == _MAX_WRONG:
             raise HubRefused(grpc.StatusCode.DATA_LOSS, text)

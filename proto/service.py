@@ -226,7 +226,7 @@ class Door:
     def _say(self, context: grpc.ServicerContext, what: str, error: Exception) -> None:
         """Log what a peer has sent that cannot be, but let no peer fill the disk with it."""
         if self._lines.allow(_host(context)):
-            log.warning("%s from %s: %s", what, context.peer(), error)
+            log.warning("%s from %s: %s", what, context.peer(), str(error))
 
 
 def _counted(messages: Iterator[bytes], stream: Stream) -> Iterator[bytes]:

@@ -62,6 +62,8 @@ class MemoryCore:
 
     def pull(self, request):
         self.calls.append(("pull", request.version, request.offset))
+        if request.unit >= len(self.anchors):
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no unit {request.unit}")
         data = self.anchors[request.unit]
         digest = hashlib.sha256(data).digest()
         head = hub_pb2.PullHead(version=self.version, codec="fp32", num_bytes=len(data), sha256=digest)

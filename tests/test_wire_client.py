@@ -1,0 +1,443 @@
+"""A node goes on calling while it may help, is told why when it does not, and loses no byte that came."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from wire import MemoryCore, noise
+
+from aedit.proto import frames, hub_pb2
+from aedit.proto.client import Download, HubClient, HubRefused, HubUnreachable
+from aedit.proto.retry import Broken, Patience
+from aedit.proto.security import ClientKeys
+from aedit.proto.server import serve
+from aedit.proto.service import Refusal
+
+MIB = 2**20
+NOBODY = "127.0.0.1:9"
+
+
+@pytest.fixture
+def connect():
+    """Clients that end with the test; their pauses are short."""
+    clients = []
+
+    def made(address, timeout_s=10.0, **options):
+        options = {"random": lambda: 0.1, **options}
+        clients.append(HubClient(address, call_timeout_s=timeout_s, **options))
+        return clients[-1]
+
+    yield made
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def start():
+    servers = []
+
+    def started(core, address="127.0.0.1:0", **options):
+        servers.append(serve(core, address, **options))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.stop(0.0)
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+# --- how long to go on
+
+
+def test_pauses_grow_up_to_two_seconds_and_are_drawn_anew():
+    patience = Patience(1000, 1000, Clock())
+    assert [patience.pause_s(0.5) for _ in range(7)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert patience.pause_s(0.0) == 0
+
+
+def test_patience_ends_when_nothing_moves_and_in_any_case_at_the_deadline():
+    clock = Clock()
+    patience = Patience(10, 25, clock)
+    clock.now_s = 109
+    assert patience.pause_s(0.0) == 0
+    clock.now_s = 111
+    assert patience.pause_s(0.0) is None
+    patience.moved()
+    assert patience.pause_s(0.0) == 0
+    clock.now_s = 124
+    patience.moved()
+    assert (patience.pause_s(0.0), patience.left_s) == (0, 1)
+    clock.now_s = 125
+    assert patience.pause_s(0.0) is None
+
+
+# --- nobody there
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("Beat", lambda client: client.beat(hub_pb2.BeatRequest())),
+        ("push unit 4", lambda client: client.push(hub_pb2.PushHead(unit=4), memoryview(noise(3 * MIB)))),
+        ("pull unit 4", lambda client: client.pull(hub_pb2.PullRequest(unit=4), memoryview(bytearray(9)))),
+    ],
+)
+def test_an_address_where_nobody_is_is_named_at_the_deadline(connect, what, call):
+    client = connect(NOBODY, timeout_s=0.6)
+    began_s = time.monotonic()
+    with pytest.raises(HubUnreachable, match=f"{NOBODY}, asked to {what}: .*refused"):
+        call(client)
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_hub_that_says_later_is_asked_again_and_one_that_says_no_is_not(connect, start):
+    core = MemoryCore()
+    answers = ["RESOURCE_EXHAUSTED", "UNAVAILABLE", "NOT_FOUND"]
+
+    def beat(request):
+        raise Refusal(grpc.StatusCode[answers.pop(0)], "as told")
+
+    core.beat = beat
+    pauses = []
+    client = connect(start(core).address, sleep=pauses.append, random=lambda: 0.5)
+    with pytest.raises(HubRefused, match="asked to Beat: as told") as refused:
+        client.beat(hub_pb2.BeatRequest())
+    assert (refused.value.code, pauses, answers) == (grpc.StatusCode.NOT_FOUND, [0.05, 0.1], [])
+
+
+def test_a_hub_that_does_not_answer_is_given_up_at_the_deadline(connect, start):
+    core = MemoryCore()
+    over = threading.Event()
+    core.beat = lambda request: over.wait(30) and hub_pb2.News()
+    try:
+        with pytest.raises(HubUnreachable, match=r"(?i)deadline"):
+            connect(start(core).address).beat(hub_pb2.BeatRequest(), timeout_s=0.3)
+    finally:
+        over.set()
+
+
+def test_a_push_that_the_hub_sits_on_is_given_up(connect, start):
+    core = MemoryCore()
+    core.open.clear()
+    try:
+        with pytest.raises(HubUnreachable, match=r"nothing moved for 0.3 s"):
+            connect(start(core).address, timeout_s=0.3).push(
+                hub_pb2.PushHead(num_bytes=4 * MIB), memoryview(noise(4 * MIB))
+            )
+    finally:
+        core.open.set()
+
+
+def test_closing_ends_what_others_wait_for(connect):
+    client = connect(NOBODY, timeout_s=60.0, random=lambda: 0.99)
+    said = []
+
+    def call():
+        try:
+            client.beat(hub_pb2.BeatRequest())
+        except HubUnreachable as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    client.close()
+    thread.join(10)
+    assert said == [f"{NOBODY}, asked to Beat: closed here"]
+
+
+# --- it broke, and goes on
+
+
+class Breaking(MemoryCore):
+    """Every pull but the last ends with UNAVAILABLE after one more chunk."""
+
+    def __init__(self, anchors, breaks):
+        super().__init__(anchors)
+        self.breaks = breaks
+
+    def pull(self, request):
+        head, data = super().pull(request)
+        if self.breaks:
+            self.breaks -= 1
+            data = _ends_early(data, request.offset + MIB)
+        return head, data
+
+
+class _ends_early:
+    """Bytes that cannot be read from `end` on."""
+
+    def __init__(self, data, end):
+        self.data, self.end, self.nbytes = data, end, data.nbytes
+
+    def __getitem__(self, span):
+        if span.start >= self.end:
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, "cut")
+        return self.data[span]
+
+
+def test_a_pull_that_breaks_goes_on_at_the_byte_it_has_reached(connect, start):
+    core = Breaking([noise(3 * MIB + 5)], breaks=3)
+    into = bytearray(4 * MIB)
+    connect(start(core).address).pull(hub_pb2.PullRequest(), memoryview(into))
+    assert into[: 3 * MIB + 5] == core.anchors[0]
+    assert core.calls == [("pull", 0, 0), ("pull", 1, MIB), ("pull", 1, 2 * MIB), ("pull", 1, 3 * MIB)]
+
+
+def test_a_pull_goes_on_at_another_address(connect, start):
+    anchor = noise(3 * MIB + 5)
+    first, second = Breaking([anchor], breaks=10**6), MemoryCore([anchor])
+    first.pull = lambda request, pull=first.pull: pull(request) if request.offset == 0 else _gone()
+    into = bytearray(4 * MIB)
+    download = Download(hub_pb2.PullRequest(), memoryview(into))
+    with pytest.raises(HubUnreachable, match=r"cut|gone"):
+        connect(start(first).address, timeout_s=0.5).fetch(download)
+    assert download.received == MIB
+    connect(start(second).address).fetch(download)
+    assert second.calls == [("pull", 1, MIB)]
+    assert into[: 3 * MIB + 5] == anchor
+
+
+def _gone():
+    raise Refusal(grpc.StatusCode.UNAVAILABLE, "gone")
+
+
+def test_a_version_that_is_gone_when_a_pull_goes_on_is_replaced_whole(connect, start):
+    core = Breaking([noise(3 * MIB)], breaks=1)
+    later = noise(2 * MIB, seed=7)
+
+    def sleep(seconds):
+        core.anchors, core.version = [later], 5
+
+    into = bytearray(4 * MIB)
+    answer = connect(start(core).address, sleep=sleep).pull(hub_pb2.PullRequest(), memoryview(into))
+    assert (answer.version, into[: 2 * MIB]) == (5, later)
+
+
+def messages(data, head=None, offset=0):
+    digest = hashlib.sha256(data).digest()
+    head = head or hub_pb2.PullHead(version=1, num_bytes=len(data), sha256=digest)
+    return [
+        frames.pack(chunk)
+        for chunk in frames.chunks(
+            head.SerializeToString(), memoryview(data), offset=offset, chunk_bytes=1000
+        )
+    ]
+
+
+def ignored(num_bytes):
+    pass
+
+
+def test_another_answer_of_the_same_version_does_not_complete_the_first():
+    whole, chain = noise(4000), noise(3000, seed=1)
+    into = bytearray(4000)
+    download = Download(hub_pb2.PullRequest(), memoryview(into))
+    with pytest.raises(Broken, match="ended after 2000"):
+        download.take(iter(messages(whole)[:2]), ignored)
+    assert (download.request.version, download.request.offset) == (1, 2000)
+    with pytest.raises(Broken, match="something else"):
+        download.take(iter(messages(chain, offset=2000)), ignored)
+    assert (download.request.version, download.request.offset) == (0, 0)
+    assert download.take(iter(messages(chain)), ignored).num_bytes == 3000
+    assert into[:3000] == chain
+
+
+def test_a_damaged_chunk_is_fetched_again_and_nothing_before_it():
+    data = noise(4000)
+    good = messages(data)
+    bad = bytearray(good[2])
+    bad[500] ^= 1
+    into = bytearray(4000)
+    download = Download(hub_pb2.PullRequest(), memoryview(into))
+    with pytest.raises(Broken, match="checksum"):
+        download.take(iter([*good[:2], bytes(bad), good[3]]), ignored)
+    assert into == data[:2000] + bytes(2000)
+    download.take(iter(messages(data, offset=download.request.offset)), ignored)
+    assert into == data
+
+
+def test_bytes_from_before_count_for_the_hash():
+    data = noise(4000)
+    for start, fine in ((data[:2000], True), (bytes(2000), False)):
+        into = bytearray(start + bytes(2000))
+        download = Download(hub_pb2.PullRequest(version=1, offset=2000), memoryview(into))
+        if fine:
+            download.take(iter(messages(data, offset=2000)), ignored)
+        else:
+            with pytest.raises(Broken, match="SHA-256"):
+                download.take(iter(messages(data, offset=2000)), ignored)
+            assert download.request.offset == 0
+
+
+def test_an_anchor_with_another_hash_is_not_believed_however_often_it_comes(connect, start):
+    core = MemoryCore([noise(MIB)])
+    answer = hub_pb2.PullHead(version=1, num_bytes=MIB, sha256=bytes(32))
+    core.pull = lambda request: core.calls.append("pull") or (answer, memoryview(core.anchors[0]))
+    with pytest.raises(HubRefused, match="not what its SHA-256 says"):
+        connect(start(core).address).pull(hub_pb2.PullRequest(), memoryview(bytearray(MIB)))
+    assert core.calls == ["pull"] * 3
+
+
+def test_an_answer_that_has_no_room_is_refused(connect, start):
+    client = connect(start(MemoryCore([noise(1000)])).address)
+    with pytest.raises(HubRefused, match="1000 bytes, where 999 have room"):
+        client.pull(hub_pb2.PullRequest(), memoryview(bytearray(999)))
+
+
+def test_a_push_that_was_damaged_is_sent_again(connect, start, monkeypatch):
+    """By the test: the first message of the first try has another bit."""
+    core = MemoryCore()
+    pack, packed = frames.pack, []
+
+    def damaged(chunk):
+        packed.append(chunk)
+        message = bytearray(pack(chunk))
+        message[len(message) // 2] ^= len(packed) == 1
+        return bytes(message)
+
+    monkeypatch.setattr(frames, "pack", damaged)
+    data = noise(3 * MIB)
+    connect(start(core).address).push(hub_pb2.PushHead(num_bytes=3 * MIB), memoryview(data))
+    assert (core.pushes[0, 0], core.calls) == (data, ["push"])
+
+
+# --- the hub is killed, and comes back
+
+HUB = """
+import sys
+from wire import MemoryCore, noise
+from aedit.proto.server import serve
+core = MemoryCore([noise({num_bytes})], 2**40)
+server = serve(core, sys.argv[1])
+print(server.port, flush=True)
+for line in sys.stdin:
+    print(len(core.pushes), flush=True)
+"""
+
+
+class Hub:
+    """A hub in a process of its own, at one address however often it is killed."""
+
+    def __init__(self, num_bytes):
+        self.program = HUB.format(num_bytes=num_bytes)
+        self.address = "127.0.0.1:0"
+        self.start()
+
+    def start(self):
+        words = (sys.executable, "-c", self.program, self.address)
+        here = str(Path(__file__).parent)
+        env = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        port = self.process.stdout.readline().strip()
+        assert port, "the hub did not start"
+        self.address = f"127.0.0.1:{port}"
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def hub_process():
+    hubs = []
+
+    def made(num_bytes):
+        hubs.append(Hub(num_bytes))
+        return hubs[-1]
+
+    yield made
+    for hub in hubs:
+        if hub.process.poll() is None:
+            hub.kill()
+
+
+def test_a_hub_killed_in_the_middle_of_a_pull_comes_back_and_the_pull_goes_on(connect, hub_process):
+    hub = hub_process(16 * MIB)
+    client = connect(hub.address, timeout_s=30.0)
+    into = bytearray(16 * MIB)
+    download = Download(hub_pb2.PullRequest(), memoryview(into))
+    take, started_at = download.take, []
+
+    def killing(answer, moved):
+        started_at.append(download.received)
+        if len(started_at) == 1:
+            answer = _killing_after(answer, 3, hub)
+        return take(answer, moved)
+
+    download.take = killing
+    client.fetch(download)
+    assert into == noise(16 * MIB)
+    assert started_at[0] == 0
+    assert min(started_at[1:]) >= 3 * MIB
+
+
+def _killing_after(answer, count, hub):
+    for i, message in enumerate(answer):
+        if i == count:
+            hub.kill()
+            threading.Thread(target=hub.start).start()
+        yield message
+
+
+def test_a_hub_killed_in_the_middle_of_a_push_comes_back_and_gets_all_of_it_once(connect, hub_process):
+    hub = hub_process(0)
+    client = connect(hub.address, timeout_s=30.0)
+    data = _Killing(noise(24 * MIB), hub)
+    assert client.push(hub_pb2.PushHead(unit=1, num_bytes=24 * MIB), data).accepted
+    assert data.killed
+    hub.process.stdin.write("\n")
+    hub.process.stdin.flush()
+    assert hub.process.stdout.readline() == "1\n"
+
+
+class _Killing:
+    """Bytes of which the second half, the first time it is read, kills the hub."""
+
+    def __init__(self, data, hub):
+        self.data, self.nbytes, self.hub, self.killed = memoryview(data), len(data), hub, False
+
+    def __getitem__(self, span):
+        if span.start >= self.nbytes // 2 and not self.killed:
+            self.killed = True
+            self.hub.kill()
+            threading.Thread(target=self.hub.start).start()
+        return self.data[span]
+
+
+# --- other people at the address
+
+
+def test_who_calls_with_keys_where_there_are_none_is_told(connect, start):
+    keys = ClientKeys(grpc.ssl_channel_credentials())
+    client = connect(start(MemoryCore()).address, keys=keys)
+    with pytest.raises(HubRefused, match="it does not speak TLS"):
+        client.hello(hub_pb2.HelloRequest())
+
+
+def test_small_calls_and_every_channel_have_a_connection_of_their_own(connect, start):
+    server = start(MemoryCore([noise(10)]))
+    client = connect(server.address, channels=2)
+    for _ in range(2):
+        client.pull(hub_pb2.PullRequest(), memoryview(bytearray(10)))
+        client.beat(hub_pb2.BeatRequest())
+    ours = [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == server.port]
+    assert len(ours) == 3
