@@ -99,7 +99,7 @@ def hub_panel(found: dict[str, Any], title: str) -> RenderableType:
         table.add_column(column, justify="left" if 0 < i < 3 else "right")
     for node in found["nodes"]:
         table.add_row(*_cells(node))
-    body = [done, Text(), table, Text(), Text(_units(found), style="dim")]
+    body: list[RenderableType] = [done, Text(), table, Text(), Text(_units(found), style="dim")]
     return Panel(Group(*body), title=f"[bold]{title}[/]", title_align="left", box=box.ROUNDED, padding=(1, 2))
 
 
