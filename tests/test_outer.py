@@ -1,10 +1,14 @@
 """Outer optimizers: pure functions that equal what torch's optimizers do in place."""
 
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 import torch
 
 from aedit.async_sgd.config import OuterConfig
-from aedit.async_sgd.outer import Average, Nesterov, OuterState, make_outer
+from aedit.async_sgd.outer import Average, DelayedNesterov, Nesterov, OuterState, make_outer
 
 
 def gradients(count=20, size=200):
@@ -43,18 +47,18 @@ def test_average_with_rate_one_lands_on_the_mean():
     assert torch.equal(half, (anchor - mean) / 2)
 
 
-@pytest.mark.parametrize("outer", [Average(1.0), Average(0.5), Nesterov()])
+@pytest.mark.parametrize("outer", [Average(1.0), Average(0.5), Nesterov(), DelayedNesterov(delay=2)])
 def test_an_update_changes_none_of_its_arguments_and_answers_the_same_again(outer):
     g = gradients(1)[0]
-    state = OuterState(torch.ones(200)) if isinstance(outer, Nesterov) else outer.init(g)
-    given, momentum = g.clone(), state.momentum.clone()
+    state = outer.init(g).map(lambda zeros: zeros + 1)
+    given, before = g.clone(), [array.clone() for array in state.arrays]
     step, after = outer.update(g, state)
     again, _ = outer.update(g, state)
     assert torch.equal(step, again)
-    for tensor in (step, after.momentum if after.momentum.numel() else step):
+    for tensor in (step, after.arrays[-1] if after.momentum.numel() else step):
         tensor.add_(1)  # the caller's own: nothing that went in may follow
     assert torch.equal(g, given)
-    assert torch.equal(state.momentum, momentum)
+    assert all(torch.equal(array, old) for array, old in zip(state.arrays, before, strict=True))
 
 
 def test_a_state_can_be_moved_as_a_whole():
@@ -68,3 +72,105 @@ def test_the_configuration_chooses_the_optimizer():
     nesterov = make_outer(OuterConfig(kind="nesterov", lr=0.7, momentum=0.9))
     assert isinstance(nesterov, Nesterov)
     assert (nesterov.lr, nesterov.mu) == (0.7, 0.9)
+    late = make_outer(OuterConfig(kind="delayed-nesterov", lr=0.6, momentum=0.8, delay=7, activation=0.1))
+    assert isinstance(late, DelayedNesterov)
+    assert (late.lr, late.mu, late.delay, late.c) == (0.6, 0.8, 7, 0.1)
+
+
+# --- for NumPy and torch alike
+
+
+KINDS = [Average(0.7), Nesterov(0.8, 0.85), DelayedNesterov(0.7, 0.9, 4), DelayedNesterov(0.7, 0.9, 3, 0.25)]
+
+
+@pytest.mark.parametrize("outer", KINDS)
+def test_numpy_and_torch_take_the_same_steps(outer):
+    x, theirs = torch.ones(200), np.ones(200, np.float32)
+    state, their_state = outer.init(x), outer.init(theirs)
+    for g in gradients(9):
+        step, state = outer.update(g, state)
+        their_step, their_state = outer.update(g.numpy(), their_state)
+        assert their_step.dtype == np.float32
+        x, theirs = x - step, theirs - their_step
+        assert np.abs(x.numpy() - theirs).max() <= 1e-6
+        assert (
+            np.abs(outer.look_ahead(x, state).numpy() - outer.look_ahead(theirs, their_state)).max() <= 1e-6
+        )
+    assert [a.shape for a in their_state.arrays] == [tuple(a.shape) for a in state.arrays]
+
+
+@pytest.mark.parametrize(("delay", "activation"), [(1, 0.0), (4, 0.0), (4, 0.2), (7, 0.1)])
+def test_delayed_nesterov_is_the_papers_recurrence(delay, activation):
+    lr, beta, N, c = 0.7, 0.9, delay, activation
+    outer = DelayedNesterov(lr, beta, N, c)
+    x, state = np.zeros(200, np.float32), outer.init(np.zeros(200, np.float32))
+    th, m, Delta = np.zeros(200), np.zeros(200), np.zeros(200)
+    for t, g32 in enumerate(gradients(30)):
+        step, state = outer.update(g32.numpy(), state)
+        x = x - step
+        g = g32.numpy().astype(np.float64)
+        Delta = Delta + g  # arXiv:2401.09135, algorithm 3, as its authors' simulator has it
+        if (t + 1) % N == 0:
+            m = beta * m + Delta / N
+            th = th - lr * ((1 - c * N + c) * beta * m + g / N)
+            Delta = np.zeros(200)
+        else:
+            th = th - lr * (c * beta * m + g / N)
+        assert np.abs(x - th).max() <= 2e-5 * max(1.0, np.abs(th).max())
+        assert np.abs(state.pending - Delta).max() <= 1e-5
+    assert np.abs(th).max() > 1
+
+
+def test_delayed_nesterov_of_one_is_nesterov():
+    one, plain = DelayedNesterov(0.7, 0.9, 1), Nesterov(0.7, 0.9)
+    state, other = one.init(torch.zeros(200)), plain.init(torch.zeros(200))
+    for g in gradients():
+        step, state = one.update(g, state)
+        expected, other = plain.update(g, other)
+        torch.testing.assert_close(step, expected)
+
+
+def test_n_equal_updates_of_a_delay_of_n_move_as_one_step_of_nesterov():
+    delayed, plain = DelayedNesterov(0.7, 0.9, 5), Nesterov(0.7, 0.9)
+    g, moved = torch.full((3,), 2.0), torch.zeros(3)
+    state = delayed.init(g)
+    for _ in range(5):
+        step, state = delayed.update(g, state)
+        moved += step
+    torch.testing.assert_close(moved, plain.update(g, plain.init(g))[0])
+    assert state.count == 0
+    assert not state.pending.any()
+
+
+def test_looking_ahead_is_where_an_update_without_gradient_would_lead():
+    for outer in (Nesterov(0.7, 0.9), DelayedNesterov(0.7, 0.9, 1)):
+        state = outer.update(gradients(1)[0], outer.init(torch.zeros(200)))[1]
+        carried = outer.update(torch.zeros(200), state)[0]
+        # the update itself decays the momentum once more before it is used
+        torch.testing.assert_close(outer.look_ahead(torch.zeros(200), state) * 0.9, -carried)
+    x = torch.ones(3)
+    assert Average().look_ahead(x, Average().init(x)) is x
+
+
+def test_slices_of_a_unit_go_the_way_of_the_whole():
+    outer = DelayedNesterov(0.7, 0.9, 2)
+    whole = outer.init(np.zeros(200, np.float32))
+    for g in gradients(5):
+        g = g.numpy()
+        halves = [slice(0, 77), slice(77, 200)]
+        parts = [outer.update(g[at], whole.map(lambda a, at=at: a[at])) for at in halves]
+        step, whole = outer.update(g, whole)
+        np.testing.assert_array_equal(step, np.concatenate([s for s, _ in parts]))
+        for n, array in enumerate(whole.arrays):
+            np.testing.assert_array_equal(array, np.concatenate([state.arrays[n] for _, state in parts]))
+
+
+def test_a_first_state_is_zero_even_where_the_anchor_is_not_a_number():
+    state = Nesterov().init(np.array([np.nan, np.inf, -1.0], np.float32))
+    assert state.momentum.tolist() == [0, 0, 0]
+    assert not np.signbit(state.momentum).any()
+
+
+def test_the_numbers_of_a_hub_need_no_torch():
+    code = "import sys, aedit.async_sgd.hub; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
