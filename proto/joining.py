@@ -3,7 +3,7 @@
 import logging
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -79,7 +79,7 @@ class Entrance:
         """
         # What proves to the hub who we are is no other node's business.
         request = pb.PullRequest(who=pb.Who(run=self._plan.run), unit=unit)
-        download = Download(request, self._box.anchors[unit].view(np.uint8).data)
+        download = _Counted(request, self._box.anchors[unit].view(np.uint8).data)
         donors = [donor for donor in donors if donor != seat.donor]
         random.shuffle(donors)
         for donor in donors[:DONORS]:
@@ -91,8 +91,8 @@ class Entrance:
                 return
             seat.pause(random.uniform(0.5, 1.5) * self._plan.beat_s)
 
-    def _is_taken(self, unit: int, download: Download, client: HubClient) -> bool:
-        before = download.received
+    def _is_taken(self, unit: int, download: "_Counted", client: HubClient) -> bool:
+        before = download.num_bytes
         try:
             with self._traffic.moving(), self._carrier.guards[unit]:
                 head = client.fetch(download)
@@ -104,9 +104,22 @@ class Entrance:
             log.warning("unit %d: %s; asking another", unit, error)
             return False
         finally:
-            self._traffic.count(down=max(0, download.received - before))
+            self._traffic.count(down=download.num_bytes - before)
 
     def _wait(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
         with self._change:
             self._change.wait_for(lambda: self._ended or is_so(), timeout_s)
             return not self._ended
+
+
+class _Counted(Download):
+    """Counts what comes, also what comes twice."""
+
+    num_bytes = 0
+
+    def take(self, messages: Iterator[bytes], moved: Callable[[int], None]) -> pb.PullHead:
+        def count(num_bytes: int) -> None:
+            self.num_bytes += num_bytes
+            moved(num_bytes)
+
+        return super().take(messages, count)

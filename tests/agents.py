@@ -79,6 +79,7 @@ class MemoryHub:
 
     def __init__(self, shapes=SHAPES, codec_down="fp32", slow=False):
         self.numels = [sum(int(np.prod(shape)) for shape in unit) for unit in shapes]
+        self.num_tensors = [len(unit) for unit in shapes]
         self.codec_down, self.slow = codec_down, slow
         self.lock = threading.RLock()
         self.anchors = [None] * len(self.numels)
@@ -118,7 +119,7 @@ class MemoryHub:
         with self.lock:
             if not self.leads:
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "does not lead")
-            if [len(unit.tensors) for unit in request.layout] != [2, 1]:
+            if [len(unit.tensors) for unit in request.layout] != self.num_tensors:
                 raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unit1 has another number of parameters")
             node = self.names.setdefault(request.name, len(self.names))
             self.joins += 1
