@@ -139,6 +139,8 @@ class Carrier:
         for news in (reply.news if reply else None, said):
             if news is not None:
                 self._consider(parcel, news)
+        if not parcel.verdict:
+            self._seats[parcel.unit % len(self._seats)].ask_soon()
 
     def _deliver(self, parcel: Parcel) -> pb.PushReply | None:
         """Push until the hub has answered; None: it has it already, or there is no use any more."""

@@ -25,6 +25,8 @@ FATAL = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
+SOON_S = 0.05
+"""Between two beats, at least."""
 log = logging.getLogger(__name__)
 
 Connect = Callable[[str], HubClient]
@@ -101,6 +103,10 @@ class Membership:
         self._set(member=False)
         self._hurry.set()
 
+    def ask_soon(self) -> None:
+        """There may be news before the next beat is due."""
+        self._hurry.set()
+
     def missed(self) -> None:
         """A call found the hub away. Nobody calls it until a beat gets through."""
         self._set(here=False)
@@ -147,6 +153,7 @@ class Membership:
             except HubRefused as error:
                 self._judge(error, owner)
             # Nodes that lost one hub together shall not come back to it together.
+            self.pause(min(SOON_S, self._plan.beat_s))
             self._hurry.wait(self._plan.beat_s * random.uniform(0.9, 1.1))
 
     def _turn(self, owner: Owner) -> None:
