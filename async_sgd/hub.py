@@ -26,10 +26,8 @@ from aedit.async_sgd.records import (
     Push,
     Record,
     RoundOpened,
-    SentUp,
     Ticked,
     Used,
-    Values,
     Vector,
 )
 from aedit.async_sgd.saved import Saved, load, save
@@ -38,6 +36,9 @@ from aedit.async_sgd.state import State, Unit
 
 _TICK_S = 1.0
 """How often the age of the run is written down."""
+
+_LONGEST = 4
+"""Times hub.max_steps_ahead or the local phase: more steps than a push can hold."""
 
 _MOST_LEASES = 4096
 """Unused leases of one node; who has more must train first."""
@@ -112,7 +113,7 @@ class Hub:
         """
         self._must_be_live(push.node)
         self.clocks.seen[push.node] = now
-        decided = offers.judged(self.state, push, self.config)
+        decided = offers.judged(self.state, push, self.config, self._most_steps)
         if decided:
             self.clocks.came_s.setdefault((push.unit, push.node, push.seq), now)
         return decided
@@ -165,38 +166,6 @@ class Hub:
         """A live member says how it does. Nothing of it is journaled."""
         self.clocks.seen[node] = now
         self.clocks.reports[node] = report
-
-    # -- two levels: this hub is a node of another one
-
-    def up_due(self) -> list[int]:
-        """Units that have come far enough since the parent last heard of them."""
-        far = self.config.parent_every
-        return [
-            index
-            for index, unit in self.state.units.items()
-            if unit.up is not None and unit.sent is None and unit.version >= unit.sent_at + far
-        ]
-
-    def send_up(self, index: int) -> SentUp:
-        """The unit's newest version is what the parent will be told; `owed` is how."""
-        return SentUp(index, self.state.units[index].version)
-
-    def owed(self, index: int) -> Vector:
-        """Pseudo-gradient for the parent, once SentUp is applied: what it thinks the unit is, minus what was
-        sent."""
-        unit = self.state.units[index]
-        assert unit.up is not None, "there is no parent"
-        assert unit.sent is not None, "nothing is on its way up"
-        return unit.up - unit.sent
-
-    def withdraw(self, index: int) -> SentUp:
-        """The parent has not believed it: the progress is still owed."""
-        return SentUp(index, 0)
-
-    def mix(self, index: int, values: Values, mix: float | None = None) -> Mixed:
-        """The parent's newest anchor is there. mix 1 takes it as it is; default: `hub.parent_mix`."""
-        version = self.state.units[index].version + 1
-        return Mixed(index, version, values, self.config.parent_mix if mix is None else mix)
 
     # -- applying
 
@@ -279,6 +248,13 @@ class Hub:
             self.clocks.offset_s = self.state.elapsed_s - now
         return self.clocks.offset_s
 
+    @property
+    def _most_steps(self) -> float:
+        """What an outage and refused pushes can bring together, with room to spare."""
+        if self.config.pace == "seconds":
+            return math.inf
+        return _LONGEST * max(self.config.max_steps_ahead, self.plan.every)
+
     def _speed(self, node: int) -> float:
         report = self.clocks.reports.get(node)
         speed = report.steps_per_s if report else 0.0
@@ -351,7 +327,7 @@ class Hub:
         assert unit.anchor is not None
         assert unit.up is not None
         computed = advance.mixed(unit.anchor, record.values, record.mix, self.rule)
-        # The parent has seen what was sent and nothing since. HALoS goes on from `new` and loses that.
+        # The parent has heard of what was sent, and of nothing since.
         known = unit.up if unit.sent is None else unit.sent
         return replace(computed, up=advance.mixture(known, record.values, record.mix))
 

@@ -11,12 +11,15 @@ from aedit.async_sgd.state import State, Unit
 from aedit.async_sgd.weights import weights
 
 
-def judged(state: State, push: Push, config: HubConfig) -> list[Record]:
-    """Accepted, or Refused with Left where it was one offence too many; nothing if it was judged before."""
+def judged(state: State, push: Push, config: HubConfig, most_steps: float) -> list[Record]:
+    """Accepted, or Refused with Left where it was one offence too many; nothing if it was judged before.
+
+    most_steps: more than a push can hold; who claims so would use up the run's budget for the others.
+    """
     member = state.members[push.node]
     if push.seq <= member.received.get(push.unit, 0):
         return []
-    refused = _refused(state, member, push, config)
+    refused = _refused(state, member, push, config, most_steps)
     if refused is None:
         return [Accepted(push)]
     last_straw = refused.offence and member.offences + 1 >= config.screen.offences
@@ -24,7 +27,9 @@ def judged(state: State, push: Push, config: HubConfig) -> list[Record]:
     return [refused, Left(push.node, reason, put_out=True)] if last_straw else [refused]
 
 
-def _refused(state: State, member: Member, push: Push, config: HubConfig) -> Refused | None:
+def _refused(
+    state: State, member: Member, push: Push, config: HubConfig, most_steps: float
+) -> Refused | None:
     """The first rule that it breaks."""
     unit = state.units.get(push.unit)
     if unit is None or state.layout is None:
@@ -34,6 +39,8 @@ def _refused(state: State, member: Member, push: Push, config: HubConfig) -> Ref
         return _offence(member, push, f"layout: {len(push.norms)} norms for {len(tensors)} parameters")
     if not all(math.isfinite(norm) for norm in push.norms):
         return _offence(member, push, "not finite: a parameter has a NaN or an infinity")
+    if push.steps > most_steps:
+        return _offence(member, push, f"steps: {push.steps} in one push, and {most_steps:g} are possible")
     expected = member.received.get(push.unit, 0) + 1
     if push.seq != expected:
         return _stale(push, f"gap: push {push.seq} where {expected} was due")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hub_machine import AVERAGE, FACTS, LAYOUT, Int8, Numbers, World, config, picture, plan, through_a_file
 
+from aedit.async_sgd import upward
 from aedit.async_sgd.config import LimitConfig, OuterConfig, ScreenConfig, StalenessConfig
 from aedit.async_sgd.joins import Denied, Joiner
 from aedit.async_sgd.news import news, status, unit_news
@@ -173,6 +174,7 @@ def test_the_same_push_again_changes_nothing_and_its_answer_can_be_had_again():
     [
         ({"unit": 2}, "no unit 2", True, True),
         ({"norms": (1.0,)}, "1 norms for 2 parameters", True, True),
+        ({"steps": 4097}, "4097 in one push", True, True),
         ({"norms": (1.0, math.nan)}, "not finite", True, True),
         ({"norms": (math.inf, 1.0)}, "not finite", True, True),
         ({"seq": 9}, "push 9 where 1 was due", False, False),
@@ -639,20 +641,20 @@ def test_a_region_tells_the_parent_its_progress_once_and_none_is_lost_on_the_way
     made = World(plan(config(parent="p:1", parent_every=2, parent_mix=a)))
     made.join()
     made.found(value=4.0)
-    assert made.hub.up_due() == []
+    assert upward.due(made.hub) == []
     made.push(0, 1.0), made.settle()
     made.push(0, 1.0), made.settle()
-    assert made.hub.up_due() == [0]
-    made.do([made.hub.send_up(0)])
-    assert (made.hub.owed(0) == 2.0).all()
-    assert made.hub.up_due() == []
+    assert upward.due(made.hub) == [0]
+    made.do([upward.send(made.hub, 0)])
+    assert (upward.owed(made.hub, 0) == 2.0).all()
+    assert upward.due(made.hub) == []
     made.push(0, 1.0), made.settle()  # while it is on its way: params 1, sent 2
-    made.do([made.hub.mix(0, Numbers([10.0] * 8))])
+    made.do([upward.mix(made.hub, 0, Numbers([10.0] * 8))])
     assert (values(made) == 0.75 * 1 + 0.25 * 10).all()
     made.push(0, 1.0), made.settle()
     made.push(0, 1.0), made.settle()
-    made.do([made.hub.send_up(0)])
-    np.testing.assert_allclose(made.hub.owed(0), 0.75 * 1 + 2)  # HALoS would say 2
+    made.do([upward.send(made.hub, 0)])
+    np.testing.assert_allclose(upward.owed(made.hub, 0), 0.75 * 1 + 2)  # HALoS would say 2
 
 
 def test_what_the_parent_does_not_believe_is_still_owed():
@@ -660,20 +662,20 @@ def test_what_the_parent_does_not_believe_is_still_owed():
     made.join()
     made.found(value=4.0)
     made.push(0, 1.0), made.settle()
-    made.do([made.hub.send_up(0)])
-    made.do([made.hub.withdraw(0)])
-    made.do([made.hub.mix(0, Numbers([4.0] * 8))])
+    made.do([upward.send(made.hub, 0)])
+    made.do([upward.withdraw(0)])
+    made.do([upward.mix(made.hub, 0, Numbers([4.0] * 8))])
     assert (values(made) == 3.5).all()
     made.push(0, 1.0), made.settle()
-    made.do([made.hub.send_up(0)])
-    np.testing.assert_allclose(made.hub.owed(0), 0.5 * 1 + 1)
+    made.do([upward.send(made.hub, 0)])
+    np.testing.assert_allclose(upward.owed(made.hub, 0), 0.5 * 1 + 1)
 
 
 def test_a_region_can_take_the_parents_anchor_as_it_is():
     made = World(plan(config(parent="p:1")))
     made.join()
     made.found(value=4.0)
-    made.do([made.hub.mix(0, Numbers([9.0] * 8), mix=1.0)])
+    made.do([upward.mix(made.hub, 0, Numbers([9.0] * 8), share=1.0)])
     assert (values(made) == 9.0).all()
     assert (made.hub.state.units[0].up == 9.0).all()
 
@@ -715,13 +717,13 @@ def busy(outer=AVERAGE, quantiser=None, **settings):
 def test_replay_and_snapshot_give_the_same_bits(settings):
     made = busy(**settings)
     if "parent" in settings:
-        made.do([made.hub.send_up(0)])
+        made.do([upward.send(made.hub, 0)])
     saved, since = through_a_file(made.hub.saved()), len(made.journal)
     assert picture(made.replayed()) == picture(made.hub)
     assert picture(made.replayed(saved, since)) == picture(made.hub)
     made.push(1, 3.0), made.tick(5), made.settle()
     if "parent" in settings:
-        made.do([made.hub.mix(0, Numbers(range(8)))])
+        made.do([upward.mix(made.hub, 0, Numbers(range(8)))])
     assert picture(made.replayed()) == picture(made.hub)
     assert picture(made.replayed(saved, since)) == picture(made.hub)
 
