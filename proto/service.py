@@ -190,19 +190,15 @@ class Door:
             )
 
     def _room(self, num_bytes: int, limit_bytes: int, held: ExitStack) -> frames.Assembly:
-        """Somewhere to put a push, which is given back when `held` ends."""
-        if num_bytes > limit_bytes:
-            raise Refusal(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"{num_bytes} bytes declared, at most {limit_bytes} are allowed",
-            )
+        """Somewhere to put a push; its bytes count as under way until `held` ends."""
+        assembly = frames.Assembly(num_bytes, limit_bytes=limit_bytes)
         if not self._budget.take(num_bytes):
             raise Refusal(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{self._budget.taken} bytes are on their way, at most {self._limits.in_flight_bytes} may be",
             )
         held.callback(self._budget.give, num_bytes)
-        return frames.Assembly(num_bytes, limit_bytes=limit_bytes)
+        return assembly
 
     @contextmanager
     def _told(self, context: grpc.ServicerContext, what: str) -> Iterator[None]:

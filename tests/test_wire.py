@@ -117,6 +117,7 @@ def test_a_pull_starts_anew_if_the_hub_has_another_version_by_now(core, client):
     into = bytearray(noise(MIB, seed=1) + bytes(3 * MIB))
     assert client.pull(hub_pb2.PullRequest(unit=0, version=1, offset=MIB), memoryview(into)).version == 2
     assert into[: 3 * MIB + 5] == core.anchors[0]
+    assert core.calls == [("pull", 1, MIB)]
 
 
 def test_the_journal_is_followed(client):
@@ -145,18 +146,19 @@ def test_pushes_that_wait_do_not_hold_up_a_beat(core):
     with hub(core, threads=2) as server, node(server) as client:
         threads = [
             threading.Thread(target=client.push, args=(head(4, seq=seq), memoryview(b"1234")))
-            for seq in range(5)
+            for seq in range(20)
         ]
         for thread in threads:
             thread.start()
         try:
+            until(lambda: core.calls == ["push", "push"])
             assert client.beat(hub_pb2.BeatRequest(steps=1), timeout_s=5).total_steps == 1
             assert core.pushes == {}
         finally:
             core.open.set()
         for thread in threads:
             thread.join(30)
-    assert len(core.pushes) == 5
+    assert len(core.pushes) == 20
 
 
 # --- what is wrong is refused
@@ -229,7 +231,7 @@ def test_a_push_above_the_units_size_is_refused_before_it_is_sent(server, core):
     huge = frames.pack(next(frames.chunks(head(2**60).SerializeToString(), memoryview(b"1234"))))
     assert raw_push(server, [huge]) == (
         grpc.StatusCode.INVALID_ARGUMENT,
-        f"{2**60} bytes declared, at most 1000 are allowed",
+        f"push: {2**60} bytes declared, at most 1000 are allowed",
     )
 
 

@@ -145,8 +145,10 @@ def test_more_than_was_declared_is_refused():
 
 
 def test_more_than_is_allowed_is_refused_before_it_is_allocated():
-    with pytest.raises(ValueError, match="at most 2000 are allowed"):
-        Assembly(2**62, limit_bytes=2000)
+    for num_bytes in (2001, 2**62):
+        with pytest.raises(ValueError, match="at most 2000 are allowed"):
+            Assembly(num_bytes, limit_bytes=2000)
+    assert Assembly(2000, limit_bytes=2000).num_bytes == 2000
 
 
 def test_a_chunk_above_one_mebibyte_is_refused():
@@ -167,6 +169,10 @@ def test_a_sender_of_nothing_is_refused():
 
 @pytest.mark.parametrize("field", ["data", "head"])
 def test_every_flipped_bit_is_seen(field):
+    def begin(head):
+        assert head == b"head", "was read before it was checked"
+        return Assembly(20, limit_bytes=20)
+
     (whole,) = chunks(b"head", memoryview(DATA[:20]))
     good = hub_pb2.Chunk.FromString(pack(whole))
     for bit in range(8 * len(getattr(good, field))):
@@ -174,7 +180,7 @@ def test_every_flipped_bit_is_seen(field):
         flipped[bit // 8] ^= 1 << bit % 8
         bad = hub_pb2.Chunk(**{"crc": good.crc, "data": good.data, "head": good.head, field: bytes(flipped)})
         with pytest.raises(ValueError, match="checksum"):
-            receive(iter([bad.SerializeToString()]), lambda head: Assembly(20, limit_bytes=20))
+            receive(iter([bad.SerializeToString()]), begin)
 
 
 def test_what_was_damaged_leaves_no_trace():
