@@ -4,6 +4,7 @@ Nodes with any number of ranks agree on it, and each rank knows which slices of 
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -102,4 +103,7 @@ def pin(arrays: Sequence[NDArray[np.float32]]) -> None:
     """
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for array in arrays:
-        cudart.cudaHostRegister(array.ctypes.data, array.nbytes, 0)
+        if int(cudart.cudaHostRegister(array.ctypes.data, array.nbytes, 0)):
+            # The driver tells of it once more after the next kernel, whichever that is: let it be this one.
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")

@@ -230,7 +230,8 @@ class LayerSync(Waiter):
     # -- rounds
 
     def anchor(self) -> None:
-        """Take the first anchors, all nodes together; `with` and the end of the warm-up do it by themselves."""
+        """Take the first anchors, all nodes together. `with` and the end of the warm-up do it by
+        themselves."""
         self.exchange.anchor()
         self.anchored = True
 

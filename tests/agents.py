@@ -37,7 +37,7 @@ def plan(addresses, **changes):
 
 
 @contextmanager
-def node(made, *, ranks=1, mode="process", start=None):
+def node(made, *, ranks=1, mode="thread", start=None):
     """A node that has not joined yet; its agent is gone afterwards."""
     link = start_agent(made, ranks=ranks, mode=mode)
     for i, anchor in enumerate(link.anchors):

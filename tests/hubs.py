@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.hub_exchange import HubExchange
@@ -166,3 +167,17 @@ def anchors_of(hub, sync):
         parts = torch.from_numpy(anchor.copy()).split([p.numel() for p in unit.params])
         found |= {n: x.view(p.shape) for n, x, p in zip(unit.names, parts, unit.params, strict=True)}
     return found
+
+
+def move_sharded(model, rng):
+    """An inner step by numbers that fp32 adds without rounding; every rank adds its part. Returns it, whole,
+    by name."""
+    moved = {}
+    for name, p in model.named_parameters():
+        moved[name] = torch.randint(-512, 512, p.shape, generator=rng) / 1024
+        part = moved[name]
+        if isinstance(p, DTensor):
+            part = distribute_tensor(part, p.device_mesh, p.placements, src_data_rank=None)
+        with torch.no_grad():
+            p.add_(part)
+    return moved

@@ -2,11 +2,10 @@
 
 import torch
 import torch.distributed as dist
-from hubs import Hub, SharedLink, hub_node
+from hubs import Hub, SharedLink, hub_node, move_sharded
 from nodes import tower
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 from aedit.edit.pace import OwnPace
 from aedit.edit.units import find_units
@@ -76,13 +75,6 @@ def _box(model, rank, size):
 
 
 def _step(sync, n):
-    """An inner step by numbers that fp32 adds without rounding; every rank adds its part."""
-    rng = torch.Generator().manual_seed(n)
     sync.model(torch.ones(1, 5)).sum().backward()  # without a backward pass FSDP2's root stays gathered
-    for p in sync.model.parameters():
-        moved = torch.randint(-512, 512, p.shape, generator=rng) / 1024
-        with torch.no_grad():
-            if hasattr(p, "device_mesh"):
-                moved = distribute_tensor(moved, p.device_mesh, p.placements, src_data_rank=None)
-            p.add_(moved)
+    move_sharded(sync.model, torch.Generator().manual_seed(n))
     sync.step()

@@ -1,0 +1,93 @@
+"""Jobs of tests/test_hub_nodes.py: whole nodes, with agents of their own, that train over a real wire."""
+
+import time
+
+import torch
+import torch.distributed as dist
+from hubs import OFF, move_sharded
+from nodes import parameters, tower
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from aedit.edit import canonical
+from aedit.edit.config import EditConfig
+from aedit.edit.hub_exchange import HubExchange
+from aedit.edit.pace import OwnPace
+from aedit.edit.sync import LayerSync
+from aedit.edit.units import find_units
+from aedit.launch.leased import LeasedOrder
+from aedit.proto.agent_link import attach, start_agent
+from aedit.proto.link import Progress
+from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
+
+NUM_SAMPLES = 10**6
+BATCH = 4
+LIMIT_S = 30.0
+
+
+def round_tower():
+    """Parameters that fp32 adds to without rounding."""
+    model = tower()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_((p * 256).round() / 256)
+    return model
+
+
+def train(rank, size, addresses, rounds, **plan):
+    """Rank 0 is a node, ranks 1 and 2 are another one. (what its steps added, by name; where it ended; what
+    it drew; rounds; seconds waited)."""
+    group = dist.new_group([1, 2])
+    ranks, place = (1, 0) if rank == 0 else (2, rank - 1)
+    torch.manual_seed(100)
+    model = round_tower()
+    link = _link(model, rank, (ranks, place, group), addresses, plan)
+    if ranks > 1:
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+        for module in (model.first, model.middle, model.last, model):
+            fully_shard(module, mesh=mesh)
+    try:
+        return _train(model, link, rounds, seed=min(rank, 1))
+    finally:
+        link.stop()
+
+
+def _train(model, link, rounds, seed):
+    exchange = HubExchange(link, max_steps_ahead=10**6, tokens_per_step=1, penalty=OFF, timeout_s=LIMIT_S)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = EditConfig(landing="arrival", timeout_s=LIMIT_S, every=10_000)
+    sync = LayerSync.of(model, inner, exchange=exchange, schedule=OwnPace(3), config=config)
+    order = LeasedOrder(link, NUM_SAMPLES, 0, timeout_s=LIMIT_S)
+    total = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    rng, drawn, give_up_at = torch.Generator().manual_seed(seed), [], time.monotonic() + LIMIT_S
+    with sync:
+        while sync.round_id < rounds:
+            assert time.monotonic() < give_up_at, f"{sync.round_id} rounds within {LIMIT_S} s"
+            drawn += order.take(BATCH).tolist()
+            model(torch.ones(1, 5)).sum().backward()
+            moved = move_sharded(model, rng)
+            total = {name: total[name] + moved[name] for name in total}
+            sync.step()
+            if sync.shards.leads:
+                link.tell(Progress(steps=sync.steps, used=exchange.used_steps * BATCH))
+    return total, parameters(model), drawn, sync.round_id, sync.waited_s
+
+
+def _link(model, rank, place, addresses, settings):
+    ranks, index, group = place
+    units = canonical.layout(find_units(model))
+    made = AgentPlan(
+        addresses=tuple(addresses),
+        name="one" if ranks == 1 else "two",
+        run="test",
+        units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in units),
+        num_samples=NUM_SAMPLES,
+        samples_per_step=BATCH,
+        **settings,
+    )
+    link = start_agent(made, ranks=ranks) if index == 0 else None
+    if ranks > 1:
+        told = [link.path if link else ""]
+        dist.broadcast_object_list(told, group=group, group_src=0)
+        link = link or attach(told[0], index)
+    return link

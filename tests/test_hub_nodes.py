@@ -1,0 +1,78 @@
+"""Two nodes of one and two ranks, each with its agent, and a hub: everything between them is real."""
+
+import threading
+
+import numpy as np
+import torch
+from agents import MemoryHub, until
+from nodes import UNITS, tower
+
+from aedit.proto import hub_pb2 as pb
+
+SETTINGS = {"codec": "fp32", "beat_s": 0.05, "expire_s": 2.0, "call_timeout_s": 2.0, "lease_samples": 64}
+JOBS = "tests/dist_jobs/hub_node_jobs.py"
+
+
+def shapes():
+    parameters = dict(tower().named_parameters())
+    return [[tuple(parameters[name].shape) for name in names] for names in UNITS.values()]
+
+
+def whole(anchors):
+    """The hub's anchors by parameter name."""
+    found = {}
+    for names, unit_shapes, anchor in zip(UNITS.values(), shapes(), anchors, strict=True):
+        parts = torch.from_numpy(np.array(anchor)).split([int(np.prod(shape)) for shape in unit_shapes])
+        found |= {n: part.view(shape) for n, part, shape in zip(names, parts, unit_shapes, strict=True)}
+    return found
+
+
+def start():
+    return {name: (p.detach() * 256).round() / 256 for name, p in tower().named_parameters()}
+
+
+def run_with(world, hub, rounds):
+    address = hub.serve()
+    try:
+        settings = SETTINGS | {"rounds": rounds, "addresses": [address], "steps_ahead": 50}
+        return world.run(JOBS, "train", size=3, args=settings)
+    finally:
+        hub.kill()
+
+
+def check_books(hub, results):
+    """What the steps of all nodes added is in the anchors, to the last bit; no sample was drawn twice."""
+    one, two, other_rank = results
+    ended = whole(hub.anchors)
+    for name, first in start().items():
+        assert torch.equal(ended[name] - first, one[0][name] + two[0][name])
+    assert two[2] == other_rank[2], "the ranks of a node draw alike"
+    assert len(set(one[2] + two[2])) == len(one[2] + two[2])
+    assert hub.left == {0, 1}
+
+
+def test_nodes_of_one_and_two_ranks_learn_together_over_the_wire(world):
+    hub = MemoryHub(shapes=shapes(), slow=True)
+    hub.refuse = {(1, 2): pb.REFUSED, (3, 3): pb.REFUSED}
+    results = run_with(world, hub, rounds=6)
+    check_books(hub, results)
+    assert len({(node, unit, seq) for node, unit, seq, _ in hub.pushed}) == len(hub.pushed)
+
+
+def test_nodes_train_on_while_their_hub_is_away_and_nothing_is_lost(world):
+    hub = MemoryHub(shapes=shapes())
+    hub.broken = ["push after"]
+
+    def outage():
+        until(lambda: len(hub.pushed) > 20, "twenty pushes")
+        address = hub.server.address
+        hub.kill()
+        hub.serve(address)
+
+    breaker = threading.Thread(target=outage)
+    breaker.start()
+    try:
+        results = run_with(world, hub, rounds=12)
+    finally:
+        breaker.join(30)
+    check_books(hub, results)
