@@ -57,7 +57,7 @@ class Lane:
 
     def __init__(self, wire: Wire, rng: random.Random) -> None:
         self._wire, self._rng = wire, rng
-        self._free_at = self._last_at = 0.0
+        self._free_at = 0.0
         self._under_way: deque[tuple[float, bytes]] = deque()
         self.lost = 0
         self.dropped = 0
@@ -74,8 +74,7 @@ class Lane:
             return
         self._free_at = turn + 8 * len(packet) / (1e6 * wire.rate_mbit)
         at = self._free_at + wire.delay_s + self._rng.uniform(0, wire.jitter_s)
-        self._last_at = max(at, self._last_at)
-        self._under_way.append((self._last_at, packet))
+        self._under_way.append((at, packet))  # behind those before it, even if their jitter is longer
 
     @property
     def next_at(self) -> float:
