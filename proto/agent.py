@@ -65,6 +65,7 @@ class Agent:
             self._fail(error)
             return False
         finally:
+            self._box.end(State.LOST, "the trainer has let it go")
             self._close()
 
     def _serve(self) -> bool:

@@ -88,7 +88,7 @@ def test_an_agent_that_is_stopped_ends_with_its_trainer_too(hub):
 
 
 def test_signals_for_the_trainer_do_not_end_the_agent_it_leaves_through(hub):
-    with node(plan([hub.server.address])) as link:
+    with node(plan([hub.server.address]), mode="process") as link:
         link.join(10)
         agent = agent_of(os.getpid())
         for sign in (signal.SIGINT, signal.SIGTERM):
@@ -98,7 +98,7 @@ def test_signals_for_the_trainer_do_not_end_the_agent_it_leaves_through(hub):
 
 
 def test_a_trainer_whose_agent_was_killed_hears_of_it_on_every_rank(hub):
-    with node(plan([hub.server.address]), ranks=2) as link:
+    with node(plan([hub.server.address]), ranks=2, mode="process") as link:
         other = attach(link.path, 1)
         link.join(10)
         order(link, 0, 1, 1.0, 1)
@@ -113,7 +113,10 @@ def test_a_trainer_whose_agent_was_killed_hears_of_it_on_every_rank(hub):
 
 
 def test_an_agent_that_cannot_go_on_says_why(hub):
-    with node(plan([hub.server.address], keys="nowhere")) as link, pytest.raises(Exception, match="nowhere"):
+    with (
+        node(plan([hub.server.address], keys="nowhere"), mode="process") as link,
+        pytest.raises(Exception, match="nowhere"),
+    ):
         link.join(10)
 
 
@@ -138,11 +141,11 @@ def test_a_trainer_that_stands_still_is_said_to_be_stalled(hub, monkeypatch):
     from aedit.proto.link import Progress
 
     monkeypatch.setattr(watchdog, "LEAST_S", 0.3)
-    with node(plan([hub.server.address]), mode="thread") as link:
+    with node(plan([hub.server.address])) as link:
         link.join(10)
         for steps in range(1, 4):
             link.tell(Progress(steps=steps))
             time.sleep(0.01)
-        until(lambda: hub.beats[-1].state == "stalled", "the report")
+        until(lambda: hub.beats and hub.beats[-1].state == "stalled", "the report")
         link.tell(Progress(steps=4))
         until(lambda: hub.beats[-1].state == "training", "the report")

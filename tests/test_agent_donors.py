@@ -86,7 +86,7 @@ def test_a_node_takes_its_anchors_from_another_one_and_gives_them_on(hub):
         with node(of(hub, donor=HERE, name="b"), start=[0, 0]) as second:
             assert second.join(10) == (1, 2)
             del hub.donors[first.node]
-            with node(of(hub, name="c"), start=[0, 0], mode="thread") as third:
+            with node(of(hub, name="c"), start=[0, 0]) as third:
                 assert third.join(10) == (1, 2)
                 for link in (second, third):
                     assert all(np.array_equal(a, b) for a, b in zip(link.anchors, hub.anchors, strict=True))
@@ -98,7 +98,7 @@ def test_many_who_join_at_once_hardly_burden_the_hub(hub):
         first = held.enter_context(node(of(hub, donor=HERE)))
         first.join(10)
         joiners = [of(hub, donor=HERE, name=f"j{i}") for i in range(6)]
-        links = [held.enter_context(node(made, mode="thread", start=[0, 0])) for made in joiners]
+        links = [held.enter_context(node(made, start=[0, 0])) for made in joiners]
         threads = [threading.Thread(target=link.join, args=(30,)) for link in links]
         for thread in threads:
             thread.start()
