@@ -89,7 +89,7 @@ def why(error: grpc.RpcError, encrypted: bool) -> str:
     meanings = [meaning for sign, meaning in _REASONS if sign in text]
     if not meanings and error.code() is grpc.StatusCode.UNAVAILABLE and any(s in text for s in _HUNG_UP):
         meanings = [
-            "it hung up: perhaps it wants a node certificate that we do not have"
+            "it hung up: perhaps it wants a node certificate, and ours is not one that it takes"
             if encrypted
             else "it hung up: perhaps it speaks TLS and wants keys"
         ]

@@ -14,10 +14,11 @@ import psutil
 import pytest
 from wire import MemoryCore, noise
 
+from aedit.launch.keys import make_keys
 from aedit.proto import frames, hub_pb2
 from aedit.proto.client import Download, HubClient, HubRefused, HubUnreachable
 from aedit.proto.retry import Broken, Patience
-from aedit.proto.security import ClientKeys
+from aedit.proto.security import ClientKeys, client_keys, server_keys
 from aedit.proto.server import serve
 from aedit.proto.service import Refusal
 
@@ -426,11 +427,48 @@ class _Killing:
 # --- other people at the address
 
 
-def test_who_calls_with_keys_where_there_are_none_is_told(connect, start):
-    keys = ClientKeys(grpc.ssl_channel_credentials())
-    client = connect(start(MemoryCore()).address, keys=keys)
-    with pytest.raises(HubRefused, match="it does not speak TLS"):
-        client.hello(hub_pb2.HelloRequest())
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two runs: ours with a node of the name `alpha`, and another one."""
+    folder = tmp_path_factory.mktemp("keys")
+    make_keys(folder / "ours", ["localhost"], ["alpha"])
+    make_keys(folder / "theirs", ["localhost"], ["alpha"])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("served", "certificates", "called", "told"),
+    [
+        ("", False, "ours/alpha", "it does not speak TLS: call it without keys"),
+        ("ours/hub", False, "", "perhaps it speaks TLS and wants keys"),
+        ("ours/hub", False, "theirs/alpha", "its certificate is not from our authority"),
+        ("ours/hub", True, "without", "perhaps it wants a node certificate"),
+    ],
+)
+def test_who_calls_with_the_wrong_keys_is_told_why(
+    connect, start, folder, served, certificates, called, told
+):
+    keys = server_keys(folder / served, require_client_certificates=certificates) if served else None
+    server = start(MemoryCore(), credentials=keys)
+    ours = {
+        "": lambda: None,
+        "without": lambda: ClientKeys(
+            grpc.ssl_channel_credentials((folder / "ours/alpha/ca.crt").read_bytes())
+        ),
+    }.get(called, lambda: client_keys(folder / called))()
+    with pytest.raises((HubRefused, HubUnreachable), match=told) as failed:
+        connect(server.address, timeout_s=0.5, keys=ours).hello(hub_pb2.HelloRequest())
+    assert server.address in str(failed.value)
+
+
+def test_the_right_keys_carry_arrays_too(connect, start, folder):
+    core = MemoryCore([noise(3 * MIB)])
+    server = start(core, credentials=server_keys(folder / "ours/hub", require_client_certificates=True))
+    client = connect(server.address, keys=client_keys(folder / "ours/alpha"))
+    into = bytearray(3 * MIB)
+    client.pull(hub_pb2.PullRequest(), memoryview(into))
+    client.push(hub_pb2.PushHead(num_bytes=3 * MIB), memoryview(into))
+    assert core.pushes[0, 0] == into == core.anchors[0]
 
 
 def test_small_calls_and_every_channel_have_a_connection_of_their_own(connect, start):
