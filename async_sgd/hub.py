@@ -109,9 +109,12 @@ class Hub:
     def offer(self, push: Push, now: float) -> list[Record]:
         """Accepted or Refused (and perhaps Left: put out); nothing for what is decided already.
 
-        The same push may be offered again and again. Raises Denied if the pusher is not a live member.
+        The same push may be offered again and again. Raises Denied if the pusher is not a live member, or the
+        unit is not this hub's.
         """
         self._must_be_live(push.node)
+        if push.unit not in self.state.units:  # not journaled: there is no end of such numbers
+            raise Denied("different", f"this hub has no unit {push.unit}")
         self.clocks.seen[push.node] = now
         decided = offers.judged(self.state, push, self.config, self._most_steps)
         if decided:

@@ -31,9 +31,8 @@ def _refused(
     state: State, member: Member, push: Push, config: HubConfig, most_steps: float
 ) -> Refused | None:
     """The first rule that it breaks."""
-    unit = state.units.get(push.unit)
-    if unit is None or state.layout is None:
-        return _offence(member, push, f"unit: this hub has no unit {push.unit}")
+    assert state.layout is not None
+    unit = state.units[push.unit]
     tensors = state.layout.units[push.unit].tensors
     if len(push.norms) != len(tensors):
         return _offence(member, push, f"layout: {len(push.norms)} norms for {len(tensors)} parameters")

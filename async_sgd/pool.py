@@ -39,12 +39,11 @@ class Pool:
         self.leases.setdefault(node, {})[start] = (start, end)
 
     def use(self, node: int, start: int, upto: int) -> None:
-        """Positions of that lease below `upto` never come back."""
-        used, end = self.leases[node][start]
-        assert used <= upto <= end, f"{upto} is not in {used}..{end}"
-        if upto == end:
-            del self.leases[node][start]
-        else:
+        """Positions of that lease below `upto` never come back. The same again changes nothing."""
+        used, end = self.leases.get(node, {}).get(start, (upto, upto))
+        if upto >= end:
+            self.leases.get(node, {}).pop(start, None)
+        elif upto > used:
             self.leases[node][start] = (upto, end)
 
     def give_back(self, node: int) -> None:

@@ -172,7 +172,6 @@ def test_the_same_push_again_changes_nothing_and_its_answer_can_be_had_again():
 @pytest.mark.parametrize(
     ("changes", "words", "distrusted", "offence"),
     [
-        ({"unit": 2}, "no unit 2", True, True),
         ({"norms": (1.0,)}, "1 norms for 2 parameters", True, True),
         ({"steps": 4097}, "4097 in one push", True, True),
         ({"norms": (1.0, math.nan)}, "not finite", True, True),
@@ -532,6 +531,15 @@ def test_use_may_be_said_twice_and_of_what_is_gone():
     assert made.hub.use(0, 0, 99) == []
 
 
+def test_use_may_be_said_twice_in_one_breath():
+    made = world(1)
+    made.lease(0, 10)
+    for upto in (4, 10):
+        made.do([*made.hub.use(0, 0, upto), *made.hub.use(0, 0, upto), *made.hub.use(0, 0, 2)])
+    assert made.hub.state.pool.outstanding(0) == []
+    assert made.hub.state.pool.returned == []
+
+
 def test_a_lease_has_a_longest_and_nobody_hoards():
     made = world(1, lease_samples=7)
     assert made.lease(0, 100) == [(0, 7)]
@@ -557,6 +565,19 @@ def test_a_process_that_was_given_up_too_soon_gets_back_what_nobody_else_has_got
     made.do(made.hub.use(0, 0, 10))  # it speaks of the lease by the position at which that began
     assert made.hub.state.pool.outstanding(0) == [(10, 20)]
     assert made.hub.state.pool.outstanding(1) == [(3, 7)]
+
+
+def test_it_gets_back_its_own_and_leaves_what_others_gave_back_around_it():
+    made = world(3, expire_s=15)
+    session = made.hub.state.members[1].session
+    for node in range(3):
+        made.lease(node, 10)
+    made.do(made.hub.leave(0)), made.do(made.hub.leave(2))
+    made.tick(16)
+    assert made.hub.state.pool.returned == [(0, 30)]
+    decided = made.do(made.hub.join(joiner("node1", session=session), made.now))
+    assert decided[1:] == [Leased(1, 10, 20)]
+    assert made.hub.state.pool.returned == [(0, 10), (20, 30)]
 
 
 # --- the way down
@@ -628,8 +649,8 @@ def test_two_hubs_split_the_units():
     made.join()
     made.found(value=2.0)
     assert list(made.hub.state.units) == [1]
-    (refused,) = made.do(made.hub.offer(replace(made.make(0, 1.0, 1), unit=0), made.now))
-    assert refused.reason == "unit: this hub has no unit 0"
+    with pytest.raises(Denied, match="no unit 0"):
+        made.hub.offer(replace(made.make(0, 1.0, 1), unit=0), made.now)
     made.push(0, 1.0, 1, steps=8)
     made.settle()
     assert news(made.hub, 0, made.now).total_steps == 8

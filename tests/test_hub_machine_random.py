@@ -195,10 +195,14 @@ class Machine(RuleBasedStateMachine):
         fair = self.world.make(node, 1.0, unit % 2)
         norms = (bad,) * len(fair.norms)
         wild = replace(fair, unit=unit, seq=max(1, fair.seq + ahead), base=base, norms=norms)
-        if unit < 2 and ahead == 0 and math.isfinite(bad):
+        if unit > 1:
+            with pytest.raises(Denied, match="no unit"):
+                self.offer(wild)
+            return
+        if ahead == 0 and math.isfinite(bad):
             self.past[node, unit] = wild  # it may be fair by chance
         decided = self.offer(wild)
-        if not math.isfinite(bad) or unit > 1:
+        if not math.isfinite(bad):
             assert not any(isinstance(record, Accepted) for record in decided)
 
     @rule(i=NODES)
