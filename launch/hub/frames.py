@@ -1,0 +1,168 @@
+"""Files of framed records: what a hub's segments and snapshots are made of.
+
+A file begins with a head: format, four random bytes (the mark), and the length of the segment before it. Then
+come frames: a header with its own CRC, and a body. The mark begins every header, so that whoever sends a
+payload cannot put something into it that looks like a frame.
+
+A header also says how much of its file was known to be on the disk when it was written. What is damaged
+beyond that was never acknowledged and is cut off; what is damaged before it is refused: the disk forgets.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from aedit.types import UserError
+
+RECORDS, PAYLOAD, ARRAY, HEAD, UNIT, END = 1, 2, 3, 4, 5, 6
+"""Kinds of frames. The body of a PAYLOAD has its CRC in the record that refers to it: it is written beside
+others, without holding them up, and may be a hole if the process died meanwhile."""
+
+_FILE = struct.Struct("<8s4sQI")
+_FRAME = struct.Struct("<4sB3xIQQI")
+_FORMAT = b"aedit-1\n"
+FILE_BYTES, FRAME_BYTES = _FILE.size, _FRAME.size
+_PIECE = 2**22
+
+
+class Damaged(Exception):
+    """What stands in a file is not what was written."""
+
+
+class File:
+    """An open file; stays readable after its name is gone, until nobody refers to it."""
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC) * create, 0o644)
+
+    def __del__(self) -> None:
+        if fd := getattr(self, "fd", None):
+            os.close(fd)
+
+    @property
+    def num_bytes(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Fewer bytes at the end of the file."""
+        return os.pread(self.fd, length, offset)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view`; Damaged if the file is too short."""
+        while view:
+            count = os.preadv(self.fd, [view[:_PIECE]], offset)
+            if not count:
+                raise Damaged(f"{self.path} ends early")
+            view, offset = view[count:], offset + count
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            count = os.pwrite(self.fd, view[:_PIECE], offset)
+            view, offset = view[count:], offset + count
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some bytes of a file."""
+
+    file: File
+    offset: int
+    length: int
+
+    def view(self) -> memoryview:
+        """Without a copy in memory; valid as long as somebody holds it."""
+        if not self.length:
+            return memoryview(b"")
+        before = self.offset % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(
+            self.file.fd, before + self.length, access=mmap.ACCESS_READ, offset=self.offset - before
+        )
+        return memoryview(mapped)[before:]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame of a file."""
+
+    kind: int
+    crc: int
+    body: Stretch
+    synced: int
+
+    @property
+    def end(self) -> int:
+        return self.body.offset + self.body.length
+
+    def read(self) -> bytes:
+        """The body; Damaged if it is not what was written."""
+        data = self.body.file.read(self.body.offset, self.body.length)
+        if len(data) != self.body.length or zlib.crc32(data) != self.crc:
+            raise Damaged(f"{self.body.file.path}: damaged at byte {self.body.offset}")
+        return data
+
+
+def file_head(before_bytes: int, mark: bytes) -> bytes:
+    """How a file begins that follows a segment of `before_bytes`."""
+    first = _FILE.pack(_FORMAT, mark, before_bytes, 0)[:-4]
+    return first + struct.pack("<I", zlib.crc32(first))
+
+
+def read_head(file: File) -> tuple[bytes, int]:
+    """Mark of a file, and length of the segment before it."""
+    head = file.read(0, FILE_BYTES)
+    if len(head) < FILE_BYTES or zlib.crc32(head[:-4]) != struct.unpack("<I", head[-4:])[0]:
+        raise Damaged(f"{file.path} has no head")
+    form, mark, before_bytes, _ = _FILE.unpack(head)
+    if form != _FORMAT:
+        raise UserError(f"{file.path} was written by another version of aedit")
+    return mark, before_bytes
+
+
+def frame_header(mark: bytes, kind: int, length: int, crc: int, synced: int) -> bytes:
+    """What stands before a body. crc: of the body; 0 for a PAYLOAD."""
+    first = _FRAME.pack(mark, kind, crc, length, synced, 0)[:-4]
+    return first + struct.pack("<I", zlib.crc32(first))
+
+
+def frame_at(file: File, mark: bytes, offset: int) -> Frame:
+    """The frame that begins at `offset`; its body is not looked at. Damaged if there is none, or no end."""
+    header = file.read(offset, FRAME_BYTES)
+    if len(header) < FRAME_BYTES or zlib.crc32(header[:-4]) != struct.unpack("<I", header[-4:])[0]:
+        raise Damaged(f"{file.path}: damaged at byte {offset}")
+    found, kind, crc, length, synced, _ = _FRAME.unpack(header)
+    if found != mark or offset + FRAME_BYTES + length > file.num_bytes:
+        raise Damaged(f"{file.path}: ends within the frame at byte {offset}")
+    return Frame(kind, crc, Stretch(file, offset + FRAME_BYTES, length), synced)
+
+
+def frames(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[Frame, bytes]]:
+    """All frames from `offset` on with their bodies, which are empty for PAYLOAD and ARRAY. Damaged at the
+    first that is not whole."""
+    mark, _ = read_head(file)
+    while offset < file.num_bytes:
+        frame = frame_at(file, mark, offset)
+        yield frame, b"" if frame.kind in (PAYLOAD, ARRAY) else frame.read()
+        offset = frame.end
+
+
+def is_vouched_for(file: File, offset: int) -> bool:
+    """Whether something that was written later knew that the bytes at `offset` were on the disk."""
+    mark, _ = read_head(file)
+    at, end = offset + 1, file.num_bytes
+    while at < end:
+        data = file.read(at, _PIECE)
+        place = -1
+        while (place := data.find(mark, place + 1)) >= 0:
+            try:
+                if frame_at(file, mark, at + place).synced > offset:
+                    return True
+            except Damaged:
+                continue
+        at += max(1, len(data) - len(mark) + 1)
+    return False

@@ -1,0 +1,82 @@
+"""A hub that leads, put together: ledger, engine, desk, driver, and what people see of it."""
+
+import threading
+from typing import Any
+
+from aedit.async_sgd.hub import Hub
+from aedit.async_sgd.records import Led
+from aedit.launch.config import RunConfig
+from aedit.launch.hub.desk import Desk
+from aedit.launch.hub.driver import Driver
+from aedit.launch.hub.engine import Engine
+from aedit.launch.hub.greeting import Greeting
+from aedit.launch.hub.journal import Journal
+from aedit.launch.hub.ledger import Ledger
+from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview, to_json
+from aedit.launch.hub.store import Store
+
+
+class Leading:
+    """Leads from the moment it is made until `stop`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        hub: Hub,
+        journal: Journal,
+        store: Store,
+        reports: Reports,
+        greeting: Greeting,
+    ) -> None:
+        reports.start(hub.state.elapsed_s)
+        self._reports, self._config = reports, config
+        self.ledger = Ledger(hub, journal, store, reports.told)
+        self.ledger.standby.changed = self._standby_changed
+        self.engine = Engine(self.ledger, reports.event, snapshot_bytes=config.hub.snapshot_bytes)
+        has_other = bool(config.hub.standby)
+        self.desk = Desk(self.ledger, self.engine, config.name, has_other=has_other)
+        self.driver = Driver(self.desk, greeting, self._status)
+        self._stopping = threading.Event()
+        self._lines = threading.Thread(target=self._write_lines, name="lines", daemon=True)
+
+    def begin(self, term: int | None = None) -> None:
+        """Go to work; under `term` from now on, if that is given. Raises NoSpace or Broken."""
+        if term is not None:
+            with self.ledger.lock:
+                position = self.ledger.commit([Led(term)])
+            self.ledger.durable(position)
+        self.engine.start()
+        self._lines.start()
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to do here; `failure` or `desk.replaced` say why, if not the end."""
+        return self.engine.over.is_set() or self.desk.replaced.is_set()
+
+    @property
+    def failure(self) -> str:
+        return self.engine.failure
+
+    def stop(self) -> None:
+        """Decide nothing more, and write it all into one file."""
+        self._stopping.set()
+        self.engine.stop()
+        if self._lines.is_alive():
+            self._lines.join(timeout=5)
+        if not self.failure and not self.desk.replaced.is_set():
+            self._reports.event("snapshot", bytes=self.ledger.snapshot())
+        self._reports.event("stop", reason=self.failure)
+
+    def overview(self) -> dict[str, Any]:
+        """How it stands."""
+        return overview(self.ledger, self.engine)
+
+    def _status(self, after: int) -> str:
+        return to_json(self.overview() | {"run": self._config.name} | self._reports.newest(after))
+
+    def _write_lines(self) -> None:
+        while not self._stopping.wait(LINE_EVERY_S):
+            self._reports.line(metrics(self.overview()))
+
+    def _standby_changed(self, attached: bool) -> None:
+        self._reports.event("standby_follows" if attached else "standby_lost")

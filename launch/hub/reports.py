@@ -1,0 +1,138 @@
+"""What a hub writes down for people: a line of metrics every few seconds, events as they happen."""
+
+import json
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from aedit.async_sgd import news, records
+from aedit.launch.hub.engine import Engine
+from aedit.launch.hub.ledger import Ledger
+from aedit.launch.recorder import Clock, Recorder
+
+LINE_EVERY_S = 2.0
+_LINES, _EVENTS = 4096, 256
+"""Newest ones that are kept in memory for whoever asks; all are in the files."""
+
+_OF_NODES = [
+    "node",
+    "name",
+    "state",
+    "steps",
+    "steps_per_s",
+    "pace_steps",
+    "wait_s",
+    "wire_s",
+    "bytes_up",
+    "bytes_down",
+    "loss",
+    "weight",
+    "staleness",
+    "accepted",
+    "refused",
+]
+
+
+class Reports:
+    """`metrics.jsonl` and `events.jsonl` in the hub's folder, and the same for `status`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._clock = Clock()
+        self._files = Recorder(directory, self._clock, writes=True)
+        self._lock = threading.Lock()
+        self._lines: deque[dict[str, Any]] = deque(maxlen=_LINES)
+        self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+        self._num_lines = 0
+        self._names: dict[int, str] = {}
+
+    def start(self, elapsed_s: float) -> None:
+        """Go on at this age of the run."""
+        self._clock.start(elapsed_s)
+
+    def event(self, event: str, **values: Any) -> None:
+        """Something that a person may want to know of."""
+        with self._lock:
+            self._events.append({"t": round(self._clock.elapsed_s, 3), "event": event, **values})
+            self._files.event(event, **values)
+
+    def told(self, record: records.Record) -> None:
+        """A record has been applied."""
+        match record:
+            case records.Founded(layout, _, num_samples):
+                numel = sum(unit.numel for unit in layout.units)
+                self.event("founded", units=len(layout.units), parameters=numel, samples=num_samples)
+            case records.Joined(name, node, session):
+                self._names[node] = name
+                self.event("join", node=node, name=name, session=session)
+            case records.Left(node, reason, put_out):
+                event = "put_out" if put_out else "leave"
+                self.event(event, node=node, name=self._names.get(node), reason=reason)
+            case records.Refused():
+                self.event(
+                    "refused", node=record.node, unit=record.unit, seq=record.seq, reason=record.reason
+                )
+            case records.Led(term):
+                self.event("lead", term=term)
+            case records.RoundOpened(number):
+                self.event("round", round=number)
+
+    def line(self, values: Mapping[str, Any]) -> None:
+        """Add a line of metrics."""
+        with self._lock:
+            self._num_lines += 1
+            self._lines.append({"t": round(self._clock.elapsed_s, 3), **values})
+            self._files.metrics(**values)
+
+    def newest(self, after: int) -> dict[str, Any]:
+        """Lines after the first `after` ones of this process, how many there are, and the latest events."""
+        with self._lock:
+            missing = max(0, self._num_lines - after)
+            lines = list(self._lines)[-missing:] if missing else []
+            return {"num_lines": self._num_lines, "lines": lines, "events": list(self._events)}
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def overview(ledger: Ledger, engine: Engine) -> dict[str, Any]:
+    """How the hub stands, fit for JSON but for NaN."""
+    with ledger.lock:
+        now = news.status(ledger.hub, ledger.clock())
+        merges, merge_s = engine.merges, engine.merge_s
+    segment, offset = ledger.journal.position
+    return now | {
+        "journal": {"segment": segment, "bytes": offset, "past_bytes": ledger.past_bytes},
+        "merges": merges,
+        "merge_s": round(merge_s, 4),
+        "standby": ledger.standby.attached,
+    }
+
+
+def metrics(overview: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of it."""
+    units = overview["units"]
+    return {
+        "term": overview["term"],
+        "progress": overview["progress"],
+        "steps": overview["total_steps"],
+        "tokens": overview["total_tokens"],
+        "round": overview["round"],
+        "nodes": [{name: node[name] for name in _OF_NODES} for node in overview["nodes"]],
+        "versions": [unit["version"] for unit in units],
+        "pending": sum(unit["pending"] for unit in units),
+        "norms": [unit["norm"] for unit in units],
+        "journal_bytes": overview["journal"]["bytes"] + overview["journal"]["past_bytes"],
+        "merges": overview["merges"],
+        "merge_s": overview["merge_s"],
+        "standby": overview["standby"],
+    }
+
+
+def to_json(values: Mapping[str, Any]) -> str:
+    """JSON has no NaN and no infinity: null instead."""
+    text = json.dumps(values)
+    if "NaN" not in text and "Infinity" not in text:
+        return text
+    return json.dumps(json.loads(text, parse_constant=lambda name: None))
