@@ -132,9 +132,9 @@ class Hub:
         decided += left
         if self._round_is_due(elapsed_s):
             decided.append(RoundOpened(self.state.round + 1, self._round_at_s(elapsed_s)))
-        live = self.state.live.keys() - {record.node for record in left}
+        awaited = {node for node in self.state.live if self._is_awaited(node)} - {r.node for r in left}
         for index, unit in self.state.units.items():
-            if unit.pending and self._is_due(index, unit, live, now):
+            if unit.pending and self._is_due(index, unit, awaited, now):
                 decided.append(self._merge(index, unit, elapsed_s))
         return decided
 
@@ -291,7 +291,12 @@ class Hub:
         on_time_s = self.state.round_at_s + self.plan.every
         return on_time_s if elapsed_s < on_time_s + self.plan.every else elapsed_s
 
-    def _is_due(self, index: int, unit: Unit, live: set[int], now: float) -> bool:
+    def _is_awaited(self, node: int) -> bool:
+        """Not who still fetches its first weights, nor whose trainer is stuck: they bring nothing soon."""
+        report = self.clocks.reports.get(node)
+        return report is None or report.state not in ("joining", "stalled")
+
+    def _is_due(self, index: int, unit: Unit, awaited: set[int], now: float) -> bool:
         if unit.anchor is None:
             return True
         came_s: dict[int, float] = {}
@@ -300,8 +305,8 @@ class Hub:
             came_s[node] = min(at, came_s.get(node, at))
         usual_s = unit.usual_s
         if usual_s is None:  # as long as the first one has taken
-            usual_s = self.elapsed_s(min(came_s.values())) - unit.merged_at_s
-        return is_due(self.config, came_s, live, max(0.0, usual_s), now)
+            usual_s = min(came_s.values()) + self._start_clock(now) - unit.merged_at_s
+        return is_due(self.config, came_s, awaited, max(0.0, usual_s), now)
 
     def _merge(self, index: int, unit: Unit, elapsed_s: float) -> Merged:
         pushes = list(unit.pending.values())

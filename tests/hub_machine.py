@@ -120,8 +120,8 @@ class World:
             self.push(node, value, unit, base=0, steps=0, tokens=0)
         self.settle()
 
-    def beat(self, node, **numbers):
-        self.hub.beat(node, Report(**numbers), self.now)
+    def beat(self, node, state="training", **numbers):
+        self.hub.beat(node, Report(state=state, **numbers), self.now)
 
     def lease(self, node, samples):
         decided = self.do(self.hub.lease(node, samples, self.now))

@@ -14,6 +14,7 @@ from aedit.async_sgd import upward
 from aedit.async_sgd.config import LimitConfig, OuterConfig, ScreenConfig, StalenessConfig
 from aedit.async_sgd.joins import Denied, Joiner
 from aedit.async_sgd.news import news, status, unit_news
+from aedit.async_sgd.outer import make_outer
 from aedit.async_sgd.records import (
     Accepted,
     Founded,
@@ -402,6 +403,34 @@ def test_one_who_is_alive_but_brings_nothing_does_not_block_the_others_for_ever(
     assert not made.hub.state.units[0].pending
 
 
+@pytest.mark.parametrize("state", ["joining", "stalled"])
+def test_nobody_waits_for_one_who_fetches_its_weights_or_is_stuck(state):
+    made = world(2, quorum="all")
+    made.push(0, 1.0)
+    assert Merged not in kinds(made.tick(1))
+    made.beat(1, state)
+    assert Merged in kinds(made.tick())
+
+
+def test_all_means_all_who_are_there_now():
+    made = world(3, quorum="all", expire_s=1e6)
+    made.push(0, 1.0), made.push(1, 1.0)
+    made.do(made.hub.leave(0))
+    assert Merged not in kinds(made.tick(1))  # two have come and two are there, but not the same two
+    made.push(2, 1.0)
+    assert Merged in kinds(made.tick())
+
+
+def test_patience_begins_with_the_first_who_has_come():
+    made = world(4, quorum=3, expire_s=15)
+    for second in range(1, 16):
+        for node in range(4):
+            made.beat(node)
+        made.push(0, 1.0) if second == 1 else made.push(1, 1.0) if second == 14 else None
+        assert Merged not in kinds(made.tick(1)), second
+    assert Merged in kinds(made.tick(1.5))
+
+
 def test_a_quorum_weighs_by_tokens_when_told_to():
     made = world(2, quorum=2, weights="tokens")
     made.push(0, 1.0, tokens=300, steps=10), made.push(1, 4.0, tokens=100, steps=10)
@@ -628,6 +657,28 @@ def test_what_is_handed_out_looks_ahead_when_told_to():
     made.settle()
     assert (made.hub.state.units[0].anchor.values == -0.75).all()  # 0.5 * (1 + 0.5 * 1)
     assert (values(made) == -1.0).all()  # and 0.5 * 0.5 * 1 further
+
+
+@pytest.mark.parametrize("down", ["fp32", "int8", "e3m0"])
+def test_a_unit_of_many_slices_steps_as_one(down):
+    numel = 200_001
+    layout = Layout((UnitLayout("big", (TensorLayout("w", (numel,)),)),))
+    outer = OuterConfig(kind="delayed-nesterov", lr=0.7, momentum=0.9, delay=3, activation=0.2)
+    codec = None if down == "fp32" else Int8(feedback=down == "e3m0")
+    made = World(plan(config(codec_down=down), outer=outer), codec, layout)
+    made.join()
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=numel).astype(np.float32)
+    made.push(0, x, base=0, steps=0), made.settle()
+    rule, state = make_outer(outer), make_outer(outer).init(x)
+    for _ in range(7):
+        g = rng.normal(size=numel).astype(np.float32)
+        step, state = rule.update(g, state)
+        x = x - step
+        made.push(0, g), made.settle()
+    error = {"fp32": 1e-6, "int8": 0.2, "e3m0": 0.05}[down]
+    np.testing.assert_allclose(values(made), x, atol=error)
+    np.testing.assert_allclose(made.hub.state.units[0].anchor.outer.momentum, state.momentum, atol=1e-6)
 
 
 def test_arrays_of_a_version_never_change():
