@@ -92,6 +92,9 @@ class MemoryHub:
         self.refuse = {}
         self.news = {}
         self.server = None
+        self.dead = False
+        self.keeps = False  # with `slow`: merge nothing more
+        self.stubborn, self.votes = False, 0  # stubborn: leads, whatever term others speak of
 
     def serve(self, address="127.0.0.1:0"):
         self.server = serve(self, address)
@@ -102,10 +105,15 @@ class MemoryHub:
         self.server.stop(0)
 
     def _who(self, who):
+        self._live()
         if not self.leads:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "does not lead")
         if who.run != "test" or self.sessions.get(who.node) != who.session:
             raise Refusal(grpc.StatusCode.NOT_FOUND, "no such session")
+
+    def _live(self):
+        if self.dead:
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, "dead")
 
     def _die(self, name):
         if name in self.broken:
@@ -113,6 +121,7 @@ class MemoryHub:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, f"killed in {name}")
 
     def hello(self, request):
+        self._live()
         return pb.HelloReply(protocol=1, run="test", term=self.term)
 
     def join(self, request):
@@ -144,7 +153,7 @@ class MemoryHub:
             self._who(request.who)
             self.beats.append(request)
             self.used |= {c.start: c.upto for c in request.consumed}
-            while self.waiting:
+            while self.waiting and not self.keeps:
                 self._merge(*self.waiting.pop(0))
             return self._news(request.who.node)
 
@@ -171,6 +180,10 @@ class MemoryHub:
             return pb.LeaveReply()
 
     def take_over(self, request):
+        self._live()
+        self.votes += 1
+        if self.stubborn:
+            return pb.TakeOverReply(term=self.term, leads=True)
         self.leads = True
         self.term = max(self.term, request.who.term + 1)
         return pb.TakeOverReply(term=self.term, leads=True)

@@ -132,6 +132,26 @@ def test_a_hub_that_was_away_finds_the_pushes_waiting_and_forgotten_members_back
         assert link.node == 0
 
 
+def test_a_push_whose_acknowledgement_is_lost_with_the_hub_is_merged_once(hub):
+    with node(plan([address(hub)], call_timeout_s=0.3)) as link:
+        link.join(10)
+        merge = hub._merge
+
+        def merge_and_die(*push):
+            merge(*push)
+            hub._merge, hub.dead = merge, True
+            hub._live()
+
+        hub._merge = merge_and_die
+        order(link, 0, 1, 1.0, 1)
+        until(lambda: link.news().age_s > 1, "the silence")
+        hub.sessions.clear()
+        hub.dead = False
+        assert until(lambda: link.answer(0, 1), "the answer").verdict == Verdict.MERGED
+        assert exchange(link, 0, 2, 2.0, 2).version == 3
+        assert [value[0] for *_, value in hub.pushed] == [1.0, 2.0]
+
+
 def test_a_decision_that_comes_later_is_heard_by_beat(hub):
     hub.slow = True
     with node(plan([address(hub)])) as link:
@@ -159,7 +179,7 @@ def test_a_hub_that_follows_and_knows_less_gets_the_push_again():
         second.names, second.founder = dict(first.names), 0
         second.anchors, second.versions = [a.copy() for a in first.anchors], list(first.versions)
         second.seqs = dict(first.seqs)
-        first.beat = lambda request: first.hello(None)  # merges nothing more
+        first.keeps = True
         order(link, 0, 1, 1.0, 1)
         until(lambda: first.waiting, "the push at the first hub")
         first.kill()
@@ -186,6 +206,12 @@ def test_a_hub_of_an_older_term_is_not_believed():
         assert exchange(link, 0, 1, 1.0, 1).version == 2
         assert first.pushed == []
         assert second.beats[-1].who.term == 2
+        second.dead = True
+        first.stubborn = True
+        until(lambda: first.votes > 1, "the question to the old hub")
+        second.dead = False
+        assert exchange(link, 0, 2, 1.0, 2).version == 3
+        assert first.pushed == []
     first.kill()
     second.kill()
 
