@@ -40,7 +40,10 @@ _TICK_S = 1.0
 _LONGEST = 4
 """Times hub.max_steps_ahead or the local phase: more steps than a push can hold."""
 
-_MOST_LEASES = 4096
+_MOST_BLOCKS = 64
+"""In one lease, however small the pieces are that have come back."""
+
+_MOST_LEASES = 1024
 """Unused leases of one node; who has more must train first."""
 
 
@@ -141,7 +144,7 @@ class Hub:
     def lease(self, node: int, samples: int, now: float) -> list[Record]:
         """Blocks of the sample stream, at most `hub.lease_samples` in all; 0 asks for as many.
 
-        What others have given back comes first, so that there may be several blocks. Raises Denied if the
+        What others have given back comes first, so that there may be several blocks, and fewer samples. Raises Denied if the
         node hoards.
         """
         self._must_be_live(node)
@@ -150,14 +153,14 @@ class Hub:
             raise Denied("full", f"node {node} has {_MOST_LEASES} leases that it has not used")
         most = self.config.lease_samples
         blocks = self.state.pool.offer(min(samples, most) if samples else most)
-        return [Leased(node, start, end) for start, end in blocks]
+        return [Leased(node, start, end) for start, end in blocks[:_MOST_BLOCKS]]
 
     def use(self, node: int, start: int, upto: int) -> list[Record]:
         """Positions from `start`, where a lease began, up to `upto` are in an accepted push. What is known,
         or is not the node's any more, is passed over."""
         return [
             Used(node, lease, min(upto, end))
-            for lease, (used, end) in sorted(self.state.pool.leases.get(node, {}).items())
+            for lease, (used, end) in self.state.pool.leases.get(node, {}).items()
             if start <= used < upto
         ]
 

@@ -573,11 +573,19 @@ def test_a_lease_has_a_longest_and_nobody_hoards():
     made = world(1, lease_samples=7)
     assert made.lease(0, 100) == [(0, 7)]
     assert made.lease(0, 0) == [(7, 14)]
-    for _ in range(4094):
+    for _ in range(1022):
         made.lease(0, 1)
-    with pytest.raises(Denied, match="4096 leases") as denied:
+    with pytest.raises(Denied, match="1024 leases") as denied:
         made.lease(0, 1)
     assert denied.value.kind == "full"
+
+
+def test_a_lease_of_crumbs_has_no_more_than_64_of_them():
+    made = world(2)
+    for _ in range(100):
+        made.lease(0, 1), made.lease(1, 1)
+    made.do(made.hub.leave(0))
+    assert made.lease(1, 100) == [(position, position + 1) for position in range(0, 128, 2)]
 
 
 def test_a_process_that_was_given_up_too_soon_gets_back_what_nobody_else_has_got():
