@@ -46,6 +46,12 @@ class HubProcess:
             time.sleep(POLL_S)
         return text
 
+    @property
+    def is_over(self) -> bool:
+        """It has ended well: the run is used up, and nobody was a member any more."""
+        assert self.child is not None
+        return not self.child.running() and self.child.exit_code() == 0
+
     def mend(self) -> None:
         """Start it again if it has died; it takes up its journal and its address."""
         assert self.child is not None
@@ -103,6 +109,8 @@ class Cluster:
         if sum(node.running() for node in self.nodes):  # every one is looked at
             for hub in self._hubs:
                 hub.mend()
+            if all(hub.is_over for hub in self._hubs):
+                self.terminate()  # who comes back now comes too late
             return True
         self._end_hubs()
         return False

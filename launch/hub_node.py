@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from aedit.edit.hub_exchange import HubExchange
 from aedit.launch.checkpoint import Mark
+from aedit.launch.leased import LeasedOrder
 from aedit.launch.stop import LEAVE_WITHIN_S, Stopped
 from aedit.launch.train import Node
 from aedit.proto.link import Link, Progress
@@ -18,13 +19,14 @@ class HubNode(Node):
     leaves_by_s: float = field(default=LEAVE_WITHIN_S)
 
     def note_step(self) -> None:
-        super().note_step()
+        Node.note_step(self)  # slots: the class is made anew, and super() would look for the first one
         self._tell()
 
     def leave_early(self) -> None:
         """Push what is owed, say goodbye, save. Without a hub within a minute, leave with the rest unsaid: it
         is in the checkpoint's count, not in the run."""
         self.order = self.meter.undo_draw(self.order)
+        self.stop.promise(self.sync.position)
         exchange = self.sync.exchange
         assert isinstance(exchange, HubExchange)
         exchange.timeout_s = min(exchange.timeout_s, self.leaves_by_s)
@@ -44,6 +46,7 @@ class HubNode(Node):
             return
         clock, exchange, train = self.recorder.clock, self.sync.exchange, self.config.train
         assert isinstance(exchange, HubExchange)
+        assert isinstance(self.order, LeasedOrder)
         self.link.tell(
             Progress(
                 steps=self.sync.steps,
@@ -52,5 +55,6 @@ class HubNode(Node):
                 wait_s=self.sync.waited_s,
                 loss=self.newest_loss,
                 used=exchange.used_steps * train.batch_size * train.accumulate,
+                drawn=self.order.drawn,
             )
         )
