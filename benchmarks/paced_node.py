@@ -85,7 +85,7 @@ class Walker:
                 for unit in self.units:
                     unit.steps += 1
             self._exchange(self.plan.every)
-            self.link.tell(Progress(self.steps, busy_s=self.steps * self.plan.step_s, used=self._used()))
+            self._tell()
             time.sleep(max(0.0, deadline - time.monotonic()))
             self.longest_s = max(self.longest_s, time.monotonic() - ended_at)
             ended_at = time.monotonic()
@@ -98,7 +98,7 @@ class Walker:
                 raise TimeoutError(f"{self.plan.name}: the hub did not answer within {timeout_s:g} s")
             self._exchange(1)
             time.sleep(0.01)
-        self.link.tell(Progress(self.steps, used=self._used()))
+        self._tell()
         self.link.leave(timeout_s)
         self.note("left", steps=self.steps, longest_s=self.longest_s)
 
@@ -132,6 +132,10 @@ class Walker:
         unit.version = answer.version
         unit.steps -= 0 if lost else unit.sent
         unit.sent = 0
+
+    def _tell(self) -> None:
+        busy_s, drawn = self.steps * self.plan.step_s, self.steps * self.plan.samples_per_step
+        self.link.tell(Progress(self.steps, busy_s=busy_s, used=self._used(), drawn=drawn))
 
     def _used(self) -> int:
         return (self.steps - max(unit.steps for unit in self.units)) * self.plan.samples_per_step

@@ -39,25 +39,37 @@ class OwnPace:
 
 
 class HubPace:
-    """A round when the hub opens one. After `SILENCE` intervals without a word from it, every `every_s`."""
+    """A round when the hub opens one, which it does every `every_s`; after `SILENCE` intervals without a word
+    from it, by the node's own clock. With fragments, those that are left follow at equal distances."""
 
     def __init__(
-        self, every_s: float, news: Callable[[], News], clock: Callable[[], float] = time.monotonic
+        self,
+        every_s: float,
+        news: Callable[[], News],
+        *,
+        fragments: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.every_s, self.news, self.clock = every_s, news, clock
+        self.every_s, self.news, self.fragments, self.clock = every_s, news, fragments, clock
         self.last_id = 0
         self.last_step = 0
         self._seen: int | None = None
-        self._last_at = clock()
+        self._opened_at = self._last_at = clock()
+        self._left = 0  # fragments whose turn comes before the hub's next round
 
     def due(self, step: int) -> Round | None:
         news, now = self.news(), self.clock()
         if self._seen is None:  # rounds opened before this node came are not its own
-            self._seen, self._last_at = news.round, now
+            self._seen, self._opened_at = news.round, now
         silent = news.age_s >= SILENCE * self.every_s
-        if news.round <= self._seen and not (silent and now - self._last_at >= self.every_s):
+        if news.round > self._seen or (silent and now - self._opened_at >= self.every_s):
+            self._seen, self._opened_at = max(news.round, self._seen), now
+            self._left = self.fragments - 1
+        elif self._left and now - self._last_at >= self.every_s / self.fragments:
+            self._left -= 1
+        else:
             return None
-        self._seen, self._last_at = max(news.round, self._seen), now
+        self._last_at = now
         return _now(self, step)
 
     def listen(self, notes: Notes) -> None:
@@ -72,7 +84,7 @@ def make_pace(hub: HubConfig, edit: EditConfig, news: Callable[[], News]) -> Rou
         case "dylu":
             return OwnPace(int(edit.every), news, share=1 / edit.fragments)
         case "seconds":
-            return HubPace(edit.every / edit.fragments, news)
+            return HubPace(edit.every, news, fragments=edit.fragments)
 
 
 def _now(schedule: RoundSchedule, step: int) -> Round:

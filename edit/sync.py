@@ -332,7 +332,7 @@ class LayerSync(Waiter):
             anchor = flight.sent[i].result()
         elif self.free:
             name = f"the hub's answer for unit {self.units[i].name} of round {flight.round.id}"
-            anchor = self.wait_together(flight.sent[i], flight, name, self.position)
+            anchor = self.wait_together(flight.sent[i], name, flight=flight, position=self.position)
         else:
             anchor = self.wait(flight.sent[i], flight)
         del flight.sent[i]

@@ -46,7 +46,9 @@ class Waiter:
                     time.sleep(POLL_S)
             return pending.result()
 
-    def wait_together(self, pending: Pending[T], flight: Flight, what: str, position: int) -> T:
+    def wait_together(
+        self, pending: Pending[T], what: str, *, flight: Flight | None = None, position: int = 0
+    ) -> T:
         """The answer, on all ranks of the node at one time, so that what breaks the wait off for one does so
         for all. Raises `PeersMissing`, naming `what`, after `timeout_s`."""
         if self.shards.all([pending.done()])[0]:

@@ -82,7 +82,7 @@ def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[Hu
             config=config,
             world=world,
             corpus=corpus,
-            order=LeasedOrder(link, len(corpus.train), config.seed, timeout_s=config.edit.timeout_s),
+            order=LeasedOrder(link, len(corpus.train), config.seed, sync),
             sync=sync,
             budget=HubBudget(config, sync, link),
             stop=StopAlone(sync.shards),

@@ -1,45 +1,31 @@
 """Which sample is drawn when, in a run whose nodes come and go: the hub leases out the stream in blocks."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aedit.edit.waiting import Waiter
 from aedit.launch.order import permutation
 from aedit.proto.link import Link
-from aedit.proto.transport import PeersMissing
 
-POLL_S = 0.01
+Positions = NDArray[np.int64]
 
 
 class LeasedOrder:
     """Sample indices for one node: the endless stream of `SampleOrder`, at the positions that the hub has
     leased to this node, in the order of the leases.
 
-    No position is with two nodes, and the hub gives what a dead one has not used to others. All ranks of a
-    node draw alike. num_samples: of the corpus. timeout_s: longest wait for data, once the hub has been away
-    for longer than what it had leased out lasts.
+    No position is with two nodes, and the hub gives what a dead one has not used to others. num_samples: of
+    the corpus. waiter: the node's `LayerSync`, which waits once the hub has been away for longer than what it
+    had leased out lasts.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        num_samples: int,
-        seed: int,
-        *,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, link: Link, num_samples: int, seed: int, waiter: Waiter) -> None:
         assert num_samples > 0, "an empty corpus has no order"
-        self.link, self.num_samples, self.seed = link, num_samples, seed
-        self.timeout_s, self.clock = timeout_s, clock
+        self.link, self.num_samples, self.seed, self.waiter = link, num_samples, seed, waiter
         self.drawn = 0
         """Samples so far, in this attempt."""
-        self.waited_s = 0.0
-        """Time without data."""
-        self.while_waiting: Callable[[], None] = lambda: None
-        """Asked again and again while there is no data; may raise."""
         self._block = 0  # the next draw is from this block of the leases,
         self._before = 0  # which begins after so many draws
 
@@ -55,8 +41,9 @@ class LeasedOrder:
         return (blocks[block][0] + self.drawn - before) / self.num_samples
 
     def take(self, k: int) -> NDArray[np.int64]:
-        """Draw the next k sample indices. Raises PeersMissing if the hub leases no more of them in time."""
-        positions = self._wait(k)
+        """Draw the next k sample indices; all ranks of the node together, and alike. Raises PeersMissing if
+        the hub leases no more of them in time."""
+        positions = self.waiter.wait_together(_More(self, k), f"a lease of {k} samples from the hub")
         self.drawn += k
         indices = np.empty(k, dtype=np.int64)
         epochs, offsets = np.divmod(positions, self.num_samples)
@@ -76,18 +63,8 @@ class LeasedOrder:
         self._block = self._before = 0
         return self
 
-    def _wait(self, k: int) -> NDArray[np.int64]:
-        began = self.clock()
-        while (positions := self._positions(k)) is None:
-            if self.clock() - began > self.timeout_s:
-                raise PeersMissing(f"the hub leased no data within {self.timeout_s:g} s")
-            self.while_waiting()
-            time.sleep(POLL_S)
-        self.waited_s += self.clock() - began
-        return positions
-
-    def _positions(self, k: int) -> NDArray[np.int64] | None:
-        """The next k positions; None while the leases have fewer."""
+    def positions(self, k: int) -> Positions | None:
+        """The next k positions of the stream; None while the leases have fewer."""
         blocks = self.link.leases()
         self._block, self._before = self._find(blocks)
         found: list[NDArray[np.int64]] = []
@@ -107,3 +84,20 @@ class LeasedOrder:
             before += blocks[block][1] - blocks[block][0]
             block += 1
         return block, before
+
+
+class _More:
+    """`Pending` until the leases have k positions more."""
+
+    def __init__(self, order: LeasedOrder, k: int) -> None:
+        self._order, self._k = order, k
+        self._positions: Positions | None = None
+
+    def done(self) -> bool:
+        if self._positions is None:
+            self._positions = self._order.positions(self._k)
+        return self._positions is not None
+
+    def result(self) -> Positions:
+        assert self._positions is not None
+        return self._positions

@@ -84,5 +84,8 @@ class StopAlone(Stop):
         super().__init__(0, 1, MemoryWorld(1).node(0), shards)
 
     def while_waiting(self, needed: int) -> None:
-        if self._signalled:
+        """All ranks of the node together. A node that is leaving already waits a minute for its hub."""
+        leaving = self._leave_by < float("inf")
+        enough = time.monotonic() > self._leave_by if leaving else self._signalled
+        if self.shards.decide([int(enough)])[0]:
             raise Stopped

@@ -35,7 +35,6 @@ class _Seen:
 
     watchdog: Watchdog = field(default_factory=Watchdog)
     speed: Speed = field(default_factory=Speed)
-    first_steps: int = -1
 
 
 class Agent:
@@ -170,9 +169,6 @@ class Agent:
         if part == 0:
             seen.watchdog = seen.watchdog.see(progress.steps, now_s)
             seen.speed = seen.speed.see(progress.steps, progress.busy_s)
-            # A resumed trainer does not begin at 0.
-            if seen.first_steps < 0 and self._box.has_told():
-                seen.first_steps = progress.steps
         beat = pb.BeatRequest(steps=progress.steps, tokens=progress.tokens, loss=progress.loss)
         beat.steps_per_s, beat.busy_s, beat.wait_s = seen.speed.per_s, progress.busy_s, progress.wait_s
         beat.wire_s = self._traffic.wire_s
@@ -209,11 +205,8 @@ class Agent:
         plan, progress = self._plan, self._box.progress()
         if not plan.samples_per_step or self._box.wanted() == Wants.LEAVE or self._news.finished:
             return
-        # Drawn is more than used; what a resumed trainer did before this attempt is neither.
-        first = self._seen.first_steps
-        drawn = 0 if first < 0 else (progress.steps - first) * plan.samples_per_step
         ahead = max(plan.steps_ahead * plan.samples_per_step, 2 * plan.lease_samples)
-        missing = max(drawn, progress.used) + ahead - self._leases.num_samples
+        missing = max(progress.drawn, progress.used) + ahead - self._leases.num_samples
         if missing <= 0:
             return
         samples = -(-missing // plan.lease_samples) * plan.lease_samples

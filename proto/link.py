@@ -67,6 +67,8 @@ class Progress:
     loss: float = float("nan")
     used: int = 0
     """Samples drawn for steps that are in pushes answered so far."""
+    drawn: int = 0
+    """Samples drawn in this attempt: more are leased ahead of them."""
 
 
 class Link(Protocol):

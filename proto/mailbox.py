@@ -155,8 +155,8 @@ class Mailbox:
         """What the trainer told last; before it has begun, zeros."""
         if not self.has_told():
             return Progress()
-        steps, tokens, busy_s, wait_s, loss, used = self._progress.read()
-        return Progress(int(steps), int(tokens), busy_s, wait_s, loss, int(used))
+        steps, tokens, busy_s, wait_s, loss, used, drawn = self._progress.read()
+        return Progress(int(steps), int(tokens), busy_s, wait_s, loss, int(used), int(drawn))
 
     def attach(self, rank: int) -> None:
         self._attached[rank] = 1
@@ -328,7 +328,7 @@ def _places(numels: Sequence[int], ranks: int, feedback: bool) -> Places:
         "news_count": (np.int64, (1,)),
         "news": (np.float64, (2, 10)),
         "progress_count": (np.int64, (1,)),
-        "progress": (np.float64, (2, 6)),
+        "progress": (np.float64, (2, 7)),
         "error": (np.uint8, (MAX_ERROR_BYTES,)),
         "blocks": (np.int64, (MAX_BLOCKS, 2)),
         "anchors": (np.float32, (total,)),

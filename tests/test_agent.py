@@ -281,12 +281,12 @@ def test_data_is_leased_ahead_and_what_was_used_is_said(hub):
         link.join(10)
         until(lambda: sum(end - start for start, end in link.leases()) == 32, "two leases")
         first = list(link.leases())
-        link.tell(Progress(steps=1, used=4))
-        link.tell(Progress(steps=10, used=20))
+        link.tell(Progress(steps=1, used=4, drawn=4))
+        link.tell(Progress(steps=5, used=20, drawn=20))
         until(lambda: hub.used.get(0) == 20, "the report")
         until(lambda: sum(end - start for start, end in link.leases()) == 64, "more leases")
         assert list(link.leases())[: len(first)] == first
-        link.tell(Progress(steps=10, used=40))
+        link.tell(Progress(steps=10, used=40, drawn=40))
         link.leave(10)
     assert hub.used == {0: 32, 32: 40}
 

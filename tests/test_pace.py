@@ -8,6 +8,8 @@ import pytest
 from aedit.async_sgd.config import HubConfig
 from aedit.edit.config import EditConfig
 from aedit.edit.pace import HubPace, OwnPace, make_pace
+from aedit.edit.shards import Shards
+from aedit.edit.waiting import Waiter
 from aedit.launch.leased import LeasedOrder
 from aedit.launch.order import SampleOrder
 from aedit.proto.link import News
@@ -87,9 +89,16 @@ def test_a_node_whose_hub_is_silent_keeps_time_by_itself():
     assert [step for step, *_ in opened(pace, 20, before)] == [10, 15, 20]
 
 
-def test_pace_by_seconds_is_the_hubs():
-    pace = make_pace(HubConfig(pace="seconds"), EditConfig(schedule="seconds", every=9, fragments=3), Told())
-    assert (type(pace), pace.every_s) == (HubPace, 3)
+def test_the_other_fragments_follow_before_the_hubs_next_round():
+    told, now = Told(round=0, age_s=0.0), [0.0]
+    pace = make_pace(HubConfig(pace="seconds"), EditConfig(schedule="seconds", every=9, fragments=3), told)
+    pace.clock = lambda: now[0]
+
+    def before(step):
+        now[0] += 1
+        told.say(round=step // 9)
+
+    assert [step for step, *_ in opened(pace, 24, before)] == [9, 12, 15, 18, 21, 24]
 
 
 # -- leased data
@@ -103,6 +112,10 @@ class Leases:
         return tuple(self.blocks)
 
 
+def alone():
+    return Waiter(Shards(), timeout_s=5)
+
+
 def stream(num_samples, seed, count):
     return SampleOrder(num_samples, seed).take(count)
 
@@ -110,7 +123,7 @@ def stream(num_samples, seed, count):
 def test_leased_data_is_the_stream_at_the_leased_positions():
     """Across blocks, and across epochs."""
     whole, link = stream(10, 3, 50), Leases((5, 9), (20, 21), (28, 40))
-    order = LeasedOrder(link, 10, 3, timeout_s=1)
+    order = LeasedOrder(link, 10, 3, alone())
     drawn = np.concatenate([order.take(k) for k in (2, 3, 1, 7)])
     positions = [*range(5, 9), 20, *range(28, 36)]
     assert drawn.tolist() == whole[positions].tolist()
@@ -121,7 +134,7 @@ def test_leased_data_is_the_stream_at_the_leased_positions():
 
 def test_a_step_that_was_undone_draws_the_same_again():
     link = Leases((0, 3), (6, 20))
-    order = LeasedOrder(link, 10, 3, timeout_s=1)
+    order = LeasedOrder(link, 10, 3, alone())
     order.take(2)
     state = order.state()
     first = order.take(6)
@@ -130,16 +143,17 @@ def test_a_step_that_was_undone_draws_the_same_again():
 
 def test_ranks_that_see_the_leases_at_other_times_draw_alike():
     early, late = Leases((0, 3), (6, 20)), Leases((0, 3))
-    orders = [LeasedOrder(link, 10, 3, timeout_s=1) for link in (early, late)]
+    orders = [LeasedOrder(link, 10, 3, alone()) for link in (early, late)]
     assert orders[0].take(3).tolist() == orders[1].take(3).tolist()
-    orders[1].while_waiting = lambda: late.blocks.append((6, 20)) if len(late.blocks) == 1 else None
+    orders[1].waiter.while_waiting = lambda position: late.blocks.append((6, 20))
     assert orders[0].take(5).tolist() == orders[1].take(5).tolist()
 
 
 def test_a_node_without_data_waits_by_name():
     now = iter(range(100))
-    order = LeasedOrder(Leases((0, 3)), 10, 3, timeout_s=5, clock=lambda: next(now))
+    order = LeasedOrder(Leases((0, 3)), 10, 3, alone())
+    order.waiter.clock = lambda: next(now)
     order.take(2)
-    with pytest.raises(PeersMissing, match="leased no data within 5 s"):
+    with pytest.raises(PeersMissing, match="a lease of 2 samples from the hub did not come within 5 s"):
         order.take(2)
     assert order.drawn == 2

@@ -57,7 +57,7 @@ def _train(model, link, rounds, seed):
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     config = EditConfig(landing="arrival", timeout_s=LIMIT_S, every=10_000)
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=OwnPace(3), config=config)
-    order = LeasedOrder(link, NUM_SAMPLES, 0, timeout_s=LIMIT_S)
+    order = LeasedOrder(link, NUM_SAMPLES, 0, sync)
     total = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     rng, drawn, give_up_at = torch.Generator().manual_seed(seed), [], time.monotonic() + LIMIT_S
     with sync:
@@ -69,7 +69,7 @@ def _train(model, link, rounds, seed):
             total = {name: total[name] + moved[name] for name in total}
             sync.step()
             if sync.shards.leads:
-                link.tell(Progress(steps=sync.steps, used=exchange.used_steps * BATCH))
+                link.tell(Progress(steps=sync.steps, used=exchange.used_steps * BATCH, drawn=order.drawn))
     return total, parameters(model), drawn, sync.round_id, sync.waited_s
 
 
