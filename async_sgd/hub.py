@@ -144,8 +144,8 @@ class Hub:
     def lease(self, node: int, samples: int, now: float) -> list[Record]:
         """Blocks of the sample stream, at most `hub.lease_samples` in all; 0 asks for as many.
 
-        What others have given back comes first, so that there may be several blocks, and fewer samples. Raises Denied if the
-        node hoards.
+        What others have given back comes first, so that there may be several blocks, and fewer samples.
+        Raises Denied if the node hoards.
         """
         self._must_be_live(node)
         self.clocks.seen[node] = now

@@ -299,12 +299,13 @@ def test_a_push_a_thousand_times_too_long_is_refused_by_what_the_others_sent():
 def test_in_the_first_merge_of_four_the_one_that_is_far_longer_weighs_nothing_and_is_told():
     made = world(5, quorum=5, screen=ScreenConfig())
     for node in range(5):
-        made.push(node, 1000.0 if node == 0 else 1.0)
+        for unit in (0, 1):
+            made.push(node, 1000.0 if node == 0 else 1.0, unit)
     made.settle()
     assert (values(made) == -1.0).all()
     assert unit_news(made.hub, 0, 0).verdict == "distrusted"
     assert unit_news(made.hub, 1, 0).verdict == "merged"
-    assert made.hub.state.members[0].offences == 1
+    assert made.hub.state.members[0].offences == 1  # for both units together
 
 
 def test_in_a_merge_of_four_the_one_that_points_away_weighs_nothing():
