@@ -18,7 +18,9 @@ _OPTIONS = (
     # Otherwise a second hub on the same port gets every other connection, and no error.
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    # As patient as a client that sends arrays: the answer to a ping waits behind them.
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 30_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # Clients ping every 5 s; a server that is asked to pings them less and calls more often an attack.
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -16,7 +17,7 @@ from wire import MemoryCore, noise
 
 from aedit.launch.keys import make_keys
 from aedit.proto import frames, hub_pb2
-from aedit.proto.client import Download, HubClient, HubRefused, HubUnreachable
+from aedit.proto.client import Download, HubClient, HubRefused, HubUnreachable, channel
 from aedit.proto.retry import Broken, Patience
 from aedit.proto.security import ClientKeys, client_keys, server_keys
 from aedit.proto.server import serve
@@ -197,6 +198,43 @@ def test_a_pull_that_breaks_goes_on_at_the_byte_it_has_reached(connect, start):
     connect(start(core).address).pull(hub_pb2.PullRequest(), memoryview(into))
     assert into[: 3 * MIB + 5] == core.anchors[0]
     assert core.calls == [("pull", 0, 0), ("pull", 1, MIB), ("pull", 1, 2 * MIB), ("pull", 1, 3 * MIB)]
+
+
+@pytest.fixture
+def tiring(monkeypatch):
+    """Options of a client with a patience of 10 s, for which every pause lasts 4."""
+    clock = Clock()
+
+    def sleep(seconds):
+        clock.now_s += 4
+
+    monkeypatch.setattr("aedit.proto.client.Patience", partial(Patience, clock=clock))
+    return {"timeout_s": 10.0, "sleep": sleep}
+
+
+def test_a_pull_that_moves_on_between_breaks_is_not_given_up(connect, start, tiring):
+    core = Breaking([noise(7 * MIB)], breaks=6)
+    into = bytearray(7 * MIB)
+    connect(start(core).address, **tiring).pull(hub_pb2.PullRequest(), memoryview(into))
+    assert into == core.anchors[0]
+
+
+@pytest.mark.parametrize(("size", "tries"), [(7 * MIB, 6), (0, 3)])
+def test_a_push_is_given_up_only_when_nothing_moves_any_more(connect, start, tiring, size, tries):
+    core = MemoryCore()
+    core.push = lambda head, data: core.calls.append("push") or (_gone() if len(core.calls) < 6 else _done())
+    client = connect(start(core).address, **tiring)
+    push = partial(client.push, hub_pb2.PushHead(seq=1, num_bytes=size), memoryview(bytes(size)))
+    if size:
+        assert push().accepted
+    else:
+        with pytest.raises(HubUnreachable, match="asked to push unit 0"):
+            push()
+    assert len(core.calls) == tries
+
+
+def _done():
+    return hub_pb2.PushReply(accepted=True)
 
 
 def test_a_pull_goes_on_at_another_address(connect, start):
@@ -422,6 +460,18 @@ class _Killing:
             self.hub.kill()
             threading.Thread(target=self.hub.start).start()
         return self.data[span]
+
+
+def test_a_hub_that_is_stopped_is_noticed_long_before_the_deadline(hub_process):
+    """Its kernel still acknowledges what it is sent."""
+    hub = hub_process(0)
+    with channel(hub.address, None, quick=True) as line:
+        beat = line.unary_unary("/aedit.v1.Membership/Beat")
+        beat(b"", timeout=10)
+        hub.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(grpc.RpcError) as failed:
+            beat(b"", timeout=60)
+    assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 # --- other people at the address
