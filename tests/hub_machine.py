@@ -1,6 +1,7 @@
 """A hub's state machine under a clock of its own, with a journal in memory."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -163,3 +164,28 @@ def picture(hub):
         for unit in saved.units
     ]
     return json.dumps(saved.numbers), units
+
+
+def world(nodes=1, more=None, **settings):
+    """A founded hub with so many members, a quorum of one and plain averaging unless told otherwise."""
+    made = World(plan(config(**settings), **(more or {})))
+    for i in range(nodes):
+        made.join(f"node{i}")
+    made.found()
+    return made
+
+
+def kinds(decided):
+    return [type(record) for record in decided]
+
+
+def values(made, unit=0):
+    return made.hub.anchor(unit)[1]
+
+
+def joiner(name, **changes):
+    return replace(Joiner(name=name, layout=LAYOUT, facts=FACTS, num_samples=1000), **changes)
+
+
+def poison(made, node, unit=0, **changes):
+    return made.push(node, 1.0, unit, norms=(math.nan,) * len(LAYOUT.units[unit].tensors), **changes)
