@@ -201,6 +201,10 @@ def test_one_unit_has_one_push_of_a_node_at_a_time():
     made.push(0, 1.0)
     (refused,) = made.push(0, 1.0)
     assert refused.reason.startswith("early")
+    made.push(1, 1.0)
+    made.settle()  # the first one is merged, but the last word is about the second
+    assert unit_news(made.hub, 0, 0).seq == refused.seq
+    assert unit_news(made.hub, 0, 0).verdict == "refused"
 
 
 def test_who_is_no_member_is_denied_and_told_to_join_again():
