@@ -15,6 +15,9 @@ from aedit.launch.placement import NODE_PROGRAM, Membership, Placement, torchrun
 from aedit.types import UserError
 
 HUB_START_LIMIT_S = 60.0
+NODE_LEAVE_LIMIT_S = 60.0
+"""How long a node may take for its last evaluation and checkpoint once it has left the hub."""
+
 HUB_LEAVE_LIMIT_S = 30.0
 """How long a hub may take to write its snapshot once the last node is gone."""
 
@@ -77,6 +80,7 @@ class Cluster:
         program: tuple[str, ...] = NODE_PROGRAM,
     ) -> None:
         self.nodes: list[Child] = []
+        self._over_since: float | None = None
         self._hubs = _hubs(config, run_dir)
         try:
             for hub in self._hubs:
@@ -109,8 +113,7 @@ class Cluster:
         if sum(node.running() for node in self.nodes):  # every one is looked at
             for hub in self._hubs:
                 hub.mend()
-            if all(hub.is_over for hub in self._hubs):
-                self.terminate()  # who comes back now comes too late
+            self._end_the_late()
             return True
         self._end_hubs()
         return False
@@ -143,6 +146,14 @@ class Cluster:
         for hub in self._hubs:
             if hub.child is not None:
                 hub.child.kill()
+
+    def _end_the_late(self) -> None:
+        """Once the run is used up its hub ends. A node that has died just before comes back to nobody."""
+        if not all(hub.is_over for hub in self._hubs):
+            return
+        self._over_since = self._over_since or time.monotonic()
+        if time.monotonic() > self._over_since + NODE_LEAVE_LIMIT_S:
+            self.terminate()
 
     def _end_hubs(self) -> None:
         hubs = [hub.child for hub in self._hubs if hub.child is not None]
