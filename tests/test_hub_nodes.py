@@ -4,9 +4,12 @@ import threading
 
 import numpy as np
 import torch
-from agents import MemoryHub, until
+from agents import MemoryHub, node, until
+from dist_jobs.hub_node_jobs import agent_plan
+from hub_process import real_hub
 from nodes import UNITS, tower
 
+from aedit.launch.provenance import source_digest
 from aedit.proto import hub_pb2 as pb
 
 SETTINGS = {"codec": "fp32", "beat_s": 0.05, "expire_s": 2.0, "call_timeout_s": 2.0, "lease_samples": 64}
@@ -35,27 +38,27 @@ def run_with(world, hub, rounds):
     address = hub.serve()
     try:
         settings = SETTINGS | {"rounds": rounds, "addresses": [address], "steps_ahead": 50}
-        return world.run(JOBS, "train", size=3, args=settings)
+        return world.run(JOBS, "train", size=3, args=settings, timeout_s=90)
     finally:
         hub.kill()
 
 
-def check_books(hub, results):
+def check_books(anchors, results):
     """What the steps of all nodes added is in the anchors, to the last bit; no sample was drawn twice."""
     one, two, other_rank = results
-    ended = whole(hub.anchors)
+    ended = whole(anchors)
     for name, first in start().items():
         assert torch.equal(ended[name] - first, one[0][name] + two[0][name])
     assert two[2] == other_rank[2], "the ranks of a node draw alike"
     assert len(set(one[2] + two[2])) == len(one[2] + two[2])
-    assert hub.left == {0, 1}
 
 
 def test_nodes_of_one_and_two_ranks_learn_together_over_the_wire(world):
     hub = MemoryHub(shapes=shapes(), slow=True)
     hub.refuse = {(1, 2): pb.REFUSED, (3, 3): pb.REFUSED}
     results = run_with(world, hub, rounds=6)
-    check_books(hub, results)
+    check_books(hub.anchors, results)
+    assert hub.left == {0, 1}
     assert len({(node, unit, seq) for node, unit, seq, _ in hub.pushed}) == len(hub.pushed)
 
 
@@ -64,7 +67,7 @@ def test_nodes_train_on_while_their_hub_is_away_and_nothing_is_lost(world):
     hub.broken = ["push after"]
 
     def outage():
-        until(lambda: len(hub.pushed) > 20, "twenty pushes")
+        until(lambda: len(hub.pushed) > 20, "twenty pushes", deadline_s=60)
         address = hub.server.address
         hub.kill()
         hub.serve(address)
@@ -74,5 +77,35 @@ def test_nodes_train_on_while_their_hub_is_away_and_nothing_is_lost(world):
     try:
         results = run_with(world, hub, rounds=12)
     finally:
-        breaker.join(30)
-    check_books(hub, results)
+        breaker.join(70)
+    check_books(hub.anchors, results)
+
+
+def test_a_hub_that_is_killed_twice_has_lost_nothing_that_it_had_accepted(world, tmp_path):
+    settings = SETTINGS | {"code": source_digest(), "expire_s": 5.0}
+    with real_hub(tmp_path) as hub:
+        killer = threading.Thread(target=_kill_twice, args=(hub,))
+        killer.start()
+        try:
+            args = settings | {"rounds": 25, "addresses": [hub.address], "steps_ahead": 50}
+            results = world.run(JOBS, "train", size=3, args=args, timeout_s=90)
+        finally:
+            killer.join(70)
+        plan = agent_plan(tower(), [hub.address], name="reader", **settings)
+        with node(plan, mode="thread") as link:
+            link.join(30)
+            check_books(link.anchors, results)
+            link.leave(30)
+
+
+def _kill_twice(hub):
+    journal = hub.folder / "hub"
+
+    def grown():
+        return sum(file.stat().st_size for file in journal.rglob("*") if file.is_file())
+
+    for _ in range(2):
+        before = grown()
+        until(lambda before=before: grown() > before + 5000, "the journal to grow", deadline_s=60)
+        hub.kill()
+        hub.start()

@@ -22,7 +22,7 @@ from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
 
 NUM_SAMPLES = 10**6
 BATCH = 4
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 def round_tower():
@@ -73,18 +73,21 @@ def _train(model, link, rounds, seed):
     return total, parameters(model), drawn, sync.round_id, sync.waited_s
 
 
-def _link(model, rank, place, addresses, settings):
-    ranks, index, group = place
+def agent_plan(model, addresses, **settings):
     units = canonical.layout(find_units(model))
-    made = AgentPlan(
+    return AgentPlan(
         addresses=tuple(addresses),
-        name="one" if ranks == 1 else "two",
         run="test",
         units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in units),
         num_samples=NUM_SAMPLES,
         samples_per_step=BATCH,
         **settings,
     )
+
+
+def _link(model, rank, place, addresses, settings):
+    ranks, index, group = place
+    made = agent_plan(model, addresses, name="one" if ranks == 1 else "two", **settings)
     link = start_agent(made, ranks=ranks) if index == 0 else None
     if ranks > 1:
         told = [link.path if link else ""]

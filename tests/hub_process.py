@@ -1,0 +1,71 @@
+"""A hub as the process that people run, on this machine, for tests that need one."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+CONFIG = """
+name = "test"
+[train]
+steps = 1000000
+[edit]
+every = 3
+landing = "arrival"
+[outer]
+kind = "average"
+lr = 1.0
+[hub]
+address = "127.0.0.1:0"
+weights = "uniform"
+pace = "steps"
+codec = "fp32"
+beat_s = 0.05
+expire_s = 5.0
+lease_samples = 64
+staleness = { rule = "constant" }
+screen = { threshold = 1e9, cosine = false, clip = 1e9 }
+"""
+"""Every arrival moves the anchor by exactly what it brings."""
+
+
+class HubProcess:
+    """Started in `folder`; after `kill` it may be started again at the same address."""
+
+    def __init__(self, folder):
+        self.folder, self.address, self.process = folder, "127.0.0.1:0", None
+        (folder / "run.toml").write_text(CONFIG)
+
+    def start(self, limit_s=60.0):
+        told = self.folder / "hub" / "address"
+        told.unlink(missing_ok=True)
+        words = ["hub", "run.toml", "--address", self.address, "--directory", "hub"]
+        with (self.folder / "log").open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "aedit.launch.cli", *words],
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        deadline = time.monotonic() + limit_s
+        while not told.exists():
+            assert self.process.poll() is None, (self.folder / "log").read_text()
+            assert time.monotonic() < deadline, f"no hub within {limit_s} s"
+            time.sleep(0.01)
+        self.address = told.read_text().strip()
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(10)
+
+
+@contextmanager
+def real_hub(folder):
+    hub = HubProcess(folder)
+    hub.start()
+    try:
+        yield hub
+    finally:
+        hub.kill()
