@@ -73,7 +73,7 @@ def speeds(kind: Kind, numel: int, rounds: int) -> Speeds:
     with TemporaryDirectory() as folder:
         journal = Journal(Path(folder), 1, fsync=False)
         arrived = [_stored(journal, kind.codec, x) for x in _gradients(numel, max(1, kind.quorum))]
-        hub = _founded(kind, layout, arrived[0])
+        hub = _founded(kind, layout)
         taken = [_round(hub, kind, layout, arrived) for _ in range(1 + rounds)][1:]
     check_s, merge_s = np.median(np.array(taken), axis=0) / len(arrived)
     encode_s, decode_s = _codec_seconds(kind.codec, next(_gradients(numel, 1)), rounds)
@@ -112,7 +112,7 @@ class _Whole:
         return self._x[start:stop].copy()
 
 
-def _founded(kind: Kind, layout: UnitLayout, arrived: Payload) -> Hub:
+def _founded(kind: Kind, layout: UnitLayout) -> Hub:
     """A hub with as many nodes as it merges at a time, and a first anchor."""
     quantiser = None if kind.codec_down == "fp32" else codec(kind.codec_down)
     hub = Hub(kind.plan, quantiser)

@@ -1,0 +1,153 @@
+"""What does a hub cost? Bars: from a push to the next anchor >= 0.3 GB/s of fp32 per core; a push >= 60 % as
+fast as over a bare socket; 64 nodes on 2 cores: 99 % of control calls within 50 ms; memory <= 3x the fp32
+parameters + 150 MB.
+
+The merge is timed in this process by CPU time; the rest is real processes over the loopback interface: a hub
+as `aedit hub` starts it, with its journal on the disk, and nodes that do all a hub sees of a node.
+"""
+
+from dataclasses import asdict, dataclass, field
+
+from aedit.async_sgd.config import Codec
+from benchmarks.hub_crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
+from benchmarks.hub_merge import Kind, Speeds, speeds
+from benchmarks.hub_push import push_seconds
+from benchmarks.table import Bar, Report, main, median, percent
+
+WANTED_GB_S, WANTED_SHARE, WANTED_BEAT_S = 0.3, 0.6, 0.05
+CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "e3m0", "topk")
+KINDS = (
+    *(Kind(text=name, codec=name) for name in CODECS),
+    Kind(text="bf16, quorum of 4", codec="bf16", quorum=4),
+    Kind(text="e3m0 both ways", codec="e3m0", codec_down="e3m0"),
+)
+MEMORY_NODES = 4
+SETTINGS = {"async": ASYNC, f"quorum of {MEMORY_NODES}": QUORUM.format(nodes=MEMORY_NODES)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How large everything is."""
+
+    numel: int = 4_000_000
+    rounds: int = 9
+    push_bytes: int = 128 * MIB
+    repeats: int = 15
+    crowd: Size = field(
+        default_factory=lambda: Size(
+            nodes=64, processes=4, units=4, numel=100_000, interval_s=3.2, seconds=30.0
+        )
+    )
+    memory: Size = field(
+        default_factory=lambda: Size(
+            nodes=MEMORY_NODES, processes=1, units=12, numel=6_000_000, interval_s=0.5, seconds=20.0
+        )
+    )
+
+
+QUICK = Sizes(
+    numel=2**18,
+    rounds=2,
+    push_bytes=4 * MIB,
+    repeats=2,
+    crowd=Size(nodes=4, processes=2, units=2, numel=10_000, interval_s=0.5, seconds=2.0),
+    memory=Size(nodes=MEMORY_NODES, processes=1, units=2, numel=100_000, interval_s=0.2, seconds=1.0),
+)
+
+
+def measure(quick: bool) -> Report:
+    sizes = QUICK if quick else Sizes()
+    merges = {kind.text: speeds(kind, sizes.numel, sizes.rounds) for kind in KINDS}
+    grpc_s, tcp_s = push_seconds(sizes.push_bytes, sizes.repeats)
+    seen = crowd(sizes.crowd)
+    memories = {name: memory(sizes.memory, settings) for name, settings in SETTINGS.items()}
+    pushed = _push(sizes.push_bytes, grpc_s, tcp_s)
+    rows = (
+        *(_merge_row(name, found) for name, found in merges.items()),
+        pushed[0],
+        _crowd_row(sizes.crowd, seen),
+        *(_memory_row(name, found) for name, found in memories.items()),
+    )
+    bars = (
+        *(_merge_bar(name, found) for name, found in merges.items()),
+        pushed[1],
+        _crowd_bar(sizes.crowd, seen),
+        *(_memory_bar(name, found) for name, found in memories.items()),
+    )
+    return Report(
+        "hub",
+        (
+            f"Merge: GB/s of fp32 from push to anchor, {sizes.numel:,} parameters, by CPU time. Push:"
+            f" {sizes.push_bytes // MIB} MiB, median of {sizes.repeats} by turns.",
+            f"{sizes.crowd.nodes} nodes for {sizes.crowd.seconds:g} s; memory:"
+            f" {sizes.memory.units * sizes.memory.numel:,} parameters, {MEMORY_NODES} nodes that push bf16.",
+        ),
+        ("what", "measured", "in detail"),
+        rows,
+        tuple(Bar(bar.text, None) for bar in bars) if quick else bars,
+        {
+            "merges": {name: asdict(found) for name, found in merges.items()},
+            "push": {"grpc_s": grpc_s, "tcp_s": tcp_s},
+            "crowd": asdict(seen),
+            "memory": {name: asdict(found) for name, found in memories.items()},
+        },
+    )
+
+
+def _merge_row(name: str, found: Speeds) -> tuple[str, ...]:
+    parts = (
+        ("encode", found.encode_gb_s),
+        ("decode", found.decode_gb_s),
+        ("check", found.check_gb_s),
+        ("merge", found.merge_gb_s),
+    )
+    detail = ", ".join(f"{part} {speed:.2g}" for part, speed in parts)
+    return f"merge, {name}", f"{found.path_gb_s:.2f} GB/s", detail
+
+
+def _merge_bar(name: str, found: Speeds) -> Bar:
+    text = f"{name}: {found.path_gb_s:.2f} GB/s per core from push to anchor, bar {WANTED_GB_S}"
+    return Bar(text, found.path_gb_s >= WANTED_GB_S)
+
+
+def _push(num_bytes: int, grpc_s: list[float], tcp_s: list[float]) -> tuple[tuple[str, ...], Bar]:
+    share = median([bare / ours for ours, bare in zip(grpc_s, tcp_s, strict=True)])
+    grpc_gb_s, tcp_gb_s = (1e-9 * num_bytes / median(times) for times in (grpc_s, tcp_s))
+    row = ("push over gRPC", percent(share, 0), f"{grpc_gb_s:.2f} GB/s, bare socket {tcp_gb_s:.2f} GB/s")
+    text = f"a push is {percent(share, 0)} as fast as a bare socket, bar {percent(WANTED_SHARE, 0)}"
+    return row, Bar(text, share >= WANTED_SHARE)
+
+
+def _crowd_row(size: Size, seen: Crowd) -> tuple[str, ...]:
+    detail = (
+        f"median {1e3 * _quantile(seen, 0.5):.1f} ms, {len(seen.beat_s) / size.seconds:.0f} beats/s,"
+        f" {seen.merged / size.seconds:.0f} pushes/s, {seen.refused} refused, {seen.late} late"
+    )
+    return f"beat, {size.nodes} nodes, p99", f"{1e3 * _quantile(seen, 0.99):.1f} ms", detail
+
+
+def _crowd_bar(size: Size, seen: Crowd) -> Bar:
+    most_s = _quantile(seen, 0.99)
+    text = f"99 % of the control calls of {size.nodes} nodes within {1e3 * most_s:.1f} ms, bar 50 ms"
+    return Bar(text, most_s <= WANTED_BEAT_S)
+
+
+def _quantile(seen: Crowd, share: float) -> float:
+    return seen.beat_s[min(len(seen.beat_s) - 1, int(share * len(seen.beat_s)))]
+
+
+def _memory_row(name: str, found: Memory) -> tuple[str, ...]:
+    detail = (
+        f"{found.own / MIB:.0f} MiB without files, {found.idle / MIB:.0f} MiB idle, parameters"
+        f" {found.params / MIB:.0f} MiB"
+    )
+    return f"memory, {name}", f"{found.peak / MIB:.0f} MiB", detail
+
+
+def _memory_bar(name: str, found: Memory) -> Bar:
+    text = f"{name}: {found.peak / MIB:.0f} MiB at most, bar {found.allowed / MIB:.0f} MiB"
+    return Bar(text, found.peak <= found.allowed)
+
+
+if __name__ == "__main__":
+    main("hub", "Merge speed, push speed, response and memory of a hub.", measure)

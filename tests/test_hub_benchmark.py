@@ -1,0 +1,57 @@
+"""`benchmarks.hub` measures a real hub; what it feeds to the hub's functions is merged. No timing decides."""
+
+import importlib
+import sys
+
+import numpy as np
+from benchmarks import hub_merge, hub_push, table
+from benchmarks.hub_crowd import ASYNC, Size, crowd, memory
+
+from aedit.async_sgd.records import Merged
+from aedit.launch.hub.journal import Journal
+
+
+def printed(name, monkeypatch, capsys):
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(sys, "argv", [name, "--quick"])
+    table.main(name, "about", module.measure)
+    return capsys.readouterr().out
+
+
+def test_codecs_for_tensors_are_not_measured_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert printed("codecs_gpu", monkeypatch, capsys) == "codecs_gpu: needs a CUDA device: not run\n"
+
+
+def test_every_timed_round_takes_all_pushes_into_one_version(tmp_path):
+    kind = hub_merge.Kind(text="", codec="e3m0", quorum=4, codec_down="e3m0")
+    layout, journal = hub_merge._layout(20_000), Journal(tmp_path, 1, fsync=False)
+    pushes = list(hub_merge._gradients(20_000, 4))
+    arrived = [hub_merge._stored(journal, "e3m0", x) for x in pushes]
+    hub = hub_merge._founded(kind, layout)
+    merged = []
+    apply = hub.apply
+    hub.apply = lambda record, computed: (merged.append((record, computed)), apply(record, computed))
+    hub_merge._round(hub, kind, layout, arrived)
+    ((record, computed),) = [pair for pair in merged if isinstance(pair[0], Merged)]
+    assert [part.node for part in record.parts] == [0, 1, 2, 3]
+    assert not computed.ignored
+    mean = np.mean([payload.read(0, 20_000) for payload in arrived], axis=0)
+    assert abs(computed.norm / np.linalg.norm(mean) - 1) < 1e-3
+
+
+def test_pushes_and_bare_bytes_arrive_by_turns():
+    times = hub_push.push_seconds(3 * 2**20 + 17, 2)
+    assert [len(seconds) for seconds in times] == [2, 2]
+
+
+def test_a_real_hub_answers_a_small_crowd_and_its_memory_is_seen():
+    size = Size(nodes=3, processes=2, units=2, numel=10_000, interval_s=0.4, seconds=1.5)
+    seen = crowd(size)
+    assert seen.merged >= 2 * 3
+    assert seen.refused == 0
+    assert len(seen.beat_s) >= 3
+    found = memory(size, ASYNC)
+    assert found.params == 80_000
+    assert found.idle <= found.peak < 2**30
+    assert 0 < found.own <= found.peak
