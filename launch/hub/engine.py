@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from aedit.async_sgd.records import Merged
+from aedit.async_sgd.records import Merged, Mixed
 from aedit.launch.hub.journal import Broken, NoSpace
 from aedit.launch.hub.ledger import Ledger
 
@@ -106,7 +106,18 @@ class Engine:
         for record in due:
             self._pool.submit(self._merge, record)
 
-    def _merge(self, record: Merged) -> None:
+    def mix(self, unit: int, make: Callable[[], Mixed]) -> bool:
+        """Do what the parent hub has brought, at once. False if a merge of the unit is under way: come again.
+        make: the record, called under the lock."""
+        with self.ledger.lock:
+            if unit in self._merging or self._stopping.is_set():
+                return False
+            self._merging.add(unit)
+            record = make()
+        self._merge(record)
+        return True
+
+    def _merge(self, record: Merged | Mixed) -> None:
         ledger = self.ledger
         try:
             began = ledger.clock()

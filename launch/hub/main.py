@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import aedit
 from aedit.async_sgd.hub import Hub
@@ -31,6 +31,9 @@ from aedit.proto.membership import PROTOCOL
 from aedit.proto.server import Server, serve
 from aedit.proto.service import HubCore
 from aedit.types import UserError
+
+if TYPE_CHECKING:
+    from aedit.launch.hub.page import Page
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +83,6 @@ def _place(config: RunConfig, directory: Path, options: Options) -> Place:
     configured = config.hub.addresses
     if not configured:
         raise UserError("hub.address: must be HOST:PORT, or there is nothing to serve")
-    if config.hub.parent:
-        raise UserError("hub.parent: two levels of hubs are not to be had yet")
     if n != len(configured) and n > 1:
         raise UserError(f"--part: K/{n}, but hub.address names {len(configured)} hubs")
     if standby and not config.hub.standby:
@@ -127,6 +128,7 @@ class _Process:
         self._leading: Leading | None = None
         self._standby: Standby | None = None
         self._switch: Switch | None = None
+        self._page: Page | None = None
 
     def start(self) -> None:
         """Take up what the folder has, and serve."""
@@ -157,6 +159,8 @@ class _Process:
         """Take no more calls, and write everything down."""
         if self._server is not None:
             self._server.stop(_GRACE_S)
+        if self._page is not None:
+            self._page.close()
         if self._standby is not None:
             self._standby.stop()
         if self._leading is not None:
@@ -187,6 +191,12 @@ class _Process:
         leading.begin(term)
         folder.write(self._place.directory / "led", str(hub.state.term))
         self._leading = leading
+        if self._config.hub.metrics_port is not None:
+            # Only now: most hubs go without, and start sooner.
+            from aedit.launch.hub.page import Page
+
+            host = self._place.address.rpartition(":")[0].strip("[]")
+            self._page = Page(leading.overview, host, self._config.hub.metrics_port)
         self._serve(leading.driver)
         return leading
 

@@ -1,0 +1,197 @@
+"""A hub that is a node of another one (HALoS, arXiv:2506.04531): its seat at the parent.
+
+It has an agent in threads, as a trainer has one: what a region's hub sends up is a push like any other, and
+what comes back is mixed into its anchors. Nobody in the region waits for any of it.
+"""
+
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import aedit
+from aedit.async_sgd import upward
+from aedit.async_sgd.records import Layout, Vector
+from aedit.launch.hub.engine import Engine
+from aedit.launch.load import parse
+from aedit.launch.provenance import source_digest
+from aedit.proto.agent_link import AgentLink, AgentLost, start_agent
+from aedit.proto.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.hub_pb2 import HelloReply, HelloRequest
+from aedit.proto.link import Answer, Progress, Verdict
+from aedit.proto.membership import PROTOCOL
+from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.security import ClientKeys
+from aedit.types import UserError
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+AGAIN_S = 5.0
+"""Pause before a parent that could not be reached, or did not want us, is asked again."""
+JOIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """`Values` of an anchor that the parent has sent."""
+
+    values: Vector
+
+    def read(self, start: int, stop: int) -> Vector:
+        """Elements start..stop."""
+        return self.values[start:stop].copy()
+
+
+@dataclass(slots=True)
+class _Seat:
+    """One unit at the parent. `seq`: of its last push; `base`: the parent's version it is measured from."""
+
+    base: int
+    seq: int = 0
+    steps_sent: int = 0
+    """Of the region, up to the last push."""
+    waits: bool = False
+
+
+class Uplink:
+    """Tells the parent what the region has learned, and the region what the parent has."""
+
+    def __init__(self, engine: Engine, name: str, keys: ClientKeys, keys_directory: Path | None) -> None:
+        """name: of this hub among the parent's nodes, kept over restarts."""
+        self._engine, self._ledger, self._hub = engine, engine.ledger, engine.ledger.hub
+        self._config = self._hub.config
+        self._name, self._keys, self._directory = name, keys, keys_directory
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="uplink", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave the parent, which will find that out by itself."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(LOOK_S):
+            layout = self._complete_layout()
+            if layout is None:
+                continue
+            try:
+                self._sit(layout)
+            except (HubUnreachable, HubRefused, AgentLost, TimeoutError, UserError) as error:
+                log.warning("the parent hub: %s; asking again in %g s", error, AGAIN_S)
+                self._stopping.wait(AGAIN_S)
+            except BaseException as error:
+                self._engine.fail(error)
+                return
+
+    def _complete_layout(self) -> Layout | None:
+        """Once the region has an anchor of every unit."""
+        with self._ledger.lock:
+            state = self._hub.state
+            whole = bool(state.units) and all(unit.anchor is not None for unit in state.units.values())
+            return state.layout if whole else None
+
+    def _sit(self, layout: Layout) -> None:
+        """Be a node of the parent until something breaks or this hub ends."""
+        link = start_agent(self._plan(layout, self._greet()), ranks=1, mode="thread")
+        try:
+            own = self._anchors()
+            for anchor, mine in zip(link.anchors, own, strict=True):
+                anchor[:] = mine
+            seats = [_Seat(version) for version in link.join(JOIN_S)]
+            self._take_up(link, own)
+            while not self._stopping.wait(LOOK_S):
+                for unit, seat in enumerate(seats):
+                    self._look(link, unit, seat)
+                link.tell(Progress(steps=self._hub.state.total_steps))
+        finally:
+            link.stop()
+
+    def _greet(self) -> HelloReply:
+        client = HubClient(self._config.parent, self._keys, call_timeout_s=self._config.call_timeout_s)
+        try:
+            return client.hello(
+                HelloRequest(protocol=PROTOCOL, code=source_digest(), version=aedit.__version__)
+            )
+        finally:
+            client.close()
+
+    def _plan(self, layout: Layout, parent: HelloReply) -> AgentPlan:
+        theirs = parse(parent.config, f"the configuration of {self._config.parent}").hub
+        state = self._hub.state
+        return AgentPlan(
+            addresses=tuple(self._config.parent.split(",")),
+            standbys=(parent.standby,) if parent.standby else (),
+            name=self._name,
+            run=parent.run,
+            code=source_digest(),
+            version=aedit.__version__,
+            units=tuple(
+                UnitPlan(unit.name, tuple(TensorPlan(t.name, t.shape) for t in unit.tensors))
+                for unit in layout.units
+            ),
+            facts=tuple(state.facts),
+            num_samples=state.num_samples,
+            codec=theirs.codec,
+            codec_down=theirs.codec_down,
+            keys=str(self._directory or ""),
+            beat_s=theirs.beat_s,
+            expire_s=theirs.expire_s,
+            call_timeout_s=theirs.call_timeout_s,
+        )
+
+    def _anchors(self) -> list[Vector]:
+        with self._ledger.lock:
+            return [self._hub.anchor(unit)[1] for unit in sorted(self._hub.state.units)]
+
+    def _take_up(self, link: AgentLink, own: list[Vector]) -> None:
+        """Begin with what the parent has: a region that has done nothing yet takes it as it is, one that comes
+        back mixes it in. What was on its way when this hub ended counts as not sent."""
+        for unit, (anchor, mine) in enumerate(zip(link.anchors, own, strict=True)):
+            with self._ledger.lock:
+                state = self._hub.state.units[unit]
+                if state.sent is not None:
+                    self._ledger.commit([upward.withdraw(unit)])
+                share = 1.0 if state.version == 1 else None
+            if not np.array_equal(anchor, mine):
+                self._mix(unit, anchor, share)
+
+    def _look(self, link: AgentLink, unit: int, seat: _Seat) -> None:
+        if seat.waits:
+            answer = link.answer(unit, seat.seq)
+            if answer is not None:
+                self._land(link, unit, seat, answer)
+            return
+        with self._ledger.lock:
+            if unit not in upward.due(self._hub):
+                return
+            self._ledger.commit([upward.send(self._hub, unit)])
+            owed, steps = upward.owed(self._hub, unit), self._hub.state.total_steps
+        link.outbox[unit][:] = owed
+        seat.seq, seat.waits = seat.seq + 1, True
+        since, seat.steps_sent = max(1, steps - seat.steps_sent), steps
+        link.written(unit, seat.seq)
+        link.send(unit, seat.seq, base=seat.base, steps=since, tokens=0)
+
+    def _land(self, link: AgentLink, unit: int, seat: _Seat, answer: Answer) -> None:
+        if answer.verdict == Verdict.MERGED:
+            self._mix(unit, link.anchors[unit], None)
+        else:
+            with self._ledger.lock:
+                self._ledger.commit([upward.withdraw(unit)])
+            if answer.verdict == Verdict.DISTRUSTED:
+                self._mix(unit, link.anchors[unit], 1.0)
+        seat.base, seat.waits = answer.version, False
+
+    def _mix(self, unit: int, anchor: Vector, share: float | None) -> None:
+        values = InMemory(anchor.copy())
+        while not self._stopping.is_set():
+            if self._engine.mix(unit, lambda: upward.mix(self._hub, unit, values, share)):
+                return
+            self._stopping.wait(LOOK_S / 10)
