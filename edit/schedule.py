@@ -18,7 +18,8 @@ class Notes(Protocol):
 
 
 class RoundSchedule(Protocol):
-    """Asked once after every inner step of a local phase."""
+    """Asked once after every inner step of a local phase; not while a hub has not answered for the units that
+    the next round would move."""
 
     last_id: int
     last_step: int
