@@ -18,7 +18,6 @@ from aedit.proto.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.codecs import codec
 
 LIMIT_S = 30.0
-CODE = source_digest()
 
 RUN = """
 name = "run"
@@ -213,7 +212,7 @@ def until(true, what, limit_s=LIMIT_S):
 def hello(address):
     client = HubClient(address, call_timeout_s=5.0)
     try:
-        return client.hello(pb.HelloRequest(protocol=1, code=CODE, version="test"))
+        return client.hello(pb.HelloRequest(protocol=1, code=source_digest(), version="test"))
     finally:
         client.close()
 

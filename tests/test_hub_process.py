@@ -1,4 +1,4 @@
-"""The hub as a process: killed at any moment it comes back with the same bits; what does not fit is refused."""
+"""The hub as a process: killed at any moment it comes back with equal bits; what does not fit is refused."""
 
 import json
 import random
@@ -11,9 +11,10 @@ import urllib.request
 import grpc
 import numpy as np
 import pytest
-from hub_processes import CODE, Client, HubProcess, HubRefused, HubUnreachable, ending, until, write_run
+from hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, until, write_run
 
 from aedit.launch.hub.replay import anchors_of, pushes_of
+from aedit.launch.provenance import source_digest
 from aedit.proto import hub_pb2 as pb
 from aedit.proto.client import HubClient
 
@@ -152,7 +153,7 @@ def test_what_does_not_fit_is_refused_with_the_difference_named(tmp_path):
         Client(hub.address).found()
         stranger = HubClient(hub.address, call_timeout_s=5.0)
         for request, words in (
-            (pb.HelloRequest(protocol=2, code=CODE), "protocol 2"),
+            (pb.HelloRequest(protocol=2, code=source_digest()), "protocol 2"),
             (pb.HelloRequest(protocol=1, code="abc"), "code abc"),
         ):
             with pytest.raises(HubRefused, match=words) as refused:
@@ -227,7 +228,9 @@ def test_hubs_that_split_the_units_own_every_other_one(tmp_path):
     toml.write_text(toml.read_text().replace('"127.0.0.1:0"', '"127.0.0.1:0,127.0.0.1:0"'))
     hubs = [HubProcess(toml, tmp_path / f"hub_{k}", f"--part={k}/2") for k in (0, 1)]
     with ending():
-        addresses = list(HubClient(hubs[1].address).hello(pb.HelloRequest(protocol=1, code=CODE)).addresses)
+        addresses = list(
+            HubClient(hubs[1].address).hello(pb.HelloRequest(protocol=1, code=source_digest())).addresses
+        )
         assert addresses == [hub.address for hub in hubs]
         for k in (0, 1):
             node = Client(hubs[k].address)

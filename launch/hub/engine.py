@@ -2,10 +2,12 @@
 
 import logging
 import threading
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from aedit.async_sgd.records import Merged, Mixed
+from aedit.async_sgd import upward
+from aedit.async_sgd.records import Merged, Vector
 from aedit.launch.hub.journal import Broken, NoSpace
 from aedit.launch.hub.ledger import Ledger
 
@@ -106,18 +108,23 @@ class Engine:
         for record in due:
             self._pool.submit(self._merge, record)
 
-    def mix(self, unit: int, make: Callable[[], Mixed]) -> bool:
-        """Do what the parent hub has brought, at once. False if a merge of the unit is under way: come again.
-        make: the record, called under the lock."""
-        with self.ledger.lock:
+    def mix(self, unit: int, anchor: Vector, share: float | None) -> bool:
+        """Mix the parent hub's anchor in, at once. False if a merge of the unit is under way: come again.
+
+        All under the lock, as a new segment of the journal must not begin in between; it is rare and short.
+        """
+        ledger = self.ledger
+        data = memoryview(anchor).cast("B")
+        with ledger.lock:
             if unit in self._merging or self._stopping.is_set():
                 return False
-            self._merging.add(unit)
-            record = make()
-        self._merge(record)
+            payload = ledger.store_payload("fp32", len(anchor), zlib.crc32(data), data)
+            record = upward.mix(ledger.hub, unit, payload, share)
+            ledger.commit([record], ledger.hub.compute(record))
+        self.wake()
         return True
 
-    def _merge(self, record: Merged | Mixed) -> None:
+    def _merge(self, record: Merged) -> None:
         ledger = self.ledger
         try:
             began = ledger.clock()

@@ -1,7 +1,7 @@
 """A hub that leads, put together: ledger, engine, desk, driver, and what people see of it."""
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aedit.async_sgd.hub import Hub
 from aedit.async_sgd.records import Led
@@ -14,6 +14,9 @@ from aedit.launch.hub.journal import Journal
 from aedit.launch.hub.ledger import Ledger
 from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview, to_json
 from aedit.launch.hub.store import Store
+
+if TYPE_CHECKING:
+    from aedit.launch.hub.uplink import Uplink
 
 
 class Leading:
@@ -36,6 +39,7 @@ class Leading:
         has_other = bool(config.hub.standby)
         self.desk = Desk(self.ledger, self.engine, config.name, has_other=has_other)
         self.driver = Driver(self.desk, greeting, self._status)
+        self.uplink: Uplink | None = None
         self._stopping = threading.Event()
         self._lines = threading.Thread(target=self._write_lines, name="lines", daemon=True)
 
@@ -47,6 +51,11 @@ class Leading:
             self.ledger.durable(position)
         self.engine.start()
         self._lines.start()
+
+    def join_parent(self, uplink: "Uplink") -> None:
+        """Be a node of the hub above from now on."""
+        self.uplink = uplink
+        uplink.start()
 
     @property
     def over(self) -> bool:
@@ -60,6 +69,8 @@ class Leading:
     def stop(self) -> None:
         """Decide nothing more, and write it all into one file."""
         self._stopping.set()
+        if self.uplink is not None:
+            self.uplink.stop()
         self.engine.stop()
         if self._lines.is_alive():
             self._lines.join(timeout=5)

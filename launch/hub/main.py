@@ -189,6 +189,8 @@ class _Process:
     def _lead(self, hub: Hub, journal: Journal, term: int | None) -> Leading:
         leading = Leading(self._config, hub, journal, self._store, self._reports, self._greeting)
         leading.begin(term)
+        if self._config.hub.parent:
+            self._join_parent(leading)
         folder.write(self._place.directory / "led", str(hub.state.term))
         self._leading = leading
         if self._config.hub.metrics_port is not None:
@@ -199,6 +201,13 @@ class _Process:
             self._page = Page(leading.overview, host, self._config.hub.metrics_port)
         self._serve(leading.driver)
         return leading
+
+    def _join_parent(self, leading: Leading) -> None:
+        # Only now: the hub of a run without levels needs no agent.
+        from aedit.launch.hub.uplink import Uplink
+
+        name = f"hub of {self._config.name} at {self._place.listens_at}"
+        leading.join_parent(Uplink(leading.engine, name, self._place.client_keys(), self._place.keys))
 
     def _follow(self) -> None:
         mirror = Mirror(self._store, self._make)
@@ -235,7 +244,10 @@ class _Process:
         hello = pb.HelloRequest(protocol=PROTOCOL, code=self._greeting.code, version=aedit.__version__)
         try:
             return client.hello(hello).term
-        except (HubUnreachable, HubRefused) as error:
+        except HubRefused as error:
+            # It is there, and might lead: to lead beside it would split the run.
+            raise UserError(str(error)) from error
+        except HubUnreachable as error:
             log.warning("the other hub does not answer: %s", error)
             return 0
         finally:

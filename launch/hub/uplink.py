@@ -34,17 +34,6 @@ AGAIN_S = 5.0
 JOIN_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class InMemory:
-    """`Values` of an anchor that the parent has sent."""
-
-    values: Vector
-
-    def read(self, start: int, stop: int) -> Vector:
-        """Elements start..stop."""
-        return self.values[start:stop].copy()
-
-
 @dataclass(slots=True)
 class _Seat:
     """One unit at the parent. `seq`: of its last push; `base`: the parent's version it is measured from."""
@@ -136,7 +125,7 @@ class Uplink:
                 UnitPlan(unit.name, tuple(TensorPlan(t.name, t.shape) for t in unit.tensors))
                 for unit in layout.units
             ),
-            facts=tuple(state.facts),
+            facts=tuple(state.facts.items()),
             num_samples=state.num_samples,
             codec=theirs.codec,
             codec_down=theirs.codec_down,
@@ -190,8 +179,5 @@ class Uplink:
         seat.base, seat.waits = answer.version, False
 
     def _mix(self, unit: int, anchor: Vector, share: float | None) -> None:
-        values = InMemory(anchor.copy())
-        while not self._stopping.is_set():
-            if self._engine.mix(unit, lambda: upward.mix(self._hub, unit, values, share)):
-                return
+        while not self._stopping.is_set() and not self._engine.mix(unit, anchor, share):
             self._stopping.wait(LOOK_S / 10)
