@@ -223,8 +223,14 @@ class Hub:
             return 0
         if self.config.pace == "steps":
             return int(self.plan.every)
-        speeds = {i: speed for i in self.state.live if (speed := self._speed(i))}
-        return dylu(int(self.plan.every), self._speed(node), speeds)
+        return dylu(int(self.plan.every), self._speed(node), self._speeds())
+
+    def paces(self) -> dict[int, int]:
+        """`pace_steps` of every live member."""
+        if self.config.pace != "dylu":
+            return {node: self.pace_steps(node) for node in self.state.live}
+        speeds, every = self._speeds(), int(self.plan.every)
+        return {node: dylu(every, self._speed(node), speeds) for node in self.state.live}
 
     def anchor(self, index: int) -> tuple[int, Vector]:
         """What nodes hold of the newest version: (version, values). Not to be changed; (0, empty) before the
@@ -265,6 +271,9 @@ class Hub:
         report = self.clocks.reports.get(node)
         speed = report.steps_per_s if report else 0.0
         return speed if math.isfinite(speed) and speed > 0 else 0.0
+
+    def _speeds(self) -> dict[int, float]:
+        return {node: speed for node in self.state.live if (speed := self._speed(node))}
 
     def _must_be_live(self, node: int) -> Member:
         member = self.state.members[node]

@@ -69,6 +69,7 @@ def status(hub: Hub, now: float) -> dict[str, Any]:
     """All that the views show, fit for JSON (what is not known is None)."""
     state = hub.state
     layout = state.layout.units if state.layout else ()
+    paces = hub.paces()
     return {
         "term": state.term,
         "elapsed_s": hub.elapsed_s(now),
@@ -79,7 +80,10 @@ def status(hub: Hub, now: float) -> dict[str, Any]:
         "num_samples": state.num_samples,
         "leased_upto": state.pool.watermark,
         "returned_samples": sum(end - start for start, end in state.pool.returned),
-        "nodes": [_node_status(hub, member, now) for member in state.members],
+        "nodes": [
+            _node_status(hub, member, now) | {"pace_steps": paces.get(member.node, 0)}
+            for member in state.members
+        ],
         "units": [
             {
                 "unit": index,
@@ -94,7 +98,7 @@ def status(hub: Hub, now: float) -> dict[str, Any]:
     }
 
 
-def _node_status(hub: Hub, member: Member, now: float) -> dict[str, Any]:
+def _node_status(hub: Hub, member: Member, pace_steps: int, now: float) -> dict[str, Any]:
     report = hub.clocks.reports.get(member.node, Report(state=""))
     seen_s = hub.clocks.seen.get(member.node)
     leases = hub.state.pool.outstanding(member.node)
@@ -106,7 +110,7 @@ def _node_status(hub: Hub, member: Member, now: float) -> dict[str, Any]:
         "steps": report.steps,
         "tokens": report.tokens,
         "steps_per_s": report.steps_per_s,
-        "pace_steps": hub.pace_steps(member.node),
+        "pace_steps": pace_steps,
         "busy_s": report.busy_s,
         "wait_s": report.wait_s,
         "wire_s": report.wire_s,

@@ -8,7 +8,7 @@ from hub_machine import joiner, kinds, values, world
 
 from aedit.async_sgd.config import OuterConfig
 from aedit.async_sgd.joins import Denied
-from aedit.async_sgd.news import news, unit_news
+from aedit.async_sgd.news import news, status, unit_news
 from aedit.async_sgd.records import (
     Leased,
     Left,
@@ -172,6 +172,8 @@ def test_each_node_does_the_steps_it_can_while_the_fastest_does_all():
     assert [made.hub.pace_steps(node) for node in range(4)] == [128, 98, 49, 22]
     made.do(made.hub.leave(0))
     assert [made.hub.pace_steps(node) for node in range(1, 4)] == [128, 63, 28]
+    assert made.hub.paces() == {1: 128, 2: 63, 3: 28}
+    assert [node["pace_steps"] for node in status(made.hub, made.now)["nodes"]] == [0, 128, 63, 28]
 
 
 def test_a_node_that_claims_any_speed_cannot_stop_the_others():
