@@ -80,10 +80,7 @@ def status(hub: Hub, now: float) -> dict[str, Any]:
         "num_samples": state.num_samples,
         "leased_upto": state.pool.watermark,
         "returned_samples": sum(end - start for start, end in state.pool.returned),
-        "nodes": [
-            _node_status(hub, member, now) | {"pace_steps": paces.get(member.node, 0)}
-            for member in state.members
-        ],
+        "nodes": [_node_status(hub, member, paces.get(member.node, 0), now) for member in state.members],
         "units": [
             {
                 "unit": index,
