@@ -98,11 +98,13 @@ class Node:
 
     def walk(self) -> None:
         """Push and pull at a fixed pace until the time is over, then leave."""
-        end_s = time.monotonic() + self._crew.seconds
         due_s = time.monotonic()
+        end_s = due_s + self._crew.seconds
         while due_s < end_s:
             due_s += self._crew.every * self._step_s
-            self._seen.late += time.monotonic() > due_s + LATE_S
+            if time.monotonic() > due_s + LATE_S:
+                self._seen.late += 1
+                due_s = time.monotonic()
             time.sleep(max(0.0, due_s - time.monotonic()))
             self._exchange()
         self._over.set()
