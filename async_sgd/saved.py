@@ -48,13 +48,16 @@ def save(state: State) -> Saved:
     numbers["layout"] = _layout_out(state.layout)
     numbers["facts"] = dict(state.facts)
     numbers["members"] = [_member_out(member) for member in state.members]
-    numbers["lost"] = [[node, [list(block) for block in blocks]] for node, blocks in state.lost.items()]
+    numbers["lost"] = [
+        [node, [list(block) for block in blocks]] for node, blocks in sorted(state.lost.items())
+    ]
     numbers["pool"] = {
         "watermark": pool.watermark,
         "returned": [list(block) for block in pool.returned],
-        "leases": [
-            [n, start, *lease] for n, leases in pool.leases.items() for start, lease in leases.items()
-        ],
+        # In order: that of the hub's tables depends on how often it was restarted.
+        "leases": sorted(
+            [node, start, *lease] for node, leases in pool.leases.items() for start, lease in leases.items()
+        ),
     }
     return Saved(numbers, tuple(_unit_out(index, unit) for index, unit in state.units.items()))
 

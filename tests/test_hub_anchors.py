@@ -228,6 +228,15 @@ def test_replay_and_snapshot_give_the_same_bits(settings):
     assert picture(made.replayed(saved, since)) == picture(made.hub)
 
 
+def test_a_snapshot_says_the_same_whatever_was_leased_and_used_up_before():
+    made = world(2)
+    made.lease(0, 5), made.lease(1, 5)
+    made.do(made.hub.use(0, 0, 5))
+    saved, since = through_a_file(made.hub.saved()), len(made.journal)
+    made.lease(0, 5)
+    assert picture(made.replayed(saved, since)) == picture(made.hub)
+
+
 def test_after_a_restart_nobody_is_given_up_before_he_could_have_been_heard():
     made = world(2, expire_s=15)
     again = made.replayed()
@@ -259,6 +268,16 @@ def test_a_merge_may_be_computed_while_others_push():
     made.hub.apply(record, computed)
     assert (values(made) == -2.0).all()
     assert len(made.hub.state.units[0].pending) == 1
+
+
+def test_a_merge_that_took_long_to_compute_does_not_turn_back_the_clock():
+    made = world(1)
+    made.push(0, 1.0)
+    (record,) = [record for record in made.hub.tick(made.now) if isinstance(record, Merged)]
+    made.now += 5
+    made.do(record for record in made.hub.tick(made.now) if isinstance(record, Ticked))
+    made.do([record])
+    assert made.hub.state.elapsed_s == made.replayed().state.elapsed_s == 5.0
 
 
 def test_the_status_can_be_written_as_json():
