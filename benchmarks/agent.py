@@ -1,0 +1,244 @@
+"""What does a trainer notice of its node agent? A process of its own against threads inside the trainer.
+
+One trainer steps a small model on one thread. Before each block of steps it hands all units to an agent,
+which encodes them, pushes them to a real hub in a process of its own, pulls the new anchors and answers. Only
+steps that begin before the last answer count. Blocks with a process, with threads and with no agent at all
+take turns, so that a busy machine is equally busy for all, and the time in which the trainer waits for a
+processor is left out: what remains of a step is computing, and waiting for other threads.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import aedit
+from aedit.edit.units import SyncUnit, find_units
+from aedit.launch.provenance import source_digest
+from aedit.launch.samples import batch
+from aedit.proto.agent_link import AgentLink, start_agent
+from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
+from benchmarks.small_llama import corpus, inner_step, llama
+from benchmarks.table import Bar, Report, main, median, percent
+
+SEQ_LEN, BATCH_SIZE, LR = 64, 2, 1e-6
+STEPS_ALONE = 6
+"""In a block without an agent."""
+START_S = 60.0
+ANSWER_S = 60.0
+MODES = ("none", "process", "thread")
+RUN = """
+name = "agent"
+[train]
+steps = 1000000000
+[edit]
+every = 64
+landing = "arrival"
+[outer]
+kind = "average"
+lr = 1.0
+[hub]
+address = "127.0.0.1:0"
+quorum = 1
+codec = "{codec}"
+fsync = false
+[hub.screen]
+threshold = 1e9
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Seconds of each step, and until the last answer."""
+
+    steps_s: tuple[float, ...]
+    answered_s: float
+
+
+class Trainer:
+    """Steps one model and, between steps, hands its units to whichever link it is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._inner = torch.optim.AdamW(model.parameters(), lr=LR)
+        self._samples = corpus(SEQ_LEN).train
+        self.units: Sequence[SyncUnit] = find_units(model, "auto")
+        self._drawn = 0
+
+    def step(self) -> float:
+        """Seconds that it took."""
+        began_s = undisturbed_s()
+        indices = np.arange(self._drawn, self._drawn + BATCH_SIZE, dtype=np.int64) % len(self._samples)
+        self._drawn += BATCH_SIZE
+        inner_step(self._model, self._inner, batch(self._samples, indices))
+        return undisturbed_s() - began_s
+
+    def block(self, member: "Member | None") -> Block:
+        """Hand everything over, and step until everything has come back."""
+        began_s = time.perf_counter()
+        if member:
+            member.send(self.units)
+        steps_s: list[float] = []
+        while not member.is_answered() if member else len(steps_s) < STEPS_ALONE:
+            steps_s.append(self.step())
+            if time.perf_counter() - began_s > ANSWER_S:
+                raise TimeoutError(f"no answer from the hub within {ANSWER_S:g} s")
+        return Block(tuple(steps_s), time.perf_counter() - began_s)
+
+
+class Member:
+    """A node of the hub's run that sends pseudo-gradients of nearly nothing."""
+
+    def __init__(self, link: AgentLink, versions: Sequence[int]) -> None:
+        self.link, self._versions, self._seq = link, list(versions), 0
+
+    def send(self, units: Sequence[SyncUnit]) -> None:
+        self._seq += 1
+        for i, unit in enumerate(units):
+            value = unit.flat().numpy()
+            self.link.outbox[i][:] = value * 1e-3
+            self.link.written(i, self._seq)
+            self.link.send(i, self._seq, base=self._versions[i], steps=1, tokens=1)
+
+    def is_answered(self) -> bool:
+        answers = [self.link.answer(i, self._seq) for i in range(len(self._versions))]
+        self._versions = [a.version if a else v for a, v in zip(answers, self._versions, strict=True)]
+        return all(answers)
+
+
+def measure(quick: bool) -> Report | str:
+    torch.set_num_threads(1)
+    sizes = ((64, 2),) if quick else ((128, 4), (256, 4))
+    rounds = 3 if quick else 10
+    rows: list[tuple[str, ...]] = []
+    found: dict[str, dict[str, float]] = {}
+    for hidden_size, num_layers in sizes:
+        for codec in ("bf16", "e3m0"):
+            trainer = Trainer(llama(hidden_size, num_layers, SEQ_LEN))
+            params = sum(unit.numel for unit in trainer.units)
+            times = compare(trainer, codec, rounds)
+            name = f"{params / 1e6:.1f} M, {codec}"
+            found[name] = {mode: typical(blocks) for mode, blocks in times.items()}
+            rows.append(row(name, times))
+    return Report(
+        "What a trainer notices of its agent",
+        (
+            "Steps of a trainer (1 thread) while all units are pushed, merged and pulled, without its waits",
+            "for a processor: agent as a process, as threads of the trainer, none. Medians, taking turns.",
+        ),
+        ("model, codec", "step alone", "process", "", "threads", "", "answer: process", "threads"),
+        tuple(rows),
+        (_bar(found, quick),),
+        {"medians": found, "cpus": os.cpu_count()},
+    )
+
+
+def compare(trainer: Trainer, codec: str, rounds: int) -> dict[str, list[Block]]:
+    """Blocks by mode, taking turns."""
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as held:
+        address = held.enter_context(hub(Path(directory), codec))
+        members: dict[str, Member | None] = {"none": None}
+        for mode in ("process", "thread"):
+            plan = agent_plan(address, codec, trainer.units, mode)
+            link = start_agent(plan, ranks=1, mode="process" if mode == "process" else "thread")
+            held.callback(link.stop)
+            for unit, anchor in zip(trainer.units, link.anchors, strict=True):
+                anchor[:] = unit.flat().numpy()
+            members[mode] = Member(link, link.join(START_S))
+        times: dict[str, list[Block]] = {mode: [] for mode in MODES}
+        for mode in MODES:
+            trainer.block(members[mode])
+        for i in range(rounds):
+            for mode in MODES[i % 3 :] + MODES[: i % 3]:
+                times[mode].append(trainer.block(members[mode]))
+    return times
+
+
+def agent_plan(address: str, codec: str, units: Sequence[SyncUnit], name: str) -> AgentPlan:
+    return AgentPlan(
+        addresses=(address,),
+        name=name,
+        run="agent",
+        code=source_digest(),
+        version=aedit.__version__,
+        units=tuple(
+            UnitPlan(
+                u.name, tuple(TensorPlan(n, tuple(p.shape)) for n, p in zip(u.names, u.params, strict=True))
+            )
+            for u in units
+        ),
+        num_samples=1,
+        codec=codec,
+    )
+
+
+@contextmanager
+def hub(directory: Path, codec: str) -> Iterator[str]:
+    """`aedit hub`; its address."""
+    toml, place = directory / "run.toml", directory / "hub"
+    toml.write_text(RUN.format(codec=codec))
+    words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(toml), f"--directory={place}"]
+    with (directory / "hub.log").open("w+") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log)
+        try:
+            yield _address(process, place / "address", directory / "hub.log")
+        finally:
+            process.kill()
+            process.wait(10)
+
+
+def _address(process: "subprocess.Popen[bytes]", path: Path, log: Path) -> str:
+    deadline_s = time.monotonic() + START_S
+    while not path.exists():
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise RuntimeError(f"the hub did not start: {log.read_text()[-500:]}")
+        time.sleep(0.05)
+    return path.read_text()
+
+
+def undisturbed_s() -> float:
+    """A clock of this thread that stands still while it waits for a processor, where the kernel counts that;
+    elsewhere the wall clock."""
+    try:
+        waited_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except OSError:
+        waited_ns = 0
+    return time.perf_counter() - waited_ns * 1e-9
+
+
+def typical(blocks: Sequence[Block]) -> float:
+    """Median over all steps of all blocks, in seconds."""
+    return median([step_s for block in blocks for step_s in block.steps_s])
+
+
+def row(name: str, times: dict[str, list[Block]]) -> tuple[str, ...]:
+    alone_s = typical(times["none"])
+    cells = [name, f"{1e3 * alone_s:.1f} ms"]
+    for mode in ("process", "thread"):
+        step_s = typical(times[mode])
+        cells += [
+            f"{1e3 * step_s:.1f} ms",
+            f"{'+' if step_s >= alone_s else ''}{percent(step_s / alone_s - 1)}",
+        ]
+    cells += [f"{median([b.answered_s for b in times[mode]]):.2f} s" for mode in ("process", "thread")]
+    return tuple(cells)
+
+
+def _bar(found: dict[str, dict[str, float]], quick: bool) -> Bar:
+    better = [times["process"] <= times["thread"] for times in found.values()]
+    count = f"{sum(better)} of {len(better)}"
+    text = f"steps beside an agent process are no longer than beside its threads ({count})"
+    return Bar(text, None if quick else sum(better) > len(better) / 2)
+
+
+if __name__ == "__main__":
+    main("agent", "What does a trainer notice of its node agent?", measure)
