@@ -11,7 +11,7 @@ import urllib.request
 import grpc
 import numpy as np
 import pytest
-from hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, until, write_run
+from hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, until, write_run
 
 from aedit.launch.hub.replay import anchors_of, pushes_of
 from aedit.launch.provenance import source_digest
@@ -228,10 +228,7 @@ def test_hubs_that_split_the_units_own_every_other_one(tmp_path):
     toml.write_text(toml.read_text().replace('"127.0.0.1:0"', '"127.0.0.1:0,127.0.0.1:0"'))
     hubs = [HubProcess(toml, tmp_path / f"hub_{k}", f"--part={k}/2") for k in (0, 1)]
     with ending():
-        addresses = list(
-            HubClient(hubs[1].address).hello(pb.HelloRequest(protocol=1, code=source_digest())).addresses
-        )
-        assert addresses == [hub.address for hub in hubs]
+        assert list(hello(hubs[1].address).addresses) == [hub.address for hub in hubs]
         for k in (0, 1):
             node = Client(hubs[k].address)
             assert node.join().founder

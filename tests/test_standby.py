@@ -1,13 +1,22 @@
 """A standby has what its primary has, takes over when the nodes ask, and no run has two heads."""
 
 import time
+import zlib
 
 import grpc
 import numpy as np
 import pytest
 from hub_processes import Client, HubProcess, HubRefused, ending, hello, until, write_run
 
-from aedit.launch.hub.replay import anchors_of, pushes_of
+from aedit.async_sgd import records
+from aedit.launch.config import RunConfig
+from aedit.launch.hub.encoding import encode
+from aedit.launch.hub.frames import Damaged
+from aedit.launch.hub.journal import Journal
+from aedit.launch.hub.ledger import Ledger, StandbySeat
+from aedit.launch.hub.mirror import Mirror
+from aedit.launch.hub.replay import anchors_of, make_hub, pushes_of
+from aedit.launch.hub.store import Store, batches
 from aedit.proto import hub_pb2 as pb
 from aedit.proto.client import HubClient
 
@@ -183,3 +192,68 @@ def test_a_standby_that_comes_late_gets_a_snapshot_first(tmp_path):
             again, other = node.anchor(0)
             assert version == again
             assert np.array_equal(values, other)
+
+
+def test_whoever_waits_for_the_disk_waits_for_the_standby_until_it_is_given_up():
+    now = [0.0]
+
+    def clock():
+        now[0] += 0.3
+        return now[0]
+
+    seat, changes = StandbySeat(clock), []
+    seat.changed = changes.append
+    seat.wait((1, 100))  # there is none
+    assert changes == []
+    seat.heard((1, 100), (1, 100))
+    seat.wait((1, 100))
+    assert (changes, seat.attached) == ([True], True)
+    seat.wait((1, 101))
+    assert (changes, seat.attached) == ([True, False], False)
+    assert now[0] > 2.0
+    seat.heard((1, 200), (3, 100))  # it lags behind: nobody waits for it yet
+    assert not seat.attached
+
+
+def test_a_hub_waits_for_its_standby_before_it_acknowledges(tmp_path):
+    hub = make_hub(RunConfig(), (0, 1))
+    store = Store(tmp_path)
+    ledger = Ledger(hub, store.recover(hub), store, clock=iter(range(1000)).__next__)
+    position = ledger.commit([records.Led(1)])
+    ledger.standby.heard((1, 0), position)
+    ledger.durable(position)
+    assert not ledger.standby.attached, "nobody has waited for it"
+
+
+def test_a_standby_that_has_begun_nothing_yet_does_not_go_on_in_the_middle(tmp_path):
+    """Its own empty segment begins with another mark than the primary's."""
+    Store(tmp_path).recover(make_hub(RunConfig(), (0, 1)))
+    mirror = Mirror(Store(tmp_path), lambda: make_hub(RunConfig(), (0, 1)))
+    assert mirror.position == (1, 0)
+
+
+def test_a_mirror_has_what_was_decided_as_soon_as_it_is_whole(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    journal = Journal(tmp_path / "a", 1, fsync=True)
+    for term in (1, 2, 3):
+        journal.append(encode([records.Led(term)]))
+    data = journal.file.read(0, journal.position[1])
+    mirror = Mirror(Store(tmp_path / "b"), lambda: make_hub(RunConfig(), (0, 1)))
+    terms = []
+    for at in range(len(data)):
+        byte = data[at : at + 1]
+        mirror.take(pb.TailChunk(segment=1, offset=at, data=byte, crc=zlib.crc32(byte)))
+        while mirror.apply():
+            terms.append((at + 1, mirror.hub.state.term))
+    ends = [end for _, end in batches(journal.file)]
+    assert terms == list(zip(ends, (1, 2, 3), strict=True))
+    with pytest.raises(Damaged, match="goes on at"):
+        mirror.take(pb.TailChunk(segment=1, offset=len(data) + 1, data=b"x", crc=zlib.crc32(b"x")))
+    with pytest.raises(Damaged, match="on its way"):
+        mirror.take(pb.TailChunk(segment=1, offset=len(data), data=b"x", crc=7))
+    again = mirror.journal(fsync=True)
+    again.append(encode([records.Led(4)]))
+    hub = make_hub(RunConfig(), (0, 1))
+    Store(tmp_path / "b").recover(hub)
+    assert hub.state.term == 4

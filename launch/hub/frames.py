@@ -33,6 +33,10 @@ class Damaged(Exception):
     """What stands in a file is not what was written."""
 
 
+class Short(Damaged):
+    """There is less than was written, or than will have been."""
+
+
 class File:
     """An open file; stays readable after its name is gone, until nobody refers to it."""
 
@@ -133,11 +137,15 @@ def frame_header(mark: bytes, kind: int, length: int, crc: int, synced: int) -> 
 def frame_at(file: File, mark: bytes, offset: int) -> Frame:
     """The frame that begins at `offset`; its body is not looked at. Damaged if there is none, or no end."""
     header = file.read(offset, FRAME_BYTES)
-    if len(header) < FRAME_BYTES or zlib.crc32(header[:-4]) != struct.unpack("<I", header[-4:])[0]:
+    if len(header) < FRAME_BYTES:
+        raise Short(f"{file.path}: ends within the frame at byte {offset}")
+    if zlib.crc32(header[:-4]) != struct.unpack("<I", header[-4:])[0]:
         raise Damaged(f"{file.path}: damaged at byte {offset}")
     found, kind, crc, length, synced, _ = _FRAME.unpack(header)
-    if found != mark or offset + FRAME_BYTES + length > file.num_bytes:
-        raise Damaged(f"{file.path}: ends within the frame at byte {offset}")
+    if found != mark:
+        raise Damaged(f"{file.path}: another file's frame at byte {offset}")
+    if offset + FRAME_BYTES + length > file.num_bytes:
+        raise Short(f"{file.path}: ends within the frame at byte {offset}")
     return Frame(kind, crc, Stretch(file, offset + FRAME_BYTES, length), synced)
 
 

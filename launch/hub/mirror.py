@@ -10,7 +10,7 @@ from aedit.async_sgd.hub import Hub
 from aedit.async_sgd.saved import load, save
 from aedit.launch.hub import snapshot
 from aedit.launch.hub.encoding import decode
-from aedit.launch.hub.frames import FILE_BYTES, RECORDS, Damaged, File, frame_at, read_head
+from aedit.launch.hub.frames import FILE_BYTES, RECORDS, Damaged, File, Short, frame_at, read_head
 from aedit.launch.hub.journal import Journal, Position, segment_path, sync_directory
 from aedit.launch.hub.store import Store, locate, numbers, snapshot_path
 from aedit.proto import hub_pb2 as pb
@@ -35,6 +35,8 @@ class Mirror:
         self._applied: Position = journal.position
         self._reading: File = journal.file
         self._incoming: File | None = None
+        if journal.position[1] == FILE_BYTES:  # a segment that was begun here, and not there
+            self.forget()
 
     def forget(self) -> None:
         """Begin anew: what is in the folder is of another term."""
@@ -106,10 +108,11 @@ class Mirror:
         """Whether the next frame, or the segment's end, is there."""
         if self.position[0] > segment:
             return True
+        if self.position[1] < FILE_BYTES:
+            return False
         try:
-            mark, _ = read_head(self._reading)
-            frame_at(self._reading, mark, offset)
-        except Damaged:
+            frame_at(self._reading, read_head(self._reading)[0], offset)
+        except Short:
             return False
         return True
 

@@ -224,5 +224,11 @@ class Standby(_Refusing):
 
     def _apply(self) -> None:
         while not self._stopping.is_set():
-            if not self._mirror.apply():
+            try:
+                moved = self._mirror.apply()
+            except Damaged as error:
+                log.error("%s; beginning anew", error)
+                self._mirror.forget()
+                moved = False
+            if not moved:
                 self._stopping.wait(_LOOK_S)
