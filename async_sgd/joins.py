@@ -36,6 +36,8 @@ class Joiner:
     """HOST:PORT where it gives anchors to others."""
     session: int = 0
     """Of this very process, if it was a member before; else 0."""
+    prefers: int | None = None
+    """The index it would like to have, if it is new and nobody has that."""
 
 
 def joining(state: State, joiner: Joiner, config: HubConfig, elapsed_s: float) -> list[Record]:
@@ -48,7 +50,7 @@ def joining(state: State, joiner: Joiner, config: HubConfig, elapsed_s: float) -
         decided.append(_founded(joiner))
     else:
         _compare(state, joiner)
-    node = state.names.get(joiner.name, len(state.members))
+    node = state.names.get(joiner.name, _new_index(state, joiner.prefers, config))
     member = state.members[node] if node < len(state.members) else None
     if member and member.put_out:
         raise Denied("put out", f"{joiner.name} was put out: {member.gone}")
@@ -61,6 +63,15 @@ def joining(state: State, joiner: Joiner, config: HubConfig, elapsed_s: float) -
     if member and not member.live and same:
         decided += [Leased(node, start, end) for start, end in _still_free(state, node)]
     return decided
+
+
+def _new_index(state: State, prefers: int | None, config: HubConfig) -> int:
+    """Behind everybody, unless the node may have the one it prefers. An index that is left out meanwhile stays
+    free for whoever prefers it."""
+    if prefers is None or not 0 <= prefers < config.limits.nodes:
+        return len(state.members)
+    is_free = prefers >= len(state.members) or not state.members[prefers].name
+    return prefers if is_free else len(state.members)
 
 
 def _founded(joiner: Joiner) -> Founded:

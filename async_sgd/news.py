@@ -80,7 +80,11 @@ def status(hub: Hub, now: float) -> dict[str, Any]:
         "num_samples": state.num_samples,
         "leased_upto": state.pool.watermark,
         "returned_samples": sum(end - start for start, end in state.pool.returned),
-        "nodes": [_node_status(hub, member, paces.get(member.node, 0), now) for member in state.members],
+        "nodes": [
+            _node_status(hub, member, paces.get(member.node, 0), now)
+            for member in state.members
+            if member.name
+        ],
         "units": [
             {
                 "unit": index,

@@ -70,7 +70,7 @@ def load(saved: Saved, state: State) -> None:
     state.layout = _layout_in(numbers["layout"])
     state.facts = dict(numbers["facts"])
     state.members = [_member_in(member) for member in numbers["members"]]
-    state.names = {member.name: member.node for member in state.members}
+    state.names = {member.name: member.node for member in state.members if member.name}
     state.lost = {node: [(start, end) for start, end in blocks] for node, blocks in numbers["lost"]}
     state.pool = Pool(pool["watermark"], [(start, end) for start, end in pool["returned"]])
     for node, start, used, end in pool["leases"]:

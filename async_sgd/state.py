@@ -129,9 +129,10 @@ class State:
         self.units = {i: Unit() for i in range(mine, len(record.layout.units), of)}
 
     def _join(self, record: records.Joined) -> None:
-        if record.node == len(self.members):
-            self.members.append(Member(record.name, record.node))
-            self.names[record.name] = record.node
+        while len(self.members) <= record.node:  # an index in between is left out: a member without a name
+            self.members.append(Member("", len(self.members)))
+        self.members[record.node].name = record.name
+        self.names[record.name] = record.node
         self.members[record.node].join(record)
         self.sessions = record.session
         self.lost.pop(record.node, None)

@@ -285,3 +285,19 @@ def test_in_a_merge_of_four_the_one_that_points_away_weighs_nothing():
     assert (values(made) == -1.0).all()
     assert unit_news(made.hub, 2, 0).reason.startswith("away")
     assert status(made.hub, made.now)["nodes"][2]["refused"] == {"away": 1}
+
+
+def test_a_node_gets_the_index_it_prefers_if_nobody_has_it():
+    made = World(plan())
+
+    def join(name, prefers=None):
+        decided = made.do(made.hub.join(replace(joiner(name), prefers=prefers), made.now))
+        return next(record.node for record in decided if isinstance(record, Joined))
+
+    assert join("c", 2) == 2
+    assert join("x", 2) == 3, "somebody has it"
+    assert join("a", 0) == 0
+    assert join("b", 1) == 1
+    assert join("y") == 4
+    assert join("c", 0) == 2, "the same name, the same index"
+    assert [node["name"] for node in status(made.hub, made.now)["nodes"]] == ["a", "b", "c", "x", "y"]

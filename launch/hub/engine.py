@@ -114,7 +114,7 @@ class Engine:
         All under the lock, as a new segment of the journal must not begin in between; it is rare and short.
         """
         ledger = self.ledger
-        data = memoryview(anchor).cast("B")
+        data = anchor.data.cast("B")
         with ledger.lock:
             if unit in self._merging or self._stopping.is_set():
                 return False

@@ -90,11 +90,11 @@ class Uplink:
         """Be a node of the parent until something breaks or this hub ends."""
         link = start_agent(self._plan(layout, self._greet()), ranks=1, mode="thread")
         try:
-            own = self._anchors()
-            for anchor, mine in zip(link.anchors, own, strict=True):
+            known = self._known()
+            for anchor, mine in zip(link.anchors, known, strict=True):
                 anchor[:] = mine
             seats = [_Seat(version) for version in link.join(JOIN_S)]
-            self._take_up(link, own)
+            self._take_up(link, known)
             while not self._stopping.wait(LOOK_S):
                 for unit, seat in enumerate(seats):
                     self._look(link, unit, seat)
@@ -135,14 +135,17 @@ class Uplink:
             call_timeout_s=theirs.call_timeout_s,
         )
 
-    def _anchors(self) -> list[Vector]:
+    def _known(self) -> list[Vector]:
+        """What the parent knows of the region, or will when this hub founds it: the rest is owed."""
         with self._ledger.lock:
-            return [self._hub.anchor(unit)[1] for unit in sorted(self._hub.state.units)]
+            units = self._hub.state.units
+            found = [units[unit].up for unit in sorted(units)]
+        return [up for up in found if up is not None]
 
-    def _take_up(self, link: AgentLink, own: list[Vector]) -> None:
-        """Begin with what the parent has: a region that has done nothing yet takes it as it is, one that comes
-        back mixes it in. What was on its way when this hub ended counts as not sent."""
-        for unit, (anchor, mine) in enumerate(zip(link.anchors, own, strict=True)):
+    def _take_up(self, link: AgentLink, known: list[Vector]) -> None:
+        """Begin with what the parent has: a region that has done nothing yet takes it as it is, one that
+        comes back mixes it in. What was on its way when this hub ended counts as not sent."""
+        for unit, (anchor, mine) in enumerate(zip(link.anchors, known, strict=True)):
             with self._ledger.lock:
                 state = self._hub.state.units[unit]
                 if state.sent is not None:

@@ -1,0 +1,84 @@
+"""Two levels of hubs as real processes: what one region learns reaches the other one."""
+
+import time
+
+import pytest
+
+from aedit.launch.hub.replay import anchors_of
+from benchmarks.field import Field
+from benchmarks.paced_node import PacedNode
+
+LIMIT_S = 60
+NODE = PacedNode(hub="", name="", ledger="", units=2, numel=64, step_s=0.005, every=2)
+
+
+@pytest.fixture
+def field(tmp_path):
+    """Fields that end with the test."""
+    made = []
+
+    def make(name, more="", **changes):
+        directory = tmp_path / name
+        directory.mkdir()
+        made.append(Field(directory, NODE, more=more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.__exit__()
+
+
+def until(true, what):
+    deadline = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for {what}"
+        time.sleep(0.1)
+
+
+def region(field, name, parent):
+    one = field(name, more=f'parent = "{parent.plan.hub}"\nparent_every = 8\nparent_mix = 0.5')
+    one.start_hub()
+    return one
+
+
+def versions(one):
+    status = one.status()
+    return [unit["version"] for unit in status["units"]] if status else []
+
+
+def pushes(one):
+    """Accepted so far, of each node, from the least on; [] if there are not two yet."""
+    found = sorted(node["accepted"] for node in (one.status() or {"nodes": []})["nodes"])
+    return found if len(found) == 2 else []
+
+
+def test_what_one_region_learns_reaches_the_other(field):
+    parent = field("parent")
+    parent.start_hub()
+    first, second = region(field, "first", parent), region(field, "second", parent)
+    first.start_node("one-0", prefers=3)
+    second.start_node("two-0", prefers=5)
+    until(lambda: pushes(parent) >= [6, 6], "six pushes of both regions at the parent")
+    assert set(first.end_nodes().values()) == set(second.end_nodes().values()) == {0}
+    for one in (first, second, parent):
+        one.end_hub()
+    of_first, of_second = anchors_of(first.directory / "hub"), anchors_of(second.directory / "hub")
+    for unit in range(NODE.units):
+        assert of_first[unit][5] > 0, "the first region knows of the second one's steps"
+        assert of_second[unit][3] > 0
+        assert of_first[unit][3] > of_second[unit][3], "and of its own ones more"
+
+
+def test_a_region_outlives_its_parent(field):
+    parent = field("parent")
+    parent.start_hub()
+    one = region(field, "one", parent)
+    one.start_node("one-0")
+    until(lambda: min(versions(parent), default=0) >= 2, "the region to be heard")
+    parent.kill_hub()
+    before = min(versions(one))
+    until(lambda: min(versions(one)) >= before + 30, "the region to go on alone")
+    parent.start_hub()
+    known = min(versions(parent))
+    until(lambda: min(versions(parent)) >= known + 2, "the region to be heard again")
+    assert one.nodes["one-0"].poll() is None
