@@ -311,6 +311,7 @@ class Hub:
     def _is_due(self, index: int, unit: Unit, awaited: set[int], now: float) -> bool:
         if unit.anchor is None:
             return True
+        awaited = {node for node in awaited if not self.state.members[node].is_refused(index)}
         came_s: dict[int, float] = {}
         for node, seq in unit.pending:
             at = self.clocks.came_s.setdefault((index, node, seq), now)

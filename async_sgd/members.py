@@ -104,6 +104,11 @@ class Member:
             self.offences += 1
             self.offended = seq
 
+    def is_refused(self, unit: int) -> bool:
+        """Whether its last push of the unit was not accepted: others need not wait for the next one."""
+        last = self.told.get(unit, Told())
+        return last.verdict in ("refused", "distrusted") and last.seq == self.received.get(unit)
+
     def tell(self, unit: int, told: Told) -> None:
         if told.seq > self.told.get(unit, Told()).seq:
             self.told[unit] = told

@@ -1,0 +1,146 @@
+"""What can one bad node of eight do to the others?
+
+It sends something else than what it has learned, from its first push on. Bars: whatever is malformed or
+crude is refused or bounded, the final loss stays within 1 % of the clean run's, and of the honest nodes'
+pushes at most 1 % are refused.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from aedit.async_sgd.config import HubConfig, OuterConfig, StalenessConfig
+from aedit.async_sgd.records import Layout, Push
+from benchmarks.attacks import Attack, attacks
+from benchmarks.hub_in_process import layout_of
+from benchmarks.run_hub import Method, Outcome, Setting, train_apart, warm_up
+from benchmarks.small_llama import llama
+from benchmarks.table import Bar, Report, main, percent
+
+BAD_NODE = 3
+CLEAN = "none"
+NODES = 8
+FULL = Setting(step_s=tuple(1 + 0.01 * n for n in range(NODES)), steps=128, warmup_steps=64)
+QUICK = replace(FULL, steps=4, warmup_steps=1, every=2, held_out=16)
+CLOSE, HONEST_REFUSED = 0.01, 0.01
+
+METHODS = {
+    "quorum": Method(
+        hub=HubConfig(quorum="all", pace="steps", weights="penalty"),
+        outer=OuterConfig(kind="nesterov", lr=0.7, momentum=0.5),
+    ),
+    "async": Method(
+        hub=HubConfig(weights="uniform", pace="dylu", staleness=StalenessConfig(rule="constant")),
+        outer=OuterConfig(kind="delayed-nesterov", lr=1.5, momentum=0.3, delay=NODES),
+    ),
+}
+
+Results = dict[tuple[str, str], Outcome]
+
+
+def measure(quick: bool) -> Report:
+    results = run_all(QUICK if quick else FULL, quick)
+    return Report(
+        "one bad node of eight",
+        (
+            f"Llama of {FULL.hidden_size} x {FULL.num_layers}, bytes of the stdlib, {FULL.steps} local steps"
+            f" per node, a push every {FULL.every}; node {BAD_NODE} attacks from its first push on.",
+            "quorum: all are merged together; async: every arrival alone. Shares of the bad node's pushes,"
+            " and of the others'.",
+        ),
+        (
+            "attack",
+            *(f"{m}: {c}" for m in METHODS for c in ("to clean", "refused", "no weight", "honest refused")),
+        ),
+        tuple(_row(name, results) for name in (CLEAN, *attacks())),
+        tuple(bar for method in METHODS for bar in _bars(method, results, quick)),
+        {f"{method}/{name}": asdict(outcome) for (method, name), outcome in results.items()},
+    )
+
+
+def run_all(setting: Setting, quick: bool) -> Results:
+    """Every attack on every method."""
+    names = (CLEAN, "nan", "1000 times") if quick else (CLEAN, *attacks())
+    jobs = [(method, name) for method in METHODS for name in names]
+    start = warm_up(setting)
+    workers = min(len(jobs), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        done = pool.map(partial(attacked, setting, start), *zip(*jobs, strict=True))
+        outcomes = list(track(done, f"{len(jobs)} runs", len(jobs), console=Console(stderr=True)))
+    return dict(zip(jobs, outcomes, strict=True))
+
+
+def attacked(setting: Setting, start: bytes, method: str, name: str) -> Outcome:
+    """One run."""
+    how = METHODS[method]
+    if name == CLEAN:
+        return train_apart(setting, start, how)
+    layout = layout_of(llama(setting.hidden_size, setting.num_layers, setting.seq_len))
+    tamper = partial(_tampered, attacks()[name], layout)
+    return train_apart(setting, start, replace(how, tamper={BAD_NODE: tamper}))
+
+
+def _tampered(attack: Attack, layout: Layout, push: Push) -> Push:
+    return attack(push, layout.units[push.unit])
+
+
+def harm(results: Results, method: str, name: str) -> float:
+    """By how much the run ends above the clean one, as a share."""
+    return results[method, name].loss / results[method, CLEAN].loss - 1
+
+
+def shares(outcome: Outcome, bad: bool) -> tuple[float, float]:
+    """Of the pushes of the bad node, or of the others: how many were refused, and how many had no weight."""
+
+    def count(nodes: Sequence[int]) -> int:
+        return sum((node == BAD_NODE) == bad for node in nodes)
+
+    tally = outcome.tally
+    refused = count([node for node, _ in tally.refused])
+    pushes = max(1, count(tally.accepted) + refused)
+    return refused / pushes, count(tally.away) / pushes
+
+
+def _row(name: str, results: Results) -> tuple[str, ...]:
+    cells = [name]
+    for method in METHODS:
+        if (method, name) not in results:
+            return (name, *[""] * 4 * len(METHODS))
+        outcome = results[method, name]
+        refused, away = shares(outcome, bad=True)
+        honest = sum(shares(outcome, bad=False))
+        cells += [
+            f"{100 * harm(results, method, name):+.2f} %",
+            percent(refused, 0),
+            percent(away, 0),
+            percent(honest),
+        ]
+    return tuple(cells)
+
+
+def _bars(method: str, results: Results, quick: bool) -> tuple[Bar, ...]:
+    names = [name for m, name in results if m == method and name != CLEAN]
+    worst = max(names, key=lambda name: harm(results, method, name))
+    off = harm(results, method, worst)
+    honest = max(sum(shares(results[method, name], bad=False)) for name in (CLEAN, *names))
+    return (
+        Bar(
+            f"{method}: worst is {worst!r}, {100 * off:+.2f} % to clean, bar {100 * CLOSE:+.0f} %",
+            None if quick else off <= CLOSE,
+        ),
+        Bar(
+            f"{method}: honest pushes that did not count {percent(honest)}, bar {percent(HONEST_REFUSED, 0)}",
+            None if quick else honest <= HONEST_REFUSED,
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main("poison", "What one bad node of eight does to the final loss.", measure)
