@@ -1,6 +1,7 @@
 """Agents and a real hub that is killed at any moment: what was pushed is in the anchors, once."""
 
 import threading
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from agents import node, order, plan, until
@@ -66,32 +67,60 @@ def train(link, seed, merged, reached):
     link.leave(30)
 
 
-def test_a_hub_that_is_killed_again_and_again_has_every_push_once(tmp_path):
-    hub = start_hub(tmp_path)
-    address, first = hub.address, [np.zeros(22, np.float32), np.ones(5000, np.float32)]
-    made = [member(address, name) for name in "ab"]
-    with node(made[0], mode="process", start=first) as one, node(made[1], start=first) as two:
-        merged = [[np.zeros_like(v) for v in first] for _ in range(2)]
-        reached = [0, 0]
-        threads = [
-            threading.Thread(target=train, args=(link, i, merged[i], reached))
-            for i, link in enumerate((one, two))
-        ]
-        for thread in threads:
-            thread.start()
-        for kill in range(KILLS):
-            until(lambda k=kill: reached[0] > 3 * k, "the rounds before the kill", deadline_s=60)
-            hub.kill()
-            hub = start_hub(tmp_path)
-            assert hub.address == address
-        with ending(hub):
-            for thread in threads:
-                thread.join(90)
-            assert not any(thread.is_alive() for thread in threads)
-            with node(member(address, "c"), start=[0, 0]) as third:
-                third.join(30)
-                for unit in (0, 1):
-                    wanted = first[unit] - merged[0][unit] - merged[1][unit]
-                    assert np.array_equal(third.anchors[unit], wanted)
+def check(address, first, merged):
+    """What a new node gets is what the run began with, less everything that was merged."""
+    with node(member(address, "c"), start=[0, 0]) as third:
+        third.join(30)
+        for unit, wanted in enumerate(first):
+            assert np.array_equal(third.anchors[unit], wanted - merged[0][unit] - merged[1][unit])
     assert merged[0][0].any()
     assert merged[1][1].any()
+
+
+@contextmanager
+def training(links, first):
+    """Two nodes at work. Yields what of theirs was merged, and their rounds so far; waits for them."""
+    merged, reached = [[np.zeros_like(v) for v in first] for _ in links], [0, 0]
+    threads = [
+        threading.Thread(target=train, args=(link, i, merged[i], reached)) for i, link in enumerate(links)
+    ]
+    for thread in threads:
+        thread.start()
+    yield merged, reached
+    for thread in threads:
+        thread.join(90)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def after(reached, rounds):
+    until(lambda: reached[0] > rounds, "the rounds before the kill", deadline_s=60)
+
+
+def test_a_hub_that_is_killed_again_and_again_has_every_push_once(tmp_path):
+    first = [np.zeros(22, np.float32), np.ones(5000, np.float32)]
+    with ending(), ExitStack() as held:
+        hub = start_hub(tmp_path)
+        address = hub.address
+        one = held.enter_context(node(member(address, "a"), mode="process", start=first))
+        two = held.enter_context(node(member(address, "b"), start=first))
+        with training((one, two), first) as (merged, reached):
+            for kill in range(KILLS):
+                after(reached, 3 * kill)
+                hub.kill()
+                hub = start_hub(tmp_path)
+                assert hub.address == address
+        check(address, first, merged)
+
+
+def test_nodes_whose_hub_is_gone_for_good_go_on_at_its_standby(tmp_path):
+    first = [np.zeros(22, np.float32), np.ones(5000, np.float32)]
+    with ending(), ExitStack() as held:
+        hub = start_hub(tmp_path, standby="127.0.0.1:0")
+        standby = HubProcess(tmp_path / "run.toml", tmp_path / "standby", "--standby")
+        plans = [member(hub.address, name, standbys=(standby.address,)) for name in "ab"]
+        one = held.enter_context(node(plans[0], mode="process", start=first))
+        two = held.enter_context(node(plans[1], start=first))
+        with training((one, two), first) as (merged, reached):
+            after(reached, 3)
+            hub.kill()
+        check(standby.address, first, merged)
