@@ -220,10 +220,12 @@ def test_the_network_is_gone_after_use_also_after_an_error():
 
 
 @pytest.mark.net
+@pytest.mark.timeout(300)
 def test_the_bandwidth_benchmark_runs_or_says_why_not(run):
     text = run("bandwidth", "--quick")
     rows = printed_rows(text)
-    assert [row[1] for row in rows] == ["ddp", "edit", "streaming"] or "not run" in text
+    hub = ["hub e3m0"] * 2  # over a switch and over a long wire
+    assert [row[1] for row in rows] == ["ddp", "edit", "streaming", *hub] or "not run" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
