@@ -75,7 +75,7 @@ def merged(old: Anchor, pushes: Sequence[tuple[Push, Part]], layout: UnitLayout,
     scale = 1.0 if rule.clip is None else min(1.0, rule.clip / max(length, 1e-30))
     if scale < 1.0:
         mean *= np.float32(scale)
-    new = np.empty_like(old.values)
+    new = mean  # each slice in the place of the mean that it is made of: one array less
     state = old.outer.with_arrays(*(np.empty_like(array) for array in old.outer.arrays))
     count = old.outer.count
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
