@@ -217,4 +217,22 @@ def hello(address):
         client.close()
 
 
-__all__ = ["Client", "HubProcess", "HubRefused", "HubUnreachable", "ending", "hello", "until", "write_run"]
+def status(address):
+    client = HubClient(address, call_timeout_s=5.0)
+    try:
+        return json.loads(client.status(pb.StatusRequest()).json)
+    finally:
+        client.close()
+
+
+__all__ = [
+    "Client",
+    "HubProcess",
+    "HubRefused",
+    "HubUnreachable",
+    "ending",
+    "hello",
+    "status",
+    "until",
+    "write_run",
+]

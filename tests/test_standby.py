@@ -6,7 +6,7 @@ import zlib
 import grpc
 import numpy as np
 import pytest
-from hub_processes import Client, HubProcess, HubRefused, ending, hello, until, write_run
+from hub_processes import Client, HubProcess, HubRefused, ending, hello, status, until, write_run
 
 from aedit.async_sgd import records
 from aedit.launch.config import RunConfig
@@ -45,6 +45,7 @@ def test_a_standby_takes_over_with_the_same_bits_and_the_old_hub_does_not_lead_a
             node.merged(0)
             other.merged(1)
         before = [node.anchor(unit) for unit in range(2)]
+        assert status(standby.address)["follows"] == primary.address
         primary.kill()
 
         assert not node.vote(standby.address).leads  # one of two is not more than half
@@ -58,6 +59,7 @@ def test_a_standby_takes_over_with_the_same_bits_and_the_old_hub_does_not_lead_a
             assert v == w
             assert np.array_equal(values, again)
         node.merged(0)
+        assert node.beat().elapsed_s < 120  # of the run, not of the machine
 
         old = HubProcess(toml, tmp_path / "run" / "hub")
         assert old.process.wait(20) == 2

@@ -92,8 +92,7 @@ class Journal:
         try:
             file.write(stretch.offset, data)
         except OSError as error:
-            # Others have written behind it: it stays as a hole to which nothing refers.
-            raise self._judged(error) from error
+            raise self._given_up(stretch, error) from error
         finally:
             with self._lock:
                 self._filling.discard(start)
@@ -169,6 +168,16 @@ class Journal:
         except OSError as worse:
             return self._judged(worse)
         return self._judged(error)
+
+    def _given_up(self, stretch: Stretch, error: OSError) -> Exception:
+        """A payload could not be written. Behind it others may have: then it stays, as a hole that nothing
+        refers to."""
+        with self._lock:
+            start, end = stretch.offset - FRAME_BYTES, stretch.offset + stretch.length
+            if stretch.file is not self.file or self._ends.written != end:
+                return self._judged(error)
+            self._ends.written = start
+            return self._not_written(start, error)
 
     def _judged(self, error: OSError) -> Exception:
         if error.errno in _FULL:

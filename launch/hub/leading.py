@@ -31,7 +31,7 @@ class Leading:
         reports: Reports,
         greeting: Greeting,
     ) -> None:
-        reports.start(hub.state.elapsed_s)
+        reports.start(hub.state.elapsed_s, {node: name for name, node in hub.state.names.items()})
         self._reports, self._config = reports, config
         self.ledger = Ledger(hub, journal, store, reports.told)
         self.ledger.standby.changed = self._standby_changed

@@ -6,7 +6,7 @@ import threading
 import zlib
 from collections.abc import Callable
 
-from aedit.async_sgd.hub import Hub
+from aedit.async_sgd.hub import Clocks, Hub
 from aedit.async_sgd.saved import load, save
 from aedit.launch.hub import snapshot
 from aedit.launch.hub.encoding import decode
@@ -102,6 +102,7 @@ class Mirror:
             segment, offset = self._applied
             os.ftruncate(self._file.fd, offset)
             os.fsync(self._file.fd)
+            self.hub.clocks = Clocks()  # the time while it followed is not the run's
             return Journal(self._directory, segment, fsync=fsync)
 
     def _is_whole(self, segment: int, offset: int) -> bool:

@@ -47,9 +47,10 @@ class Reports:
         self._num_lines = 0
         self._names: dict[int, str] = {}
 
-    def start(self, elapsed_s: float) -> None:
-        """Go on at this age of the run."""
+    def start(self, elapsed_s: float, names: Mapping[int, str]) -> None:
+        """Go on at this age of the run, with these nodes."""
         self._clock.start(elapsed_s)
+        self._names |= names
 
     def event(self, event: str, **values: Any) -> None:
         """Something that a person may want to know of."""

@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -108,7 +109,7 @@ class Standby(_Refusing):
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         with self._mirror.lock:
-            now = news.status(self._mirror.hub, 0.0)
+            now = news.status(self._mirror.hub, time.monotonic())
         segment, offset = self._mirror.position
         following = {"follows": self._place.other, "segment": segment, "offset": offset}
         return pb.StatusReply(json=to_json(now | following | self._reports.newest(request.metrics_after)))
