@@ -73,14 +73,14 @@ def make_keys(directory: Path, hosts: Sequence[str], nodes: Sequence[str] = (), 
 
 def _check_names(hosts: Sequence[str], nodes: Sequence[str]) -> None:
     if not hosts:
-        raise UserError("--hosts: name the host names or addresses by which nodes reach the hub")
+        raise UserError("--host: name the host names or addresses by which nodes reach the hub")
     for host in hosts:
         if not _is_address(host) and not all(map(_NAME.fullmatch, host.split("."))):
-            raise UserError(f"--hosts: {host!r} is neither a host name nor an IP address (without port)")
+            raise UserError(f"--host: {host!r} is neither a host name nor an IP address (without port)")
     for name in nodes:
         if not _NAME.fullmatch(name) or name in (HUB, ANY_NODE, CA, CA_KEY, TOKEN):
             raise UserError(
-                f"--nodes: {name!r} cannot be a folder of its own: use other letters, digits, '.', '_', '-'"
+                f"--node: {name!r} cannot be a folder of its own: use other letters, digits, '.', '_', '-'"
             )
 
 

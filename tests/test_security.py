@@ -410,14 +410,14 @@ def test_it_says_what_to_copy_where_and_until_when_it_is_valid(tmp_path):
 
 @pytest.mark.parametrize("name", ["..", "a/b", "hub", "nodes", "token", "ca.key", "", "-x", "a b"])
 def test_a_name_that_cannot_be_a_folder_of_its_own_is_refused(tmp_path, name):
-    with pytest.raises(UserError, match="--nodes"):
+    with pytest.raises(UserError, match="--node"):
         make_keys(tmp_path / "keys", ["127.0.0.1"], [name])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("hosts", [[], ["a:70"], ["a b"], [""], ["a..b"], ["http://a"]])
 def test_hosts_must_be_names_or_addresses(tmp_path, hosts):
-    with pytest.raises(UserError, match="--hosts"):
+    with pytest.raises(UserError, match="--host"):
         make_keys(tmp_path / "keys", hosts)
     assert list(tmp_path.iterdir()) == []
 
