@@ -98,14 +98,14 @@ class AgentLink:
             self._wait(lambda: self._state() == State.GONE, timeout_s, "to leave: pushes have no answer yet")
         finally:
             self._end(max(STOP_S, deadline_s - time.monotonic()) if self._box.state() == State.GONE else 0.0)
-            mailbox.remove(self._box)
+            mailbox.release(self._box)
 
     def stop(self) -> None:
         """End the agent at once, without a goodbye: the hub finds out by itself."""
         if self._ringer:
             self._ringer.close()
         self._end(STOP_S)
-        mailbox.remove(self._box)
+        mailbox.release(self._box)
 
     def _first(self) -> Ringer:
         assert self._ringer, "only the first rank of a node speaks to its agent"

@@ -306,6 +306,14 @@ def remove(box: Mailbox) -> None:
             os.unlink(box.path)
 
 
+def release(box: Mailbox) -> None:
+    """Nobody else is to attach any more: give the descriptor back. The memory stays as long as it is used."""
+    remove(box)
+    if box.fd >= 0:
+        os.close(box.fd)
+        box.fd = -1
+
+
 def _anonymous() -> tuple[int, str]:
     assert sys.platform == "linux"
     fd = os.memfd_create("aedit-mailbox", os.MFD_CLOEXEC)

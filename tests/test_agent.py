@@ -1,8 +1,10 @@
 """A node's agent takes pushes up and anchors down, and counts each push once, whatever happens to the hub."""
 
+import gc
 import math
 
 import numpy as np
+import psutil
 import pytest
 from agents import SHAPES, MemoryHub, exchange, node, order, plan, until
 
@@ -328,6 +330,20 @@ def test_leaving_without_a_hub_ends_at_the_deadline(hub):
             link.leave(0.3)
         with pytest.raises(AgentLost):
             until(lambda: link.answer(0, 1), "the end")
+
+
+def test_nodes_that_have_left_leave_no_descriptors_behind(hub):
+    def visit(name):
+        with node(plan([address(hub)], name=name)) as link:
+            link.join(10)
+            link.leave(10)
+
+    visit("first")
+    before = psutil.Process().num_fds()
+    for i in range(5):
+        visit(f"n{i}")
+    gc.collect()
+    assert psutil.Process().num_fds() - before < 5
 
 
 def test_leaving_pushes_what_is_under_way_first(hub):

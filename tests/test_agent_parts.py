@@ -111,6 +111,8 @@ def test_a_mailbox_in_a_file_is_removed_once(tmp_path, monkeypatch):
     mailbox.remove(box)
     mailbox.remove(box)
     assert not path.exists()
+    mailbox.release(box)
+    mailbox.release(box)
     box.anchors[0][:] = 3
     assert other.anchors[0].tolist() == [3.0] * 5
 
