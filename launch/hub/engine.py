@@ -26,7 +26,7 @@ class Engine:
     """Threads that drive a ledger, from `start` to `stop`. After `over` is set, `failure` says why: empty if
     the run has ended well."""
 
-    def __init__(self, ledger: Ledger, event: Event, *, snapshot_bytes: int, mergers: int = 2) -> None:
+    def __init__(self, ledger: Ledger, event: Event, *, snapshot_bytes: int, mergers: int = 1) -> None:
         self.ledger, self._event, self._snapshot_bytes = ledger, event, snapshot_bytes
         self.over = threading.Event()
         self.failure = ""

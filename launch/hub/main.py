@@ -15,6 +15,7 @@ from aedit.launch.hub import folder
 from aedit.launch.hub.greeting import Greeting
 from aedit.launch.hub.journal import Broken, Journal, NoSpace
 from aedit.launch.hub.leading import Leading
+from aedit.launch.hub.memory import give_back_what_is_freed
 from aedit.launch.hub.mirror import Mirror
 from aedit.launch.hub.place import Place
 from aedit.launch.hub.replay import make_hub
@@ -64,6 +65,7 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
     something is in the way that a person must mend, also if another hub leads this run by now.
     """
     logging.basicConfig(format="aedit hub: %(message)s", level=logging.WARNING)
+    give_back_what_is_freed()
     stop = _Stop()
     with folder.held(directory):
         place = _place(config, directory, options)

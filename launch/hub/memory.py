@@ -1,0 +1,20 @@
+"""Arrays that are no longer needed go back to the system."""
+
+import ctypes
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGE_BYTES = 2 * 2**20
+_KEPT_BYTES = 4 * 2**20
+
+
+def give_back_what_is_freed() -> None:
+    """Let every large array have pages of its own, which are given back with it.
+
+    Left alone, glibc keeps freed arrays of up to 32 MiB, in an arena per thread: measured, a hub with 184 MiB
+    of parameters took 180 MiB more. Small buffers, such as chunks of pushes, stay with glibc, to be used
+    again. Does nothing where another C library is at work.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
