@@ -55,7 +55,7 @@ def run(
         with _start(config, placement, attempt, program, membership) as child:
             watcher = Watcher(child)
             with watcher.listening():
-                _watch(watch, run_dir, placement.nodes, watcher.alive)
+                _watch(watch, run_dir, 0 if membership else placement.nodes, watcher.alive)
             output = child.output()
             code = child.exit_code()
             failed = child.failed() if isinstance(child, Cluster) else None

@@ -1,7 +1,7 @@
 """The progress a person watches while `aedit run` runs."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -24,7 +24,7 @@ def watch(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show `nodes` nodes at work until `child_alive()` is False: a panel on a terminal, else lines.
+    """Show `nodes` nodes at work, or those there are if that is 0, until `child_alive()` is False: a panel on a terminal, else lines.
 
     The panel is drawn every second, a line is printed every ten. Returns within about a fifth of a second
     of the child's end. Files that are not there yet, or never come, are no error.
@@ -46,16 +46,20 @@ class _View:
 
     def __init__(self, run_dir: Path, num_nodes: int) -> None:
         self._follower = RunFollower(run_dir)
-        self._shown = range(num_nodes)
+        self._num_nodes = num_nodes
         self._starts_before = {node.index: len(node.starts) for node in self._follower.poll().nodes}
 
     def __rich__(self) -> RenderableType:
         run = self._follower.poll()
-        return panel(run, self._shown, self._starting(run))
+        return panel(run, self._shown(run), self._starting(run))
 
     def line(self) -> str:
         run = self._follower.poll()
-        return line(run, self._shown, self._starting(run))
+        return line(run, self._shown(run), self._starting(run))
+
+    def _shown(self, run: Run) -> Sequence[int]:
+        """A node of a hub gets its number late, and it may be any."""
+        return range(self._num_nodes) if self._num_nodes else [node.index for node in run.nodes]
 
     def _starting(self, run: Run) -> Collection[int]:
         """Nodes whose files are all from before we began to watch: the run is being resumed."""
