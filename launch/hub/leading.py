@@ -74,6 +74,7 @@ class Leading:
         self.engine.stop()
         if self._lines.is_alive():
             self._lines.join(timeout=5)
+        self._reports.line(metrics(self.overview()))  # the last one: what a report says of the run
         if not self.failure and not self.desk.replaced.is_set():
             self._reports.event("snapshot", bytes=self.ledger.snapshot())
         self._reports.event("stop", reason=self.failure)

@@ -23,6 +23,7 @@ _OF_NODES = [
     "steps",
     "steps_per_s",
     "pace_steps",
+    "busy_s",
     "wait_s",
     "wire_s",
     "bytes_up",
@@ -116,6 +117,7 @@ def metrics(overview: Mapping[str, Any]) -> dict[str, Any]:
     units = overview["units"]
     return {
         "term": overview["term"],
+        "elapsed_s": round(overview["elapsed_s"], 3),
         "progress": overview["progress"],
         "steps": overview["total_steps"],
         "tokens": overview["total_tokens"],
