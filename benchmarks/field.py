@@ -91,14 +91,16 @@ class Field:
     # -- the hub
 
     def start_hub(self) -> float:
-        """Start it, and wait until it answers; the seconds that took."""
+        """Start it, and wait until it serves, which it says in its folder; the seconds that took."""
         words = ["-m", "aedit.launch.cli", "hub", str(self.toml), f"--directory={self.directory}/hub"]
-        self.hub = self._popen(0, [*words, "--insecure"])
+        told = self.directory / "hub" / "address"
+        told.unlink(missing_ok=True)
         began = time.monotonic()
-        while self.status() is None:
+        self.hub = self._popen(0, [*words, "--insecure"])
+        while not told.exists():
             assert self.hub.poll() is None, f"the hub ended with exit code {self.hub.returncode}"
-            assert time.monotonic() < began + 60, "the hub did not answer within 60 s"
-            time.sleep(0.02)
+            assert time.monotonic() < began + 60, "the hub did not serve within 60 s"
+            time.sleep(0.01)
         return time.monotonic() - began
 
     def kill_hub(self) -> None:
@@ -110,7 +112,7 @@ class Field:
         """As a person would; it writes its snapshot."""
         assert self.hub is not None
         self.hub.terminate()
-        self.hub.wait(30)
+        assert self.hub.wait(30) == 0, f"the hub ended with exit code {self.hub.returncode}"
 
     def status(self) -> dict[str, Any] | None:
         """What the hub says of itself; None if it does not answer within a second."""
@@ -138,7 +140,15 @@ class Field:
         if not self.ledger(name).exists():
             return []
         texts = self.ledger(name).read_text().splitlines()
-        return [json.loads(text) for text in texts if text.endswith("}")]
+        return [json.loads(text) for text in texts if text.startswith("{") and text.endswith("}")]
+
+    def latest(self, name: str) -> dict[str, Any]:
+        """The last line of a node's ledger, without reading the others; {} if there is none."""
+        with self.ledger(name).open("rb") as file:
+            file.seek(max(0, self.ledger(name).stat().st_size - 512))
+            texts = file.read().decode().splitlines()
+        found: dict[str, Any] = json.loads(texts[-1]) if texts and texts[-1].endswith("}") else {}
+        return found
 
     def kill_node(self, name: str) -> None:
         self.nodes[name].kill()

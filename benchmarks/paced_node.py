@@ -1,9 +1,10 @@
 """A node without a model: steps that last a fixed time, and numbers that can be checked to the last one.
 
-Every step adds 1 to the node's own element of every unit. Over a hub that averages with rate 1 and merges
-every arrival, that element of the anchor is therefore the number of steps of this node that have been merged:
-a push that were lost, counted twice or applied in half would show. No torch, so that it starts in half a
-second and sixty-four of them fit on two cores.
+Every step adds 1 to the node's own elements of every unit: each 64th one, so that all parts of a push have
+some. Over a hub that averages with rate 1 and merges every arrival, each of those elements of the anchor is
+therefore the number of steps of this node that have been merged: a push that were lost, counted twice or
+applied in half would show. No torch, so that it starts in half a second and sixty-four of them fit on two
+cores.
 
     python -m benchmarks.paced_node '{"hub": "127.0.0.1:7000", "name": "a", ...}'     fields of PacedNode
 
@@ -25,6 +26,9 @@ from aedit.proto.agent_link import start_agent
 from aedit.proto.link import Answer, Link, Progress, Verdict
 from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
 
+STRIDE = 64
+"""Nodes that have elements of their own, and elements from one of a node's to its next."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PacedNode:
@@ -40,6 +44,10 @@ class PacedNode:
     step_s: float = 0.02
     every: int = 10
     """Steps between two pushes."""
+    large_numel: int = 0
+    """Elements of unit 0, if it is larger than the others."""
+    large_every: int = 0
+    """Steps between two pushes of unit 0; 0: as of the others."""
     max_steps_ahead: int = 100_000
     samples_per_step: int = 4
     num_samples: int = 1_000_000
@@ -49,6 +57,16 @@ class PacedNode:
     max_steps: int = 10**9
     prefers: int | None = None
     mode: str = "thread"
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements of each unit."""
+        return [self.large_numel or self.numel, *[self.numel] * (self.units - 1)]
+
+    @property
+    def intervals(self) -> list[int]:
+        """Steps between two pushes of each unit."""
+        return [self.large_every or self.every, *[self.every] * (self.units - 1)]
 
 
 @dataclass(slots=True)
@@ -72,8 +90,8 @@ class Walker:
         """The longest step: how much a fault elsewhere has held this node up."""
         self.ending = False
         self.units = [Unit(version) for version in link.join(60.0)]
-        self.own = link.node % plan.numel
-        note("joined", node=link.node, merged=[float(anchor[self.own]) for anchor in link.anchors])
+        self.own = slice(link.node % STRIDE, None, STRIDE)
+        note("joined", node=link.node)
 
     def walk(self) -> None:
         """Until the hub says that it is enough, or a signal; then push what is owed."""
@@ -84,7 +102,7 @@ class Walker:
                 self.steps += 1
                 for unit in self.units:
                     unit.steps += 1
-            self._exchange(self.plan.every)
+            self._exchange(self.plan.intervals)
             self._tell()
             time.sleep(max(0.0, deadline - time.monotonic()))
             self.longest_s = max(self.longest_s, time.monotonic() - ended_at)
@@ -96,7 +114,7 @@ class Walker:
         while any(unit.sent or unit.steps for unit in self.units):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.plan.name}: the hub did not answer within {timeout_s:g} s")
-            self._exchange(1)
+            self._exchange([1] * self.plan.units)
             time.sleep(0.01)
         self._tell()
         self.link.leave(timeout_s)
@@ -105,11 +123,11 @@ class Walker:
     def _may_go_on(self) -> bool:
         return max(unit.steps for unit in self.units) < self.plan.max_steps_ahead
 
-    def _exchange(self, every: int) -> None:
+    def _exchange(self, intervals: list[int]) -> None:
         for i, unit in enumerate(self.units):
             if unit.sent:
                 self._land(i, unit, self.link.answer(i, unit.seq))
-            elif unit.steps >= every:
+            elif unit.steps >= intervals[i]:
                 self._send(i, unit)
 
     def _send(self, i: int, unit: Unit) -> None:
@@ -126,8 +144,7 @@ class Walker:
         if answer is None:
             return
         lost = answer.verdict == Verdict.REFUSED
-        merged = float(self.link.anchors[i][self.own])
-        facts = {"version": answer.version, "verdict": answer.verdict.name, "merged": merged}
+        facts = {"version": answer.version, "verdict": answer.verdict.name}
         self.note("answered", unit=i, seq=unit.seq, steps=unit.sent, **facts)
         unit.version = answer.version
         unit.steps -= 0 if lost else unit.sent
@@ -156,14 +173,13 @@ class Ledger:
 
 def agent_plan(plan: PacedNode) -> AgentPlan:
     """What its agent is told: the same run for everybody."""
-    tensors = (TensorPlan("weight", (plan.numel,)),)
     return AgentPlan(
         addresses=tuple(plan.hub.split(",")),
         standbys=tuple(plan.standby.split(",")) if plan.standby else (),
         name=plan.name,
         run=plan.run,
         code=source_digest(),
-        units=tuple(UnitPlan(f"unit{i}", tensors) for i in range(plan.units)),
+        units=tuple(UnitPlan(f"unit{i}", (TensorPlan("weight", (n,)),)) for i, n in enumerate(plan.numels)),
         num_samples=plan.num_samples,
         samples_per_step=plan.samples_per_step,
         steps_ahead=plan.max_steps_ahead if plan.max_steps_ahead < 100_000 else 256,
