@@ -38,8 +38,8 @@ pace = "steps"
 weights = "uniform"
 codec = "fp32"
 beat_s = 0.25
-expire_s = 5.0
-lease_samples = 2048
+expire_s = {expire_s}
+lease_samples = {lease_samples}
 {more}
 [hub.staleness]
 rule = "constant"
@@ -73,7 +73,13 @@ class Field:
         address = f"{self.places[0].address}:7000" if self.places else f"127.0.0.1:{free_port()}"
         self.plan = replace(plan, hub=address)
         self.toml = directory / "run.toml"
-        self.toml.write_text(TOML.format(directory=directory, every=plan.every, address=address, more=more))
+        settings = {
+            "every": plan.every,
+            "expire_s": plan.expire_s,
+            "lease_samples": plan.lease_samples,
+            "more": more,
+        }
+        self.toml.write_text(TOML.format(directory=directory, address=address, **settings))
         self.hub: subprocess.Popen[bytes] | None = None
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.log = (directory / "output.log").open("ab")
@@ -156,6 +162,11 @@ class Field:
 
     def signal_node(self, name: str, number: signal.Signals) -> None:
         self.nodes[name].send_signal(number)
+
+    def end_node(self, name: str, timeout_s: float = 60.0) -> int:
+        """Ask one to push what it owes and leave; its exit code."""
+        self.nodes[name].terminate()
+        return self.nodes[name].wait(timeout_s)
 
     def end_nodes(self, timeout_s: float = 60.0) -> dict[str, int]:
         """Ask all to push what they owe and leave; their exit codes."""

@@ -87,6 +87,10 @@ class HubInProcess:
         self._apply(self.hub.offer(push, self.now_s))
         self.tick()
 
+    def leave(self, node: int) -> None:
+        """It has pushed what it owed."""
+        self._apply(self.hub.leave(node))
+
     def tick(self) -> None:
         """Everything that is due now."""
         while records := self.hub.tick(self.now_s):
@@ -117,20 +121,22 @@ class DirectLink:
         self.anchors: Sequence[Vector] = [np.zeros(n, np.float32) for n in numels]
         self.outbox: Sequence[Vector] = [np.zeros(n, np.float32) for n in numels]
         self.bytes_sent = 0
+        self._before: dict[int, int] = {}
+        """By unit: pushes that this node's name has made before, in founding or in an earlier attempt."""
 
     def join(self, timeout_s: float) -> tuple[int, ...]:
         if not self.hub.hub.state.is_founded:
             for unit in range(len(self.anchors)):
                 self._push(unit, 1, self.anchors[unit], {"base": 0, "steps": 0, "tokens": 0})
+        self._before = dict(self.hub.hub.state.members[self.node].received)
         return tuple(self._pull(unit) for unit in range(len(self.anchors)))
 
     def written(self, unit: int, seq: int) -> None:
         pass
 
     def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int) -> None:
-        self._push(
-            unit, seq + self._founded, self.outbox[unit], {"base": base, "steps": steps, "tokens": tokens}
-        )
+        facts = {"base": base, "steps": steps, "tokens": tokens}
+        self._push(unit, seq + self._before.get(unit, 0), self.outbox[unit], facts)
 
     def _push(self, unit: int, seq: int, values: Vector, facts: dict[str, int]) -> None:
         layout = self.hub.layout.units[unit]
@@ -139,11 +145,6 @@ class DirectLink:
         if self.is_member:
             self.hub.offer(self._tamper(push) if self._tamper and facts["base"] else push)
 
-    @property
-    def _founded(self) -> int:
-        """The founder's first push of a unit was its anchor."""
-        return int(self.hub.hub.state.founder == self.node)
-
     def _pull(self, unit: int) -> int:
         version, values = self.hub.hub.anchor(unit)
         self.anchors[unit][:] = values
@@ -151,7 +152,7 @@ class DirectLink:
 
     def answer(self, unit: int, seq: int) -> Answer | None:
         told = self.hub.hub.state.members[self.node].told.get(unit)
-        if told is None or told.seq != seq + self._founded or told.verdict == "none":
+        if told is None or told.seq != seq + self._before.get(unit, 0) or told.verdict == "none":
             return None
         return Answer(seq, self._pull(unit), _VERDICTS[told.verdict])
 
@@ -180,4 +181,4 @@ class DirectLink:
         return {}
 
     def leave(self, timeout_s: float) -> None:
-        pass
+        self.hub.leave(self.node)

@@ -8,7 +8,7 @@ cores.
 
     python -m benchmarks.paced_node '{"hub": "127.0.0.1:7000", "name": "a", ...}'     fields of PacedNode
 
-Writes one JSON line per event to its ledger: joined, sent, answered, left.
+Writes one JSON line per event to its ledger: joined, sent, answered, late, left.
 """
 
 import json
@@ -26,6 +26,8 @@ from aedit.proto.agent_link import start_agent
 from aedit.proto.link import Answer, Link, Progress, Verdict
 from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
 
+LATE_S = 0.1
+"""A step that takes so much longer than it should is put on record."""
 STRIDE = 64
 """Nodes that have elements of their own, and elements from one of a node's to its next."""
 
@@ -57,6 +59,11 @@ class PacedNode:
     max_steps: int = 10**9
     prefers: int | None = None
     mode: str = "thread"
+    lease_samples: int = 2048
+    draws: bool = False
+    """Go on only with samples that the hub has leased, as a node with data does."""
+    donor: str = ""
+    """HOST:PORT where it gives anchors to others; empty: it does not."""
 
     @property
     def numels(self) -> list[int]:
@@ -88,6 +95,7 @@ class Walker:
         self.steps = 0
         self.longest_s = 0.0
         """The longest step: how much a fault elsewhere has held this node up."""
+        self.leased = 0
         self.ending = False
         self.units = [Unit(version) for version in link.join(60.0)]
         self.own = slice(link.node % STRIDE, None, STRIDE)
@@ -105,7 +113,10 @@ class Walker:
             self._exchange(self.plan.intervals)
             self._tell()
             time.sleep(max(0.0, deadline - time.monotonic()))
-            self.longest_s = max(self.longest_s, time.monotonic() - ended_at)
+            took_s = time.monotonic() - ended_at
+            self.longest_s = max(self.longest_s, took_s)
+            if took_s > self.plan.step_s + LATE_S:
+                self.note("late", by_s=took_s - self.plan.step_s)
             ended_at = time.monotonic()
 
     def leave(self, timeout_s: float) -> None:
@@ -121,7 +132,14 @@ class Walker:
         self.note("left", steps=self.steps, longest_s=self.longest_s)
 
     def _may_go_on(self) -> bool:
-        return max(unit.steps for unit in self.units) < self.plan.max_steps_ahead
+        has_data = not self.plan.draws or self._leased() >= (self.steps + 1) * self.plan.samples_per_step
+        return has_data and max(unit.steps for unit in self.units) < self.plan.max_steps_ahead
+
+    def _leased(self) -> int:
+        """Samples so far. Asked again only when they are used up."""
+        if self.leased < (self.steps + 1) * self.plan.samples_per_step:
+            self.leased = sum(end - start for start, end in self.link.leases())
+        return self.leased
 
     def _exchange(self, intervals: list[int]) -> None:
         for i, unit in enumerate(self.units):
@@ -183,7 +201,9 @@ def agent_plan(plan: PacedNode) -> AgentPlan:
         num_samples=plan.num_samples,
         samples_per_step=plan.samples_per_step,
         steps_ahead=plan.max_steps_ahead if plan.max_steps_ahead < 100_000 else 256,
+        lease_samples=plan.lease_samples,
         codec=plan.codec,
+        donor=plan.donor,
         beat_s=plan.beat_s,
         expire_s=plan.expire_s,
         prefers=plan.prefers,

@@ -103,7 +103,8 @@ def warm_up(setting: Setting) -> bytes:
     return buffer.getvalue()
 
 
-def _start(setting: Setting, start: bytes) -> tuple[nn.Module, torch.optim.Optimizer]:
+def start_model(setting: Setting, start: bytes) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and its optimizer as `warm_up` has left them."""
     saved: dict[str, Any] = torch.load(io.BytesIO(start), weights_only=True)
     model = llama(setting.hidden_size, setting.num_layers, setting.seq_len, setting.seed)
     model.load_state_dict(saved["model"])
@@ -117,7 +118,7 @@ def _start(setting: Setting, start: bytes) -> tuple[nn.Module, torch.optim.Optim
 
 def train_together(setting: Setting, start: bytes, outer: Nesterov) -> Outcome:
     """DiLoCo (arXiv:2311.08105, algorithm 1), written down straight: the yardstick."""
-    nodes = [_start(setting, start) for _ in range(setting.nodes)]
+    nodes = [start_model(setting, start) for _ in range(setting.nodes)]
     shards = [setting.shard(node) for node in range(setting.nodes)]
     anchor = _flat(nodes[0][0])
     state = outer.init(anchor)
@@ -151,7 +152,7 @@ def _adopt(model: nn.Module, flat: torch.Tensor) -> None:
 
 
 @dataclass(slots=True)
-class _Node:
+class Node:
     """One node. `next_s`: when its step under way ends."""
 
     sync: LayerSync
@@ -182,13 +183,19 @@ def train_apart(setting: Setting, start: bytes, method: Method) -> Outcome:
     nodes = [node for node in nodes if node.link.is_member]
     _finish(hub, nodes)
     model = copy.deepcopy(nodes[0].sync.model)
-    _adopt_anchors(model, hub, nodes[0].sync)
+    adopt_anchors(model, hub, nodes[0].sync)
     loss = held_out_loss(model, setting.seq_len, setting.held_out)
     return Outcome(loss, now_s, max(node.sync.schedule.last_id for node in nodes), hub.tally)
 
 
-def _set_up(setting: Setting, start: bytes, method: Method) -> tuple[HubInProcess, list[_Node]]:
-    models = [_start(setting, start) for _ in range(setting.nodes)]
+def _set_up(setting: Setting, start: bytes, method: Method) -> tuple[HubInProcess, list[Node]]:
+    models = [start_model(setting, start) for _ in range(setting.nodes)]
+    hub = make_hub(setting, method, models[0][0])
+    return hub, [make_node(hub, setting, method, index, pair) for index, pair in enumerate(models)]
+
+
+def make_hub(setting: Setting, method: Method, model: nn.Module) -> HubInProcess:
+    """A hub for nodes that train `model`."""
     plan = HubPlan(
         hub=method.hub,
         outer=method.outer,
@@ -197,21 +204,30 @@ def _set_up(setting: Setting, start: bytes, method: Method) -> tuple[HubInProces
         steps=setting.steps,
     )
     quantiser = None if plan.hub.codec_down == "fp32" else codec(plan.hub.codec_down)
-    hub = HubInProcess(Hub(plan, quantiser), layout_of(models[0][0]))
-    nodes = []
-    for index, (model, inner) in enumerate(models):
-        link = DirectLink(hub, f"node {index}", method.tamper.get(index))
-        exchange = HubExchange(
-            link, tokens_per_step=setting.batch_size * setting.seq_len, penalty=method.penalty
-        )
-        config = EditConfig(every=plan.every, landing="arrival", schedule="seconds")
-        schedule = make_pace(method.hub, config, link.news)
-        if isinstance(schedule, HubPace):
-            schedule = HubPace(plan.every, link.news, clock=lambda: hub.now_s)
-        sync = LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=config)
-        shard, step_s = setting.shard(index), setting.step_s[index]
-        nodes.append(_Node(sync, link, shard, step_s, step_s))
-    return hub, nodes
+    return HubInProcess(Hub(plan, quantiser), layout_of(model))
+
+
+def make_node(
+    hub: HubInProcess,
+    setting: Setting,
+    method: Method,
+    index: int,
+    trained: tuple[nn.Module, torch.optim.Optimizer],
+    shard: Shard | None = None,
+) -> Node:
+    """Node number `index` of the setting, a member from now on; its first step begins now. trained: its model
+    and optimizer. shard: its data, by default as the setting says."""
+    model, inner = trained
+    link = DirectLink(hub, f"node {index}", method.tamper.get(index))
+    exchange = HubExchange(link, tokens_per_step=setting.batch_size * setting.seq_len, penalty=method.penalty)
+    every = hub.hub.plan.every
+    config = EditConfig(every=every, landing="arrival", schedule="seconds")
+    schedule = make_pace(method.hub, config, link.news)
+    if isinstance(schedule, HubPace):
+        schedule = HubPace(every, link.news, clock=lambda: hub.now_s)
+    sync = LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=config)
+    step_s = setting.step_s[index]
+    return Node(sync, link, shard or setting.shard(index), step_s, hub.now_s + step_s)
 
 
 def _every(setting: Setting, method: Method) -> float:
@@ -221,7 +237,7 @@ def _every(setting: Setting, method: Method) -> float:
     return setting.nodes * setting.every / sum(1 / step_s for step_s in setting.step_s)
 
 
-def _finish(hub: HubInProcess, nodes: list[_Node]) -> None:
+def _finish(hub: HubInProcess, nodes: list[Node]) -> None:
     """What is under way is merged, then what has been learned since."""
     for _ in range(2):
         for node in nodes:
@@ -237,7 +253,8 @@ def _finish(hub: HubInProcess, nodes: list[_Node]) -> None:
             node.sync.finish()
 
 
-def _adopt_anchors(model: nn.Module, hub: HubInProcess, sync: LayerSync) -> None:
+def adopt_anchors(model: nn.Module, hub: HubInProcess, sync: LayerSync) -> None:
+    """Have `model` be what the hub has now. sync: of any of its nodes."""
     named = dict(model.named_parameters())
     with torch.no_grad():
         for index, unit in enumerate(sync.units):

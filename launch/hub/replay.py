@@ -56,9 +56,14 @@ def anchors_of(directory: Path, *, from_the_beginning: bool = False) -> dict[int
 
 def pushes_of(directory: Path) -> Iterator[Push]:
     """All accepted pushes of the segments that are still there, in the order of the journal."""
+    yield from (record.push for record in records_of(directory) if isinstance(record, Accepted))
+
+
+def records_of(directory: Path) -> Iterator[Record]:
+    """All records of the segments that are still there, in the order of the journal."""
     first = min(numbers(directory, "journal"), default=1)
     for batch in _journaled(directory, first):
-        yield from (record.push for record in batch if isinstance(record, Accepted))
+        yield from batch
 
 
 def _journaled(directory: Path, first: int) -> Iterator[list[Record]]:
