@@ -123,7 +123,7 @@ class ScreenConfig:
     """Robust standard deviations (MAD of log-norms) above which a norm is refused."""
 
     cosine: bool = True
-    """With at least four pushes to merge, weigh 0 what points away from their median direction."""
+    """With at least four pushes to merge, weigh 0 what points away from every other one."""
 
     clip: float | None = 2.0
     """Scale down what is longer than this many median norms of its unit. None: never."""

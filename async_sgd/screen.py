@@ -33,7 +33,7 @@ PER_NODE = 4
 """Pushes of one node that count, the newest."""
 
 FIRST_RATIO = 10.0
-"""Anchors' norms that a push may be long while nothing else is known: more is no training."""
+"""Anchors' norms that a push may be long while little else is known: more is no training."""
 
 PATIENCE = 3
 """Refused pushes in a row, of most of the nodes, after which what was usual is forgotten."""
@@ -105,12 +105,15 @@ def judge_push(push: Push, history: NormHistory, config: ScreenConfig) -> str | 
     length = norm(push)
     if not math.isfinite(length):
         return "not finite"
-    if not history.sizes:
-        limit = FIRST_RATIO * history.anchor_norm
-        return f"{length:.3g}, and the anchor's is {history.anchor_norm:.3g}" if length > limit else None
+    nodes = history.by_node().keys()
+    strangers = len(nodes) < 2 and push.node not in nodes  # one other node is too few to say what is usual
+    if strangers and length > FIRST_RATIO * history.anchor_norm:
+        return f"{length:.3g}, and the anchor's is {history.anchor_norm:.3g}"
+    if not nodes:
+        return None
     usual, spread, rounds = _usual(history)
     excess = log_size(push) - usual
-    if excess <= config.threshold * spread * (1 + 1 / rounds):
+    if excess <= config.threshold * spread * (1 + 1 / rounds) * (2 if strangers else 1):
         return None
     times = math.exp(min(excess, 100.0))
     return f"{length:.3g}, {times:.3g} times what is usual for {push.steps} steps"
@@ -142,16 +145,17 @@ def outliers(pushes: Sequence[Push], config: ScreenConfig) -> tuple[bool, ...]:
 def directions(
     parts: Sequence[tuple[Push, Part]], layout: UnitLayout, config: ScreenConfig
 ) -> tuple[bool, ...]:
-    """Which pushes of one merge point away from most others: their median cosine to them is below 0.
+    """Which pushes of one merge point away from every other one: even the largest cosine is below 0.
 
-    Only those with weight take part, and at least four of them; a large unit is compared on a sample.
+    Only those with weight take part, and at least four of them; a large unit is compared on a sample. Nodes
+    with data of their own pull against each other honestly, so that most others are not the measure.
     """
     at = [i for i, (_, part) in enumerate(parts) if part.weight > 0]
     if not config.cosine or len(at) < ENOUGH:
         return (False,) * len(parts)
     cosines_NN, numel = _cosines([parts[i][0] for i in at], layout.numel)
-    np.fill_diagonal(cosines_NN, np.nan)
-    agreement_N = np.nanmedian(cosines_NN, axis=1)
+    np.fill_diagonal(cosines_NN, -1.0)
+    agreement_N = cosines_NN.max(axis=1)
     chance = 2 / math.sqrt(numel)
     away = {i for i, agreement in zip(at, agreement_N, strict=True) if agreement < -chance}
     return tuple(i in away for i in range(len(parts)))

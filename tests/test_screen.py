@@ -196,6 +196,12 @@ def test_nodes_with_nothing_in_common_do_not_point_away():
     assert not any(any(away(merge_of(0.0, 4, seed))) for seed in range(50))
 
 
+def test_nodes_of_two_kinds_that_pull_against_each_other_are_all_believed():
+    for seed in range(20):
+        ours, theirs = merge_of(0.6, 2, seed), merge_of(0.6, 2, seed)
+        assert not any(away([*ours, *(-x + 0.1 * y for x, y in zip(theirs, ours, strict=True))]))
+
+
 def test_directions_need_four_with_weight_and_may_be_ignored():
     vectors = merge_of(1.0, 4)
     vectors[2] = -vectors[2]
