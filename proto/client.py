@@ -2,6 +2,7 @@
 become right by itself."""
 
 import itertools
+import logging
 import random as randomness
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +24,9 @@ T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 _MIB = 2**20
+_LATE_S = 1.0
+"""A call that ends so long after its deadline shows a defect, of ours or of the machine's load."""
+log = logging.getLogger(__name__)
 _OPTIONS = (
     ("grpc.max_receive_message_length", frames.MESSAGE_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -198,6 +202,13 @@ class HubClient:
                     call.cancel()
 
     def _try(self, what: str, once: Callable[[Patience], T], patience: Patience) -> T:
+        try:
+            return self._tried(what, once, patience)
+        finally:
+            if patience.left_s < -_LATE_S:
+                log.warning("%s ended %.1f s past its deadline", self._asked(what), -patience.left_s)
+
+    def _tried(self, what: str, once: Callable[[Patience], T], patience: Patience) -> T:
         while True:
             try:
                 return once(patience)
