@@ -101,6 +101,7 @@ class Engine:
             decided = ledger.hub.tick(now)
             ledger.commit([record for record in decided if not isinstance(record, Merged)])
             due = [r for r in decided if isinstance(r, Merged) and r.unit not in self._merging]
+            due = [] if self._is_saving() else due
             self._merging.update(record.unit for record in due)
         if self._full_until_s and decided:
             self._full_until_s = 0.0
@@ -127,6 +128,8 @@ class Engine:
     def _merge(self, record: Merged) -> None:
         ledger = self.ledger
         try:
+            if self._is_saving():
+                return  # it is decided anew
             began = ledger.clock()
             computed = ledger.hub.compute(record)
             spent_s = ledger.clock() - began
@@ -147,6 +150,8 @@ class Engine:
             self.wake()
 
     def _is_saving(self) -> bool:
+        """Merges wait for it: it holds the arrays of its moment, and each merge would make more of them.
+        Nodes train on meanwhile, and their pushes lie on the disk."""
         return self._snapshots is not None and self._snapshots.is_alive()
 
     def _snapshot(self) -> None:
