@@ -55,11 +55,8 @@ def measure(quick: bool) -> Report:
             "quorum: all are merged together; async: every arrival alone. Shares of the bad node's pushes,"
             " and of the others'.",
         ),
-        (
-            "attack",
-            *(f"{m}: {c}" for m in METHODS for c in ("to clean", "refused", "no weight", "honest refused")),
-        ),
-        tuple(_row(name, results) for name in (CLEAN, *attacks())),
+        ("attack", "hub", "loss to clean", "refused", "no weight", "honest pushes lost"),
+        tuple(_row(method, name, results) for method, name in results),
         tuple(bar for method in METHODS for bar in _bars(method, results, quick)),
         {f"{method}/{name}": asdict(outcome) for (method, name), outcome in results.items()},
     )
@@ -108,21 +105,17 @@ def shares(outcome: Outcome, bad: bool) -> tuple[float, float]:
     return refused / pushes, count(tally.away) / pushes
 
 
-def _row(name: str, results: Results) -> tuple[str, ...]:
-    cells = [name]
-    for method in METHODS:
-        if (method, name) not in results:
-            return (name, *[""] * 4 * len(METHODS))
-        outcome = results[method, name]
-        refused, away = shares(outcome, bad=True)
-        honest = sum(shares(outcome, bad=False))
-        cells += [
-            f"{100 * harm(results, method, name):+.2f} %",
-            percent(refused, 0),
-            percent(away, 0),
-            percent(honest),
-        ]
-    return tuple(cells)
+def _row(method: str, name: str, results: Results) -> tuple[str, ...]:
+    outcome = results[method, name]
+    refused, away = shares(outcome, bad=True)
+    return (
+        name,
+        method,
+        f"{100 * harm(results, method, name):+.2f} %",
+        percent(refused, 0),
+        percent(away, 0),
+        percent(sum(shares(outcome, bad=False))),
+    )
 
 
 def _bars(method: str, results: Results, quick: bool) -> tuple[Bar, ...]:
