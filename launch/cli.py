@@ -183,7 +183,6 @@ def _run(options: Options) -> int:
 
 def _hub(options: Options) -> int:
     from aedit.launch.hub.main import hub
-
     from aedit.launch.load import load
 
     config = load(options.config, options.flags).config
@@ -234,9 +233,15 @@ def _top(options: Options) -> None:
 
 
 def _plot(options: Options) -> None:
-    from aedit.launch.views.plot import main as plot
+    if _is_hub(options.run):
+        from aedit.launch.views.hubview import plot as hub_plot
 
-    for path in plot(Path(options.run)):
+        paths = hub_plot(options.run, options.keys, insecure=options.insecure)
+    else:
+        from aedit.launch.views.plot import main as plot
+
+        paths = plot(Path(options.run))
+    for path in paths:
         print(path)
 
 
@@ -285,7 +290,7 @@ def _doctor(options: Options) -> int:
 VIEWS = (
     ("status", _status, "print how a run stands"),
     ("top", _top, "watch a run"),
-    ("plot", _plot, "draw a run: loss, time, norms, bytes"),
+    ("plot", _plot, "draw a run: loss, time, norms, bytes, staleness"),
 )
 
 

@@ -78,17 +78,18 @@ def recent_tokens_per_s(metrics: Sequence[Metric], window_s: float = 10.0) -> fl
 
 def held_out(run: Run) -> list[Evaluation]:
     """The run's held-out losses in order of time; of nodes that evaluated the same round, the mean."""
-    same: dict[tuple[int, int], list[Evaluation]] = defaultdict(list)
+    same: dict[tuple[int, int, int], list[Evaluation]] = defaultdict(list)
     for node in run.nodes:
+        own = node.index if run.has_hub else 0  # there a round is one node's alone
         seen: dict[int, int] = defaultdict(int)
         for (
             evaluation
         ) in node.evaluations:  # warm-up and rounds may hold several: the k-th of each belong together
-            same[evaluation.round, seen[evaluation.round]].append(evaluation)
+            same[own, evaluation.round, seen[evaluation.round]].append(evaluation)
             seen[evaluation.round] += 1
     merged = [
         Evaluation(max(e.t for e in group), fmean(e.step for e in group), id, fmean(e.loss for e in group))
-        for (id, _), group in same.items()
+        for (_, id, _), group in same.items()
     ]
     return sorted(merged, key=lambda evaluation: evaluation.t)
 

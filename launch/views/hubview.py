@@ -1,4 +1,4 @@
-"""What a hub says of its run, as a picture: `aedit status HOST:PORT` and `aedit top HOST:PORT`."""
+"""`aedit status`, `top` and `plot` of HOST:PORT: a run as its hub knows it, from any machine that may ask."""
 
 import json
 import time
@@ -13,30 +13,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from aedit.launch.config import RunConfig
 from aedit.launch.join import member_keys
 from aedit.launch.views import words
+from aedit.launch.views.hubrecords import Hub, HubAt
+from aedit.launch.views.hubtable import hub_line, hub_table
 from aedit.launch.views.live import LINE_EVERY_S, REFRESH_S
+from aedit.launch.views.records import BAD_LINE
+from aedit.launch.views.rundir import Run
 from aedit.proto.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.hub_pb2 import StatusRequest
 from aedit.types import UserError
 
 ASK_S = 10.0
-COLUMNS = (
-    "node",
-    "name",
-    "state",
-    "steps",
-    "steps/s",
-    "pace",
-    "staleness",
-    "weight",
-    "waited",
-    "wire",
-    "up",
-    "down",
-    "accepted",
-    "refused",
-)
+NO_LINES = 2**62
+"""More lines than a hub has: it then sends none."""
 
 
 class HubView:
@@ -46,16 +37,39 @@ class HubView:
         self.address = address
         self._client = HubClient(address, member_keys(address, keys, insecure), call_timeout_s=ASK_S)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> HubAt:
         """What the hub says now. Raises UserError if it does not answer."""
         try:
-            found: dict[str, Any] = json.loads(self._client.status(StatusRequest()).json)
+            return HubAt.of(self._ask(NO_LINES))
+        except BAD_LINE as error:
+            raise self._strange(error) from None
+
+    def run(self) -> Run:
+        """What the hub has said since its process began, as a run without nodes' own records."""
+        said = self._ask(0)
+        try:
+            name = str(said["run"])
+            if Path(name).name != name or name == "..":
+                raise UserError(f"the run at {self.address} is called {name!r}, which is no directory name")
+            hub = Hub(tuple(map(HubAt.of, said["lines"])), ())
+        except BAD_LINE as error:
+            raise self._strange(error) from None
+        return Run(Path(RunConfig().dir) / name, {"name": name}, (), (hub,) if hub.lines else ())
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _ask(self, metrics_after: int) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads(
+                self._client.status(StatusRequest(metrics_after=metrics_after)).json
+            )
         except (HubUnreachable, HubRefused) as error:
             raise UserError(str(error)) from None
         return found
 
-    def close(self) -> None:
-        self._client.close()
+    def _strange(self, error: Exception) -> UserError:
+        return UserError(f"{self.address}: not understood ({error!r}); is that hub of this aedit's version?")
 
 
 def status(address: str, keys: Path | None, *, insecure: bool) -> None:
@@ -65,6 +79,21 @@ def status(address: str, keys: Path | None, *, insecure: bool) -> None:
         Console().print(hub_panel(view.status(), address))
     finally:
         view.close()
+
+
+def plot(address: str, keys: Path | None, *, insecure: bool) -> list[Path]:
+    """Draw what the hub at `address` remembers into runs/NAME/plots here; the files."""
+    from aedit.launch.views.plot import draw
+
+    view = HubView(address, keys, insecure=insecure)
+    try:
+        run = view.run()
+    finally:
+        view.close()
+    paths = draw(run)
+    if not paths:
+        raise UserError(f"{address} has nothing to plot yet: no node has brought anything")
+    return paths
 
 
 def top(address: str, keys: Path | None, *, insecure: bool) -> None:
@@ -78,7 +107,7 @@ def top(address: str, keys: Path | None, *, insecure: bool) -> None:
                     screen.update(hub_panel(view.status(), address), refresh=True)
                     time.sleep(REFRESH_S)
         found = view.status()
-        while found["progress"] < 1:
+        while found.progress < 1:
             console.print(hub_line(found), markup=False, highlight=False, soft_wrap=True)
             time.sleep(LINE_EVERY_S)
             found = view.status()
@@ -89,57 +118,10 @@ def top(address: str, keys: Path | None, *, insecure: bool) -> None:
         view.close()
 
 
-def hub_panel(found: dict[str, Any], title: str) -> RenderableType:
-    """Progress, one row per node that was ever here, and the versions."""
+def hub_panel(now: HubAt, title: str) -> RenderableType:
+    """Progress, two rows per node that was ever here, and the versions."""
     done = Table.grid(padding=(0, 1))
-    share = f"{words.percent(found['progress'])}, {words.clock(found['elapsed_s'])}"
-    done.add_row(ProgressBar(total=1.0, completed=found["progress"], width=40), share)
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if 0 < i < 3 else "right")
-    for node in found["nodes"]:
-        table.add_row(*_cells(node))
-    body: list[RenderableType] = [done, Text(), table, Text(), Text(_units(found), style="dim")]
-    return Panel(Group(*body), title=f"[bold]{title}[/]", title_align="left", box=box.ROUNDED, padding=(1, 2))
-
-
-def hub_line(found: dict[str, Any]) -> str:
-    """The same in one plain line, for logs."""
-    head = f"{words.clock(found['elapsed_s'])}  {words.percent(found['progress'])}  term {found['term']}"
-    cells = (
-        f"{node['node']} {node['state']} {node['steps']} steps, {node['steps_per_s']:.2f}/s"
-        for node in found["nodes"]
-    )
-    return " | ".join([head, *cells])
-
-
-def _cells(node: dict[str, Any]) -> list[str]:
-    trained_s = node["busy_s"] + node["wait_s"]
-    waited = node["wait_s"] / trained_s if trained_s > 0 else float("nan")
-    refused = ", ".join(f"{count} {reason}" for reason, count in node["refused"].items())
-    return [
-        str(node["node"]),
-        node["name"],
-        node["state"],
-        words.count(node["steps"]),
-        f"{node['steps_per_s']:.2f}",
-        str(node["pace_steps"]),
-        str(node["staleness"]),
-        words.percent(node["weight"]),
-        words.percent(waited),
-        words.seconds(node["wire_s"]),
-        words.size(node["bytes_up"]),
-        words.size(node["bytes_down"]),
-        words.count(node["accepted"]),
-        refused or "-",
-    ]
-
-
-def _units(found: dict[str, Any]) -> str:
-    versions = [unit["version"] for unit in found["units"]]
-    spread = f"{min(versions)} to {max(versions)}" if versions else "none yet"
-    pending = sum(unit["pending"] for unit in found["units"])
-    facts = [f"term {found['term']}", f"versions {spread}", f"{pending} pushes wait for their quorum"]
-    if "journal_bytes" in found:
-        facts.append(f"journal {words.size(found['journal_bytes'])}")
-    return ", ".join(facts)
+    share = f"{words.percent(now.progress)}, {words.clock(now.t)}"
+    done.add_row(ProgressBar(total=1.0, completed=now.progress, width=40), share)
+    body = Group(done, Text(), hub_table(now))
+    return Panel(body, title=f"[bold]{title}[/]", title_align="left", box=box.ROUNDED, padding=(1, 2))

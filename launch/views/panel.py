@@ -12,6 +12,7 @@ from rich.text import Text
 
 from aedit.launch.views import words
 from aedit.launch.views.figures import held_out, recent_tokens_per_s, rounds, total_known
+from aedit.launch.views.hubtable import hub_tables
 from aedit.launch.views.rundir import Node, Run
 
 SILENT_AFTER_S = 120.0
@@ -144,9 +145,9 @@ def _cell(index: int, node: Node | None, doing: str) -> str:
     return f"node {index} {doing} step {last.step} loss {words.loss(last.loss)} {speed} tokens/s"
 
 
-def _footer(run: Run) -> list[Text]:
-    facts = [Text(f"held-out loss  {words.loss(_held_out_loss(run))}")]
-    if by_id := rounds(run):
+def _footer(run: Run) -> list[RenderableType]:
+    facts: list[RenderableType] = [Text(f"held-out loss  {words.loss(_held_out_loss(run))}")]
+    if not run.has_hub and (by_id := rounds(run)):
         id, rows = list(by_id.items())[-1]
         sent = words.size(total_known(landed.bytes for _, landed in rows))
         text = f"last round     {id}: {words.some(rows[0][1].num_nodes, 'node')}, {sent} sent"
@@ -158,7 +159,7 @@ def _footer(run: Run) -> list[Text]:
             facts.append(
                 Text(f"node {node.index} at {words.clock(notice.t)}: {told}{notice.text}", style="red")
             )
-    return facts
+    return [*facts, *hub_tables(run.hubs)]
 
 
 def _judgement(distrusted: list[tuple[int, ...]]) -> str:

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from aedit.launch.views.bars import bytes_per_round, time_per_node
 from aedit.launch.views.curves import effective_nodes, loss_by_steps, loss_by_time
 from aedit.launch.views.heatmap import norms
+from aedit.launch.views.hubplots import hub_nodes, hub_traffic
 from aedit.launch.views.rundir import Run, read_run
 from aedit.types import UserError
 
@@ -24,6 +25,8 @@ PLOTS: Mapping[str, Callable[[Run], Figure | None]] = {
     "norms.png": norms,
     "bytes_per_round.png": bytes_per_round,
     "effective_nodes.png": effective_nodes,
+    "hub_nodes.png": hub_nodes,
+    "hub_traffic.png": hub_traffic,
 }
 TAB20 = colormaps["tab20"](range(20))
 STYLE = {
@@ -64,7 +67,7 @@ def _save(figure: Figure, path: Path) -> Path:
     # The canvas is made here, not by pyplot: no window system is asked for and no figure is kept.
     FigureCanvasAgg(figure)
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error

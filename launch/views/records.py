@@ -11,6 +11,9 @@ from typing import Any
 
 Line = Mapping[str, Any]
 
+BAD_LINE = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
+"""What making sense of a line that is none of ours may raise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -100,6 +103,8 @@ class Landed:
     effective_nodes: tuple[float, ...]
     rolled_back: tuple[int, ...]
     num_nodes: int
+    refused: tuple[int, ...] = ()
+    """Units of which the hub refused this node's last push."""
 
     @staticmethod
     def of(line: Line) -> "Landed":
@@ -113,6 +118,7 @@ class Landed:
             effective_nodes=numbers(line.get("effective_nodes")),
             rolled_back=tuple(int(unit) for unit in line.get("rolled_back") or ()),
             num_nodes=int(line.get("nodes") or 0),
+            refused=tuple(int(unit) for unit in line.get("refused") or ()),
         )
 
 

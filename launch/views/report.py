@@ -1,5 +1,6 @@
 """What a run came to, in figures: printed when `aedit run` ends well."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -19,6 +20,8 @@ from aedit.launch.views.figures import (
     share_of_solo,
     total_known,
 )
+from aedit.launch.views.hubrecords import Totals, totals
+from aedit.launch.views.hubtable import reasons, spread
 from aedit.launch.views.plot import draw
 from aedit.launch.views.rundir import Node, Run, read_run
 from aedit.types import UserError
@@ -66,6 +69,13 @@ class Summary:
     num_rolled_back: int
     """Units that a round gave back their old anchor."""
 
+    num_refused: int
+    """Pseudo-gradients that travelled once more, as a hub had refused them; as these nodes counted them."""
+
+    has_hub: bool
+    hub: Totals | None
+    """What the hubs of the run counted, if their folders are here."""
+
 
 def summary(run: Run) -> Summary:
     """The run's figures, from whatever it has written."""
@@ -85,6 +95,9 @@ def summary(run: Run) -> Summary:
         bytes=total_known(row.bytes for row in landed),
         num_distrusted=sum(len(row.distrusted) for row in landed),
         num_rolled_back=sum(len({u for _, row in rows for u in row.rolled_back}) for rows in by_id.values()),
+        num_refused=sum(len(row.refused) for row in landed),
+        has_hub=run.has_hub,
+        hub=totals(run.hubs),
     )
 
 
@@ -123,11 +136,11 @@ def _of_node(node: Node) -> NodeSummary:
 
 
 def _headline(out: Summary) -> str:
-    parts = [
-        words.some(len(out.nodes), "node"),
-        words.clock(out.wall_s),
-        words.some(out.num_rounds, "round"),
-    ]
+    parts = [words.some(len(out.nodes), "node"), words.clock(out.wall_s)]
+    if out.hub is not None:
+        parts.append(words.some(out.hub.merges, "merge"))
+    elif not out.has_hub:
+        parts.append(words.some(out.num_rounds, "round"))
     return f"run {out.name}: " + ", ".join(parts) + "\n"
 
 
@@ -138,10 +151,32 @@ def _facts(out: Summary) -> Table:
     facts.add_row(
         "", "speed", f"{words.count(out.tokens_per_s)} tokens/s, {words.percent(out.share_of_solo)} {OF_SOLO}"
     )
-    facts.add_row("", "sent", f"{words.size(out.bytes)} in {words.some(out.num_rounds, 'round')}")
-    judged = f"{words.some(out.num_distrusted, 'pseudo-gradient')} distrusted"
-    facts.add_row("", "penalty", f"{judged}, {words.some(out.num_rolled_back, 'unit')} rolled back")
+    for name, text in _of_hub(out) if out.has_hub else _of_rounds(out):
+        facts.add_row("", name, text)
     return facts
+
+
+def _of_rounds(out: Summary) -> Iterator[tuple[str, str]]:
+    yield "sent", f"{words.size(out.bytes)} in {words.some(out.num_rounds, 'round')}"
+    judged = f"{words.some(out.num_distrusted, 'pseudo-gradient')} distrusted"
+    yield "penalty", f"{judged}, {words.some(out.num_rolled_back, 'unit')} rolled back"
+
+
+def _of_hub(out: Summary) -> Iterator[tuple[str, str]]:
+    """A hub knows all nodes; without its folder these are the figures of the nodes whose files are here."""
+    hub = out.hub
+    if hub is None:
+        yield "sent", f"{words.size(out.bytes)} to the hub"
+        yield "refused", f"{words.some(out.num_refused, 'push', 'pushes')}, sent once more"
+    else:
+        yield "sent", f"{words.size(out.bytes)} up, {words.size(hub.bytes_down)} down"
+        why = f" ({reasons(hub.refused)})" if hub.refused else ""
+        yield "pushes", f"{hub.accepted:,} accepted, {sum(hub.refused.values()):,} did not count{why}"
+        units = words.some(len(hub.versions), "unit")
+        yield "anchors", f"{words.some(hub.merges, 'merge')}, {units} at version {spread(hub.versions)}"
+        for name, reason in hub.put_out:
+            yield "put out", f"{name}: {reason}"
+    yield "penalty", f"{words.some(out.num_distrusted, 'pseudo-gradient')} distrusted by their own nodes"
 
 
 OF_SOLO = "of the sum of the nodes' solo speeds"

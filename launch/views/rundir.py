@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aedit.launch.views.records import Checkpoint, Evaluation, Landed, Line, Metric, Notice, Start
+from aedit.launch.views.hubrecords import Hub, HubAt
+from aedit.launch.views.records import BAD_LINE, Checkpoint, Evaluation, Landed, Line, Metric, Notice, Start
 from aedit.types import UserError
 
 WORTH_TELLING = ("error", "checkpoint_failed", "heal")
-BAD_LINE = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
+WORTH_TELLING_OF_A_HUB = ("put_out", "lead", "standby_lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,18 @@ class Run:
     """`run.toml`, or nothing if it cannot be read."""
 
     nodes: tuple[Node, ...]
+    hubs: tuple[Hub, ...] = ()
+    """Those of the hubs that split the units whose folders are here."""
 
     @property
     def name(self) -> str:
         return str(self.config.get("name") or self.directory.resolve().name)
+
+    @property
+    def has_hub(self) -> bool:
+        """Whether the nodes go their own ways: then a round is one node's alone."""
+        hub = self.config.get("hub")
+        return bool(self.hubs) or (isinstance(hub, dict) and bool(hub.get("address")))
 
 
 def read_run(run_dir: Path) -> Run:
@@ -62,8 +71,16 @@ def read_run(run_dir: Path) -> Run:
 
 
 def require_run(run_dir: Path) -> None:
-    if not (run_dir / "run.toml").is_file() and not (run_dir / "nodes").is_dir():
+    if not (run_dir / "run.toml").is_file() and not (run_dir / "nodes").is_dir() and not hub_folders(run_dir):
         raise UserError(f"{run_dir} is not a run directory: it has no run.toml; name one such as runs/NAME")
+
+
+def hub_folders(run_dir: Path) -> list[Path]:
+    """Of the hub, or of those that split the units, in their order; not that of a standby."""
+    parts = [path for path in run_dir.glob("hub_*") if path.name[4:].isdecimal() and path.is_dir()]
+    return (
+        sorted(parts, key=lambda path: int(path.name[4:])) or [run_dir / "hub"] * (run_dir / "hub").is_dir()
+    )
 
 
 class RunFollower:
@@ -72,13 +89,18 @@ class RunFollower:
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir
         self._nodes: dict[int, NodeFollower] = {}
+        self._hubs: dict[str, HubFollower] = {}
 
     def poll(self) -> Run:
         for index in self._indices():
             if index not in self._nodes:
                 self._nodes[index] = NodeFollower(self._dir / "nodes" / str(index), index)
         nodes = tuple(self._nodes[index].poll() for index in sorted(self._nodes))
-        return Run(self._dir, _read_toml(self._dir / "run.toml"), nodes)
+        for path in hub_folders(self._dir):
+            if path.name not in self._hubs:
+                self._hubs[path.name] = HubFollower([path, self._dir / "standby"])
+        hubs = tuple(hub.poll() for hub in self._hubs.values())
+        return Run(self._dir, _read_toml(self._dir / "run.toml"), nodes, tuple(h for h in hubs if h.lines))
 
     def _indices(self) -> list[int]:
         try:
@@ -151,6 +173,27 @@ class NodeFollower:
         while self._metrics and self._metrics[-1].step >= metric.step:
             self._metrics.pop()
         self._metrics.append(metric)
+
+
+class HubFollower:
+    """Keeps what a hub's folder says, and then that of its standby: each leads under its own terms."""
+
+    def __init__(self, directories: list[Path]) -> None:
+        self._tails = [(Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")) for path in directories]
+        self._lines: list[HubAt] = []
+        self._notices: list[Notice] = []
+
+    def poll(self) -> Hub:
+        for metrics, events in self._tails:
+            _each(metrics.poll(), lambda line: self._lines.append(HubAt.of(line)))
+            _each(events.poll(), self._event)
+        self._lines.sort(key=lambda line: line.term)  # it is stable: within a term they stay as written
+        return Hub(tuple(self._lines), tuple(self._notices))
+
+    def _event(self, line: Line) -> None:
+        notice = Notice.of(line)
+        if notice.event in WORTH_TELLING_OF_A_HUB:
+            self._notices.append(notice)
 
 
 class Tail:

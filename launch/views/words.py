@@ -44,6 +44,6 @@ def size(num_bytes: float) -> str:
     return decimal(int(num_bytes)) if isfinite(num_bytes) else UNKNOWN
 
 
-def some(number: int, noun: str) -> str:
+def some(number: int, noun: str, nouns: str = "") -> str:
     """`1, "node"` -> `1 node`, `3, "node"` -> `3 nodes`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    return f"{number:,} " + (noun if number == 1 else nouns or f"{noun}s")
