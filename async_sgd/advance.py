@@ -76,19 +76,25 @@ def merged(old: Anchor, pushes: Sequence[tuple[Push, Part]], layout: UnitLayout,
     if scale < 1.0:
         mean *= np.float32(scale)
     new = mean  # each slice in the place of the mean that it is made of: one array less
-    state = old.outer.with_arrays(*(np.empty_like(array) for array in old.outer.arrays))
+    wholes: list[Vector | None] = [None for _ in old.outer.arrays]
     count = old.outer.count
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
         for start, stop in slices(layout.numel):
             before = old.outer.map(lambda array, at=slice(start, stop): array[at])  # type: ignore[misc]
             step, after = rule.outer.update(mean[start:stop], before)
             np.subtract(old.values[start:stop], step, out=new[start:stop])
-            for whole, piece in zip(state.arrays, after.arrays, strict=True):
+            for i, (piece, same) in enumerate(zip(after.arrays, before.arrays, strict=True)):
+                if piece is same:  # delayed momentum, most of the time: no need of another array
+                    continue
+                whole = wholes[i]
+                wholes[i] = whole = np.empty_like(new) if whole is None else whole
                 whole[start:stop] = piece
             count = after.count
     if not np.isfinite(new).all():
         return _unchanged(old)
-    return replace(_handed_out(old, new, replace(state, count=count), rule), norm=length)
+    arrays = (a if whole is None else whole for a, whole in zip(old.outer.arrays, wholes, strict=True))
+    state = replace(old.outer.with_arrays(*arrays), count=count)
+    return replace(_handed_out(old, new, state, rule), norm=length)
 
 
 def mixed(old: Anchor, values: Values, mix: float, rule: Rule) -> Computed:

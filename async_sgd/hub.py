@@ -270,7 +270,7 @@ class Hub:
     def _speed(self, node: int) -> float:
         report = self.clocks.reports.get(node)
         speed = report.steps_per_s if report else 0.0
-        return speed if math.isfinite(speed) and speed > 0 else 0.0
+        return min(speed, _MOST_STEPS_PER_S) if math.isfinite(speed) and speed > 0 else 0.0
 
     def _speeds(self) -> dict[int, float]:
         return {node: speed for node in self.state.live if (speed := self._speed(node))}
@@ -328,7 +328,17 @@ class Hub:
         if self.config.quorum == 1:
             pushes = pushes[:1]
         parts = offers.parts(pushes, unit, self.config, self.plan.penalty)
+        share = self._share_of_one()
+        parts = tuple(replace(part, scale=part.scale * share) for part in parts)
         return Merged(index, unit.version + 1, parts, elapsed_s)
+
+    def _share_of_one(self) -> float:
+        """By which a push is shortened that is merged alone: `outer.delay` of them are to move the anchor as
+        one mean does, and with more nodes than that, all of theirs together."""
+        outer = self.plan.outer
+        if self.config.quorum != 1 or outer.kind != "delayed-nesterov":
+            return 1.0
+        return min(1.0, outer.delay / max(1, len(self.state.live)))
 
     def _compute_merge(self, record: Merged) -> Computed:
         unit = self.state.units[record.unit]

@@ -66,8 +66,8 @@ def joining(state: State, joiner: Joiner, config: HubConfig, elapsed_s: float) -
 
 
 def _new_index(state: State, prefers: int | None, config: HubConfig) -> int:
-    """Behind everybody, unless the node may have the one it prefers. An index that is left out meanwhile stays
-    free for whoever prefers it."""
+    """Behind everybody, unless the node may have the one it prefers. An index that is left out meanwhile
+    stays free for whoever prefers it."""
     if prefers is None or not 0 <= prefers < config.limits.nodes:
         return len(state.members)
     is_free = prefers >= len(state.members) or not state.members[prefers].name

@@ -40,6 +40,8 @@ def _refused(
         return _offence(member, push, "not finite: a parameter has a NaN or an infinity")
     if push.steps > most_steps:
         return _offence(member, push, f"steps: {push.steps} in one push, and {most_steps:g} are possible")
+    if push.tokens > _MOST_TOKENS:
+        return _offence(member, push, f"tokens: {push.tokens} in one push, and {_MOST_TOKENS} are possible")
     expected = member.received.get(push.unit, 0) + 1
     if push.seq != expected:
         return _stale(push, f"gap: push {push.seq} where {expected} was due")
