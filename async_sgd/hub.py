@@ -46,6 +46,9 @@ _MOST_BLOCKS = 64
 _MOST_LEASES = 1024
 """Unused leases of one node; who has more must train first."""
 
+_MOST_STEPS_PER_S = 1e9
+"""What a node can say of its speed: more would leave the range of numbers when it is multiplied."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HubPlan:

@@ -10,6 +10,9 @@ from aedit.async_sgd.records import Accepted, Left, Part, Push, Record, Refused
 from aedit.async_sgd.state import State, Unit
 from aedit.async_sgd.weights import weights
 
+_MOST_TOKENS = 2**40
+"""In one push. Sums of more would leave the 64 bits in which everybody is told of them, and stop the run."""
+
 
 def judged(state: State, push: Push, config: HubConfig, most_steps: float) -> list[Record]:
     """Accepted, or Refused with Left where it was one offence too many; nothing if it was judged before.
