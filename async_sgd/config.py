@@ -23,7 +23,9 @@ class OuterConfig:
     """Momentum of both Nesterov kinds; not used by `average`."""
 
     delay: int = 4
-    """Updates per momentum step (N of arXiv:2401.09135, algorithm 3); about the number of nodes."""
+    """Updates per momentum step (N of arXiv:2401.09135, algorithm 3); about the number of nodes. While there
+    are more, a hub that merges every arrival shortens each push to delay / nodes, so that all of them
+    together move the anchor no further."""
 
     activation: float = 0.0
     """Share of the momentum that takes part in every update in between (c of arXiv:2401.09135)."""
@@ -224,6 +226,9 @@ class HubConfig:
 
     fsync: bool = True
     """An accepted push is on the disk before it is acknowledged, not only in the file system's cache."""
+
+    certificates: bool = False
+    """Let in only nodes with a certificate of their own (mTLS), besides the token that all share."""
 
     metrics_port: int | None = None
     """Serve Prometheus metrics on this port of the hub's host."""

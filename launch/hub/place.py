@@ -6,6 +6,7 @@ from pathlib import Path
 from aedit.launch.config import RunConfig
 from aedit.launch.hub import folder
 from aedit.proto.security import ClientKeys, ServerKeys, check_exposure, client_keys, server_keys
+from aedit.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,10 @@ class Place:
 
     def server_keys(self, *, insecure: bool) -> ServerKeys:
         """What callers must show. UserError if everybody could reach it and nothing was asked of them."""
-        keys = server_keys(self.keys) if self.keys else None
+        mutual = self.config.hub.certificates
+        if mutual and not self.keys:
+            raise UserError("hub.certificates: needs --keys with what `aedit keys` made for the hub")
+        keys = server_keys(self.keys, require_client_certificates=mutual) if self.keys else None
         check_exposure(self.address, keys, insecure)
         return keys or ServerKeys()
 
