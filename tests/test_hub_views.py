@@ -121,13 +121,14 @@ def test_hubs_that_split_the_units_are_summed_but_for_what_nodes_tell_all_of_the
     assert found.bytes_up == 8000
 
 
-def test_what_the_standby_wrote_after_it_took_over_follows_what_its_primary_had(tmp_path):
+def test_two_hubs_that_took_turns_are_told_as_one_story(tmp_path):
     run_dir = tmp_path / "taken"
-    write(run_dir / "standby", [line(9, [node_at(0, 90)], [9], term=2)], [{"t": 9.0, "event": "lead"}])
-    write(run_dir / "hub", [line(8, [node_at(0, 80)], [8])], [{"t": 0.0, "event": "lead"}])
+    write(run_dir / "standby", [line(9, [node_at(0, 90)], [9], term=2)], [{"t": 8.5, "event": "lead"}])
+    own = [line(8, [node_at(0, 80)], [8]), line(15, [node_at(0, 150)], [15], term=3)]
+    write(run_dir / "hub", own, [{"t": t, "event": "lead"} for t in (0.0, 14.0)])
     (hub,) = read_run(run_dir).hubs
-    assert [at.term for at in hub.lines] == [1, 2]
-    assert "another hub took over at 0:09" in shown_status(run_dir)
+    assert [at.term for at in hub.lines] == [1, 2, 3]
+    assert "another hub took over at 0:14" in shown_status(run_dir)
 
 
 def shown_status(run_dir):

@@ -188,6 +188,7 @@ class HubFollower:
             _each(metrics.poll(), lambda line: self._lines.append(HubAt.of(line)))
             _each(events.poll(), self._event)
         self._lines.sort(key=lambda line: line.term)  # it is stable: within a term they stay as written
+        self._notices.sort(key=lambda notice: notice.t)
         return Hub(tuple(self._lines), tuple(self._notices))
 
     def _event(self, line: Line) -> None:
