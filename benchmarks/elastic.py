@@ -1,0 +1,254 @@
+"""Nodes come and go, 1 -> 4 -> 2 -> 6 -> 3, and nothing is restarted: who is held up, what is drawn twice,
+and what does it do to the loss?
+
+Two runs of the same story. Real processes of a fixed pace, which draw samples that the hub leases to them:
+its journal says who has drawn what. And real gradients in virtual time, where the held-out loss of the
+anchors is measured all the time.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aedit.launch.hub.replay import records_of
+from benchmarks.async_quality import METHODS
+from benchmarks.elastic_quality import PHASES, Curve, Elastic, jumps, setting
+from benchmarks.field import Field
+from benchmarks.lease_audit import Audit
+from benchmarks.paced_node import LATE_S, PacedNode
+from benchmarks.table import Bar, Report, main, percent
+
+JUMP = 0.02
+METHOD = "async"
+PLAN = PacedNode(
+    hub="",
+    name="",
+    ledger="",
+    step_s=0.05,
+    every=20,
+    max_steps_ahead=40,
+    samples_per_step=4,
+    num_samples=1500,
+    lease_samples=64,
+    expire_s=2.0,
+    draws=True,
+)
+LIMIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """phase_s: of paced nodes, in real time. virtual_s: of those with gradients. window_s: for so long after
+    a change the loss must not rise."""
+
+    phase_s: float
+    virtual_s: float
+    look_s: float
+    window_s: float
+    seeds: int
+
+
+FULL = Size(phase_s=12, virtual_s=96, look_s=8, window_s=64, seeds=3)
+QUICK = Size(phase_s=4, virtual_s=4, look_s=2, window_s=4, seeds=1)
+
+
+@dataclass(slots=True)
+class Change:
+    """One change of membership, as the processes saw it."""
+
+    joined: list[str]
+    left: list[str]
+    killed: list[str]
+    at_s: float
+    """By the machine's monotonic clock."""
+    members: int = 0
+    """That the hub counts on at the end of the phase."""
+    first_push: float = 0.0
+    """Intervals from the end of a joiner's transfer to its first push; the longest of all joiners'."""
+    late: int = 0
+    """Steps of the others that came more than `LATE_S` late, up to the end of the phase."""
+    worst_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Story:
+    """What the processes have done."""
+
+    changes: list[Change] = field(default_factory=list)
+    audit: dict[str, Any] = field(default_factory=dict)
+    kills: int = 0
+    failed: int = 0
+    """Nodes that were asked to leave and did not do it in good order."""
+
+
+def measure(quick: bool) -> Report:
+    size = QUICK if quick else FULL
+    story = walk(PLAN, size.phase_s)
+    curves = _curves(size)
+    rises = jumps(curves, size.virtual_s, size.window_s)
+    return Report(
+        "elastic: 1 -> 4 -> 2 -> 6 -> 3 nodes, nothing restarted",
+        (
+            f"Paced processes: {PLAN.step_s:g} s a step, {PLAN.every} steps a push, {PLAN.num_samples} samples an "
+            f"epoch, {size.phase_s:g} s a phase.",
+            f"Loss: `{METHOD}`, {size.seeds} seeds, a small Llama in virtual time; the highest within "
+            f"{size.window_s:g} s after the change to that before.",
+        ),
+        ("change", "joined", "left", "killed", "first push", "late steps", "latest ms", "loss"),
+        tuple(_row(number, story.changes[number], rises) for number in range(len(PHASES))),
+        _bars(story, rises, quick),
+        {"story": asdict(story), "jumps": rises, "curves": [asdict(curve) for curve in curves]},
+    )
+
+
+def _row(number: int, change: Change, rises: Sequence[float]) -> tuple[str, ...]:
+    before = len(PHASES[number - 1].nodes) if number else 0
+    counts = (len(change.joined), len(change.left), len(change.killed))
+    return (
+        f"{before} -> {change.members}",
+        *map(str, counts),
+        f"{change.first_push:.2f}" if change.joined else "",
+        str(change.late),
+        f"{1e3 * change.worst_s:.0f}",
+        f"{100 * rises[number - 1]:+.1f} %" if number else "",
+    )
+
+
+def _bars(story: Story, rises: Sequence[float], quick: bool) -> tuple[Bar, ...]:
+    audit = story.audit
+    wanted = [len(phase.nodes) for phase in PHASES]
+    found = [change.members for change in story.changes]
+    late = sum(change.late for change in story.changes)
+    first_push = max(change.first_push for change in story.changes)
+    exact = audit["wrong"] == audit["at_two"] == audit["not_held"] == 0 and audit["complete"] > 0
+    worst = max(rises)
+    return (
+        Bar(f"members {found}, wanted {wanted}; nodes that did not leave in good order: {story.failed}",
+            found == wanted and not story.failed),
+        Bar(f"{audit['complete']} whole epochs: samples not drawn exactly once by the ledgers "
+            f"{audit['wrong']}, with two nodes {audit['at_two']}, used unleased {audit['not_held']}",
+            exact),
+        Bar(f"drawn again after {story.kills} kills, as nobody had heard that they were used: "
+            f"{audit['again']} of {audit['total']} samples", audit["again"] <= story.kills * audit["push"]),
+        Bar(f"a joiner's first push within {first_push:.2f} intervals of its transfer's end, wanted <= 1.1",
+            first_push <= 1.1),
+        Bar(f"steps of others more than {1e3 * LATE_S:.0f} ms late: {late}", None if quick else late == 0),
+        Bar(f"largest rise of the held-out loss at a change {percent(worst)}, wanted <= {percent(JUMP, 0)}",
+            None if quick else worst <= JUMP),
+    )  # fmt: skip
+
+
+# --- processes
+
+
+def walk(plan: PacedNode, phase_s: float) -> Story:
+    """The story with real processes."""
+    story = Story()
+    with tempfile.TemporaryDirectory(prefix="aedit-") as name, Field(Path(name), plan) as ground:
+        ground.start_hub()
+        for phase in PHASES:
+            story.changes.append(_phase(ground, phase.nodes, phase.killed, phase_s, story))
+        story.failed += sum(code != 0 for code in ground.end_nodes().values())
+        ground.end_hub()
+        story.audit = _audited(Audit(records_of(ground.directory / "hub")), plan)
+        for number, change in enumerate(story.changes):
+            _look(
+                ground,
+                change,
+                story.changes[number + 1].at_s if number + 1 < len(PHASES) else time.monotonic(),
+            )
+    return story
+
+
+def _phase(
+    ground: Field, nodes: frozenset[int], killed: frozenset[int], phase_s: float, story: Story
+) -> Change:
+    """Bring the change about, and let time pass."""
+    present, wanted = set(ground.nodes), {f"node-{index}" for index in nodes}
+    victims = {f"node-{index}" for index in killed}
+    gone = present - wanted
+    change = Change(sorted(wanted - present), sorted(gone - victims), sorted(victims), time.monotonic())
+    for name in change.killed:
+        ground.kill_node(name)
+    for name in change.joined:
+        ground.start_node(name, prefers=int(name.rpartition("-")[2]))
+    for name in change.left:
+        story.failed += ground.end_node(name, LIMIT_S) != 0
+    for name in gone:
+        del ground.nodes[name]
+    story.kills += len(victims)
+    _until(lambda: _members(ground) == len(wanted), f"{len(wanted)} members")
+    time.sleep(max(0.0, change.at_s + phase_s - time.monotonic()))
+    change.members = _members(ground)
+    return change
+
+
+def _members(ground: Field) -> int:
+    status = ground.status()
+    states = [node["state"] for node in status["nodes"]] if status else []
+    return sum(not state.startswith(("gone", "put out")) for state in states)
+
+
+def _look(ground: Field, change: Change, until_s: float) -> None:
+    """What the nodes' ledgers say of one phase."""
+    everybody = [path.stem for path in ground.directory.glob("node-*.jsonl")]
+    for name in everybody:
+        lines = [line for line in ground.lines(name) if change.at_s <= line["t"] < until_s]
+        if name in change.joined:
+            here = next(line["t"] for line in lines if line["event"] == "joined")
+            push = next(line["t"] for line in lines if line["event"] == "sent")
+            interval_s = ground.plan.step_s * ground.plan.every
+            change.first_push = max(change.first_push, (push - here) / interval_s)
+            continue
+        late = [line["by_s"] for line in lines if line["event"] == "late"]
+        change.late += len(late)
+        change.worst_s = max(change.worst_s, *late, 0.0)
+
+
+def _audited(audit: Audit, plan: PacedNode) -> dict[str, Any]:
+    """again: the most in any unit, of all positions."""
+    drawn = [audit.drawn(unit, plan.samples_per_step) for unit in range(plan.units)]
+    return {
+        "complete": audit.complete,
+        "wrong": audit.wrong,
+        "at_two": audit.at_two,
+        "not_held": audit.not_held,
+        "again": max(int((counts - 1).clip(min=0).sum()) for counts in drawn),
+        "total": int(audit.used.sum()),
+        "push": 2 * plan.every * plan.samples_per_step,
+    }
+
+
+def _until(is_so: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {LIMIT_S:g} s for {what}")
+        time.sleep(0.1)
+
+
+# --- gradients
+
+
+def _curves(size: Size) -> list[Curve]:
+    """One per seed, two at a time."""
+    with ProcessPoolExecutor(min(2, size.seeds), get_context("spawn")) as pool:
+        return list(pool.map(_curve, range(size.seeds), [size] * size.seeds))
+
+
+def _curve(seed: int, size: Size) -> Curve:
+    torch.set_num_threads(1)
+    method = METHODS[METHOD]
+    assert method is not None
+    return Elastic(setting(seed, size.virtual_s), method, size.virtual_s, size.look_s).run()
+
+
+if __name__ == "__main__":
+    main("elastic", "Nodes come and go: books, lateness, loss.", measure)
