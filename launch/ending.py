@@ -65,6 +65,12 @@ class Ending:
         return [log for number, log in sorted(logs) if number >= self.attempt]
 
 
+def indices_of(run_dir: Path, name: str) -> tuple[int, ...]:
+    """The index that a hub gave to the node of this name, as its folder remembers; empty if there is none."""
+    named = (path.parent.name for path in run_dir.glob("nodes/*/name") if path.read_text() == name)
+    return tuple(int(index) for index in named if index.isdecimal())
+
+
 def _events(path: Path) -> list[dict[str, Any]]:
     """Whole lines; one that a crash has torn is left out."""
     events = []

@@ -12,7 +12,7 @@ from types import FrameType
 from aedit.launch.child import Child
 from aedit.launch.cluster import Cluster
 from aedit.launch.config import RunConfig
-from aedit.launch.ending import Ending
+from aedit.launch.ending import Ending, indices_of
 from aedit.launch.placement import (
     NODE_PROGRAM,
     Membership,
@@ -60,8 +60,11 @@ def run(
             code = child.exit_code()
             failed = child.failed() if isinstance(child, Cluster) else None
     nodes = tuple(range(placement.nodes)) if placement.local else (placement.node,)
+    if membership is not None:
+        nodes = indices_of(run_dir, membership.name) or nodes
     nodes = nodes if failed is None else (failed,)
-    return _conclude(Ending(run_dir, nodes, ranks, attempt, output), code, watcher)
+    ending = Ending(run_dir, nodes, ranks, attempt, output)
+    return _conclude(ending, code, watcher, reports=placement.node == 0)
 
 
 def _start(
@@ -155,14 +158,14 @@ def _live_view() -> Watch:
     return watch
 
 
-def _conclude(ending: Ending, code: int, watcher: Watcher) -> int:
+def _conclude(ending: Ending, code: int, watcher: Watcher, *, reports: bool) -> int:
     if watcher.signals:
         name = "at once" if len(watcher.signals) > 1 else "as asked"
         late = f"; the nodes did not save within {LEAVE_LIMIT_S:.0f} s" if watcher.overdue else ""
         _say(f"left {name}{late}; the same command goes on from the newest checkpoint")
         return 128 + watcher.signals[0]
     if code == 0:
-        if 0 in ending.nodes:
+        if reports:
             from aedit.launch.views.report import report
 
             print(report(ending.run_dir))

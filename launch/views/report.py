@@ -167,7 +167,8 @@ def _of_hub(out: Summary) -> Iterator[tuple[str, str]]:
     hub = out.hub
     if hub is None:
         yield "sent", f"{words.size(out.bytes)} to the hub"
-        yield "refused", f"{words.some(out.num_refused, 'push', 'pushes')}, sent once more"
+        again = ", sent once more" if out.num_refused else ""
+        yield "refused", words.some(out.num_refused, "push", "pushes") + again
     else:
         yield "sent", f"{words.size(out.bytes)} up, {words.size(hub.bytes_down)} down"
         why = f" ({reasons(hub.refused)})" if hub.refused else ""
