@@ -122,14 +122,18 @@ class Client:
         self.who = pb.Who(run="run")
         self.versions, self.seqs = [], []
 
-    def join(self, **others):
+    def request(self, **others):
+        """What it joins by."""
         layout = [
             pb.Unit(name=f"unit{i}", tensors=[pb.Tensor(name="w", shape=[n])])
             for i, n in enumerate(self.numels)
         ]
         request = pb.JoinRequest(who=self.who, name=self.name, layout=layout, num_samples=1000)
         request.facts.update({"seed": "0"} | others)
-        reply = self.hub.join(request)
+        return request
+
+    def join(self, **others):
+        reply = self.hub.join(self.request(**others))
         self.who = pb.Who(run="run", term=reply.term, node=reply.node, session=reply.session)
         self.versions, self.seqs = list(reply.versions), list(reply.seqs)
         return reply

@@ -1,0 +1,115 @@
+"""Whatever is sent to a hub: it lives, it does not grow, nothing of it is believed, and good nodes go on."""
+
+import random
+from collections import Counter, deque
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+from fuzz import PULL, PUSH, Fuzzer
+from hub_processes import Client, HubProcess, ending, write_run
+
+from aedit.launch.hub.replay import anchors_of
+from aedit.proto import hub_pb2 as pb
+from aedit.proto.client import channel
+
+MORE = """
+[hub.limits]
+calls_per_s = 1e9
+[hub.screen]
+offences = 1000000
+"""
+"""Or most of what comes would be turned away at the door."""
+SAID = {
+    "OK",
+    "ABORTED",  # another session than the one it is said to be
+    "DATA_LOSS",
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "OUT_OF_RANGE",
+    "RESOURCE_EXHAUSTED",  # too many members, or leases
+}
+NUMELS = (5000, 70)
+UNDER_WAY = 16
+BETWEEN = 50
+"""Messages, and then it joins again, so that it knows what a member knows."""
+MIB = 2**20
+
+
+@pytest.mark.parametrize("messages", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_hub_answers_whatever_is_sent_and_neither_ends_nor_grows(tmp_path, messages):
+    hub = HubProcess(write_run(tmp_path, MORE), tmp_path / "hub")
+    with ending(), channel(hub.address, None) as line:
+        good, liar = Client(hub.address, "good").found(), Client(hub.address, "liar")
+        for _ in range(20):
+            good.join()  # sessions are counted, and the first ones are easily guessed
+        fuzzer, said = Fuzzer(random.Random(messages), NUMELS, liar.request()), Counter()
+        sizes = []
+        for _ in range(20):
+            for _ in range(messages // 20 // BETWEEN):
+                _renew(fuzzer, liar)
+                said += _send(line, fuzzer, BETWEEN)
+            for unit in range(len(NUMELS)):
+                assert good.merged(unit).verdict == pb.MERGED
+            sizes.append(_memory(hub))
+        assert set(said) <= SAID, said
+        assert said["OK"] > messages / 20, said
+        served = [good.anchor(unit)[1] for unit in range(len(NUMELS))]
+        hub.kill()
+    print(f"{messages} messages: {dict(said)}; MiB: {[round(size / MIB) for size in sizes]}")
+    assert "Traceback" not in hub.log.read_text()
+    assert max(sizes[-3:]) < 1.05 * max(sizes[2:5]) + 4 * MIB, sizes
+    assert all(np.isfinite(anchor).all() for anchor in served)
+    kept = anchors_of(tmp_path / "hub")
+    assert all(np.array_equal(anchor, kept[unit]) for unit, anchor in enumerate(served))
+
+
+def _renew(fuzzer, liar):
+    """Let it speak for a member again; under another name, if it has used up its numbers."""
+    reply = liar.join()
+    if max(reply.seqs) > 2**32:
+        liar.leave()
+        liar.name += "'"
+        reply = liar.join()
+    fuzzer.who.CopyFrom(liar.who)
+    fuzzer.seqs, fuzzer.versions = list(reply.seqs), list(reply.versions)
+
+
+def _send(line, fuzzer, messages):
+    """What the hub said, counted."""
+    said, under_way = Counter(), deque()
+    for _ in range(messages):
+        method, parts = fuzzer.call()
+        under_way.append(_start(line, method, parts))
+        if len(under_way) >= UNDER_WAY:
+            said[_end(*under_way.popleft())] += 1
+    for call in under_way:
+        said[_end(*call)] += 1
+    return said
+
+
+def _start(line, method, parts):
+    path = f"/aedit.v1.{method}"
+    if method == PUSH:
+        return method, line.stream_unary(path).future(iter(parts), timeout=30)
+    if method == PULL:
+        return method, line.unary_stream(path)(parts[0], timeout=30)
+    return method, line.unary_unary(path).future(parts[0], timeout=30)
+
+
+def _end(method, call):
+    try:
+        if method == PULL:
+            deque(call, maxlen=0)
+        else:
+            call.result()
+        return "OK"
+    except grpc.RpcError as error:
+        return error.code().name
+
+
+def _memory(hub):
+    """Bytes of its own: the journal's pages, which it has mapped, are the system's."""
+    info = psutil.Process(hub.process.pid).memory_info()
+    return info.rss - info.shared
