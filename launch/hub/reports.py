@@ -10,11 +10,12 @@ from typing import Any
 from aedit.async_sgd import news, records
 from aedit.launch.hub.engine import Engine
 from aedit.launch.hub.ledger import Ledger
+from aedit.launch.hub.lines import Lines
 from aedit.launch.recorder import Clock, Recorder
 
 LINE_EVERY_S = 2.0
-_LINES, _EVENTS = 4096, 256
-"""Newest ones that are kept in memory for whoever asks; all are in the files."""
+_EVENTS = 256
+"""Newest ones that are kept in memory for whoever asks; all are in the file."""
 
 _OF_NODES = [
     "node",
@@ -43,9 +44,8 @@ class Reports:
         self._clock = Clock()
         self._files = Recorder(directory, self._clock, writes=True)
         self._lock = threading.Lock()
-        self._lines: deque[dict[str, Any]] = deque(maxlen=_LINES)
+        self._lines = Lines()
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
-        self._num_lines = 0
         self._names: dict[int, str] = {}
 
     def start(self, elapsed_s: float, names: Mapping[int, str]) -> None:
@@ -83,16 +83,14 @@ class Reports:
     def line(self, values: Mapping[str, Any]) -> None:
         """Add a line of metrics."""
         with self._lock:
-            self._num_lines += 1
-            self._lines.append({"t": round(self._clock.elapsed_s, 3), **values})
+            self._lines.add({"t": round(self._clock.elapsed_s, 3), **values})
             self._files.metrics(**values)
 
     def newest(self, after: int) -> dict[str, Any]:
         """Lines after the first `after` ones of this process, how many there are, and the latest events."""
         with self._lock:
-            missing = max(0, self._num_lines - after)
-            lines = list(self._lines)[-missing:] if missing else []
-            return {"num_lines": self._num_lines, "lines": lines, "events": list(self._events)}
+            lines, events = self._lines.after(after), list(self._events)
+            return {"num_lines": self._lines.count, "lines": lines, "events": events}
 
     def close(self) -> None:
         self._files.close()

@@ -1,0 +1,43 @@
+"""A hub's lines of metrics in memory: of a run of any length, as many bytes as one message may have."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+MOST_BYTES = 2**20
+"""Of all lines, as JSON: with them a status stays below the largest message."""
+
+
+class Lines:
+    """Of a long run it keeps every 2nd, 4th, 8th... line, and the newest. For one thread at a time."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._lines: list[tuple[int, str]] = []
+        self._num_bytes = 0
+        self._every = 1
+        self.count = 0
+        """Lines that have ever been added."""
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """The newest one."""
+        if self._lines and self._lines[-1][0] % self._every:
+            self._num_bytes -= len(self._lines.pop()[1])
+        text = json.dumps(values)
+        self._lines.append((self.count, text))
+        self._num_bytes += len(text)
+        self.count += 1
+        while self._num_bytes > self._most_bytes and len(self._lines) > 1:
+            self._thin_out()
+
+    def after(self, count: int) -> list[dict[str, Any]]:
+        """Those that are left of what was added after the first `count`."""
+        return [json.loads(text) for number, text in self._lines if number >= count]
+
+    def _thin_out(self) -> None:
+        self._every *= 2
+        *before, newest = self._lines
+        self._lines = [*(line for line in before if line[0] % self._every == 0), newest]
+        self._num_bytes = sum(len(text) for _, text in self._lines)
+        if len(self._lines) == 2 and self._num_bytes > self._most_bytes:
+            self._lines, self._num_bytes = [newest], len(newest[1])
