@@ -81,6 +81,8 @@ class Cluster:
     ) -> None:
         self.nodes: list[Child] = []
         self._over_since: float | None = None
+        self._late: set[int] = set()
+        """Nodes that were started again when the run was over."""
         self._hubs = _hubs(config, run_dir)
         try:
             for hub in self._hubs:
@@ -119,8 +121,9 @@ class Cluster:
         return False
 
     def failed(self) -> int | None:
-        """The first node that did not end well."""
-        return next((i for i, node in enumerate(self.nodes) if node.exit_code() != 0), None)
+        """The first node that did not end well, though there was a run for it."""
+        codes = [node.exit_code() for node in self.nodes]
+        return next((i for i, code in enumerate(codes) if code != 0 and i not in self._late), None)
 
     def exit_code(self) -> int:
         """0 if all nodes ended well. Only after `running` was False or `kill` was called."""
@@ -153,6 +156,7 @@ class Cluster:
             return
         self._over_since = self._over_since or time.monotonic()
         if time.monotonic() > self._over_since + NODE_LEAVE_LIMIT_S:
+            self._late.update(i for i, node in enumerate(self.nodes) if node.running())
             self.terminate()
 
     def _end_hubs(self) -> None:

@@ -19,7 +19,7 @@ from aedit.proto.membership import PROTOCOL
 from aedit.proto.security import ClientKeys, client_keys, is_loopback
 from aedit.types import UserError
 
-HELLO_LIMIT_S = 20.0
+HELLO_LIMIT_S = 10.0
 
 
 def join(
