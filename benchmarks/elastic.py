@@ -96,8 +96,8 @@ def measure(quick: bool) -> Report:
     return Report(
         "elastic: 1 -> 4 -> 2 -> 6 -> 3 nodes, nothing restarted",
         (
-            f"Paced processes: {PLAN.step_s:g} s a step, {PLAN.every} steps a push, {PLAN.num_samples} samples an "
-            f"epoch, {size.phase_s:g} s a phase.",
+            f"Paced processes, {PLAN.step_s:g} s a step, {PLAN.every} a push; {PLAN.num_samples} samples an "
+            f"epoch; {size.phase_s:g} s a phase.",
             f"Loss: `{METHOD}`, {size.seeds} seeds, a small Llama in virtual time; the highest within "
             f"{size.window_s:g} s after the change to that before.",
         ),

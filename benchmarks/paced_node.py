@@ -14,6 +14,7 @@ Writes one JSON line per event to its ledger: joined, sent, answered, late, left
 import json
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -90,13 +91,16 @@ class Unit:
 class Walker:
     """Steps at a fixed pace, and exchanges whenever `every` steps are there and the last answer too."""
 
-    def __init__(self, plan: PacedNode, link: Link, note: Callable[..., None]) -> None:
+    def __init__(
+        self, plan: PacedNode, link: Link, note: Callable[..., None], ending: threading.Event
+    ) -> None:
+        """ending: set when it is to push what it owes and leave."""
         self.plan, self.link, self.note = plan, link, note
         self.steps = 0
         self.longest_s = 0.0
         """The longest step: how much a fault elsewhere has held this node up."""
         self.leased = 0
-        self.ending = False
+        self.ending = ending
         self.units = [Unit(version) for version in link.join(60.0)]
         self.own = slice(link.node % STRIDE, None, STRIDE)
         note("joined", node=link.node)
@@ -104,7 +108,7 @@ class Walker:
     def walk(self) -> None:
         """Until the hub says that it is enough, or a signal; then push what is owed."""
         ended_at = time.monotonic()
-        while not (self.ending or self.link.news().finished or self.steps >= self.plan.max_steps):
+        while not (self.ending.is_set() or self.link.news().finished or self.steps >= self.plan.max_steps):
             deadline = ended_at + self.plan.step_s
             if self._may_go_on():
                 self.steps += 1
@@ -212,14 +216,14 @@ def agent_plan(plan: PacedNode) -> AgentPlan:
 
 def main(words: list[str]) -> int:
     plan = of_json(words[0])
-    ledger = Ledger(Path(plan.ledger))
-    link = start_agent(agent_plan(plan), ranks=1, mode="thread" if plan.mode == "thread" else "process")
-    walker = Walker(plan, link, ledger.note)
+    ledger, ending = Ledger(Path(plan.ledger)), threading.Event()
 
     def end(number: int, frame: FrameType | None) -> None:
-        walker.ending = True
+        ending.set()
 
     signal.signal(signal.SIGTERM, end)
+    link = start_agent(agent_plan(plan), ranks=1, mode="thread" if plan.mode == "thread" else "process")
+    walker = Walker(plan, link, ledger.note, ending)
     walker.walk()
     walker.leave(60.0)
     return 0
