@@ -63,6 +63,7 @@ def make_keys(directory: Path, hosts: Sequence[str], nodes: Sequence[str] = (), 
     try:
         authority = _authority(directory)
         folders = [_hub(directory / HUB, authority, hosts, days)]
+        _node(directory / HUB, authority, days)  # a standby, or a region's hub, calls another hub
         folders += [_node(directory / name, authority, days) for name in nodes]
         if not nodes:
             folders.append(_shared(directory / ANY_NODE, authority))
@@ -222,7 +223,8 @@ def _what_to_copy(directory: Path, folders: Sequence[Path]) -> str:
     lines = [f"{directory / CA_KEY} signs for the whole run: keep it here, off the machines that train."]
     for folder in folders:
         certificates = [path for path in (folder / f"{SERVER}.crt", folder / f"{NODE}.crt") if path.exists()]
-        ends = "".join(f", valid until {_certificate(p).not_valid_after_utc:%Y-%m-%d}" for p in certificates)
+        days = [_certificate(path).not_valid_after_utc for path in certificates]
+        ends = f", valid until {min(days):%Y-%m-%d}" if days else ""
         whom = {HUB: "the hub's machine", ANY_NODE: "every node"}.get(folder.name, f"node {folder.name}")
         lines.append(f"Copy {folder} to {whom}{ends}.")
     if folders[1:] == [directory / ANY_NODE]:

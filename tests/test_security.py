@@ -148,6 +148,15 @@ def test_a_hub_that_asks_for_certificates_learns_the_name_of_the_node(folder):
         assert hub.reached == ["alpha"]
 
 
+def test_a_hub_may_call_another_one_that_asks_for_certificates(folder):
+    """As a standby does, or the hub of a region."""
+    keys = client_keys(folder / "hub")
+    asking = server_keys(folder / "hub", require_client_certificates=True)
+    with served(asking) as (hub, port), channel(keys.credentials, port) as made:
+        calls(made)["unary"]()
+        assert hub.reached == ["hub"]
+
+
 @pytest.mark.parametrize("token", [None, "w" * 43, "", "Bearer"])
 def test_without_the_token_nothing_is_reached_by_any_kind_of_call(folder, token):
     tls = tls_of(folder)
@@ -341,7 +350,7 @@ def test_only_their_owner_can_read_the_files(folder):
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {str(path.relative_to(folder)) for path in files} == {
         *("ca.key", "ca.crt", "token"),
-        *("hub/ca.crt", "hub/token", "hub/server.key", "hub/server.crt"),
+        *("hub/ca.crt", "hub/token", "hub/server.key", "hub/server.crt", "hub/node.key", "hub/node.crt"),
         *("alpha/ca.crt", "alpha/token", "alpha/node.key", "alpha/node.crt"),
     }
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
