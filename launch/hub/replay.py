@@ -9,7 +9,7 @@ from aedit.async_sgd.records import Accepted, Push, Record, Vector
 from aedit.launch.config import RunConfig
 from aedit.launch.hub.frames import File
 from aedit.launch.hub.journal import segment_path
-from aedit.launch.hub.store import Store, batches, check_payloads, numbers
+from aedit.launch.hub.store import Store, batches, check_gapless, check_payloads, numbers
 from aedit.launch.load import load
 from aedit.proto.codecs import codec
 
@@ -40,6 +40,7 @@ def replayed(directory: Path, *, from_the_beginning: bool = False) -> Hub:
     which must still be there, and through no snapshot. UserError if the folder is damaged."""
     hub = hub_of(directory)
     if from_the_beginning:
+        check_gapless(directory, 1, numbers(directory, "journal"))
         for batch in _journaled(directory, 1):
             for record in batch:
                 hub.apply(record)
