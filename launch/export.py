@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from aedit.edit.shards import Shards
 from aedit.launch.checkpoint import Checkpoints, Mark
+from aedit.launch.hub.replay import replayed
 from aedit.launch.load import load
 from aedit.launch.model import build_model
 from aedit.launch.tokenizer import load_tokenizer
@@ -26,8 +27,9 @@ ATTEMPTS = 5
 def export(run_dir: Path, out: Path) -> None:
     """Write config, safetensors, tokenizer and generation config of a run to the directory `out`.
 
-    The weights are the anchors of the newest checkpoint of any node, in fp32; those of the node itself where
-    there are no anchors yet (warm-up). The run may still be going on. `out` appears whole or not at all.
+    The weights are the hub's anchors if the run directory has a hub, else the anchors of the newest
+    checkpoint of any node, in fp32; those of the node itself where there are no anchors yet (warm-up), or
+    where the hub is on another machine. The run may still be going on. `out` appears whole or not at all.
     Raises UserError if `out` holds something, or there is no run or no checkpoint.
     """
     _check_empty(out)
@@ -36,7 +38,7 @@ def export(run_dir: Path, out: Path) -> None:
     model = build_model(
         config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
     )
-    where = _fill(model, run_dir)
+    where = _fill_from_hubs(model, run_dir) or _fill(model, run_dir)
     model.config.use_cache = True  # off for training only
     try:
         _write(model, tokenizer, out)
@@ -48,6 +50,32 @@ def export(run_dir: Path, out: Path) -> None:
 def _check_empty(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already: choose another OUT, or remove it")
+
+
+def _fill_from_hubs(model: PreTrainedModel, run_dir: Path) -> str:
+    """Load the anchors that the run's hubs own into `model`; returns where they were, empty if nowhere."""
+    directories = [path.parent for path in sorted(run_dir.glob("hub*/part.json"))]
+    own = dict(model.named_parameters())
+    num_found = 0
+    for directory in directories:
+        hub = replayed(directory)
+        for index in hub.state.units if hub.state.layout else ():
+            tensors = hub.state.layout.units[index].tensors if hub.state.layout else ()
+            values = torch.from_numpy(hub.anchor(index)[1].copy())
+            if not values.numel():
+                return ""
+            parts = torch.split(values, [tensor.numel for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                _copy(own, tensor.name, part.view(tensor.shape))
+                num_found += 1
+    return f"anchors of {', '.join(map(str, directories))}" if num_found else ""
+
+
+def _copy(own: dict[str, torch.nn.Parameter], name: str, value: Tensor) -> None:
+    if name not in own or own[name].shape != value.shape:
+        raise UserError(f"the hub has no {name} of the shape that run.toml describes: was it edited?")
+    with torch.no_grad():
+        own[name].copy_(value)
 
 
 def _fill(model: PreTrainedModel, run_dir: Path) -> str:

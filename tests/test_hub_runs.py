@@ -11,6 +11,8 @@ from collections import Counter
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from aedit.launch.hub.replay import anchors_of, pushes_of
 
@@ -132,6 +134,11 @@ def test_a_local_run_has_a_hub_and_a_torchrun_per_node_and_ends_with_a_report(pl
     assert {node: steps_in(place.events(node), "stop")[-1] for node in (0, 1)} == dict(pushed)
     assert len(anchors_of(hub)) == 3
     assert place.processes() == []
+    ends_well(place.aedit("export", place.directory / "runs" / "x", place.directory / "out"))
+    model = AutoModelForCausalLM.from_pretrained(place.directory / "out")
+    anchors = torch.cat([torch.from_numpy(values.copy()) for _, values in sorted(anchors_of(hub).items())])
+    exported = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(exported.sort().values, anchors.sort().values), "the anchors, bit for bit"
 
 
 def test_a_run_goes_on_when_its_hub_and_a_node_are_killed(place):
