@@ -28,6 +28,8 @@ class Books:
     """Elements of anchors that are not the sum of the accepted pushes: lost, counted twice, or in half."""
     unknown: int
     """Steps in pushes that a node saw accepted and that the journal lacks."""
+    twice: int
+    """Steps in the journal above those that their nodes have sent."""
     owed: int
     """Steps that a node which has left in good order made, and did not see accepted; or the other way."""
     late_calls: int
@@ -44,11 +46,12 @@ def compare(ground: Field, ended_s: float) -> Books:
     for push in pushes_of(directory):
         journal[push.node, push.unit] += push.steps
     anchors, again = anchors_of(directory), anchors_of(directory, from_the_beginning=True)
-    seen = _seen(ledgers)
+    seen, unanswered = _seen(ledgers), _unanswered(ledgers)
     return Books(
         steps_per_s=sum(journal.values()) / ground.plan.units / _mean_s(ledgers, ended_s),
         lost=sum(int((anchors[i] != sums).sum()) for i, sums in enumerate(expected(ground.plan, journal))),
         unknown=sum(max(0, seen[key] - journal[key]) for key in seen),
+        twice=sum(max(0, steps - seen[key] - unanswered[key]) for key, steps in journal.items()),
         owed=sum(owed(attempt, ground.plan.units) for lines in ledgers for attempt in attempts(lines)),
         late_calls=(ground.directory / "output.log").read_text(errors="replace").count(LATE),
         replayed=all(anchors[i].tobytes() == again[i].tobytes() for i in range(ground.plan.units)),
@@ -93,6 +96,17 @@ def _seen(ledgers: list[list[dict[str, Any]]]) -> Steps:
         for push in answered(lines):
             seen[push.node, push.unit] += push.steps if push.verdict == "MERGED" else 0
     return seen
+
+
+def _unanswered(ledgers: list[list[dict[str, Any]]]) -> Steps:
+    """In pushes whose node was killed before it saw the answer: accepted or not."""
+    found = Steps()
+    for attempt in (attempt for lines in ledgers for attempt in attempts(lines)):
+        done = {(line["unit"], line["seq"]) for line in attempt if line["event"] == "answered"}
+        for line in attempt:
+            if line["event"] == "sent" and (line["unit"], line["seq"]) not in done:
+                found[attempt[0]["node"], line["unit"]] += line["steps"]
+    return found
 
 
 def _mean_s(ledgers: list[list[dict[str, Any]]], ended_s: float) -> float:

@@ -57,6 +57,7 @@ class PacedNode:
     codec: str = "fp32"
     beat_s: float = 0.25
     expire_s: float = 5.0
+    call_timeout_s: float = 30.0
     max_steps: int = 10**9
     prefers: int | None = None
     mode: str = "thread"
@@ -210,6 +211,7 @@ def agent_plan(plan: PacedNode) -> AgentPlan:
         donor=plan.donor,
         beat_s=plan.beat_s,
         expire_s=plan.expire_s,
+        call_timeout_s=plan.call_timeout_s,
         prefers=plan.prefers,
     )
 
