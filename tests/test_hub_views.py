@@ -2,6 +2,8 @@
 
 import io
 import json
+import socket
+import urllib.request
 from pathlib import Path
 
 import matplotlib.image
@@ -268,3 +270,17 @@ def test_an_address_where_no_hub_is_ends_in_one_line(capsys, monkeypatch):
     for view in ("status", "plot"):
         assert main([view, "127.0.0.1:9"]) == 2
         assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_prometheus_reads_a_real_hub(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ending():
+        hub = HubProcess(write_run(tmp_path), tmp_path / "hub", f"--hub.metrics-port={port}")
+        node = Client(hub.address, name="box").found()
+        node.merged(0)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+    assert 'aedit_version{unit="unit0"} 2.0' in text
+    assert 'aedit_node_accepted_total{node="box"} 3.0' in text
