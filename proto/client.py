@@ -136,9 +136,9 @@ class HubClient:
         fetched twice when the connection breaks. HubRefused if `into` is too short for it."""
         return self.fetch(Download(request, into))
 
-    def fetch(self, download: Download) -> hub_pb2.PullHead:
+    def fetch(self, download: Download, *, again: bool = True) -> hub_pb2.PullHead:
         """`pull`, going on where another hub or node has left off. After HubUnreachable, `download` may go on
-        at the next one."""
+        at the next one. again: whether to try again here before that, where there is no next one."""
 
         def once(patience: Patience) -> hub_pb2.PullHead:
             def moved(num_bytes: int) -> None:
@@ -150,7 +150,10 @@ class HubClient:
                 calls.append(asked(download.request.SerializeToString(), timeout=patience.left_s))
                 return download.take(calls[0], moved)
 
-        return self._try(f"pull unit {download.request.unit}", once, self._patience(download.room_bytes))
+        patience = self._patience(download.room_bytes)
+        if not again:
+            patience = Patience(0.0, patience.left_s)
+        return self._try(f"pull unit {download.request.unit}", once, patience)
 
     def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk]:
         """The hub's journal as it grows, in one go: whoever wants more after it broke asks again. The hub

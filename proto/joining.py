@@ -33,6 +33,8 @@ class Entrance:
         self._replies: dict[int, pb.JoinReply] = {}
         self._change = threading.Condition()
         self._ended = False
+        self._silent: set[str] = set()
+        """Donors that have broken off, or not answered: they are not asked for other units, too."""
 
     def joined(self, part: int, reply: pb.JoinReply) -> None:
         """Hub process `part` has let this node in, perhaps once more."""
@@ -80,10 +82,10 @@ class Entrance:
         # What proves to the hub who we are is no other node's business.
         request = pb.PullRequest(who=pb.Who(run=self._plan.run), unit=unit)
         download = _Counted(request, self._box.anchors[unit].view(np.uint8).data)
-        donors = [donor for donor in donors if donor != seat.donor]
+        donors = [donor for donor in donors if donor != seat.donor and donor not in self._silent]
         random.shuffle(donors)
         for donor in donors[:DONORS]:
-            if self._is_taken(unit, download, giver(donor)):
+            if donor not in self._silent and self._is_taken(unit, download, giver(donor), donor):
                 return
         while not self._ended and seat.wait():
             request.who.CopyFrom(seat.who())
@@ -91,16 +93,19 @@ class Entrance:
                 return
             seat.pause(random.uniform(0.5, 1.5) * self._plan.beat_s)
 
-    def _is_taken(self, unit: int, download: "_Counted", client: HubClient) -> bool:
+    def _is_taken(self, unit: int, download: "_Counted", client: HubClient, donor: str = "") -> bool:
+        """donor: its address, if `client` is not the hub's."""
         before = download.num_bytes
         try:
             with self._traffic.moving(), self._carrier.guards[unit]:
-                head = client.fetch(download)
+                head = client.fetch(download, again=not donor)
                 if head.num_bytes != download.room_bytes or head.chain:
                     raise ValueError(f"{head.num_bytes} bytes, where an anchor has {download.room_bytes}")
                 self._carrier.versions[unit] = head.version
             return True
         except (HubRefused, HubUnreachable, ValueError) as error:
+            if donor and isinstance(error, HubUnreachable):
+                self._silent.add(donor)
             log.warning("unit %d: %s; asking another", unit, error)
             return False
         finally:

@@ -174,3 +174,22 @@ def test_a_donor_gives_only_what_it_has_to_those_of_its_run():
         assert refused.value.code.name == code
     with guards[0], pytest.raises(Refusal, match="changes just now"):
         donor.pull(pb.PullRequest(who=pb.Who(run="test"), unit=0))
+
+
+def test_a_donor_that_is_gone_is_asked_once_and_not_again_for_every_unit(hub):
+    asked = []
+
+    def behaviour(message, context):
+        asked.append(pb.PullRequest.FromString(message).unit)
+        context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    service = Service("aedit.v1.Exchange", {"Pull": grpc.unary_stream_rpc_method_handler(behaviour)})
+    server = Server([service], HERE)
+    with_anchors(hub).donors = {9: server.address}
+    try:
+        with node(of(hub, streams=1), start=[0, 0]) as link:
+            assert link.join(20) == (1, 1)
+            assert np.array_equal(link.anchors[1], hub.anchors[1])
+    finally:
+        server.stop(0)
+    assert len(asked) == 1
