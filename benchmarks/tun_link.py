@@ -32,6 +32,7 @@ MTU = 1500
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _LOOK_S = 0.05
+_LONGEST = 1 << 16
 _BURST = 64
 """Packets read from one end before the other end is looked at."""
 
@@ -49,6 +50,8 @@ class Wire:
     rate_mbit: float = 100.0
     queue_s: float = 0.2
     """A packet that would wait longer for its turn is dropped: the buffer of the router before the wire."""
+    mtu: int = MTU
+    """Longest packet: with longer ones Python carries more."""
     seed: int = 0
 
 
@@ -156,7 +159,7 @@ def _pump(wire: Wire, ends: tuple[Place, ...]) -> Iterator[None]:
 
 def carry(wire: Wire, ends: tuple[Place, Place]) -> None:
     """Carry packets both ways until stdin is closed."""
-    first, second = _tun(ends[0], ends[1].address), _tun(ends[1], ends[0].address)
+    first, second = _tun(ends[0], ends[1].address, wire.mtu), _tun(ends[1], ends[0].address, wire.mtu)
     # One lane per direction, and the device its packets come out of.
     lanes = {
         first: (Lane(wire, random.Random(2 * wire.seed)), second),
@@ -183,13 +186,13 @@ def carry(wire: Wire, ends: tuple[Place, Place]) -> None:
 def _take(fd: int, lane: Lane) -> None:
     for _ in range(_BURST):
         try:
-            packet = os.read(fd, 2 * MTU)
+            packet = os.read(fd, _LONGEST)
         except BlockingIOError:
             return
         lane.send(packet, time.monotonic())
 
 
-def _tun(place: Place, peer: str) -> int:
+def _tun(place: Place, peer: str, mtu: int) -> int:
     """A new TUN device at `place`, up and with a route to its peer; its file descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
     own = os.open("/proc/self/ns/net", os.O_RDONLY)
@@ -200,7 +203,7 @@ def _tun(place: Place, peer: str) -> int:
         request = struct.pack("16sH22s", place.interface.encode(), _IFF_TUN | _IFF_NO_PI, b"")
         fcntl.ioctl(device, _TUNSETIFF, request)
         run_command(f"ip addr add {place.address}/32 peer {peer} dev {place.interface}")
-        run_command(f"ip link set {place.interface} mtu {MTU} txqueuelen 5000 up")
+        run_command(f"ip link set {place.interface} mtu {mtu} txqueuelen 5000 up")
         return device
     finally:
         _enter(libc, own)
