@@ -30,7 +30,8 @@ WINDOW = 64
 """Pushes of all nodes that are remembered."""
 
 PER_NODE = 4
-"""Pushes of one node that count, the newest."""
+"""Pushes of one node that count, the newest; only half of them once there are `ENOUGH` nodes, whose middle
+says more than the past: sizes rise and fall with the learning rate."""
 
 FIRST_RATIO = 10.0
 """Anchors' norms that a push may be long while little else is known: more is no training."""
@@ -39,7 +40,7 @@ PATIENCE = 3
 """Refused pushes in a row, of most of the nodes, after which what was usual is forgotten."""
 
 ENOUGH = 4
-"""Pushes in a merge that can be compared with each other."""
+"""Nodes, or pushes in a merge, that can be compared with each other."""
 
 SAMPLE_BLOCKS = 64
 """Blocks of 4096 elements, spread over the unit, that directions are compared on."""
@@ -87,10 +88,9 @@ class NormHistory:
         """Each node's newest sizes."""
         found: dict[int, list[float]] = {}
         for node, size in reversed(self.sizes):
-            sizes = found.setdefault(node, [])
-            if len(sizes) < PER_NODE:
-                sizes.append(size)
-        return found
+            found.setdefault(node, []).append(size)
+        count = PER_NODE // 2 if len(found) >= ENOUGH else PER_NODE
+        return {node: sizes[:count] for node, sizes in found.items()}
 
 
 def log_size(push: Push) -> float:
@@ -113,7 +113,7 @@ def judge_push(push: Push, history: NormHistory, config: ScreenConfig) -> str | 
         return None
     usual, spread, rounds = _usual(history)
     excess = log_size(push) - usual
-    if excess <= config.threshold * spread * (1 + 1 / rounds) * (2 if strangers else 1):
+    if excess <= config.threshold * spread * _slack(len(nodes), rounds) * (2 if strangers else 1):
         return None
     times = math.exp(min(excess, 100.0))
     return f"{length:.3g}, {times:.3g} times what is usual for {push.steps} steps"
@@ -121,11 +121,12 @@ def judge_push(push: Push, history: NormHistory, config: ScreenConfig) -> str | 
 
 def clip_scale(push: Push, history: NormHistory, config: ScreenConfig) -> float:
     """By what to shorten a push so that it is at most `clip` usual norms long; looser in the first round,
-    when sizes still grow with the learning rate."""
+    when sizes still grow with the learning rate, and most of all while few nodes are known."""
     if config.clip is None or not history.sizes or not norm(push) > 0:
         return 1.0
     usual, _, rounds = _usual(history)
-    allowed = config.clip * (PER_NODE if rounds < 2 else 1)
+    loose = 2 if len(history.by_node()) >= ENOUGH else 4
+    allowed = config.clip * (loose if rounds < 2 else 1)
     return math.exp(min(0.0, math.log(allowed) + usual - log_size(push)))
 
 
@@ -177,6 +178,12 @@ def _cosines(pushes: Sequence[Push], numel: int) -> tuple[NDArray[np.float64], i
 
 def _direction(push: Push, start: int, stop: int) -> NDArray[np.float64]:
     return push.values.read(start, stop).astype(np.float64) / max(norm(push), 1e-300)
+
+
+def _slack(num_nodes: int, rounds: int) -> float:
+    """By which a limit is wider than in the long run: the middle of few numbers may be off. That of four
+    nodes is not; but in the learning rate's rise honest sizes treble from the first round to the second."""
+    return 1 + 1 / (rounds + 2) if num_nodes >= ENOUGH else 1 + 1 / rounds
 
 
 def _usual(history: NormHistory) -> tuple[float, float, int]:

@@ -1,14 +1,23 @@
-"""One bad node of eight against a real hub: refused or bounded from the first round; the others are not."""
+"""One bad node of eight against a real hub: refused or bounded from the first round; the others are not.
+And bad bytes against a hub process: what is not whole, not new or not of this run changes nothing."""
 
+import random
+
+import grpc
 import numpy as np
+import psutil
 import pytest
 from benchmarks.attacks import attacks
 from benchmarks.hub_in_process import HubInProcess, push_of
+from hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
 
 from aedit.async_sgd.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
 from aedit.async_sgd.hub import Hub, HubPlan
 from aedit.async_sgd.members import Report
 from aedit.async_sgd.records import Layout, TensorLayout, UnitLayout
+from aedit.proto import frames
+from aedit.proto import hub_pb2 as pb
+from aedit.proto.client import channel
 
 NODES, BAD, ROUNDS, NUMEL = 8, 7, 12, 6000
 UNIT = UnitLayout("u", (TensorLayout("m", (50, 100)), TensorLayout("b", (1000,))))
@@ -79,3 +88,114 @@ def test_what_is_crude_never_reaches_the_anchor(name, quorum):
         np.testing.assert_array_equal(hub.hub.anchor(0)[1], without.hub.anchor(0)[1])
     else:
         assert distance == pytest.approx(expected, rel=0.05)
+
+
+# --- on the wire
+
+NUMELS = (5000, 70)
+NO_RATE = "[hub.limits]\ncalls_per_s = 1e9"
+
+
+def sent(line, head, data, damage=lambda message: message):
+    """The hub's answer to a push of these bytes, each message damaged; or what it said instead."""
+    messages = [
+        frames.pack(c) for c in frames.chunks(head.SerializeToString(), memoryview(data), chunk_bytes=8192)
+    ]
+    try:
+        call = line.stream_unary("/aedit.v1.Exchange/Push")
+        return pb.PushReply.FromString(call(iter([damage(message) for message in messages]), timeout=30))
+    except grpc.RpcError as error:
+        return error.code().name, error.details()
+
+
+def head_of(client, unit, **others):
+    """Of the client's next push."""
+    facts = {"seq": client.seqs[unit] + 1, "base": 1, "steps": 1, "tokens": 10, "codec": "fp32"} | others
+    return pb.PushHead(who=client.who, unit=unit, **{"num_bytes": 4 * NUMELS[unit]} | facts)
+
+
+def one_bit(chance):
+    def damage(message):
+        damaged, at = bytearray(message), chance.randrange(8 * len(message))
+        damaged[at // 8] ^= 1 << at % 8
+        return bytes(damaged)
+
+    return damage
+
+
+def by_hand(pushes):
+    """Anchors after these pushes one by one: arXiv:2401.09135, algorithm 3, as it is written."""
+    anchors, lr, mu, n = [numbers(u, 1, NUMELS[u]).astype(np.float64) for u in (0, 1)], 0.8, 0.85, 4
+    for unit in (0, 1):
+        momentum = pending = np.zeros(NUMELS[unit])
+        for t, seq in enumerate((s for u, s in pushes if u == unit), start=1):
+            g = 0.01 * numbers(unit, seq, NUMELS[unit]).astype(np.float64)
+            pending = pending + g
+            step = lr * g / n
+            if t % n == 0:
+                momentum, pending = mu * momentum + pending / n, np.zeros(NUMELS[unit])
+                step = step + lr * mu * momentum
+            anchors[unit] -= step
+    return anchors
+
+
+def test_bytes_that_are_damaged_or_not_of_this_run_change_nothing_and_a_good_node_goes_on(tmp_path):
+    chance = random.Random(0)
+    hub = HubProcess(write_run(tmp_path, NO_RATE), tmp_path / "hub")
+    with ending(), channel(hub.address, None) as line:
+        good, bad = Client(hub.address, "good").found(), Client(hub.address, "bad")
+        bad.join()
+        data = (0.01 * numbers(0, 1, NUMELS[0])).astype(np.float32).tobytes()
+        for _ in range(40):
+            code, text = sent(line, head_of(bad, 0), data, one_bit(chance))
+            assert code in ("DATA_LOSS", "INVALID_ARGUMENT"), text
+        good.merged(0)
+        _declarations_that_are_too_large_are_refused_before_there_is_room(hub, line, bad, data)
+        good.merged(1)
+        _a_push_of_another_is_not_believed_and_one_sent_again_counts_once(line, good, bad, data)
+        for numels, words in (((5000, 71), r"unit1.w \(71,\)"), ((5000,), "unit"), ((70, 5000), "unit0.w")):
+            with pytest.raises(HubRefused, match=words):
+                Client(hub.address, "bad", numels).join()
+        good.merged(0)
+        newest = head_of(bad, 0, base=bad.version(0))
+        assert sent(line, newest, data).accepted  # undamaged it is a push like any other
+        status = {node["name"]: node for node in good.status()["nodes"]}
+        served = [good.anchor(unit)[1] for unit in (0, 1)]
+        hub.kill()
+    assert status["good"]["refused"] == status["bad"]["refused"] == {}
+    assert (status["good"]["accepted"], status["bad"]["accepted"]) == (5, 1)
+    log = hub.log.read_text()
+    assert "Traceback" not in log
+    assert "checksum" in log
+    expected = by_hand([(0, 2), (1, 2), (0, 3), (0, 1)])
+    for unit in (0, 1):
+        np.testing.assert_allclose(served[unit], expected[unit], atol=1e-6)
+
+
+def _declarations_that_are_too_large_are_refused_before_there_is_room(hub, line, bad, data):
+    before = psutil.Process(hub.process.pid).memory_info().rss
+    for num_bytes in (4 * NUMELS[0] + 10**6, 2**33, 2**40, 2**63):
+        for _ in range(5):
+            code, text = sent(line, head_of(bad, 0, num_bytes=num_bytes), data)
+            assert (code, "declared" in text) == ("INVALID_ARGUMENT", True)
+    code, text = sent(line, head_of(bad, 0, num_bytes=4 * NUMELS[0] - 4), data)  # and more comes than that
+    assert (code, "a chunk of" in text) == ("INVALID_ARGUMENT", True)
+    assert psutil.Process(hub.process.pid).memory_info().rss < before + 2**25
+
+
+def _a_push_of_another_is_not_believed_and_one_sent_again_counts_once(line, good, bad, data):
+    again = head_of(good, 0, seq=good.seqs[0])
+    version = good.version(0)
+    for _ in range(10):
+        assert sent(line, again, data).accepted  # the answer that its first sender may have missed
+    assert good.version(0) == version
+    for session in (0, bad.who.session, good.who.session + 1000, 2**64 - 1):
+        foreign = head_of(good, 0)
+        foreign.who.session = session
+        code, text = sent(line, foreign, data)
+        assert code in ("NOT_FOUND", "ABORTED"), text
+    old = head_of(bad, 0)
+    bad.join()
+    code, text = sent(line, old, data)
+    assert code == "ABORTED", text
+    assert good.version(0) == version

@@ -98,6 +98,25 @@ def test_a_thousand_times_too_long_is_refused_in_the_very_first_round(first_to_c
     assert judge_push(push(7, 1000 * pushes[7].norms[0]), history, SCREEN) is not None
 
 
+@pytest.mark.parametrize("round", [0, 1])
+def test_ten_times_too_long_is_refused_as_soon_as_four_nodes_are_known(round):
+    caught = 0
+    for seed in range(50):
+        pushes = rounds_of(seed, 2, [16] * NODES)
+        history = seen([*pushes[0], *pushes[1]][: 4 + NODES * round])
+        caught += judge_push(push(7, 10 * pushes[round][7].norms[0]), history, SCREEN) is not None
+    assert caught >= 45
+
+
+def test_honest_sizes_may_treble_from_the_first_round_to_the_second():
+    history = seen(push(n, 1.0) for n in range(4))
+    for node in range(4):
+        assert judge_push(push(node, 3.0 * 1.5), history, SCREEN) is None
+        assert clip_scale(push(node, 3.0), history, SCREEN) == 1
+    assert clip_scale(push(0, 8.0), history, SCREEN) == pytest.approx(0.5)
+    assert clip_scale(push(0, 8.0), seen(push(n, 1.0) for n in range(3)), SCREEN) == 1
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_never_believed(bad):
     for history in (NormHistory(), founded(), seen(rounds_of(0, 2)[1])):
