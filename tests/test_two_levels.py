@@ -3,10 +3,10 @@
 import time
 
 import pytest
-
-from aedit.launch.hub.replay import anchors_of
 from benchmarks.field import Field
 from benchmarks.paced_node import PacedNode
+
+from aedit.launch.hub.replay import anchors_of
 
 LIMIT_S = 60
 NODE = PacedNode(hub="", name="", ledger="", units=2, numel=64, step_s=0.005, every=2)
