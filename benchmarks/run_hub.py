@@ -250,7 +250,8 @@ def _finish(hub: HubInProcess, nodes: list[Node]) -> None:
             node.link.beat(1 / node.step_s)
         hub.tick()
         for node in nodes:
-            node.sync.finish()
+            if node.link.is_member:  # nobody answers one that was put out for its last push
+                node.sync.finish()
 
 
 def adopt_anchors(model: nn.Module, hub: HubInProcess, sync: LayerSync) -> None:
