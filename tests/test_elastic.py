@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from benchmarks import elastic, soak
+from benchmarks import elastic, joining, soak, tun_link
 from benchmarks.elastic_quality import PHASES, Curve
 from benchmarks.lease_audit import Audit
 from hub_machine import LAYOUT, World, config, plan, values
@@ -104,3 +104,8 @@ def test_a_hundred_rounds_of_coming_and_going_leave_no_descriptor_open():
     assert soaked.hub[-1].descriptors <= soaked.hub[warm].descriptors + few
     for before, after in zip(soaked.agents[warm], soaked.agents[-1], strict=True):
         assert after.descriptors <= before.descriptors + few
+
+
+def test_without_a_network_of_its_own_the_joining_benchmark_says_so(monkeypatch):
+    monkeypatch.setattr(tun_link, "why_not", lambda: "needs root: not run")
+    assert joining.measure(quick=True) == "needs root: not run"
