@@ -17,6 +17,7 @@ from aedit.async_sgd.joins import Denied, Joiner, joining
 from aedit.async_sgd.members import Member, Report, dylu
 from aedit.async_sgd.outer import make_outer
 from aedit.async_sgd.records import (
+    Accepted,
     Joined,
     Leased,
     Left,
@@ -123,7 +124,7 @@ class Hub:
             raise Denied("different", f"this hub has no unit {push.unit}")
         self.clocks.seen[push.node] = now
         decided = offers.judged(self.state, push, self.config, self._most_steps)
-        if decided:
+        if any(isinstance(record, Accepted) for record in decided):
             self.clocks.came_s.setdefault((push.unit, push.node, push.seq), now)
         return decided
 

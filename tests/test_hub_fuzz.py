@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 from fuzz import PULL, PUSH, Fuzzer
-from hub_processes import Client, HubProcess, ending, write_run
+from hub_processes import Client, HubProcess, HubRefused, ending, write_run
 
 from aedit.launch.hub.replay import anchors_of
 from aedit.proto import hub_pb2 as pb
@@ -67,6 +67,23 @@ def test_a_hub_answers_whatever_is_sent_and_neither_ends_nor_grows(tmp_path, mes
     assert all(np.isfinite(anchor).all() for anchor in served)
     kept = anchors_of(tmp_path / "hub")
     assert all(np.array_equal(anchor, kept[unit]) for unit, anchor in enumerate(served))
+
+
+def test_what_one_node_says_of_itself_stops_no_other(tmp_path):
+    hub = HubProcess(write_run(tmp_path, MORE), tmp_path / "hub")
+    with ending():
+        good, liar = Client(hub.address, "good").found(), Client(hub.address, "liar")
+        liar.join()
+        liar.hub.beat(pb.BeatRequest(who=liar.who, steps_per_s=1e308, busy_s=float("nan"), loss=float("inf")))
+        data = np.full(NUMELS[1], 1e-3, np.float32).data.cast("B")
+        head = pb.PushHead(who=liar.who, unit=1, seq=1, base=1, steps=1, codec="fp32", num_bytes=len(data))
+        head.tokens = 2**64 - 1
+        assert "tokens" in liar.hub.push(head, data).news.reason
+        with pytest.raises(HubRefused, match="no standby"):  # it would be waited for
+            liar.hub.confirm(pb.ConfirmRequest(segment=1))
+        assert good.merged(0).verdict == pb.MERGED
+        assert good.beat().pace_steps >= 1
+        assert [node["refused"] for node in good.status()["nodes"]] == [{}, {"tokens": 1}]
 
 
 def _renew(fuzzer, liar):

@@ -67,6 +67,11 @@ class Desk:
                 raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no term {term} in this run")
         self.check_leads()
 
+    def check_follower(self) -> None:
+        """Refusal if no hub can follow this one: whoever says so would only make it wait for him."""
+        if not self._has_other:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "this run has no standby (hub.standby)")
+
     def check_leads(self) -> None:
         """Refusal if this hub has been replaced."""
         if self.replaced.is_set():

@@ -37,6 +37,7 @@ class Tailing:
 
     def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
         """The standby's disk has everything before this."""
+        self._desk.check_follower()
         self._desk.check_term(request.term)
         newest = self._ledger.journal.complete
         self._ledger.standby.heard((request.segment, request.offset), newest)
