@@ -18,15 +18,16 @@ from typing import Any
 import torch
 
 from aedit.launch.hub.replay import records_of
-from benchmarks.async_quality import METHODS
+from aedit.launch.load import load
 from benchmarks.elastic_quality import PHASES, Curve, Elastic, jumps, setting
 from benchmarks.field import Field
 from benchmarks.lease_audit import Audit
 from benchmarks.paced_node import LATE_S, PacedNode
+from benchmarks.run_hub import Method
 from benchmarks.table import Bar, Report, main, percent
 
 JUMP = 0.02
-METHOD = "async"
+CONFIG = Path(__file__).parent.parent / "configs" / "async.toml"
 PLAN = PacedNode(
     hub="",
     name="",
@@ -98,7 +99,7 @@ def measure(quick: bool) -> Report:
         (
             f"Paced processes, {PLAN.step_s:g} s a step, {PLAN.every} a push; {PLAN.num_samples} samples an "
             f"epoch; {size.phase_s:g} s a phase.",
-            f"Loss: `{METHOD}`, {size.seeds} seeds, a small Llama in virtual time; the highest within "
+            f"Loss: {CONFIG.name}, {size.seeds} seeds, a small Llama in virtual time; the highest within "
             f"{size.window_s:g} s after the change to that before.",
         ),
         ("change", "joined", "left", "killed", "first push", "late steps", "latest ms", "loss"),
@@ -245,8 +246,8 @@ def _curves(size: Size) -> list[Curve]:
 
 def _curve(seed: int, size: Size) -> Curve:
     torch.set_num_threads(1)
-    method = METHODS[METHOD]
-    assert method is not None
+    config = load(CONFIG, []).config
+    method = Method(hub=config.hub, outer=config.outer, penalty=config.edit.penalty)
     return Elastic(setting(seed, size.virtual_s), method, size.virtual_s, size.look_s).run()
 
 
