@@ -38,7 +38,7 @@ METHODS = {
     ),
     "async": Method(
         hub=HubConfig(weights="uniform", pace="dylu", staleness=StalenessConfig(rule="constant")),
-        outer=OuterConfig(kind="delayed-nesterov", lr=1.5, momentum=0.3, delay=NODES),
+        outer=OuterConfig(kind="delayed-nesterov", lr=1.3, momentum=0.0, delay=NODES),
     ),
 }
 
