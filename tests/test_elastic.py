@@ -7,10 +7,10 @@ import pytest
 from benchmarks import elastic, joining, soak, tun_link
 from benchmarks.elastic_quality import PHASES, Curve
 from benchmarks.lease_audit import Audit
-from hub_machine import LAYOUT, World, config, plan, values
+from hub_machine import LAYOUT, Numbers, World, config, plan, values
 
 from aedit.async_sgd.config import OuterConfig
-from aedit.async_sgd.records import Founded, Joined, Leased, Left, Used
+from aedit.async_sgd.records import Accepted, Founded, Joined, Leased, Left, Push, Used
 
 DELAYED = OuterConfig(kind="delayed-nesterov", lr=1.0, momentum=0.0, delay=2)
 
@@ -109,3 +109,13 @@ def test_a_hundred_rounds_of_coming_and_going_leave_no_descriptor_open():
 def test_without_a_network_of_its_own_the_joining_benchmark_says_so(monkeypatch):
     monkeypatch.setattr(tun_link, "why_not", lambda: "needs root: not run")
     assert joining.measure(quick=True) == "needs root: not run"
+
+
+def test_the_audit_counts_what_two_nodes_have_learned_from():
+    def pushed(node, steps):
+        numbers = {"seq": 1, "base": 1, "steps": steps, "tokens": 0}
+        return Accepted(Push(node=node, unit=0, values=Numbers([0.0]), norms=(0.0,), **numbers))
+
+    story = [Founded(LAYOUT, (), 10), *joined(0, 1), Leased(0, 0, 6), pushed(0, 4), Left(0, "silent")]
+    counts = Audit([*story, Leased(1, 0, 6), pushed(1, 3)]).drawn(0, samples_per_step=1)
+    assert counts[:7].tolist() == [2, 2, 2, 1, 0, 0, 0]
