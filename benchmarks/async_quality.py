@@ -34,8 +34,8 @@ Rule = Literal["constant", "polynomial", "exponential"]
 
 
 def _asynchronous(rule: Rule, lr: float = 2.0, momentum: float = 0.0) -> Method:
-    """Found on seeds 10 and 11 for these speeds. Four nodes of one speed arrive together and know least of each
-    other: they want lr 1 and momentum 0.3, and end 3.7 % above `diloco` (seed 10)."""
+    """Found on seeds 10 and 11 for these speeds. Four nodes of one speed arrive together and know least of
+    each other: they want lr 1 and momentum 0.3, and end 3.7 % above `diloco` (seed 10)."""
     outer = OuterConfig(kind="delayed-nesterov", lr=lr, momentum=momentum, delay=4)
     hub = HubConfig(weights="uniform", pace="dylu", staleness=StalenessConfig(rule=rule))
     return Method(hub=hub, outer=outer)
