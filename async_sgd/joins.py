@@ -6,7 +6,7 @@ from typing import Literal
 from aedit.async_sgd.config import HubConfig
 from aedit.async_sgd.pool import Block
 from aedit.async_sgd.records import Founded, Joined, Layout, Leased, Left, Record
-from aedit.async_sgd.state import State
+from aedit.async_sgd.state import COUNT_BITS, State
 
 _LONGEST_NAME = 128
 
@@ -38,6 +38,8 @@ class Joiner:
     """Of this very process, if it was a member before; else 0."""
     prefers: int | None = None
     """The index it would like to have, if it is new and nobody has that."""
+    secret: int = 0
+    """Random bits for its new session, drawn by the hub: who has not been told cannot speak for the node."""
 
 
 def joining(state: State, joiner: Joiner, config: HubConfig, elapsed_s: float) -> list[Record]:
@@ -59,7 +61,8 @@ def joining(state: State, joiner: Joiner, config: HubConfig, elapsed_s: float) -
     same = member is not None and member.session == joiner.session
     if member and member.live and not same:
         decided.append(Left(node, "another process of this node has joined"))
-    decided.append(Joined(joiner.name, node, state.sessions + 1, joiner.donor, elapsed_s))
+    session = state.sessions + 1 + (joiner.secret << COUNT_BITS)
+    decided.append(Joined(joiner.name, node, session, joiner.donor, elapsed_s))
     if member and not member.live and same:
         decided += [Leased(node, start, end) for start, end in _still_free(state, node)]
     return decided

@@ -10,6 +10,9 @@ from aedit.async_sgd.pool import Block, Pool
 from aedit.async_sgd.records import Layout, Push, Vector
 from aedit.async_sgd.screen import NormHistory
 
+COUNT_BITS = 20
+"""Of a session: the joins of the run. The bits above are nobody's to guess."""
+
 
 @dataclass(slots=True)
 class Unit:
@@ -134,7 +137,7 @@ class State:
         self.members[record.node].name = record.name
         self.names[record.name] = record.node
         self.members[record.node].join(record)
-        self.sessions = record.session
+        self.sessions = record.session & (1 << COUNT_BITS) - 1
         self.lost.pop(record.node, None)
         if self.founder is None or not self.members[self.founder].live:
             self.founder = record.node

@@ -1,6 +1,8 @@
 """A hub that leads, as gRPC sees it: check who speaks, decide, write it down, answer."""
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from aedit.async_sgd.members import Member
 from aedit.async_sgd.records import Joined, Leased, Record
@@ -10,6 +12,8 @@ from aedit.launch.hub.exchange import Exchange
 from aedit.launch.hub.greeting import Greeting
 from aedit.launch.hub.tailing import Tailing
 from aedit.proto import hub_pb2 as pb
+
+_SECRET_BITS = 43
 
 
 class Driver:
@@ -30,7 +34,7 @@ class Driver:
         return self._greeting.reply(request, self._hub.state.term)
 
     def join(self, request: pb.JoinRequest) -> pb.JoinReply:
-        who = messages.joiner(request)
+        who = replace(messages.joiner(request), secret=secrets.randbits(_SECRET_BITS))
         with self._desk.deciding() as now:
             self._desk.check_who(request.who)
             decided = self._hub.join(who, now)

@@ -65,9 +65,9 @@ class Reports:
             case records.Founded(layout, _, num_samples):
                 numel = sum(unit.numel for unit in layout.units)
                 self.event("founded", units=len(layout.units), parameters=numel, samples=num_samples)
-            case records.Joined(name, node, session):
+            case records.Joined(name, node):
                 self._names[node] = name
-                self.event("join", node=node, name=name, session=session)
+                self.event("join", node=node, name=name)
             case records.Left(node, reason, put_out):
                 event = "put_out" if put_out else "leave"
                 self.event(event, node=node, name=self._names.get(node), reason=reason)
