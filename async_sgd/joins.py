@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aedit.async_sgd.config import HubConfig
+from aedit.async_sgd.members import Member
 from aedit.async_sgd.pool import Block
 from aedit.async_sgd.records import Founded, Joined, Layout, Leased, Left, Record
 from aedit.async_sgd.state import COUNT_BITS, State
@@ -36,6 +37,9 @@ class Joiner:
     """HOST:PORT where it gives anchors to others."""
     session: int = 0
     """Of this very process, if it was a member before; else 0."""
+    process: int = 0
+    """Drawn by the node's process at its start: who joins again because a reply was lost is the same. 0: not
+    told."""
     prefers: int | None = None
     """The index it would like to have, if it is new and nobody has that."""
     secret: int = 0
@@ -58,14 +62,20 @@ def joining(state: State, joiner: Joiner, config: HubConfig, elapsed_s: float) -
         raise Denied("put out", f"{joiner.name} was put out: {member.gone}")
     if len(state.live.keys() - {node}) >= config.limits.nodes:
         raise Denied("full", f"this hub takes {config.limits.nodes} nodes (hub.limits.nodes)")
-    same = member is not None and member.session == joiner.session
+    same = member is not None and _is_same(member, joiner)
     if member and member.live and not same:
         decided.append(Left(node, "another process of this node has joined"))
     session = state.sessions + 1 + (joiner.secret << COUNT_BITS)
-    decided.append(Joined(joiner.name, node, session, joiner.donor, elapsed_s))
+    decided.append(Joined(joiner.name, node, session, joiner.donor, elapsed_s, joiner.process))
     if member and not member.live and same:
         decided += [Leased(node, start, end) for start, end in _still_free(state, node)]
     return decided
+
+
+def _is_same(member: Member, joiner: Joiner) -> bool:
+    """Whether it is the process that was a member before."""
+    told = joiner.process != 0 and member.process == joiner.process
+    return told or member.session == joiner.session
 
 
 def _new_index(state: State, prefers: int | None, config: HubConfig) -> int:

@@ -53,6 +53,8 @@ class Member:
     name: str
     node: int
     session: int = 0
+    process: int = 0
+    """As which it last joined."""
     donor: str = ""
     live: bool = False
     put_out: bool = False
@@ -76,6 +78,7 @@ class Member:
 
     def join(self, record: Joined) -> None:
         self.session, self.donor, self.live, self.gone = record.session, record.donor, True, ""
+        self.process = record.process
 
     def accept(self, push: Push) -> None:
         self.received[push.unit] = push.seq

@@ -95,6 +95,7 @@ class Joined:
     session: int
     donor: str
     at_s: float
+    process: int = 0
 
 
 @dataclass(frozen=True, slots=True)

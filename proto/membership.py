@@ -2,6 +2,7 @@
 
 import logging
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -61,6 +62,7 @@ class Membership:
         self._member = False
         self._here = False
         self._ended = False
+        self._process = secrets.randbits(63) | 1
         self.donor = ""
         """Where this node gives anchors to others; empty: nowhere."""
         self._heard_s = time.monotonic()
@@ -178,6 +180,7 @@ class Membership:
         request.layout.extend(_layout(plan))
         request.facts.update(dict(plan.facts))
         request.donor, request.ranks = self.donor, self.ranks
+        request.process = self._process
         request.prefers = 0 if plan.prefers is None else plan.prefers + 1
         if not self._is_of_now(hello.term):
             raise HubUnreachable(f"{self._address} speaks for term {hello.term}, which is over")

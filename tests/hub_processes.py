@@ -64,16 +64,14 @@ class HubProcess:
         ]
         if file_limit:
             words = ["bash", "-c", f'ulimit -f {file_limit // 1024}; exec "$@"', "bash", *words]
-        began = time.time()
+        address = self.directory / "address"
+        before = _mark(address)
         with self.log.open("a") as log:
             env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             self.process = subprocess.Popen(words, stdout=log, stderr=log, env=env)
         self.started.append(self.process)
-        address = self.directory / "address"
         self.address = None
-        until(
-            lambda: self.process.poll() is not None or (address.exists() and _is_new(address, began)), "a hub"
-        )
+        until(lambda: self.process.poll() is not None or _mark(address) not in (None, before), "a hub")
         if self.process.poll() is None:
             self.address = address.read_text()
 
@@ -90,10 +88,11 @@ class HubProcess:
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
-def _is_new(path, began):
+def _mark(path):
+    """Of the file as it is now: another one once it is written again."""
     with suppress(OSError):
-        return path.stat().st_mtime >= began - 0.5 or path.stat().st_ctime >= began - 0.5
-    return False
+        return path.stat().st_ino, path.stat().st_mtime_ns
+    return None
 
 
 @contextmanager

@@ -301,3 +301,13 @@ def test_a_node_gets_the_index_it_prefers_if_nobody_has_it():
     assert join("y") == 4
     assert join("c", 0) == 2, "the same name, the same index"
     assert [node["name"] for node in status(made.hub, made.now)["nodes"]] == ["a", "b", "c", "x", "y"]
+
+
+def test_a_process_that_joins_again_because_the_reply_was_lost_keeps_its_data():
+    made = World(plan())
+    made.do(made.hub.join(joiner("a", process=7), made.now))
+    blocks = made.lease(0, 10)
+    assert kinds(made.do(made.hub.join(joiner("a", process=7), made.now))) == [Joined]
+    assert made.hub.state.pool.outstanding(0) == blocks
+    assert kinds(made.do(made.hub.join(joiner("a", process=8), made.now))) == [Left, Joined]
+    assert made.hub.state.pool.outstanding(0) == []

@@ -38,6 +38,7 @@ def joiner(request: pb.JoinRequest) -> Joiner:
         num_samples=request.num_samples,
         donor=request.donor,
         session=request.who.session,
+        process=request.process,
         prefers=request.prefers - 1 if request.prefers else None,
     )
 
