@@ -70,6 +70,9 @@ class HubExchange:
         self.units: Sequence[SyncUnit] = ()
         self.shards = Shards()
         self.notes: Notes = OwnNotes()
+        self.before_leaving: Callable[[], None] = lambda: None
+        """Called when the last answer is here, before the goodbye: what the hub has not been told to be used
+        up by then, it gives to others."""
         self.own_steps = 0
         """Inner steps in the rounds opened so far, in this attempt."""
         self.steps_L = torch.zeros(0, dtype=torch.float64)
@@ -169,6 +172,7 @@ class HubExchange:
         """The agent sees to what has been handed to it; nobody looks at its answers any more."""
 
     def leave(self) -> None:
+        self.before_leaving()
         if self.shards.leads:
             self.link.leave(self.timeout_s)
 

@@ -18,8 +18,14 @@ class HubNode(Node):
     link: Link
     leaves_by_s: float = field(default=LEAVE_WITHIN_S)
 
+    def begin(self) -> None:
+        Node.begin(self)  # slots: the class is made anew, and super() would look for the first one
+        exchange = self.sync.exchange
+        assert isinstance(exchange, HubExchange)
+        exchange.before_leaving = self._tell
+
     def note_step(self) -> None:
-        Node.note_step(self)  # slots: the class is made anew, and super() would look for the first one
+        Node.note_step(self)
         self._tell()
 
     def leave_early(self) -> None:

@@ -60,6 +60,12 @@ def _train(model, link, rounds, seed):
     order = LeasedOrder(link, NUM_SAMPLES, 0, sync)
     total = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     rng, drawn, give_up_at = torch.Generator().manual_seed(seed), [], time.monotonic() + LIMIT_S
+
+    def tell():
+        if sync.shards.leads:
+            link.tell(Progress(steps=sync.steps, used=exchange.used_steps * BATCH, drawn=order.drawn))
+
+    exchange.before_leaving = tell
     with sync:
         while sync.round_id < rounds:
             assert time.monotonic() < give_up_at, f"{sync.round_id} rounds within {LIMIT_S} s"
@@ -68,8 +74,7 @@ def _train(model, link, rounds, seed):
             moved = move_sharded(model, rng)
             total = {name: total[name] + moved[name] for name in total}
             sync.step()
-            if sync.shards.leads:
-                link.tell(Progress(steps=sync.steps, used=exchange.used_steps * BATCH, drawn=order.drawn))
+            tell()
     return total, parameters(model), drawn, sync.round_id, sync.waited_s
 
 
