@@ -131,7 +131,8 @@ def test_a_local_run_has_a_hub_and_a_torchrun_per_node_and_ends_with_a_report(pl
     pushed = Counter()
     for push in pushes_of(hub):
         pushed[push.node] += push.steps if push.unit == 0 else 0
-    assert {node: steps_in(place.events(node), "stop")[-1] for node in (0, 1)} == dict(pushed)
+    # One may have used up the budget before the other was there.
+    assert [steps_in(place.events(node), "stop")[-1] for node in (0, 1)] == [pushed[0], pushed[1]]
     assert len(anchors_of(hub)) == 3
     assert place.processes() == []
     ends_well(place.aedit("export", place.directory / "runs" / "x", place.directory / "out"))

@@ -20,7 +20,8 @@ def train_sharded(rank, size):
         for n in range(14):
             _step(sync, n)
     assert sync.total_steps == 0
-    return [((p.unit, p.seq, p.base, p.steps), p.values) for p in link.hub.pushes]
+    pushes = sorted(link.hub.pushes, key=lambda push: (push.seq, push.unit))  # units come in any order
+    return [((p.unit, p.seq, p.base, p.steps), p.values) for p in pushes]
 
 
 def wait_and_stop(rank, size):
