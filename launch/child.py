@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -18,7 +18,8 @@ PR_SET_PDEATHSIG = 1
 class Child:
     """One command with all its descendants; leaving the block ends those that are left."""
 
-    def __init__(self, words: list[str], log: Path) -> None:
+    def __init__(self, words: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        """env: in place of ours."""
         with log.open("ab") as output:
             self._read_to = output.tell()
             self._process = subprocess.Popen(
@@ -26,6 +27,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env=env,
                 # Ctrl-C in the terminal reaches us alone; we decide what the nodes hear.
                 start_new_session=True,
                 preexec_fn=_die_with(os.getpid()),

@@ -1,6 +1,7 @@
 """All processes of a local run with a hub, seen as one child: hubs, a standby, and a torchrun per node."""
 
 import contextlib
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class Cluster:
                     prefers=i,
                 )
                 words = torchrun_words(run_dir / "run.toml", config, placement, attempt, program, member)
-                self.nodes.append(Child(words, run_dir / f"launch_{i}.log"))
+                self.nodes.append(Child(words, run_dir / f"launch_{i}.log", _shared(config, placement)))
         except BaseException:
             self.kill()
             raise
@@ -166,6 +167,14 @@ class Cluster:
         deadline = time.monotonic() + HUB_LEAVE_LIMIT_S
         while sum(hub.running() for hub in hubs) and time.monotonic() < deadline:
             time.sleep(POLL_S)
+
+
+def _shared(config: RunConfig, placement: Placement) -> dict[str, str]:
+    """The environment of nodes that share this machine's cores. torchrun gives each of its processes one
+    thread, but where it starts only one, and nodes that each take all cores stand in each other's way."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // (placement.nodes * config.local.ranks))
+    return {"OMP_NUM_THREADS": str(threads)} | os.environ
 
 
 def _hubs(config: RunConfig, run_dir: Path) -> list[HubProcess]:
