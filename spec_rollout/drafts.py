@@ -99,6 +99,8 @@ class Begun:
     """Prompt and what has been emitted: the last one has not been through the policy yet."""
     features_Td: Tensor
     """The policy's last hidden states, after its final norm, of all tokens but the last."""
+    num_prompt: int = 0
+    """How many of the tokens are the prompt's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +139,17 @@ class Drafter(Protocol):
 
     def propose(self, arm: Arm, rows: int, noise: Noise, temperature_B: Tensor) -> Draft:
         """Guess for rows 0..rows-1. temperature_B: float32, 0 is greedy."""
+
+
+class FeatureSink(Protocol):
+    """Keeps what the policy has computed anyway, for a drafter to learn from. It follows the engine's rows as a
+    drafter does; `version` is that of the policy that made the features."""
+
+    def begin(self, rows: Sequence[Begun], version: int) -> None: ...
+
+    def take(self, taken: Taken, version: int) -> None: ...
+
+    def move(self, source: int, target: int) -> None: ...
+
+    def end(self, row: int, finished: bool) -> None:
+        """finished: the text of the row is whole; else it goes on elsewhere, or with another policy."""
