@@ -142,8 +142,9 @@ class Drafter(Protocol):
 
 
 class FeatureSink(Protocol):
-    """Keeps what the policy has computed anyway, for a drafter to learn from. It follows the engine's rows as a
-    drafter does; `version` is that of the policy that made the features."""
+    """Keeps what the policy has computed anyway, for a drafter to learn from. It follows the engine's rows as
+    a drafter does; `version` is that of the policy that made the features. New weights end all rows,
+    unfinished, and begin them again."""
 
     def begin(self, rows: Sequence[Begun], version: int) -> None: ...
 
@@ -153,19 +154,3 @@ class FeatureSink(Protocol):
 
     def end(self, row: int, finished: bool) -> None:
         """finished: the text of the row is whole; else it goes on elsewhere, or with another policy."""
-
-
-class Sink(Protocol):
-    """Keeps what a drafter can learn from. It follows the engine's rows as a drafter does, in the same order
-    of calls; weights that the engine adopts end all rows, unfinished, and begin them again."""
-
-    def begin(self, rows: Sequence[Begun], num_prompts: Sequence[int], version: int) -> None:
-        """num_prompts: how many of each row's tokens are its prompt. version: of the policy whose hidden
-        states these are, and those of the `take`s that follow."""
-
-    def take(self, taken: Taken) -> None: ...
-
-    def move(self, source: int, target: int) -> None: ...
-
-    def end(self, row: int, finished: bool) -> None:
-        """finished: it was said to its end, and has not just left for another engine or other weights."""
