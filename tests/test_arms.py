@@ -1,0 +1,37 @@
+"""Which arm a step uses: fixed ones, and what is known of a step before and after."""
+
+import pytest
+import torch
+
+from aedit.spec_rollout.arms import Fixed, View, bucket
+from aedit.spec_rollout.drafts import OFF, Draft, parse_arm
+
+VIEW = View(rows=4, context=100, versions={"layer": 3})
+
+
+def draft(*, rows=1, nodes=4, logq=None):
+    tokens = torch.zeros(rows, nodes, dtype=torch.int64)
+    return Draft(tokens, None, None, torch.zeros(rows, nodes), logq)
+
+
+def test_a_fixed_arm_is_always_the_same():
+    chooser = Fixed.of("layer:4")
+    assert chooser.choose(VIEW) == parse_arm("layer:4")
+    assert chooser.trim(VIEW, parse_arm("layer:4"), draft()) == 4
+
+
+def test_without_its_drafter_a_fixed_arm_is_off():
+    assert Fixed.of("suffix:4").choose(VIEW) == OFF
+    assert Fixed.of("off").choose(VIEW) == OFF
+
+
+def test_an_arm_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="'layer:x'"):
+        Fixed.of("layer:x")
+
+
+@pytest.mark.parametrize(
+    ("rows", "first"), [(1, 1), (2, 2), (4, 2), (5, 5), (8, 5), (9, 9), (16, 9), (17, 17), (32, 17), (33, 33)]
+)
+def test_rows_belong_to_buckets(rows, first):
+    assert bucket(rows) == first
