@@ -1,0 +1,85 @@
+"""What a drafter's training needs to go on after its process has ended: one file, written beside the work.
+
+Only what is trained goes in, with its moments: embedding and head are the policy's, and are never saved.
+"""
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+
+class Checkpoints:
+    """One file that is replaced as a whole. A write that fails leaves the last one as it was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.written = 0
+        self.failed = 0
+        self.error = ""
+        """Why the last write failed; empty if it did not."""
+        self._thread: threading.Thread | None = None
+
+    def save(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Begin to write a copy of `tensors` as they are now, and go on at once. False: the write before is
+        still under way, and this one is left out."""
+        if self.is_writing:
+            return False
+        copies = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
+        self._thread = threading.Thread(target=self._write, args=(copies,), name="checkpoint", daemon=True)
+        self._thread.start()
+        return True
+
+    @property
+    def is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until what `save` has begun is on the disk or has failed. Raises TimeoutError."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"{self.path} was not written within {timeout_s:g} s")
+
+    def load(self) -> dict[str, Tensor]:
+        """What was written last; empty if there is nothing. Raises ValueError if it cannot be read."""
+        try:
+            return load(self.path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{self.path} is no checkpoint of a drafter's training: {error}") from error
+
+    def _write(self, tensors: dict[str, Tensor]) -> None:
+        partial = self.path.with_name(self.path.name + ".partial")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _write_durably(partial, save(tensors))
+            os.replace(partial, self.path)
+            _flush_folder(self.path.parent)
+        except (OSError, SafetensorError, MemoryError) as error:
+            self.failed, self.error = self.failed + 1, f"{type(error).__name__}: {error}"
+            # It may be what has filled the disk.
+            partial.unlink(missing_ok=True)
+        else:
+            self.written, self.error = self.written + 1, ""
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(path: Path) -> None:
+    """Make the new name durable as well."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
