@@ -1,0 +1,166 @@
+"""The keyed noise: the published generator, one number for each token at a position."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from aedit.spec_rollout.noise import RowNoise, _between_0_and_1, gumbel, philox, uniforms
+
+WORD = 0xFFFFFFFF
+
+
+def long(*values):
+    return torch.tensor(values)
+
+
+def reference_philox(counter, key):
+    """Philox4x32-10 with Python's integers, as in the paper."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c0, 1 << 32)
+        high1, low1 = divmod(0xCD9E8D57 * c2, 1 << 32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return [c0, c1, c2, c3]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_the_generator_is_philox_by_the_vectors_of_its_authors(counter, key, words):
+    counter, key, words = ([int(word, 16) for word in text.split()] for text in (counter, key, words))
+    assert [int(word) for word in philox([long(word) for word in counter], key)] == words
+    assert reference_philox(counter, key) == words
+
+
+def expected_gumbel(rollout, sample, position, token):
+    """One number by the definition, in Python's integers and floats."""
+    counter = [token // 4, position, (rollout >> 32) & WORD, (sample >> 32) & WORD]
+    bits = reference_philox(counter, [rollout & WORD, sample & WORD])[token % 4]
+    return -math.log(-math.log((bits + 0.5) / 2**32))
+
+
+def test_each_number_is_a_function_of_rollout_sample_position_and_token():
+    rollouts, samples = [3, -1, (5 << 32) + 7], [0, 2**63 - 1, 1 << 33]
+    positions = [[0, 1], [77, 1000], [2**32 - 1, 4]]
+    made = gumbel(long(*rollouts), long(*samples), torch.tensor(positions), 10, torch.float64)
+    wanted = [
+        [[expected_gumbel(r, s, p, v) for v in range(10)] for p in places]
+        for r, s, places in zip(rollouts, samples, positions, strict=True)
+    ]
+    np.testing.assert_allclose(made.numpy(), wanted, rtol=1e-12)
+
+
+def test_ids_that_share_their_low_words_do_not_share_their_noise():
+    rollouts, samples = long(1, 1 + (1 << 32), 1, 0), long(0, 0, 1 << 32, 1)
+    rows = gumbel(rollouts, samples, torch.zeros(4, 1, dtype=torch.long), 16)
+    assert len({tuple(row) for row in rows[:, 0].tolist()}) == 4
+
+
+def test_a_token_has_the_same_noise_in_a_larger_vocabulary():
+    small, large = (gumbel(long(4), long(2), long(9)[None], size) for size in (6, 11))
+    assert torch.equal(small, large[..., :6])
+
+
+def test_the_noise_is_gumbel_and_the_uniforms_are_uniform_and_independent_of_it():
+    ids, positions = torch.arange(200), torch.arange(50).expand(200, 50)
+    noise = gumbel(ids, ids + 1000, positions, 8).double()
+    both = uniforms(ids, ids + 1000, positions)
+    assert stats.kstest(noise.flatten().numpy(), "gumbel_r").pvalue > 1e-3
+    assert stats.kstest(both.flatten().numpy(), "uniform").pvalue > 1e-3
+    columns = torch.cat((noise, both), dim=-1).flatten(0, 1).T
+    apart = torch.corrcoef(columns) - torch.eye(10)
+    assert apart.abs().max() < 5 / math.sqrt(10_000)
+
+
+def test_the_extreme_bits_give_finite_noise():
+    ends = _between_0_and_1(long(0, WORD))
+    assert 0 < ends[0] < ends[1] < 1
+    assert torch.isfinite(-(-ends.log()).float().log()).all()
+
+
+def begun(vocabulary=10, **more):
+    noise = RowNoise(4, vocabulary, **more)
+    for row in range(4):
+        noise.begin(row, 100 + row, 7 * row)
+    return noise
+
+
+def direct(row, first, count, vocabulary=10):
+    positions = torch.arange(first, first + count)[None]
+    return gumbel(long(100 + row), long(7 * row), positions, vocabulary)[0]
+
+
+@pytest.mark.parametrize("row_bytes", [1, 4 << 20])
+def test_rows_get_the_same_numbers_in_any_order_and_any_amount(row_bytes):
+    noise = begun(row_bytes=row_bytes)
+    asked = [
+        (0, 5),
+        (3, 1),
+        (60, 9),
+        (62, 4),
+        (200, 70),
+        (7, 8),
+        (1000, 1),
+        (6, 1),
+        (127, 2),
+        (120, 8),
+        (15, 2),
+    ]
+    for i, (first, count) in enumerate(asked * 2):
+        row = i % 4
+        assert torch.equal(noise.at([row], [first], count)[0], direct(row, first, count)), (first, count)
+        rows, firsts = [(row + 2) % 4, row, (row + 1) % 4], [first + 3, first, 2 * first]
+        for got, r, f in zip(noise.at(rows, firsts, count), rows, firsts, strict=True):
+            assert torch.equal(got, direct(r, f, count)), (r, f, count)
+
+
+def test_the_uniforms_of_rows_are_those_of_their_samples():
+    noise = begun()
+    for first, count in [(300, 4), (126, 6), (0, 1), (5, 200)]:
+        positions = torch.arange(first, first + count).expand(2, count)
+        wanted = uniforms(long(103, 101), long(21, 7), positions)
+        assert torch.equal(noise.uniforms([3, 1], [first, first], count), wanted)
+
+
+def test_a_row_that_moves_takes_its_noise_along_and_its_old_number_can_begin_again():
+    noise = begun()
+    noise.at([3], [0], 8)
+    noise.end(1)
+    noise.move(3, 1)
+    assert torch.equal(noise.at([1], [4], 8)[0], direct(3, 4, 8))
+    with pytest.raises(ValueError, match="has not begun"):
+        noise.at([3], [4], 1)
+    noise.begin(3, 101, 7)
+    assert torch.equal(noise.at([3], [4], 8)[0], direct(1, 4, 8))
+    assert torch.equal(noise.at([1], [4], 8)[0], direct(3, 4, 8))
+
+
+def test_an_engine_in_inference_mode_may_have_made_the_noise_outside_of_it_or_inside():
+    with torch.inference_mode():
+        noise = begun()
+    wanted = noise.at([0], [0], 3).clone()
+    with torch.inference_mode():
+        noise.at([0], [900], 3)
+        assert torch.equal(noise.at([0], [0], 3), wanted)
+
+
+def test_ids_that_do_not_fit_are_refused():
+    noise = RowNoise(1, 8)
+    with pytest.raises(ValueError, match="rollout must fit into 64 bits"):
+        noise.begin(0, 1 << 63, 0)
+    with pytest.raises(ValueError, match="vocabulary must be"):
+        RowNoise(1, 0)
+
+
+def test_what_is_kept_for_a_row_is_bounded():
+    assert RowNoise(2, 512).num_bytes == 2 * (128 * 512 * 4 + 256 * 2 * 8)
+    assert RowNoise(1, 150_000).num_bytes < 10 << 20
