@@ -1,0 +1,93 @@
+"""What a learned drafter must know of its policy: sizes and rotary positions."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from aedit.types import check
+
+_STEADY_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """What a draft layer must know of the policy: its sizes and the frequencies of its rotary positions."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocabulary: int
+    norm_epsilon: float
+    has_qk_norm: bool
+    has_qkv_bias: bool
+    frequencies: tuple[float, ...]
+    """Radians per position of each pair of head dimensions."""
+    rope_scale: float
+    taps: int
+    """Layers of the policy whose outputs follow the last hidden state in a feature (EAGLE-3's fusion)."""
+
+    @classmethod
+    def of(cls, config: Any, *, taps: int = 0) -> Self:
+        """For a transformers configuration of the Llama or Qwen kind. ValueError for rotary positions that
+        change with the length."""
+        check(taps >= 0, "taps", "must be 0 or more", taps)
+        frequencies, scale = _rotary(config)
+        heads = config.num_attention_heads
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocabulary=config.vocab_size,
+            norm_epsilon=config.rms_norm_eps,
+            has_qk_norm=config.model_type == "qwen3",
+            has_qkv_bias=config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False)),
+            frequencies=frequencies,
+            rope_scale=scale,
+            taps=taps,
+        )
+
+    @property
+    def feature_size(self) -> int:
+        """w: what the engine hands over for each token."""
+        return self.hidden_size * (1 + self.taps)
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers that one position takes in a cache, keys and values."""
+        return 2 * self.num_kv_heads * self.head_size
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """Widths of queries and of keys in the joint projection; values are as wide as keys."""
+        return self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+
+
+def turns(shape: DraftShape, positions: Tensor) -> Tensor:
+    """Complex, (*positions.shape, e / 2): by how much each pair of head dimensions turns at a position."""
+    frequencies = torch.tensor(shape.frequencies, dtype=torch.float64, device=positions.device)
+    angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
+    return torch.polar(torch.full_like(angles, shape.rope_scale), angles)
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotary positions of x (..., e), whose dimensions 2i and 2i + 1 turn together: one product of complex
+    numbers. (Policies pair i with i + e / 2, which is the same up to the order of a projection's rows.)"""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    pairs = torch.view_as_complex(x.to(exact).reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns.to(pairs.dtype)).flatten(-2).to(x.dtype)
+
+
+def _rotary(config: Any) -> tuple[tuple[float, ...], float]:
+    """Frequencies and scale, as transformers makes them."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = LlamaRotaryEmbedding(config)
+    rule = f"must be one of {', '.join(_STEADY_ROPE)}"
+    check(rope.rope_type in _STEADY_ROPE, "kind of rotary positions", rule, rope.rope_type)
+    return tuple(rope.inv_freq.double().tolist()), float(rope.attention_scaling)
