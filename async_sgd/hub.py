@@ -18,6 +18,7 @@ from aedit.async_sgd.members import Member, Report, dylu
 from aedit.async_sgd.outer import make_outer
 from aedit.async_sgd.records import (
     Accepted,
+    Garbled,
     Joined,
     Leased,
     Left,
@@ -127,6 +128,12 @@ class Hub:
         if any(isinstance(record, Accepted) for record in decided):
             self.clocks.came_s.setdefault((push.unit, push.node, push.seq), now)
         return decided
+
+    def garbled(self, node: int, unit: int, reason: str) -> list[Record]:
+        """What came as a push of this unit was none: Garbled (and perhaps Left: put out). Raises Denied if
+        the node is not a live member."""
+        member = self._must_be_live(node)
+        return [Garbled(node, unit, reason), *offers.last_straw(member, reason, self.config.screen)]
 
     def tick(self, now: float) -> list[Record]:
         """What time has brought: silent nodes leave, a round opens, merges are due (one per unit at a time:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from aedit.async_sgd import screen, staleness
-from aedit.async_sgd.config import HubConfig, PenaltyConfig
+from aedit.async_sgd.config import HubConfig, PenaltyConfig, ScreenConfig
 from aedit.async_sgd.members import NORM, Member
 from aedit.async_sgd.records import Accepted, Left, Part, Push, Record, Refused
 from aedit.async_sgd.state import State, Unit
@@ -25,9 +25,15 @@ def judged(state: State, push: Push, config: HubConfig, most_steps: float) -> li
     refused = _refused(state, member, push, config, most_steps)
     if refused is None:
         return [Accepted(push)]
-    last_straw = refused.offence and member.offences + 1 >= config.screen.offences
-    reason = f"put out after {config.screen.offences} offences, the last one {refused.reason}"
-    return [refused, Left(push.node, reason, put_out=True)] if last_straw else [refused]
+    return [refused, *last_straw(member, refused.reason, config.screen)] if refused.offence else [refused]
+
+
+def last_straw(member: Member, reason: str, config: ScreenConfig) -> list[Record]:
+    """Left, if one offence more is one too many."""
+    if member.offences + 1 < config.offences:
+        return []
+    text = f"put out after {config.offences} offences, the last one {reason}"
+    return [Left(member.node, text, put_out=True)]
 
 
 def _refused(
@@ -37,6 +43,10 @@ def _refused(
     assert state.layout is not None
     unit = state.units[push.unit]
     tensors = state.layout.units[push.unit].tensors
+    expected = member.received.get(push.unit, 0) + 1
+    if push.seq != expected:
+        # Not an offence, as offences are told apart by this number: one from far ahead would be the last.
+        return _stale(push, f"gap: push {push.seq} where {expected} was due")
     if len(push.norms) != len(tensors):
         return _offence(member, push, f"layout: {len(push.norms)} norms for {len(tensors)} parameters")
     if not all(math.isfinite(norm) for norm in push.norms):
@@ -45,9 +55,6 @@ def _refused(
         return _offence(member, push, f"steps: {push.steps} in one push, and {most_steps:g} are possible")
     if push.tokens > _MOST_TOKENS:
         return _offence(member, push, f"tokens: {push.tokens} in one push, and {_MOST_TOKENS} are possible")
-    expected = member.received.get(push.unit, 0) + 1
-    if push.seq != expected:
-        return _stale(push, f"gap: push {push.seq} where {expected} was due")
     if any(node == push.node for node, _ in unit.pending):
         return _stale(push, "early: this node's last push of the unit is not merged yet")
     if push.base == 0:

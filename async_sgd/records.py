@@ -128,6 +128,16 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Garbled:
+    """A push was no push: bits had changed on the way, or it was not what its head said. It may come again,
+    under the same number."""
+
+    node: int
+    unit: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """One push in a merge."""
 
@@ -213,6 +223,7 @@ Record = (
     | Left
     | Accepted
     | Refused
+    | Garbled
     | Merged
     | Mixed
     | SentUp

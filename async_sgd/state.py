@@ -105,6 +105,9 @@ class State:
                 self._accept(push)
             case records.Refused():
                 self._refuse(record)
+            case records.Garbled(node, _, reason):
+                self.members[node].count(reason)
+                self.members[node].offences += 1
             case records.Merged():
                 self._merge(record, _there(computed))
             case records.Mixed():

@@ -96,6 +96,9 @@ class _Sink:
     def max_push_bytes(self, unit: int) -> int:
         return self._num_bytes
 
+    def garbled(self, head: pb.PushHead, reason: str) -> None:
+        raise AssertionError(reason)
+
     def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
         return pb.PushReply(accepted=data.nbytes == self._num_bytes)
 

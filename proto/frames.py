@@ -23,7 +23,11 @@ _MAX_VARINT_BYTES = 10
 
 
 class Damaged(ValueError):
-    """Bits have changed on the way: sent again, it may be right."""
+    """Bits have changed on the way: sent again, it may be right. head: what came as the chunk's head."""
+
+    def __init__(self, text: str, head: bytes = b"") -> None:
+        super().__init__(text)
+        self.head = head
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Chunk:
     def check(self) -> None:
         """Raise Damaged if the checksum is not that of the content."""
         if crc32(self.head, crc32(self.data)) != self.crc:
-            raise Damaged(f"chunk at byte {self.offset}: the checksum does not match")
+            raise Damaged(f"chunk at byte {self.offset}: the checksum does not match", bytes(self.head))
 
 
 def chunks(

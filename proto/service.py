@@ -4,7 +4,7 @@ core sees it; what goes wrong in here is logged here, and the peer gets one line
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -51,6 +51,9 @@ class HubCore(Protocol):
 
     def push(self, head: hub_pb2.PushHead, data: memoryview) -> hub_pb2.PushReply:
         """`data`: head.num_bytes bytes, complete and undamaged, the core's own from now on."""
+
+    def garbled(self, head: hub_pb2.PushHead, reason: str) -> None:
+        """What came after `head` was damaged, or not what it says; `head` itself may be."""
 
     def pull(self, request: hub_pb2.PullRequest) -> tuple[hub_pb2.PullHead, memoryview]:
         """The whole answer, of which bytes from request.offset on are sent. If it is of another version than
@@ -140,8 +143,12 @@ class Door:
                     self._admit(heads[0], context)
                     return self._room(heads[0].num_bytes, core.max_push_bytes(heads[0].unit), held)
 
-                with self._watch.over(context.cancel) as stream:
-                    data = frames.receive(_counted(messages, stream), begin)
+                try:
+                    with self._watch.over(context.cancel) as stream:
+                        data = frames.receive(_counted(messages, stream), begin)
+                except ValueError as error:
+                    _name(core, heads, error)
+                    raise
                 return core.push(heads[0], data).SerializeToString()
 
         return grpc.stream_unary_rpc_method_handler(_in(pool, behaviour))
@@ -223,6 +230,14 @@ class Door:
         """Log what a peer has sent that cannot be, but let no peer fill the disk with it."""
         if self._lines.allow(_host(context)):
             log.warning("%s from %s: %s", what, context.peer(), str(error))
+
+
+def _name(core: HubCore, heads: list[hub_pb2.PushHead], error: ValueError) -> None:
+    """Tell the core whose push was none. A head that is damaged too does no harm: it would have to name
+    another node and that node's secret."""
+    kind, claimed = ("damaged", error.head) if isinstance(error, frames.Damaged) else ("malformed", b"")
+    with suppress(DecodeError, Refusal):
+        core.garbled(heads[0] if heads else hub_pb2.PushHead.FromString(claimed), f"{kind}: {error}")
 
 
 def _counted(messages: Iterator[bytes], stream: Stream) -> Iterator[bytes]:

@@ -191,6 +191,9 @@ class MemoryHub:
     def max_push_bytes(self, unit):
         return 4 * self.numels[unit]
 
+    def garbled(self, head, reason):
+        raise AssertionError(f"a damaged push: {reason}")
+
     def push(self, head, data):
         with self.lock:
             self._who(head.who)

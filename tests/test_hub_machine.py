@@ -13,6 +13,7 @@ from aedit.async_sgd.news import news, status, unit_news
 from aedit.async_sgd.records import (
     Accepted,
     Founded,
+    Garbled,
     Joined,
     Layout,
     Left,
@@ -233,6 +234,23 @@ def test_a_node_that_lies_is_put_out_and_does_not_come_back():
     assert denied.value.kind == "put out"
     assert status(made.hub, made.now)["nodes"][1]["refused"] == {"not finite": 3}
     assert news(made.hub, 0, made.now).nodes == 1
+
+
+def test_bytes_that_come_garbled_are_offences_and_the_push_may_still_come_whole():
+    made = world(2, screen=ScreenConfig(offences=3))
+    for _ in range(2):
+        assert kinds(made.do(made.hub.garbled(1, 0, "damaged: chunk at byte 0"))) == [Garbled]
+    assert kinds(made.push(1, 1.0)) == [Accepted]
+    _, left = made.do(made.hub.garbled(1, 0, "damaged: chunk at byte 0"))
+    assert left.reason == "put out after 3 offences, the last one damaged: chunk at byte 0"
+    assert status(made.hub, made.now)["nodes"][1]["refused"] == {"damaged": 3}
+
+
+def test_a_push_from_far_ahead_does_not_make_the_next_lies_free():
+    made = world(2, screen=ScreenConfig(offences=3))
+    (ahead,) = made.push(1, math.nan, seq=2**62)
+    assert not ahead.offence
+    assert [kinds(poison(made, 1, 1)) for _ in range(3)] == [[Refused], [Refused], [Refused, Left]]
 
 
 def test_one_bad_round_is_one_offence_however_many_units_it_has():

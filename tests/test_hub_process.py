@@ -187,7 +187,7 @@ def test_a_payload_that_is_none_and_numbers_that_are_none_are_not_believed(tmp_p
         assert not reply.accepted
         assert (reply.news.verdict, reply.news.reason[:10]) == (pb.DISTRUSTED, "not finite")
         assert hub.events("refused")[0]["reason"].startswith("not finite")
-        assert node.status()["nodes"][0]["refused"] == {"not finite": 1}
+        assert node.status()["nodes"][0]["refused"] == {"malformed": 2, "not finite": 1}
 
 
 def test_two_hubs_cannot_work_in_one_folder(tmp_path):

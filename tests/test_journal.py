@@ -124,6 +124,7 @@ def test_every_kind_of_record_comes_back_as_it_was(tmp_path):
         records.Left(0, "left", put_out=True),
         records.Accepted(push),
         records.Refused(1, 2, 3, "norm: much", True, False),
+        records.Garbled(1, 2, "damaged: chunk at byte 0"),
         records.Merged(1, 5, (Part(3, 9, 0.1, 0.7, 2), Part(4, 1, 0.0)), 1 / 3),
         records.Mixed(1, 6, values, 0.25),
         records.SentUp(1, 6),

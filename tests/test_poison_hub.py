@@ -93,7 +93,8 @@ def test_what_is_crude_never_reaches_the_anchor(name, quorum):
 # --- on the wire
 
 NUMELS = (5000, 70)
-NO_RATE = "[hub.limits]\ncalls_per_s = 1e9"
+NO_RATE = "[hub.limits]\ncalls_per_s = 1e9\n"
+PATIENT = "[hub.screen]\noffences = 1000\n"
 
 
 def sent(line, head, data, damage=lambda message: message):
@@ -141,7 +142,7 @@ def by_hand(pushes):
 
 def test_bytes_that_are_damaged_or_not_of_this_run_change_nothing_and_a_good_node_goes_on(tmp_path):
     chance = random.Random(0)
-    hub = HubProcess(write_run(tmp_path, NO_RATE), tmp_path / "hub")
+    hub = HubProcess(write_run(tmp_path, NO_RATE + PATIENT), tmp_path / "hub")
     with ending(), channel(hub.address, None) as line:
         good, bad = Client(hub.address, "good").found(), Client(hub.address, "bad")
         bad.join()
@@ -162,7 +163,10 @@ def test_bytes_that_are_damaged_or_not_of_this_run_change_nothing_and_a_good_nod
         status = {node["name"]: node for node in good.status()["nodes"]}
         served = [good.anchor(unit)[1] for unit in (0, 1)]
         hub.kill()
-    assert status["good"]["refused"] == status["bad"]["refused"] == {}
+    assert status["good"]["refused"] == {}
+    named = status["bad"]["refused"]
+    assert named["damaged"] >= 36  # the other bits were of what says who it is, or that it is a push
+    assert named["malformed"] >= 21
     assert (status["good"]["accepted"], status["bad"]["accepted"]) == (5, 1)
     log = hub.log.read_text()
     assert "Traceback" not in log
@@ -170,6 +174,31 @@ def test_bytes_that_are_damaged_or_not_of_this_run_change_nothing_and_a_good_nod
     expected = by_hand([(0, 2), (1, 2), (0, 3), (0, 1)])
     for unit in (0, 1):
         np.testing.assert_allclose(served[unit], expected[unit], atol=1e-6)
+
+
+def test_who_sends_damaged_bytes_again_and_again_is_put_out_and_no_other_can_do_it_to_him(
+    tmp_path,
+):
+    chance = random.Random(1)
+    hub = HubProcess(write_run(tmp_path, NO_RATE), tmp_path / "hub")
+    with ending(), channel(hub.address, None) as line:
+        good, bad = Client(hub.address, "good").found(), Client(hub.address, "bad")
+        bad.join()
+        data = numbers(0, 1, NUMELS[0]).tobytes()
+        forged = head_of(good, 0)
+        forged.who.session += 1
+        for _ in range(20):
+            sent(line, forged, data[:-4])
+        for _ in range(20):
+            sent(line, head_of(bad, 0), data, one_bit(chance))
+        code, text = sent(line, head_of(bad, 0), data)  # even if it is whole
+        status = {node["name"]: node for node in good.status()["nodes"]}
+        good.merged(0)
+    assert code == "PERMISSION_DENIED"
+    assert "put out after 8 offences, the last one damaged" in text
+    assert "put out" in status["bad"]["state"]
+    assert status["bad"]["refused"] == {"damaged": 8}
+    assert status["good"]["refused"] == {}
 
 
 def _declarations_that_are_too_large_are_refused_before_there_is_room(hub, line, bad, data):

@@ -147,6 +147,8 @@ class Life:
             for node in range(len(NODES)):
                 self.draw(node)
                 self.push(node, self.chance.randrange(len(SHAPES)), wrong=node == 2 and turn % 8 == 7)
+            if turn == 3 and self.hub.state.members[2].live:
+                self.commit(self.hub.garbled(2, 0, "damaged: chunk at byte 0"))
             if turn % 10 == 9:
                 self.commit(self.hub.leave(1))
                 self.join(NODES[1])

@@ -53,6 +53,9 @@ class MemoryCore:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no unit {unit}")
         return self.limit_bytes
 
+    def garbled(self, head, reason):
+        self.calls.append(("garbled", head.seq, reason.split(":")[0]))
+
     def push(self, head, data):
         self.calls.append("push")
         assert len(data) == head.num_bytes

@@ -27,6 +27,7 @@ class Driver:
         self.exchange = Exchange(desk)
         self.max_push_bytes = self.exchange.max_push_bytes
         self.push, self.pull = self.exchange.push, self.exchange.pull
+        self.garbled = self.exchange.garbled
         self.confirm = self._tailing.confirm
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:

@@ -18,6 +18,7 @@ _PLAIN = {
         records.Joined,
         records.Left,
         records.Refused,
+        records.Garbled,
         records.SentUp,
         records.RoundOpened,
         records.Leased,

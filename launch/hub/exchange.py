@@ -71,6 +71,12 @@ class Exchange:
                     payload = self._ledger.store_payload(head.codec, layout.numel, parcel.crc, data)
         return self._decided(head)
 
+    def garbled(self, head: pb.PushHead, reason: str) -> None:
+        """Name whose push was none, once he has shown that he is who he says."""
+        with self._desk.deciding():
+            member = self._desk.speaker(head.who)
+            self._ledger.commit(self._hub.garbled(member.node, head.unit, reason))
+
     def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
         """The newest anchor: whole, or what has changed since `base`, whichever is shorter."""
         unit = request.unit
@@ -102,12 +108,13 @@ class Exchange:
     def _checked(self, head: pb.PushHead, data: memoryview, numel: int) -> Codec:
         """How to read the payload. Refusal if that is not what it says it is."""
         wanted = self._hub.config.codec if head.base else "fp32"
-        if head.codec != wanted:
-            raise Refusal(_INVALID, f"codec {head.codec[:32]!r} where this run has {wanted!r}")
         found = codec(wanted)
         try:
+            if head.codec != wanted:
+                raise ValueError(f"codec {head.codec[:32]!r} where this run has {wanted!r}")
             found.is_valid(data, numel)
         except ValueError as error:
+            self.garbled(head, f"malformed: {error}")
             raise Refusal(_INVALID, str(error)) from error
         return found
 

@@ -75,6 +75,8 @@ class Reports:
                 self.event(
                     "refused", node=record.node, unit=record.unit, seq=record.seq, reason=record.reason
                 )
+            case records.Garbled(node, unit, reason):
+                self.event("garbled", node=node, unit=unit, reason=reason)
             case records.Led(term):
                 self.event("lead", term=term)
             case records.RoundOpened(number):

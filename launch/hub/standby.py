@@ -58,6 +58,9 @@ class _Refusing:
     def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
         raise self._no()
 
+    def garbled(self, head: pb.PushHead, reason: str) -> None:
+        raise self._no()
+
     def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
         raise self._no()
 

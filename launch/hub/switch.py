@@ -36,6 +36,9 @@ class Switch:
     def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
         return self.core.push(head, data)
 
+    def garbled(self, head: pb.PushHead, reason: str) -> None:
+        self.core.garbled(head, reason)
+
     def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
         return self.core.pull(request)
 
