@@ -4,7 +4,6 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,7 +16,7 @@ from aedit.launch.checkpoint import Checkpoints, Mark
 from aedit.launch.hub.replay import replayed
 from aedit.launch.load import load
 from aedit.launch.model import build_model
-from aedit.launch.tokenizer import load_tokenizer
+from aedit.launch.tokenizer import Tokenizer, load_tokenizer
 from aedit.types import UserError
 
 ATTEMPTS = 5
@@ -33,6 +32,17 @@ def export(run_dir: Path, out: Path) -> None:
     Raises UserError if `out` holds something, or there is no run or no checkpoint.
     """
     _check_empty(out)
+    model, tokenizer, where = read_run(run_dir)
+    try:
+        write_model(model, tokenizer, out)
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
+    print(f"{out}: {where}")
+
+
+def read_run(run_dir: Path) -> tuple[PreTrainedModel, Tokenizer, str]:
+    """The newest anchors of a run as a model on CPU in fp32, its tokenizer, and where they were, in words.
+    UserError if there is no run or no checkpoint."""
     config = load(run_dir / "run.toml", []).config
     tokenizer = load_tokenizer(config.data.tokenizer)
     model = build_model(
@@ -40,11 +50,7 @@ def export(run_dir: Path, out: Path) -> None:
     )
     where = _fill_from_hubs(model, run_dir) or _fill(model, run_dir)
     model.config.use_cache = True  # off for training only
-    try:
-        _write(model, tokenizer, out)
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
-    print(f"{out}: {where}")
+    return model, tokenizer, where
 
 
 def _check_empty(out: Path) -> None:
@@ -145,7 +151,8 @@ def _source(model: PreTrainedModel, name: str, saved: dict[str, torch.Size]) -> 
     return part, key
 
 
-def _write(model: PreTrainedModel, tokenizer: Any, out: Path) -> None:
+def write_model(model: PreTrainedModel, tokenizer: Tokenizer, out: Path) -> None:
+    """Write a directory that `from_pretrained` reads, whole or not at all; an empty one may be there."""
     out.parent.mkdir(parents=True, exist_ok=True)
     writing = out.parent / f".{out.name}-{os.getpid()}"
     writing.mkdir()

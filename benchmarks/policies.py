@@ -1,0 +1,205 @@
+"""The policies that the rollout benchmarks speed up: trained here, by this command, and kept.
+
+    python -m benchmarks.policies [--task scratchpad|python] [--size 10m|25m|...] [--minutes M] [--drafter]
+
+A policy is kept in runs/policies under a name that its settings give it: the same settings find it again. An
+interrupted training goes on where it stopped.
+"""
+
+import argparse
+import json
+import os
+import random
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from aedit.launch.export import write_model
+from aedit.launch.model import num_parameters
+from aedit.launch.tokenizer import ByteTokenizer
+from benchmarks.policy_training import (
+    Budget,
+    Rows,
+    Training,
+    mean_loss,
+    task_rows,
+    text_rows,
+    watched,
+)
+from benchmarks.small_llama import corpus
+from benchmarks.tasks import Task, draw_many
+
+ABOUT = "Train a policy for the rollout benchmarks, unless it is there already."
+ROOT = Path("runs/policies")
+MAX_TOKENS = 2048
+"""Positions of a policy; it is trained on rows of half as many."""
+SEQ_LEN = 1024
+NUM_ROWS = {"cpu": 2, "cuda": 32}
+"""Of one step: many small steps where a step is slow."""
+PROMPT_BYTES = 64
+"""Of a prompt out of Python text."""
+REVISION = 1
+"""Goes up when the same settings would make another policy."""
+HELD_OUT_ROWS = 16
+
+Kind = Literal["scratchpad", "python"]
+Size = Literal["quick", "10m", "25m", "100m", "300m"]
+_auto: Any = AutoModelForCausalLM  # its methods carry no types
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Llama."""
+
+    width: int
+    layers: int
+    heads: int
+    shared_heads: int
+    """Heads of keys and values."""
+    inside: int
+    """Width of the feed-forward part."""
+
+
+SHAPES: dict[Size, Shape] = {
+    "quick": Shape(64, 2, 2, 1, 128),
+    "10m": Shape(256, 12, 8, 4, 768),
+    "25m": Shape(384, 14, 12, 4, 1152),
+    "100m": Shape(768, 14, 12, 4, 2304),
+    "300m": Shape(1024, 24, 16, 8, 3072),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What makes one policy. Equal settings are the same policy."""
+
+    task: Kind = "scratchpad"
+    size: Size = "10m"
+    minutes: float = 15.0
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        digest = sha256(json.dumps([REVISION, asdict(self)], sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.task}-{self.size}-{digest}"
+
+
+def ready(policy: Policy, root: Path = ROOT, device: str | None = None) -> Path:
+    """The directory of a trained policy, as `save_pretrained` writes it; trained now if it is not there.
+
+    device: `cuda` where there is one, else `cpu`, unless told. policy.json in the directory says how the
+    training went.
+    """
+    out = root / policy.name
+    if not (out / "config.json").exists():
+        _train(policy, out, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return out
+
+
+def load(policy: Policy, root: Path = ROOT) -> PreTrainedModel:
+    """The policy itself in fp32 on CPU, in evaluation mode; trained first if need be."""
+    model: PreTrainedModel = _auto.from_pretrained(ready(policy, root), dtype=torch.float32)
+    model.train(False)
+    return model
+
+
+def new_model(policy: Policy) -> PreTrainedModel:
+    """The policy before its training: from the same settings the same bits."""
+    shape, tokenizer = SHAPES[policy.size], ByteTokenizer()
+    config = LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=shape.width,
+        intermediate_size=shape.inside,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.shared_heads,
+        max_position_embeddings=MAX_TOKENS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_id,
+        use_cache=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(policy.seed)
+        return LlamaForCausalLM(config)
+
+
+def tasks(count: int, seed: int) -> list[Task]:
+    """Questions for a policy of scratchpad arithmetic; drawn apart from those of its training."""
+    return draw_many(count, seed)
+
+
+def prompts(policy: Policy, count: int, seed: int) -> list[tuple[int, ...]]:
+    """Token ids of prompts: questions, or the beginnings of lines of Python text never trained on."""
+    tokenizer = ByteTokenizer()
+    if policy.task == "scratchpad":
+        return [tuple(map(int, tokenizer.encode(task.prompt))) for task in tasks(count, seed)]
+    rows, rng = corpus(SEQ_LEN).held_out, random.Random(seed)
+    chosen = (rows[rng.randrange(len(rows))] for _ in range(count))
+    return [tuple(map(int, row[:PROMPT_BYTES])) for row in chosen]
+
+
+def _train(policy: Policy, out: Path, device: str) -> None:
+    budget = Budget(seconds=60 * policy.minutes, lr=0.5 / SHAPES[policy.size].width, device=device)
+    rows_of = partial(_rows, policy, NUM_ROWS[device])
+    place = out.with_name(f".{out.name}.training")
+    model = new_model(policy)
+    training = Training(model, rows_of, budget, place)
+    watched(out.name, training.run(), budget.seconds)
+    model.train(False)
+    story = {"settings": asdict(policy), "device": device, "parameters": num_parameters(model)}
+    story |= asdict(training.progress) | {"held_out_loss": _held_out_loss(policy, model, device)}
+    _keep(model.cpu(), story, out)
+    place.unlink(missing_ok=True)
+
+
+def _rows(policy: Policy, num_rows: int, step: int) -> Rows:
+    seed = f"{policy.seed}/{step}"
+    if policy.task == "scratchpad":
+        return task_rows(num_rows, SEQ_LEN, seed)
+    return text_rows(corpus(SEQ_LEN).train, num_rows, seed)
+
+
+@torch.inference_mode()
+def _held_out_loss(policy: Policy, model: PreTrainedModel, device: str) -> float:
+    """Nats per token over rows that no training sees."""
+    if policy.task == "scratchpad":
+        rows = task_rows(HELD_OUT_ROWS, SEQ_LEN, "held out")
+    else:
+        rows = text_rows(corpus(SEQ_LEN).held_out, HELD_OUT_ROWS, "held out")
+    return float(mean_loss(model, rows, device))
+
+
+def _keep(model: PreTrainedModel, story: dict[str, Any], out: Path) -> None:
+    """The directory appears with all that belongs into it."""
+    writing = out.with_name(f".{out.name}.{os.getpid()}")
+    model.config.use_cache = True
+    write_model(model, ByteTokenizer(), writing)
+    (writing / "policy.json").write_text(json.dumps(story, indent=1) + "\n")
+    writing.rename(out)
+
+
+def main() -> None:
+    """The command line."""
+    usual = Policy()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.policies", description=ABOUT)
+    parser.add_argument("--task", choices=get_args(Kind), default=usual.task)
+    parser.add_argument("--size", choices=get_args(Size), default=usual.size)
+    parser.add_argument("--minutes", type=float, default=usual.minutes, help="of training")
+    parser.add_argument("--seed", type=int, default=usual.seed)
+    parser.add_argument("--root", type=Path, default=ROOT, help="where policies are kept")
+    args = parser.parse_args()
+    policy = Policy(task=args.task, size=args.size, minutes=args.minutes, seed=args.seed)
+    out = ready(policy, args.root)
+    story = json.loads((out / "policy.json").read_text())
+    size, loss = story["parameters"] / 1e6, story["held_out_loss"]
+    print(f"{out}: {size:.1f} M parameters, {loss:.3f} nats per token held out")
+
+
+if __name__ == "__main__":
+    main()

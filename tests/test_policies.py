@@ -1,0 +1,121 @@
+"""The policies of the rollout benchmarks: their rows, stopping and resuming, and finding them again."""
+
+from dataclasses import asdict
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+from benchmarks import policies
+from benchmarks.policies import Policy, new_model, prompts, ready
+from benchmarks.policy_training import IGNORED, Budget, Training, mean_loss, task_rows
+from benchmarks.tasks import worked
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+QUICK = Policy(size="quick", minutes=0.001)
+END = 256
+
+
+def segments(ids, labels):
+    """Prompt and answer of each task in a row, told apart by what has a label."""
+    shown = [*zip(ids.tolist(), [IGNORED, *labels.tolist()], strict=False)]
+    prompt, answer, found = [], [], []
+    for token, label in shown:
+        if label == IGNORED:
+            if token == END:
+                break  # padding
+            prompt.append(token)
+        elif label == END:
+            found.append((bytes(prompt).decode(), bytes(answer).decode()))
+            prompt, answer = [], []
+        else:
+            assert label == token
+            answer.append(token)
+    return found, prompt
+
+
+def test_a_row_is_whole_tasks_and_only_answers_and_their_ends_have_labels():
+    ids_KT, labels_KT = task_rows(3, 512, "seed")
+    assert ids_KT.shape == labels_KT.shape == (3, 512)
+    for ids, labels in zip(ids_KT, labels_KT, strict=True):
+        found, rest = segments(ids, labels)
+        assert len(found) > 1
+        for prompt, answer in found:
+            assert answer == worked(prompt)
+        ends_at_the_edge = labels[-1] == END
+        assert rest == [] or ends_at_the_edge
+    assert (labels_KT != IGNORED).float().mean() > 0.6
+
+
+def test_another_seed_gives_other_rows():
+    assert torch.equal(task_rows(1, 256, "a")[0], task_rows(1, 256, "a")[0])
+    assert not torch.equal(task_rows(1, 256, "a")[0], task_rows(1, 256, "b")[0])
+
+
+def rows_of(step):
+    return task_rows(1, 128, f"0/{step}")
+
+
+def ticking(stop=None):
+    """Half a second passes with each look at the clock; Ctrl-C at the look `stop`."""
+    looks = count()
+
+    def now():
+        look = next(looks)
+        if look == stop:
+            raise KeyboardInterrupt
+        return look / 2
+
+    return now
+
+
+def trained(place, *clocks):
+    for clock in clocks:
+        training = Training(new_model(QUICK), rows_of, Budget(seconds=6), place)
+        try:
+            for _ in training.run(clock):
+                pass
+        except KeyboardInterrupt:
+            assert place.exists()
+    return training
+
+
+def test_stopped_and_resumed_it_is_the_same_policy(tmp_path):
+    whole = trained(tmp_path / "a", ticking())
+    resumed = trained(tmp_path / "b", ticking(stop=8), ticking())
+    assert whole.progress == resumed.progress
+    assert whole.progress.step == 12
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_training_lowers_the_loss(tmp_path):
+    held_out = task_rows(1, 512, "held out")
+    training = Training(new_model(QUICK), rows_of, Budget(seconds=15, lr=5e-3), tmp_path / "t")
+    before = float(mean_loss(training.model, held_out, "cpu").detach())
+    *_, last = training.run(ticking())
+    assert float(mean_loss(training.model, held_out, "cpu").detach()) < before - 1
+    assert last.tokens == 30 * 128
+
+
+def test_a_policy_is_trained_once_and_read_by_transformers(tmp_path, monkeypatch):
+    out = ready(QUICK, tmp_path, device="cpu")
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+    monkeypatch.setattr(policies, "_train", partial(pytest.fail, "trained again"))
+    assert ready(QUICK, tmp_path) == out
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert model.config.eos_token_id == tokenizer.eos_token_id == END
+    assert tokenizer("add 1+2\n")["input_ids"] == list(b"add 1+2\n")
+
+
+def test_other_settings_are_another_policy():
+    others = ({"task": "python"}, {"size": "25m"}, {"minutes": 1.0}, {"seed": 1}, {})
+    assert len({Policy(**asdict(Policy()) | other).name for other in others}) == len(others)
+
+
+@pytest.mark.parametrize("task", ["scratchpad", "python"])
+def test_prompts_are_the_same_for_the_same_seed(task):
+    policy = Policy(task=task)
+    first = prompts(policy, 3, seed=7)
+    assert first == prompts(policy, 3, seed=7) != prompts(policy, 3, seed=8)
+    assert all(0 <= token < 257 for tokens in first for token in tokens)
