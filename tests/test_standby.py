@@ -69,6 +69,21 @@ def test_a_standby_takes_over_with_the_same_bits_and_the_old_hub_does_not_lead_a
     assert accepted >= {*node.accepted, *other.accepted}
 
 
+def test_a_node_that_has_found_its_hub_again_has_no_vote_any_more(tmp_path):
+    _, primary, standby = pair(tmp_path, expire_s=1.5)
+    with ending():
+        node, other = Client(primary.address).found(), Client(primary.address, "other")
+        other.join()
+        attached(node)
+        assert not node.vote(standby.address).leads
+        found_again_s = time.monotonic()
+        while time.monotonic() - found_again_s < 2.0:
+            node.beat(), other.beat()
+            time.sleep(0.1)
+        assert not other.vote(standby.address).leads
+        assert node.vote(standby.address).leads
+
+
 def test_an_accepted_push_is_on_the_standbys_disk_before_it_is_acknowledged(tmp_path):
     _, primary, standby = pair(tmp_path)
     with ending():

@@ -79,8 +79,8 @@ class Standby(_Refusing):
     ) -> None:
         self._place, self._mirror, self._reports = place, mirror, reports
         self._greeting, self._lead = greeting, lead
-        self._votes: dict[int, int] = {}
-        """By node, the session that asked."""
+        self._votes: dict[int, tuple[int, float]] = {}
+        """By node, the session that asked, and when."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
         self._client: HubClient | None = None
         self._term = 0
@@ -137,9 +137,13 @@ class Standby(_Refusing):
                 member = self._mirror.hub.member(who.node, who.session)
             except Denied as denied:
                 raise messages.refusal(denied) from denied
-            self._votes[member.node] = member.session
+            now = time.monotonic()
+            self._votes[member.node] = member.session, now
+            # Who asks goes on asking: one who has stopped has found the hub again.
+            newest = now - self._mirror.hub.config.expire_s
+            asking = {node: session for node, (session, at_s) in self._votes.items() if at_s >= newest}
             live = self._mirror.hub.state.live
-            votes = [node for node, voter in live.items() if self._votes.get(node) == voter.session]
+            votes = [node for node, voter in live.items() if asking.get(node) == voter.session]
         self._reports.event("asked_to_lead", node=member.node, votes=len(votes), of=len(live))
         return len(votes) > len(live) / 2
 
