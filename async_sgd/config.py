@@ -221,8 +221,9 @@ class HubConfig:
     lease_samples: int = 4096
     """Samples handed out at a time; no sample is with two nodes."""
 
-    snapshot_bytes: int = 2**30
-    """Journal bytes after which a snapshot lets the hub forget them."""
+    snapshot_bytes: int = 2**28
+    """Journal bytes after which a snapshot lets the hub forget them; at least twice what the last snapshot
+    has. A hub that comes back reads that much."""
 
     fsync: bool = True
     """An accepted push is on the disk before it is acknowledged, not only in the file system's cache."""

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks import netns
-from benchmarks.chaos_books import Books, compare
+from benchmarks.chaos_books import Books, compare, journal_kept
 from benchmarks.field import Field
 from benchmarks.netns import Place
 from benchmarks.paced_node import PacedNode
@@ -27,8 +27,6 @@ NODE = PacedNode(
     hub="", name="", ledger="", every=25, large_numel=270_000, large_every=250, call_timeout_s=3.0
 )
 """Its large unit has more than one message holds; its calls give up while a wire is cut."""
-MORE = "snapshot_bytes = 2_147_483_648"
-"""Ten minutes of journal are 1.2 GB, and all of it is replayed at the end."""
 AIM_S = 3.0
 """How long a kill waits for a node that is pushing its large unit."""
 BACK_S = 5.0
@@ -118,7 +116,7 @@ def _row(name: str, story: Story, books: Books) -> tuple[str, ...]:
 def tell(plan: Plan, chance: random.Random) -> Story:
     """Let `plan` happen to a hub and its nodes, in real time, and compare the books."""
     with tempfile.TemporaryDirectory() as name, _places() as places:
-        with Field(Path(name), NODE, places=places, more=MORE) as ground:
+        with Field(Path(name), NODE, places=places) as ground, journal_kept(ground):
             story = Story()
             ground.start_hub()
             for node in NODES:

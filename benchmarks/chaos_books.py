@@ -1,7 +1,13 @@
 """What a hub's journal, its anchors and the ledgers of paced nodes say, and whether they say the same."""
 
+import os
+import shutil
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,12 +46,13 @@ class Books:
 
 def compare(ground: Field, ended_s: float) -> Books:
     """Of a field that has ended. ended_s: when its nodes were asked to, by the monotonic clock."""
-    directory = ground.directory / "hub"
+    directory, whole = ground.directory / "hub", ground.directory / "whole"
+    _keep(directory, whole)
     ledgers = [ground.lines(name) for name in ground.nodes]
     journal = Steps()
-    for push in pushes_of(directory):
+    for push in pushes_of(whole):
         journal[push.node, push.unit] += push.steps
-    anchors, again = anchors_of(directory), anchors_of(directory, from_the_beginning=True)
+    anchors, again = anchors_of(directory), anchors_of(whole, from_the_beginning=True)
     seen, unanswered = _seen(ledgers), _unanswered(ledgers)
     return Books(
         steps_per_s=sum(journal.values()) / ground.plan.units / _mean_s(ledgers, ended_s),
@@ -56,6 +63,39 @@ def compare(ground: Field, ended_s: float) -> Books:
         late_calls=(ground.directory / "output.log").read_text(errors="replace").count(LATE),
         replayed=all(anchors[i].tobytes() == again[i].tobytes() for i in range(ground.plan.units)),
     )
+
+
+@contextmanager
+def journal_kept(ground: Field) -> Iterator[None]:
+    """For `compare`: what the hub's snapshots let it forget is kept in another folder."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            _keep(ground.directory / "hub", ground.directory / "whole")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)
+
+
+def _keep(directory: Path, whole: Path) -> None:
+    """Another name for every segment that is there, so that it stays when its first name goes."""
+    whole.mkdir(exist_ok=True)
+    for path in directory.glob("journal-*"):
+        other = whole / path.name
+        with suppress(FileNotFoundError):
+            if other.exists() and not other.samefile(path):
+                other.unlink()  # its head was not written when the hub was killed: begun anew
+            if not other.exists():
+                os.link(path, other)
+    for name in ("run.toml", "part.json"):
+        with suppress(FileNotFoundError):
+            shutil.copyfile(directory / name, whole / name)
 
 
 def expected(plan: PacedNode, journal: Steps) -> list[NDArray[np.float32]]:

@@ -195,3 +195,28 @@ def test_a_journal_whose_beginning_is_gone_says_so(tmp_path):
     life.ledger.snapshot()
     with pytest.raises(UserError, match="are not all from 1 on"):
         anchors_of(life.folder, from_the_beginning=True)
+
+
+def test_a_snapshot_is_due_after_so_much_journal_and_a_restart_does_not_count_anew(tmp_path):
+    life = Life(tmp_path / "hub", "mean")
+    life.found()
+    life.go_on(5)
+    for _ in range(2):
+        size = life.ledger.journal.position[1]
+        assert life.ledger.snapshot_is_due(size)
+        assert not life.ledger.snapshot_is_due(size + 1)
+        life.start()
+
+
+def test_a_snapshot_is_not_due_for_less_journal_than_twice_itself(tmp_path):
+    life = Life(tmp_path / "hub", "mean")
+    life.found()
+    saved = life.ledger.snapshot()
+    assert saved == life.ledger.store.saved_bytes() > 0
+    began = life.ledger.journal.position[1]
+    for restarts in range(40):
+        grown = life.ledger.journal.position[1] - (0 if restarts else began)
+        assert life.ledger.snapshot_is_due(1) == (grown >= 2 * saved)
+        life.go_on(1)
+        life.start()
+    assert life.ledger.snapshot_is_due(1)

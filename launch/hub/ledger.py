@@ -40,7 +40,9 @@ class Ledger:
         self.lock = threading.RLock()
         self.standby = StandbySeat(clock)
         self._saving = threading.Lock()
-        self._snapshot_at: Position = journal.position
+        # The whole segment counts: a hub that is killed again and again must come to a snapshot, too.
+        self._snapshot_at: Position = (journal.position[0], 0)
+        self._saved_bytes = store.saved_bytes()
         self.past_bytes = 0
         """Of the segments before the newest one, since this process began."""
 
@@ -69,10 +71,10 @@ class Ledger:
         self.standby.wait(position)
 
     def snapshot_is_due(self, num_bytes: int) -> bool:
-        """Whether the journal has grown by so much since the last snapshot."""
+        """Whether the journal has grown by so much since the last snapshot, and by enough to be worth one."""
         number, offset = self.journal.position
         began, before = self._snapshot_at
-        return number != began or offset - before >= num_bytes
+        return number != began or offset - before >= max(num_bytes, 2 * self._saved_bytes)
 
     def snapshot(self) -> int:
         """Write all down in one file, so that the journal before it may go; its bytes. The hub goes on
@@ -84,7 +86,8 @@ class Ledger:
                 saved = save(self.hub.state)
             # Also if this fails: it is tried again after as many bytes.
             self._snapshot_at = self.journal.position
-            return self.store.save(saved, number)
+            self._saved_bytes = self.store.save(saved, number)
+            return self._saved_bytes
 
 
 class StandbySeat:

@@ -56,8 +56,9 @@ class Reports:
     def event(self, event: str, **values: Any) -> None:
         """Something that a person may want to know of."""
         with self._lock:
-            self._events.append({"t": round(self._clock.elapsed_s, 3), "event": event, **values})
-            self._files.event(event, **values)
+            t = round(self._clock.elapsed_s, 3)
+            self._events.append({"t": t, "event": event, **values})
+            self._files.event(event, t=t, **values)
 
     def told(self, record: records.Record) -> None:
         """A record has been applied."""
@@ -85,8 +86,9 @@ class Reports:
     def line(self, values: Mapping[str, Any]) -> None:
         """Add a line of metrics."""
         with self._lock:
-            self._lines.add({"t": round(self._clock.elapsed_s, 3), **values})
-            self._files.metrics(**values)
+            t = round(self._clock.elapsed_s, 3)
+            self._lines.add({"t": t, **values})
+            self._files.metrics(t=t, **values)
 
     def newest(self, after: int) -> dict[str, Any]:
         """Lines after the first `after` ones of this process, how many there are, and the latest events."""

@@ -68,6 +68,11 @@ class Store:
         self._prune()
         return num_bytes
 
+    def saved_bytes(self) -> int:
+        """Of the newest snapshot; 0 if there is none."""
+        paths = [snapshot_path(self.directory, number) for number in numbers(self.directory, "snapshot")[-1:]]
+        return sum(path.stat().st_size for path in paths)
+
     def _prune(self) -> None:
         snapshots = numbers(self.directory, "snapshot")
         oldest = snapshots[-2] if len(snapshots) > 1 else 0
