@@ -1,0 +1,62 @@
+"""Where a rollout ends: after a stop token, with the token that completes a stop string, or at its length."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+NUM_BEFORE = 5
+"""Tokens before the text that are decoded with it: what a word looks like may depend on what it follows."""
+
+HALF = "\ufffd"
+"""What a decoder writes for bytes that are no whole character (yet)."""
+
+MOST_HALVES = 4
+"""Tokens that one character can take: after so many, bytes that make none never will."""
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that stop strings need."""
+
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str: ...
+
+
+class StopStrings:
+    """Reads a text as it grows, token by token, and says when one of the strings is complete.
+
+    A character counts when all its bytes are there. Only the last few tokens are decoded each time.
+    """
+
+    def __init__(self, strings: Sequence[str], tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        self._strings, self._tokenizer = tuple(strings), tokenizer
+        self._longest = max(map(len, self._strings))
+        self._tail = ""  # in which a string may have begun
+        self._num_chars = 0  # of the window's text, that have been read
+        self._begin_window(list(before[-NUM_BEFORE:]))
+
+    def completes(self, token: int) -> bool:
+        """Whether one of the strings ends in what this token adds to the text."""
+        self._window.append(token)
+        text = self._text()
+        whole = text.rstrip(HALF)
+        if len(self._window) - self._num_old >= MOST_HALVES:
+            whole = text
+        new, self._num_chars = whole[self._num_chars :], max(self._num_chars, len(whole))
+        if whole == text:
+            self._begin_window(self._window[self._num_old :])
+        return self._found_in(new)
+
+    def _begin_window(self, tokens: list[int]) -> None:
+        """Tokens that have been read, for the next ones to follow."""
+        self._window, self._num_old = tokens, len(tokens)
+        self._num_chars = len(self._text())
+
+    def _found_in(self, new: str) -> bool:
+        text, num_old = self._tail + new, len(self._tail)
+        self._tail = text[-self._longest :]
+        return any(text.find(s, max(0, num_old - len(s) + 1)) >= 0 for s in self._strings)
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(
+            self._window, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
