@@ -121,8 +121,14 @@ class Slots:
     def newest(self, after: int = 0) -> Published | None:
         """A copy of the newest publication; None if it is not newer than number `after`, or not whole."""
         number = self.newest_number
-        if number <= after or number == self._spoilt:
-            return None
+        return None if number <= after or number == self._spoilt else self._take(number)
+
+    def last_good(self) -> Published | None:
+        """The newest publication, or the one before if that is not whole."""
+        number = self.newest_number
+        return self.newest() or (self._take(number - 1) if number > 1 else None)
+
+    def _take(self, number: int) -> Published | None:
         fence()
         own = self._own(number)
         before, version, expected = own[:3].tolist()
@@ -162,6 +168,10 @@ def fence() -> None:
         pass
     with lock:
         pass
+
+
+def all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
 
 
 def _check(layout: Layout, tensors: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,145 @@
+"""Small trainings for the trainer's process, made to keep it busy, and to go wrong when a file says so."""
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from aedit.spec_rollout.publishing import CHECKSUM, NEWEST, NUMBER
+from aedit.spec_rollout.trainer_desk import Desk
+
+WIDTH = 64
+LR = 0.5
+FAULTS = ("killed", "hung", "out of memory", "disk full", "corrupt publish", "not finite")
+SMALL_BYTES = 4096
+"""What a file may grow to when the disk is full."""
+
+
+def weights(seed: int = 0, width: int = WIDTH) -> dict[str, Tensor]:
+    """A drafter to begin with."""
+    rng = torch.Generator().manual_seed(seed)
+    return {"fc.weight": torch.randn(width, width, generator=rng) / width**0.5}
+
+
+def policy(value: float = 1.0) -> dict[str, Tensor]:
+    """An embedding and a head that are known by their value."""
+    return {"embedding": torch.full((8, 4), value), "head": torch.full((8, 4), value)}
+
+
+class Regression:
+    """Learns to be a fixed matrix; every microbatch makes it better, and it publishes every so many."""
+
+    def __init__(self, desk: Desk, width: int = WIDTH, rows: int = 64, publish_every: int = 5) -> None:
+        self._layer = nn.Linear(width, width, bias=False)
+        self._rows, self._publish_every = rows, publish_every
+        self._wanted = torch.eye(width)
+        self.num_steps, self.loss, self.followed = 0, 0.0, (0.0, -1)
+
+    def follow(self, policy: Mapping[str, Tensor], version: int) -> None:
+        self.followed = (float(policy["head"][0, 0]), version)
+
+    def begin(self, drafter: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            self._layer.weight.copy_(drafter["fc.weight"])
+
+    def microbatch(self) -> bool:
+        x = torch.randn(self._rows, len(self._wanted))
+        loss = (self._layer(x) - x @ self._wanted.T).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            # No torch.optim: to import it takes a second, and faults begin many processes.
+            weight = self._layer.weight
+            weight -= LR * (weight.grad if weight.grad is not None else 0.0)
+            weight.grad = None
+        self.num_steps, self.loss = self.num_steps + 1, loss.item()
+        return True
+
+    def to_publish(self) -> Mapping[str, Tensor] | None:
+        return {"fc.weight": self._layer.weight} if self.num_steps % self._publish_every == 0 else None
+
+    def state(self) -> Mapping[str, Tensor]:
+        return {"fc.weight": self._layer.weight, "num_steps": torch.tensor(self.num_steps)}
+
+    def resume(self, state: Mapping[str, Tensor]) -> None:
+        self.begin(state)
+        self.num_steps = int(state["num_steps"])
+
+    def figures(self) -> Mapping[str, float]:
+        value, version = self.followed
+        return {"num_steps": self.num_steps, "loss": self.loss, "head": value, "version": version}
+
+
+class Faulty(Regression):
+    """The same; when the file `orders` names a fault, it has it once."""
+
+    def __init__(self, desk: Desk, orders: Path, width: int = WIDTH) -> None:
+        super().__init__(desk, width)
+        self._desk, self._orders, self._spoil = desk, orders, 1.0
+
+    def microbatch(self) -> bool:
+        if self._orders.exists():
+            order = self._orders.read_text()
+            self._orders.unlink()
+            self._happen(order)
+        return super().microbatch()
+
+    def to_publish(self) -> Mapping[str, Tensor] | None:
+        spoil, self._spoil = self._spoil, 1.0
+        better = super().to_publish()
+        return {name: tensor * spoil for name, tensor in better.items()} if better else better
+
+    def _happen(self, order: str) -> None:
+        if order == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif order == "hung":
+            time.sleep(3600)
+        elif order == "out of memory":
+            self._hoard = [torch.empty(2**24) for _ in range(4096)]
+        elif order == "disk full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_BYTES, resource.RLIM_INFINITY))
+        elif order == "disk empty":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        elif order == "corrupt publish":
+            spoil_newest(self._desk)
+        elif order == "not finite":
+            self.num_steps = -1
+            self._spoil = float("nan")
+
+
+def spoil_newest(desk: Desk) -> None:
+    """Publish noise under a checksum that is not its own."""
+    slots = desk.drafter
+    number = slots.newest_number + 1
+    slots._slot(number).random_()
+    slots._own(number)[CHECKSUM] = 1
+    slots._own(number)[NUMBER] = number
+    slots._head[NEWEST] = number
+
+
+def busy(width: int = WIDTH, rows: int = 64) -> Callable[[Desk], Regression]:
+    """Makes a training whose microbatches take longer the wider it is."""
+    return partial(Regression, width=width, rows=rows)
+
+
+def faulty(orders: Path, width: int = WIDTH) -> Callable[[Desk], Faulty]:
+    return partial(Faulty, orders=orders, width=width)
+
+
+class Idler(Regression):
+    """Has nothing to learn from."""
+
+    def microbatch(self) -> bool:
+        return False
+
+
+class Broken(Regression):
+    """Cannot even begin."""
+
+    def begin(self, drafter: Mapping[str, Tensor]) -> None:
+        raise ValueError("this drafter cannot be trained")

@@ -1,0 +1,160 @@
+"""What the trainer's process does, turn by turn, in this process."""
+
+import os
+
+import pytest
+import torch
+from benchmarks import idle_trainees as trainees
+
+from aedit.spec_rollout.checkpoint import Checkpoints
+from aedit.spec_rollout.publishing import Layout
+from aedit.spec_rollout.trainer_desk import Board, Desk, State, TrainerPlan, Word, shared_memory
+from aedit.spec_rollout.trainer_loop import TrainerLoop
+
+
+@pytest.fixture
+def desk():
+    """Both ends of a trainer's desk."""
+    made = []
+
+    def make(**plan):
+        plan = TrainerPlan(
+            make=trainees.busy(),
+            drafter=Layout.of(trainees.weights()),
+            policy=Layout.of(trainees.policy()),
+            feature_bytes=100,
+            **plan,
+        )
+        fd = shared_memory(sum(plan.regions.values()))
+        made.append(fd)
+        node, trainer = Desk(plan, fd), Desk(plan, fd)
+        node.drafter.publish(trainees.weights(), 0)
+        node.policy.publish(trainees.policy(), 0)
+        return node, trainer
+
+    yield make
+    for fd in made:
+        os.close(fd)
+
+
+def begun(desk, kind=trainees.Regression):
+    training = kind(desk)
+    loop = TrainerLoop(desk, training)
+    loop.begin()
+    return loop, training
+
+
+def test_both_ends_share_all_of_the_desk(desk):
+    node, trainer = desk()
+    node.features[:5] = b"hello"
+    assert bytes(trainer.features[:5]) == b"hello"
+    assert len(node.features) == 100
+    loop, _ = begun(trainer)
+    for turn in range(1, 6):
+        assert loop.turn()
+        assert node.board.get(Word.STEPS) == node.board.get(Word.BEATS) == turn
+        assert node.board.figures["num_steps"] == turn
+    assert node.drafter.newest(after=1).number == 2
+    assert node.board.state == State.TRAINING
+
+
+def test_a_turn_begins_with_the_newest_policy(desk):
+    node, trainer = desk()
+    loop, training = begun(trainer)
+    assert training.followed == (1.0, 0)
+    node.policy.publish(trainees.policy(2.0), 1)
+    node.policy.publish(trainees.policy(3.0), 2)
+    loop.turn()
+    assert training.followed == (3.0, 2)
+
+
+def test_it_begins_with_what_was_published_before_when_the_newest_is_corrupt(desk):
+    node, trainer = desk()
+    better = {"fc.weight": torch.eye(trainees.WIDTH)}
+    node.drafter.publish(better, 0)
+    trainees.spoil_newest(trainer)
+    _, training = begun(trainer)
+    assert torch.equal(training.state()["fc.weight"], better["fc.weight"])
+
+
+def test_without_anything_whole_it_does_not_begin(desk):
+    node, trainer = desk()
+    trainees.spoil_newest(node)
+    node.drafter._slot(1).random_()
+    with pytest.raises(RuntimeError, match="no whole drafter or no whole policy"):
+        begun(trainer)
+
+
+def test_it_goes_on_where_its_checkpoint_was_taken(desk, tmp_path):
+    _, trainer = desk(checkpoint=tmp_path / "drafter.safetensors", checkpoint_every_s=0.0)
+    loop, training = begun(trainer)
+    loop.turn()
+    at = training.state()["fc.weight"].clone()
+    loop._checkpoints.wait(30)
+    loop2, resumed = begun(trainer)
+    assert resumed.num_steps == 1
+    assert torch.equal(resumed.state()["fc.weight"], at)
+    loop2.turn()
+    loop2._checkpoints.wait(30)
+    assert Checkpoints(tmp_path / "drafter.safetensors").load()["num_steps"] == 2
+
+
+def test_with_a_damaged_checkpoint_it_begins_with_what_was_published(desk, tmp_path):
+    path = tmp_path / "drafter.safetensors"
+    path.write_bytes(b"rubbish")
+    node, trainer = desk(checkpoint=path)
+    _, training = begun(trainer)
+    assert torch.equal(training.state()["fc.weight"], trainees.weights()["fc.weight"])
+    assert "no checkpoint of a drafter's training" in node.board.trouble
+
+
+def test_numbers_that_are_not_finite_are_not_published(desk):
+    node, trainer = desk()
+    loop, training = begun(trainer)
+    training.to_publish = lambda: {"fc.weight": torch.full((trainees.WIDTH, trainees.WIDTH), torch.nan)}
+    loop.turn()
+    assert (node.board.get(Word.REFUSED), node.board.get(Word.PUBLISHED)) == (1, 0)
+    assert node.drafter.newest(after=1) is None
+
+
+def test_one_that_has_nothing_to_learn_from_says_so_and_lives(desk):
+    node, trainer = desk()
+    loop, _ = begun(trainer, trainees.Idler)
+    assert not loop.turn()
+    assert node.board.state == State.NOTHING_TO_LEARN
+    assert (node.board.get(Word.STEPS), node.board.get(Word.BEATS)) == (0, 1)
+
+
+def test_the_board_keeps_the_end_of_an_error_and_whole_figures():
+    memory = memoryview(bytearray(Board.NUM_BYTES))
+    writer, reader = Board(memory), Board(memory)
+    assert reader.figures == {}
+    for n in range(5):
+        writer.tell({"loss": float(n)})
+        assert reader.figures == {"loss": float(n)}
+    writer.fail("x" * 5000 + "the end")
+    assert reader.state == State.FAILED
+    assert reader.error.endswith("the end")
+    assert len(reader.error) == 4096
+    writer.begin()
+    assert (reader.state, reader.error, reader.figures) == (State.STARTING, "", {})
+
+
+def test_a_writer_that_is_stopped_in_the_middle_of_its_figures_hides_none(monkeypatch):
+    memory = memoryview(bytearray(Board.NUM_BYTES))
+    writer, reader = Board(memory), Board(memory)
+    writer.tell({"loss": 1.0})
+    monkeypatch.setattr("aedit.spec_rollout.trainer_desk.fence", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        writer.tell({"loss": 2.0})
+    monkeypatch.undo()
+    assert reader.figures == {"loss": 1.0}
+
+
+def test_the_shared_memory_of_a_trainer_is_in_no_folder():
+    fd = shared_memory(10)
+    try:
+        assert os.fstat(fd).st_size == 10
+        assert os.fstat(fd).st_nlink == 0
+    finally:
+        os.close(fd)
