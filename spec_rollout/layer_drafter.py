@@ -1,0 +1,159 @@
+"""The learned drafter of an engine: it follows the rows and guesses with a `DraftLayer`.
+
+A draft starts from the policy's own features up to the last verified token: what a step has accepted is made
+anew from them, over what was only drafted, so that no guess outlives its draft.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, repeat
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from aedit.spec_rollout.draft_layer import DraftLayer
+from aedit.spec_rollout.draft_pass import DraftPass, Pairs
+from aedit.spec_rollout.drafting import Heat, Mode, Start, draft_chain, draft_tree
+from aedit.spec_rollout.drafts import Arm, Begun, Draft, Noise, Taken
+from aedit.spec_rollout.pending import Line, Owed, Pending
+from aedit.spec_rollout.target import Target
+from aedit.types import check
+
+_EXTRA_SLOTS = 256
+"""Of a row, for what is only drafted."""
+_CHUNK = 2048
+"""Pairs that are caught up at a time."""
+
+
+class LayerDrafter:
+    """`drafts.Drafter` for the arms `layer:...`.
+
+    An arm without it costs a place in a list for each step; when it is asked again it computes keys and
+    values of all pairs it has missed, of all rows at once.
+    """
+
+    def __init__(
+        self,
+        layer: DraftLayer,
+        ends: tuple[Tensor, Tensor],
+        *,
+        rows: int,
+        max_tokens: int,
+        mode: Mode = "coupled",
+        window: int = 512,
+    ) -> None:
+        """ends: the policy's embedding and head, each (V, d), which are read where they are, never copied.
+        max_tokens: as the engine's. mode: as the engine verifies; "rejection" draws chains from q and says so
+        in `Draft.logq_BNV`. window: pairs of a row that are caught up at most."""
+        sizes = layer.shape.vocabulary, layer.shape.hidden_size
+        for name, tensor in zip(("embedding", "head"), ends, strict=True):
+            check(tensor.shape == sizes, f"the policy's {name}", f"must be of shape {sizes}", tensor.shape)
+        check(window > 0, "window", "must be above 0", window)
+        self.mode, self.max_tokens, self.version = mode, max_tokens, 0
+        self._pass = DraftPass(layer, *ends, rows=rows, slots=max_tokens + _EXTRA_SLOTS)
+        self._pending = Pending(rows, window)
+        self._places_B = torch.arange(rows, device=ends[0].device) * self._pass.slots
+
+    @classmethod
+    def of(cls, layer: DraftLayer, target: Target, *, mode: Mode = "coupled", window: int = 512) -> Self:
+        """For the engine of this target: its ends, rows and lengths. ValueError for another feature size."""
+        sizes = layer.shape.feature_size, target.feature_size
+        check(sizes[0] == sizes[1], "features of this draft layer", f"must be {sizes[1]} wide", sizes[0])
+        ends, rows, max_tokens = (target.embedding, target.head), target.rows, target.max_tokens
+        return cls(layer, ends, rows=rows, max_tokens=max_tokens, mode=mode, window=window)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of cache and weights; embedding and head are the policy's."""
+        return self._pass.num_bytes
+
+    def replace(self, layer: DraftLayer, version: int) -> None:
+        """Draft with these weights from now on. What the old ones have put into the cache stays, and new
+        pairs join it. ValueError if the layer is of another shape."""
+        self._pass.replace(layer)
+        self.version = version
+
+    def begin(self, rows: Sequence[Begun]) -> None:
+        for begun in rows:
+            self._pending.begin(begun)
+
+    def take(self, taken: Taken) -> None:
+        self._pending.take(taken)
+
+    def move(self, source: int, target: int) -> None:
+        lines = self._pending.lines
+        lines[target], lines[source] = lines[source], None
+        if (line := lines[target]) is not None and line.done > line.first:
+            self._pass.move(source, target, line.done)
+
+    def end(self, row: int) -> None:
+        self._pending.lines[row] = None
+
+    @torch.inference_mode()
+    def propose(self, arm: Arm, rows: int, noise: Noise, temperature_B: Tensor) -> Draft:
+        """`Drafter.propose`. ValueError for an arm that is not this drafter's, for a tree in rejection mode,
+        and for a row that has not begun or has made no step since its last draft."""
+        self._check(arm)
+        lines = self._pending.live(rows)
+        start = self._start(lines, self._catch_up(lines))
+        noise_BkV = noise.at(range(rows), [line.length + 1 for line in lines], arm.depth)
+        heat = Heat.of(temperature_B, noise_BkV)
+        if arm.is_chain:
+            return draft_chain(self._pass, start, arm.depth, heat, self.mode)
+        return draft_tree(self._pass, start, arm, heat)
+
+    def _check(self, arm: Arm) -> None:
+        check(arm.by == "layer", "arm of the layer drafter", "must be layer:...", arm)
+        is_verifiable = arm.is_chain or self.mode == "coupled"
+        check(is_verifiable, "arm in rejection mode", "must be a chain", arm)
+        drafted = (arm.depth - 1) * arm.width
+        check(drafted <= _EXTRA_SLOTS, "arm", f"must not look at more than {_EXTRA_SLOTS} nodes", arm)
+
+    def _start(self, lines: list[Line], pairs: Pairs) -> Start:
+        # A row without a pair looks at its stand-in.
+        lengths = [max(line.length, 1) for line in lines]
+        firsts = [line.first for line in lines]
+        return Start(
+            pairs=pairs,
+            lengths=lengths,
+            first=min(firsts),
+            firsts_B=None if min(firsts) == max(firsts) else self._ints(firsts),
+            lengths_B=self._ints(lengths),
+            places_B=self._places_B[: len(lines)],
+        )
+
+    def _catch_up(self, lines: list[Line]) -> Pairs:
+        """Compute all pairs that these rows are behind; the last ones."""
+        starts = [line.done for line in lines]
+        taken = self._pending.steady(lines)
+        if taken is None:
+            return self._enter_owed(self._pending.owed(lines))
+        return self._enter_step(taken, starts)
+
+    def _enter_step(self, taken: Taken, starts: list[int]) -> Pairs:
+        """As one piece with what lies after the shorter rows' tokens: that is written over, or never seen."""
+        rows, longest = taken.features.shape[:2]
+        counts = [len(tokens) for tokens in taken.tokens]
+        filled = (chain(t, repeat(0, longest - n)) for t, n in zip(taken.tokens, counts, strict=True))
+        positions = self._ints(starts)[:, None]
+        if longest > 1:
+            steps = torch.arange(longest, device=positions.device)
+            positions = (positions + steps).clamp_(max=self._pass.slots - 1)
+        slots = (positions + self._places_B[:rows, None]).flatten()
+        tokens = self._ints(chain.from_iterable(filled))
+        pairs = self._pass.enter(tokens, taken.features.flatten(0, 1), slots, positions.flatten())
+        if longest == 1:
+            return pairs
+        return pairs.at(self._ints(b * longest + n - 1 for b, n in enumerate(counts)))
+
+    def _enter_owed(self, owed: Owed) -> Pairs:
+        tokens, rows, positions = (self._ints(x) for x in (owed.tokens, owed.rows, owed.positions))
+        slots, features = self._places_B[rows] + positions, owed.features_Pw
+        for i in range(0, len(owed.tokens), _CHUNK):
+            part = slice(i, i + _CHUNK)
+            self._pass.enter(tokens[part], features[part], slots[part], positions[part])
+        last = self._ints(owed.last)
+        return self._pass.enter(tokens[last], features[last], slots[last], positions[last])
+
+    def _ints(self, values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), device=self._places_B.device)
