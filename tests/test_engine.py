@@ -1,0 +1,370 @@
+"""The engine as a library: who is in which row, what is known of each token, what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rollouts import (
+    VOCABULARY,
+    Flips,
+    Insider,
+    Stubborn,
+    decode_plainly,
+    logprobs_of,
+    prompts_of,
+    tiny_policy,
+)
+
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.target import Target
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return tiny_policy(seed=1)
+
+
+def texts_of(prompts, answers):
+    return [[*prompt.tokens, *tokens] for prompt, tokens in zip(prompts, answers, strict=True)]
+
+
+def engine_of(policy, rows=4, drafter=None, arms=("off",), **more):
+    target = Target.of(policy, rows=rows, max_tokens=64, nodes=12)
+    drafters = {} if drafter is None else {"layer": drafter}
+    return Engine(target, drafters=drafters, chooser=Flips(*arms), **more)
+
+
+def finish(engine):
+    """All that is here, by sample."""
+    return {rollout.prompt.sample: rollout for rollout in engine.generate([])}
+
+
+class Recorder:
+    """A feature sink that keeps all it is told, by row, and by sample what has ended."""
+
+    def __init__(self):
+        self.rows, self.ended = {}, []
+
+    def begin(self, rows, version):
+        for begun in rows:
+            assert begun.row not in self.rows
+            self.rows[begun.row] = [
+                list(begun.tokens),
+                [begun.features_Td.clone()],
+                begun.num_prompt,
+                version,
+            ]
+
+    def take(self, taken, version):
+        for row, tokens in enumerate(taken.tokens):
+            assert self.rows[row][3] == version
+            self.rows[row][0] += tokens
+            self.rows[row][1].append(taken.features[row, : len(tokens)].clone())
+
+    def move(self, source, target):
+        assert target not in self.rows
+        self.rows[target] = self.rows.pop(source)
+
+    def end(self, row, finished):
+        self.ended.append((*self.rows.pop(row), finished))
+
+
+def features_of(policy, tokens):
+    """transformers' last hidden states, after the final norm."""
+    with torch.no_grad():
+        return policy.model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+
+
+def test_five_lines_are_enough(policy):
+    engine = Engine.of(policy, rows=2, max_tokens=32)
+    asked = [Prompt(tokens=(1, 2, 3), sampling=Sampling(max_new_tokens=5, temperature=0.0))]
+    rollouts = list(engine.generate(asked))
+    assert [rollout.tokens for rollout in rollouts] == decode_plainly(policy, asked)
+    assert rollouts[0].finish == "length"
+
+
+def test_rollouts_come_as_they_finish_and_nobody_waits_for_a_long_one(policy):
+    lengths = (20, 3, 4, 5, 6, 2)
+    asked = [
+        replace(prompt, sampling=Sampling(max_new_tokens=n))
+        for prompt, n in zip(prompts_of(6), lengths, strict=True)
+    ]
+    engine = engine_of(policy, rows=2)
+    done = [rollout.prompt.sample for rollout in engine.generate(asked)]
+    assert done == [1, 2, 3, 4, 0, 5] or done == [1, 2, 3, 4, 5, 0]
+    # One row made 20 tokens, and the other one 3 + 4 + 5 + 6 + 2 at the same time.
+    assert engine.status()["steps"] == 20
+
+
+def test_a_place_is_refilled_at_once_and_the_last_row_moves_into_an_empty_one(policy):
+    lengths = (2, 6, 6, 2, 4)
+    asked = [
+        replace(prompt, sampling=Sampling(max_new_tokens=n))
+        for prompt, n in zip(prompts_of(5), lengths, strict=True)
+    ]
+    engine = engine_of(policy, rows=3)
+    for prompt in asked:
+        engine.add(prompt)
+    here = []
+    while engine.live or engine.waiting:
+        engine.step()
+        here.append([rollout.prompt.sample for rollout in engine.live])
+    assert here == [[0, 1, 2], [3, 1, 2], [3, 1, 2], [4, 1, 2], [4, 1, 2], [4], [4], []]
+
+
+def test_each_token_has_the_log_probability_that_teacher_forcing_gives(policy):
+    asked = [
+        replace(prompt, sampling=Sampling(temperature=t, top_k=k, top_p=p, max_new_tokens=12))
+        for prompt, (t, k, p) in zip(
+            prompts_of(4), [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 0, 0.8), (1.3, 9, 1.0)], strict=True
+        )
+    ]
+    texts = texts_of(asked, decode_plainly(policy, asked))
+    for rollout in engine_of(policy, drafter=Insider(texts), arms=("layer:4", "layer:4x3x12")).generate(
+        asked
+    ):
+        expected = logprobs_of(policy, rollout.prompt, rollout.tokens)
+        assert rollout.logprobs == pytest.approx(expected, abs=1e-6)  # the temperature is a float32
+        assert len(rollout.versions) == len(rollout.tokens)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_log_probabilities_in_narrow_types(dtype, close):
+    policy = tiny_policy(seed=2, dtype=dtype, spread=0.1)
+    exact = tiny_policy(seed=2, dtype=dtype, spread=0.1).double()
+    asked = prompts_of(4, max_new_tokens=12)
+    for rollout in engine_of(policy, drafter=Stubborn(), arms=("layer:4", "off")).generate(asked):
+        expected = logprobs_of(exact, rollout.prompt, rollout.tokens)
+        assert rollout.logprobs == pytest.approx(expected, abs=close)
+
+
+def test_samples_of_a_group_share_the_prompt_s_computation(policy, monkeypatch):
+    asked = prompts_of(6, group_size=6, max_new_tokens=8)
+    plain = decode_plainly(policy, asked)
+    engine = engine_of(policy, rows=4, drafter=Insider(texts_of(asked, plain)), arms=("layer:2",))
+    lengths = []
+    prefill = engine.target.prefill
+    monkeypatch.setattr(
+        engine.target,
+        "prefill",
+        lambda tokens, row, start=0: lengths.append(len(tokens)) or prefill(tokens, row, start),
+    )
+    rollouts = {rollout.prompt.sample: rollout.tokens for rollout in engine.generate(asked)}
+    assert [rollouts[i] for i in range(6)] == plain
+    assert lengths == [len(asked[0].tokens) - 1]
+
+
+def test_features_are_those_of_the_text_whatever_was_drafted(policy):
+    asked = prompts_of(6, seed=3, group_size=2, max_new_tokens=14)
+    texts = texts_of(asked, decode_plainly(policy, asked))
+    engine = engine_of(policy, rows=4, drafter=Insider(texts), arms=("layer:4", "layer:4x3x12", "off"))
+    engine.sink = sink = Recorder()
+    list(engine.generate(asked))
+    assert sorted(tokens for tokens, *_ in sink.ended) == sorted(texts)
+    for tokens, features, num_prompt, version, finished in sink.ended:
+        assert (len(tokens) - num_prompt, version, finished) == (14, 0, True)
+        assert torch.allclose(torch.cat(features), features_of(policy, tokens)[:-1], atol=1e-9)
+
+
+def test_new_weights_make_every_later_token_theirs(policy):
+    old, new = tiny_policy(seed=1), tiny_policy(seed=4)
+    asked = prompts_of(5, group_size=2, max_new_tokens=16)
+    plain = decode_plainly(old, asked)
+    engine = engine_of(
+        tiny_policy(seed=1), rows=3, drafter=Insider(texts_of(asked, plain)), arms=("layer:2", "off")
+    )
+    engine.sink = sink = Recorder()
+    made = [engine.add(prompt) for prompt in asked]
+    for _ in range(3):
+        engine.step()
+    before = [list(rollout.tokens) for rollout in made]
+    assert all(before[:3])
+    engine.adopt(new.state_dict(), version=7)
+    finish(engine)
+    for prompt, rollout, tokens in zip(asked, made, before, strict=True):
+        sampling = replace(prompt.sampling, max_new_tokens=16 - len(tokens))
+        rest = replace(prompt, tokens=(*prompt.tokens, *tokens), sampling=sampling)
+        assert rollout.tokens == tokens + decode_plainly(new, [rest])[0]
+        assert rollout.versions == [0] * len(tokens) + [7] * (16 - len(tokens))
+        assert rollout.logprobs[len(tokens) :] == pytest.approx(
+            logprobs_of(new, prompt, rollout.tokens)[len(tokens) :], abs=1e-6
+        )
+    assert [finished for *_, finished in sink.ended].count(False) == 3
+    for tokens, features, *_, version, _ in sink.ended:
+        assert torch.allclose(
+            torch.cat(features), features_of(new if version else old, tokens)[:-1], atol=1e-9
+        )
+
+
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(policy):
+    asked = prompts_of(2, max_new_tokens=8)
+    engine = engine_of(policy)
+    made = [engine.add(prompt) for prompt in asked]
+    engine.step()
+    weights = dict(policy.state_dict())
+    name = next(name for name in weights if "q_proj" in name)
+    with pytest.raises(ValueError, match="q_proj"):
+        engine.adopt({**weights, name: weights[name][:, :-1]}, version=1)
+    finish(engine)
+    assert [rollout.tokens for rollout in made] == decode_plainly(policy, asked)
+    assert {version for rollout in made for version in rollout.versions} == {0}
+
+
+def test_the_policy_s_own_weights_are_used_in_place(policy):
+    policy = tiny_policy(seed=1)
+    engine = engine_of(policy)
+    with torch.no_grad():
+        for mine, other in zip(policy.parameters(), tiny_policy(seed=4).parameters(), strict=True):
+            mine.copy_(other)
+    engine.adopt(policy.state_dict(), version=1)
+    asked = prompts_of(2, max_new_tokens=8)
+    assert [rollout.tokens for rollout in engine.generate(asked)] == decode_plainly(
+        tiny_policy(seed=4), asked
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tokens": ()}, "empty"),
+        ({"tokens": (1, VOCABULARY)}, "token 64 is outside"),
+        ({"tokens": (1, -1)}, "token -1 is outside"),
+        ({"tokens": tuple([1] * 57)}, "57 tokens and max_new_tokens 8 are more than max_tokens 64"),
+        ({"rollout": 1 << 64}, "64 bits"),
+        ({"sampling": {"stop_tokens": (64,)}}, "stop token 64 is outside"),
+        ({"sampling": {"stop_strings": ("x",)}}, "tokenizer"),
+        ({"sampling": {"allowed": torch.ones(3, dtype=torch.bool)}}, "allowed must be bool"),
+        ({"sampling": {"allowed": torch.ones(64)}}, "allowed must be bool"),
+        ({"sampling": {"allowed": torch.zeros(64, dtype=torch.bool)}}, "no token is allowed"),
+        (
+            {"sampling": {"allowed": torch.arange(64) == 3, "stop_tokens": (3,), "min_new_tokens": 1}},
+            "only stop tokens",
+        ),
+        ({"begun": Rollout(Prompt(tokens=(1,)), [1] * 8, [0.0] * 8, [0] * 8)}, "ended already"),
+        ({"begun": Rollout(Prompt(tokens=(1,)), [1], [], [])}, "another number"),
+        ({"begun": Rollout(Prompt(tokens=(1,)), [99], [0.0], [0])}, "token 99 is outside"),
+    ],
+)
+def test_a_bad_prompt_is_refused_in_a_line_and_harms_no_other_sample(policy, changes, says):
+    sampling = Sampling(max_new_tokens=8, **changes.get("sampling", {}))
+    bad = Prompt(**{"tokens": (1, 2), "rollout": 3, **changes, "sampling": sampling})
+    good = prompts_of(2, max_new_tokens=8)
+    engine = engine_of(policy)
+    made = [engine.add(prompt) for prompt in good]
+    engine.step()
+    for ask in (lambda: engine.add(bad), lambda: engine.generate([*prompts_of(1), bad])):
+        with pytest.raises(ValueError, match=says) as refusal:
+            ask()
+        assert "\n" not in str(refusal.value)
+    assert engine.waiting == []
+    finish(engine)
+    assert [rollout.tokens for rollout in made] == decode_plainly(policy, good)
+
+
+def test_a_row_can_be_filled_to_the_last_token_while_others_draft(policy):
+    prompts = prompts_of(2)
+    asked = [
+        replace(prompt, tokens=prompt.tokens[:4], sampling=Sampling(max_new_tokens=n))
+        for prompt, n in zip(prompts, (64 - len(prompts[0].tokens[:4]), 30), strict=True)
+    ]
+    plain = decode_plainly(policy, asked)
+    engine = engine_of(policy, drafter=Insider(texts_of(asked, plain)), arms=("layer:8", "layer:4x3x12"))
+    made = {rollout.prompt.sample: rollout.tokens for rollout in engine.generate(asked)}
+    assert [made[0], made[1]] == plain
+
+
+def test_nothing_longer_than_the_rest_of_a_rollout_is_drafted(policy):
+    asked = prompts_of(1, max_new_tokens=4)
+    engine = engine_of(
+        policy,
+        drafter=Insider(texts_of(asked, decode_plainly(policy, asked)), honesty=1.0),
+        arms=("layer:8",),
+    )
+    engine.add(asked[0])
+    step = engine.step()
+    assert (step.nodes, step.counts, step.accepted) == (3, (4,), (3,))
+
+
+def test_masks_and_shortest_lengths_hold_inside_a_draft(policy):
+    allowed = torch.arange(VOCABULARY) % 2 == 0
+    asked = prompts_of(
+        6,
+        temperature=1.0,
+        max_new_tokens=12,
+        min_new_tokens=6,
+        stop_tokens=tuple(range(0, 64, 4)),
+        allowed=allowed,
+    )
+    plain = decode_plainly(policy, asked)
+    for arm in ("off", "layer:8", "layer:4x3x12"):
+        engine = engine_of(policy, drafter=Insider(texts_of(asked, plain)), arms=(arm,))
+        rollouts = {rollout.prompt.sample: rollout for rollout in engine.generate(asked)}
+        assert [rollouts[i].tokens for i in range(6)] == plain
+    assert {len(tokens) for tokens in plain} & set(range(7, 12))
+    assert all(token % 2 == 0 for tokens in plain for token in tokens)
+    assert min(map(len, plain)) > 6
+
+
+def test_status_tells_what_was_done_and_memory_does_not_grow(policy):
+    asked = prompts_of(8, group_size=4, max_new_tokens=10)
+    engine = engine_of(policy, drafter=Stubborn(), arms=("layer:2", "off"))
+    fresh = engine.status()
+    assert (fresh["tokens_per_s"], fresh["accepted_length"], fresh["live"]) == (0, 0, 0)
+    times = iter(range(1000))
+    engine.clock = lambda: float(next(times))
+    for prompt in asked:
+        engine.add(prompt)
+    engine.step()
+    during = engine.status()
+    assert (during["live"], during["waiting"], during["tokens"]) == (4, 4, during["tokens"])
+    assert during["feature_bytes"] > 0
+    finish(engine)
+    after = engine.status()
+    assert after["tokens"] == 80
+    assert after["kv_bytes"] == during["kv_bytes"] == fresh["kv_bytes"] == engine.target.cache.num_bytes
+    assert (after["live"], after["waiting"], after["feature_bytes"]) == (0, 0, 0)
+    assert sum(after["arms"].values()) == after["steps"]
+    assert len(after["accepted_by_position"]) == 2
+    assert 0 < after["draft_share"] < 1
+
+
+def test_what_an_arm_did_is_learned_once_per_step(policy):
+    asked = prompts_of(3, max_new_tokens=9)
+    plain = decode_plainly(policy, asked)
+    engine = engine_of(
+        policy, drafter=Insider(texts_of(asked, plain), honesty=1.0), arms=("layer:4x3x12", "off", "layer:2")
+    )
+    finished = list(engine.generate(asked))
+    seen = engine.chooser.seen
+    assert sum(each.emitted for each in seen) == sum(len(rollout.tokens) for rollout in finished) == 27
+    assert seen[0].view.rows == 3
+    assert seen[0].view.context == sum(len(prompt.tokens) - 1 for prompt in asked)
+    assert seen[0].view.versions == {"layer": 0}
+    tree, plain_step = seen[0], seen[1]
+    assert tree.draft.parents_BN is not None
+    for row, (count, path) in enumerate(zip(tree.accepted_B, tree.path_Bm, strict=True)):
+        nodes = [node - 1 for node in path[1:]]
+        assert (path[0], len(nodes)) == (0, count)
+        assert [tree.draft.tokens_BN[row, node].item() for node in nodes] == plain[row][:count]
+        assert [tree.draft.parents_BN[row, node].item() for node in nodes] == [-1, *nodes[:-1]][:count]
+    assert (plain_step.draft, plain_step.nodes, plain_step.draft_s) == (None, 0, 0.0)
+    assert all(each.total_s >= each.draft_s >= 0 for each in seen)
+
+
+def test_an_engine_that_is_closed_or_has_nothing_to_do_does_nothing(policy):
+    engine = engine_of(policy, drafter=Stubborn(), arms=("layer:2",))
+    assert engine.step().rollouts == ()
+    for prompt in prompts_of(6):
+        engine.add(prompt)
+    engine.step()
+    engine.close()
+    assert (engine.live, engine.waiting, engine.step().counts) == ([], [], ())
+
+
+def test_a_sink_is_not_changed_under_live_samples(policy):
+    engine = engine_of(policy)
+    engine.add(prompts_of(1)[0])
+    engine.step()
+    with pytest.raises(ValueError, match="before samples are live"):
+        engine.sink = Recorder()
