@@ -1,0 +1,144 @@
+"""Only a better drafter is published, and training rests when it would be in vain."""
+
+import math
+
+import pytest
+import torch
+from policies_tiny import drafter, ends, policy, said
+
+from aedit.spec_rollout.feedback import guesses
+from aedit.spec_rollout.gate import (
+    GateConfig,
+    Match,
+    Standing,
+    awake,
+    decide,
+    held_out_match,
+    rests,
+    row_noise,
+    watched,
+)
+from aedit.spec_rollout.packing import pack
+
+CONFIG = GateConfig()
+
+
+def test_a_drafter_that_matches_better_is_published():
+    verdict, standing = decide(0.500, 0.506, Standing(lr_factor=0.25, refusals=2), CONFIG)
+    assert verdict == "publish"
+    assert standing == Standing(lr_factor=0.5, refusals=0, average=0.506, peak=0.506)
+    assert decide(0.5, 0.506, Standing(), CONFIG)[1].lr_factor == 1.0
+
+
+def test_one_that_is_hardly_better_is_kept_back_and_learns_at_half_the_rate():
+    for candidate in (0.504, 0.5, 0.485):
+        verdict, standing = decide(0.5, candidate, Standing(average=0.5, peak=0.5), CONFIG)
+        assert verdict == "keep"
+        assert (standing.lr_factor, standing.refusals, standing.average) == (0.5, 1, 0.5)
+
+
+def test_one_that_was_spoilt_goes_back_to_what_was_published():
+    assert decide(0.5, 0.47, Standing(), CONFIG)[0] == "go back"
+
+
+def test_the_rate_is_not_halved_for_ever():
+    standing = Standing()
+    for _ in range(20):
+        _, standing = decide(0.5, 0.5, standing, CONFIG)
+    assert standing.lr_factor == CONFIG.smallest_lr
+
+
+def settled(refusals=3):
+    """A drafter that was published at 0.6, and nothing better has been found since."""
+    _, standing = decide(0.5, 0.6, Standing(), CONFIG)
+    for _ in range(refusals):
+        _, standing = decide(0.6, 0.6, standing, CONFIG)
+    return standing
+
+
+def test_training_rests_only_when_it_finds_nothing_better():
+    assert rests(settled(), 0.0, CONFIG)
+    assert not rests(settled(refusals=2), 0.0, CONFIG)
+    assert not rests(Standing(), 0.0, CONFIG)
+
+
+def test_training_wakes_when_the_policy_has_moved():
+    assert rests(settled(), 0.049, CONFIG)
+    for kl_nats in (0.05, 1.0, math.inf, math.nan):
+        assert not rests(settled(), kl_nats, CONFIG)
+
+
+def test_training_wakes_when_the_drafter_in_use_matches_less_than_at_its_best():
+    standing = settled()
+    for _ in range(10):
+        standing = watched(0.59, standing, CONFIG)
+    assert rests(standing, 0.0, CONFIG)
+    for _ in range(10):
+        standing = watched(0.58, standing, CONFIG)
+    assert not rests(standing, 0.0, CONFIG)
+
+
+def test_one_bad_measurement_does_not_wake_it():
+    assert rests(watched(0.565, settled(), CONFIG), 0.0, CONFIG)
+
+
+def test_who_is_woken_learns_at_the_full_rate():
+    assert awake(settled()).lr_factor == 1.0
+    assert not rests(awake(settled()), 0.0, CONFIG)
+
+
+def test_the_rate_of_a_match_is_the_share_of_a_chain_that_is_accepted():
+    overlap, coupled = (0.5, 0.8, 0.25), (0.0, 0.0, 0.0)
+    torch.manual_seed(0)
+    stays = (torch.rand(200_000, 3) < torch.tensor(overlap)).long().cumprod(1)
+    assert Match(overlap, coupled, 1).rate == pytest.approx(float(stays.double().mean()), abs=0.003)
+
+
+def test_a_match_is_what_rejection_and_coupled_drafting_would_accept():
+    model = policy()
+    samples = said(model, [[1, 2, 3], [4, 5, 6]], 12)
+    layer, policy_ends = drafter(model), ends(model)
+    rows = pack(samples, 64)
+    match = held_out_match(layer, rows, policy_ends, 2)
+    (row,) = rows
+    noise = row_noise(0, row, policy_ends)
+    with torch.no_grad():
+        passes = guesses(layer, row, policy_ends.embedding_Vd, 2)
+    for depth, guess in enumerate(passes):
+        overlaps, same = [], []
+        for number, sample in enumerate(samples):
+            logits = model(input_ids=sample.tokens_N[None]).logits[0].detach()
+            for t in range(1 + depth, len(sample.tokens_N) - 2):
+                at = number * (len(sample.tokens_N) - 1) + t
+                p, q = logits[t + 1].softmax(-1), (policy_ends.head_Vd @ guess[at]).softmax(-1)
+                overlaps.append(float(torch.minimum(p, q).sum()))
+                same.append(float((p.log() + noise[at]).argmax() == (q.log() + noise[at]).argmax()))
+        assert match.overlap_D[depth] == pytest.approx(sum(overlaps) / len(overlaps), rel=1e-9)
+        assert match.coupled_D[depth] == pytest.approx(sum(same) / len(same), rel=1e-9)
+        if depth == 0:
+            assert match.num_pairs == len(overlaps)
+
+
+def test_coupled_matches_are_near_what_the_overlap_promises():
+    """P(match) >= (1 - TV) / (1 + TV) with shared noise (Daliri et al. 2024), and overlap = 1 - TV."""
+    model = policy()
+    layer = drafter(model)
+    match = held_out_match(layer, pack(said(model, [[1, 2, 3]] * 12, 60), 256), ends(model), 1)
+    overlap = match.overlap_D[0]
+    assert match.coupled_D[0] > overlap / (2 - overlap) - 4 * 0.5 / math.sqrt(match.num_pairs)
+    assert match.coupled_D[0] < 1
+
+
+def test_samples_of_another_policy_do_not_judge():
+    model = policy()
+    now, old = said(model, [[1, 2, 3]], 8), said(model, [[4, 5, 6]], 20, version=0)
+    alone = held_out_match(drafter(model), pack(now, 64), ends(model), 2)
+    assert held_out_match(drafter(model), pack(now + old, 64), ends(model), 2).num_pairs == alone.num_pairs
+    with pytest.raises(ValueError, match="no held-out pair"):
+        held_out_match(drafter(model), pack(old, 64), ends(model), 2)
+
+
+def test_rules_that_mean_nothing_are_refused():
+    for wrong in ({"gain": -1.0}, {"smoothing": 0.0}, {"patience": 0}, {"smallest_lr": 2.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            GateConfig(**wrong)
