@@ -47,14 +47,16 @@ class Cache:
         heads = torch.arange(shape.num_kv_heads, device=device) * self.slots
         slots_Bq = (rows * (shape.num_kv_heads * self.slots) + lengths_B)[:, None]
         slots_Bq = slots_Bq + torch.arange(q, device=device)
-        mask = mask_of(lengths_B, q, reach.context, sees_Bqq) if reach.needs_mask else None
+        mask = torch.zeros(1, 1, 1, dtype=self.kv.dtype, device=device)
+        if reach.needs_mask:
+            mask = self._for_heads(mask_of(lengths_B, q, reach.context, sees_Bqq))
         return Past(
             cache=self,
             sizes=(num_rows, q),
             slots=(slots_Bq[:, :, None] + heads).reshape(-1),
             keys=keys.transpose(-1, -2).unbind(0),
             values=values.unbind(0),
-            mask=None if mask is None else self._for_heads(mask),
+            mask=mask,
         )
 
     def _for_heads(self, mask_BqC: Tensor) -> Tensor:
@@ -132,8 +134,8 @@ class Past:
     """Per layer, (B * K, h, C)."""
     values: Sequence[Tensor]
     """Per layer, (B * K, C, h)."""
-    mask: Tensor | None
-    """(B * K, q * G, C), 0 or -inf."""
+    mask: Tensor
+    """(B * K, q * G, C), 0 or -inf; (1, 1, 1) if nothing is hidden."""
 
     def attend(self, layer: int, q_THh: Tensor, k_TKh: Tensor, v_TKh: Tensor) -> Tensor:
         """Keep the new keys and values, and read: (T, H * h), T = B * q. See `layers.Attend`."""
@@ -146,10 +148,7 @@ class Past:
         if q > 1:
             q_THh = q_THh.view(sizes).transpose(1, 2)
         q_THh = q_THh.reshape(num_rows * shape.num_kv_heads, q * shape.group, shape.head_dim)
-        if self.mask is None:
-            scores = torch.bmm(q_THh * shape.scale, self.keys[layer])
-        else:
-            scores = torch.baddbmm(self.mask, q_THh, self.keys[layer], alpha=shape.scale)
+        scores = torch.baddbmm(self.mask, q_THh, self.keys[layer], alpha=shape.scale)
         read = torch.bmm(torch.softmax(scores, -1), self.values[layer])
         if q > 1:
             read = read.view(num_rows, shape.num_kv_heads, q, shape.group, shape.head_dim).transpose(1, 2)

@@ -36,9 +36,8 @@ def weights_of(model: nn.Module) -> Weights:
     config: Any = model.config
     inner: Any = model.model
     attention = inner.layers[0].self_attn
-    shape = Shape(
-        config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps
-    )
+    heads = config.num_attention_heads, config.num_key_value_heads, attention.head_dim
+    shape = Shape.of(*heads, config.rms_norm_eps, inner.norm.weight)
     head: Any = model.lm_head
     layers = tuple(_layer(layer) for layer in inner.layers)
     return Weights(inner.embed_tokens.weight, layers, inner.norm.weight, head.weight, shape)

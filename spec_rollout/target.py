@@ -194,7 +194,7 @@ class Target:
             x = run_layer(x, layer, shape, rope, partial(past.attend, index))
             if index in self.taps:
                 tapped[index] = x
-        last = rms_norm(x, self.weights.norm, shape.eps)
+        last = rms_norm(x, self.weights.norm, shape)
         return last if not tapped else torch.cat([last, *(tapped[tap] for tap in self.taps)], -1)
 
     def _captured_step(
