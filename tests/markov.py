@@ -1,7 +1,7 @@
 """A policy and a drafter so small that every text they can make has a known probability.
 
-Both are tables: what comes after a token depends on that token alone. So many rows are rolled out at once
-that a wrong distribution shows, with the package's own noise, verification and rejection.
+Both are tables: the policy looks at the last two tokens, the drafter at the last one. So many rows are rolled
+out at once that a wrong distribution shows, with the package's own noise, verification and rejection.
 """
 
 from dataclasses import dataclass, replace
@@ -24,19 +24,17 @@ TREE_PARENTS = (-1, -1, 0, 0, 1, 2)
 
 @dataclass(frozen=True)
 class World:
-    """Logits by the token before, (V, V)."""
+    """Log-probabilities: the policy's after two tokens, (V, V, V), the drafter's after one, (V, V)."""
 
     policy: torch.Tensor
     drafter: torch.Tensor
 
-    def of(self, tokens):
-        return self.policy[tokens]
-
 
 def world(seed=3):
     generator = torch.Generator().manual_seed(seed)
-    policy, apart = (torch.randn(V, V, generator=generator, dtype=torch.float64) for _ in range(2))
-    return World(policy.log_softmax(-1), (policy + 1.1 * apart).log_softmax(-1))
+    shared = torch.randn(V, V, generator=generator, dtype=torch.float64)
+    apart = 0.9 * torch.randn(V, V, V, generator=generator, dtype=torch.float64)
+    return World((shared + apart).log_softmax(-1), shared.log_softmax(-1))
 
 
 def total_variation(made):
@@ -49,6 +47,8 @@ class Rows:
     """Some rows before a step: their ids, last tokens, and how many tokens they have."""
 
     ids: torch.Tensor
+    before: torch.Tensor
+    """The tokens before the roots."""
     roots: torch.Tensor
     counts: torch.Tensor
 
@@ -57,20 +57,32 @@ class Rows:
         return START_POSITION + 1 + self.counts[:, None] + torch.arange(count)
 
 
-def rolled_out(step, num):
+def rolled_out(step, num, at_a_time=10_000):
     """(num, LENGTH): texts made by `step(rows) -> Accepted`, each row until it is long enough."""
-    ids = torch.arange(num)
-    texts = torch.full((num, LENGTH + DEPTH + 1), -1)
-    roots, counts = torch.full((num,), START), torch.zeros(num, dtype=torch.long)
+    parts = [torch.arange(first, min(first + at_a_time, num)) for first in range(0, num, at_a_time)]
+    return torch.cat([_some_rolled_out(step, ids) for ids in parts])
+
+
+def _some_rolled_out(step, ids):
+    texts = torch.full((len(ids), 2 + LENGTH + DEPTH + 1), START)
+    counts = torch.zeros(len(ids), dtype=torch.long)
     while len(live := (counts < LENGTH).nonzero()[:, 0]):
-        accepted = step(Rows(ids[live], roots[live], counts[live]))
+        before, roots = (texts[live, counts[live] + place] for place in (0, 1))
+        accepted = step(Rows(ids[live], before, roots, counts[live]))
         places = torch.arange(accepted.emitted_BM.shape[1])
-        is_real = places <= accepted.counts_B[:, None]
-        row, place = is_real.nonzero(as_tuple=True)
-        texts[live[row], counts[live[row]] + place] = accepted.emitted_BM[row, place]
+        row, place = (places <= accepted.counts_B[:, None]).nonzero(as_tuple=True)
+        texts[live[row], 2 + counts[live[row]] + place] = accepted.emitted_BM[row, place]
         counts[live] += accepted.counts_B + 1
-        roots[live] = accepted.emitted_BM.gather(1, accepted.counts_B[:, None])[:, 0]
-    return texts[:, :LENGTH]
+    return texts[:, 2 : 2 + LENGTH]
+
+
+def logits_of(made, rows, draft):
+    """(B, q, V): the policy's, after each verified token."""
+    tokens = torch.cat((rows.roots[:, None], draft.tokens_BN), dim=1)
+    parents = draft.parents_BN
+    parents = torch.arange(-1, DEPTH - 1) if parents is None else parents[0]
+    before = torch.cat((rows.before[:, None], tokens[:, parents + 1]), dim=1)
+    return made.policy[before, tokens]
 
 
 def plain(made):
@@ -78,7 +90,7 @@ def plain(made):
 
     def step(rows):
         noise = gumbel(rows.ids, rows.ids, rows.positions(1), V, torch.float64)
-        tokens = (made.of(rows.roots)[:, None] + noise).argmax(-1)
+        tokens = (made.policy[rows.before, rows.roots][:, None] + noise).argmax(-1)
         nothing = torch.zeros(len(tokens), 0, dtype=torch.long)
         return walk(Draft(nothing, None, None, nothing.double()), tokens)
 
@@ -128,8 +140,7 @@ def by_rejection(made, change=same, draft=draw_chain, shift=lambda numbers: numb
 
     def step(rows):
         guess = draft(made, rows)
-        verified = torch.cat((rows.roots[:, None], guess.tokens_BN), dim=1)
-        guess, logits = change(rows, guess, made.of(verified))
+        guess, logits = change(rows, guess, logits_of(made, rows, guess))
         return reject(guess, logits, shift(uniforms(rows.ids, rows.ids, rows.positions(DEPTH + 1))))
 
     return step
@@ -140,8 +151,7 @@ def by_coupling(made, change=same, draft=draw_chain, shift=0):
 
     def step(rows):
         guess = draft(made, rows)
-        verified = torch.cat((rows.roots[:, None], guess.tokens_BN), dim=1)
-        guess, logits = change(rows, guess, made.of(verified))
+        guess, logits = change(rows, guess, logits_of(made, rows, guess))
         noise = gumbel(rows.ids, rows.ids, rows.positions(DEPTH + 1) + shift, V, torch.float64)
         if guess.parents_BN is not None:
             depths = node_depths(guess.parents_BN)
@@ -157,10 +167,12 @@ def point_masses(rows, draft, logits):
 
 def p_value(texts, made):
     """Of Pearson's chi-square over all V ** LENGTH texts, rare ones pooled."""
-    chances, step = made.policy.exp().numpy(), made.policy.exp().numpy()[START]
-    exact = step
+    chances = made.policy.exp().numpy()
+    exact = chances[START, START]
+    before = START * V + np.arange(V)  # the last two tokens of each text, as one number
     for _ in range(LENGTH - 1):
-        exact = (exact[:, None] * chances[np.arange(exact.size) % V]).ravel()
+        exact = (exact[:, None] * chances.reshape(V * V, V)[before]).ravel()
+        before = (before[:, None] % V * V + np.arange(V)).ravel()
     powers = V ** np.arange(LENGTH - 1, -1, -1)
     seen = np.bincount(texts.numpy() @ powers, minlength=exact.size)
     return chi_square(seen, exact * len(texts))
