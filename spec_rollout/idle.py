@@ -5,6 +5,7 @@ wait ends it is stopped, by a signal that needs no answer. What it has learned l
 whoever looks (`newest`). If it dies it is started again in a later wait, and the last good drafter stays.
 """
 
+import math
 import os
 import threading
 import time
@@ -92,9 +93,14 @@ class DrafterTraining:
         too if it is not whole: stay with what you have. A look costs microseconds, a new one a copy."""
         return self._desk.drafter.newest(after)
 
-    def refresh(self, policy: Mapping[str, Tensor], version: int) -> None:
-        """The policy's embedding and head have changed. Costs a copy of them. Raises ValueError."""
+    def refresh(self, policy: Mapping[str, Tensor], version: int, kl_nats: float = math.nan) -> None:
+        """The policy's embedding and head have changed. Costs a copy of them. Raises ValueError.
+
+        kl_nats: how far the policy is now, per token, from the one that the newest drafter was published for,
+        if that is known: a trainer that has nothing to gain from so small a way may rest.
+        """
         self._desk.policy.publish(policy, version)
+        self._desk.kl_nats = kl_nats
 
     @property
     def features(self) -> memoryview:

@@ -1,6 +1,7 @@
 """The memory that a node and the process that trains its drafter share, and what each finds there."""
 
 import json
+import math
 import mmap
 import os
 import sys
@@ -70,6 +71,7 @@ class TrainerPlan:
         """Bytes of each part of the shared memory, in order; all begin on a page."""
         parts = {
             "board": Board.NUM_BYTES,
+            "moved": BLOCK_BYTES,
             "drafter": self.drafter.num_bytes,
             "policy": self.policy.num_bytes,
             "features": self.feature_bytes,
@@ -177,12 +179,24 @@ class Desk:
         }
         self.plan = plan
         self.board = Board(parts["board"])
+        self._moved: NDArray[np.float64] = np.frombuffer(parts["moved"], np.float64, 2)
         self.drafter = Slots(plan.drafter, parts["drafter"])
         """The node begins with number 1, what is to be trained; then the trainer publishes."""
         self.policy = Slots(plan.policy, parts["policy"])
         """The node publishes, the trainer takes."""
         self.features = parts["features"][: plan.feature_bytes]
         """For a ring of features: the node writes, the trainer reads."""
+
+    @property
+    def kl_nats(self) -> float:
+        """How far the policy is, per token, from the one that the last publication was for; written by the
+        node. Not a number: nobody has said so since."""
+        number, kl_nats = self._moved.tolist()
+        return kl_nats if number == self.drafter.newest_number else math.nan
+
+    @kl_nats.setter
+    def kl_nats(self, kl_nats: float) -> None:
+        self._moved[:] = self.drafter.newest_number, kl_nats
 
 
 def shared_memory(num_bytes: int) -> int:
