@@ -1,10 +1,10 @@
 """How long a step takes, from what steps have taken.
 
-Each time is a sum of features with coefficients that are not negative: for the policy's pass (RLHFSpec, with
-what two CPU cores show) c0 + c1 B + c2 Ntok + c3 Nctx + c4 max(0, Ntok - 32) + ..., and a jump where one
-token of a row becomes two (a matrix times a vector becomes a matrix times a matrix), which is another one at
-B = 1; for a drafter its depth, its rows, and what it has to catch up. On top of that, each (B, verified
-tokens) that has been seen corrects the sum by its own median.
+Each time is a sum of features with coefficients that are not negative: for the policy's pass (RLHFSpec)
+c0 + c1 B + c2 Ntok + c3 Nctx + c4 max(0, Ntok - 32) + c5 max(0, Ntok - 128), for a drafter its depth, its
+rows, and what it has to catch up. On top of that, each (B, verified tokens) that has been seen corrects the
+sum by its own median: so the jump on CPU where one token of a row becomes two (a matrix times a vector
+becomes a matrix times a matrix) needs no term, and terms for it foresee unseen places worse.
 
 Only what is measured again replaces what was measured: a window per place, so that a thousand steps of one
 arm do not wash out what is known of the others. Times are divided by the machine's pace of the moment, which
@@ -34,7 +34,7 @@ PACE_REST = 1 / 128
 KNOWN = 16
 """Steps of a place after which it can say something about the machine's pace."""
 
-POLICY_PRIOR = (0.92, 0.05, 0.03, 2e-5, 0.0, 0.0, 0.0, 0.0)
+POLICY_PRIOR = (0.92, 0.05, 0.03, 2e-5, 0.0, 0.0)
 """Coefficients relative to a plain step of one row: small models on a few CPU cores."""
 
 DRAFTER_PRIORS = {"layer": (0.03, 0.08, 0.004, 0.0, 0.002), "suffix": (0.003, 0.0, 4e-4, 1e-4, 0.0)}
@@ -111,9 +111,7 @@ class StepCost:
 
 def _policy_features(rows: int, nodes: int, context: int) -> Vector:
     tokens = rows * (1 + nodes)
-    many = float(nodes > 0)
-    alone = float(nodes > 0 and rows == 1)
-    return (1.0, rows, tokens, context, max(0, tokens - 32), max(0, tokens - 128), many, alone)
+    return (1.0, rows, tokens, context, max(0, tokens - 32), max(0, tokens - 128))
 
 
 def _draft_features(arm: Arm, rows: int, behind: int) -> Vector:
