@@ -1,0 +1,167 @@
+"""A drafter learns from a ring that a node writes, is judged on what it has not seen, and is published when
+it is better: in this process, and in one of its own."""
+
+import sys
+
+import pytest
+import torch
+import trainers
+from policies_tiny import ends, policy, said
+
+from aedit.spec_rollout.batches import is_held_out
+from aedit.spec_rollout.draft_layer import DraftLayer
+from aedit.spec_rollout.draft_training import DraftTrainingConfig
+from aedit.spec_rollout.feature_reader import FeatureReader
+from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.gate import GateConfig, held_out_match
+from aedit.spec_rollout.learning import Learning, LearningConfig, shared, train_when_idle
+from aedit.spec_rollout.packing import pack
+
+QUICK = LearningConfig(
+    training=DraftTrainingConfig(lr=2e-3, warmup_steps=5, batch_pairs=512),
+    judge_every_steps=8,
+    judged_depth=2,
+)
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A small policy and what it has said to 16 prompts."""
+    model = policy(dtype=torch.float32)
+    prompts = torch.randint(48, (16, 4), generator=torch.Generator().manual_seed(0)).tolist()
+    return model, said(model, prompts, 40)
+
+
+def shape_of(model):
+    return RingShape.within(2**20, model.config.hidden_size, torch.float32)
+
+
+def write(ring, samples, version=1):
+    for sample in samples:
+        growing = ring.begin(int(sample.tokens_N[0]), sample.num_prompt, version)
+        assert ring.append(growing, sample.tokens_N[1:], sample.features_MF)
+        ring.end(growing, True)
+
+
+def beginner(model):
+    return DraftLayer.of(model, generator=torch.Generator().manual_seed(0))
+
+
+def learning_of(model, samples, config=QUICK, **more):
+    shape = shape_of(model)
+    memory = bytearray(shape.num_bytes)
+    learning = Learning(beginner(model), memory, config, **more)
+    learning.follow(shared(ends(model)), 1)
+    learning.begin(beginner(model).state_dict())
+    ring = FeatureRing(memory, shape)
+    write(ring, samples)
+    return learning, ring, memory
+
+
+def published(learning, pieces):
+    found = []
+    for _ in range(pieces):
+        learning.microbatch()
+        better = learning.to_publish()
+        if better is not None:
+            found.append(better)
+    return found
+
+
+def test_what_is_published_is_better_on_samples_that_nobody_has_learned_from(world):
+    model, samples = world
+    learning, _, memory = learning_of(model, samples)
+    found = published(learning, 110)
+    assert len(found) >= 2
+    reader = FeatureReader(memory)
+    apart = [reader.read(entry) for entry in reader.entries() if is_held_out(entry)]
+    rates = []
+    for tensors in (beginner(model).state_dict(), found[0], found[-1]):
+        layer = beginner(model)
+        layer.load_state_dict(tensors)
+        rates.append(held_out_match(layer, pack(apart, 256), ends(model), 2).rate)
+    assert rates == sorted(rates)
+    assert rates[-1] > 1.2 * rates[0]
+    assert learning.figures()["match_published"] <= rates[-1]
+    assert learning._uses.keys().isdisjoint(e.serial for e in reader.entries() if is_held_out(e))
+
+
+def test_what_is_not_better_is_kept_back_and_learns_at_half_the_rate(world):
+    model, samples = world
+    config = LearningConfig(
+        training=QUICK.training, gate=GateConfig(gain=2.0, harm=2.0), judge_every_steps=2, judged_depth=1
+    )
+    learning, _, _ = learning_of(model, samples, config)
+    assert published(learning, 70) == []
+    assert learning.figures()["lr_factor"] == 1 / 16
+    assert learning.figures()["refusals"] > 3
+
+
+def test_it_rests_when_it_finds_nothing_better_and_wakes_when_the_policy_has_moved(world):
+    model, samples = world
+    kl_nats = [0.0]
+    config = LearningConfig(
+        training=QUICK.training, gate=GateConfig(gain=2.0, harm=2.0), judge_every_steps=1, judged_depth=1
+    )
+    learning, _, _ = learning_of(model, samples, config, kl_nats=lambda: kl_nats[0])
+    assert any(not learning.microbatch() for _ in range(200))
+    steps = learning.figures()["steps"]
+    assert not any(learning.microbatch() for _ in range(10))
+    kl_nats[0] = 0.2
+    learning.follow(shared(ends(model)), 2)
+    assert all(learning.microbatch() for _ in range(5))
+    assert learning.figures()["steps"] > steps
+    assert learning.figures()["lr_factor"] == 1.0
+
+
+def test_without_features_there_is_nothing_to_learn(world):
+    model, samples = world
+    memory = bytearray(shape_of(model).num_bytes)
+    learning = Learning(beginner(model), memory, QUICK)
+    assert not learning.microbatch()
+    learning.follow(shared(ends(model)), 1)
+    assert not any(learning.microbatch() for _ in range(50))
+    ring = FeatureRing(memory, shape_of(model))
+    assert not any(learning.microbatch() for _ in range(50))
+    write(ring, samples)
+    assert learning.microbatch()
+
+
+def test_features_of_another_policy_teach_but_judge_nobody(world):
+    model, samples = world
+    learning, _, _ = learning_of(model, samples)
+    learning.follow(shared(ends(model)), 9)
+    assert published(learning, 50) == []
+    assert learning.figures()["steps"] > 8
+    assert "match_published" not in learning.figures()
+
+
+def test_it_goes_on_from_a_checkpoint(world):
+    model, samples = world
+    learning, _, _ = learning_of(model, samples)
+    for _ in range(20):
+        learning.microbatch()
+    state = learning.state()
+    again, _, _ = learning_of(model, samples)
+    again.resume(state)
+    assert again.figures()["steps"] == learning.figures()["steps"]
+    assert all(torch.equal(again.state()[name], state[name]) for name in state)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="states are Linux's")
+def test_a_process_of_its_own_learns_in_windows_and_the_node_adopts_the_result(world):
+    model, samples = world
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    layer, shape = beginner(model), shape_of(model)
+    with train_when_idle(layer, ends(model), shape, learning=QUICK) as work:
+        write(FeatureRing(work.features, shape), samples)
+        with work.window("tail"):
+            trainers.until(lambda: work.status()["published"] >= 1, work)
+        found = work.newest()
+        first = held_out_match(layer, pack(samples, 256), ends(model), 2).rate
+        layer.load_state_dict(found.tensors)
+        assert held_out_match(layer, pack(samples, 256), ends(model), 2).rate > first
+        assert found.version == 1
+        assert work.status()["feature_bytes"] == shape.num_bytes
+        work.refresh(shared(ends(model)), 2, kl_nats=0.01)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
