@@ -1,0 +1,125 @@
+"""What an engine says and computes is what its drafter learns from, pair by pair; and what the drafter is
+taught is what it does when it drafts."""
+
+import torch
+from policies_tiny import drafter, ends, policy
+
+from aedit.spec_rollout.arms import Fixed
+from aedit.spec_rollout.drafts import Begun, parse_arm
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.feature_reader import FeatureReader, Sample
+from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.features import RowFeatures
+from aedit.spec_rollout.feedback import guesses
+from aedit.spec_rollout.layer_drafter import LayerDrafter
+from aedit.spec_rollout.packing import pack
+from aedit.spec_rollout.samples import Prompt, Sampling
+from aedit.spec_rollout.target import Target
+
+CLOSE = 1e-5
+"""The norms and rotary positions of transformers are computed in float32, whatever the model is of."""
+
+
+class Silence:
+    """No noise: everything is greedy."""
+
+    def at(self, rows, first, count):
+        return torch.zeros(len(rows), count, 48)
+
+
+def engine_of(model, arm, rows=3):
+    """An engine that drafts with a layer, writes into a ring, and the reader of that."""
+    target = Target.of(model, rows=rows, max_tokens=64)
+    layer = LayerDrafter.of(drafter(model), target)
+    engine = Engine(target, drafters={"layer": layer}, chooser=Fixed(parse_arm(arm)))
+    shape = RingShape.within(400_000, 32, torch.float64, 4)
+    memory = bytearray(shape.num_bytes)
+    engine.sink = RowFeatures(FeatureRing(memory, shape), flush_steps=3)
+    return engine, FeatureReader(memory)
+
+
+def prompts():
+    """Of unequal lengths, two groups with a prompt each, and some alone."""
+    made = [((1, 2, 3, 4), 0)] * 3 + [((5, 6), 1)] * 2 + [((7,), -1), ((8, 9, 10), -1)]
+    return [
+        Prompt(tokens=t, rollout=i, group=g, sampling=Sampling(max_new_tokens=5 + 4 * i))
+        for i, (t, g) in enumerate(made)
+    ]
+
+
+def test_pairs_are_those_of_an_offline_recomputation_whatever_was_drafted():
+    model = policy()
+    for arm in ("off", "layer:3", "layer:3x2x5"):
+        engine, reader = engine_of(model, arm)
+        rollouts = list(engine.generate(prompts()))
+        samples = [reader.read(entry) for entry in reader.entries()]
+        said = sorted([*rollout.prompt.tokens, *rollout.tokens] for rollout in rollouts)
+        assert sorted(sample.tokens_N.tolist() for sample in samples) == said
+        assert all(sample.finished for sample in samples)
+        for sample in samples:
+            (row,) = pack([sample], 64, response_only=False)
+            hidden = model.model(input_ids=sample.tokens_N[None]).last_hidden_state[0]
+            for t in range(len(sample.tokens_N) - 1):
+                torch.testing.assert_close(row.features_Pw[t], hidden[t], rtol=0, atol=CLOSE)
+                assert row.tokens_P[t] == sample.tokens_N[t + 1]
+
+
+def test_new_weights_begin_samples_of_the_new_version():
+    model = policy()
+    engine, reader = engine_of(model, "layer:2")
+    for prompt in prompts()[:2]:
+        engine.add(prompt)
+    engine.step()
+    weights = {name: value * 1.01 for name, value in model.state_dict().items()}
+    engine.adopt(weights, 5)
+    while engine.live:
+        engine.step()
+    by_version = {0: [], 5: []}
+    for entry in reader.entries():
+        by_version[entry.version].append(reader.read(entry))
+    assert [sample.finished for sample in by_version[0]] == [False, False]
+    assert [sample.finished for sample in by_version[5]] == [True, True]
+    for sample in by_version[5]:
+        hidden = model.model(input_ids=sample.tokens_N[None]).last_hidden_state[0]
+        torch.testing.assert_close(sample.features_MF, hidden[:-1], rtol=0, atol=CLOSE)
+
+
+def test_a_sample_that_leaves_stays_to_be_learned_from():
+    model = policy()
+    engine, reader = engine_of(model, "off")
+    engine.add(prompts()[6])
+    for _ in range(5):
+        engine.step()
+    engine.take_out(engine.live[0])
+    (entry,) = reader.entries()
+    assert (entry.num_tokens, entry.finished) == (3 + 5, False)
+
+
+def test_training_asks_what_the_drafter_computes_when_it_drafts():
+    """A chain that the drafter has drafted, taken as text: pass s must give its s-th probability."""
+    model = policy()
+    layer = drafter(model)
+    drafts = LayerDrafter(layer, (ends(model).embedding_Vd, ends(model).head_Vd), rows=2, max_tokens=64)
+    texts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2]]
+    with torch.no_grad():
+        hidden = [model.model(input_ids=torch.tensor([text])).last_hidden_state[0] for text in texts]
+    drafts.begin([Begun(i, -1, texts[i], hidden[i][:-1], 2) for i in range(2)])
+    drafted = drafts.propose(parse_arm("layer:4"), 2, Silence(), torch.zeros(2))
+    for i, text in enumerate(texts):
+        root = len(text) - 2
+        tokens = drafted.tokens_BN[i].tolist()
+        with torch.no_grad():
+            found = passes_along(layer, text + tokens, hidden[i], ends(model))
+        logq = torch.stack([found[s][root + s] for s in range(4)])
+        assert logq.argmax(-1).tolist() == tokens
+        scores = logq.gather(1, drafted.tokens_BN[i][:, None])[:, 0].cumsum(0)
+        torch.testing.assert_close(scores.float(), drafted.scores_BN[i].float(), rtol=1e-5, atol=1e-5)
+
+
+def passes_along(layer, text, hidden_Td, policy_ends):
+    """log q of each pass at each pair of a text, whose features beyond those given nobody looks at."""
+    unknown = torch.full((len(text) - 1 - (len(hidden_Td) - 1), hidden_Td.shape[1]), 7.0, dtype=torch.float64)
+    features = torch.cat((hidden_Td[:-1], unknown))
+    (row,) = pack([Sample(torch.tensor(text), features, 2, 1, 0, 0, True)], 64)
+    passes = guesses(layer, row, policy_ends.embedding_Vd, 4)
+    return [(guess @ policy_ends.head_Vd.T).log_softmax(-1) for guess in passes]
