@@ -14,6 +14,7 @@ Run = Callable[..., tuple[Tensor, ...]]
 """Tensors in, tensors out, and nothing that waits for the GPU or depends on a tensor's values."""
 
 _WARM_UPS = 2
+_MOST_GRAPHS = 256
 
 
 def batch_bucket(num_rows: int, rows: int) -> int:
@@ -54,10 +55,11 @@ class Captured:
 
 
 class Graphs:
-    """A pool of recorded functions, by a key that says which and of what sizes."""
+    """A pool of recorded functions, by a key that says which and of what sizes. Of more than `most`, the one
+    that was not used for longest is forgotten."""
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+    def __init__(self, most: int = _MOST_GRAPHS) -> None:
+        self.most, self.pool = most, torch.cuda.graph_pool_handle()
         self._by_key: dict[Hashable, Captured] = {}
 
     def __len__(self) -> int:
@@ -66,7 +68,8 @@ class Graphs:
     def run(self, key: Hashable, function: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
         """`function(*inputs)`. The first call with a key records it; later ones replay, so that the function
         must be the same, and inputs of the same shapes. Results are good until the pool's next run."""
-        captured = self._by_key.get(key)
-        if captured is None:
-            captured = self._by_key[key] = Captured(function, inputs, self.pool)
+        captured = self._by_key.pop(key, None) or Captured(function, inputs, self.pool)
+        self._by_key[key] = captured
+        if len(self._by_key) > self.most:
+            del self._by_key[next(iter(self._by_key))]
         return captured(*inputs)

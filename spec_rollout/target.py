@@ -133,14 +133,14 @@ class Target:
         if self.graphs is not None:
             return self._captured_step(tokens_Bq, lengths, parents_BN)
         reach = Reach(max(lengths) + q, needs_mask=q > 1 or min(lengths) != max(lengths))
-        return self._forward(reach, tokens_Bq, torch.tensor(lengths), parents_BN)
+        return self._forward(reach, tokens_Bq, self._numbers(lengths), parents_BN)
 
     @torch.inference_mode()
     def keep(self, lengths_B: Sequence[int] | Tensor, path_Bm: Tensor, counts_B: Tensor) -> None:
         """After a step over a tree: the accepted nodes' keys and values follow one another after lengths_B,
         the lengths of before that step. path_Bm: int64, which of the q tokens, the root (0) first; counts_B:
         how many after the root. (A chain's are in order.)"""
-        lengths = torch.as_tensor(lengths_B, device=self.device)
+        lengths = lengths_B.to(self.device) if isinstance(lengths_B, Tensor) else self._numbers(lengths_B)
         self.cache.keep(lengths, path_Bm, counts_B)
 
     @torch.inference_mode()
@@ -206,8 +206,7 @@ class Target:
         bucket = batch_bucket(num_rows, self.rows)
         context = context_bucket(max(lengths) + q, self.cache.slots)
         tokens = F.pad(tokens_Bq, (0, 0, 0, bucket - num_rows))
-        ends = torch.tensor(lengths + [self.cache.slots - q] * (bucket - num_rows))
-        inputs = [tokens, ends.pin_memory().to(self.device, non_blocking=True)]
+        inputs = [tokens, self._numbers(lengths + [self.cache.slots - q] * (bucket - num_rows))]
         if parents_BN is not None:
             inputs.append(F.pad(parents_BN, (0, 0, 0, bucket - num_rows), value=-1))
         assert self.graphs is not None
@@ -223,7 +222,7 @@ class Target:
 
     def _prefill_piece(self, tokens_T: Tensor, row: int, start: int) -> Tensor:
         count = len(tokens_T)
-        lengths = torch.tensor([start], device=self.device)
+        lengths = torch.full((1,), start, device=self.device)
         past = self.cache.open(lengths, count, Reach(start + count, row, needs_mask=count > 1))
         positions = torch.arange(start, start + count, device=self.device)
         return self._layers(tokens_T, self.rope.at(positions), past)
@@ -237,3 +236,8 @@ class Target:
     def _refuse_beyond(self, end: int) -> None:
         if end > self.cache.slots:
             raise ValueError(f"{end} tokens in a row: it has room for {self.max_tokens} and a draft")
+
+    def _numbers(self, numbers: Sequence[int]) -> Tensor:
+        """On the device, without waiting for it."""
+        is_cuda = self.device.type == "cuda"
+        return torch.tensor(numbers, pin_memory=is_cuda).to(self.device, non_blocking=True)
