@@ -39,6 +39,7 @@ class DraftPass:
         with torch.inference_mode(False):  # or nobody outside of that mode could write it
             self.cache = torch.zeros(rows * slots, layer.shape.kv_size, dtype=dtype, device=device)
             self._turns = turns(layer.shape, torch.arange(slots, device=device)).to(exact).unsqueeze(1)
+            self._places = torch.arange(rows, device=device) * slots
             self._epsilon = torch.tensor(layer.shape.norm_epsilon, dtype=dtype, device=device)
             self._weights = {k: v.to(device, dtype, copy=True) for k, v in _folded(layer).items()}
         self._is_lean = device.type == "cpu" and dtype in (torch.float32, torch.float64)
@@ -82,6 +83,10 @@ class DraftPass:
         self.cache.index_copy_(0, slots_P, qkv[:, q:])
         return Pairs(fused, qkv[:, :q])
 
+    def places(self, rows: int) -> Tensor:
+        """Where the slots of the rows 0..rows-1 begin in the cache."""
+        return self._places[:rows]
+
     def seen(self, rows: int, context: int) -> tuple[Tensor, Tensor]:
         """Keys and values, (rows, K, context, e), of the first slots of the rows 0..rows-1: views."""
         sizes = (self.rows, self.slots, 2, self.shape.num_kv_heads, self.shape.head_size)
@@ -91,22 +96,26 @@ class DraftPass:
     def guess(self, pairs: Pairs, keys: Tensor, values: Tensor, mask_BFC: Tensor | None) -> Tensor:
         """(P, d), P = B * F: the guessed features. mask_BFC: 0 for what a node sees, -inf for the rest; None
         if it sees all."""
-        weights, kinds, rows = self._weights, self.shape.num_kv_heads, keys.shape[0]
-        num_nodes = pairs.fused_Pd.shape[0] // rows
-        # Heads that share keys are queries beside each other: no key is read or copied twice.
-        queries = pairs.queries_Pq.view(rows, num_nodes, kinds, -1, self.shape.head_size)
-        group = queries.shape[3]
-        queries = queries.transpose(1, 2).reshape(rows, kinds, num_nodes * group, -1)
-        mask = mask_BFC
-        if mask is not None:
-            mask = (mask if num_nodes == 1 else mask.repeat_interleave(group, 1)).unsqueeze(1)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, mask, scale=1.0)
-        if num_nodes > 1:
-            mixed = mixed.view(rows, kinds, num_nodes, group, -1).transpose(1, 2)
-        x = torch.addmm(pairs.fused_Pd, mixed.reshape(pairs.fused_Pd.shape[0], -1), weights["attended"])
+        weights, rows, num_pairs = self._weights, keys.shape[0], pairs.fused_Pd.shape[0]
+        mixed = self._attend(pairs.queries_Pq, num_pairs // rows, (keys, values), mask_BFC)
+        x = torch.addmm(pairs.fused_Pd, mixed.reshape(num_pairs, -1), weights["attended"])
         gate, up = F.linear(self._normed(x), weights["gate_up"]).chunk(2, -1)
         x = torch.addmm(x, F.silu(gate).mul_(up), weights["down"])
         return self._normed(x).mul_(weights["final_norm"])
+
+    def _attend(
+        self, queries: Tensor, nodes: int, seen: tuple[Tensor, Tensor], mask_BFC: Tensor | None
+    ) -> Tensor:
+        """Heads that share keys are queries beside each other: no key is read or copied twice."""
+        rows, kinds, size = seen[0].shape[0], self.shape.num_kv_heads, self.shape.head_size
+        if nodes == 1:
+            mask = None if mask_BFC is None else mask_BFC.unsqueeze(1)
+            return F.scaled_dot_product_attention(queries.view(rows, kinds, -1, size), *seen, mask, scale=1.0)
+        apart = queries.view(rows, nodes, kinds, -1, size).transpose(1, 2)
+        group = apart.shape[3]
+        mask = None if mask_BFC is None else mask_BFC.repeat_interleave(group, 1).unsqueeze(1)
+        mixed = F.scaled_dot_product_attention(apart.flatten(2, 3), *seen, mask, scale=1.0)
+        return mixed.view(rows, kinds, nodes, group, size).transpose(1, 2)
 
     def logits(self, features_Pd: Tensor) -> Tensor:
         return F.linear(features_Pd, self.head)

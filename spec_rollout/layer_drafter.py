@@ -6,18 +6,22 @@ anew from them, over what was only drafted, so that no guess outlives its draft.
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
-from typing import Self
+from typing import Literal, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.draft_layer import DraftLayer
 from aedit.spec_rollout.draft_pass import DraftPass, Pairs
-from aedit.spec_rollout.drafting import Heat, Mode, Start, draft_chain, draft_tree
+from aedit.spec_rollout.drafting import Chain, Frame, Start, draft_chain, draft_tree
 from aedit.spec_rollout.drafts import Arm, Begun, Draft, Noise, Taken
+from aedit.spec_rollout.graphs import Graphs, batch_bucket, context_bucket
 from aedit.spec_rollout.pending import Line, Owed, Pending
 from aedit.spec_rollout.target import Target
 from aedit.types import check
+
+Mode = Literal["coupled", "rejection"]
 
 _EXTRA_SLOTS = 256
 """Of a row, for what is only drafted."""
@@ -49,10 +53,12 @@ class LayerDrafter:
         for name, tensor in zip(("embedding", "head"), ends, strict=True):
             check(tensor.shape == sizes, f"the policy's {name}", f"must be of shape {sizes}", tensor.shape)
         check(window > 0, "window", "must be above 0", window)
-        self.mode, self.max_tokens, self.version = mode, max_tokens, 0
+        self.mode, self.version = mode, 0
         self._pass = DraftPass(layer, *ends, rows=rows, slots=max_tokens + _EXTRA_SLOTS)
         self._pending = Pending(rows, window)
-        self._places_B = torch.arange(rows, device=ends[0].device) * self._pass.slots
+        self._device = ends[0].device
+        self._drawn: tuple[Tensor, Tensor, Tensor] | None = None
+        self._graphs = Graphs() if self._device.type == "cuda" else None
 
     @classmethod
     def of(cls, layer: DraftLayer, target: Target, *, mode: Mode = "coupled", window: int = 512) -> Self:
@@ -95,12 +101,51 @@ class LayerDrafter:
         and for a row that has not begun or has made no step since its last draft."""
         self._check(arm)
         lines = self._pending.live(rows)
-        start = self._start(lines, self._catch_up(lines))
+        pairs = self._catch_up(lines)
         noise_BkV = noise.at(range(rows), [line.length + 1 for line in lines], arm.depth)
-        heat = Heat.of(temperature_B, noise_BkV)
-        if arm.is_chain:
-            return draft_chain(self._pass, start, arm.depth, heat, self.mode)
-        return draft_tree(self._pass, start, arm, heat)
+        is_warm_B1, inverse_B1 = self._drawing(temperature_B)
+        # A row without a pair looks at its stand-in.
+        last_B = self._ints(max(line.length - 1, 0) for line in lines)
+        start = Start(
+            fused_Bd=pairs.fused_Pd,
+            queries_Bq=pairs.queries_Pq,
+            last_B=last_B,
+            firsts_B=self._ints(line.first for line in lines),
+            noise_BkV=noise_BkV * is_warm_B1.unsqueeze(-1),
+            inverse_B1=inverse_B1,
+        )
+        tokens, more, scores = self._drafted(arm, lines, start)
+        if not arm.is_chain:
+            return Draft(tokens, more, None, scores)
+        if self.mode == "coupled":
+            return Draft(tokens, None, None, scores)
+        # Without heat nothing is drawn: all of q is on the one token.
+        certain = torch.full_like(more, -torch.inf).scatter_(-1, tokens[:, :, None], 0.0)
+        return Draft(tokens, None, None, scores, torch.where(is_warm_B1.unsqueeze(-1), more, certain).float())
+
+    def _drafted(self, arm: Arm, lines: list[Line], start: Start) -> tuple[Tensor, Tensor, Tensor]:
+        """A chain as (tokens, log q, scores) or a tree as (tokens, parents, scores)."""
+        num_rows, longest = len(lines), max(max(line.length, 1) for line in lines)
+        context = longest + (arm.depth - 1) * arm.width
+        if self._graphs is None:
+            frame = Frame(self._pass, arm, min(line.first for line in lines), context, num_rows == 1)
+            return _draft(frame, start)
+        rows = batch_bucket(num_rows, self._pass.rows)
+        context = context_bucket(context, self._pass.slots)
+        frame = Frame(self._pass, arm, 0, context, False)
+        # Rows that do not live draft too, over what nobody reads.
+        padded = [F.pad(x, [0, 0] * (x.dim() - 1) + [0, rows - num_rows]) for x in start]
+        made = self._graphs.run((arm, rows, context), lambda *x: _draft(frame, Start(*x)), *padded)
+        tokens, more, scores = (x[:num_rows].clone() for x in made)
+        return tokens, more, scores
+
+    def _drawing(self, temperature_B: Tensor) -> tuple[Tensor, Tensor]:
+        """(is_warm, inverse), each (B, 1), of these temperatures: the same tensor for many steps."""
+        if self._drawn is None or self._drawn[0] is not temperature_B:
+            is_warm_B1 = temperature_B[:, None] > 0
+            inverse_B1 = torch.where(is_warm_B1, temperature_B[:, None], 1.0).reciprocal_()
+            self._drawn = temperature_B, is_warm_B1, inverse_B1
+        return self._drawn[1:]
 
     def _check(self, arm: Arm) -> None:
         check(arm.by == "layer", "arm of the layer drafter", "must be layer:...", arm)
@@ -108,19 +153,6 @@ class LayerDrafter:
         check(is_verifiable, "arm in rejection mode", "must be a chain", arm)
         drafted = (arm.depth - 1) * arm.width
         check(drafted <= _EXTRA_SLOTS, "arm", f"must not look at more than {_EXTRA_SLOTS} nodes", arm)
-
-    def _start(self, lines: list[Line], pairs: Pairs) -> Start:
-        # A row without a pair looks at its stand-in.
-        lengths = [max(line.length, 1) for line in lines]
-        firsts = [line.first for line in lines]
-        return Start(
-            pairs=pairs,
-            lengths=lengths,
-            first=min(firsts),
-            firsts_B=None if min(firsts) == max(firsts) else self._ints(firsts),
-            lengths_B=self._ints(lengths),
-            places_B=self._places_B[: len(lines)],
-        )
 
     def _catch_up(self, lines: list[Line]) -> Pairs:
         """Compute all pairs that these rows are behind; the last ones."""
@@ -137,9 +169,11 @@ class LayerDrafter:
         filled = (chain(t, repeat(0, longest - n)) for t, n in zip(taken.tokens, counts, strict=True))
         positions = self._ints(starts)[:, None]
         if longest > 1:
-            steps = torch.arange(longest, device=positions.device)
-            positions = (positions + steps).clamp_(max=self._pass.slots - 1)
-        slots = (positions + self._places_B[:rows, None]).flatten()
+            steps = torch.arange(longest, device=self._device)
+            positions = positions + steps
+            if max(starts) + longest > self._pass.slots:
+                positions.clamp_(max=self._pass.slots - 1)
+        slots = (positions + self._pass.places(rows)[:, None]).flatten()
         tokens = self._ints(chain.from_iterable(filled))
         pairs = self._pass.enter(tokens, taken.features.flatten(0, 1), slots, positions.flatten())
         if longest == 1:
@@ -148,7 +182,7 @@ class LayerDrafter:
 
     def _enter_owed(self, owed: Owed) -> Pairs:
         tokens, rows, positions = (self._ints(x) for x in (owed.tokens, owed.rows, owed.positions))
-        slots, features = self._places_B[rows] + positions, owed.features_Pw
+        slots, features = self._pass.places(self._pass.rows)[rows] + positions, owed.features_Pw
         for i in range(0, len(owed.tokens), _CHUNK):
             part = slice(i, i + _CHUNK)
             self._pass.enter(tokens[part], features[part], slots[part], positions[part])
@@ -156,4 +190,11 @@ class LayerDrafter:
         return self._pass.enter(tokens[last], features[last], slots[last], positions[last])
 
     def _ints(self, values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), device=self._places_B.device)
+        return torch.tensor(list(values), device=self._device)
+
+
+def _draft(frame: Frame, start: Start) -> tuple[Tensor, Tensor, Tensor]:
+    made = draft_chain(frame, start) if frame.arm.is_chain else draft_tree(frame, start)
+    if isinstance(made, Chain):
+        return made.tokens_Bk, made.logq_BkV, made.scores_Bk
+    return made.tokens_BN, made.parents_BN, made.scores_BN
