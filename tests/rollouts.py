@@ -13,8 +13,10 @@ from transformers import (
 )
 
 from aedit.spec_rollout.drafts import Draft, parse_arm
+from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.noise import gumbel
 from aedit.spec_rollout.samples import Prompt, Sampling
+from aedit.spec_rollout.target import Target
 
 VOCABULARY = 64
 SIZES = {
@@ -26,6 +28,16 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+
+
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "T = 1": {"temperature": 1.0},
+    "T = 0.7": {"temperature": 0.7},
+    "top-p": {"temperature": 1.0, "top_p": 0.8},
+    "T = 0.7, top-k, top-p": {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+}
+FLIPS = ["layer:4", "off", "layer:4x3x12", "layer:1", "layer:2x2x4", "layer:8"]
 
 
 def tiny_policy(seed=0, dtype=torch.float64, kind=(LlamaConfig, LlamaForCausalLM), spread=0.3):
@@ -183,7 +195,7 @@ class Stubborn(Follower):
 
 class Insider(Follower):
     """Knows how the rollouts go on, mostly says so, and sometimes lies. What lies behind its real nodes is
-    true as well, and must not be taken."""
+    true as well."""
 
     def __init__(self, texts, seed=0, honesty=0.8):
         super().__init__()
@@ -239,3 +251,40 @@ class Flips:
 
     def learn(self, observed):
         self.seen.append(observed)
+
+
+def samples(kinds):
+    """Four of each kind: two of one group, a long prompt and a short one; short and long rollouts, some of
+    which end at stop tokens, some not before they have a few tokens."""
+    made = []
+    for number, kind in enumerate(kinds):
+        draw = torch.Generator().manual_seed(number)
+        lengths, groups = (6, 6, 13, 1), (number, number, -1, -1)
+        together = torch.randint(VOCABULARY, (13,), generator=draw).tolist()
+        for i, (length, group) in enumerate(zip(lengths, groups, strict=True)):
+            stops = {"stop_tokens": (5, 11, 40), "min_new_tokens": 4 * (i % 2)} if number % 2 else {}
+            sampling = Sampling(**KINDS[kind], **stops, max_new_tokens=24 - 3 * i)
+            tokens = tuple(together[:length])
+            made.append(Prompt(tokens=tokens, rollout=number, sample=i, group=group, sampling=sampling))
+    return made
+
+
+def engine_of(model, rows, drafter=None, *arms, mode="coupled"):
+    target = Target.of(model, rows=rows, max_tokens=48, nodes=12)
+    drafters = {} if drafter is None else {"layer": drafter}
+    return Engine(target, drafters=drafters, chooser=Flips(*(arms or ["off"])), mode=mode)
+
+
+def tokens_of(engine, prompts):
+    """Of each prompt, whatever order they finish in."""
+    made = {(each.prompt.rollout, each.prompt.sample): each for each in engine.generate(prompts)}
+    assert len(made) == len(prompts)
+    return [made[prompt.rollout, prompt.sample].tokens for prompt in prompts]
+
+
+def go_on_elsewhere(pipe, seed):
+    """In a process of its own: an engine that never saw the beginning finishes what is sent to it."""
+    torch.set_num_threads(1)
+    prompts = pipe.recv()
+    engine = engine_of(tiny_policy(seed), 2, Stubborn(), "layer:2", "off")
+    pipe.send({rollout.prompt.sample: rollout for rollout in engine.generate(prompts)})

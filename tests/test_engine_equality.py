@@ -3,52 +3,28 @@
 The reference makes each token by a full forward pass of transformers' own model, with the same noise.
 """
 
+import multiprocessing
+
 import pytest
 import torch
-from rollouts import VOCABULARY, Flips, Insider, Stubborn, decode_plainly, tiny_policy
+from rollouts import (
+    FLIPS,
+    KINDS,
+    VOCABULARY,
+    Insider,
+    Stubborn,
+    decode_plainly,
+    engine_of,
+    go_on_elsewhere,
+    logprobs_of,
+    next_logits,
+    perturbed,
+    samples,
+    tiny_policy,
+    tokens_of,
+)
 
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.samples import Prompt, Sampling
-from aedit.spec_rollout.target import Target
-
-KINDS = {
-    "greedy": {"temperature": 0.0},
-    "T = 1": {"temperature": 1.0},
-    "T = 0.7": {"temperature": 0.7},
-    "top-p": {"temperature": 1.0, "top_p": 0.8},
-    "T = 0.7, top-k, top-p": {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
-}
 ARMS = ["off", "layer:1", "layer:2", "layer:4", "layer:8", "layer:3x2x6", "layer:4x3x12"]
-FLIPS = ["layer:4", "off", "layer:4x3x12", "layer:1", "layer:2x2x4", "layer:8"]
-
-
-def samples(kinds):
-    """Four of each kind: two of one group, a long prompt and a short one; short and long rollouts, some of
-    which end at stop tokens, some not before they have a few tokens."""
-    made = []
-    for number, kind in enumerate(kinds):
-        draw = torch.Generator().manual_seed(number)
-        lengths, groups = (6, 6, 13, 1), (number, number, -1, -1)
-        together = torch.randint(VOCABULARY, (13,), generator=draw).tolist()
-        for i, (length, group) in enumerate(zip(lengths, groups, strict=True)):
-            stops = {"stop_tokens": (5, 11, 40), "min_new_tokens": 4 * (i % 2)} if number % 2 else {}
-            sampling = Sampling(**KINDS[kind], **stops, max_new_tokens=24 - 3 * i)
-            tokens = tuple(together[:length])
-            made.append(Prompt(tokens=tokens, rollout=number, sample=i, group=group, sampling=sampling))
-    return made
-
-
-def engine_of(model, rows, drafter=None, *arms, mode="coupled"):
-    target = Target.of(model, rows=rows, max_tokens=48, nodes=12)
-    drafters = {} if drafter is None else {"layer": drafter}
-    return Engine(target, drafters=drafters, chooser=Flips(*(arms or ["off"])), mode=mode)
-
-
-def tokens_of(engine, prompts):
-    """Of each prompt, whatever order they finish in."""
-    made = {(each.prompt.rollout, each.prompt.sample): each for each in engine.generate(prompts)}
-    assert len(made) == len(prompts)
-    return [made[prompt.rollout, prompt.sample].tokens for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +88,88 @@ def test_samples_that_all_want_the_same_get_it(policy, kind):
     plain = decode_plainly(policy, prompts)
     texts = [[*prompt.tokens, *tokens] for prompt, tokens in zip(prompts, plain, strict=True)]
     assert tokens_of(engine_of(policy, 3, Insider(texts), *FLIPS), prompts) == plain
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_in_float32_every_token_that_differs_was_a_draw_between_two(mixed, rows):
+    policy = tiny_policy(dtype=torch.float32)
+    plain = decode_plainly(policy, mixed)
+    texts = [[*prompt.tokens, *tokens] for prompt, tokens in zip(mixed, plain, strict=True)]
+    made = tokens_of(engine_of(policy, rows, Insider(texts), *FLIPS), mixed)
+    num_others = 0
+    for prompt, tokens, expected in zip(mixed, made, plain, strict=True):
+        if tokens != expected:
+            same = next(i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b)
+            text = [*prompt.tokens, *tokens[:same]]
+            best = perturbed(next_logits(policy, [text])[0], prompt, len(text)).topk(2).values
+            assert best[0] - best[1] < 1e-4
+            num_others += 1
+    assert num_others <= sum(map(len, plain)) / 1000
+
+
+def test_a_flip_costs_no_computation_of_what_is_there(policy, mixed, plain, texts, monkeypatch):
+    """Defect 15 of fastrl: turning speculation on meant to compute every live context anew, and it was never
+    turned off."""
+    engine = engine_of(policy, 4, Insider(texts), "off", "layer:4", "off", "off", "layer:4x3x12")
+    prefill, begun = engine.target.prefill, []
+    monkeypatch.setattr(engine.target, "prefill", lambda *args: begun.append(1) or prefill(*args))
+    assert tokens_of(engine, mixed) == plain
+    assert len(begun) <= len(mixed)
+
+
+def test_a_moved_sample_goes_on_as_if_nothing_had_happened(policy, mixed, plain, texts):
+    here, there = engine_of(policy, 4, Insider(texts), *FLIPS), engine_of(policy, 3, Stubborn(), "layer:2")
+    made = [here.add(prompt) for prompt in mixed]
+    moved = []
+    while here.live or here.waiting:
+        here.step()
+        candidates = (here.live[1:2] + here.waiting[-1:]) if len(here.meters.arms) % 2 else here.live[:1]
+        for rollout in candidates[: 1 + len(moved) % 2]:
+            moved.append(there.add(here.take_out(rollout)))
+        there.step()
+    back = [here.add(there.take_out(rollout)) for rollout in [*there.live, *there.waiting]]
+    for engine in (here, there):
+        list(engine.generate([]))
+    ended = {
+        (each.prompt.rollout, each.prompt.sample): each for each in [*made, *moved, *back] if each.finish
+    }
+    assert len(moved) > 8
+    assert back
+    assert any(rollout.prompt.sample == 0 for rollout in moved)
+    for prompt, tokens in zip(mixed, plain, strict=True):
+        rollout = ended[prompt.rollout, prompt.sample]
+        assert rollout.tokens == tokens
+        assert rollout.logprobs == pytest.approx(logprobs_of(policy, prompt, tokens), abs=1e-6)
+        assert len(rollout.versions) == len(tokens)
+
+
+def test_who_is_not_here_cannot_be_taken_out(policy, mixed):
+    engine = engine_of(policy, 4)
+    rollout = engine.add(mixed[0])
+    engine.take_out(rollout)
+    with pytest.raises(ValueError, match="rollout 0/0 is not in this engine"):
+        engine.take_out(rollout)
+
+
+def test_a_sample_goes_on_in_another_process(mixed, plain, texts):
+    seed = 0
+    engine = engine_of(tiny_policy(seed), 4, Insider(texts), *FLIPS)
+    made = [engine.add(prompt) for prompt in mixed[:4]]
+    for _ in range(3):
+        engine.step()
+    prompts = [engine.take_out(rollout) for rollout in made if not rollout.finish]
+    assert any(prompt.begun.tokens for prompt in prompts)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=go_on_elsewhere, args=(theirs, seed), daemon=True)
+    process.start()
+    try:
+        ours.send(prompts)
+        assert ours.poll(100), "the other process did not answer within 100 s"
+        rollouts = ours.recv()
+        process.join(30)
+    finally:
+        process.kill()
+        process.join(30)
+    done = [rollouts.get(each.prompt.sample, each).tokens for each in made]
+    assert done == plain[:4]
