@@ -31,6 +31,14 @@ def bucket(rows: int) -> int:
     return max(first for first in BUCKETS if first <= max(rows, 1))
 
 
+def worth_verifying(draft: Draft) -> int:
+    """The drafted nodes that some row has: what lies beyond is never accepted. All of them on a GPU, where to
+    ask would be to wait."""
+    if draft.counts_B is None or draft.counts_B.is_cuda:
+        return draft.tokens_BN.shape[1]
+    return int(draft.counts_B.max())
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """What an engine knows before a step."""
@@ -102,7 +110,7 @@ class Fixed:
         return self.arm if view.has(self.arm) else OFF
 
     def trim(self, view: View, arm: Arm, draft: Draft) -> int:
-        return draft.tokens_BN.shape[1]
+        return worth_verifying(draft)
 
     def learn(self, observed: Observed) -> None:
         """Nothing to learn."""

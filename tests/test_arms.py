@@ -9,15 +9,21 @@ from aedit.spec_rollout.drafts import OFF, Draft, parse_arm
 VIEW = View(rows=4, context=100, versions={"layer": 3})
 
 
-def draft(*, rows=1, nodes=4, logq=None):
+def draft(*, rows=1, nodes=4, counts=None):
     tokens = torch.zeros(rows, nodes, dtype=torch.int64)
-    return Draft(tokens, None, None, torch.zeros(rows, nodes), logq)
+    return Draft(tokens, None, None if counts is None else torch.tensor(counts), torch.zeros(rows, nodes))
 
 
 def test_a_fixed_arm_is_always_the_same():
     chooser = Fixed.of("layer:4")
     assert chooser.choose(VIEW) == parse_arm("layer:4")
     assert chooser.trim(VIEW, parse_arm("layer:4"), draft()) == 4
+
+
+def test_nodes_that_no_row_has_are_not_verified():
+    chooser = Fixed.of("suffix:4")
+    assert chooser.trim(VIEW, chooser.arm, draft(rows=2, counts=[1, 3])) == 3
+    assert chooser.trim(VIEW, chooser.arm, draft(rows=2, counts=[0, 0])) == 0
 
 
 def test_without_its_drafter_a_fixed_arm_is_off():
