@@ -144,6 +144,14 @@ def test_a_row_that_moves_takes_its_noise_along_and_its_old_number_can_begin_aga
     assert torch.equal(noise.at([1], [4], 8)[0], direct(3, 4, 8))
 
 
+def test_a_row_that_moves_ends_what_was_there_and_leaves_nothing_behind():
+    noise = begun()
+    noise.at([1], [0], 8)
+    noise.move(3, 1)
+    with pytest.raises(ValueError, match="has not begun"):
+        noise.at([3], [0], 1)
+
+
 def test_an_engine_in_inference_mode_may_have_made_the_noise_outside_of_it_or_inside():
     with torch.inference_mode():
         noise = begun()
@@ -164,3 +172,20 @@ def test_ids_that_do_not_fit_are_refused():
 def test_what_is_kept_for_a_row_is_bounded():
     assert RowNoise(2, 512).num_bytes == 2 * (128 * 512 * 4 + 256 * 2 * 8)
     assert RowNoise(1, 150_000).num_bytes < 10 << 20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_has_the_same_bits_and_the_same_noise_to_the_last_place():
+    counter = [torch.arange(5)[:, None] * 77_777_777 + i for i in range(4)]
+    for here, there in zip(
+        philox(counter, (1, WORD)), philox([c.cuda() for c in counter], (1, WORD)), strict=True
+    ):
+        assert torch.equal(here, there.cpu())
+    here, there = begun(vocabulary=1000), begun(vocabulary=1000, device="cuda")
+    for first, count in [(0, 5), (60, 9), (200, 70)]:
+        rows, firsts = [0, 2, 3], [first, first + 1, 2 * first]
+        wanted, got = (noise.at(rows, firsts, count) for noise in (here, there))
+        torch.testing.assert_close(got.cpu(), wanted, rtol=1e-6, atol=1e-6)
+        wanted, got = (noise.uniforms(rows, firsts, count) for noise in (here, there))
+        assert torch.equal(got.cpu(), wanted)

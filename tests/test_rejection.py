@@ -139,6 +139,15 @@ def test_a_token_that_may_not_be_drawn_never_stays_and_never_comes():
         assert (accepted.counts_B.item(), accepted.emitted_BM.tolist()) == (1, [[0, 1]])
 
 
+def test_where_rounding_leaves_nothing_of_the_residual_the_policy_speaks():
+    logits = torch.tensor([[[0.3, -0.4, -torch.inf], [0.0, 0.0, 0.0]]], dtype=torch.float64)
+    logq = logits[:, :1].log_softmax(-1) + 1e-8  # as from another order of additions
+    for u in (0.1, 0.9):
+        numbers = torch.tensor([[[1 - 2.0**-33, u], [0.5, 0.5]]], dtype=torch.float64)
+        accepted = reject(few([0], logq), logits, numbers)
+        assert (accepted.counts_B.item(), accepted.emitted_BM[0, 0].item()) == (0, int(u > 0.5))
+
+
 def test_greedy_rows_emit_the_argmax_whatever_was_drafted():
     logits = torch.tensor([[[0.0, 1.0, 0.5], [3.0, 0.0, 0.0], [0.0, 0.0, 2.0]]]).expand(4, 3, 3)
     guesses = torch.tensor([[1, 0], [1, 2], [0, 0], [2, 2]])
