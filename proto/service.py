@@ -50,7 +50,8 @@ class HubCore(Protocol):
         """Most bytes that a push of this unit can have; asked before anything is allocated for one."""
 
     def push(self, head: hub_pb2.PushHead, data: memoryview) -> hub_pb2.PushReply:
-        """`data`: head.num_bytes bytes, complete and undamaged, the core's own from now on."""
+        """`data`: head.num_bytes bytes, complete and undamaged, the core's own from now on: it may
+        release them."""
 
     def garbled(self, head: hub_pb2.PushHead, reason: str) -> None:
         """What came after `head` was damaged, or not what it says; `head` itself may be."""

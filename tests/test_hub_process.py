@@ -64,11 +64,14 @@ def test_a_hub_killed_at_any_moment_loses_nothing_it_has_acknowledged(tmp_path):
     with ending():
         worker.start()
         for _ in range(4):
-            time.sleep(chance.uniform(0.3, 1.0))
+            seen = len(node.accepted)
+            until(lambda seen=seen: len(node.accepted) > seen + 2 or failures, "pushes")
+            time.sleep(chance.uniform(0.0, 0.5))
             hub.kill()
             hub = start(tmp_path, snapshot_bytes=2**20)
             assert hub.address == place  # those who know it find it again
-        time.sleep(0.5)
+        seen = len(node.accepted)
+        until(lambda: len(node.accepted) > seen + 2 or failures, "pushes")
         over.set()
         worker.join(30)
         reader = Client(place, "reader", numels=(60_000, 70))

@@ -69,6 +69,7 @@ class Exchange:
             while not self._offer(parcel, payload):
                 with self._desk.told():
                     payload = self._ledger.store_payload(head.codec, layout.numel, parcel.crc, data)
+        data.release()  # it is in the file, and the disk may take a while to say so
         return self._decided(head)
 
     def garbled(self, head: pb.PushHead, reason: str) -> None:
