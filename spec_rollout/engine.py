@@ -76,6 +76,11 @@ class Engine:
         return list(self._rows.waiting)
 
     @property
+    def drafters(self) -> Mapping[By, Drafter]:
+        """By the arms that ask them. Their weights may be replaced between any two steps."""
+        return self._rows.drafters
+
+    @property
     def sink(self) -> FeatureSink | None:
         """Where features go. ValueError if it is set while samples are live."""
         return self._rows.sink

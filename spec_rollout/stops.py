@@ -9,8 +9,8 @@ NUM_BEFORE = 5
 HALF = "\ufffd"
 """What a decoder writes for bytes that are no whole character (yet)."""
 
-MOST_HALVES = 4
-"""Tokens that one character can take: after so many, bytes that make none never will."""
+MOST_HALVES = 64
+"""After so many tokens in a row that make no whole character, what has come is no half of anything."""
 
 
 class Tokenizer(Protocol):

@@ -1,0 +1,149 @@
+"""The drafters that are shipped, in a real engine: none changes a token, and one learns from what the engine
+has computed anyway."""
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+from rollouts import KINDS, Flips, decode_plainly, samples, tiny_policy, tokens_of
+
+from aedit.spec_rollout.draft_layer import DraftLayer
+from aedit.spec_rollout.draft_training import DraftTrainer, DraftTrainingConfig
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.feature_reader import FeatureReader
+from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.features import RowFeatures
+from aedit.spec_rollout.layer_drafter import LayerDrafter
+from aedit.spec_rollout.losses import LossConfig, PolicyEnds
+from aedit.spec_rollout.suffix import SuffixDrafter
+from aedit.spec_rollout.target import Target
+
+LAYER_ARMS = ("layer:4", "off", "layer:3x2x6", "layer:1", "layer:8", "layer:4x3x12", "layer:2")
+SUFFIX_ARMS = ("suffix:4", "suffix:1", "off", "suffix:3x2x6", "suffix:8")
+
+
+def engine_of(model, rows, arms, *, layer=None, suffix=False, sink=None):
+    target = Target.of(model, rows=rows, max_tokens=48, nodes=12)
+    drafters = {"layer": LayerDrafter.of(layer, target)} if layer else {}
+    if suffix:
+        drafters["suffix"] = SuffixDrafter(min_match=1)
+    engine = Engine(target, drafters=drafters, chooser=Flips(*arms))
+    engine.sink = sink
+    return engine
+
+
+def checksum(model):
+    words = [name.encode() + value.numpy().tobytes() for name, value in model.state_dict().items()]
+    return hashlib.sha256(b"".join(words)).hexdigest()
+
+
+def fresh(model):
+    return DraftLayer.of(model, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return tiny_policy()
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    return samples(KINDS)
+
+
+@pytest.fixture(scope="module")
+def plain(policy, mixed):
+    return decode_plainly(policy, mixed)
+
+
+@pytest.fixture(scope="module")
+def trained(policy, mixed):
+    """A layer that has learned these very rollouts by heart, from the features that an engine without
+    speculation has put into a ring."""
+    shape = RingShape.within(2**20, policy.config.hidden_size, torch.float64)
+    memory = bytearray(shape.num_bytes)
+    engine = engine_of(policy, 16, ["off"], sink=RowFeatures(FeatureRing(memory, shape)))
+    list(engine.generate(mixed))
+    reader = FeatureReader(memory)
+    learned = [reader.read(entry) for entry in reader.entries()]
+    assert len(learned) == len(mixed)
+    ends = PolicyEnds(policy.model.embed_tokens.weight.detach(), policy.lm_head.weight.detach(), version=0)
+    trainer = DraftTrainer(
+        fresh(policy), DraftTrainingConfig(lr=1e-2, warmup_steps=5, loss=LossConfig(num_passes=2))
+    )
+    for _ in range(30):
+        trainer.step(learned, ends)
+    return trainer.layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["random", "trained"])
+def test_a_learned_drafter_changes_no_token(policy, mixed, plain, trained, kind, rows):
+    some = slice(None, None, 4 if rows == 1 else 1)
+    engine = engine_of(policy, rows, LAYER_ARMS, layer=trained if kind == "trained" else fresh(policy))
+    assert tokens_of(engine, mixed[some]) == plain[some]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_the_suffix_drafter_changes_no_token(policy, mixed, plain, rows):
+    some = slice(None, None, 4 if rows == 1 else 1)
+    assert tokens_of(engine_of(policy, rows, SUFFIX_ARMS, suffix=True), mixed[some]) == plain[some]
+
+
+def test_drafters_take_turns_and_change_no_token(policy, mixed, plain, trained):
+    arms = [arm for pair in zip(LAYER_ARMS, SUFFIX_ARMS, strict=False) for arm in pair]
+    assert tokens_of(engine_of(policy, 4, arms, layer=trained, suffix=True), mixed) == plain
+
+
+def test_a_drafter_replaced_in_the_middle_changes_no_token_and_nothing_of_the_policy(
+    policy, mixed, plain, trained
+):
+    """Defect 13 of fastrl: loading a drafter overwrote the policy's embedding."""
+    before = checksum(policy)
+    engine = engine_of(policy, 4, LAYER_ARMS, layer=fresh(policy))
+    drafter = engine.drafters["layer"]
+    made = [engine.add(prompt) for prompt in mixed]
+    for version, layer in enumerate((trained, fresh(policy), trained), 1):
+        for _ in range(3):
+            engine.step()
+        drafter.replace(layer, version)
+    list(engine.generate([]))
+    assert [rollout.tokens for rollout in made] == plain
+    versions = [observed.view.versions["layer"] for observed in engine.chooser.seen]
+    assert versions[:10] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+    assert checksum(policy) == before
+
+
+def test_what_was_learned_in_the_engine_s_own_features_is_accepted_more_often(policy, mixed, trained):
+    lengths = {}
+    for name, layer in {"fresh": fresh(policy), "trained": trained}.items():
+        engine = engine_of(policy, 16, ["layer:4"], layer=layer)
+        list(engine.generate(mixed))
+        lengths[name] = engine.status()["accepted_length"]
+    assert lengths["trained"] > lengths["fresh"] + 0.5
+
+
+def test_new_weights_of_the_policy_are_at_once_those_of_its_drafter(mixed, trained):
+    """Defect 12 of fastrl: the drafter's embedding and head stayed those of an old policy."""
+    model, new = tiny_policy(), tiny_policy(seed=5)
+    engine = engine_of(model, 4, LAYER_ARMS, layer=trained, suffix=True)
+    made = [engine.add(prompt) for prompt in mixed[:4]]
+    for _ in range(3):
+        engine.step()
+    said = [list(rollout.tokens) for rollout in made]
+    engine.adopt(new.state_dict(), version=1)
+    drafter = engine.drafters["layer"]
+    assert torch.equal(drafter._pass.embedding, new.model.embed_tokens.weight)
+    assert torch.equal(drafter._pass.head, new.lm_head.weight)
+    list(engine.generate([]))
+    rest = [
+        replace(
+            prompt,
+            tokens=(*prompt.tokens, *tokens),
+            sampling=replace(prompt.sampling, max_new_tokens=prompt.sampling.max_new_tokens - len(tokens)),
+        )
+        for prompt, tokens in zip(mixed, said, strict=False)
+    ]
+    for rollout, tokens, more in zip(made, said, decode_plainly(new, rest), strict=True):
+        assert rollout.tokens == tokens + more

@@ -1,0 +1,156 @@
+"""Where rollouts end: at stop tokens and strings and at their length, wherever in a draft that comes."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollouts import Flips, Insider, decode_plainly, prompts_of, tiny_policy
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.stops import HALF, StopStrings
+from aedit.spec_rollout.target import Target
+
+WORDS = ["a", "b", "ab", "ba", " ", " a", "stop", "st", "op", "\n", "<", ">", "</s>"]
+
+
+PARTS = sorted({bytes([byte]) for byte in "\u00e9\u4e2d\U0001f600".encode()})
+
+
+def tokenizer_of(pieces):
+    """A byte-level tokenizer of these tokens, as GPT-2's, some of which are parts of a character."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    characters = {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    vocabulary = {"".join(characters[byte] for byte in piece): i for i, piece in enumerate(pieces)}
+    assert len(vocabulary) == len(pieces)
+    fast = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    fast.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False)
+
+
+def decoded(tokenizer, tokens):
+    return tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def first_end(tokenizer, tokens, strings, at_least=0):
+    """How many tokens there are when one of the strings has just been completed, at the earliest after
+    `at_least`; found by decoding all of the text every time."""
+    before = ""
+    for i in range(1, len(tokens) + 1):
+        text = decoded(tokenizer, tokens[:i]).rstrip(HALF)
+        ends = [at + len(s) for s in strings for at in range(len(text)) if text.startswith(s, at)]
+        if i >= at_least and any(end > len(before) for end in ends):
+            return i
+        before = text
+    return None
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizer_of([word.encode() for word in WORDS] + PARTS)
+
+
+NUM_TOKENS = len(WORDS) + len(PARTS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, NUM_TOKENS - 1), max_size=14),
+    before=st.lists(st.integers(0, len(WORDS) - 1), max_size=7),
+    strings=st.lists(
+        st.sampled_from(["stop", "ab", "aba", "</s>", " a", "\u00e9", "a\u4e2d", "\n\n"]),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_a_string_ends_where_decoding_everything_shows_it(tokenizer, tokens, before, strings):
+    stops = StopStrings(strings, tokenizer, before)
+    found = next((i for i, token in enumerate(tokens, 1) if stops.completes(token)), None)
+    assert found == first_end(tokenizer, tokens, strings)
+
+
+def test_a_string_may_lie_across_tokens_and_a_character_across_bytes(tokenizer):
+    def ends(text_tokens, *strings):
+        stops = StopStrings(strings, tokenizer)
+        return [stops.completes(token) for token in text_tokens]
+
+    word = WORDS.index
+    assert ends([word("st"), word("op"), word("a")], "stop") == [False, True, False]
+    assert ends([word("a"), word("ba")], "ab") == [False, True]
+    character = [len(WORDS) + PARTS.index(bytes([byte])) for byte in "\u4e2d".encode()]
+    assert ends(character, "\u4e2d") == [False, False, True]
+    assert ends([*character[:2], word("a")], HALF) == [False, False, True]
+
+
+class Letters:
+    """Each token is a letter, or two."""
+
+    letters = [chr(ord("A") + i) for i in range(26)] + [chr(ord("a") + i) for i in range(26)]
+
+    def decode(self, tokens, *, skip_special_tokens, clean_up_tokenization_spaces):
+        assert not skip_special_tokens
+        assert not clean_up_tokenization_spaces
+        return "".join(
+            self.letters[token] if token < 52 else self.letters[token - 52] * 2 for token in tokens
+        )
+
+
+def engine_of(policy, texts, *arms):
+    target = Target.of(policy, rows=3, max_tokens=48, nodes=12)
+    return Engine(target, drafters={"layer": Insider(texts)}, chooser=Flips(*arms), tokenizer=Letters())
+
+
+@pytest.mark.parametrize("arms", [["off"], ["layer:8"], ["layer:4x3x12", "layer:2"]])
+@pytest.mark.parametrize("at_least", [0, 9])
+def test_a_rollout_ends_with_the_token_that_completes_a_string(arms, at_least):
+    policy, letters = tiny_policy(seed=6), Letters()
+    free = prompts_of(6, seed=6, max_new_tokens=20)
+    whole = decode_plainly(policy, free)
+    texts = [[*prompt.tokens, *tokens] for prompt, tokens in zip(free, whole, strict=True)]
+    said = [decoded(letters, tokens) for tokens in whole]
+    strings = tuple({said[0][6:9], said[1][11:13], said[2][3:5]})
+    asked = prompts_of(6, seed=6, max_new_tokens=20, min_new_tokens=at_least, stop_strings=strings)
+    engine = engine_of(policy, texts, *arms)
+    rollouts = {rollout.prompt.sample: rollout for rollout in engine.generate(asked)}
+    for i, tokens in enumerate(whole):
+        end = first_end(letters, tokens, strings, at_least)
+        assert rollouts[i].tokens == tokens[:end]
+        assert rollouts[i].finish == ("stop" if end else "length")
+        assert len(rollouts[i].logprobs) == len(rollouts[i].versions) == len(rollouts[i].tokens)
+    assert {rollout.finish for rollout in rollouts.values()} == {"stop", "length"}
+    assert engine.status()["tokens"] == sum(len(rollout.tokens) for rollout in rollouts.values())
+
+
+def test_a_moved_sample_ends_where_it_would_have_ended():
+    policy, letters = tiny_policy(seed=6), Letters()
+    free = prompts_of(1, seed=6, max_new_tokens=20)
+    (tokens,) = decode_plainly(policy, free)
+    strings = (decoded(letters, tokens)[7:10],)
+    (asked,) = prompts_of(1, seed=6, max_new_tokens=20, stop_strings=strings)
+    end = first_end(letters, tokens, strings)
+    for steps in range(1, end):
+        here, there = engine_of(policy, [], "off"), engine_of(policy, [], "off")
+        rollout = here.add(asked)
+        for _ in range(steps):
+            here.step()
+        moved = there.add(here.take_out(rollout))
+        list(there.generate([]))
+        assert (moved.tokens, moved.finish) == (tokens[:end], "stop")
+
+
+def test_a_stop_token_in_the_middle_of_an_accepted_draft_is_the_last_token():
+    policy = tiny_policy(seed=6)
+    (free,) = prompts_of(1, seed=6, max_new_tokens=8)
+    (tokens,) = decode_plainly(policy, [free])
+    stop = next(i for i in range(2, 7) if tokens[i] not in tokens[:i])
+    (asked,) = prompts_of(1, seed=6, max_new_tokens=8, stop_tokens=(tokens[stop],))
+    insider = Insider([[*free.tokens, *tokens]], honesty=1.0)
+    target = Target.of(policy, rows=1, max_tokens=48)
+    engine = Engine(target, drafters={"layer": insider}, chooser=Flips("layer:8"))
+    rollout = engine.add(asked)
+    step = engine.step()
+    assert (step.accepted, step.counts, step.finished) == ((7,), (stop + 1,), (rollout,))
+    assert (rollout.tokens, rollout.finish, rollout.passes) == (tokens[: stop + 1], "stop", 1)
+    assert engine.status()["tokens"] == stop + 1
+    assert engine.live == []
