@@ -223,7 +223,7 @@ class FeatureRing:
                 f"{len(tokens_M)} tokens and features of shape {tuple(features_MF.shape)}: a ring of width "
                 f"{self.shape.width} wants one feature for each token"
             )
-        rows = torch.zeros(len(tokens_M), self.shape.row_bytes, dtype=torch.uint8)
+        rows = torch.empty(len(tokens_M), self.shape.row_bytes, dtype=torch.uint8)
         tokens, features = self._views.split(rows)
         tokens.copy_(tokens_M)
         features.copy_(features_MF)

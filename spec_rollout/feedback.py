@@ -44,21 +44,19 @@ def chained(counts_P: Tensor, num_steps: int) -> Tensor:
 
 
 def _attend(queries_PHe: Tensor, seen: list[Tensor], segments_P: Tensor) -> Tensor:
-    """(P, H * e): each pair over what `seen`, the keys and values of passes 0..s, lets it see."""
+    """(P, H * e): each pair over what `seen`, the keys and values of passes 0..s, lets it see. Where a chain
+    would have to begin before the segment does, what it sees means nothing."""
     num_pairs, num_heads, e = queries_PHe.shape
     steps = len(seen) - 1
     heads = [kv.view(num_pairs, 2, -1, e) for kv in seen]
-    queries_KGPe = queries_PHe.view(num_pairs, -1, num_heads // (heads[0].shape[2]), e).permute(1, 2, 0, 3)
+    queries_KGPe = queries_PHe.view(num_pairs, -1, num_heads // heads[0].shape[2], e).permute(1, 2, 0, 3)
     queries_KGPe = queries_KGPe * e**-0.5
     keys_KPe, values_KPe = (x.transpose(0, 1) for x in heads[0].unbind(1))
-    scores = [queries_KGPe @ keys_KPe.transpose(-1, -2).unsqueeze(1)]
-    scores[0] = scores[0].masked_fill(~visible(segments_P, steps), float("-inf"))
     own = [_own(heads[j], steps - j) for j in range(1, steps + 1)]
-    for j, (key_KPe, _) in enumerate(own, start=1):
-        score_KGP = (queries_KGPe * key_KPe.unsqueeze(1)).sum(-1)
-        is_far_P = _later(segments_P + 1, steps - j) != segments_P + 1
-        scores.append(score_KGP.masked_fill(is_far_P, float("-inf")).unsqueeze(-1))
-    weights_KGPS = torch.cat(scores, -1).softmax(-1)
+    scores_KGPP = queries_KGPe @ keys_KPe.transpose(-1, -2).unsqueeze(1)
+    scores_KGPP = scores_KGPP.masked_fill(~visible(segments_P, steps), float("-inf"))
+    of_own = [(queries_KGPe * key_KPe.unsqueeze(1)).sum(-1, keepdim=True) for key_KPe, _ in own]
+    weights_KGPS = torch.cat([scores_KGPP, *of_own], -1).softmax(-1)
     mixed_KGPe = weights_KGPS[..., :num_pairs] @ values_KPe.unsqueeze(1)
     for j, (_, value_KPe) in enumerate(own):
         mixed_KGPe = mixed_KGPe + weights_KGPS[..., num_pairs + j, None] * value_KPe.unsqueeze(1)
