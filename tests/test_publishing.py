@@ -189,3 +189,36 @@ def test_whoever_reads_while_another_thread_writes_never_sees_a_mixture():
         thread.join(10)
     assert seen > 0
     assert reader.corrupt == 0
+
+
+class Dying(dict):
+    """Tensors whose writer dies after it has copied the first of them."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.looks = 0
+
+    def __getitem__(self, name):
+        self.looks += 1
+        if self.looks == 2 * len(self):  # looked through once before
+            raise ZeroDivisionError
+        return super().__getitem__(name)
+
+
+def test_a_slot_whose_writer_is_in_the_middle_of_it_is_torn_and_not_corrupt(monkeypatch):
+    writer, reader = both_ends()
+    writer.publish(numbers(1), 1)
+    real, calls = publishing.fence, []
+
+    def fence():
+        real()
+        calls.append(None)
+        if len(calls) == 2:
+            writer.publish(numbers(2), 1)
+            with pytest.raises(ZeroDivisionError):
+                writer.publish(Dying(numbers(3)), 1)
+
+    monkeypatch.setattr(publishing, "fence", fence)
+    assert reader.newest() is None
+    assert (reader.torn, reader.corrupt) == (1, 0)
+    assert same(reader.newest().tensors, numbers(2))
