@@ -102,8 +102,8 @@ class Engine:
         return rollout
 
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
-        """Each rollout as it finishes. ValueError at once, and nothing begins, if one of the prompts cannot
-        be served."""
+        """Each rollout as it finishes, also of those that were here, until none is left. ValueError at once,
+        and nothing begins, if one of the prompts cannot be served."""
         asked = list(prompts)
         for prompt in asked:
             self._refuse_bad(prompt)

@@ -75,8 +75,10 @@ def judge(rows: Rows, draft: Draft | None, depth: int, mode: Mode) -> Verdict:
     """Let the policy verify each row's last token and its draft, of which no node is deeper than `depth`. The
     cache keeps what stands."""
     asked, parents_BN = _Pass.of(rows, draft, depth), None if draft is None else draft.parents_BN
+    # Before the policy keeps the device busy: what is sent to it later may have to wait.
+    chance, num_drawn_Bq = asked.chance(mode), asked.num_drawn()
     logits_BqV, hidden_Bqf = rows.target.step(asked.tokens_Bq, asked.lengths, parents_BN)
-    accepted = asked.accepted(asked.shaped(logits_BqV), mode)
+    accepted = asked.accepted(shaped(logits_BqV, rows.sampling, num_drawn_Bq), chance, mode)
     if parents_BN is not None:
         rows.target.keep(asked.lengths, accepted.path_BM, accepted.counts_B)
         logits_BqV = _along(logits_BqV, accepted.path_BM)
@@ -109,35 +111,38 @@ class _Pass:
             return cls(rows, draft, draft.tokens_BN.shape[1], lengths, tokens_Bq, None)
         return cls(rows, draft, depth, lengths, tokens_Bq, node_depths(draft.parents_BN, depth))
 
-    def accepted(self, shaped_BqV: Tensor, mode: Mode) -> Accepted:
+    def accepted(self, shaped_BqV: Tensor, chance: Tensor | None, mode: Mode) -> Accepted:
+        """chance: what `chance` gave."""
         temperature_B = self.rows.mixed_temperature_B
         if self.draft is not None and mode == "rejection":
-            return reject(self.draft, shaped_BqV, self._uniforms(), temperature_B)
-        drawn_Bq = coupled(shaped_BqV, self._noise(), temperature_B)
+            assert chance is not None
+            return reject(self.draft, shaped_BqV, chance, temperature_B)
+        drawn_Bq = coupled(shaped_BqV, chance, temperature_B)
         if self.draft is None:
             zero_B1 = torch.zeros_like(drawn_Bq)
             return Accepted(zero_B1, zero_B1[:, 0], drawn_Bq)
         return walk(self.draft, drawn_Bq, self.depth)
 
-    def shaped(self, logits_BqV: Tensor) -> Tensor:
-        """What is drawn from, after each verified token."""
-        sampling, device = self.rows.sampling, logits_BqV.device
-        if sampling.min_new_B1 is None:
-            return shaped(logits_BqV, sampling)
-        drawn_B1 = torch.tensor([[len(each.rollout.tokens)] for each in self.rows.live], device=device)
-        deeper = torch.arange(self.depth + 1, device=device) if self.depths_Bq is None else self.depths_Bq
-        return shaped(logits_BqV, sampling, drawn_B1 + deeper)
-
-    def _noise(self) -> Tensor | None:
-        """(B, q, V): of the positions after the verified tokens'."""
+    def chance(self, mode: Mode) -> Tensor | None:
+        """Of the positions after the verified tokens': noise (B, q, V), None if all rows are greedy; for
+        rejection uniforms (B, q, 2)."""
+        rows, count = range(len(self.lengths)), self.depth + 1
+        if self.draft is not None and mode == "rejection":
+            return self.rows.noise.uniforms(rows, self._first(), count)
         if self.rows.sampling.all_greedy:
             return None
-        noise_BDV = self.rows.noise.at(range(len(self.lengths)), self._first(), self.depth + 1)
+        noise_BDV = self.rows.noise.at(rows, self._first(), count)
         return noise_BDV if self.depths_Bq is None else _along(noise_BDV, self.depths_Bq)
 
-    def _uniforms(self) -> Tensor:
-        """(B, q, 2): of the same positions."""
-        return self.rows.noise.uniforms(range(len(self.lengths)), self._first(), self.depth + 1)
+    def num_drawn(self) -> Tensor | None:
+        """(B, q): new tokens before each that is drawn; None if no row has a shortest length."""
+        if self.rows.sampling.min_new_B1 is None:
+            return None
+        device = self.tokens_Bq.device
+        drawn_B1 = torch.tensor([[len(each.rollout.tokens)] for each in self.rows.live], device=device)
+        return drawn_B1 + (
+            torch.arange(self.depth + 1, device=device) if self.depths_Bq is None else self.depths_Bq
+        )
 
     def _first(self) -> list[int]:
         """The root is at position `length`; what is drawn after it comes one later."""

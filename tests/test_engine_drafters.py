@@ -77,15 +77,14 @@ def trained(policy, mixed):
     return trainer.layer.requires_grad_(False)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
-@pytest.mark.parametrize("kind", ["random", "trained"])
+@pytest.mark.parametrize(("kind", "rows"), [("random", 4), ("random", 16), ("trained", 1), ("trained", 16)])
 def test_a_learned_drafter_changes_no_token(policy, mixed, plain, trained, kind, rows):
     some = slice(None, None, 4 if rows == 1 else 1)
     engine = engine_of(policy, rows, LAYER_ARMS, layer=trained if kind == "trained" else fresh(policy))
     assert tokens_of(engine, mixed[some]) == plain[some]
 
 
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("rows", [1, 16])
 def test_the_suffix_drafter_changes_no_token(policy, mixed, plain, rows):
     some = slice(None, None, 4 if rows == 1 else 1)
     assert tokens_of(engine_of(policy, rows, SUFFIX_ARMS, suffix=True), mixed[some]) == plain[some]

@@ -101,15 +101,20 @@ def engine_of(policy, texts, *arms):
     return Engine(target, drafters={"layer": Insider(texts)}, chooser=Flips(*arms), tokenizer=Letters())
 
 
+@pytest.fixture(scope="module")
+def said():
+    """A policy, prompts, and what it says to each if nothing stops it."""
+    policy, prompts = tiny_policy(seed=6), prompts_of(6, seed=6, max_new_tokens=20)
+    return policy, prompts, decode_plainly(policy, prompts)
+
+
 @pytest.mark.parametrize("arms", [["off"], ["layer:8"], ["layer:4x3x12", "layer:2"]])
 @pytest.mark.parametrize("at_least", [0, 9])
-def test_a_rollout_ends_with_the_token_that_completes_a_string(arms, at_least):
-    policy, letters = tiny_policy(seed=6), Letters()
-    free = prompts_of(6, seed=6, max_new_tokens=20)
-    whole = decode_plainly(policy, free)
+def test_a_rollout_ends_with_the_token_that_completes_a_string(said, arms, at_least):
+    (policy, free, whole), letters = said, Letters()
     texts = [[*prompt.tokens, *tokens] for prompt, tokens in zip(free, whole, strict=True)]
-    said = [decoded(letters, tokens) for tokens in whole]
-    strings = tuple({said[0][6:9], said[1][11:13], said[2][3:5]})
+    read = [decoded(letters, tokens) for tokens in whole]
+    strings = tuple({read[0][6:9], read[1][11:13], read[2][3:5]})
     asked = prompts_of(6, seed=6, max_new_tokens=20, min_new_tokens=at_least, stop_strings=strings)
     engine = engine_of(policy, texts, *arms)
     rollouts = {rollout.prompt.sample: rollout for rollout in engine.generate(asked)}
@@ -122,14 +127,12 @@ def test_a_rollout_ends_with_the_token_that_completes_a_string(arms, at_least):
     assert engine.status()["tokens"] == sum(len(rollout.tokens) for rollout in rollouts.values())
 
 
-def test_a_moved_sample_ends_where_it_would_have_ended():
-    policy, letters = tiny_policy(seed=6), Letters()
-    free = prompts_of(1, seed=6, max_new_tokens=20)
-    (tokens,) = decode_plainly(policy, free)
+def test_a_moved_sample_ends_where_it_would_have_ended(said):
+    policy, letters, tokens = said[0], Letters(), said[2][0]
     strings = (decoded(letters, tokens)[7:10],)
     (asked,) = prompts_of(1, seed=6, max_new_tokens=20, stop_strings=strings)
     end = first_end(letters, tokens, strings)
-    for steps in range(1, end):
+    for steps in range(end - 3, end):
         here, there = engine_of(policy, [], "off"), engine_of(policy, [], "off")
         rollout = here.add(asked)
         for _ in range(steps):
@@ -139,10 +142,8 @@ def test_a_moved_sample_ends_where_it_would_have_ended():
         assert (moved.tokens, moved.finish) == (tokens[:end], "stop")
 
 
-def test_a_stop_token_in_the_middle_of_an_accepted_draft_is_the_last_token():
-    policy = tiny_policy(seed=6)
-    (free,) = prompts_of(1, seed=6, max_new_tokens=8)
-    (tokens,) = decode_plainly(policy, [free])
+def test_a_stop_token_in_the_middle_of_an_accepted_draft_is_the_last_token(said):
+    policy, free, tokens = said[0], said[1][0], said[2][0][:8]
     stop = next(i for i in range(2, 7) if tokens[i] not in tokens[:i])
     (asked,) = prompts_of(1, seed=6, max_new_tokens=8, stop_tokens=(tokens[stop],))
     insider = Insider([[*free.tokens, *tokens]], honesty=1.0)
