@@ -57,7 +57,7 @@ def test_the_reference_shows_what_it_should(mixed, plain):
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("arm", ARMS)
 def test_no_arm_changes_a_token_at_any_batch_size(policy, mixed, plain, texts, arm, rows):
-    some = slice(None, None, 3 if rows == 1 else 1)
+    some = slice(None, None, 4 if rows == 1 else 1)
     insider = Insider(texts)
     engine = engine_of(policy, rows, insider, arm)
     assert tokens_of(engine, mixed[some]) == plain[some]
@@ -69,7 +69,7 @@ def test_no_arm_changes_a_token_at_any_batch_size(policy, mixed, plain, texts, a
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_a_flip_of_the_arm_changes_no_token(policy, mixed, plain, texts, rows):
-    some = slice(None, None, 3 if rows == 1 else 1)
+    some = slice(None, None, 4 if rows == 1 else 1)
     engine = engine_of(policy, rows, Insider(texts, seed=1), *FLIPS)
     assert tokens_of(engine, mixed[some]) == plain[some]
     assert set(engine.status()["arms"]) == set(FLIPS)
@@ -78,7 +78,7 @@ def test_a_flip_of_the_arm_changes_no_token(policy, mixed, plain, texts, rows):
 @pytest.mark.parametrize("drafter", [lambda texts: Stubborn(), lambda texts: Insider(texts, honesty=0.0)])
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_a_malicious_drafter_changes_no_token(policy, mixed, plain, texts, drafter, rows):
-    some = slice(None, None, 3 if rows == 1 else 1)
+    some = slice(None, None, 4 if rows == 1 else 1)
     assert tokens_of(engine_of(policy, rows, drafter(texts), *FLIPS), mixed[some]) == plain[some]
 
 
@@ -151,6 +151,7 @@ def test_who_is_not_here_cannot_be_taken_out(policy, mixed):
         engine.take_out(rollout)
 
 
+@pytest.mark.timeout(400)  # of a machine that has other things to do while torch is imported
 def test_a_sample_goes_on_in_another_process(mixed, plain, texts):
     seed = 0
     engine = engine_of(tiny_policy(seed), 4, Insider(texts), *FLIPS)
@@ -165,7 +166,7 @@ def test_a_sample_goes_on_in_another_process(mixed, plain, texts):
     process.start()
     try:
         ours.send(prompts)
-        assert ours.poll(100), "the other process did not answer within 100 s"
+        assert ours.poll(300), "the other process did not answer within 300 s"
         rollouts = ours.recv()
         process.join(30)
     finally:
@@ -173,3 +174,16 @@ def test_a_sample_goes_on_in_another_process(mixed, plain, texts):
         process.join(30)
     done = [rollouts.get(each.prompt.sample, each).tokens for each in made]
     assert done == plain[:4]
+
+
+def test_greedy_decoding_is_the_same_in_rejection_mode_which_knows_no_trees(policy):
+    prompts = samples(["greedy"])
+    plain = decode_plainly(policy, prompts)
+    texts = [[*prompt.tokens, *tokens] for prompt, tokens in zip(prompts, plain, strict=True)]
+    engine = engine_of(policy, 3, Insider(texts), "layer:4", "off", "layer:1", mode="rejection")
+    assert tokens_of(engine, prompts) == plain
+    assert engine.status()["accepted_length"] > 1.3
+    engine = engine_of(policy, 3, Insider(texts), "layer:3x2x6", mode="rejection")
+    engine.add(prompts[0])
+    with pytest.raises(ValueError, match="layer:3x2x6: rejection verifies chains only"):
+        engine.step()
