@@ -29,8 +29,10 @@ _GUMBEL, _UNIFORM = 0, 1 << 30
 
 Ids = Tensor | int
 """(B,), int64, or the one of B = 1."""
-_Make = Callable[[int, int, Tensor], Tensor]
-"""(rollout, sample, positions_1m) -> (1, m, W)."""
+_Make = Callable[[Ids, Ids, Tensor], Tensor]
+"""(rollouts, samples, positions_Bm) -> (B, m, W)."""
+# One call for many small blocks, but none for more than the cache of a core holds: numbers, not bytes.
+_AT_ONCE = 1 << 16
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor | int]) -> list[Tensor]:
@@ -106,8 +108,8 @@ class RowNoise:
         check(0 < vocabulary <= 1 << 32, "vocabulary", "must be 1 to 2**32", vocabulary)
         block = min(64, max(8, row_bytes // (2 * vocabulary * dtype.itemsize)))
 
-        def noise(rollout: int, sample: int, positions_1m: Tensor) -> Tensor:
-            return gumbel(rollout, sample, positions_1m, vocabulary, dtype)
+        def noise(rollouts: Ids, samples: Ids, positions_Bm: Tensor) -> Tensor:
+            return gumbel(rollouts, samples, positions_Bm, vocabulary, dtype)
 
         self._gumbel = _Ahead(noise, (rows, 2 * block, vocabulary), device, dtype)
         self._uniforms = _Ahead(uniforms, (rows, 256, 2), device, torch.float64)
@@ -182,8 +184,7 @@ class _Ahead:
                 self.at(rows, [f + s for f in first], min(self._block, count - s)).clone() for s in starts
             ]
             return torch.cat(parts, dim=1)
-        for row, start in zip(rows, first, strict=True):
-            self._hold(self._place[row], start // self._block, (start + count - 1) // self._block)
+        self._hold(rows, first, count)
         if len(rows) == 1:
             offset = first[0] % self._ring
             if offset + count <= self._ring:
@@ -193,19 +194,32 @@ class _Ahead:
         index = torch.from_numpy((places_B1 * self._ring + offsets_Bm).ravel()).to(self._device)
         return self._kept.index_select(0, index).view(len(rows), count, self._width)
 
-    def _hold(self, place: int, first: int, last: int) -> None:
-        """Both blocks, which may be one, are in the ring."""
-        held = self._held[place]
-        for block in (first, last):
-            if held[block & 1] != block:
-                self._fill(place, block)
-                held[block & 1] = block
+    def _hold(self, rows: Sequence[int], first: Sequence[int], count: int) -> None:
+        """Both blocks of each row, which may be one, are in its ring."""
+        missing: list[tuple[int, int]] = []
+        for row, start in zip(rows, first, strict=True):
+            place = self._place[row]
+            held = self._held[place]
+            for block in (start // self._block, (start + count - 1) // self._block):
+                if held[block & 1] != block:
+                    if self._ids[place] is None:
+                        raise ValueError(f"noise is asked for row {row}, which has not begun")
+                    missing.append((place, block))
+                    held[block & 1] = block
+        at_once = max(1, _AT_ONCE // (self._block * self._width))
+        for i in range(0, len(missing), at_once):
+            self._fill(missing[i : i + at_once])
 
-    def _fill(self, place: int, block: int) -> None:
-        ids = self._ids[place]
-        if ids is None:
-            raise ValueError("noise is asked for a row that has not begun")
-        start = block * self._block
-        positions_1m = torch.arange(start, start + self._block, device=self._device)[None]
-        begin = place * self._ring + (block & 1) * self._block
-        self._kept[begin : begin + self._block] = self._make(*ids, positions_1m)[0]
+    def _fill(self, missing: Sequence[tuple[int, int]]) -> None:
+        """Places and the blocks they lack."""
+        ids = [numbers for place, _ in missing if (numbers := self._ids[place])]
+        rollouts, samples = (_column([pair[i] for pair in ids], self._device) for i in (0, 1))
+        starts = torch.tensor([block * self._block for _, block in missing], device=self._device)
+        positions_Bm = starts[:, None] + torch.arange(self._block, device=self._device)
+        halves = torch.tensor([2 * place + (block & 1) for place, block in missing], device=self._device)
+        blocks = self._kept.view(-1, self._block, self._width)
+        blocks.index_copy_(0, halves, self._make(rollouts, samples, positions_Bm))
+
+
+def _column(ids: list[int], device: torch.device | str) -> Ids:
+    return ids[0] if len(ids) == 1 else torch.tensor(ids, device=device)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from aedit.spec_rollout import noise as module
 from aedit.spec_rollout.noise import RowNoise, _between_0_and_1, gumbel, philox, uniforms
 
 WORD = 0xFFFFFFFF
@@ -121,6 +122,16 @@ def test_rows_get_the_same_numbers_in_any_order_and_any_amount(row_bytes):
         rows, firsts = [(row + 2) % 4, row, (row + 1) % 4], [first + 3, first, 2 * first]
         for got, r, f in zip(noise.at(rows, firsts, count), rows, firsts, strict=True):
             assert torch.equal(got, direct(r, f, count)), (r, f, count)
+
+
+@pytest.mark.parametrize("at_once", [1, 700, 1 << 16])
+def test_however_many_blocks_are_made_at_once_they_are_the_same(at_once, monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    noise = begun()
+    for first in (0, 60, 5):
+        rows, firsts = [3, 0, 2, 1], [first, 500, first + 64, first + 7]
+        for got, row, start in zip(noise.at(rows, firsts, 7), rows, firsts, strict=True):
+            assert torch.equal(got, direct(row, start, 7))
 
 
 def test_the_uniforms_of_rows_are_those_of_their_samples():
