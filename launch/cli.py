@@ -71,6 +71,7 @@ def parser() -> Parser:
     export = _command(commands, "export", "write a Hugging Face model directory", _export)
     export.add_argument("run", metavar="RUN", type=Path, help="run directory")
     export.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    _add_generate(commands)
     _add_config(commands)
     doctor = _command(commands, "doctor", "check this machine, and a configuration's files", _doctor)
     doctor.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="TOML file")
@@ -148,6 +149,23 @@ def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--host", metavar="NAME", action="append", default=[], help="of the hub, or its IP; repeat"
     )
     keys.add_argument("--node", metavar="NAME", action="append", default=[], help="name of a node; repeat")
+
+
+def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
+    does = "write text with a policy, speculating, and tell how fast that was"
+    generate = _command(commands, "generate", does, _generate)
+    generate.add_argument("place", metavar="RUN", help="run, or a directory that save_pretrained wrote")
+    add = generate.add_argument
+    add("--prompt", metavar="TEXT", action="append", required=True, help="what it goes on from; repeat")
+    add("--max-new-tokens", metavar="N", type=int, help="of each sample (default 256, if the model can)")
+    add("--temperature", metavar="T", type=float, default=1.0, help="0 is greedy (default 1)")
+    add("--top-k", metavar="K", type=int, default=0, help="draw from the K most likely tokens only")
+    add("--top-p", metavar="P", type=float, default=1.0, help="only from those that together reach P")
+    add("--samples", metavar="N", type=int, default=1, help="of each prompt (default 1)")
+    add("--seed", metavar="N", type=int, default=0, help="the same seed gives the same text")
+    add("--arm", metavar="ARM", default="auto", help="auto, off, suffix:8, layer:4 or layer:4x2x8")
+    add("--drafter", metavar="FILE", type=Path, help="a trained drafter of this policy")
+    add("--compare", action="store_true", help="do it again without speculation: how much faster, and same?")
 
 
 def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -255,6 +273,23 @@ def _export(options: Options) -> None:
     from aedit.launch.export import export
 
     export(options.run, options.out)
+
+
+def _generate(options: Options) -> int:
+    from aedit.launch.generate import Wanted, generate
+
+    wanted = Wanted(
+        prompts=tuple(options.prompt),
+        samples=options.samples,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        arm=options.arm,
+        drafter=options.drafter,
+    )
+    return generate(options.place, wanted, compare=options.compare)
 
 
 def _config_show(options: Options) -> None:

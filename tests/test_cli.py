@@ -9,7 +9,7 @@ import pytest
 from aedit.launch.cli import main
 from aedit.types import UserError
 
-COMMANDS = ("run", "hub", "join", "keys", "status", "top", "plot", "export", "config", "doctor")
+COMMANDS = ("run", "hub", "join", "keys", "status", "top", "plot", "export", "generate", "config", "doctor")
 
 
 @pytest.mark.parametrize(

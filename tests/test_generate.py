@@ -1,0 +1,212 @@
+"""`aedit generate`: the text is the model's, speculation changes none of it, and mistakes are one line."""
+
+import io
+import re
+
+import pytest
+import torch
+from dist_jobs.export_jobs import train_and_save
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from aedit.launch import generate as generating
+from aedit.launch.checkpoint import Mark
+from aedit.launch.cli import main
+from aedit.launch.text_stream import Detokenizer, TextStream
+from aedit.launch.tokenizer import ByteTokenizer
+from aedit.spec_rollout.draft_layer import DraftLayer
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.meters import Step
+from aedit.spec_rollout.samples import Prompt, Rollout, Sampling
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+LAST = re.compile(
+    r"(\d+) tokens in ([\d.]+) s: (\d+) tokens/s, ([\d.]+) tokens per pass; arms: ((?:[\w:]+ \d+ %(?:, )?)+)"
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model directory: bytes in, bytes out, one that repeats itself."""
+    path = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=257, **SIZES, num_key_value_heads=1, max_position_embeddings=128, eos_token_id=256,
+        tie_word_embeddings=True, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(path)
+    ByteTokenizer().save(path)
+    return path
+
+
+def run(capsys, *words):
+    code = main(["generate", *map(str, words)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def text_of(model, prompt, num_tokens):
+    ids = torch.tensor([list(prompt.encode())])
+    with torch.no_grad():
+        made = model.generate(ids, max_new_tokens=num_tokens, do_sample=False)
+    return ByteTokenizer().decode(made[0, ids.shape[1] :].tolist())
+
+
+@pytest.mark.parametrize("arm", ["off", "suffix:4", "suffix:8"])
+def test_greedy_text_is_what_transformers_says(capsys, saved, arm):
+    code, out, err = run(
+        capsys, saved, "--prompt", "Hello", "--temperature", 0, "--arm", arm, "--max-new-tokens", 40
+    )
+    assert (code, err) == (0, "")
+    expected = text_of(AutoModelForCausalLM.from_pretrained(saved), "Hello", 40)
+    text, last = out[: len(expected)], out[len(expected) :].strip()
+    assert text == expected
+    found = LAST.fullmatch(last)
+    assert found, last
+    assert int(found[1]) == 40
+    assert float(found[4]) >= 1
+    assert arm in found[5]
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(capsys, saved):
+    def text(seed):
+        return run(capsys, saved, "--prompt", "a", "--arm", "off", "--max-new-tokens", 20, "--seed", seed)[1][
+            :15
+        ]
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_as_many_tokens_as_there_are_positions_are_made_when_none_is_asked_for(capsys, saved):
+    _, out, _ = run(capsys, saved, "--prompt", "Hello", "--temperature", 0)
+    expected = text_of(AutoModelForCausalLM.from_pretrained(saved), "Hello", 123)
+    assert out.startswith(expected)
+    assert LAST.search(out.splitlines()[-1])
+
+
+def test_compare_says_that_the_tokens_are_equal(capsys, saved):
+    code, out, _ = run(
+        capsys, saved, "--prompt", "ab", "--prompt", "cd", "--samples", 2, "--arm", "suffix:4", "--compare",
+        "--max-new-tokens", 30, "--temperature", 0.7,
+    )  # fmt: skip
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("--- ")] == [
+        f"--- prompt {i}, sample {j}" for i in (1, 2) for j in (1, 2)
+    ]
+    assert re.search(r"^plain: \d+ tokens/s; speed-up [\d.]+; tokens equal: yes$", out, re.MULTILINE)
+
+
+def test_compare_says_where_tokens_differ_and_the_exit_code_is_1(capsys, saved):
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    prompts = [Prompt(tokens=(1, 2), sample=i, sampling=Sampling(max_new_tokens=8)) for i in range(3)]
+    engine = Engine.of(model, rows=3, max_tokens=16)
+    rollouts = [engine.add(prompt) for prompt in prompts]
+    generating._run(engine, lambda _: None)
+    rollouts[1].tokens[4] ^= 1
+    assert generating._compare(Engine(engine.target), prompts, (rollouts, 1.0)) == 1
+    assert "tokens equal: no, number 2 differs from its token 5 on" in capsys.readouterr().out
+
+
+def test_a_drafter_of_this_policy_speculates(capsys, saved, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    DraftLayer.of(model).save(tmp_path / "drafter.safetensors")
+    words = ("--drafter", tmp_path / "drafter.safetensors", "--compare", "--max-new-tokens", 20)
+    for arm in ("layer:3", "layer:2x2x4"):
+        code, out, _ = run(capsys, saved, "--prompt", "xyz", "--arm", arm, *words)
+        assert code == 0
+        assert f"{arm} " in out
+        assert "tokens equal: yes" in out
+
+
+def test_a_run_is_asked_by_its_directory_or_by_its_name(capsys, tmp_path, monkeypatch):
+    there = tmp_path / "runs" / "it"
+    there.mkdir(parents=True)
+    sizes = ", ".join(f"{key} = {value}" for key, value in SIZES.items())
+    (there / "run.toml").write_text(f"[model]\nsizes = {{ {sizes} }}\n[data]\nseq_len = 64\n")
+    train_and_save(there, node=0, mark=Mark(1))
+    monkeypatch.chdir(tmp_path)
+    words = ("--prompt", "def ", "--arm", "suffix:4", "--max-new-tokens", 8)
+    by_name, by_path = run(capsys, "it", *words), run(capsys, there, *words)
+    assert by_name[0] == by_path[0] == 0
+    assert by_name[1].splitlines()[:-1] == by_path[1].splitlines()[:-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arm", "sideways"], "--arm: arm 'sideways': write off, layer:4"),
+        (["--arm", "layer:4"], "needs --drafter"),
+        (["--arm", "suffix:99"], "at most 32 drafted tokens"),
+        (["--drafter", "nowhere"], "--drafter: "),
+        (
+            ["--max-new-tokens", "200"],
+            "5 tokens and 200 new ones are more than the 128 of this model",
+        ),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be above 0"),
+        (["--temperature", "-1"], "--temperature must be 0 or more"),
+        (["--top-p", "0"], "--top-p must be above 0"),
+        (["--prompt", ""], "one of them is empty"),
+        (["--prompt", "x" * 128], "128 tokens and 1 new ones are more than the 128"),
+        (["--samples", "0"], "--samples must be above 0"),
+        (["--seed", "-1"], "--seed must be from 0"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, saved, words, message):
+    code, out, err = run(capsys, saved, "--prompt", "Hello", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("aedit: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_what_is_no_policy_is_said_to_be_none(capsys, saved, tmp_path):
+    assert "no run and no model directory" in run(capsys, tmp_path, "--prompt", "a")[2]
+    (tmp_path / "config.json").write_text("{}")
+    assert "no usable model there" in run(capsys, tmp_path, "--prompt", "a")[2]
+    LlamaForCausalLM(LlamaConfig(vocab_size=8, **SIZES)).save_pretrained(tmp_path)
+    assert "no tokenizer there" in run(capsys, tmp_path, "--prompt", "a")[2]
+
+
+def test_a_model_that_the_engine_does_not_know_is_named(capsys, tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    ByteTokenizer().save(tmp_path)
+    code, _, err = run(capsys, tmp_path, "--prompt", "a", "--max-new-tokens", 4)
+    assert code == 2
+    assert "GPT2" in err
+
+
+# --- text as it comes
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 1), (3,), (7,)])
+def test_characters_appear_when_they_are_whole(sizes):
+    text = "a\u00e9\u4e2d\U0001f600 z"
+    tokens, shown, words = list(text.encode()), [], Detokenizer(ByteTokenizer().decode)
+    while tokens:
+        for size in sizes:
+            new, tokens = tokens[:size], tokens[size:]
+            shown.append(words.add(new))
+    assert "".join(shown) == text
+
+
+def test_bytes_that_make_no_character_are_shown_in_the_end():
+    words = Detokenizer(ByteTokenizer().decode)
+    assert words.add([0x61, 0xE4]) == ""
+    assert words.add([], last=True) == "a\ufffd"
+
+
+def test_samples_are_written_one_after_the_other_however_they_end():
+    out = io.StringIO()
+    first, second = (Rollout(Prompt(tokens=(1,), sample=i)) for i in range(2))
+    stream = TextStream([(first, "one"), (second, "two")], ByteTokenizer().decode, out)
+
+    def step(**texts):
+        for rollout, text in ((first, texts.get("a", "")), (second, texts.get("b", ""))):
+            rollout.tokens += text.encode()
+        stream.follow(Step(rollouts=(first, second), counts=(1, 1)))
+        return out.getvalue()
+
+    assert step(a="He", b="Wo") == "--- one\nHe"
+    second.finish = "stop"
+    assert step(a="l", b="rld") == "--- one\nHel"
+    first.finish = "length"
+    assert step(a="lo") == "--- one\nHello\n--- two\nWorld\n"
