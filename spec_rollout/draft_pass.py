@@ -75,7 +75,7 @@ class DraftPass:
         if (norm := weights.get("qk_norm")) is not None:
             heads.copy_(self._normed(heads) * norm)
         turn = self._turns.index_select(0, positions_P)
-        if self._is_lean:
+        if heads.dtype in (torch.float32, torch.float64):
             torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2)).mul_(turn)
         else:
             pairs = torch.view_as_complex(heads.float().view(*heads.shape[:2], -1, 2)) * turn

@@ -48,7 +48,8 @@ class LayerDrafter:
     ) -> None:
         """ends: the policy's embedding and head, each (V, d), which are read where they are, never copied.
         max_tokens: as the engine's. mode: as the engine verifies; "rejection" draws chains from q and says so
-        in `Draft.logq_BNV`. window: pairs of a row that are caught up at most."""
+        in `Draft.logq_BNV`. window: while nobody asks for drafts so many pairs wait for each row, and so many
+        of those it began with; older ones are forgotten."""
         sizes = layer.shape.vocabulary, layer.shape.hidden_size
         for name, tensor in zip(("embedding", "head"), ends, strict=True):
             check(tensor.shape == sizes, f"the policy's {name}", f"must be of shape {sizes}", tensor.shape)
@@ -140,7 +141,7 @@ class LayerDrafter:
         return tokens, more, scores
 
     def _drawing(self, temperature_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(is_warm, inverse), each (B, 1), of these temperatures: the same tensor for many steps."""
+        """(T > 0, 1 / T), each (B, 1). An engine gives the same tensor until its rows change."""
         if self._drawn is None or self._drawn[0] is not temperature_B:
             is_warm_B1 = temperature_B[:, None] > 0
             inverse_B1 = torch.where(is_warm_B1, temperature_B[:, None], 1.0).reciprocal_()
