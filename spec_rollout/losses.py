@@ -22,12 +22,18 @@ class LossConfig:
 
     One pass, weights 0.1 and 1 is EAGLE (arXiv:2401.15077); more passes HASS (arXiv:2408.15766); more passes
     and no feature loss EAGLE-3 (arXiv:2503.01840).
+
+    Measured on a policy of 1 M parameters that writes Python, from a fresh layer at lr 1e-3, share of chains
+    of 4 that is accepted after 150 steps of 1,024 pairs: weights 1 and 1, three passes 0.417; 1 and 0, three
+    passes 0.408 (lk: 0.412); 1 and 1, one pass 0.385; EAGLE's 0.383; 1 and 0, one pass 0.323. A pass is a
+    third of the time of three, so where time is short one is ahead (after 24 s: 0.414, two 0.371, three
+    0.315), but it stays behind at depth.
     """
 
     tokens: Literal["ce", "lk"] = "ce"
     """ce: cross entropy of the policy's distribution; lk: -log of the sum over tokens of min(p, q), which is
     the probability that a drawn token is accepted."""
-    token_weight: float = 0.1
+    token_weight: float = 1.0
     feature_weight: float = 1.0
     num_passes: int = 3
     decay: float = 0.8

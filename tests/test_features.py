@@ -167,7 +167,7 @@ def test_however_much_comes_the_bytes_stay_the_same_and_every_sample_read_is_who
     ring, reader, buffer = made(num_bytes=6_000)
     random = np.random.default_rng(0)
     open_samples = []
-    for _ in range(600):
+    for _ in range(300):
         if len(open_samples) < 5:
             text = tokens_of(2 + int(random.integers(60)), int(random.integers(61)))
             sample = ring.begin(text[0], 1, int(random.integers(1, 3)))
@@ -185,7 +185,7 @@ def test_however_much_comes_the_bytes_stay_the_same_and_every_sample_read_is_who
         for entry in reader.entries():
             read = reader.read(entry)
             assert torch.equal(read.features_MF, features_of(read.tokens_N.tolist()))
-    assert ring.status()["evicted"] > 50
+    assert ring.status()["evicted"] > 10
 
 
 def test_a_sample_that_fills_all_is_given_up_and_harms_no_other():
@@ -257,7 +257,7 @@ with open(sys.argv[1], "r+b") as file:
     reader = FeatureReader(mmap.mmap(file.fileno(), 0))
 print("ready", flush=True)
 whole = gone = 0
-while whole < 1000:
+while whole < 300:
     for entry in reader.entries():
         sample = reader.read(entry)
         if sample is None:
@@ -287,7 +287,7 @@ def test_another_process_reads_whole_samples_while_they_come_and_go(tmp_path):
                 ring.append(sample, rest, features)
                 ring.end(sample, True)
         assert process.poll() == 0
-        assert int(process.stdout.read().split()[0]) >= 1000
+        assert int(process.stdout.read().split()[0]) >= 300
     finally:
         process.kill()
         process.communicate()
