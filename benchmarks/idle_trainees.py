@@ -16,7 +16,9 @@ from aedit.spec_rollout.trainer_desk import Desk
 
 WIDTH = 64
 LR = 0.5
-FAULTS = ("killed", "hung", "out of memory", "disk full", "corrupt publish", "not finite")
+FAULTS = ("killed", "hung", "out of memory", "disk full", "corrupt publish")
+MENDED_BY = {"disk full": "disk empty", "corrupt publish": "publish"}
+"""Orders after which all is well again; the other faults end the process."""
 SMALL_BYTES = 4096
 """What a file may grow to when the disk is full."""
 
@@ -80,7 +82,7 @@ class Faulty(Regression):
 
     def __init__(self, desk: Desk, orders: Path, width: int = WIDTH) -> None:
         super().__init__(desk, width)
-        self._desk, self._orders, self._spoil = desk, orders, 1.0
+        self._desk, self._orders, self._holds_back = desk, orders, False
 
     def microbatch(self) -> bool:
         if self._orders.exists():
@@ -90,9 +92,7 @@ class Faulty(Regression):
         return super().microbatch()
 
     def to_publish(self) -> Mapping[str, Tensor] | None:
-        spoil, self._spoil = self._spoil, 1.0
-        better = super().to_publish()
-        return {name: tensor * spoil for name, tensor in better.items()} if better else better
+        return None if self._holds_back else super().to_publish()
 
     def _happen(self, order: str) -> None:
         if order == "killed":
@@ -107,9 +107,10 @@ class Faulty(Regression):
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         elif order == "corrupt publish":
             spoil_newest(self._desk)
-        elif order == "not finite":
-            self.num_steps = -1
-            self._spoil = float("nan")
+            # Or it might be gone before anybody has looked at it.
+            self._holds_back = True
+        elif order == "publish":
+            self._holds_back = False
 
 
 def spoil_newest(desk: Desk) -> None:
@@ -125,6 +126,13 @@ def spoil_newest(desk: Desk) -> None:
 def busy(width: int = WIDTH, rows: int = 64) -> Callable[[Desk], Regression]:
     """Makes a training whose microbatches take longer the wider it is."""
     return partial(Regression, width=width, rows=rows)
+
+
+def give(orders: Path, order: str) -> None:
+    """Have the trainer find `order` before its next microbatch, and find it whole."""
+    part = orders.with_name("order.part")
+    part.write_text(order)
+    part.rename(orders)
 
 
 def faulty(orders: Path, width: int = WIDTH) -> Callable[[Desk], Faulty]:

@@ -41,14 +41,9 @@ class Node:
         trainers.learn(self.work, steps)
         self.look()
 
-    def order(self, fault):
-        temporary = self.orders.with_suffix(".new")
-        temporary.write_text(fault)
-        temporary.rename(self.orders)
-
     def suffer(self, fault, is_over):
         """Order `fault`, and let the trainer run until it is over; looks at the drafter all the time."""
-        self.order(fault)
+        trainees.give(self.orders, fault)
 
         def looked():
             self.look()
@@ -108,11 +103,15 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_training_alone(suffering
 
 
 def test_a_corrupt_publication_is_not_taken_and_the_next_one_is(suffering):
-    number = suffering.drafter.number
-    # Looks that find it corrupt are counted; the trainer may have published again before any.
-    suffering.suffer("corrupt publish", lambda: not suffering.orders.exists())
-    suffering.learn()
-    assert suffering.drafter.number > number + 1
+    corrupt = suffering.status("corrupt")
+    suffering.suffer("corrupt publish", lambda: suffering.status("corrupt") > corrupt)
+    last_good = suffering.drafter
+    for _ in range(3):
+        suffering.learn()
+        assert suffering.drafter is last_good
+    assert suffering.status("corrupt") == corrupt + 1
+    suffering.suffer("publish", lambda: suffering.drafter is not last_good)
+    assert suffering.drafter.number > last_good.number + 1
 
 
 def test_a_trainer_that_cannot_even_begin_is_given_up():

@@ -13,12 +13,13 @@ PATIENCE_S = 90.0
 AT_ONCE = Restarts(limit=100, pause_s=0.0)
 
 
-def training(make=None, *, restarts=AT_ONCE, **config):
+def training(make=None, *, restarts=AT_ONCE, niceness=0, **config):
+    """At a priority that lets tests end on a busy machine."""
     return DrafterTraining.of(
         make or trainees.busy(),
         drafter=trainees.weights(),
         policy=trainees.policy(),
-        config=IdleConfig(restarts=restarts, **config),
+        config=IdleConfig(restarts=restarts, niceness=niceness, **config),
     )
 
 

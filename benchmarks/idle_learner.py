@@ -1,0 +1,41 @@
+"""The real training of a draft layer, as a benchmark's trainer."""
+
+import torch
+from transformers import LlamaConfig
+
+from aedit.spec_rollout.draft_layer import DraftLayer
+from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.gate import GateConfig
+from aedit.spec_rollout.idle import DrafterTraining
+from aedit.spec_rollout.learning import LearningConfig, train_when_idle
+from aedit.spec_rollout.losses import PolicyEnds
+from aedit.spec_rollout.trainer_keeper import IdleConfig
+
+HIDDEN_SIZE, VOCABULARY = 256, 512
+NUM_SAMPLES, SAMPLE_TOKENS = 64, 256
+
+
+def learner(config: IdleConfig) -> DrafterTraining:
+    """The real training of a draft layer for a policy of about ten million parameters, on features that are
+    noise; it is never content, and never publishes."""
+    sizes = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=3 * HIDDEN_SIZE,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    embedding = torch.randn(VOCABULARY, HIDDEN_SIZE) / 50
+    ring = RingShape.within(32 * 2**20, HIDDEN_SIZE, torch.float32)
+    never = LearningConfig(gate=GateConfig(gain=2.0, harm=2.0, patience=10**9))
+    work = train_when_idle(
+        DraftLayer.of(sizes), PolicyEnds(embedding, embedding, 1), ring, learning=never, idle=config
+    )
+    features = FeatureRing(work.features, ring)
+    for _ in range(NUM_SAMPLES):
+        sample = features.begin(0, 8, 1)
+        assert sample is not None, "the ring is large enough"
+        tokens = torch.randint(VOCABULARY, (SAMPLE_TOKENS,))
+        features.append(sample, tokens, torch.randn(SAMPLE_TOKENS, HIDDEN_SIZE))
+        features.end(sample, True)
+    return work
