@@ -27,8 +27,8 @@ class Order:
 
     module: str
     """Its `main` begins with `born`."""
-    work: Any
-    """Anything that can be pickled: what `born` returns."""
+    work: bytes
+    """What `born` returns, by `packed`."""
     fds: tuple[int, ...] = ()
     niceness: int = 19
     log: Path | None = None
@@ -90,11 +90,21 @@ class HeldProcess:
             os.kill(self._process.pid, what)
 
 
+def packed(work: Any) -> bytes:
+    """For `Order.work`. Raises ValueError if another process could not unpack it."""
+    try:
+        data = pickle.dumps(work)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"this cannot be sent to another process: {error}") from error
+    if b"__main__" in data:
+        raise ValueError("this cannot be sent to another process: it is of __main__; put it into a module")
+    return data
+
+
 def _spawn(order: Order) -> "subprocess.Popen[bytes]":
     # A file and no pipe: a stopped child reads nothing, and a pipe would be full after 64 KiB.
     with tempfile.TemporaryFile() as told, _log(order.log) as log:
-        work = pickle.dumps(order.work)
-        pickle.dump({"path": sys.path, "work": work}, told)
+        pickle.dump({"path": sys.path, "work": order.work}, told)
         told.seek(0)
         words = [sys.executable, "-m", order.module, str(os.getpid()), str(order.niceness)]
         return subprocess.Popen(

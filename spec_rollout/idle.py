@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aedit.spec_rollout.held_process import Order
+from aedit.spec_rollout.held_process import Order, packed
 from aedit.spec_rollout.publishing import Layout, Published
 from aedit.spec_rollout.trainer_desk import Desk, TrainerPlan, Training, Word, shared_memory
 from aedit.spec_rollout.trainer_keeper import IdleConfig, Keeper
@@ -37,9 +37,10 @@ class DrafterTraining:
         self, plan: TrainerPlan, config: IdleConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
+        packed(plan)  # what cannot be sent is refused before there is anything to clean up
         self._fd = shared_memory(sum(plan.regions.values()))
         self._desk = Desk(plan, self._fd)
-        order = Order(MODULE, Place(self._fd, plan), (self._fd,), config.niceness, config.log)
+        order = Order(MODULE, packed(Place(self._fd, plan)), (self._fd,), config.niceness, config.log)
         self._lock = threading.Lock()
         """Around a few numbers and a signal: nobody holds it while anything takes time."""
         self.windows = Windows()
@@ -60,7 +61,7 @@ class DrafterTraining:
 
         make: called in the trainer's process, so it must be a function of a module, or a `functools.partial`
         of one, and not of `__main__`. drafter: what is to be trained. policy: embedding and head, and their
-        version. feature_bytes: shared memory for a ring of features.
+        version. feature_bytes: shared memory for a ring of features. Raises ValueError.
         """
         config = config or IdleConfig()
         plan = TrainerPlan(

@@ -137,6 +137,9 @@ class Keeper:
                 self._closing.wait(LOOK_S)
                 # It does not change while it is stopped, and looking would take time from the foreground.
                 self._open.wait()
+        except Exception as error:
+            # The node goes on without a trainer; status says so.
+            self._error = f"whoever looks after the trainer has failed: {type(error).__name__}: {error}"
         finally:
             process = self._part()
             if process:
@@ -203,8 +206,10 @@ class Keeper:
             self._board.begin()
 
     def _state(self) -> str:
+        if self._closing.is_set():
+            return "closed"
         if self._process is None:
-            return "given up" if self._restarts.given_up else "not running"
+            return "given up" if self._restarts.given_up or not self._thread.is_alive() else "not running"
         if not self._is_let:
             return "stopped"
         return {State.STARTING: "starting", State.TRAINING: "training"}.get(

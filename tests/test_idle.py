@@ -1,5 +1,6 @@
 """The ledger of a node's waits, pauses between deaths, and windows that wait for nobody."""
 
+import sys
 import threading
 
 import pytest
@@ -189,3 +190,22 @@ def test_a_machine_that_cannot_start_a_process_is_told_so_and_tried_again(monkey
         trainers.until(lambda: work.status()["pid"] == 1, work)
         assert work.status()["deaths"] == 2
         assert "temporarily unavailable" in work.status()["error"]
+
+
+def test_a_training_that_no_other_process_could_make_is_refused(monkeypatch):
+    def of_main(desk): ...
+
+    of_main.__module__, of_main.__qualname__ = "__main__", "of_main"
+    monkeypatch.setattr(sys.modules["__main__"], "of_main", of_main, raising=False)
+    for make, message in ((lambda desk: None, "cannot be sent"), (of_main, "put it into a module")):
+        with pytest.raises(ValueError, match=message):
+            trainers.training(make)
+
+
+def test_a_keeper_that_fails_says_so_and_harms_nobody(recorded, monkeypatch):
+    work, _ = recorded
+    monkeypatch.setattr(Recorded, "exit_code", lambda self: 1 / 0)
+    with work.window("round"):
+        trainers.until(lambda: work.status()["state"] == "given up", work)
+    with work.window("round"):
+        assert "ZeroDivisionError" in work.status()["error"]

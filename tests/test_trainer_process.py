@@ -29,13 +29,14 @@ def work():
         yield made
 
 
-def test_it_is_born_stopped_at_the_lowest_priority(work):
-    trainers.until(lambda: work.status()["pid"], work)
-    trainer = psutil.Process(work.status()["pid"])
-    assert trainers.is_stopped(work)
-    assert trainer.nice() == 19
-    assert os.sched_getscheduler(trainer.pid) == os.SCHED_IDLE
-    assert work.newest() is None
+def test_it_is_born_stopped_at_the_lowest_priority():
+    with trainers.training(niceness=19) as work:
+        trainers.until(lambda: work.status()["pid"], work)
+        trainer = psutil.Process(work.status()["pid"])
+        assert trainers.is_stopped(work)
+        assert trainer.nice() == 19
+        assert os.sched_getscheduler(trainer.pid) == os.SCHED_IDLE
+        assert work.newest() is None
 
 
 def test_it_runs_in_a_window_and_is_stopped_outside(work):
@@ -122,8 +123,8 @@ def test_it_trains_while_layer_sync_waits_for_another_node(work):
 def test_it_ends_with_its_node_even_while_it_is_stopped():
     program = (
         "import os, signal, sys, time\n"
-        "from aedit.spec_rollout.held_process import HeldProcess, Order\n"
-        "child = HeldProcess(Order('aedit.spec_rollout.trainer_process', None))\n"
+        "from aedit.spec_rollout.held_process import HeldProcess, Order, packed\n"
+        "child = HeldProcess(Order('aedit.spec_rollout.trainer_process', packed(None)))\n"
         "while not child.is_born: time.sleep(0.005)\n"
         "print(child.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
