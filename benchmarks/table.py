@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 WIDTH = 110
@@ -72,6 +73,9 @@ def show(report: Report, where: str, console: Console) -> None:
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in report.rows:
         table.add_row(*row)
+    # No figure is cut, however narrow the window.
+    everything = console.options.update(max_width=10 * WIDTH)
+    console.width = max(console.width, Measurement.get(console, everything, table).maximum)
     console.print(table)
     for bar in report.bars:
         verdict = {True: "PASS", False: "MISS", None: "too short to tell"}[bar.passed]
