@@ -19,10 +19,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTrainingConfig:
     """A fresh AdamW takes steps of the full learning rate whatever the gradient is; on a drafter that is good
-    already this hurts, hence the warm-up."""
+    already this hurts, hence the warm-up. Measured on one that has 0.412 of its chains of 4 accepted, after
+    1, 3 and 24 more steps on the same policy: lr 3e-3 at once -0.172, -0.051, +0.005; 1e-3 at once -0.028,
+    +0.001, +0.016, and with the warm-up 0.000, +0.002, +0.009; 3e-4 with it 0.000, +0.001, +0.014. From a
+    fresh layer 3e-3 learns faster than 1e-3 (0.471
+    against 0.408 after 150 steps of cross entropy in three passes)."""
 
     loss: LossConfig = field(default_factory=LossConfig)
-    lr: float = 3e-4
+    lr: float = 1e-3
     warmup_steps: int = 20
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
