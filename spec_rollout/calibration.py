@@ -34,7 +34,7 @@ MEMORY_NODES = 4000.0
 KEPT = 0.02
 """Weight of what an older version of the drafter has shown."""
 
-FIT_EVERY = 8
+FIT_EVERY = 4
 """Lessons after which the map is fitted anew."""
 
 
@@ -69,6 +69,19 @@ class Nodes:
         chance: Floats = np.exp(np.minimum(scores - before, 0.0)) * real
         return cls(chance, real, first, parents)
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Nodes]") -> "Nodes":
+        """The rows of several drafts of one arm."""
+        if len(parts) == 1:
+            return parts[0]
+        trees = [each.parents_BN for each in parts if each.parents_BN is not None]
+        return cls(
+            np.concatenate([each.chance_BN for each in parts]),
+            np.concatenate([each.real_BN for each in parts]),
+            np.concatenate([each.first_BN for each in parts]),
+            np.concatenate(trees) if trees else None,
+        )
+
     def along_paths(self, accepted_BN: Floats) -> Floats:
         """(B, N): products from the root to each node, of chances that hold given the parent."""
         chances = accepted_BN * self.real_BN
@@ -80,7 +93,7 @@ class Nodes:
             chances[:, n] *= np.where(parents >= 0, chances[rows, np.maximum(parents, 0)], 1.0)
         return chances
 
-    def seen(self, num_verified: int, accepted_BN: Bools) -> Bools:
+    def seen(self, verified_BN: Bools, accepted_BN: Bools) -> Bools:
         """(B, N): nodes that the policy has judged: verified, of an accepted parent."""
         reached = np.ones_like(accepted_BN)
         if self.parents_BN is None:
@@ -88,8 +101,7 @@ class Nodes:
         else:
             of_parent = np.take_along_axis(accepted_BN, np.maximum(self.parents_BN, 0), 1)
             reached = of_parent | (self.parents_BN < 0)
-        reached[:, num_verified:] = False
-        return reached & self.real_BN
+        return reached & verified_BN & self.real_BN
 
 
 def accepted_nodes(
@@ -167,9 +179,9 @@ class Calibration:
             self._later.doubt()
         self._version = version
 
-    def learn(self, nodes: Nodes, num_verified: int, accepted_BN: Bools) -> None:
-        """What came of a draft whose first `num_verified` nodes of each row were verified."""
-        seen = nodes.seen(num_verified, accepted_BN)
+    def learn(self, nodes: Nodes, verified_BN: Bools, accepted_BN: Bools) -> None:
+        """What came of drafts."""
+        seen = nodes.seen(verified_BN, accepted_BN)
         self._judge(self.chances(nodes)[seen], accepted_BN[seen])
         first = seen & nodes.first_BN
         self._first.learn(nodes.chance_BN[first], accepted_BN[first])

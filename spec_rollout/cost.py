@@ -77,7 +77,9 @@ class StepCost:
         self._notice(observed, predicted_s)
         features = _policy_features(rows, observed.nodes, context)
         self._policy.learn(_place(rows, observed.nodes), features, rest_s / self.pace)
-        if observed.draft_s > 0:
+        draft = observed.draft
+        whole = draft is None or draft.tokens_BN.shape[1] >= arm.nodes  # at the end less is asked for
+        if observed.draft_s > 0 and whole:
             times, features = self._times_of(arm), _draft_features(arm, rows, behind)
             times.learn(_draft_place(arm, rows), features, observed.draft_s / self.pace)
 

@@ -25,6 +25,11 @@ def chains(rng, rows, depth, short=False):
     return Draft(torch.zeros(rows, depth, dtype=torch.int64), None, counts, scores)
 
 
+def up_to(nodes, num_verified):
+    """(B, N): the first nodes of each row."""
+    return np.broadcast_to(np.arange(nodes.real_BN.shape[1]) < num_verified, nodes.real_BN.shape)
+
+
 def judged(rng, nodes, num_verified, worth):
     """How many nodes of each line a policy accepts that agrees with `worth` of the drafter's chance."""
     says = (rng.random(nodes.chance_BN.shape) < worth(nodes.chance_BN)) & nodes.real_BN
@@ -39,7 +44,7 @@ def taught(worth, steps, *, seed=0, verified=lambda rng, nodes: 6, calibration=N
         nodes = Nodes.of(chains(rng, 4, 6, short=True))
         count = verified(rng, nodes)
         accepted = judged(rng, nodes, count, worth)
-        calibration.learn(nodes, count, accepted_nodes(nodes.real_BN.shape, accepted, None))
+        calibration.learn(nodes, up_to(nodes, count), accepted_nodes(nodes.real_BN.shape, accepted, None))
     return calibration
 
 
@@ -120,15 +125,19 @@ def test_only_nodes_of_accepted_parents_are_judged():
     nodes = Nodes.of(tree(PARENTS, CHANCE))
     accepted = accepted_nodes((1, 6), [2], [[0, 1, 2, 5]])
     assert accepted[0].tolist() == [True, True, False, False, False, False]
-    assert nodes.seen(6, accepted)[0].tolist() == [True, True, True, True, False, True]
-    assert nodes.seen(3, accepted)[0].tolist() == [True, True, True, False, False, False]
+    assert nodes.seen(up_to(nodes, 6), accepted)[0].tolist() == [True, True, True, True, False, True]
+    assert nodes.seen(up_to(nodes, 3), accepted)[0].tolist() == [True, True, True, False, False, False]
 
 
 def test_a_chain_is_judged_up_to_the_first_refusal():
     draft = chains(np.random.default_rng(0), 3, 4)
     nodes = Nodes.of(Draft(draft.tokens_BN, None, torch.tensor([4, 4, 1]), draft.scores_BN))
     accepted = accepted_nodes((3, 4), [2, 4, 1], None)
-    assert nodes.seen(4, accepted).astype(int).tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
+    assert nodes.seen(up_to(nodes, 4), accepted).astype(int).tolist() == [
+        [1, 1, 1, 0],
+        [1, 1, 1, 1],
+        [1, 0, 0, 0],
+    ]
 
 
 def test_a_later_sibling_has_a_map_of_its_own():
@@ -138,8 +147,20 @@ def test_a_later_sibling_has_a_map_of_its_own():
         draw = rng.random()
         path = [0, 1] if draw < 0.8 else [0, 2] if draw < 0.9 else [0, 0]
         accepted = accepted_nodes((1, 2), [int(path[1] > 0)], [path])
-        calibration.learn(nodes, 2, accepted)
+        calibration.learn(nodes, up_to(nodes, 2), accepted)
     assert calibration.chances(nodes)[0] == pytest.approx([0.8, 0.1], abs=0.06)
+
+
+def test_drafts_are_learnt_from_together_as_they_are_one_by_one():
+    rng = np.random.default_rng(3)
+    parts = [Nodes.of(chains(rng, 2, 5, short=True)) for _ in range(3)]
+    whole = Nodes.joined(parts)
+    along = whole.along_paths(whole.chance_BN)
+    assert np.array_equal(along, np.concatenate([each.along_paths(each.chance_BN) for each in parts]))
+    forest = Nodes.joined([Nodes.of(tree(PARENTS, CHANCE))] * 2)
+    assert forest.along_paths(forest.chance_BN)[1] == pytest.approx(
+        [0.6, 0.3, 0.3, 0.27, 0.24, 0.12], rel=1e-5
+    )
 
 
 def test_a_draft_that_is_used_again_changes_nothing():

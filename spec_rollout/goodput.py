@@ -1,0 +1,353 @@
+"""The arm with the best expected tokens per second (RLHFSpec), never far below plain decoding.
+
+Before a step: expected tokens of each arm (`Survival`) over its expected seconds (`StepCost`: the pass, the
+drafting, and what the drafter has to catch up, spread over the steps it will probably stay), times how much
+longer steps of the arm take than foreseen. The best arm is kept until another is clearly better; off is taken
+as soon as it is better at all.
+
+After the drafter has spoken: as many nodes as pay for themselves, at the calibrated chances (`Calibration`):
+the n with the most E[tokens] - rate * seconds, which is where the rate cannot be improved (Dinkelbach; that
+the drafting is paid already does not count).
+
+What is not known is tried in short bursts when a hopeful estimate says that it may be better, and plain
+decoding now and then so that its time stays known. What trying has cost, against the arm that would have been
+played, is counted and stays below 1 % of all time.
+
+Everything is a function of what was told, in order, so that a log replays it and ranks that are told the same
+choose the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from aedit.spec_rollout.arms import Observed, View, bucket, worth_verifying
+from aedit.spec_rollout.calibration import Calibration, Nodes, accepted_nodes
+from aedit.spec_rollout.cost import StepCost
+from aedit.spec_rollout.drafts import OFF, Arm, Draft
+from aedit.spec_rollout.survival import Survival
+from aedit.types import check
+
+TRYING = 0.01
+"""Share of all time that trying arms may cost."""
+
+FIRST_TRIES = 2.0
+"""Plain steps' time that it may cost ahead."""
+
+PLAIN_STEPS = 8
+"""Of a new engine, before anything is tried."""
+
+EVERY = 8
+"""Steps after which the arms are compared again, if the rows have not changed; sooner while the one that is
+played is new."""
+
+BETTER = 1.03
+"""How much better another arm must look to be taken, unless it is off."""
+
+LEAST_GAIN = 1.01
+"""How much better than plain decoding an arm must look to be kept."""
+
+KNOWN_ROWS = 6.0
+"""Rows that must have been drafted for before an arm is taken on."""
+
+LESSON_ROWS = 8
+"""Drafted rows that are learnt from together."""
+
+STAY = 32
+"""Steps that an arm is supposed to be kept, over which catching up is spread."""
+
+BURST = 4
+"""Steps of a trial; two where there are more rows, which tell as much."""
+
+TRY_AGAIN = 64
+"""Steps after which an arm that has been tried is tried again, if it may still be better."""
+
+PLAIN_AGAIN = 512
+"""Steps after which plain decoding is timed again at as many rows."""
+
+SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Verified nodes of a row that a draft is cut to: each number is a shape of its own, to be timed and, on a
+GPU, captured."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """A burst of steps with an arm that may be better."""
+
+    arm: Arm
+    first: int
+    """The bucket it is tried in."""
+    left: int
+
+
+@dataclass(slots=True)
+class Habit:
+    """What an arm does in a bucket, relative to all its nodes being verified in the foreseen time."""
+
+    time_share: float = 1.0
+    token_share: float = 1.0
+    """What is left of both when drafts are cut."""
+    slip: float = 1.0
+    """Measured over foreseen seconds."""
+    steps: int = 0
+    last: int = 0
+    """Step at which it was seen last."""
+
+    def cut(self, time_share: float, token_share: float) -> None:
+        self.time_share += (time_share - self.time_share) / 32
+        self.token_share += (token_share - self.token_share) / 32
+
+    def took(self, ratio: float, now: int) -> None:
+        self.steps += 1
+        self.last = now
+        self.slip += (min(ratio, 3.0) - self.slip) / min(self.steps + 8, 64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lesson:
+    """What came of one draft."""
+
+    nodes: Nodes
+    verified: int
+    accepted_B: Sequence[int]
+    path_Bm: Sequence[Sequence[int]] | None
+
+
+@dataclass(slots=True)
+class Known:
+    """One drafter."""
+
+    survival: Survival = field(default_factory=Survival)
+    calibration: Calibration = field(default_factory=Calibration)
+    behind: int = 1 << 30
+    """Tokens emitted since it was last asked; it may have to read as many as are live."""
+    asked: int = 0
+    """Step at which it was."""
+    lessons: list[Lesson] = field(default_factory=list)
+    """Not learnt yet; all of one arm and size."""
+    arm: Arm = OFF
+    """Theirs."""
+
+    def add(self, arm: Arm, lesson: Lesson) -> None:
+        """Learns at once what tells enough; few rows wait for others, as a call costs as much as a row."""
+        if self.lessons and (arm != self.arm or _size(self.lessons[0]) != _size(lesson)):
+            self.learn()
+        self.arm = arm
+        self.lessons.append(lesson)
+        if len(self.lessons) * len(lesson.accepted_B) >= LESSON_ROWS:
+            self.learn()
+
+    def learn(self) -> None:
+        """What waits."""
+        if not self.lessons:
+            return
+        lessons, self.lessons = self.lessons, []
+        nodes = Nodes.joined([each.nodes for each in lessons])
+        shape = (nodes.real_BN.shape[0], nodes.real_BN.shape[1])
+        counts = [count for each in lessons for count in each.accepted_B]
+        paths = [path for each in lessons for path in each.path_Bm or ()]
+        verified = [each.verified for each in lessons for _ in each.accepted_B]
+        accepted_BN = accepted_nodes(shape, counts, paths or None)
+        verified_BN = np.arange(shape[1]) < np.array(verified)[:, None]
+        # Nodes that were cut count as likely as they would have been accepted: else deep ones, verified only
+        # where all looks good, would seem better than they are.
+        chances = np.where(verified_BN, accepted_BN, self.calibration.chances(nodes))
+        self.survival.learn(self.arm, nodes.along_paths(chances), len(lessons))
+        self.calibration.learn(nodes, verified_BN, accepted_BN)
+
+
+class Goodput:
+    """Chooses by predicted goodput.
+
+    arms: those to choose among; off is always one of them. cost: what is known of this machine already.
+    ValueError if no arm is given.
+    """
+
+    def __init__(self, arms: Sequence[Arm], *, cost: StepCost | None = None) -> None:
+        check(any(not arm.is_off for arm in arms), "arms", "must have one that is not off", len(arms))
+        self.arms = (OFF, *dict.fromkeys(arm for arm in arms if not arm.is_off))
+        self.cost = cost or StepCost()
+        self.drafters: dict[str, Known] = {arm.by: Known() for arm in self.arms if not arm.is_off}
+        self.arm = OFF
+        """The one that is played when nothing is tried."""
+        self.rate = 0.0
+        """Tokens per second that are expected of it."""
+        self.credit_s = 0.0
+        """What trying may still cost."""
+        self._trial: Trial | None = None
+        self._habits: dict[tuple[int, Arm], Habit] = {}
+        self._slip = 1.0
+        self._steps = 0
+        self._draft: tuple[Draft | None, Nodes | None] = (None, None)
+        self._compared: tuple[int, View | None] = (0, None)
+
+    def choose(self, view: View) -> Arm:
+        if self._steps < PLAIN_STEPS:
+            return OFF
+        self._see(view)
+        trial = self._trial
+        if trial is not None and view.has(trial.arm) and trial.first == bucket(view.rows) and trial.left:
+            return trial.arm
+        self._trial = None
+        at, last = self._compared
+        same = last is not None and last.rows == view.rows and last.versions == view.versions
+        every = EVERY if self._habit(view, self.arm).steps >= TRY_AGAIN else 2
+        if not same or self._steps - at >= every:
+            self._compared = (self._steps, view)
+            self._compare(view)
+        return self.arm if self._trial is None else self._trial.arm
+
+    def trim(self, view: View, arm: Arm, draft: Draft) -> int:
+        most = worth_verifying(draft)
+        if draft.logq_BNV is not None or most == 0 or self._trial is not None:
+            return most
+        nodes = self._read(draft)
+        chances = self.drafters[arm.by].calibration.chances(nodes)
+        gains = [0.0, *np.cumsum(nodes.along_paths(chances).sum(axis=0)).tolist()]
+        sizes = [size for size in SIZES if size < most] + [most]
+        seconds = [self.cost.verify_s(view.rows, size, view.context) for size in sizes]
+        worth = [gains[size] - self.rate * s for size, s in zip(sizes, seconds, strict=True)]
+        best = max(range(len(sizes)), key=worth.__getitem__)
+        whole_s = self.cost.verify_s(view.rows, arm.nodes, view.context)
+        tokens, all_tokens = view.rows + gains[sizes[best]], view.rows + gains[-1]
+        self._habit(view, arm).cut(seconds[best] / whole_s, tokens / all_tokens)
+        return sizes[best]
+
+    def learn(self, observed: Observed) -> None:
+        view, arm = observed.view, observed.arm
+        known = self.drafters.get(arm.by)
+        behind = 0 if known is None else min(known.behind, view.context)
+        foreseen_s = self._foreseen_s(observed, behind)
+        self.cost.learn(observed, behind)
+        self._steps += 1
+        ratio = observed.total_s / self.cost.pace / foreseen_s
+        self._slip += (min(ratio, 3.0) - self._slip) / 64
+        self._habit(view, arm).took(ratio, self._steps)
+        for each in self.drafters.values():
+            each.behind += observed.emitted
+        if known is not None:
+            self._learn_draft(known, observed)
+        self._charge(observed)
+
+    def value(self, view: View, arm: Arm, *, hopeful: bool = False) -> float:
+        """Tokens per second that are expected of the arm, at the machine's usual pace."""
+        tokens, seconds = self._outlook(view, arm, hopeful)
+        return tokens / seconds
+
+    def _outlook(self, view: View, arm: Arm, hopeful: bool = False) -> tuple[float, float]:
+        """Expected tokens and seconds of one step among many."""
+        habit = self._habit(view, arm)
+        seconds = self.cost.verify_s(view.rows, arm.nodes, view.context) * habit.time_share
+        if arm.is_off:
+            return float(view.rows), seconds * habit.slip
+        known = self.drafters[arm.by]
+        seconds += self.cost.draft_s(arm, view.rows) + self._catching_up_s(view, arm) / STAY
+        tokens = view.rows * known.survival.expected(arm, hopeful=hopeful) * habit.token_share
+        return tokens, seconds * habit.slip
+
+    def _catching_up_s(self, view: View, arm: Arm) -> float:
+        behind = min(self.drafters[arm.by].behind, view.context)
+        if behind <= 4 * arm.depth * view.rows:
+            return 0.0
+        return self.cost.draft_s(arm, view.rows, behind) - self.cost.draft_s(arm, view.rows)
+
+    def _compare(self, view: View) -> None:
+        """The arm to play from now on, and whether to try another first."""
+        values = {arm: self.value(view, arm) for arm in self.arms if view.has(arm)}
+        if self.arm not in values:
+            self.arm = OFF
+        for arm, value in values.items():
+            known = arm.is_off or self.drafters[arm.by].survival.num_rows >= KNOWN_ROWS
+            margin = 1 / LEAST_GAIN if arm.is_off else BETTER
+            if known and arm != self.arm and value > margin * values[self.arm]:
+                self.arm = arm
+        self.rate = values[self.arm]
+        self._try_another(view, values)
+
+    def _try_another(self, view: View, values: dict[Arm, float]) -> None:
+        """Begins a burst with the cheapest of the arms that may be better, if what it may cost is there."""
+        length = BURST if view.rows <= BURST else 2
+        hopeful = [arm for arm in values if arm != self.arm and self._may_be_better(view, arm)]
+        losses_s = {arm: self._loss_s(view, arm, length) for arm in hopeful}
+        arm = min(losses_s, key=losses_s.__getitem__, default=OFF)
+        if hopeful and losses_s[arm] <= self.credit_s:
+            self._trial = Trial(arm, bucket(view.rows), 1 if arm.is_off else length)
+
+    def _loss_s(self, view: View, arm: Arm, length: int) -> float:
+        """What so many steps with it will probably cost, against the arm that is played."""
+        tokens, seconds = self._outlook(view, arm)
+        catching_up_s = 0.0 if arm.is_off else self._catching_up_s(view, arm)
+        return length * (seconds - tokens / self.rate) + catching_up_s
+
+    def _may_be_better(self, view: View, arm: Arm) -> bool:
+        """At best; plain decoding is worth a look when it was not seen for long."""
+        habit = self._habit(view, arm)
+        unseen = self._steps - habit.last
+        if arm.is_off:
+            return unseen >= PLAIN_AGAIN
+        if habit.steps >= 2 * BURST and unseen < TRY_AGAIN:
+            return False
+        unknown = 1.0 if habit.steps else 1.1
+        return unknown * self.value(view, arm, hopeful=True) > BETTER * self.rate
+
+    def _see(self, view: View) -> None:
+        """Drafters may have been replaced, and what is known of those at rest fades."""
+        for by, known in self.drafters.items():
+            if by in view.versions:
+                known.survival.see(view.versions[by])
+                known.calibration.see(view.versions[by])
+            if self._steps - known.asked >= 64:
+                known.survival.rest(64)
+                known.asked = self._steps
+
+    def _learn_draft(self, known: Known, observed: Observed) -> None:
+        known.behind, known.asked = 0, self._steps
+        draft = observed.draft
+        if draft is None or draft.tokens_BN.shape[1] == 0:
+            return
+        known.add(
+            observed.arm, Lesson(self._read(draft), observed.nodes, observed.accepted_B, observed.path_Bm)
+        )
+        if self._trial is not None:
+            known.learn()
+
+    def _read(self, draft: Draft) -> Nodes:
+        """Once for cutting it and learning from it."""
+        last, nodes = self._draft
+        if last is not draft:
+            nodes = Nodes.of(draft)
+            self._draft = (draft, nodes)
+        assert nodes is not None
+        return nodes
+
+    def _charge(self, observed: Observed) -> None:
+        """What trying may cost grows with time, and shrinks by what it has cost."""
+        if self._steps == PLAIN_STEPS:
+            self.credit_s = FIRST_TRIES * observed.total_s
+        self.credit_s += TRYING * observed.total_s
+        trial = self._trial
+        if trial is not None and trial.arm == observed.arm:
+            trial.left -= 1
+            self.credit_s -= observed.total_s - self.cost.pace * observed.emitted / self.rate
+            if self.credit_s < 0:
+                trial.left = 0
+            if not trial.left:
+                self._compared = (0, None)
+
+    def _foreseen_s(self, observed: Observed, behind: int) -> float:
+        view = observed.view
+        verify_s = self.cost.verify_s(view.rows, observed.nodes, view.context)
+        return verify_s + self.cost.draft_s(observed.arm, view.rows, behind)
+
+    def _habit(self, view: View, arm: Arm) -> Habit:
+        key = (bucket(view.rows), arm)
+        habit = self._habits.get(key)
+        if habit is None:
+            habit = self._habits[key] = Habit(slip=self._slip)
+        return habit
+
+
+def _size(lesson: Lesson) -> int:
+    """Nodes of each row."""
+    return len(lesson.nodes.real_BN[0])
