@@ -12,10 +12,10 @@ from torch import nn
 from aedit.launch.policy import Policy, first_line, load_policy
 from aedit.launch.text_stream import TextStream
 from aedit.spec_rollout.arms import ArmChooser, Fixed
-from aedit.spec_rollout.bandit import Bandit
 from aedit.spec_rollout.draft_layer import DraftLayer
 from aedit.spec_rollout.drafts import By, Drafter, parse_arm
 from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.goodput import Goodput
 from aedit.spec_rollout.layer_drafter import LayerDrafter
 from aedit.spec_rollout.meters import Step
 from aedit.spec_rollout.samples import Prompt, Rollout, Sampling
@@ -154,7 +154,7 @@ def _engine(policy: Policy, target: Target, wanted: Wanted) -> Engine:
 
 def _chooser(arm: str, drafters: Mapping[By, Drafter]) -> ArmChooser:
     if arm == AUTO:
-        return Bandit([each for each in map(parse_arm, ARMS) if each.by in drafters])
+        return Goodput([each for each in map(parse_arm, ARMS) if each.by in drafters])
     try:
         fixed = parse_arm(arm)
     except ValueError as error:
