@@ -19,8 +19,10 @@ MORE = """
 calls_per_s = 1e9
 [hub.screen]
 offences = 1000000
+threshold = 1e9
 """
-"""Or most of what comes would be turned away at the door."""
+"""Or most of what comes would be turned away at the door; and the liar has so many names in the end that what
+they bring would be what is usual."""
 SAID = {
     "OK",
     "ABORTED",  # another session than the one it is said to be

@@ -19,6 +19,7 @@ from aedit.async_sgd.config import LimitConfig, ScreenConfig, StalenessConfig
 from aedit.async_sgd.joins import Denied
 from aedit.async_sgd.news import news, status
 from aedit.async_sgd.records import Accepted, Joined, Leased, Left, Merged, Refused, Used
+from aedit.async_sgd.weights import norm
 
 NAMES = "abcde"
 NODES = st.integers(0, len(NAMES) - 1)
@@ -172,13 +173,22 @@ class Machine(RuleBasedStateMachine):
         decided = self.offer(made)
         assert len(decided) == 1
         if isinstance(decided[0], Refused) and base and version - base < 4:
-            assert decided[0].reason.startswith("early")
+            first = self.world.hub.state.units[unit].history.anchor_norm
+            is_crude = norm(made) > 9.99 * first  # all that a hub can go by that knows one node
+            assert decided[0].reason.startswith(("early", "norm") if is_crude else "early")
 
     @rule(i=NODES, unit=UNITS)
     def push_once_more(self, i, unit):
         node = self.live(i)
         if (node, unit) in self.past:
             assert self.offer(self.past[node, unit]) == []
+
+    @rule(i=NODES, unit=st.integers(0, 3))
+    def push_garbage(self, i, unit):
+        """What comes is no push at all."""
+        node = self.live(i)
+        if node is not None:
+            self.world.do(self.world.hub.garbled(node, unit, "damaged: chunk at byte 0"))
 
     @rule(
         i=NODES,
