@@ -6,6 +6,7 @@ between, another may overwrite, so results are good until the pool's next replay
 
 import bisect
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +34,10 @@ def context_bucket(context: int, slots: int) -> int:
 class Captured:
     """One function, recorded for inputs of one size."""
 
-    def __init__(self, function: Run, inputs: tuple[Tensor, ...], pool: tuple[int, int]) -> None:
+    def __init__(self, function: Run, inputs: tuple[Tensor, ...], pool: Any) -> None:
         """Runs `function` on copies of `inputs` to warm up and to record: it must bear being run again."""
         self.inputs = tuple(tensor.clone() for tensor in inputs)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):

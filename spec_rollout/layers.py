@@ -108,16 +108,20 @@ def gated_mlp(x_Td: Tensor, w: LayerWeights) -> Tensor:
     return F.linear(gate * F.linear(x_Td, w.up, w.up_bias), w.down, w.down_bias)
 
 
+def _heads(x_Td: Tensor, shape: Shape) -> Tensor:
+    return x_Td.view(x_Td.shape[0], -1, shape.head_dim)
+
+
 def run_layer(x_Td: Tensor, w: LayerWeights, shape: Shape, rope: Rope, attend: Attend) -> Tensor:
     """The hidden states after one layer: attention and gated MLP, each on normed input, added to x_Td."""
     normed = rms_norm(x_Td, w.input_norm, shape)
     q_Td, k_Td = F.linear(normed, w.q, w.q_bias), F.linear(normed, w.k, w.k_bias)
-    v_TKh = F.linear(normed, w.v, w.v_bias).unflatten(-1, (-1, shape.head_dim))
+    v_TKh = _heads(F.linear(normed, w.v, w.v_bias), shape)
     # Queries and keys turn together: half as many calls.
     if w.q_norm is None or w.k_norm is None:
-        heads_TJh = torch.cat((q_Td, k_Td), -1).unflatten(-1, (-1, shape.head_dim))
+        heads_TJh = _heads(torch.cat((q_Td, k_Td), -1), shape)
     else:
-        q_THh, k_TKh = (x.unflatten(-1, (-1, shape.head_dim)) for x in (q_Td, k_Td))
+        q_THh, k_TKh = (_heads(x, shape) for x in (q_Td, k_Td))
         normed_heads = rms_norm(q_THh, w.q_norm, shape), rms_norm(k_TKh, w.k_norm, shape)
         heads_TJh = torch.cat(normed_heads, -2)
     turned = rotate(heads_TJh, rope)
