@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--size", choices=get_args(Size), default=usual.size)
     parser.add_argument("--minutes", type=float, default=usual.minutes, help="of training")
     parser.add_argument("--seed", type=int, default=usual.seed)
+    parser.add_argument("--drafter", action="store_true", help="and a drafter of it, on its own rollouts")
     parser.add_argument("--root", type=Path, default=ROOT, help="where policies are kept")
     args = parser.parse_args()
     policy = Policy(task=args.task, size=args.size, minutes=args.minutes, seed=args.seed)
@@ -199,6 +200,12 @@ def main() -> None:
     story = json.loads((out / "policy.json").read_text())
     size, loss = story["parameters"] / 1e6, story["held_out_loss"]
     print(f"{out}: {size:.1f} M parameters, {loss:.3f} nats per token held out")
+    if args.drafter:
+        from benchmarks.policy_drafter import Recipe, drafter_ready
+
+        path = drafter_ready(Recipe(policy=policy), args.root)
+        match = json.loads(path.with_suffix(".json").read_text())
+        print(f"{path}: overlap by depth {', '.join(f'{x:.2f}' for x in match['overlap_D'])}")
 
 
 if __name__ == "__main__":

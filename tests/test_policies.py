@@ -6,11 +6,14 @@ from itertools import count
 
 import pytest
 import torch
-from benchmarks import policies
-from benchmarks.policies import Policy, new_model, prompts, ready
+from benchmarks import policies, policy_drafter
+from benchmarks.policies import Policy, load, new_model, prompts, ready
+from benchmarks.policy_drafter import Recipe, collect, drafter_ready, train_drafter
 from benchmarks.policy_training import IGNORED, Budget, Training, mean_loss, task_rows
 from benchmarks.tasks import worked
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from aedit.spec_rollout.draft_layer import DraftLayer
 
 QUICK = Policy(size="quick", minutes=0.001)
 END = 256
@@ -119,3 +122,32 @@ def test_prompts_are_the_same_for_the_same_seed(task):
     first = prompts(policy, 3, seed=7)
     assert first == prompts(policy, 3, seed=7) != prompts(policy, 3, seed=8)
     assert all(0 <= token < 257 for tokens in first for token in tokens)
+
+
+def test_a_drafter_learns_from_the_rollouts_of_its_policy(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy_drafter, "MAX_TOKENS", 96)
+    recipe = Recipe(policy=QUICK, num_tokens=3000, minutes=0.1, lr=3e-3)
+    model = load(QUICK, tmp_path)
+    model.get_input_embeddings().weight.data.mul_(8)  # says something, as one that was trained for longer
+    samples = collect(model, recipe)
+    assert sum(len(sample.tokens_N) for sample in samples) >= 3000
+    assert all(bytes(sample.tokens_N[: sample.num_prompt].tolist()).endswith(b"\n") for sample in samples)
+    _, untaught = train_drafter(model, samples, recipe, clock=iter((0.0, 6.0)).__next__)
+    _, taught = train_drafter(model, samples, recipe, clock=count(0, 0.15).__next__)
+    assert taught.overlap_D[0] > untaught.overlap_D[0] + 0.05
+
+
+def test_a_drafter_is_trained_once_and_lies_beside_its_policy(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy_drafter, "MAX_TOKENS", 96)
+    recipe = Recipe(policy=QUICK, num_tokens=1500, minutes=0.001)
+    path = drafter_ready(recipe, tmp_path)
+    assert path.parent.name == QUICK.name
+    monkeypatch.setattr(policy_drafter, "collect", partial(pytest.fail, "collected again"))
+    assert drafter_ready(recipe, tmp_path) == path
+    DraftLayer.load(path, load(QUICK, tmp_path))
+    assert Recipe(policy=QUICK).name != Recipe(policy=QUICK, lr=1e-4).name
+
+
+def test_too_few_rollouts_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match="too few to learn from"):
+        train_drafter(new_model(QUICK), [], Recipe(policy=QUICK))

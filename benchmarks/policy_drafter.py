@@ -1,0 +1,143 @@
+"""Drafters for the policies of the rollout benchmarks, trained on the policy's own rollouts."""
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from aedit.launch.tokenizer import ByteTokenizer
+from aedit.spec_rollout.batches import HELD_OUT_EVERY
+from aedit.spec_rollout.draft_layer import DraftLayer
+from aedit.spec_rollout.draft_training import DraftTrainer, DraftTrainingConfig
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.feature_reader import FeatureReader, Sample
+from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.features import RowFeatures
+from aedit.spec_rollout.gate import Match, held_out_match
+from aedit.spec_rollout.losses import PolicyEnds
+from aedit.spec_rollout.packing import pack
+from aedit.spec_rollout.samples import Prompt, Sampling
+from benchmarks.policies import ROOT, Policy, load, prompts, ready
+
+ROWS = 32
+MAX_TOKENS = 1024
+"""Prompt and answer."""
+PROMPTS_AT = 1 << 32
+"""Seeds from here on are the drafters': nobody measures with their prompts."""
+JUDGED_DEPTH = 8
+LOWEST_LR = 0.05
+"""At the end, as a share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What makes one drafter of a policy. Equal recipes are the same drafter."""
+
+    policy: Policy
+    num_tokens: int = 131_072
+    """Of the policy's rollouts, prompts included."""
+    minutes: float = 4.0
+    """Of training; collecting comes on top."""
+    temperature: float = 1.0
+    lr: float = 1e-3
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        digest = sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
+        return f"drafter-{digest}.safetensors"
+
+
+def drafter_ready(recipe: Recipe, root: Path = ROOT) -> Path:
+    """The file of a trained drafter, in its policy's directory, for `DraftLayer.load`; trained now if it is
+    not there. A .json beside it says how good it is on rollouts it has not learned from."""
+    out = ready(recipe.policy, root) / recipe.name
+    if not out.exists():
+        model = load(recipe.policy, root)
+        module: nn.Module = model
+        module.to("cuda" if torch.cuda.is_available() else "cpu")
+        layer, match = train_drafter(model, collect(model, recipe), recipe)
+        out.with_suffix(".json").write_text(json.dumps(asdict(recipe) | asdict(match), indent=1) + "\n")
+        layer.save(out)
+    return out
+
+
+def collect(model: PreTrainedModel, recipe: Recipe) -> list[Sample]:
+    """The policy's rollouts with its hidden states, `num_tokens` of them or a little more."""
+    engine = Engine.of(model, rows=ROWS, max_tokens=MAX_TOKENS)
+    width = engine.target.feature_size
+    most = recipe.num_tokens + ROWS * MAX_TOKENS  # and as much again for pages that are not full
+    shape = RingShape.within(2 * most * RingShape(width, torch.float32, 1).row_bytes, width, torch.float32)
+    buffer = np.zeros(shape.num_bytes, np.uint8)
+    sink = RowFeatures(FeatureRing(buffer, shape))
+    engine.sink = sink
+    made = 0
+    for prompt in _asked(recipe):
+        engine.add(prompt)
+        while len(engine.live) + len(engine.waiting) >= ROWS and made < recipe.num_tokens:
+            made += sum(len(one.tokens) + len(one.prompt.tokens) for one in engine.step().finished)
+        if made >= recipe.num_tokens:
+            break
+    engine.close()
+    reader = FeatureReader(buffer)
+    return [sample for entry in reader.entries() if (sample := reader.read(entry)) is not None]
+
+
+def train_drafter(
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    recipe: Recipe,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[DraftLayer, Match]:
+    """A layer that has learned from most of the samples, and what it is worth on the others."""
+    learned = [sample for sample in samples if sample.serial % HELD_OUT_EVERY]
+    apart = [sample for sample in samples if sample.serial % HELD_OUT_EVERY == 0]
+    if not (learned and apart):
+        raise ValueError(f"{len(samples)} rollouts are too few to learn from some and judge by others")
+    layer = DraftLayer.of(model, generator=torch.Generator().manual_seed(recipe.seed))
+    trainer = DraftTrainer(layer, DraftTrainingConfig(lr=recipe.lr, batch_pairs=2048, row_pairs=512))
+    ends = _ends(model)
+    began, rng = clock(), random.Random(recipe.seed)
+    while (share := (clock() - began) / (60 * recipe.minutes)) < 1:
+        trainer.lr_factor = LOWEST_LR + (1 - LOWEST_LR) * 0.5 * (1 + math.cos(math.pi * share))
+        trainer.step(_batch(learned, trainer.config.batch_pairs, rng), ends)
+    rows = [row.to(layer.gain.device) for row in pack(apart, trainer.config.row_pairs)]
+    return layer, held_out_match(layer, rows, ends, JUDGED_DEPTH)
+
+
+def _asked(recipe: Recipe) -> Iterator[Prompt]:
+    stop_tokens = (ByteTokenizer().eos_id,)
+    for chunk in count():
+        texts = prompts(recipe.policy, ROWS, PROMPTS_AT + chunk)
+        for i, tokens in enumerate(text for text in texts if len(text) < MAX_TOKENS // 2):
+            sampling = Sampling(
+                temperature=recipe.temperature,
+                max_new_tokens=MAX_TOKENS - len(tokens),
+                stop_tokens=stop_tokens,
+            )
+            yield Prompt(tokens=tokens, rollout=recipe.seed, sample=ROWS * chunk + i, sampling=sampling)
+
+
+def _batch(samples: Sequence[Sample], num_pairs: int, rng: random.Random) -> list[Sample]:
+    """Random samples of together so many pairs or a little more."""
+    chosen: list[Sample] = []
+    while sum(len(sample.features_MF) for sample in chosen) < num_pairs:
+        chosen.append(rng.choice(samples))
+    return chosen
+
+
+def _ends(model: PreTrainedModel) -> PolicyEnds:
+    untyped: Any = model  # its methods carry no types
+    embedding, head = untyped.get_input_embeddings().weight, untyped.get_output_embeddings().weight
+    return PolicyEnds(embedding.detach(), head.detach(), version=0)
