@@ -12,7 +12,7 @@ from aedit.launch.hub.engine import Engine
 from aedit.launch.hub.greeting import Greeting
 from aedit.launch.hub.journal import Journal
 from aedit.launch.hub.ledger import Ledger
-from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview, to_json
+from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview
 from aedit.launch.hub.store import Store
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Leading:
         return overview(self.ledger, self.engine)
 
     def _status(self, after: int) -> str:
-        return to_json(self.overview() | {"run": self._config.name} | self._reports.newest(after))
+        return self._reports.status(self.overview() | {"run": self._config.name}, after)
 
     def _write_lines(self) -> None:
         while not self._stopping.wait(LINE_EVERY_S):

@@ -8,6 +8,14 @@ MOST_BYTES = 2**20
 """Of all lines, as JSON: with them a status stays below the largest message."""
 
 
+def to_json(values: Mapping[str, Any]) -> str:
+    """JSON has no NaN and no infinity: null instead."""
+    text = json.dumps(values)
+    if "NaN" not in text and "Infinity" not in text:
+        return text
+    return json.dumps(json.loads(text, parse_constant=lambda name: None))
+
+
 class Lines:
     """Of a long run it keeps every 2nd, 4th, 8th... line, and the newest. For one thread at a time."""
 
@@ -23,16 +31,17 @@ class Lines:
         """The newest one."""
         if self._lines and self._lines[-1][0] % self._every:
             self._num_bytes -= len(self._lines.pop()[1])
-        text = json.dumps(values)
+        text = to_json(values)
         self._lines.append((self.count, text))
         self._num_bytes += len(text)
         self.count += 1
         while self._num_bytes > self._most_bytes and len(self._lines) > 1:
             self._thin_out()
 
-    def after(self, count: int) -> list[dict[str, Any]]:
-        """Those that are left of what was added after the first `count`."""
-        return [json.loads(text) for number, text in self._lines if number >= count]
+    def after(self, count: int) -> list[str]:
+        """Those that are left of what was added after the first `count`, as JSON: many ask, and a line is
+        hundreds of objects."""
+        return [text for number, text in self._lines if number >= count]
 
     def _thin_out(self) -> None:
         self._every *= 2

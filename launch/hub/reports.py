@@ -1,6 +1,5 @@
 """What a hub writes down for people: a line of metrics every few seconds, events as they happen."""
 
-import json
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from typing import Any
 from aedit.async_sgd import news, records
 from aedit.launch.hub.engine import Engine
 from aedit.launch.hub.ledger import Ledger
-from aedit.launch.hub.lines import Lines
+from aedit.launch.hub.lines import Lines, to_json
 from aedit.launch.recorder import Clock, Recorder
 
 LINE_EVERY_S = 2.0
@@ -90,11 +89,12 @@ class Reports:
             self._lines.add({"t": t, **values})
             self._files.metrics(t=t, **values)
 
-    def newest(self, after: int) -> dict[str, Any]:
-        """Lines after the first `after` ones of this process, how many there are, and the latest events."""
+    def status(self, now: Mapping[str, Any], after: int) -> str:
+        """JSON of `now`, the latest events, and the lines after the first `after` ones of this process."""
         with self._lock:
-            lines, events = self._lines.after(after), list(self._events)
-            return {"num_lines": self._lines.count, "lines": lines, "events": events}
+            lines, count, events = self._lines.after(after), self._lines.count, list(self._events)
+        head = to_json({**now, "num_lines": count, "events": events})
+        return f'{head[:-1]}, "lines": [{", ".join(lines)}]}}'
 
     def close(self) -> None:
         self._files.close()
@@ -133,11 +133,3 @@ def metrics(overview: Mapping[str, Any]) -> dict[str, Any]:
         "merge_s": overview["merge_s"],
         "standby": overview["standby"],
     }
-
-
-def to_json(values: Mapping[str, Any]) -> str:
-    """JSON has no NaN and no infinity: null instead."""
-    text = json.dumps(values)
-    if "NaN" not in text and "Infinity" not in text:
-        return text
-    return json.dumps(json.loads(text, parse_constant=lambda name: None))

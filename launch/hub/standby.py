@@ -16,7 +16,7 @@ from aedit.launch.hub.greeting import Greeting
 from aedit.launch.hub.leading import Leading
 from aedit.launch.hub.mirror import Mirror
 from aedit.launch.hub.place import Place
-from aedit.launch.hub.reports import Reports, to_json
+from aedit.launch.hub.reports import Reports
 from aedit.proto import hub_pb2 as pb
 from aedit.proto.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.service import Refusal
@@ -115,7 +115,7 @@ class Standby(_Refusing):
             now = news.status(self._mirror.hub, time.monotonic())
         segment, offset = self._mirror.position
         following = {"follows": self._place.other, "segment": segment, "offset": offset}
-        return pb.StatusReply(json=to_json(now | following | self._reports.newest(request.metrics_after)))
+        return pb.StatusReply(json=self._reports.status(now | following, request.metrics_after))
 
     def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
         """A vote. With those of more than half of the members it leads."""
