@@ -53,6 +53,8 @@ def test_a_benchmark_is_started_from_the_root_of_the_repository():
     assert "--json" in ended.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_quick_run_prints_what_it_writes_as_json(run, tmp_path):
     file = tmp_path / "straggler.json"
     text = run("straggler", "--quick", "--json", str(file))
@@ -76,6 +78,17 @@ def test_a_missed_bar_is_printed_and_is_no_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["t"])
     table.main("t", "about", lambda quick: report)
     assert capsys.readouterr().out.splitlines()[-2:] == ["MISS: too slow", "PASS: fine"]
+
+
+def test_a_wide_table_is_printed_whole_and_written_as_json(monkeypatch, capsys, tmp_path):
+    row, columns = tuple(f"{i:04} +- 0.123456789" for i in range(9)), tuple(f"column {i}" for i in range(9))
+    report = table.Report("t", ("how", "where"), columns, (row,), (), {"seen": [1]})
+    monkeypatch.setattr(sys, "argv", ["t", "--quick", "--json", str(tmp_path / "t.json")])
+    table.main("t", "about", lambda quick: report)
+    told, text = json.loads((tmp_path / "t.json").read_text()), capsys.readouterr().out
+    assert printed_rows(text) == [list(row)] == told["rows"]
+    assert text.splitlines()[2] == told["machine"]
+    assert (told["quick"], told["figures"]) == (True, {"seen": [1]})
 
 
 def test_the_overhead_benchmark_runs_plain_and_sharded(run):
@@ -219,6 +232,7 @@ def test_the_network_is_gone_after_use_also_after_an_error():
     assert not any(place.namespace in namespaces() for place in places)
 
 
+@pytest.mark.slow
 @pytest.mark.net
 @pytest.mark.timeout(300)
 def test_the_bandwidth_benchmark_runs_or_says_why_not(run):

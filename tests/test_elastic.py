@@ -93,6 +93,7 @@ def test_one_to_four_to_two_to_six_to_three_nodes_draw_every_sample_once():
     assert audit["again"] <= story.kills * audit["push"]
 
 
+@pytest.mark.slow
 def test_a_hundred_rounds_of_coming_and_going_leave_no_descriptor_open():
     soaked = soak.soak(replace(soak.QUICK, rounds=100))
     assert soaked.failed == 0
