@@ -94,7 +94,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_training_alone(suffering
     assert "File too large" in suffering.status("checkpoint_error")
     before = Checkpoints(suffering.checkpoint).load()
     assert before["fc.weight"].isfinite().all()
-    assert not list(suffering.checkpoint.parent.glob("*.partial"))
+    # It may have been stopped while it wrote one; that one goes, too, when it finds the disk full.
+    suffering.suffer("disk full", lambda: not list(suffering.checkpoint.parent.glob("*.partial")))
     suffering.learn()
     written = suffering.status("checkpoints")
     suffering.suffer("disk empty", lambda: suffering.status("checkpoints") > written)
