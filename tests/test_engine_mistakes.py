@@ -7,6 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_mistakes import (
+    Mistakes,
+    a_token_too_few_is_kept_in_the_cache,
+    a_token_too_many_is_kept_in_the_cache,
+    an_end_inside_of_an_accepted_run_is_not_seen,
+)
 from rollouts import FLIPS, KINDS, Insider, decode_plainly, engine_of, samples, tiny_policy, tokens_of
 
 from aedit.spec_rollout import rows, verdict
@@ -14,40 +20,10 @@ from aedit.spec_rollout.noise import RowNoise
 from aedit.spec_rollout.rows import Live
 from aedit.spec_rollout.target import Target
 
-MISTAKES = {}
-
-
-def mistake(function):
-    MISTAKES[function.__name__.replace("_", " ")] = function
-    return function
-
-
-@mistake
-def a_token_too_few_is_kept_in_the_cache(patch):
-    take = Live.take
-
-    def wrong(self, tokens, *rest):
-        take(self, tokens, *rest)
-        self.length -= len(tokens) > 1
-
-    patch.setattr(Live, "take", wrong)
-
-
-@mistake
-def a_token_too_many_is_kept_in_the_cache(patch):
-    take = Live.take
-
-    def wrong(self, tokens, *rest):
-        take(self, tokens, *rest)
-        self.length += len(tokens) > 1
-
-    patch.setattr(Live, "take", wrong)
-
-
-@mistake
-def an_end_inside_of_an_accepted_run_is_not_seen(patch):
-    end_of = Live.end_of
-    patch.setattr(Live, "end_of", lambda self, tokens: (len(tokens), end_of(self, tokens[-1:])[1]))
+mistake = Mistakes()
+mistake(a_token_too_few_is_kept_in_the_cache)
+mistake(a_token_too_many_is_kept_in_the_cache)
+mistake(an_end_inside_of_an_accepted_run_is_not_seen)
 
 
 @mistake
@@ -135,10 +111,10 @@ def test_without_a_mistake_nothing_is_seen(world):
     assert tokens_of(engine_of(policy, 3, Insider(texts, honesty=0.7), *FLIPS), mixed) == plain
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", mistake)
 def test_a_mistake_is_seen(world, name, monkeypatch):
     policy, mixed, plain, texts = world
-    MISTAKES[name](monkeypatch)
+    mistake[name](monkeypatch)
     try:
         made = tokens_of(engine_of(policy, 3, Insider(texts, honesty=0.7), *FLIPS), mixed)
     except (AssertionError, RuntimeError, ValueError, IndexError):

@@ -7,6 +7,11 @@ token, so that what an accepted run says behind its end would show as well.
 import numpy as np
 import pytest
 import torch
+from engine_mistakes import (
+    Mistakes,
+    a_token_too_few_is_kept_in_the_cache,
+    an_end_inside_of_an_accepted_run_is_not_seen,
+)
 from markov import chi_square
 from rollouts import Flips, tiny_policy, warped
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -15,7 +20,6 @@ from aedit.spec_rollout import rejection, verdict
 from aedit.spec_rollout.draft_layer import DraftLayer
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.layer_drafter import LayerDrafter
-from aedit.spec_rollout.rows import Live
 from aedit.spec_rollout.samples import Prompt, Sampling
 from aedit.spec_rollout.suffix import SuffixDrafter
 from aedit.spec_rollout.target import Target
@@ -70,12 +74,9 @@ def test_every_rollout_is_as_likely_as_the_policy_makes_it(policy):
     assert p_value(policy, temperature=0.7, top_p=0.9) > 1e-3
 
 
-MISTAKES = {}
-
-
-def mistake(function):
-    MISTAKES[function.__name__.replace("_", " ")] = function
-    return function
+mistake = Mistakes()
+mistake(a_token_too_few_is_kept_in_the_cache)
+mistake(an_end_inside_of_an_accepted_run_is_not_seen)
 
 
 @mistake
@@ -84,31 +85,14 @@ def the_policy_draws_in_place_of_the_residual(patch):
 
 
 @mistake
-def an_end_inside_of_an_accepted_run_is_not_seen(patch):
-    end_of = Live.end_of
-    patch.setattr(Live, "end_of", lambda self, tokens: (len(tokens), end_of(self, tokens[-1:])[1]))
-
-
-@mistake
-def a_token_too_few_is_kept_in_the_cache(patch):
-    take = Live.take
-
-    def wrong(self, tokens, *rest):
-        take(self, tokens, *rest)
-        self.length -= len(tokens) > 1
-
-    patch.setattr(Live, "take", wrong)
-
-
-@mistake
 def the_policy_is_asked_at_another_temperature(patch):
     right = verdict.shaped
     patch.setattr(verdict, "shaped", lambda logits, *rest: right(logits * 0.8, *rest))
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", mistake)
 def test_a_mistake_is_seen(policy, name, monkeypatch):
-    MISTAKES[name](monkeypatch)
+    mistake[name](monkeypatch)
     try:
         p = p_value(policy, num=1_000)
     except (AssertionError, RuntimeError, ValueError, IndexError, KeyError):
