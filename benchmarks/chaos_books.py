@@ -88,7 +88,7 @@ def _keep(directory: Path, whole: Path) -> None:
     whole.mkdir(exist_ok=True)
     for path in directory.glob("journal-*"):
         other = whole / path.name
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, FileExistsError):  # gone meanwhile, or kept by the other thread
             if other.exists() and not other.samefile(path):
                 other.unlink()  # its head was not written when the hub was killed: begun anew
             if not other.exists():
