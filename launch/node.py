@@ -22,7 +22,9 @@ def main() -> int:
     try:
         _join_and_train(load(options.config, []).config, options)
     except UserError as error:
-        print(f"aedit: {error}", file=sys.stderr, flush=True)
+        # One write: torchrun runs its workers unbuffered, and print would let another's line in before its end.
+        sys.stderr.write(f"aedit: {error}\n")
+        sys.stderr.flush()
         return 2
     except Exception:
         traceback.print_exc()

@@ -41,7 +41,7 @@ if mode == "refuse" and node == 1:
     print("aedit: data.source: no file matches nothing.txt", file=log)
     sys.exit(2)
 if mode == "refuse early":
-    print("aedit: run.toml is of another make", file=sys.stderr)
+    sys.stderr.write("aedit: run.toml is of another make\\n")  # as aedit.launch.node does it
     sys.exit(2)
 if mode == "crash" and node == 1:
     print("RuntimeError: the disk sings", file=log)
