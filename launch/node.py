@@ -22,7 +22,7 @@ def main() -> int:
     try:
         _join_and_train(load(options.config, []).config, options)
     except UserError as error:
-        # One write: torchrun runs its workers unbuffered, and print would let another's line in before its end.
+        # One write: torchrun runs its workers unbuffered, and print would let another line in before the end.
         sys.stderr.write(f"aedit: {error}\n")
         sys.stderr.flush()
         return 2
