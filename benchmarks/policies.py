@@ -80,7 +80,7 @@ class Policy:
 
     task: Kind = "scratchpad"
     size: Size = "10m"
-    minutes: float = 15.0
+    minutes: float = 20.0
     seed: int = 0
 
     @property
