@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from typing import Any
 import psutil
 
 PR_SET_PDEATHSIG = 1
+SESSION_TRIES = 10
+ON_LINUX = sys.platform == "linux"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +35,14 @@ class Order:
     """What `born` returns, by `packed`."""
     fds: tuple[int, ...] = ()
     niceness: int = 19
+    """Above its node's own. 19: only what nobody else wants (SCHED_IDLE), where that may be asked."""
     log: Path | None = None
     """Where its standard output and errors go; nowhere by default."""
 
 
 class HeldProcess:
-    """A child that stops itself as soon as it is born. Start it in a thread that lasts: the kernel ends it
-    together with that thread.
+    """A child that stops itself as soon as it is born, and has a low priority from its first instruction on.
+    Start it in a thread that lasts: the kernel ends it together with that thread.
 
     Not for several threads at once: `let`, `hold` and `exit_code` belong under one lock of the caller's, so
     that no signal goes to a process that has been buried.
@@ -45,6 +50,8 @@ class HeldProcess:
 
     def __init__(self, order: Order) -> None:
         self._process = _spawn(order)
+        # Here and not in the child: to load Python is work, too, and a step may begin meanwhile.
+        _lower(self._process.pid, order.niceness)
 
     @property
     def pid(self) -> int:
@@ -106,16 +113,18 @@ def _spawn(order: Order) -> "subprocess.Popen[bytes]":
     with tempfile.TemporaryFile() as told, _log(order.log) as log:
         pickle.dump({"path": sys.path, "work": order.work}, told)
         told.seek(0)
-        words = [sys.executable, "-m", order.module, str(os.getpid()), str(order.niceness)]
+        words = [sys.executable, "-m", order.module, str(os.getpid())]
         return subprocess.Popen(
             words,
             stdin=told,
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=order.fds,
-            # A Ctrl-C in the terminal is not for it; and a stopped group whose parent has gone is woken and
-            # hung up on, which is what ends it on systems that have no PR_SET_PDEATHSIG.
-            process_group=0,
+            # A Ctrl-C in the terminal is not for it. On Linux a session of its own, which `_lower` can lower;
+            # elsewhere a group, as a stopped group whose parent has gone is woken and hung up on, which is
+            # what ends it on systems that have no PR_SET_PDEATHSIG.
+            start_new_session=ON_LINUX,
+            process_group=None if ON_LINUX else 0,
         )
 
 
@@ -124,26 +133,44 @@ def _log(path: Path | None) -> Any:
 
 
 def born(words: list[str]) -> Any:
-    """The first thing the child does: see to it that it ends with its parent and disturbs nobody, stop until
-    it is let, and only then read what it has to do. words: its arguments."""
-    parent, niceness = int(words[0]), int(words[1])
+    """The first thing the child does: see to it that it ends with its parent, stop until it is let, and only
+    then read what it has to do. words: its arguments."""
+    parent = int(words[0])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
+    if ON_LINUX:
         # SIGKILL, as it also ends a process that is stopped.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    _be_nice(niceness)
     os.kill(os.getpid(), signal.SIGSTOP)
     told = pickle.load(sys.stdin.buffer)
     sys.path[:] = told["path"]
     return pickle.loads(told["work"])
 
 
-def _be_nice(niceness: int) -> None:
-    os.nice(niceness)
-    if niceness == 19 and sys.platform == "linux":
+def _lower(pid: int, niceness: int) -> None:
+    """Let the process have only what is left over by others."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    # Each may be forbidden in some containers, and the process may have ended: the others have to do.
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, min(own + niceness, 19))
+    if not ON_LINUX or niceness == 0:
+        return
+    if niceness == 19:
+        with suppress(OSError):
+            os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+    # On desktops each session gets its share whatever the priorities in it are (sched_autogroup): 19 in a
+    # session of one would be worth as much as 0.
+    with suppress(OSError):
+        _lower_session(Path(f"/proc/{pid}/autogroup"), niceness)
+
+
+def _lower_session(autogroup: Path, niceness: int) -> None:
+    """The kernel lets all of a machine do this ten times a second, and several ranks may begin at once."""
+    for _ in range(SESSION_TRIES):
         try:
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        except OSError:
-            return  # forbidden in some containers: 19 alone has to do
+            autogroup.write_text(str(niceness))
+        except BlockingIOError:
+            time.sleep(0.11)
+        else:
+            return

@@ -169,11 +169,12 @@ class Keeper:
             return
         give_up_s = time.monotonic() + BORN_WITHIN_S
         while not process.is_born:
-            if self._closing.is_set() or time.monotonic() > give_up_s:
+            is_late = time.monotonic() > give_up_s and not process.is_starved(BORN_WITHIN_S)
+            if is_late or self._closing.is_set():
                 process.kill()
                 self._bury(f"process {process.pid} did not begin within {BORN_WITHIN_S:g} s")
                 return
-            time.sleep(LOOK_S / 10)
+            self._closing.wait(LOOK_S)
         with self._lock:
             self._process = process
             self._beats, self._beaten_at_s = 0, self.lent_s

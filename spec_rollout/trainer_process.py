@@ -1,4 +1,4 @@
-"""`python -m aedit.spec_rollout.trainer_process PARENT NICENESS`: the process in which a drafter trains.
+"""`python -m aedit.spec_rollout.trainer_process PARENT`: the process in which a drafter trains.
 
 Its node starts it, stopped, and lets it run only while the node waits. It reads features and the policy's
 head from the memory it shares with the node, publishes there what it has learned, and writes its own

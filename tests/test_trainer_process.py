@@ -16,6 +16,8 @@ from benchmarks import idle_trainees as trainees
 from held import node
 from nodes import in_threads, tower
 
+from aedit.spec_rollout import held_process
+from aedit.spec_rollout.held_process import HeldProcess, Order, packed
 from aedit.types import Round
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +39,39 @@ def test_it_is_born_stopped_at_the_lowest_priority():
         assert trainer.nice() == 19
         assert os.sched_getscheduler(trainer.pid) == os.SCHED_IDLE
         assert work.newest() is None
+
+
+def test_it_is_the_least_of_all_processes_before_it_has_done_anything():
+    """To load Python is work, too; and on a desktop each session has a share, which is lowered as well."""
+    child = HeldProcess(Order("aedit.spec_rollout.trainer_process", packed(None)))
+    try:
+        assert os.getpriority(os.PRIO_PROCESS, child.pid) == 19
+        assert os.sched_getscheduler(child.pid) == os.SCHED_IDLE
+        assert os.getsid(child.pid) == child.pid != os.getsid(0), "else ours would be lowered"
+        sessions = [Path(f"/proc/{pid}/autogroup") for pid in (child.pid, "self")]
+        if sessions[0].exists():
+            theirs, ours = (session.read_text().split() for session in sessions)
+            assert theirs[0] != ours[0]
+            assert theirs[1:] == ["nice", "19"]
+    finally:
+        child.kill()
+
+
+@pytest.mark.parametrize(("refusals", "written"), [(3, "19"), (10**6, None)])
+def test_a_kernel_that_is_asked_too_often_is_asked_again_but_not_for_ever(refusals, written, monkeypatch):
+    class Session:
+        text, asked = None, 0
+
+        def write_text(self, text):
+            self.asked += 1
+            if self.asked <= refusals:
+                raise BlockingIOError
+            self.text = text
+
+    session = Session()
+    monkeypatch.setattr(held_process.time, "sleep", lambda pause_s: None)
+    held_process._lower_session(session, 19)
+    assert session.text == written
 
 
 def test_it_runs_in_a_window_and_is_stopped_outside(work):
