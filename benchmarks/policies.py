@@ -37,13 +37,14 @@ from benchmarks.tasks import Task, draw_many
 ABOUT = "Train a policy for the rollout benchmarks, unless it is there already."
 ROOT = Path("runs/policies")
 MAX_TOKENS = 2048
-"""Positions of a policy; it is trained on rows of half as many."""
-SEQ_LEN = 1024
-NUM_ROWS = {"cpu": 2, "cuda": 32}
+"""Positions of a policy."""
+SEQ_LEN = 512
+"""Of a row that it learns from; one that begins with a longer task is as long as that."""
+NUM_ROWS = {"cpu": 1, "cuda": 64}
 """Of one step: many small steps where a step is slow."""
 PROMPT_BYTES = 64
 """Of a prompt out of Python text."""
-REVISION = 1
+REVISION = 2
 """Goes up when the same settings would make another policy."""
 HELD_OUT_ROWS = 16
 
@@ -145,7 +146,7 @@ def prompts(policy: Policy, count: int, seed: int) -> list[tuple[int, ...]]:
 
 
 def _train(policy: Policy, out: Path, device: str) -> None:
-    budget = Budget(seconds=60 * policy.minutes, lr=0.5 / SHAPES[policy.size].width, device=device)
+    budget = Budget(seconds=60 * policy.minutes, lr=0.3 / SHAPES[policy.size].width, device=device)
     rows_of = partial(_rows, policy, NUM_ROWS[device])
     place = out.with_name(f".{out.name}.training")
     model = new_model(policy)

@@ -37,12 +37,12 @@ class Budget:
 
     seconds: float
     """Of steps, saving not counted; the learning rate follows the share of it that is used."""
-    lr: float = 2e-3
+    lr: float = 1e-3
     device: str = "cpu"
 
     @property
     def train(self) -> TrainConfig:
-        return TrainConfig(lr=self.lr, betas=(0.9, 0.95), weight_decay=0.1, lr_warmup=0.03, lr_final=0.05)
+        return TrainConfig(lr=self.lr, betas=(0.9, 0.98), weight_decay=0.1, lr_warmup=0.03, lr_final=0.05)
 
 
 @dataclass(slots=True)
@@ -59,17 +59,21 @@ class Progressed:
 def task_rows(num_rows: int, seq_len: int, seed: str) -> Rows:
     """Whole tasks side by side, each ended by the end token; only answers have labels.
 
-    A row begins with a task. What is left of a row when nothing more fits is padding without labels.
+    A row begins with a task. What is left of a row when nothing more fits is padding without labels. Rows are
+    longer than seq_len where a first task is: else the longest would never be learned.
     """
     rng, tokenizer = random.Random(seed), ByteTokenizer()
+    first = [draw(rng) for _ in range(num_rows)]
+    seq_len = max(seq_len, *(len(task.prompt) + len(task.answer) for task in first))
     ids_KT = np.full((num_rows, seq_len + 1), tokenizer.eos_id)
     labels_KT = np.full((num_rows, seq_len + 1), IGNORED)
     filled, missed = [0] * num_rows, 0
     while missed < MISSES:
-        task = draw(rng)
+        task = first.pop() if first else draw(rng)
         prompt, answer = tokenizer.encode(task.prompt), tokenizer.encode(task.answer)
         length = len(prompt) + len(answer) + 1
-        row = next((k for k in range(num_rows) if filled[k] + length <= seq_len + 1), None)
+        open_rows = (k for k in range(num_rows) if filled[k] + length <= seq_len + 1)
+        row = min(open_rows, key=filled.__getitem__, default=None)
         if row is None:
             missed += 1
             continue

@@ -98,7 +98,8 @@ def test_training_lowers_the_loss(tmp_path):
     before = float(mean_loss(training.model, held_out, "cpu").detach())
     *_, last = training.run(ticking())
     assert float(mean_loss(training.model, held_out, "cpu").detach()) < before - 1
-    assert last.tokens == 30 * 128
+    assert last.step == 30
+    assert last.tokens >= 30 * 128
 
 
 def test_a_policy_is_trained_once_and_read_by_transformers(tmp_path, monkeypatch):
