@@ -81,7 +81,7 @@ class Policy:
 
     task: Kind = "scratchpad"
     size: Size = "10m"
-    minutes: float = 20.0
+    minutes: float = 30.0
     seed: int = 0
 
     @property
