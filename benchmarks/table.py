@@ -68,6 +68,12 @@ def show(report: Report, where: str, console: Console) -> None:
     for line in report.method:
         console.print(line)
     console.print(where)
+    print_table(report, console)
+    print_bars(report.bars, console)
+
+
+def print_table(report: Report, console: Console) -> None:
+    """Its table alone."""
     table = Table(title=report.name)
     for i, column in enumerate(report.columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
@@ -77,7 +83,11 @@ def show(report: Report, where: str, console: Console) -> None:
     everything = console.options.update(max_width=10 * WIDTH)
     console.width = max(console.width, Measurement.get(console, everything, table).maximum)
     console.print(table)
-    for bar in report.bars:
+
+
+def print_bars(bars: Sequence[Bar], console: Console) -> None:
+    """Each in a line, with whether it was reached."""
+    for bar in bars:
         verdict = {True: "PASS", False: "MISS", None: "too short to tell"}[bar.passed]
         console.print(f"{verdict}: {bar.text}")
 

@@ -1,0 +1,221 @@
+"""How fast are rollouts, and is speculation ever slower?
+
+    python -m benchmarks.rollout [--task scratchpad|python] [--size 10m] [--batches 1,2,4] [--quick]
+
+Policies and drafters come from `benchmarks.policies` and `benchmarks.policy_drafter`; what is not there yet
+is trained first. Four parts: rollout_stream (our arms on a stream of samples), rollout_theirs (beside
+`transformers`), rollout_drain (a batch to its end), and rollout_bars (what is wanted of all that).
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import transformers
+from rich.console import Console
+
+from aedit.spec_rollout.draft_layer import DraftLayer
+from benchmarks import rollout_tables
+from benchmarks.policies import ROOT, Kind, Policy, load, ready
+from benchmarks.policies import Size as PolicySize
+from benchmarks.policy_drafter import Recipe, drafter_ready
+from benchmarks.rollout_bars import bars, drain_bars
+from benchmarks.rollout_cells import Cell, Size, measure_cell
+from benchmarks.rollout_drain import Drain, drains
+from benchmarks.rollout_stream import Cast, random_layer
+from benchmarks.rollout_theirs import Theirs, without_stop
+from benchmarks.table import WIDTH, Bar, Report, machine, print_bars, print_table
+
+ABOUT = "Tokens per second of rollouts: plain, each arm, the choice among them, and transformers."
+METHOD = (
+    "All engines take turns at the same samples, in an order drawn for each repeat; ratios are taken within a"
+    " repeat: median [95 % by bootstrap].",
+    "A policy trained here; free rows take the next sample at once. The first repeat, in which the choice"
+    " learns, counts for itself only.",
+)
+FULL = Size(repeats=9, turn_tokens=64, their_tokens=96, their_repeats=3, drains=3, drain_rows=64)
+QUICK = Size(repeats=2, turn_tokens=16, their_tokens=16, their_repeats=1, drains=1, drain_rows=8)
+BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured."""
+
+    tasks: tuple[Kind, ...] = get_args(Kind)
+    policy_size: PolicySize = "10m"
+    batches: tuple[int, ...] = BATCHES
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    root: Path = ROOT
+    size: Size = FULL
+    quick: bool = False
+
+    def policy(self, task: Kind) -> Policy:
+        return (
+            Policy(task=task, size="quick", minutes=0.3)
+            if self.quick
+            else Policy(task=task, size=self.policy_size)
+        )
+
+    def recipe(self, task: Kind) -> Recipe:
+        policy = self.policy(task)
+        return Recipe(policy=policy, num_tokens=40_000, minutes=0.1) if self.quick else Recipe(policy=policy)
+
+    def assistant(self, task: Kind) -> Policy:
+        """A smaller policy of the task, for assisted generation."""
+        return Policy(task=task, size="quick", minutes=0.1 if self.quick else 2.0)
+
+
+@dataclass(slots=True)
+class Found:
+    """What was measured so far."""
+
+    cells: list[Cell] = field(default_factory=list)
+    drains: list[Drain] = field(default_factory=list)
+    """Of scratchpad arithmetic: only its answers have ends."""
+
+    @property
+    def bars(self) -> list[Bar]:
+        of_cells = [
+            bar for task in dict.fromkeys(cell.task for cell in self.cells) for bar in bars(self.of(task))
+        ]
+        return of_cells + (drain_bars(self.drains) if self.drains else [])
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {
+            "cells": [cell.figures for cell in self.cells],
+            "drains": [asdict(one) for one in self.drains],
+        }
+
+    def of(self, task: Kind) -> list[Cell]:
+        return [cell for cell in self.cells if cell.task == task]
+
+    def tables(self) -> Iterator[Report]:
+        if self.cells:
+            for make in (
+                rollout_tables.speeds,
+                rollout_tables.arms,
+                rollout_tables.forecasts,
+                rollout_tables.acceptance,
+            ):
+                yield make(self.cells)
+        if self.drains:
+            yield rollout_tables.drained(self.drains)
+
+
+def measure(plan: Plan, say: Callable[[str], None]) -> Found:
+    """All cells and drains of a plan, one after the other. say: hears how it goes on."""
+    found = Found()
+    for task in plan.tasks:
+        cast, assistant = _cast(plan, task, say)
+        for temperature in plan.temperatures:
+            theirs = Theirs(
+                cast.policy, without_stop(cast.model), assistant, plan.size.their_tokens, temperature
+            )
+            for rows in plan.batches:
+                found.cells.append(measure_cell(cast, theirs, rows, plan.size))
+                say(rollout_tables.line(found.cells[-1]))
+        if task == "scratchpad":
+            found.drains = drains(cast, plan.size.drain_rows, 1 + plan.size.drains, max(plan.temperatures))
+    return found
+
+
+def show(found: Found, where: str, console: Console, quick: bool) -> None:
+    """Print all tables and bars."""
+    for text in (*METHOD, where):
+        console.print(text)
+    for table in found.tables():
+        print_table(table, console)
+    print_bars([replace(bar, passed=None) for bar in found.bars] if quick else found.bars, console)
+
+
+def _cast(plan: Plan, task: Kind, say: Callable[[str], None]) -> tuple[Cast, Any]:
+    policy, recipe, smaller = plan.policy(task), plan.recipe(task), plan.assistant(task)
+    for wanted in (policy, smaller):
+        if not (plan.root / wanted.name).exists():
+            say(f"training the policy {wanted.name}: {wanted.minutes:g} minutes")
+        ready(wanted, plan.root)
+    if not (plan.root / policy.name / recipe.name).exists():
+        say(f"training a drafter of {policy.name}: {recipe.minutes:g} minutes and its rollouts")
+    path, model = drafter_ready(recipe, plan.root), load(policy, plan.root)
+    cast = Cast(policy, model, DraftLayer.load(path, model), random_layer(model))
+    return cast, without_stop(load(smaller, plan.root))
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    usual = Plan(quick=args.quick, root=args.root)
+    if args.quick:
+        usual = replace(usual, size=QUICK, batches=(1, 4), temperatures=(1.0,), tasks=("scratchpad",))
+    size = usual.size if args.seeds is None else replace(usual.size, repeats=args.seeds)
+    return replace(
+        usual,
+        size=size,
+        policy_size=args.size,
+        tasks=usual.tasks if args.task is None else (args.task,),
+        batches=args.batches or usual.batches,
+        temperatures=args.temperatures or usual.temperatures,
+    )
+
+
+def _whole(text: str) -> tuple[int, ...]:
+    values = tuple(map(int, text.split(",")))
+    if min(values) < 1:
+        raise ValueError(text)
+    return values
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    values = tuple(map(float, text.split(",")))
+    if min(values) < 0:
+        raise ValueError(text)
+    return values
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description=ABOUT)
+    parser.add_argument(
+        "--quick", action="store_true", help="seconds instead of minutes; figures mean little"
+    )
+    parser.add_argument("--task", choices=get_args(Kind), help="one of them instead of both")
+    parser.add_argument("--size", choices=get_args(PolicySize), default="10m", help="of the policy")
+    parser.add_argument(
+        "--batches", type=_whole, metavar="B,B,...", help=f"usually {','.join(map(str, BATCHES))}"
+    )
+    parser.add_argument("--temperatures", type=_numbers, metavar="T,T,...", help="usually 0,1")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seeds", type=int, metavar="N", help="repeats of each cell, after the learning one")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--root", type=Path, default=ROOT, help="where policies are kept")
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command line."""
+    args = _parser().parse_args(words)
+    torch.set_num_threads(args.threads)
+    logging: Any = transformers.logging  # it carries no types
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    load_before = os.getloadavg()[0]
+    aloud = Console(file=sys.stderr, width=WIDTH, soft_wrap=True, highlight=False)
+    found = measure(_plan(args), aloud.print)
+    where = f"{machine(load_before)}, {args.threads} threads"
+    show(found, where, Console(width=WIDTH, soft_wrap=True, highlight=False), args.quick)
+    if args.json:
+        figures = found.figures | {
+            "machine": where,
+            "quick": args.quick,
+            "bars": [asdict(bar) for bar in found.bars],
+        }
+        args.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

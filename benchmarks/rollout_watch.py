@@ -1,0 +1,121 @@
+"""What `Goodput` foretold, kept beside what came: its step times, its chances, its speed-up.
+
+Each forecast is made from what was known before the step. The watching takes time that no real engine spends:
+it is counted in `spent_s`, for whoever measures to take off.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from aedit.spec_rollout.arms import Observed, View
+from aedit.spec_rollout.calibration import NUM_BINS, Floats, Nodes, accepted_nodes
+from aedit.spec_rollout.drafts import OFF, Arm, Draft
+from aedit.spec_rollout.goodput import Goodput
+
+
+@dataclass(slots=True)
+class Scores:
+    """Chances that were promised to nodes, and what came of them, by bins of the chance."""
+
+    promised: Floats = field(default_factory=lambda: np.zeros(NUM_BINS))
+    accepted: Floats = field(default_factory=lambda: np.zeros(NUM_BINS))
+    nodes: Floats = field(default_factory=lambda: np.zeros(NUM_BINS))
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error; 0 of no node."""
+        total = float(self.nodes.sum())
+        return float(np.abs(self.promised - self.accepted).sum()) / total if total else 0.0
+
+    def add(self, chance: Floats, accepted: Floats) -> None:
+        bins = np.minimum((chance * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+        self.promised += np.bincount(bins, chance, NUM_BINS)
+        self.accepted += np.bincount(bins, accepted, NUM_BINS)
+        self.nodes += np.bincount(bins, minlength=NUM_BINS)
+
+
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """How good forecasts were."""
+
+    step_error: float
+    """Mean of |foretold - measured| / measured of step times."""
+    middle_step_error: float
+    """Their median: what single long steps do not move."""
+    chance_errors: dict[str, float]
+    """Calibration error by drafter."""
+    chance_nodes: dict[str, int]
+    """Drafted nodes that the policy has judged, by drafter."""
+    speedup: float
+    """Over plain decoding: what the choice expected of the arms that it played."""
+    steps: int
+
+
+@dataclass(slots=True)
+class Watched:
+    """Chooses as `inner` does."""
+
+    inner: Goodput
+    clock: Callable[[], float] = time.perf_counter
+    spent_s: float = 0.0
+    _errors: list[float] = field(default_factory=list)
+    _scores: defaultdict[str, Scores] = field(default_factory=lambda: defaultdict(Scores))
+    _seconds: float = 0.0
+    _plain_s: float = 0.0
+    """Plain decoding's for what the arms were expected to make in `_seconds`."""
+
+    def choose(self, view: View) -> Arm:
+        return self.inner.choose(view)
+
+    def trim(self, view: View, arm: Arm, draft: Draft) -> int:
+        return self.inner.trim(view, arm, draft)
+
+    def learn(self, observed: Observed) -> None:
+        began_s = self.clock()
+        self._note_time(observed)
+        self._note_chances(observed)
+        self.spent_s += self.clock() - began_s
+        self.inner.learn(observed)
+
+    def forget(self) -> None:
+        """What was noted so far."""
+        self._errors, self._scores = [], defaultdict(Scores)
+        self._seconds = self._plain_s = 0.0
+
+    @property
+    def foretold(self) -> Foretold:
+        return Foretold(
+            step_error=float(np.mean(self._errors)) if self._errors else 0.0,
+            middle_step_error=float(np.median(self._errors)) if self._errors else 0.0,
+            chance_errors={by: scores.error for by, scores in self._scores.items()},
+            chance_nodes={by: int(scores.nodes.sum()) for by, scores in self._scores.items()},
+            speedup=self._plain_s / self._seconds if self._seconds else 1.0,
+            steps=len(self._errors),
+        )
+
+    def _note_time(self, observed: Observed) -> None:
+        view, arm, cost = observed.view, observed.arm, self.inner.cost
+        known = self.inner.drafters.get(arm.by)
+        behind = 0 if known is None else min(known.behind, view.context)
+        foretold_s = cost.verify_s(view.rows, observed.nodes, view.context)
+        foretold_s += cost.draft_s(arm, view.rows, behind)
+        self._errors.append(abs(foretold_s * cost.pace / observed.total_s - 1))
+        self._seconds += observed.total_s
+        gain = self.inner.value(view, arm) / self.inner.value(view, OFF)
+        self._plain_s += observed.total_s * gain
+
+    def _note_chances(self, observed: Observed) -> None:
+        draft, known = observed.draft, self.inner.drafters.get(observed.arm.by)
+        if draft is None or known is None or draft.tokens_BN.shape[1] == 0:
+            return
+        nodes = Nodes.of(draft)
+        rows, num_nodes = nodes.real_BN.shape
+        accepted_BN = accepted_nodes((rows, num_nodes), observed.accepted_B, observed.path_Bm)
+        verified_BN = np.broadcast_to(np.arange(num_nodes) < observed.nodes, (rows, num_nodes))
+        seen_BN = nodes.seen(verified_BN, accepted_BN)
+        chances = known.calibration.chances(nodes)[seen_BN]
+        self._scores[observed.arm.by].add(chances, accepted_BN[seen_BN].astype(np.float64))
