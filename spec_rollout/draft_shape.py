@@ -68,6 +68,14 @@ class DraftShape:
         return self.num_heads * self.head_size, self.num_kv_heads * self.head_size
 
 
+def tapped(taps: int, num_layers: int) -> tuple[int, ...]:
+    """The layers whose outputs a feature with so many taps has, for `Target.of`: none, or three, the low, the
+    middle and the high one of EAGLE-3 (arXiv:2503.01840). ValueError for another number."""
+    check(taps in (0, 3), "taps", "must be 0 or 3", taps)
+    eagle_3 = min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)
+    return tuple(sorted(eagle_3)) if taps else ()
+
+
 def turns(shape: DraftShape, positions: Tensor) -> Tensor:
     """Complex, (*positions.shape, e / 2): by how much each pair of head dimensions turns at a position."""
     frequencies = torch.tensor(shape.frequencies, dtype=torch.float64, device=positions.device)

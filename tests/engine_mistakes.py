@@ -1,6 +1,9 @@
 """Mistakes an engine can make however it verifies: each is put into ours, one at a time, and must be seen."""
 
+import torch
+
 from aedit.spec_rollout.rows import Live
+from aedit.spec_rollout.target import Target
 
 
 class Mistakes(dict):
@@ -32,3 +35,15 @@ def _keep(patch, more):
 def an_end_inside_of_an_accepted_run_is_not_seen(patch):
     end_of = Live.end_of
     patch.setattr(Live, "end_of", lambda self, tokens: (len(tokens), end_of(self, tokens[-1:])[1]))
+
+
+def the_embedding_is_an_older_policy_s(patch):
+    """As after an update that has not come through, or under a drafter's that was loaded over it."""
+    right = Target.embedding.fget
+
+    def older(self):
+        now = right(self)
+        before = torch.randn(now.shape, generator=torch.Generator().manual_seed(0)).to(now.dtype)
+        return 0.7 * (now + now.std() * before)
+
+    patch.setattr(Target, "embedding", property(older))

@@ -6,40 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollouts import KINDS, Flips, decode_plainly, samples, tiny_policy, tokens_of
+from drafted import engine_of, fresh, learned_by_heart
+from rollouts import KINDS, decode_plainly, samples, tiny_policy, tokens_of
 
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.draft_training import DraftTrainer, DraftTrainingConfig
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.feature_reader import FeatureReader
-from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.features import RowFeatures
-from aedit.spec_rollout.layer_drafter import LayerDrafter
-from aedit.spec_rollout.losses import LossConfig, PolicyEnds
-from aedit.spec_rollout.suffix import SuffixDrafter
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.draft_shape import tapped
 
 LAYER_ARMS = ("layer:4", "off", "layer:3x2x6", "layer:1", "layer:8", "layer:4x3x12", "layer:2")
 SUFFIX_ARMS = ("suffix:4", "suffix:1", "off", "suffix:3x2x6", "suffix:8")
 
 
-def engine_of(model, rows, arms, *, layer=None, suffix=False, sink=None):
-    target = Target.of(model, rows=rows, max_tokens=48, nodes=12)
-    drafters = {"layer": LayerDrafter.of(layer, target)} if layer else {}
-    if suffix:
-        drafters["suffix"] = SuffixDrafter(min_match=1)
-    engine = Engine(target, drafters=drafters, chooser=Flips(*arms))
-    engine.sink = sink
-    return engine
-
-
 def checksum(model):
     words = [name.encode() + value.numpy().tobytes() for name, value in model.state_dict().items()]
     return hashlib.sha256(b"".join(words)).hexdigest()
-
-
-def fresh(model):
-    return DraftLayer.of(model, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +37,7 @@ def plain(policy, mixed):
 
 @pytest.fixture(scope="module")
 def trained(policy, mixed):
-    """A layer that has learned these very rollouts by heart, from the features that an engine without
-    speculation has put into a ring."""
-    shape = RingShape.within(2**20, policy.config.hidden_size, torch.float64)
-    memory = bytearray(shape.num_bytes)
-    engine = engine_of(policy, 16, ["off"], sink=RowFeatures(FeatureRing(memory, shape)))
-    list(engine.generate(mixed))
-    reader = FeatureReader(memory)
-    learned = [reader.read(entry) for entry in reader.entries()]
-    assert len(learned) == len(mixed)
-    ends = PolicyEnds(policy.model.embed_tokens.weight.detach(), policy.lm_head.weight.detach(), version=0)
-    trainer = DraftTrainer(
-        fresh(policy), DraftTrainingConfig(lr=1e-2, warmup_steps=5, loss=LossConfig(num_passes=2))
-    )
-    for _ in range(30):
-        trainer.step(learned, ends)
-    return trainer.layer.requires_grad_(False)
+    return learned_by_heart(policy, mixed, fresh(policy))
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("random", 4), ("random", 16), ("trained", 1), ("trained", 16)])
@@ -121,6 +84,24 @@ def test_what_was_learned_in_the_engine_s_own_features_is_accepted_more_often(po
         list(engine.generate(mixed))
         lengths[name] = engine.status()["accepted_length"]
     assert lengths["trained"] > lengths["fresh"] + 0.5
+
+
+def test_three_taps_are_learned_from_and_drafted_with_and_change_no_token(policy, mixed, plain):
+    taps = tapped(3, policy.config.num_hidden_layers)
+    layers = fresh(policy, taps=3), learned_by_heart(policy, mixed, fresh(policy, taps=3), taps=taps)
+    lengths = []
+    for layer in layers:
+        engine = engine_of(policy, 4, LAYER_ARMS, layer=layer, taps=taps)
+        assert tokens_of(engine, mixed) == plain
+        lengths.append(engine.status()["accepted_length"])
+    assert lengths[1] > lengths[0] + 0.3
+
+
+def test_layers_that_are_tapped_are_those_of_eagle_3():
+    assert [tapped(3, layers) for layers in (2, 4, 12, 32)] == [(0, 1, 1), (1, 2, 2), (2, 6, 9), (2, 16, 29)]
+    assert tapped(0, 12) == ()
+    with pytest.raises(ValueError, match="taps must be 0 or 3, got 2"):
+        tapped(2, 12)
 
 
 def test_new_weights_of_the_policy_are_at_once_those_of_its_drafter(mixed, trained):

@@ -12,6 +12,7 @@ from engine_mistakes import (
     a_token_too_few_is_kept_in_the_cache,
     a_token_too_many_is_kept_in_the_cache,
     an_end_inside_of_an_accepted_run_is_not_seen,
+    the_embedding_is_an_older_policy_s,
 )
 from rollouts import FLIPS, KINDS, Insider, decode_plainly, engine_of, samples, tiny_policy, tokens_of
 
@@ -24,6 +25,7 @@ mistake = Mistakes()
 mistake(a_token_too_few_is_kept_in_the_cache)
 mistake(a_token_too_many_is_kept_in_the_cache)
 mistake(an_end_inside_of_an_accepted_run_is_not_seen)
+mistake(the_embedding_is_an_older_policy_s)
 
 
 @mistake
