@@ -4,16 +4,20 @@ The vocabulary is so small that all texts can be listed, with their exact probab
 token, so that what an accepted run says behind its end would show as well.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from engine_mistakes import (
     Mistakes,
     a_token_too_few_is_kept_in_the_cache,
+    a_token_too_many_is_kept_in_the_cache,
     an_end_inside_of_an_accepted_run_is_not_seen,
+    the_embedding_is_an_older_policy_s,
 )
 from markov import chi_square
-from rollouts import Flips, tiny_policy, warped
+from rollouts import Flips, decode_plainly, tiny_policy, tokens_of, warped
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.spec_rollout import rejection, verdict
@@ -50,16 +54,21 @@ def exact(policy, sampling):
     return ended | chances
 
 
-def p_value(policy, num=NUM, **draw):
-    sampling = Sampling(max_new_tokens=LENGTH, stop_tokens=(STOP,), **draw)
-    target = Target.of(policy, rows=100, max_tokens=len(PROMPT) + LENGTH, nodes=4)
+def engine_of(policy, rows, length):
+    """With two drafters that take turns."""
+    target = Target.of(policy, rows=rows, max_tokens=length, nodes=4)
     layer = DraftLayer.of(policy, generator=torch.Generator().manual_seed(0))
     drafters = {
         "layer": LayerDrafter.of(layer, target, mode="rejection"),
         "suffix": SuffixDrafter(min_match=1),
     }
     flips = Flips("layer:2", "suffix:2", "off", "layer:1")
-    engine = Engine(target, drafters=drafters, chooser=flips, mode="rejection")
+    return Engine(target, drafters=drafters, chooser=flips, mode="rejection")
+
+
+def p_value(policy, num=NUM, **draw):
+    sampling = Sampling(max_new_tokens=LENGTH, stop_tokens=(STOP,), **draw)
+    engine = engine_of(policy, 100, len(PROMPT) + LENGTH)
     prompts = [Prompt(tokens=PROMPT, rollout=i, group=1, sampling=sampling) for i in range(num)]
     seen = dict.fromkeys(expected := exact(policy, sampling), 0)
     for rollout in engine.generate(prompts):
@@ -70,18 +79,39 @@ def p_value(policy, num=NUM, **draw):
     return chi_square(counts[possible], num * chances[possible])
 
 
+def says_the_most_likely(policy):
+    """Without heat nothing is drawn: it must say what there would be without drafts."""
+    sampling = Sampling(temperature=0.0, max_new_tokens=24)
+    prompts = [Prompt(tokens=(i % V, 1 + i % 5), sample=i, sampling=sampling) for i in range(12)]
+    return tokens_of(engine_of(policy, 5, 26), prompts) == decode_plainly(policy, prompts)
+
+
 def test_every_rollout_is_as_likely_as_the_policy_makes_it(policy):
     assert p_value(policy, temperature=0.7, top_p=0.9) > 1e-3
+    assert says_the_most_likely(policy)
 
 
 mistake = Mistakes()
 mistake(a_token_too_few_is_kept_in_the_cache)
+mistake(a_token_too_many_is_kept_in_the_cache)
 mistake(an_end_inside_of_an_accepted_run_is_not_seen)
+mistake(the_embedding_is_an_older_policy_s)
 
 
 @mistake
 def the_policy_draws_in_place_of_the_residual(patch):
     patch.setattr(rejection, "_residual", lambda p, q: p)
+
+
+@mistake
+def drafts_are_said_to_be_drawn_at_another_temperature(patch):
+    propose = LayerDrafter.propose
+
+    def wrong(*args):
+        draft = propose(*args)
+        return replace(draft, logq_BNV=(draft.logq_BNV * 2).log_softmax(-1))
+
+    patch.setattr(LayerDrafter, "propose", wrong)
 
 
 @mistake
@@ -94,7 +124,7 @@ def the_policy_is_asked_at_another_temperature(patch):
 def test_a_mistake_is_seen(policy, name, monkeypatch):
     mistake[name](monkeypatch)
     try:
-        p = p_value(policy, num=1_000)
+        p, is_right_where_greedy = p_value(policy, num=1_000), says_the_most_likely(policy)
     except (AssertionError, RuntimeError, ValueError, IndexError, KeyError):
         return
-    assert p < 1e-6
+    assert p < 1e-6 or not is_right_where_greedy
