@@ -13,6 +13,7 @@ from aedit.launch.policy import Policy, first_line, load_policy
 from aedit.launch.text_stream import TextStream
 from aedit.spec_rollout.arms import ArmChooser, Fixed
 from aedit.spec_rollout.draft_layer import DraftLayer
+from aedit.spec_rollout.draft_shape import tapped
 from aedit.spec_rollout.drafts import By, Drafter, parse_arm
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.goodput import Goodput
@@ -68,11 +69,11 @@ def generate(place: str, wanted: Wanted, *, compare: bool = False) -> int:
     arms or drafters that do not fit.
     """
     policy = load_policy(place)
-    prompts = _prompts(policy, wanted)
-    target = _target(policy, prompts)
-    engine = _engine(policy, target, wanted)
+    prompts, layer = _prompts(policy, wanted), _layer(policy, wanted)
+    target = _target(policy, prompts, layer)
+    engine = _engine(target, wanted, layer)
     if compare:  # what happens only once is nobody's
-        _warm_up(_engine(policy, target, wanted), prompts[0])
+        _warm_up(_engine(target, wanted, layer), prompts[0])
         _warm_up(Engine(target), prompts[0])
     rollouts = [engine.add(prompt) for prompt in prompts]
     shown = TextStream(list(zip(rollouts, _names(wanted), strict=True)), policy.decode, sys.stdout)
@@ -130,25 +131,34 @@ def _sampling(policy: Policy, longest: int, wanted: Wanted) -> Sampling:
         raise UserError(f"--{name.replace('_', '-')} {rule}") from None
 
 
-def _target(policy: Policy, prompts: Sequence[Prompt]) -> Target:
+def _layer(policy: Policy, wanted: Wanted) -> DraftLayer | None:
+    """The drafter that is asked for."""
+    if wanted.drafter is None:
+        return None
+    try:
+        return DraftLayer.load(wanted.drafter, policy.model)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--drafter: {first_line(error)}") from None
+
+
+def _target(policy: Policy, prompts: Sequence[Prompt], layer: DraftLayer | None) -> Target:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     most = max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts)
     model: nn.Module = policy.model
     model.to(device).train(False)
+    rows = min(len(prompts), MOST_ROWS)
     try:
-        return Target.of(model, rows=min(len(prompts), MOST_ROWS), max_tokens=most, nodes=NODES)
+        taps = () if layer is None else tapped(layer.shape.taps, policy.model.config.num_hidden_layers)
+        return Target.of(model, rows=rows, max_tokens=most, nodes=NODES, taps=taps)
     except ValueError as error:
         raise UserError(f"{policy.place}: {error}") from None
 
 
-def _engine(policy: Policy, target: Target, wanted: Wanted) -> Engine:
+def _engine(target: Target, wanted: Wanted, layer: DraftLayer | None) -> Engine:
     """With drafters and a chooser that have seen nothing."""
     drafters: dict[By, Drafter] = {"suffix": SuffixDrafter(device=str(target.device))}
-    try:
-        if wanted.drafter is not None:
-            drafters["layer"] = LayerDrafter.of(DraftLayer.load(wanted.drafter, policy.model), target)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--drafter: {first_line(error)}") from None
+    if layer is not None:
+        drafters["layer"] = LayerDrafter.of(layer, target)
     return Engine(target, drafters=drafters, chooser=_chooser(wanted.arm, drafters))
 
 

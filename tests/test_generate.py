@@ -106,9 +106,10 @@ def test_compare_says_where_tokens_differ_and_the_exit_code_is_1(capsys, saved):
     assert "tokens equal: no, number 2 differs from its token 5 on" in capsys.readouterr().out
 
 
-def test_a_drafter_of_this_policy_speculates(capsys, saved, tmp_path):
+@pytest.mark.parametrize("taps", [0, 3])
+def test_a_drafter_of_this_policy_speculates(capsys, saved, tmp_path, taps):
     model = AutoModelForCausalLM.from_pretrained(saved)
-    DraftLayer.of(model).save(tmp_path / "drafter.safetensors")
+    DraftLayer.of(model, taps=taps).save(tmp_path / "drafter.safetensors")
     words = ("--drafter", tmp_path / "drafter.safetensors", "--compare", "--max-new-tokens", 20)
     for arm in ("layer:3", "layer:2x2x4"):
         code, out, _ = run(capsys, saved, "--prompt", "xyz", "--arm", arm, *words)
