@@ -1,0 +1,135 @@
+"""A drafter learns where a node waits: for the last samples of other engines, and for other nodes' rounds."""
+
+import queue
+import sys
+import threading
+from copy import deepcopy
+
+import pytest
+import torch
+import trainers
+from held import node
+from nodes import in_threads, tower
+from policies_tiny import ends, policy
+
+from aedit.spec_rollout.arms import Fixed
+from aedit.spec_rollout.draft_layer import DraftLayer
+from aedit.spec_rollout.draft_training import DraftTrainingConfig
+from aedit.spec_rollout.drafts import parse_arm
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.features import RowFeatures
+from aedit.spec_rollout.layer_drafter import LayerDrafter
+from aedit.spec_rollout.learning import LearningConfig, train_when_idle
+from aedit.spec_rollout.samples import Prompt, Sampling
+from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.trainer_keeper import IdleConfig
+from aedit.types import Round
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states are Linux's")
+
+LEARNING = LearningConfig(
+    training=DraftTrainingConfig(lr=2e-3, warmup_steps=5, batch_pairs=512),
+    judge_every_steps=8,
+    judged_depth=2,
+)
+
+
+class Node:
+    """A policy, an engine that drafts and writes down what it computes, and the drafter's trainer."""
+
+    def __init__(self):
+        self.model = policy()
+        self.layer = DraftLayer.of(self.model, generator=torch.Generator().manual_seed(0))
+        self.layer.to(torch.float64)
+        ring = RingShape.within(2**20, self.model.config.hidden_size, torch.float64)
+        idle = IdleConfig(niceness=0)  # so that the test ends on a busy machine
+        self.work = train_when_idle(
+            self.layer, ends(self.model, version=0), ring, learning=LEARNING, idle=idle
+        )
+        target = Target.of(self.model, rows=4, max_tokens=64)
+        drafters = {"layer": LayerDrafter.of(self.layer, target)}
+        self.engine = Engine(target, drafters=drafters, chooser=Fixed(parse_arm("layer:3")))
+        self.engine.sink = RowFeatures(FeatureRing(self.work.features, ring))
+
+    def once(self, is_so, do):
+        """Another thread, which does something once the trainer is seen to have come to something."""
+
+        def watch():
+            trainers.until(is_so, self.work)
+            do()
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        return thread
+
+    def is_stopped(self):
+        trainers.until(lambda: trainers.is_stopped(self.work), self.work)
+        steps = self.work.status()["steps"]
+        torch.randn(300, 300) @ torch.randn(300, 300)
+        return self.work.status()["steps"] == steps
+
+
+@pytest.fixture(scope="module")
+def world():
+    made = Node()
+    with made.work:
+        yield made
+
+
+def prompts():
+    """Twelve that end soon, and four whose samples are long."""
+    lengths = [20] * 12 + [50] * 4
+    return [
+        Prompt(tokens=(i, i + 1, i + 2), rollout=i, sampling=Sampling(max_new_tokens=length))
+        for i, length in enumerate(lengths)
+    ]
+
+
+def test_it_learns_while_an_engine_waits_for_the_long_samples_of_another(world):
+    """The other engine's come when the trainer has been seen to learn; in the middle of its own ones this
+    engine takes the drafter that was learned meanwhile, and no token is another."""
+    work, engine = world.work, world.engine
+    plainly = Engine.of(world.model, rows=4, max_tokens=64).generate(prompts())
+    plain = {rollout.prompt.rollout: rollout.tokens for rollout in plainly}
+    from_another, rollouts = queue.SimpleQueue(), engine.generate(prompts())
+    finished = [next(rollouts) for _ in range(13)]
+    assert engine.live, "it waits in the middle of its own long ones"
+    assert world.is_stopped()
+    watching = world.once(lambda: work.status()["published"], lambda: from_another.put("long ones"))
+    with work.window("tail"):
+        assert from_another.get(timeout=trainers.PATIENCE_S) == "long ones"
+    watching.join(trainers.PATIENCE_S)
+    assert world.is_stopped()
+    world.layer.load_state_dict(work.newest().tensors)
+    finished += rollouts
+    assert {rollout.prompt.rollout: rollout.tokens for rollout in finished} == plain
+    assert work.newest().version == engine.target.version
+    assert work.status()["idle_by_cause_s"]["tail"] > 0
+
+
+def test_it_learns_while_layer_sync_waits_for_another_node(world):
+    learned, model = threading.Event(), tower()
+    if not world.work.status()["steps"]:
+        list(world.engine.generate(prompts()))
+    wanted = world.work.status()["steps"] + 8
+    watching = world.once(lambda: world.work.status()["steps"] >= wanted, learned.set)
+
+    def job(transport, n):
+        own = deepcopy(model)
+        sync, _ = node(own, transport)
+        if n == 0:
+            sync.idle = world.work
+        with sync:
+            if n == 1:
+                assert learned.wait(trainers.PATIENCE_S)
+            sync.begin(Round(1, 1))
+            own(torch.ones(1, 5))
+            sync.schedule.last_id = 1
+        return sync.idle_used_s, {name: p.detach().clone() for name, p in own.named_parameters()}
+
+    (used_s, ours), (nothing_s, theirs) = in_threads(2, job, timeout_s=2 * trainers.PATIENCE_S)
+    watching.join(trainers.PATIENCE_S)
+    assert used_s > 0 == nothing_s
+    assert all(value.equal(theirs[name]) for name, value in ours.items())
+    assert world.is_stopped()
