@@ -98,7 +98,8 @@ class Begun:
     tokens: Sequence[int]
     """Prompt and what has been emitted: the last one has not been through the policy yet."""
     features_Td: Tensor
-    """The policy's last hidden states, after its final norm, of all tokens but the last."""
+    """The policy's last hidden states, after its final norm, of all tokens but the last; of fewer, the last
+    ones, where keys and values came from another engine."""
     num_prompt: int = 0
     """How many of the tokens are the prompt's."""
 

@@ -97,7 +97,7 @@ class Engine:
         self._refuse_bad(prompt)
         begun = prompt.begun or Rollout(prompt)
         lists = [*begun.tokens], [*begun.logprobs], [*begun.versions]
-        rollout = Rollout(replace(prompt, begun=None), *lists, passes=begun.passes)
+        rollout = Rollout(replace(prompt, begun=None), *lists, passes=begun.passes, kv=begun.kv)
         self._rows.waiting.append(rollout)
         return rollout
 
@@ -111,17 +111,20 @@ class Engine:
             self.add(prompt)
         return self._finished()
 
-    def take_out(self, rollout: Rollout) -> Prompt:
+    def take_out(self, rollout: Rollout, *, kv: bool = False) -> Prompt:
         """A sample, live or waiting, leaves, and another engine that is given this prompt goes on where it
-        stopped. ValueError if it is not here."""
+        stopped. kv: with a copy of its keys and values, which an engine of the same policy and version takes
+        over instead of computing the text again; others do without. ValueError if it is not here."""
         for row, each in enumerate(self._rows.live):
             if each.rollout is rollout:
+                moving = rollout.to_move(self._rows.kept(row) if kv else None)
                 self._rows.end([row], finished=False)
-                return rollout.to_move()
+                return moving
         for i, other in enumerate(self._rows.waiting):
             if other is rollout:
                 del self._rows.waiting[i]
-                return rollout.to_move()
+                brought, rollout.kv = rollout.kv, None
+                return rollout.to_move(brought if kv else None)
         raise ValueError(f"rollout {rollout.prompt.rollout}/{rollout.prompt.sample} is not in this engine")
 
     def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -141,7 +144,9 @@ class Engine:
 
     def status(self) -> dict[str, object]:
         """Who is here, what memory is held (the cache is allocated once; features of a prompt stay while a
-        sample with it is live), and what all steps have done: `Meters.status`."""
+        sample with it is live; what samples brought along goes when they have a row), how many tokens of
+        texts were computed and how many were not because their keys and values came along, and what all steps
+        have done: `Meters.status`."""
         return {
             "live": len(self._rows.live),
             "waiting": len(self._rows.waiting),
@@ -149,6 +154,9 @@ class Engine:
             "kv_bytes": self.target.cache.num_bytes,
             "noise_bytes": self._rows.noise.num_bytes,
             "feature_bytes": self._rows.feature_bytes,
+            "brought_bytes": sum(each.kv.num_bytes for each in self._rows.waiting if each.kv is not None),
+            "prefilled": self._rows.num_prefilled,
+            "carried": self._rows.num_carried,
             **self.meters.status(),
         }
 

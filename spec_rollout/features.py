@@ -42,10 +42,13 @@ class RowFeatures:
 
     def begin(self, rows: Sequence[Begun], version: int) -> None:
         for begun in rows:
-            sample = self.ring.begin(begun.tokens[0], begun.num_prompt, version)
+            # What has no features is as if it had not been: the text begins later.
+            missing = len(begun.tokens) - 1 - len(begun.features_Td)
+            num_prompt = max(1, begun.num_prompt - missing)
+            sample = self.ring.begin(begun.tokens[missing], num_prompt, version)
             row = self._rows[begun.row] = _Row(sample, version)
             if sample is not None:
-                row.add(begun.tokens[1:], self._copy(begun.features_Td).unsqueeze(0), 0)
+                row.add(begun.tokens[missing + 1 :], self._copy(begun.features_Td).unsqueeze(0), 0)
 
     def take(self, taken: Taken, version: int) -> None:
         """ValueError if a row's sample began with another version."""

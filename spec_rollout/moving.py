@@ -1,7 +1,8 @@
-"""Samples on their way from one engine to another: the tokens move, and the receiver computes them again.
+"""Samples on their way between engines: the tokens move, and inside one process keys and values too.
 
-Tokens are a few kilobytes, keys and values megabytes, and to compute a text again is faster than to send them
-over most networks. With coupled sampling a sample that moves gets the same tokens as one that stays.
+Tokens are a few kilobytes, keys and values megabytes: to compute a text again is faster than to send them
+over most networks, and slower than to copy them. With coupled sampling a sample that moves gets the same
+tokens as one that stays. Between ranks of a process group samples move by `handing`.
 """
 
 import math
@@ -64,8 +65,10 @@ class PaceMeter:
 class EngineHere:
     """An `Engine` of this process as a `Movable`. Whoever drives the engine calls `step` here."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, *, kv: bool = True) -> None:
+        """kv: its samples leave with their keys and values, and come without prefill if the others' do too;
+        False where only tokens should move."""
+        self.engine, self._kv = engine, kv
         self._meter = PaceMeter()
 
     def step(self) -> Step:
@@ -80,13 +83,15 @@ class EngineHere:
         pace = self._meter.pace()
         if pace is None:
             return None
+        if self._kv:
+            pace = replace(pace, prefill_s=0.0)  # a copy is part of `Rule.pause_s`
         samples = tuple(map(_sample, [*self.engine.live, *self.engine.waiting]))
         return Load(samples, self.engine.target.rows, pace)
 
     def take_out(self, key: Key) -> Prompt | None:
         for rollout in [*self.engine.live, *self.engine.waiting]:
             if _key(rollout.prompt) == key:
-                return self.engine.take_out(rollout)
+                return self.engine.take_out(rollout, kv=self._kv)
         return None
 
     def add(self, prompt: Prompt) -> None:

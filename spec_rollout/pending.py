@@ -36,10 +36,11 @@ class Line:
     @classmethod
     def of(cls, begun: Begun, window: int) -> "Line":
         length = len(begun.tokens) - 1
-        first = max(0, length - window)
         features = begun.features_Td
-        if first:
-            features = features[first:].clone()
+        missing = length - len(features)
+        first = max(missing, length - window)
+        if first > missing:
+            features = features[first - missing :].clone()
         return cls(length, first, first, begun.tokens[-1], begun.tokens[first + 1 :], features)
 
     def forget(self, count: int) -> None:

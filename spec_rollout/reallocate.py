@@ -82,12 +82,12 @@ class Move:
 class Rule:
     """When moving is worth it."""
 
-    rest_s: float = 0.5
+    rest_s: float = 0.1
     """An engine takes part in moves only so long after the last ones."""
-    pause_s: float = 0.01
+    pause_s: float = 0.005
     """What a move costs the receiver beside computing the text again. With all that subtracted it must still
     gain more than this once more."""
-    margin: float = 0.1
+    margin: float = 0.05
     """Nothing moves between engines that will finish within this share of each other."""
     most_moves: int = 16
     """At one time."""

@@ -15,9 +15,13 @@ from torch import Tensor
 from aedit.spec_rollout.distribution import RowSampling
 from aedit.spec_rollout.drafts import Begun, By, Drafter, FeatureSink
 from aedit.spec_rollout.noise import RowNoise
-from aedit.spec_rollout.samples import Finish, Prompt, Rollout
+from aedit.spec_rollout.samples import Finish, KeptKV, Prompt, Rollout
 from aedit.spec_rollout.stops import StopStrings, Tokenizer
 from aedit.spec_rollout.target import Target
+
+READ_AGAIN = 64
+"""Of a text whose keys and values came along, so many tokens are computed again where somebody asks for
+features: a drafter begins with those of the last ones."""
 
 
 @dataclass(slots=True)
@@ -31,7 +35,8 @@ class Live:
     """The token that goes through the policy next."""
     stops: StopStrings | None
     prompt_features: Tensor | None
-    """Of all prompt tokens but the last, for others of the group; None where nobody asks for features."""
+    """Of all prompt tokens but the last, for others of the group; None where nobody asks for features, or
+    they stayed on another engine."""
 
     @property
     def most_to_come(self) -> int:
@@ -70,6 +75,10 @@ class Rows:
         self.sink: FeatureSink | None = None
         self.live: list[Live] = []
         self.waiting: deque[Rollout] = deque()
+        self.num_prefilled = 0
+        """Tokens that were computed when samples began."""
+        self.num_carried = 0
+        """Tokens that were not, as their keys and values came along."""
         self._sampling: RowSampling | None = None
         self._some_greedy = False
 
@@ -120,6 +129,10 @@ class Rows:
         for row in reversed(rows[num_next:]):
             self._close(row)
 
+    def kept(self, row: int) -> KeptKV:
+        """A copy of what the policy has computed of a row's sample."""
+        return KeptKV(self.target.kv_of(row, self.live[row].length), self.target.version)
+
     def begin_again(self) -> None:
         """All that was computed for the live rows is made anew, by the policy as it is now."""
         for row in range(len(self.live)):
@@ -144,9 +157,11 @@ class Rows:
         """Compute what the policy must know of all tokens but the last."""
         prompt = rollout.prompt
         tokens, num_prompt = [*prompt.tokens, *rollout.tokens], len(prompt.tokens)
-        features_Tf = self._prefill(row, prompt, tokens)
+        carried, rollout.kv = self._carried(row, tokens, rollout.kv), None
+        features_Tf = self._read_again(row, tokens) if carried else self._prefill(row, prompt, tokens)
         self.noise.begin(row, prompt.rollout, prompt.sample)
-        kept = features_Tf[: num_prompt - 1] if self.want_features else None
+        has_all = self.want_features and len(features_Tf) == len(tokens) - 1
+        kept = features_Tf[: num_prompt - 1] if has_all else None
         self.live[row : row + 1] = [Live(rollout, len(tokens) - 1, tokens[-1], self._stops(rollout), kept)]
         return Begun(row, prompt.group, tokens, features_Tf, num_prompt)
 
@@ -160,6 +175,24 @@ class Rows:
             stops.completes(token)
         return stops
 
+    def _carried(self, row: int, tokens: Sequence[int], kept: KeptKV | None) -> bool:
+        """Whether the row has now what the sample brought along: it must be of this very policy."""
+        if kept is None or kept.version != self.target.version or kept.num_tokens != len(tokens) - 1:
+            return False
+        try:
+            self.target.put_kv(row, kept.kv)
+        except ValueError:
+            return False
+        self.num_carried += kept.num_tokens
+        return True
+
+    def _read_again(self, row: int, tokens: Sequence[int]) -> Tensor:
+        """Features of the last tokens, where somebody asks for them, of a row whose keys and values came."""
+        if not self.want_features:
+            return self._no_features()
+        start = max(0, len(tokens) - 1 - READ_AGAIN)
+        return self._compute(row, tokens[start:-1], start)
+
     def _prefill(self, row: int, prompt: Prompt, tokens: Sequence[int]) -> Tensor:
         """Fill the row's cache with all tokens but the last; their features, where somebody asks for them."""
         parts, start = [self._no_features()], 0
@@ -171,9 +204,12 @@ class Rows:
             kept = self.live[source].prompt_features
             parts += [kept] if kept is not None else []
         if start < len(tokens) - 1:
-            rest = torch.tensor(tokens[start:-1], device=self.target.device)
-            parts.append(self.target.prefill(rest, row, start))
+            parts.append(self._compute(row, tokens[start:-1], start))
         return torch.cat(parts) if self.want_features else parts[0]
+
+    def _compute(self, row: int, tokens: Sequence[int], start: int) -> Tensor:
+        self.num_prefilled += len(tokens)
+        return self.target.prefill(torch.tensor(tokens, device=self.target.device), row, start)
 
     def _no_features(self) -> Tensor:
         return torch.empty(0, self.target.feature_size, dtype=self.target.dtype, device=self.target.device)
@@ -185,7 +221,8 @@ class Rows:
             return None
         for row, live in enumerate(self.live):
             other = live.rollout.prompt
-            if other.group == prompt.group and other.tokens == prompt.tokens:
+            has_features = live.prompt_features is not None or not self.want_features
+            if other.group == prompt.group and other.tokens == prompt.tokens and has_features:
                 return row
         return None
 

@@ -55,6 +55,25 @@ class Prompt:
     """What another engine has made of it already: this one goes on from there."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptKV:
+    """Keys and values of all tokens of a sample but the last: what an engine that goes on with it need not
+    compute again."""
+
+    kv: Tensor
+    """(layers, 2, key/value heads, tokens, head size)."""
+    version: int
+    """Of the policy that made them: no other can read them."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.kv.shape[3]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kv.numel() * self.kv.element_size()
+
+
 @dataclass(slots=True)
 class Rollout:
     """One sample as it grows. The three lists are of one length."""
@@ -70,6 +89,9 @@ class Rollout:
     passes: int = 0
     """Forward passes of the policy that drew tokens of it: tokens / passes is the accepted length."""
 
-    def to_move(self) -> Prompt:
+    kv: KeptKV | None = field(default=None, repr=False, compare=False)
+    """What it has brought along from another engine, until it has a row."""
+
+    def to_move(self, kv: KeptKV | None = None) -> Prompt:
         """A prompt that lets another engine go on where this one stops."""
-        return replace(self.prompt, begun=self)
+        return replace(self.prompt, begun=replace(self, kv=kv))

@@ -100,7 +100,7 @@ def test_a_slow_engine_gives_to_a_fast_one_and_not_the_other_way_round():
 
 def test_engines_that_have_not_rested_stay_out_of_it():
     busy, idle = load(*map(sample, range(8))), load()
-    for tired in ({0: replace(busy, rested_s=0.1), 1: idle}, {0: busy, 1: replace(idle, rested_s=0.1)}):
+    for tired in ({0: replace(busy, rested_s=0.05), 1: idle}, {0: busy, 1: replace(idle, rested_s=0.05)}):
         assert plan(tired, KNOWN) == []
 
 
