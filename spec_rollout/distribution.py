@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.samples import Sampling
+from aedit.spec_rollout.sending import sent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,16 +44,17 @@ class RowSampling:
         cls, rows: Sequence[Sampling], vocabulary: int, device: torch.device | str = "cpu"
     ) -> "RowSampling":
         """For rows 0..B-1. Tokens and masks must fit the vocabulary and leave a token to be drawn."""
+        where = torch.device(device)
 
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
+            return sent(values, where, dtype)[:, None, None]
 
         top_k = [min(s.top_k or vocabulary, vocabulary) for s in rows]
         top_p = [s.top_p if s.top_p < 1 else 2.0 for s in rows]
         divisors = [s.temperature or 1.0 for s in rows]
         min_new = [s.min_new_tokens for s in rows]
         return cls(
-            temperature_B=torch.tensor([s.temperature for s in rows], dtype=torch.float32, device=device),
+            temperature_B=sent([s.temperature for s in rows], where, torch.float32),
             all_greedy=all(s.temperature == 0 for s in rows),
             divisor_B11=None if set(divisors) == {1.0} else column(divisors, torch.float32),
             forbidden_B1V=_forbidden(rows, vocabulary, device),
@@ -60,7 +62,7 @@ class RowSampling:
             max_top_k=max((k for k in top_k if k < vocabulary), default=0),
             top_p_B11=None if min(top_p) > 1 else column(top_p, torch.float32),
             stops_B1V=_early_stops(rows, vocabulary, device) if any(min_new) else None,
-            min_new_B1=torch.tensor(min_new, device=device)[:, None] if any(min_new) else None,
+            min_new_B1=sent(min_new, where)[:, None] if any(min_new) else None,
         )
 
 

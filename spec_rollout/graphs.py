@@ -1,21 +1,27 @@
 """CUDA graphs: the kernels of a step, recorded once for each size and replayed without the CPU's part.
 
-Graphs of one pool share memory (TLT, arXiv 2511.16665, section on its graph pool): what one leaves behind in
-between, another may overwrite, so results are good until the pool's next replay.
+Graphs of one pool share memory (TLT, arXiv 2511.16665, section on its graph pool): what is only needed on the
+way lies in the same pool for all, and so do what goes in and what comes out (`Shelf`). So results are good
+until the pool's next run.
 """
 
 import bisect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Run = Callable[..., tuple[Tensor, ...]]
-"""Tensors in, tensors out, and nothing that waits for the GPU or depends on a tensor's values."""
+"""Tensors in, tensors out, and nothing that waits for the GPU, depends on a tensor's values, or changes its
+inputs."""
+Replay = Callable[..., tuple[Tensor, ...]]
+"""A recorded function. What it returns lies on a shelf."""
 
 _WARM_UPS = 2
 _MOST_GRAPHS = 256
+_RECORDED_PRIORITY = -1
+"""Of recorded kernels: before those of a drafter's trainer, which are at 0, the lowest there is."""
 
 
 def batch_bucket(num_rows: int, rows: int) -> int:
@@ -31,46 +37,139 @@ def context_bucket(context: int, slots: int) -> int:
     return min(max(256, -(-context // step) * step), slots)
 
 
+class Shelf:
+    """Memory for tensors of which only the last that were put there are needed, by their place in a row of
+    tensors. It grows by doubling, and who has had a place in smaller memory keeps that."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(memory.numel() for memory in self._memory.values())
+
+    def places(self, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Tensors of these shapes and dtypes, on these devices, for values to come."""
+        return tuple(self._place(index, tensor) for index, tensor in enumerate(like))
+
+    def _place(self, index: int, like: Tensor) -> Tensor:
+        num_bytes = like.numel() * like.element_size()
+        memory = self._memory.get(index)
+        if memory is None or memory.numel() < num_bytes:
+            size = 1 << max(9, (num_bytes - 1).bit_length())
+            with torch.inference_mode(False):  # or nobody outside of that mode could write it
+                memory = self._memory[index] = torch.empty(size, dtype=torch.uint8, device=like.device)
+        return memory[:num_bytes].view(like.dtype).view(like.shape)
+
+
+class Shared:
+    """What all graphs of one pool have together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.inputs, self.results = device, Shelf(), Shelf()
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def pool(self) -> Any:
+        """Of CUDA's: what graphs need on their way."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return self._pool
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """On which all are recorded: memory of a pool is shared within one stream only."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device, priority=_RECORDED_PRIORITY)  # type: ignore[no-untyped-call]
+        return self._stream
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it, of the pool what it has taken from the device."""
+        shelves = self.inputs.num_bytes + self.results.num_bytes
+        if self._pool is None:
+            return shelves
+        segments = torch.cuda.memory_snapshot(self._pool, include_traces=False)  # type: ignore[no-untyped-call]
+        return shelves + sum(int(segment["total_size"]) for segment in segments)
+
+
 class Captured:
     """One function, recorded for inputs of one size."""
 
-    def __init__(self, function: Run, inputs: tuple[Tensor, ...], pool: Any) -> None:
+    def __init__(self, function: Run, inputs: Sequence[Tensor], shared: Shared) -> None:
         """Runs `function` on copies of `inputs` to warm up and to record: it must bear being run again."""
-        self.inputs = tuple(tensor.clone() for tensor in inputs)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.inputs = shared.inputs.places(inputs)
+        _copy(self.inputs, inputs)
+        with torch.cuda.device(shared.device):
+            self.results = shared.results.places(self._warm_up(function, shared.stream))
+            self.graph = torch.cuda.CUDAGraph()
+            # Other threads of the process, such as a drafter's trainer, may use the GPU meanwhile.
+            with torch.cuda.graph(
+                self.graph, pool=shared.pool, stream=shared.stream, capture_error_mode="thread_local"
+            ):
+                # Copies, as a result that is held would keep its part of the pool from all others.
+                _copy(self.results, function(*self.inputs))
+
+    def _warm_up(self, function: Run, stream: torch.cuda.Stream) -> tuple[Tensor, ...]:
+        """Results of the right sizes; what must be chosen or allocated once has been."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
-                function(*self.inputs)
+                made = function(*self.inputs)
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        # Other threads of the process, such as a drafter's trainer, may use the GPU meanwhile.
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.outputs = function(*self.inputs)
+        return made
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        for mine, given in zip(self.inputs, inputs, strict=True):
-            mine.copy_(given, non_blocking=True)
+        _copy(self.inputs, inputs)
         self.graph.replay()
-        return self.outputs
+        return self.results
 
 
 class Graphs:
     """A pool of recorded functions, by a key that says which and of what sizes. Of more than `most`, the one
     that was not used for longest is forgotten."""
 
-    def __init__(self, most: int = _MOST_GRAPHS) -> None:
-        self.most, self.pool = most, torch.cuda.graph_pool_handle()
-        self._by_key: dict[Hashable, Captured] = {}
+    def __init__(
+        self,
+        device: torch.device,
+        most: int = _MOST_GRAPHS,
+        record: Callable[[Run, Sequence[Tensor], Shared], Replay] = Captured,
+    ) -> None:
+        self.most, self.shared, self._record = most, Shared(device), record
+        self._by_key: dict[Hashable, Replay] = {}
+        self.too_large: set[Hashable] = set()
+        """Keys of what there was no memory to record: that is run as it is."""
 
     def __len__(self) -> int:
         return len(self._by_key)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of everything that is kept for the graphs."""
+        return self.shared.num_bytes
+
     def run(self, key: Hashable, function: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
         """`function(*inputs)`. The first call with a key records it; later ones replay, so that the function
         must be the same, and inputs of the same shapes. Results are good until the pool's next run."""
-        captured = self._by_key.pop(key, None) or Captured(function, inputs, self.pool)
-        self._by_key[key] = captured
+        replay = self._by_key.pop(key, None) or self._recorded(key, function, inputs)
+        if replay is None:
+            return function(*inputs)
+        self._by_key[key] = replay
         if len(self._by_key) > self.most:
             del self._by_key[next(iter(self._by_key))]
-        return captured(*inputs)
+        return replay(*inputs)
+
+    def _recorded(self, key: Hashable, function: Run, inputs: Sequence[Tensor]) -> Replay | None:
+        """None where there is no memory for it."""
+        if key in self.too_large:
+            return None
+        try:
+            return self._record(function, inputs, self.shared)
+        except torch.OutOfMemoryError:
+            self.too_large.add(key)
+            return None
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)

@@ -2,7 +2,7 @@
 
 A kernel that has begun cannot be stopped, so the training is cut into short microbatches, with a look at a
 flag between two, and not more than one is on its way. CUDA knows no priority below the default one: what is
-to go before the trainer's kernels runs on a stream of priority -1.
+to go before the trainer's kernels runs on a stream of priority -1, as recorded graphs do (graphs.py).
 """
 
 import threading

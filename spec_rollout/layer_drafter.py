@@ -14,10 +14,11 @@ from torch import Tensor
 
 from aedit.spec_rollout.draft_layer import DraftLayer
 from aedit.spec_rollout.draft_pass import DraftPass, Pairs
-from aedit.spec_rollout.drafting import Chain, Frame, Start, draft_chain, draft_tree
+from aedit.spec_rollout.drafting import Frame, Start, Tree, draft_chain, draft_tree
 from aedit.spec_rollout.drafts import Arm, Begun, Draft, Noise, Taken
 from aedit.spec_rollout.graphs import Graphs, batch_bucket, context_bucket
 from aedit.spec_rollout.pending import Line, Owed, Pending
+from aedit.spec_rollout.sending import sent
 from aedit.spec_rollout.target import Target
 from aedit.types import check
 
@@ -59,7 +60,7 @@ class LayerDrafter:
         self._pending = Pending(rows, window)
         self._device = ends[0].device
         self._drawn: tuple[Tensor, Tensor, Tensor] | None = None
-        self._graphs = Graphs() if self._device.type == "cuda" else None
+        self.graphs = Graphs(self._device) if self._device.type == "cuda" else None
 
     @classmethod
     def of(cls, layer: DraftLayer, target: Target, *, mode: Mode = "coupled", window: int = 512) -> Self:
@@ -99,7 +100,8 @@ class LayerDrafter:
     @torch.inference_mode()
     def propose(self, arm: Arm, rows: int, noise: Noise, temperature_B: Tensor) -> Draft:
         """`Drafter.propose`. ValueError for an arm that is not this drafter's, for a tree in rejection mode,
-        and for a row that has not begun or has made no step since its last draft."""
+        and for a row that has not begun or has made no step since its last draft. On a GPU the draft is good
+        until the next call."""
         self._check(arm)
         lines = self._pending.live(rows)
         pairs = self._catch_up(lines)
@@ -115,30 +117,30 @@ class LayerDrafter:
             noise_BkV=noise_BkV * is_warm_B1.unsqueeze(-1),
             inverse_B1=inverse_B1,
         )
-        tokens, more, scores = self._drafted(arm, lines, start)
+        tokens, scores, more = self._drafted(arm, lines, start)
         if not arm.is_chain:
             return Draft(tokens, more, None, scores)
-        if self.mode == "coupled":
+        if more is None:
             return Draft(tokens, None, None, scores)
         # Without heat nothing is drawn: all of q is on the one token.
         certain = torch.full_like(more, -torch.inf).scatter_(-1, tokens[:, :, None], 0.0)
         return Draft(tokens, None, None, scores, torch.where(is_warm_B1.unsqueeze(-1), more, certain).float())
 
-    def _drafted(self, arm: Arm, lines: list[Line], start: Start) -> tuple[Tensor, Tensor, Tensor]:
-        """A chain as (tokens, log q, scores) or a tree as (tokens, parents, scores)."""
+    def _drafted(self, arm: Arm, lines: list[Line], start: Start) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A chain as (tokens, scores, log q), log q for rejection only, or a tree as (tokens, scores,
+        parents)."""
         num_rows, longest = len(lines), max(max(line.length, 1) for line in lines)
         context = longest + (arm.depth - 1) * arm.width
-        if self._graphs is None:
+        if self.graphs is None:
             frame = Frame(self._pass, arm, min(line.first for line in lines), context, num_rows == 1)
-            return _draft(frame, start)
+            return _three(_draft(frame, start, self.mode))
         rows = batch_bucket(num_rows, self._pass.rows)
         context = context_bucket(context, self._pass.slots)
         frame = Frame(self._pass, arm, 0, context, False)
         # Rows that do not live draft too, over what nobody reads.
         padded = [F.pad(x, [0, 0] * (x.dim() - 1) + [0, rows - num_rows]) for x in start]
-        made = self._graphs.run((arm, rows, context), lambda *x: _draft(frame, Start(*x)), *padded)
-        tokens, more, scores = (x[:num_rows].clone() for x in made)
-        return tokens, more, scores
+        made = self.graphs.run((arm, rows, context), lambda *x: _draft(frame, Start(*x), self.mode), *padded)
+        return _three(tuple(x[:num_rows] for x in made))
 
     def _drawing(self, temperature_B: Tensor) -> tuple[Tensor, Tensor]:
         """(T > 0, 1 / T), each (B, 1). An engine gives the same tensor until its rows change."""
@@ -191,11 +193,17 @@ class LayerDrafter:
         return self._pass.enter(tokens[last], features[last], slots[last], positions[last])
 
     def _ints(self, values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), device=self._device)
+        return sent(list(values), self._device)
 
 
-def _draft(frame: Frame, start: Start) -> tuple[Tensor, Tensor, Tensor]:
+def _draft(frame: Frame, start: Start, mode: Mode) -> tuple[Tensor, ...]:
+    """All log q of a chain, which are as large as its logits, only where somebody reads them."""
     made = draft_chain(frame, start) if frame.arm.is_chain else draft_tree(frame, start)
-    if isinstance(made, Chain):
-        return made.tokens_Bk, made.logq_BkV, made.scores_Bk
-    return made.tokens_BN, made.parents_BN, made.scores_BN
+    if isinstance(made, Tree):
+        return made.tokens_BN, made.scores_BN, made.parents_BN
+    rest = () if mode == "coupled" else (made.logq_BkV,)
+    return made.tokens_Bk, made.scores_Bk, *rest
+
+
+def _three(made: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+    return made[0], made[1], made[2] if len(made) > 2 else None

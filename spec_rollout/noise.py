@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aedit.spec_rollout.sending import sent
 from aedit.types import check
 
 _WORD = 0xFFFFFFFF
@@ -31,8 +32,9 @@ Ids = Tensor | int
 """(B,), int64, or the one of B = 1."""
 _Make = Callable[[Ids, Ids, Tensor], Tensor]
 """(rollouts, samples, positions_Bm) -> (B, m, W)."""
-# One call for many small blocks, but none for more than the cache of a core holds: numbers, not bytes.
-_AT_ONCE = 1 << 16
+# Numbers of one call: many small blocks, but on a CPU none for more than the cache of a core holds. A GPU
+# computes what it is told about as fast as it is told, some 128 calls for each piece.
+_AT_ONCE, _AT_ONCE_CUDA = 1 << 16, 1 << 24
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor | int]) -> list[Tensor]:
@@ -153,7 +155,7 @@ class _Ahead:
         """`shape`: rows, positions in a ring, W."""
         rows, self._ring, self._width = shape
         self._block = self._ring // 2
-        self._make, self._device = make, device
+        self._make, self._device = make, torch.device(device)
         self._ids: list[tuple[int, int] | None] = [None] * rows
         self._held = [[-1, -1] for _ in range(rows)]  # the block in each half
         self._place = list(range(rows))  # where a row's ring is: rows move without their numbers
@@ -191,7 +193,7 @@ class _Ahead:
                 return self._kept.narrow(0, self._place[rows[0]] * self._ring + offset, count)[None]
         places_B1 = np.array([[self._place[row]] for row in rows])
         offsets_Bm = (np.array(first)[:, None] + np.arange(count)) % self._ring
-        index = torch.from_numpy((places_B1 * self._ring + offsets_Bm).ravel()).to(self._device)
+        index = sent((places_B1 * self._ring + offsets_Bm).ravel(), self._device)
         return self._kept.index_select(0, index).view(len(rows), count, self._width)
 
     def _hold(self, rows: Sequence[int], first: Sequence[int], count: int) -> None:
@@ -206,7 +208,8 @@ class _Ahead:
                         raise ValueError(f"noise is asked for row {row}, which has not begun")
                     missing.append((place, block))
                     held[block & 1] = block
-        at_once = max(1, _AT_ONCE // (self._block * self._width))
+        most = _AT_ONCE_CUDA if self._device.type == "cuda" else _AT_ONCE
+        at_once = max(1, most // (self._block * self._width))
         for i in range(0, len(missing), at_once):
             self._fill(missing[i : i + at_once])
 
@@ -214,12 +217,12 @@ class _Ahead:
         """Places and the blocks they lack."""
         ids = [numbers for place, _ in missing if (numbers := self._ids[place])]
         rollouts, samples = (_column([pair[i] for pair in ids], self._device) for i in (0, 1))
-        starts = torch.tensor([block * self._block for _, block in missing], device=self._device)
+        starts = sent([block * self._block for _, block in missing], self._device)
         positions_Bm = starts[:, None] + torch.arange(self._block, device=self._device)
-        halves = torch.tensor([2 * place + (block & 1) for place, block in missing], device=self._device)
+        halves = sent([2 * place + (block & 1) for place, block in missing], self._device)
         blocks = self._kept.view(-1, self._block, self._width)
         blocks.index_copy_(0, halves, self._make(rollouts, samples, positions_Bm))
 
 
-def _column(ids: list[int], device: torch.device | str) -> Ids:
-    return ids[0] if len(ids) == 1 else torch.tensor(ids, device=device)
+def _column(ids: list[int], device: torch.device) -> Ids:
+    return ids[0] if len(ids) == 1 else sent(ids, device)

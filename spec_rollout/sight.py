@@ -41,6 +41,7 @@ def mask_of(lengths_B: Tensor, q: int, context: int, ancestors_Bqq: Tensor | Non
         return torch.zeros(later.shape, device=device).masked_fill_(later, hidden)
     later = (slots_C >= lengths_B[:, None])[:, None].expand(-1, q, -1)
     mask = torch.zeros(later.shape, device=device).masked_fill_(later, hidden)
-    new_slots = (lengths_B[:, None] + new_q)[:, None].expand(-1, q, -1)
+    # Rows that are only computed along have their new tokens beyond what is looked at.
+    new_slots = (lengths_B[:, None] + new_q).clamp_(max=context - 1)[:, None].expand(-1, q, -1)
     seen = torch.zeros(ancestors_Bqq.shape, device=device).masked_fill_(~ancestors_Bqq, hidden)
     return mask.scatter_(2, new_slots, seen)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aedit.spec_rollout.automaton import ROOT, Automaton
 from aedit.spec_rollout.drafts import Arm, Begun, Draft, Noise, Taken
+from aedit.spec_rollout.sending import sent
 from aedit.types import check
 
 DOUBT = 4.0
@@ -121,7 +122,8 @@ class SuffixDrafter:
         check(window >= 2 * OVERLAP, "window", f"must be at least {2 * OVERLAP}", window)
         check(groups > 0, "groups", "must be above 0", groups)
         check(min_match > 0, "min_match", "must be above 0", min_match)
-        self._window, self._groups, self._min_match, self._device = window, groups, min_match, device
+        self._window, self._groups, self._min_match = window, groups, min_match
+        self._device = torch.device(device)
         self._histories: dict[int, History] = {}
         self._texts: dict[int, Text] = {}
 
@@ -154,10 +156,10 @@ class SuffixDrafter:
         parents = [[g[1] for g in guess] + [-1] * more for guess, more in zip(guesses, rest, strict=True)]
         counts = [len(guess) for guess in guesses]
         return Draft(
-            tokens_BN=torch.tensor(tokens, dtype=torch.int64, device=self._device),
-            parents_BN=None if arm.is_chain else torch.tensor(parents, device=self._device),
-            counts_B=torch.tensor(counts, dtype=torch.int64, device=self._device),
-            scores_BN=torch.tensor(scores, dtype=torch.float32, device=self._device),
+            tokens_BN=sent(tokens, self._device, torch.int64),
+            parents_BN=None if arm.is_chain else sent(parents, self._device),
+            counts_B=sent(counts, self._device, torch.int64),
+            scores_BN=sent(scores, self._device, torch.float32),
         )
 
     def guess(self, row: int, arm: Arm) -> list[Guess]:

@@ -16,6 +16,7 @@ from aedit.spec_rollout.cache import Cache, Past, Reach
 from aedit.spec_rollout.families import rope_of, weights_of
 from aedit.spec_rollout.graphs import Graphs, batch_bucket, context_bucket
 from aedit.spec_rollout.layers import Rope, rms_norm, run_layer
+from aedit.spec_rollout.sending import sent
 from aedit.spec_rollout.sight import ancestors, offsets
 
 PREFILL_SCORES_BYTES = 32 << 20
@@ -39,7 +40,7 @@ class Target:
         slots = max_tokens + nodes + 1
         self.cache = Cache(self.num_layers, self.weights.shape, rows, slots, self.embedding)
         self.rope = rope_of(model, slots)
-        self.graphs = Graphs() if self.device.type == "cuda" else None
+        self.graphs = Graphs(self.device) if self.device.type == "cuda" else None
 
     @classmethod
     def of(
@@ -239,5 +240,4 @@ class Target:
 
     def _numbers(self, numbers: Sequence[int]) -> Tensor:
         """On the device, without waiting for it."""
-        is_cuda = self.device.type == "cuda"
-        return torch.tensor(numbers, pin_memory=is_cuda).to(self.device, non_blocking=True)
+        return sent(numbers, self.device, torch.int64)

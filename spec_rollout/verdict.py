@@ -15,6 +15,7 @@ from aedit.spec_rollout.distribution import logprobs, shaped
 from aedit.spec_rollout.drafts import Draft
 from aedit.spec_rollout.rejection import reject
 from aedit.spec_rollout.rows import Rows
+from aedit.spec_rollout.sending import sent
 from aedit.spec_rollout.verify import Accepted, coupled, node_depths, walk
 
 Mode = Literal["coupled", "rejection"]
@@ -46,7 +47,7 @@ class Verdict:
         features_Bmf = self.features_BMf[:, :m]
         if min(counts) == m:
             return features_Bmf
-        counts_B1 = torch.tensor(counts, device=features_Bmf.device)[:, None]
+        counts_B1 = sent(counts, features_Bmf.device)[:, None]
         is_filler_Bm = torch.arange(m, device=features_Bmf.device) >= counts_B1
         return features_Bmf.masked_fill(is_filler_Bm[..., None], 0)
 
@@ -103,7 +104,7 @@ class _Pass:
     @classmethod
     def of(cls, rows: Rows, draft: Draft | None, depth: int) -> "_Pass":
         lengths = [each.length for each in rows.live]
-        roots_B1 = torch.tensor([[each.last] for each in rows.live], device=rows.target.device)
+        roots_B1 = sent([[each.last] for each in rows.live], rows.target.device)
         if draft is None:
             return cls(rows, None, 0, lengths, roots_B1, None)
         tokens_Bq = torch.cat((roots_B1, draft.tokens_BN), dim=1)
@@ -139,7 +140,7 @@ class _Pass:
         if self.rows.sampling.min_new_B1 is None:
             return None
         device = self.tokens_Bq.device
-        drawn_B1 = torch.tensor([[len(each.rollout.tokens)] for each in self.rows.live], device=device)
+        drawn_B1 = sent([[len(each.rollout.tokens)] for each in self.rows.live], device)
         return drawn_B1 + (
             torch.arange(self.depth + 1, device=device) if self.depths_Bq is None else self.depths_Bq
         )

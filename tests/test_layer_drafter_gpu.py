@@ -67,11 +67,11 @@ def check_a_few_steps(rows):
 
 def test_rows_and_slots_that_a_recording_adds_change_nothing():
     rows = world("qwen3")
-    rows.drafter._graphs = Unrecorded()
+    rows.drafter.graphs = Unrecorded()
     check_a_few_steps(rows)
     # Five rows are computed as 6, four as 4; less than 256 slots are not worth a graph of their own.
     chain, tree = ("layer:4", 6, 256), ("layer:3x2x5", 6, 256)
-    assert rows.drafter._graphs.keys == [chain, tree, chain, ("layer:4", 4, 256), ("layer:3x2x5", 4, 256)]
+    assert rows.drafter.graphs.keys == [chain, tree, chain, ("layer:4", 4, 256), ("layer:3x2x5", 4, 256)]
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=gpu) for name in ("llama", "qwen2", "qwen3")])
@@ -80,4 +80,4 @@ def test_recorded_drafts_are_those_of_a_plain_recomputation(family):
     rows = World(layer_for(model), model)
     rows.drafter = OnGpu(rows.layer, rows.ends, rows=6, max_tokens=100)
     check_a_few_steps(rows)
-    assert len(rows.drafter._graphs) == 4
+    assert len(rows.drafter.graphs) == 4

@@ -154,7 +154,7 @@ class TestOnAGpu:
             torch.cuda.set_sync_debug_mode("default")
 
     def test_of_too_many_recordings_the_one_least_used_is_forgotten(self):
-        graphs, made_of = Graphs(most=2), []
+        graphs, made_of = Graphs(torch.device("cuda"), most=2), []
 
         def doubled(x):
             made_of.append(x)
