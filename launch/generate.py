@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from aedit.launch.compared import said_the_same
 from aedit.launch.policy import Policy, first_line, load_policy
 from aedit.launch.text_stream import TextStream
 from aedit.spec_rollout.arms import ArmChooser, Fixed
@@ -55,6 +56,8 @@ class Wanted:
     """A saved `DraftLayer`."""
 
     def __post_init__(self) -> None:
+        if not all(map(_is_unicode, self.prompts)):
+            raise UserError("--prompt: one of them is not UTF-8")
         if self.samples < 1:
             raise UserError(f"--samples must be above 0, got {self.samples}")
         if not 0 <= self.seed < 1 << 31:
@@ -65,8 +68,8 @@ def generate(place: str, wanted: Wanted, *, compare: bool = False) -> int:
     """Write each sample to stdout as it grows, then one line on how fast that was.
 
     compare: do it again without speculation, and print the speed-up and whether the tokens are the same.
-    Returns the exit code: 1 if they are not. UserError for what is no model, prompts that are too long, and
-    arms or drafters that do not fit.
+    Returns the exit code: 1 if they are not, but for what rounding decides. UserError for what is no model,
+    prompts that are too long, and arms or drafters that do not fit.
     """
     policy = load_policy(place)
     prompts, layer = _prompts(policy, wanted), _layer(policy, wanted)
@@ -88,12 +91,9 @@ def _compare(plain: Engine, prompts: Sequence[Prompt], made: tuple[Sequence[Roll
     plain_rollouts = [plain.add(prompt) for prompt in prompts]
     plain_s = _run(plain, lambda _: None)
     per_s, plain_per_s = _num_tokens(rollouts) / seconds, _num_tokens(plain_rollouts) / plain_s
-    differs = _first_difference(rollouts, plain_rollouts)
-    print(
-        f"plain: {plain_per_s:.0f} tokens/s; speed-up {per_s / plain_per_s:.2f}; "
-        f"tokens equal: {differs or 'yes'}"
-    )
-    return 1 if differs else 0
+    same, how = said_the_same(plain.target, rollouts, plain_rollouts)
+    print(f"plain: {plain_per_s:.0f} tokens/s; speed-up {per_s / plain_per_s:.2f}; tokens equal: {how}")
+    return 0 if same else 1
 
 
 def _prompts(policy: Policy, wanted: Wanted) -> list[Prompt]:
@@ -107,6 +107,11 @@ def _prompts(policy: Policy, wanted: Wanted) -> list[Prompt]:
         for i, tokens in enumerate(texts)
         for sample in range(wanted.samples)
     ]
+
+
+def _is_unicode(text: str) -> bool:
+    """Bytes of a command line that are no UTF-8 arrive as halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _sampling(policy: Policy, longest: int, wanted: Wanted) -> Sampling:
@@ -210,13 +215,3 @@ def _how_fast(engine: Engine, seconds: float) -> str:
 
 def _num_tokens(rollouts: Sequence[Rollout]) -> int:
     return sum(len(rollout.tokens) for rollout in rollouts)
-
-
-def _first_difference(ours: Sequence[Rollout], plain: Sequence[Rollout]) -> str:
-    """Where the first sample differs that does; empty if none does."""
-    for number, (a, b) in enumerate(zip(ours, plain, strict=True), 1):
-        if a.tokens != b.tokens:
-            same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y), None)
-            at = min(len(a.tokens), len(b.tokens)) if same is None else same
-            return f"no, number {number} differs from its token {at + 1} on"
-    return ""

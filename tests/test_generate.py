@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from aedit.launch import generate as generating
 from aedit.launch.checkpoint import Mark
 from aedit.launch.cli import main
+from aedit.launch.compared import said_the_same
 from aedit.launch.text_stream import Detokenizer, TextStream
 from aedit.launch.tokenizer import ByteTokenizer
 from aedit.spec_rollout.draft_layer import DraftLayer
@@ -146,6 +147,7 @@ def test_a_run_is_asked_by_its_directory_or_by_its_name(capsys, tmp_path, monkey
         (["--temperature", "-1"], "--temperature must be 0 or more"),
         (["--top-p", "0"], "--top-p must be above 0"),
         (["--prompt", ""], "one of them is empty"),
+        (["--prompt", "a\udcffb"], "one of them is not UTF-8"),
         (["--prompt", "x" * 128], "128 tokens and 1 new ones are more than the 128"),
         (["--samples", "0"], "--samples must be above 0"),
         (["--seed", "-1"], "--seed must be from 0"),
@@ -211,3 +213,33 @@ def test_samples_are_written_one_after_the_other_however_they_end():
     assert step(a="l", b="rld") == "--- one\nHel"
     first.finish = "length"
     assert step(a="lo") == "--- one\nHello\n--- two\nWorld\n"
+
+
+def engine_that_has_said(saved, dtype, **sampling):
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
+    asked = Prompt(tokens=(1, 2), sampling=Sampling(max_new_tokens=8, **sampling))
+    engine = Engine.of(model, rows=1, max_tokens=16)
+    return engine.target, list(engine.generate([asked]))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}])
+def test_tokens_that_only_rounding_decides_are_told_apart_from_others(saved, sampling):
+    target, plain = engine_that_has_said(saved, torch.float32, **sampling)
+    tokens = plain[0].tokens
+    other = Rollout(plain[0].prompt, [*tokens[:5], (tokens[5] + 1) % 256, *tokens[6:]])
+    same, how = said_the_same(target, [other], plain)
+    assert (same, how) == (False, "no, number 1 differs from its token 6 on")
+    with torch.no_grad():  # two words that the policy cannot tell apart
+        target.head[other.tokens[5]] = target.head[tokens[5]]
+    if not sampling["temperature"]:
+        same, how = said_the_same(target, [other], plain)
+        assert same
+        assert how == (
+            "yes, up to ties that rounding to float32 decides: number 1 differs from its token 6 on"
+        )
+
+
+def test_a_sample_that_ends_early_differs_from_where_it_ends(saved):
+    target, plain = engine_that_has_said(saved, torch.float32)
+    short = Rollout(plain[0].prompt, plain[0].tokens[:3])
+    assert said_the_same(target, [short], plain) == (False, "no, number 1 differs from its token 4 on")
