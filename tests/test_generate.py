@@ -6,12 +6,13 @@ import re
 import pytest
 import torch
 from dist_jobs.export_jobs import train_and_save
+from rollouts import perturbed
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from aedit.launch import generate as generating
 from aedit.launch.checkpoint import Mark
 from aedit.launch.cli import main
-from aedit.launch.compared import said_the_same
+from aedit.launch.compared import gap, said_the_same
 from aedit.launch.text_stream import Detokenizer, TextStream
 from aedit.launch.tokenizer import ByteTokenizer
 from aedit.spec_rollout.draft_layer import DraftLayer
@@ -243,3 +244,13 @@ def test_a_sample_that_ends_early_differs_from_where_it_ends(saved):
     target, plain = engine_that_has_said(saved, torch.float32)
     short = Rollout(plain[0].prompt, plain[0].tokens[:3])
     assert said_the_same(target, [short], plain) == (False, "no, number 1 differs from its token 4 on")
+
+
+def test_scores_of_two_tokens_have_the_noise_of_their_place(saved):
+    target, (said,) = engine_that_has_said(saved, torch.float32, temperature=0.7)
+    other = Rollout(said.prompt, [*said.tokens[:5], (said.tokens[5] + 1) % 256])
+    with torch.no_grad():
+        logits = target.model(torch.tensor([[1, 2, *said.tokens[:5]]])).logits[0, -1]
+    scores = perturbed(logits, said.prompt, position=7)
+    expected = scores[said.tokens[5]] - scores[other.tokens[5]]
+    assert gap(target, said, other, 5) == pytest.approx(float(expected), abs=1e-4)
