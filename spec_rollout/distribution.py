@@ -71,7 +71,7 @@ def _forbidden(rows: Sequence[Sampling], vocabulary: int, device: torch.device |
         return None
     anything = torch.ones(vocabulary, dtype=torch.bool)
     allowed = torch.stack([anything if s.allowed is None else s.allowed.cpu() for s in rows])
-    return allowed.logical_not()[:, None].to(device)
+    return allowed.logical_not()[:, None].to(device, non_blocking=True)
 
 
 def _early_stops(rows: Sequence[Sampling], vocabulary: int, device: torch.device | str) -> Tensor:
@@ -79,7 +79,7 @@ def _early_stops(rows: Sequence[Sampling], vocabulary: int, device: torch.device
     for row, sampling in enumerate(rows):
         if sampling.min_new_tokens:
             stops[row, 0, list(sampling.stop_tokens)] = True
-    return stops.to(device)
+    return stops.to(device, non_blocking=True)
 
 
 def shaped(logits_BqV: Tensor, rows: RowSampling, drawn_Bq: Tensor | None = None) -> Tensor:

@@ -155,3 +155,6 @@ class FeatureSink(Protocol):
 
     def end(self, row: int, finished: bool) -> None:
         """finished: the text of the row is whole; else it goes on elsewhere, or with another policy."""
+
+    def status(self) -> dict[str, object]:
+        """What it keeps, and in how many bytes."""

@@ -144,9 +144,9 @@ class Engine:
 
     def status(self) -> dict[str, object]:
         """Who is here, what memory is held (the cache is allocated once; features of a prompt stay while a
-        sample with it is live; what samples brought along goes when they have a row), how many tokens of
-        texts were computed and how many were not because their keys and values came along, and what all steps
-        have done: `Meters.status`."""
+        sample with it is live; `features` is of the sink; what samples brought along goes when they have a
+        row), how many tokens of texts were computed and how many were not because their keys and values came
+        along, and what all steps have done: `Meters.status`."""
         return {
             "live": len(self._rows.live),
             "waiting": len(self._rows.waiting),
@@ -154,6 +154,7 @@ class Engine:
             "kv_bytes": self.target.cache.num_bytes,
             "noise_bytes": self._rows.noise.num_bytes,
             "feature_bytes": self._rows.feature_bytes,
+            "features": {} if self.sink is None else self.sink.status(),
             "brought_bytes": sum(each.kv.num_bytes for each in self._rows.waiting if each.kv is not None),
             "prefilled": self._rows.num_prefilled,
             "carried": self._rows.num_carried,

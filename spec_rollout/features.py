@@ -75,6 +75,11 @@ class RowFeatures:
         if ended.sample is not None:
             self.ring.end(ended.sample, finished)
 
+    def status(self) -> dict[str, object]:
+        """The ring's, and the bytes of what waits outside of it."""
+        waiting = {x.data_ptr(): x.nbytes for row in self._rows.values() for x, _, _ in row.features}
+        return {**self.ring.status(), "bytes_waiting": sum(waiting.values())}
+
     def flush(self) -> None:
         """Write what has come together; on a GPU this waits for the steps that made it."""
         for row in self._rows.values():

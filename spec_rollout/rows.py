@@ -16,6 +16,7 @@ from aedit.spec_rollout.distribution import RowSampling
 from aedit.spec_rollout.drafts import Begun, By, Drafter, FeatureSink
 from aedit.spec_rollout.noise import RowNoise
 from aedit.spec_rollout.samples import Finish, KeptKV, Prompt, Rollout
+from aedit.spec_rollout.sending import sent
 from aedit.spec_rollout.stops import StopStrings, Tokenizer
 from aedit.spec_rollout.target import Target
 
@@ -209,7 +210,7 @@ class Rows:
 
     def _compute(self, row: int, tokens: Sequence[int], start: int) -> Tensor:
         self.num_prefilled += len(tokens)
-        return self.target.prefill(torch.tensor(tokens, device=self.target.device), row, start)
+        return self.target.prefill(sent(tokens, self.target.device), row, start)
 
     def _no_features(self) -> Tensor:
         return torch.empty(0, self.target.feature_size, dtype=self.target.dtype, device=self.target.device)

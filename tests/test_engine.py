@@ -322,6 +322,7 @@ def test_status_tells_what_was_done_and_memory_does_not_grow(policy):
     during = engine.status()
     assert (during["live"], during["waiting"], during["tokens"]) == (4, 4, during["tokens"])
     assert during["feature_bytes"] > 0
+    assert during["features"] == {}
     finish(engine)
     after = engine.status()
     assert after["tokens"] == 80

@@ -84,6 +84,23 @@ def test_new_weights_begin_samples_of_the_new_version():
         torch.testing.assert_close(sample.features_MF, hidden[:-1], rtol=0, atol=CLOSE)
 
 
+def test_the_bytes_of_keys_values_and_features_are_in_the_status_and_do_not_grow():
+    engine, _ = engine_of(policy(), "layer:2")
+    seen = []
+    for prompt in prompts():
+        engine.add(prompt)
+    while engine.live or engine.waiting:
+        engine.step()
+        seen.append(engine.status())
+    assert {status["kv_bytes"] for status in seen} == {engine.target.cache.num_bytes}
+    features = [status["features"] for status in seen]
+    assert {each["bytes"] for each in features} == {engine.sink.ring.shape.num_bytes}
+    assert max(each["bytes_used"] for each in features) <= features[0]["bytes"] <= 400_000
+    # Three rows of three steps of up to three tokens, and the prompts that began with them.
+    assert 0 < max(each["bytes_waiting"] for each in features) <= 8 * 32 * 3 * (3 * 3 + 4)
+    assert features[-1]["bytes_waiting"] == 0
+
+
 def test_a_sample_that_leaves_stays_to_be_learned_from():
     model = policy()
     engine, reader = engine_of(model, "off")

@@ -1,0 +1,105 @@
+"""What a step asks of a device: the host waits for its verdict and for nothing else.
+
+Whatever makes the host wait for a GPU is seen on a CPU too: numbers that are read out of tensors, shapes that
+depend on them, and tensors that are made of Python's numbers (those wait unless they come from pinned memory,
+as `sent` makes them).
+"""
+
+import sys
+
+import pytest
+import torch
+from drafted import engine_of, fresh
+from rollouts import KINDS, samples, tiny_policy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from aedit.spec_rollout.verdict import _on_host
+
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
+SENDING = "aedit.spec_rollout.sending"
+ARMS = ["off", "layer:4", "layer:3x2x6", "layer:1", "suffix:4", "suffix:3x2x6"]
+
+
+class Watch(TorchDispatchMode):
+    """What waits, by the name of the function that asked for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        is_mask = name.startswith("index") and any(
+            isinstance(x, torch.Tensor) and x.dtype == torch.bool
+            for x in (args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ())
+        )
+        if name in READS or is_mask or (name == "repeat_interleave" and len(args) == 1):
+            self.seen.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    mode = Watch()
+
+    def note(owner, name, allowed):
+        right = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            caller = sys._getframe(1)
+            if (caller.f_globals["__name__"], caller.f_code.co_name) not in allowed:
+                mode.seen.append(f"{caller.f_code.co_name}: {name}")
+            return right(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    verdict = (_on_host.__module__, _on_host.__name__)
+    for name in ("tolist", "numpy", "cpu", "item"):
+        note(torch.Tensor, name, {verdict} if name == "tolist" else set())
+    for name in ("tensor", "as_tensor", "from_numpy"):
+        note(torch, name, {(SENDING, "sent")})
+    return mode
+
+
+def seen_by(watch, policy, arms):
+    """What waited while samples began, went on and ended."""
+    engine = engine_of(policy, 4, arms, layer=fresh(policy), suffix=True)
+    for prompt in samples(KINDS):
+        engine.add(prompt)
+    watch.seen.clear()
+    with watch:
+        while engine.live or engine.waiting:
+            engine.step()
+    assert engine.status()["steps"] > 3 * len(arms)
+    return set(watch.seen)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return tiny_policy(dtype=torch.float32)
+
+
+def test_a_step_waits_for_nothing_but_its_verdict(policy, watch):
+    assert seen_by(watch, policy, ARMS) == set()
+
+
+@pytest.mark.parametrize(
+    ("place", "wait"),
+    [
+        ("aedit.spec_rollout.verdict.walk", lambda draft, tokens, depth=None: bool((tokens >= 0).all())),
+        ("aedit.spec_rollout.verdict.node_depths", lambda parents, depth=None: parents[parents > 0]),
+        ("aedit.spec_rollout.verdict.shaped", lambda logits, *rest: torch.tensor(0.0)),
+        ("aedit.spec_rollout.verdict.logprobs", lambda logits, *rest: logits[0, 0, 0].item()),
+    ],
+)
+def test_what_would_wait_is_seen(policy, watch, monkeypatch, place, wait):
+    module, _, name = place.rpartition(".")
+    module = sys.modules[module]
+    right = getattr(module, name)
+
+    def waiting(*args):
+        wait(*args)
+        return right(*args)
+
+    monkeypatch.setattr(module, name, waiting)
+    assert seen_by(watch, policy, ARMS) != set()
