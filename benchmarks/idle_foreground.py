@@ -2,10 +2,9 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 import torch
@@ -15,35 +14,48 @@ from benchmarks.small_llama import corpus, inner_step, llama
 from benchmarks.table import median
 
 SEQ_LEN, BATCH_SIZE = 128, 4
+THREADS = 2
 LR = 1e-6
 """So small that all steps do the same arithmetic on the same numbers."""
-AA_WIDTH = 0.03
-"""Two like series must agree so closely, or the machine is too busy to tell."""
+WARM_UP_STEPS = 5
 
 Window = Callable[[], AbstractContextManager[None]]
 
 
 class Foreground:
-    """Real inner steps of a small Llama, on all cores."""
+    """Real inner steps of a small Llama, on two threads."""
 
     def __init__(self, quick: bool) -> None:
         size, layers = (64, 1) if quick else (256, 4)
         self._model = llama(size, layers, SEQ_LEN)
         self._inner = torch.optim.AdamW(self._model.parameters(), lr=LR)
         self._train = corpus(SEQ_LEN).train
-        self._steps = count()
-        for _ in range(3):
-            self.step()
+        for number in range(WARM_UP_STEPS):
+            self.step(number)
 
-    def step(self) -> None:
-        samples = batch(self._train, np.arange(BATCH_SIZE) + BATCH_SIZE * next(self._steps))
+    def step(self, number: int) -> None:
+        """On samples that are known by their number."""
+        first = BATCH_SIZE * number
+        samples = batch(self._train, np.arange(first, first + BATCH_SIZE) % len(self._train))
         inner_step(self._model, self._inner, samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What a wait is used for."""
+
+    window: Window = nullcontext
+    goes_on: bool = False
+    """The window stays open during the step, which is what must not be done."""
+
+
+OFF = Arm()
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Seconds from the end of a wait to the end of the step after it, with a trainer in the wait and
-    without; the waits are of one length."""
+    without. The waits are of one length and the steps on the same samples."""
 
     on_s: float
     off_s: float
@@ -65,33 +77,36 @@ class Ratio:
     num_pairs: int
 
     @staticmethod
-    def of(pairs: Sequence[Pair], draws: int = 1000) -> "Ratio":
-        ratios, chance = [pair.ratio for pair in pairs], random.Random(0)
-        drawn = sorted(median(chance.choices(ratios, k=len(ratios))) for _ in range(draws))
-        low, high = drawn[round(0.025 * draws)], drawn[round(0.975 * draws) - 1]
-        return Ratio(median(ratios), low, high, max(ratios), len(ratios))
+    def of(pairs: Sequence[Pair], draws: int = 2000) -> "Ratio":
+        ratios, chance = np.array([pair.ratio for pair in pairs]), np.random.default_rng(0)
+        drawn = np.median(chance.choice(ratios, (draws, len(ratios))), axis=1)
+        low, high = np.quantile(drawn, (0.025, 0.975)).tolist()
+        return Ratio(median(ratios.tolist()), low, high, float(ratios.max()), len(ratios))
 
 
 class Race:
-    """Pairs of steps, who goes first drawn for each."""
+    """Waits and steps of several arms in turn, in an order that is drawn for each turn."""
 
     def __init__(self, foreground: Foreground, waits_s: tuple[float, float], seed: int = 0) -> None:
         """waits_s: the shortest and the longest wait."""
         self._foreground, self._waits_s, self._chance = foreground, waits_s, random.Random(seed)
+        self._number = 0
 
-    def pair(self, on: Window, off: Window = nullcontext, *, overlap: bool = False) -> Pair:
-        """overlap: the window stays open during the step, which is what must not be done."""
-        wait_s = self._chance.uniform(*self._waits_s)
-        if self._chance.random() < 0.5:
-            on_s = self._one(on, wait_s, overlap)
-            return Pair(on_s, self._one(off, wait_s, overlap))
-        off_s = self._one(off, wait_s, overlap)
-        return Pair(self._one(on, wait_s, overlap), off_s)
+    def turn(self, arms: Mapping[str, Arm]) -> dict[str, float]:
+        """Seconds of each arm, for one wait and one step that are the same for all."""
+        wait_s, names = self._chance.uniform(*self._waits_s), list(arms)
+        self._chance.shuffle(names)
+        self._number += 1
+        return {name: self._one(arms[name], wait_s) for name in names}
 
-    def _one(self, window: Window, wait_s: float, overlap: bool) -> float:
-        with window() if overlap else nullcontext():
-            with nullcontext() if overlap else window():
+    def pair(self, on: Arm) -> Pair:
+        seconds = self.turn({"on": on, "off": OFF})
+        return Pair(seconds["on"], seconds["off"])
+
+    def _one(self, arm: Arm, wait_s: float) -> float:
+        with arm.window() if arm.goes_on else nullcontext():
+            with nullcontext() if arm.goes_on else arm.window():
                 time.sleep(wait_s)
                 over_s = time.perf_counter()
-            self._foreground.step()
+            self._foreground.step(self._number)
             return time.perf_counter() - over_s

@@ -1,5 +1,7 @@
 """The real training of a draft layer, as a benchmark's trainer."""
 
+import time
+
 import torch
 from transformers import LlamaConfig
 
@@ -12,6 +14,7 @@ from aedit.spec_rollout.losses import PolicyEnds
 from aedit.spec_rollout.trainer_keeper import IdleConfig
 
 HIDDEN_SIZE, VOCABULARY = 256, 512
+BEGINS_WITHIN_S = 120.0
 NUM_SAMPLES, SAMPLE_TOKENS = 64, 256
 
 
@@ -39,3 +42,13 @@ def learner(config: IdleConfig) -> DrafterTraining:
         features.append(sample, tokens, torch.randn(SAMPLE_TOKENS, HIDDEN_SIZE))
         features.end(sample, True)
     return work
+
+
+def begun(work: DrafterTraining) -> None:
+    """Wait until it has begun to learn. Raises TimeoutError: it gets no core when all are busy."""
+    give_up_s = time.monotonic() + BEGINS_WITHIN_S
+    with work.window("start"):
+        while work.status()["steps"] == 0:
+            if time.monotonic() > give_up_s:
+                raise TimeoutError(f"the trainer did not begin within {BEGINS_WITHIN_S:g} s: {work.status()}")
+            time.sleep(0.01)
