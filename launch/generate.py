@@ -13,6 +13,7 @@ from aedit.launch.compared import said_the_same
 from aedit.launch.policy import Policy, first_line, load_policy
 from aedit.launch.text_stream import TextStream
 from aedit.spec_rollout.arms import ArmChooser, Fixed
+from aedit.spec_rollout.bandit import Bandit
 from aedit.spec_rollout.draft_layer import DraftLayer
 from aedit.spec_rollout.draft_shape import tapped
 from aedit.spec_rollout.drafts import By, Drafter, parse_arm
@@ -27,9 +28,9 @@ from aedit.types import UserError
 
 MOST_ROWS = 32
 """Samples at a time; more wait."""
-AUTO = "auto"
+AUTO, BANDIT = "auto", "bandit"
 ARMS = ("suffix:2", "suffix:4", "suffix:8", "layer:1", "layer:2", "layer:4", "layer:8", "layer:4x2x8")
-"""What `auto` chooses among, besides off, as far as their drafters are there."""
+"""What `auto` and `bandit` choose among, besides off, as far as their drafters are there."""
 USUAL_TOKENS = 256
 """New tokens of a sample, if nothing else is asked for."""
 NODES = 32
@@ -51,7 +52,7 @@ class Wanted:
     top_p: float = 1.0
     seed: int = 0
     arm: str = AUTO
-    """`auto`, or what `parse_arm` reads."""
+    """`auto`, `bandit`, or what `parse_arm` reads."""
     drafter: Path | None = None
     """A saved `DraftLayer`."""
 
@@ -168,12 +169,13 @@ def _engine(target: Target, wanted: Wanted, layer: DraftLayer | None) -> Engine:
 
 
 def _chooser(arm: str, drafters: Mapping[By, Drafter]) -> ArmChooser:
-    if arm == AUTO:
-        return Goodput([each for each in map(parse_arm, ARMS) if each.by in drafters])
+    if arm in (AUTO, BANDIT):
+        arms = [each for each in map(parse_arm, ARMS) if each.by in drafters]
+        return Goodput(arms) if arm == AUTO else Bandit(arms)
     try:
         fixed = parse_arm(arm)
     except ValueError as error:
-        raise UserError(f"--arm: {error}, or auto") from None
+        raise UserError(f"--arm: {error}, or auto or bandit") from None
     if fixed.by == "layer" and "layer" not in drafters:
         raise UserError(f"--arm {arm}: needs --drafter, the file of a trained drafter")
     if fixed.nodes > NODES:

@@ -4,6 +4,8 @@ Arms are grouped by the tokens they verify, most first, and the groups go to buc
 first: few rows leave room to verify much. Each bucket also has the arm off. The reward of a step is what it
 emitted over all its seconds, with drafting and switching; an arm is worth the median of its newest rewards in
 the bucket; with probability epsilon any of the bucket's arms is tried.
+
+As a guard it chooses nothing, and refuses what another chooser expects too much of.
 """
 
 import random
@@ -18,6 +20,12 @@ from aedit.types import check
 EPSILON = 0.1
 WINDOW = 300
 """Newest rewards of an arm that count."""
+
+REFUSED = 0.95
+"""Of plain decoding's worth: an arm below is refused by a guard."""
+
+PLAYED = 32
+"""Rewards that an arm must have got before it can be refused."""
 
 
 class Bandit:
@@ -60,6 +68,21 @@ class Bandit:
         """Tokens per second in the bucket of so many rows; infinite for an arm that was never played."""
         rewards = self._rewards.get((first, arm))
         return median(rewards) if rewards else float("inf")
+
+    def refuses(self, first: int, arm: Arm) -> bool:
+        """As a guard of another chooser: whether the arm was clearly worse than off here. With each time that
+        it is refused its oldest reward is forgotten, so that it is played again one day."""
+        rewards = self._rewards.get((first, arm), ())
+        if arm.is_off or len(rewards) < PLAYED or (first, OFF) not in self._rewards:
+            return False
+        refused = self.worth(first, arm) < REFUSED * self.worth(first, OFF)
+        if refused:
+            self._rewards[first, arm].popleft()
+        return refused
+
+    def forget(self, by: str) -> None:
+        """Rewards of a drafter's arms."""
+        self._rewards = {key: rewards for key, rewards in self._rewards.items() if key[1].by != by}
 
 
 def by_bucket(arms: Sequence[Arm]) -> dict[int, list[Arm]]:

@@ -7,11 +7,15 @@ verifying fewer or other nodes does not bias; a path is accepted with the produc
 their later siblings have maps of their own: with shared noise a first child is accepted far more often than a
 sibling of the same probability.
 
+This is asked in every step, so that a probability is at once made a level, and F is a table of levels.
+
 Shapes: B rows, N nodes of a draft.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +24,20 @@ from aedit.spec_rollout.drafts import Draft
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
 
-NUM_BINS = 20
+NUM_LEVELS = 256
+"""Of a probability."""
+
+NOTHING = 2 * NUM_LEVELS
+"""The level of no node: first children have levels below `NUM_LEVELS`, later siblings those above it."""
+
+NUM_BINS = 16
 CENTRES: Floats = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
+LEVELS: Floats = (np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS
+
+LEAST_SCORE = -1e4
+"""Scores below are as good as never, and -inf cannot be reckoned with."""
 
 PRIOR_NODES = 2.0
 """Nodes of each bin that are supposed to have been accepted as often as the drafter said, times what it is
@@ -38,70 +53,79 @@ FIT_EVERY = 4
 """Lessons after which the map is fitted anew."""
 
 
+FEW = 40
+"""Nodes of all rows up to which loops are faster than arrays."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Nodes:
     """A draft as arrays of this machine."""
 
-    chance_BN: Floats
-    """The drafter's probability of each node given its parent; 0 where there is no node."""
-    real_BN: Bools
-    first_BN: Bools
-    """First child of its parent."""
-    parents_BN: NDArray[np.int64] | None
+    levels_BN: Ints
+    """The drafter's probability of each node given its parent, as a level."""
+    parents_BN: Ints | None
+    """None for chains."""
 
     @classmethod
     def of(cls, draft: Draft) -> "Nodes":
         """Copies: the draft's tensors may be used again."""
-        scores = draft.scores_BN.numpy(force=True).astype(np.float64)
-        real = np.ones(scores.shape, dtype=bool)
-        if draft.counts_B is not None:
-            real = np.arange(scores.shape[1]) < draft.counts_B.numpy(force=True)[:, None]
-            scores = np.where(real, scores, -745.0)
-        before = np.zeros_like(scores)
-        first, parents = np.ones_like(real), None
+        scores = np.maximum(draft.scores_BN.numpy(force=True), LEAST_SCORE)
+        parents = None
         if draft.parents_BN is None:
-            before[:, 1:] = scores[:, :-1]
+            gains = scores.copy()
+            gains[:, 1:] -= scores[:, :-1]
         else:
             parents = draft.parents_BN.numpy(force=True).astype(np.int64)
-            np.copyto(before, np.take_along_axis(scores, np.maximum(parents, 0), 1), where=parents >= 0)
-            same = parents[:, :, None] == parents[:, None, :]
-            first = ~np.tril(same, -1).any(axis=2)
-        chance: Floats = np.exp(np.minimum(scores - before, 0.0)) * real
-        return cls(chance, real, first, parents)
+            gains = scores - _of_parent(scores, parents, 0.0)
+        levels = np.minimum(np.exp(gains) * NUM_LEVELS, NUM_LEVELS - 1).astype(np.int64)
+        if parents is not None:
+            levels += NUM_LEVELS * _is_later(parents)
+        if draft.counts_B is not None:
+            counts = draft.counts_B.numpy(force=True)
+            levels[np.arange(levels.shape[1]) >= counts[:, None]] = NOTHING
+        return cls(levels, parents)
 
-    @classmethod
-    def joined(cls, parts: "Sequence[Nodes]") -> "Nodes":
-        """The rows of several drafts of one arm."""
-        if len(parts) == 1:
-            return parts[0]
-        trees = [each.parents_BN for each in parts if each.parents_BN is not None]
-        return cls(
-            np.concatenate([each.chance_BN for each in parts]),
-            np.concatenate([each.real_BN for each in parts]),
-            np.concatenate([each.first_BN for each in parts]),
-            np.concatenate(trees) if trees else None,
-        )
+    @property
+    def real_BN(self) -> Bools:
+        real: Bools = self.levels_BN != NOTHING
+        return real
 
-    def along_paths(self, accepted_BN: Floats) -> Floats:
+    def along_paths(self, chances_BN: Floats) -> Floats:
         """(B, N): products from the root to each node, of chances that hold given the parent."""
-        chances = accepted_BN * self.real_BN
         if self.parents_BN is None:
-            return np.cumprod(chances, axis=1, dtype=np.float64)
-        rows = np.arange(len(chances))
-        for n in range(chances.shape[1]):
-            parents = self.parents_BN[:, n]
-            chances[:, n] *= np.where(parents >= 0, chances[rows, np.maximum(parents, 0)], 1.0)
-        return chances
+            return np.cumprod(chances_BN, axis=1, dtype=np.float64)
+        up = self.parents_BN
+        while (up >= 0).any():  # each turn goes up twice as far
+            chances_BN = chances_BN * _of_parent(chances_BN, up, 1.0)
+            up = _of_parent(up, up, -1)
+        return chances_BN
 
     def seen(self, verified_BN: Bools, accepted_BN: Bools) -> Bools:
         """(B, N): nodes that the policy has judged: verified, of an accepted parent."""
-        reached = np.ones_like(accepted_BN)
         if self.parents_BN is None:
+            reached = np.ones_like(accepted_BN)
             reached[:, 1:] = accepted_BN[:, :-1]
         else:
-            of_parent = np.take_along_axis(accepted_BN, np.maximum(self.parents_BN, 0), 1)
-            reached = of_parent | (self.parents_BN < 0)
-        return reached & verified_BN & self.real_BN
+            reached = _of_parent(accepted_BN, self.parents_BN, True)
+        seen: Bools = reached & verified_BN & self.real_BN
+        return seen
+
+
+def _of_parent(values_BN: NDArray[Any], parents_BN: Ints, of_root: float) -> NDArray[Any]:
+    """(B, N): each node's parent's value."""
+    rows = np.arange(len(values_BN))[:, None]
+    found: NDArray[Any] = values_BN[rows, parents_BN]
+    found[parents_BN < 0] = of_root
+    return found
+
+
+def _is_later(parents_BN: Ints) -> Bools:
+    """(B, N): nodes that are not the first child of their parent."""
+    rows, numbers = np.arange(len(parents_BN))[:, None], np.arange(parents_BN.shape[1])
+    first = np.full((len(parents_BN), len(numbers) + 1), len(numbers))  # the last column is the root's
+    np.minimum.at(first, (rows, parents_BN), numbers)
+    later: Bools = first[rows, parents_BN] != numbers
+    return later
 
 
 def accepted_nodes(
@@ -116,89 +140,83 @@ def accepted_nodes(
     return accepted
 
 
-@dataclass(slots=True, eq=False)
-class ScoreMap:
-    """F for one kind of node: bins of decayed counts, made monotone."""
-
-    seen: Floats = field(default_factory=lambda: np.zeros(NUM_BINS))
-    accepted: Floats = field(default_factory=lambda: np.zeros(NUM_BINS))
-    fitted: Floats = field(default_factory=lambda: CENTRES.copy())
-
-    def __call__(self, chance: Floats) -> Floats:
-        """P(accepted | parent accepted) of nodes to which the drafter gave these probabilities."""
-        return np.interp(chance, CENTRES, self.fitted)
-
-    def learn(self, chance: Floats, accepted: Bools) -> None:
-        """Of seen nodes."""
-        bins = np.minimum((chance * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        kept = np.exp(-len(bins) / MEMORY_NODES)
-        self.seen *= kept
-        self.accepted *= kept
-        self.seen += np.bincount(bins, minlength=NUM_BINS)
-        self.accepted += np.bincount(bins, accepted, NUM_BINS)
-
-    def fit(self) -> None:
-        usual = (self.accepted.sum() + 1) / (self.seen @ CENTRES + 1)
-        weights = self.seen + PRIOR_NODES
-        supposed = np.minimum(usual * CENTRES, 1.0)
-        self.fitted = isotonic((self.accepted + PRIOR_NODES * supposed) / weights, weights)
-
-    def doubt(self) -> None:
-        """The drafter has changed: what was learnt is a beginning."""
-        self.seen *= KEPT
-        self.accepted *= KEPT
-
-
 class Calibration:
     """F of one drafter, for its newest version."""
 
     def __init__(self) -> None:
-        self._first, self._later = ScoreMap(), ScoreMap()
+        # First children, then later siblings.
+        self._seen: Floats = np.zeros((2, NUM_BINS))
+        self._accepted: Floats = np.zeros((2, NUM_BINS))
+        self._table: Floats = np.concatenate([LEVELS, LEVELS, [0.0]])
+        self._levels: list[float] = self._table.tolist()
         self._version: int | None = None
         self._lessons = 0
-        self._promised, self._kept, self._tried = (np.zeros(NUM_BINS) for _ in range(3))
-
-    @property
-    def error(self) -> float:
-        """Expected calibration error of what was foretold before each lesson, over the last `MEMORY_NODES`
-        nodes or so: mean of |promised - accepted| over bins of promised chances. 0 before any."""
-        total = float(self._tried.sum())
-        return float(np.abs(self._promised - self._kept).sum()) / total if total else 0.0
 
     def chances(self, nodes: Nodes) -> Floats:
-        """(B, N): how likely each node is accepted if its parent is."""
-        chances = self._first(nodes.chance_BN)
-        if nodes.parents_BN is not None:
-            chances = np.where(nodes.first_BN, chances, self._later(nodes.chance_BN))
-        return chances * nodes.real_BN
+        """(B, N): how likely each node is accepted if its parent is; 0 where there is no node."""
+        return self._table[nodes.levels_BN]
+
+    def gains(self, draft: Draft) -> list[float]:
+        """By node, over all rows, the chances that the path to it is accepted."""
+        rows, num_nodes = draft.scores_BN.shape
+        if rows * num_nodes > FEW:
+            nodes = Nodes.of(draft)
+            found: list[float] = nodes.along_paths(self.chances(nodes)).sum(axis=0).tolist()
+            return found
+        chain = [range(-1, num_nodes - 1)] * rows
+        parents = chain if draft.parents_BN is None else draft.parents_BN.tolist()
+        counts = [num_nodes] * rows if draft.counts_B is None else draft.counts_B.tolist()
+        gains = [0.0] * num_nodes
+        for scores, parents_of, count in zip(draft.scores_BN.tolist(), parents, counts, strict=True):
+            for n, chance in enumerate(self._along_path(scores[:count], parents_of)):
+                gains[n] += chance
+        return gains
+
+    def _along_path(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
+        """Of one row, what `Nodes.along_paths` is of many."""
+        table, later = self._levels, set[int]()
+        paths, said = [1.0], [0.0]  # the root's first, so that a node is its number and 1
+        for score, parent in zip(scores, parents, strict=False):
+            score = max(score, LEAST_SCORE)
+            level = min(int(math.exp(score - said[parent + 1]) * NUM_LEVELS), NUM_LEVELS - 1)
+            if parent in later:
+                level += NUM_LEVELS
+            later.add(parent)
+            paths.append(paths[parent + 1] * table[level])
+            said.append(score)
+        return paths[1:]
 
     def see(self, version: int) -> None:
-        """The drafter's version from now on."""
+        """The drafter's version from now on. What was learnt of another is a beginning."""
         if self._version is not None and version != self._version:
-            self._first.doubt()
-            self._later.doubt()
+            self._seen *= KEPT
+            self._accepted *= KEPT
         self._version = version
 
     def learn(self, nodes: Nodes, verified_BN: Bools, accepted_BN: Bools) -> None:
         """What came of drafts."""
         seen = nodes.seen(verified_BN, accepted_BN)
-        self._judge(self.chances(nodes)[seen], accepted_BN[seen])
-        first = seen & nodes.first_BN
-        self._first.learn(nodes.chance_BN[first], accepted_BN[first])
-        if nodes.parents_BN is not None:
-            later = seen & ~nodes.first_BN
-            self._later.learn(nodes.chance_BN[later], accepted_BN[later])
+        bins = nodes.levels_BN[seen] // (NUM_LEVELS // NUM_BINS)
+        counts = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
+        kept = np.exp(counts.sum(axis=1, keepdims=True) / -MEMORY_NODES)
+        self._seen = kept * self._seen + counts
+        accepted = np.bincount(bins, accepted_BN[seen], 2 * NUM_BINS).reshape(2, NUM_BINS)
+        self._accepted = kept * self._accepted + accepted
         self._lessons += 1
         if self._lessons % FIT_EVERY == 0 or self._lessons < FIT_EVERY:
-            self._first.fit()
-            self._later.fit()
+            self._fit(0)
+            if nodes.parents_BN is not None:
+                self._fit(1)
+            self._levels = self._table.tolist()
 
-    def _judge(self, promised: Floats, accepted: Bools) -> None:
-        bins = np.minimum((promised * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-        kept = np.exp(-len(bins) / MEMORY_NODES)
-        for sums, added in ((self._promised, promised), (self._kept, accepted), (self._tried, None)):
-            sums *= kept
-            sums += np.bincount(bins, added, NUM_BINS)
+    def _fit(self, kind: int) -> None:
+        """0: first children; 1: later siblings."""
+        seen, accepted = self._seen[kind], self._accepted[kind]
+        usual = (accepted.sum() + 1) / (seen @ CENTRES + 1)
+        weights = seen + PRIOR_NODES
+        supposed = np.minimum(usual * CENTRES, 1.0)
+        fitted = isotonic((accepted + PRIOR_NODES * supposed) / weights, weights)
+        self._table[kind * NUM_LEVELS : (kind + 1) * NUM_LEVELS] = np.interp(LEVELS, CENTRES, fitted)
 
 
 def isotonic(values: Floats, weights: Floats) -> Floats:

@@ -15,8 +15,6 @@ Letters: B live rows, Ntok = B (1 + nodes) verified tokens, Nctx tokens in the c
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 from aedit.spec_rollout.arms import Observed
 from aedit.spec_rollout.drafts import Arm
@@ -49,9 +47,6 @@ class StepCost:
         self._drafters: dict[str, Times] = {}
         self._log_pace = 0.0
         self._slower: deque[float] = deque((0.0, 0.0), maxlen=3)
-        self.error = 0.0
-        """Mean of |predicted - measured| / measured over the last hundred steps or so, each predicted before
-        it was learnt."""
 
     @property
     def pace(self) -> float:
@@ -68,8 +63,9 @@ class StepCost:
             return 0.0
         return self._times_of(arm).predict(_draft_place(arm, rows), _draft_features(arm, rows, behind))
 
-    def learn(self, observed: Observed, behind: int = 0) -> None:
-        """After each step. behind: tokens that its drafter had to catch up."""
+    def learn(self, observed: Observed, behind: int = 0) -> float:
+        """After each step. behind: tokens that its drafter had to catch up. Returns what the step has taken
+        over what was foreseen, at the machine's pace."""
         rows, arm = observed.view.rows, observed.arm
         rest_s = max(observed.total_s - observed.draft_s, LEAST_S)
         context = observed.view.context
@@ -82,19 +78,7 @@ class StepCost:
         if observed.draft_s > 0 and whole:
             times, features = self._times_of(arm), _draft_features(arm, rows, behind)
             times.learn(_draft_place(arm, rows), features, observed.draft_s / self.pace)
-
-    def save(self) -> dict[str, Any]:
-        """All that has been learnt, fit for JSON."""
-        drafters = {by: times.save() for by, times in self._drafters.items()}
-        return {"policy": self._policy.save(), "drafters": drafters}
-
-    @classmethod
-    def load(cls, saved: Mapping[str, Any]) -> "StepCost":
-        """Back from `save`, also as a prior for another run on the same machine."""
-        cost = cls()
-        cost._policy = Times.load(saved["policy"])
-        cost._drafters = {by: Times.load(times) for by, times in saved["drafters"].items()}
-        return cost
+        return observed.total_s / (self.pace * predicted_s)
 
     def _times_of(self, arm: Arm) -> Times:
         if arm.by not in self._drafters:
@@ -104,7 +88,6 @@ class StepCost:
     def _notice(self, observed: Observed, predicted_s: float) -> None:
         """The pace follows places that are known, by the middle one of three steps."""
         measured_s = max(observed.total_s, LEAST_S)
-        self.error += 0.01 * (min(abs(predicted_s * self.pace / measured_s - 1), 1.0) - self.error)
         if self._policy.visits(_place(observed.view.rows, observed.nodes)) >= KNOWN:
             self._slower.append(math.log(measured_s / predicted_s))
             self._log_pace += PACE_RATE * (sorted(self._slower)[len(self._slower) // 2] - self._log_pace)

@@ -13,20 +13,21 @@ What is not known is tried in short bursts when a hopeful estimate says that it 
 decoding now and then so that its time stays known. What trying has cost, against the arm that would have been
 played, is counted and stays below 1 % of all time.
 
+An arm that has brought less than plain decoding, whatever was expected of it, is refused (`Bandit.refuses`).
+
 Everything is a function of what was told, in order, so that a log replays it and ranks that are told the same
 choose the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from aedit.spec_rollout.arms import Observed, View, bucket, worth_verifying
-from aedit.spec_rollout.calibration import Calibration, Nodes, accepted_nodes
+from aedit.spec_rollout.bandit import Bandit
 from aedit.spec_rollout.cost import StepCost
 from aedit.spec_rollout.drafts import OFF, Arm, Draft
-from aedit.spec_rollout.survival import Survival
+from aedit.spec_rollout.known import Known
 from aedit.types import check
 
 TRYING = 0.01
@@ -51,9 +52,6 @@ LEAST_GAIN = 1.01
 KNOWN_ROWS = 6.0
 """Rows that must have been drafted for before an arm is taken on."""
 
-LESSON_ROWS = 8
-"""Drafted rows that are learnt from together."""
-
 STAY = 32
 """Steps that an arm is supposed to be kept, over which catching up is spread."""
 
@@ -69,6 +67,9 @@ PLAIN_AGAIN = 512
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Verified nodes of a row that a draft is cut to: each number is a shape of its own, to be timed and, on a
 GPU, captured."""
+
+CUTTING = 0.01
+"""Share of a step's time that cutting a draft must save."""
 
 
 @dataclass(slots=True)
@@ -104,59 +105,6 @@ class Habit:
         self.slip += (min(ratio, 3.0) - self.slip) / min(self.steps + 8, 64)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Lesson:
-    """What came of one draft."""
-
-    nodes: Nodes
-    verified: int
-    accepted_B: Sequence[int]
-    path_Bm: Sequence[Sequence[int]] | None
-
-
-@dataclass(slots=True)
-class Known:
-    """One drafter."""
-
-    survival: Survival = field(default_factory=Survival)
-    calibration: Calibration = field(default_factory=Calibration)
-    behind: int = 1 << 30
-    """Tokens emitted since it was last asked; it may have to read as many as are live."""
-    asked: int = 0
-    """Step at which it was."""
-    lessons: list[Lesson] = field(default_factory=list)
-    """Not learnt yet; all of one arm and size."""
-    arm: Arm = OFF
-    """Theirs."""
-
-    def add(self, arm: Arm, lesson: Lesson) -> None:
-        """Learns at once what tells enough; few rows wait for others, as a call costs as much as a row."""
-        if self.lessons and (arm != self.arm or _size(self.lessons[0]) != _size(lesson)):
-            self.learn()
-        self.arm = arm
-        self.lessons.append(lesson)
-        if len(self.lessons) * len(lesson.accepted_B) >= LESSON_ROWS:
-            self.learn()
-
-    def learn(self) -> None:
-        """What waits."""
-        if not self.lessons:
-            return
-        lessons, self.lessons = self.lessons, []
-        nodes = Nodes.joined([each.nodes for each in lessons])
-        shape = (nodes.real_BN.shape[0], nodes.real_BN.shape[1])
-        counts = [count for each in lessons for count in each.accepted_B]
-        paths = [path for each in lessons for path in each.path_Bm or ()]
-        verified = [each.verified for each in lessons for _ in each.accepted_B]
-        accepted_BN = accepted_nodes(shape, counts, paths or None)
-        verified_BN = np.arange(shape[1]) < np.array(verified)[:, None]
-        # Nodes that were cut count as likely as they would have been accepted: else deep ones, verified only
-        # where all looks good, would seem better than they are.
-        chances = np.where(verified_BN, accepted_BN, self.calibration.chances(nodes))
-        self.survival.learn(self.arm, nodes.along_paths(chances), len(lessons))
-        self.calibration.learn(nodes, verified_BN, accepted_BN)
-
-
 class Goodput:
     """Chooses by predicted goodput.
 
@@ -175,17 +123,21 @@ class Goodput:
         """Tokens per second that are expected of it."""
         self.credit_s = 0.0
         """What trying may still cost."""
+        self.guard = Bandit(arms)
+        """Of what has come, whatever was expected; times are in plain steps of so many rows."""
         self._trial: Trial | None = None
         self._habits: dict[tuple[int, Arm], Habit] = {}
         self._slip = 1.0
+        self._sizes: dict[tuple[int, Arm], tuple[list[int], list[float]]] = {}
         self._steps = 0
-        self._draft: tuple[Draft | None, Nodes | None] = (None, None)
         self._compared: tuple[int, View | None] = (0, None)
 
     def choose(self, view: View) -> Arm:
         if self._steps < PLAIN_STEPS:
             return OFF
-        self._see(view)
+        for by, known in self.drafters.items():
+            if known.see(view.versions.get(by), self._steps):
+                self.guard.forget(by)
         trial = self._trial
         if trial is not None and view.has(trial.arm) and trial.first == bucket(view.rows) and trial.left:
             return trial.arm
@@ -195,39 +147,53 @@ class Goodput:
         every = EVERY if self._habit(view, self.arm).steps >= TRY_AGAIN else 2
         if not same or self._steps - at >= every:
             self._compared = (self._steps, view)
+            self._sizes.clear()
             self._compare(view)
         return self.arm if self._trial is None else self._trial.arm
 
     def trim(self, view: View, arm: Arm, draft: Draft) -> int:
-        most = worth_verifying(draft)
-        if draft.logq_BNV is not None or most == 0 or self._trial is not None:
-            return most
-        nodes = self._read(draft)
-        chances = self.drafters[arm.by].calibration.chances(nodes)
-        gains = [0.0, *np.cumsum(nodes.along_paths(chances).sum(axis=0)).tolist()]
-        sizes = [size for size in SIZES if size < most] + [most]
-        seconds = [self.cost.verify_s(view.rows, size, view.context) for size in sizes]
-        worth = [gains[size] - self.rate * s for size, s in zip(sizes, seconds, strict=True)]
-        best = max(range(len(sizes)), key=worth.__getitem__)
-        whole_s = self.cost.verify_s(view.rows, arm.nodes, view.context)
-        tokens, all_tokens = view.rows + gains[sizes[best]], view.rows + gains[-1]
-        self._habit(view, arm).cut(seconds[best] / whole_s, tokens / all_tokens)
-        return sizes[best]
+        if draft.logq_BNV is not None or draft.scores_BN.is_cuda or self._trial is not None:
+            return worth_verifying(draft)
+        by_node = self.drafters[arm.by].calibration.gains(draft)
+        gains = [0.0, *accumulate(by_node)]
+        most = sum(gain > 0 for gain in by_node)
+        if not most:
+            return 0
+        sizes, seconds = self._times_of(view, arm)
+        whole = next(i for i, size in enumerate(sizes) if size >= most)
+        worth = [
+            gains[min(n, most)] - self.rate * s for n, s in zip(sizes[: whole + 1], seconds, strict=False)
+        ]
+        best = max(range(whole + 1), key=worth.__getitem__)
+        if worth[best] <= worth[whole] + CUTTING * self.rate * seconds[whole]:
+            best = whole
+        tokens, all_tokens = view.rows + gains[min(sizes[best], most)], view.rows + gains[-1]
+        self._habit(view, arm).cut(seconds[best] / seconds[-1], tokens / all_tokens)
+        return min(sizes[best], most)
+
+    def _times_of(self, view: View, arm: Arm) -> tuple[list[int], list[float]]:
+        """What the arm's drafts may be cut to, and the seconds of a pass with so many nodes; more nodes never
+        take less."""
+        found = self._sizes.get((view.rows, arm))
+        if found is None:
+            sizes = [size for size in SIZES if size < arm.nodes] + [arm.nodes]
+            seconds = [self.cost.verify_s(view.rows, size, view.context) for size in sizes]
+            found = self._sizes[view.rows, arm] = sizes, list(accumulate(seconds, max))
+        return found
 
     def learn(self, observed: Observed) -> None:
         view, arm = observed.view, observed.arm
         known = self.drafters.get(arm.by)
-        behind = 0 if known is None else min(known.behind, view.context)
-        foreseen_s = self._foreseen_s(observed, behind)
-        self.cost.learn(observed, behind)
+        ratio = self.cost.learn(observed, 0 if known is None else min(known.behind, view.context))
         self._steps += 1
-        ratio = observed.total_s / self.cost.pace / foreseen_s
         self._slip += (min(ratio, 3.0) - self._slip) / 64
         self._habit(view, arm).took(ratio, self._steps)
         for each in self.drafters.values():
             each.behind += observed.emitted
         if known is not None:
-            self._learn_draft(known, observed)
+            known.add(observed, self._steps, now=self._trial is not None)
+        plain_s = self.cost.verify_s(view.rows, 0, view.context) * self.cost.pace
+        self.guard.learn(replace(observed, total_s=observed.total_s / plain_s))
         self._charge(observed)
 
     def value(self, view: View, arm: Arm, *, hopeful: bool = False) -> float:
@@ -262,6 +228,8 @@ class Goodput:
             margin = 1 / LEAST_GAIN if arm.is_off else BETTER
             if known and arm != self.arm and value > margin * values[self.arm]:
                 self.arm = arm
+        if self.guard.refuses(bucket(view.rows), self.arm):
+            self.arm = OFF
         self.rate = values[self.arm]
         self._try_another(view, values)
 
@@ -291,36 +259,6 @@ class Goodput:
         unknown = 1.0 if habit.steps else 1.1
         return unknown * self.value(view, arm, hopeful=True) > BETTER * self.rate
 
-    def _see(self, view: View) -> None:
-        """Drafters may have been replaced, and what is known of those at rest fades."""
-        for by, known in self.drafters.items():
-            if by in view.versions:
-                known.survival.see(view.versions[by])
-                known.calibration.see(view.versions[by])
-            if self._steps - known.asked >= 64:
-                known.survival.rest(64)
-                known.asked = self._steps
-
-    def _learn_draft(self, known: Known, observed: Observed) -> None:
-        known.behind, known.asked = 0, self._steps
-        draft = observed.draft
-        if draft is None or draft.tokens_BN.shape[1] == 0:
-            return
-        known.add(
-            observed.arm, Lesson(self._read(draft), observed.nodes, observed.accepted_B, observed.path_Bm)
-        )
-        if self._trial is not None:
-            known.learn()
-
-    def _read(self, draft: Draft) -> Nodes:
-        """Once for cutting it and learning from it."""
-        last, nodes = self._draft
-        if last is not draft:
-            nodes = Nodes.of(draft)
-            self._draft = (draft, nodes)
-        assert nodes is not None
-        return nodes
-
     def _charge(self, observed: Observed) -> None:
         """What trying may cost grows with time, and shrinks by what it has cost."""
         if self._steps == PLAIN_STEPS:
@@ -335,19 +273,9 @@ class Goodput:
             if not trial.left:
                 self._compared = (0, None)
 
-    def _foreseen_s(self, observed: Observed, behind: int) -> float:
-        view = observed.view
-        verify_s = self.cost.verify_s(view.rows, observed.nodes, view.context)
-        return verify_s + self.cost.draft_s(observed.arm, view.rows, behind)
-
     def _habit(self, view: View, arm: Arm) -> Habit:
         key = (bucket(view.rows), arm)
         habit = self._habits.get(key)
         if habit is None:
             habit = self._habits[key] = Habit(slip=self._slip)
         return habit
-
-
-def _size(lesson: Lesson) -> int:
-    """Nodes of each row."""
-    return len(lesson.nodes.real_BN[0])

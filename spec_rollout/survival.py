@@ -39,7 +39,8 @@ class Survival:
         self._reached: list[float] = []
         self._accepted: list[float] = []
         self._trees: dict[Arm, tuple[float, float]] = {}
-        self._version: int | None = None
+        self.version: int | None = None
+        """Of the drafter; None before it is known."""
 
     @property
     def num_rows(self) -> float:
@@ -48,9 +49,9 @@ class Survival:
 
     def see(self, version: int) -> None:
         """The drafter's version from now on."""
-        if self._version is not None and version != self._version:
+        if self.version is not None and version != self.version:
             self._fade(KEPT)
-        self._version = version
+        self.version = version
 
     def rest(self, steps: int) -> None:
         """So many steps without this drafter."""

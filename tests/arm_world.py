@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import torch
+from scipy.special import betaincinv
 
 from aedit.spec_rollout.arms import Observed, View
 from aedit.spec_rollout.drafts import Draft
@@ -18,6 +19,8 @@ SMALL = {
     64: (19.0, 1.5, 2.1, 3.1, 5.2, 9.3),
 }
 VERIFIED = (1, 2, 4, 8, 16, 32)
+MOST = 8
+"""Nodes of a draft."""
 
 
 def verify_s(rows, nodes, context):
@@ -41,12 +44,13 @@ def draft_s(arm, rows, behind):
 
 class World:
     """agree: by drafter, how often the policy says what it drafts, at each step. Rows and nodes differ;
-    scores tell something of it. noise: of the times, with now and then a step ten times as long."""
+    scores tell something of it. noise: of the times, with now and then a step ten times as long. In worlds of
+    the same seed the luck of a step is the same, whatever is chosen."""
 
     def __init__(self, agree, *, seed=0, noise=0.08, versions=None):
         self.agree, self.noise = agree, noise
         self.versions = versions or (lambda step: dict.fromkeys(agree, 0))
-        self.rng = np.random.default_rng(seed)
+        self.seed = seed
         self.step = 0
         self.now_s = 0.0
         self.tokens = 0
@@ -55,9 +59,16 @@ class World:
     def draft(self, arm, rows):
         """The draft and, hidden from it, which of its nodes the policy would say."""
         mean = self.agree[arm.by](self.step)
-        chance = self.rng.beta(4 * mean + 1e-3, 4 * (1 - mean) + 1e-3, size=(rows, arm.nodes))
-        says = self.rng.random(chance.shape) < chance
-        claimed = np.clip(chance**0.7 * np.exp(0.2 * self.rng.normal(size=chance.shape)), 1e-6, 1)
+        rng = np.random.default_rng([self.seed, self.step, len(arm.by)])
+        chance, surely, blur = (
+            rng.random((rows, MOST)),
+            rng.random((rows, MOST)),
+            rng.normal(size=(rows, MOST)),
+        )
+        chance, surely, blur = (x[:, : arm.nodes] for x in (chance, surely, blur))
+        chance = betaincinv(4 * mean + 1e-3, 4 * (1 - mean) + 1e-3, chance)
+        says = surely < chance
+        claimed = np.clip(chance**0.7 * np.exp(0.2 * blur), 1e-6, 1)
         scores = torch.tensor(np.log(claimed).cumsum(1), dtype=torch.float32)
         tokens = torch.zeros(chance.shape, dtype=torch.int64)
         return Draft(tokens, None, None, scores), np.cumprod(says, axis=1).astype(bool)
@@ -72,7 +83,8 @@ class World:
             draft, says = self.draft(arm, rows)
             nodes = chooser.trim(view, arm, draft)
             accepted = says[:, :nodes].sum(1)
-        slow = math.exp(self.noise * self.rng.normal()) * (10 if self.rng.random() < 0.1 * self.noise else 1)
+        rng = np.random.default_rng([self.seed, self.step])
+        slow = math.exp(self.noise * rng.normal()) * (10 if rng.random() < 0.1 * self.noise else 1)
         drafting_s *= slow
         total_s = drafting_s + verify_s(rows, nodes, context) * slow
         emitted = int(rows + accepted.sum())

@@ -53,8 +53,11 @@ def text_of(model, prompt, num_tokens):
     return ByteTokenizer().decode(made[0, ids.shape[1] :].tolist())
 
 
-@pytest.mark.parametrize("arm", ["off", "suffix:4", "suffix:8"])
-def test_greedy_text_is_what_transformers_says(capsys, saved, arm):
+@pytest.mark.parametrize(
+    ("arm", "played"),
+    [("off", "off"), ("suffix:4", "suffix:4"), ("suffix:8", "suffix:8"), ("bandit", "suffix:8")],
+)
+def test_greedy_text_is_what_transformers_says(capsys, saved, arm, played):
     code, out, err = run(
         capsys, saved, "--prompt", "Hello", "--temperature", 0, "--arm", arm, "--max-new-tokens", 40
     )
@@ -66,7 +69,7 @@ def test_greedy_text_is_what_transformers_says(capsys, saved, arm):
     assert found, last
     assert int(found[1]) == 40
     assert float(found[4]) >= 1
-    assert arm in found[5]
+    assert played in found[5]
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another(capsys, saved):
