@@ -47,10 +47,10 @@ class Recipe:
     policy: Policy
     num_tokens: int = 131_072
     """Of the policy's rollouts, prompts included."""
-    minutes: float = 4.0
+    minutes: float = 5.0
     """Of training; collecting comes on top."""
     temperature: float = 1.0
-    lr: float = 1e-3
+    lr: float = 3e-3
     seed: int = 0
 
     @property
@@ -106,7 +106,7 @@ def train_drafter(
     if not (learned and apart):
         raise ValueError(f"{len(samples)} rollouts are too few to learn from some and judge by others")
     layer = DraftLayer.of(model, generator=torch.Generator().manual_seed(recipe.seed))
-    trainer = DraftTrainer(layer, DraftTrainingConfig(lr=recipe.lr, batch_pairs=2048, row_pairs=512))
+    trainer = DraftTrainer(layer, DraftTrainingConfig(lr=recipe.lr, batch_pairs=512, row_pairs=512))
     ends = _ends(model)
     began, rng = clock(), random.Random(recipe.seed)
     while (share := (clock() - began) / (60 * recipe.minutes)) < 1:
