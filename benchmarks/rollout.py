@@ -19,6 +19,7 @@ from typing import Any, get_args
 import torch
 import transformers
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from aedit.spec_rollout.draft_layer import DraftLayer
 from benchmarks import rollout_tables
@@ -54,6 +55,8 @@ class Plan:
     temperatures: tuple[float, ...] = (0.0, 1.0)
     root: Path = ROOT
     size: Size = FULL
+    only: str | None = None
+    """`batches` or `drain`; None is both."""
     quick: bool = False
 
     def policy(self, task: Kind) -> Policy:
@@ -115,14 +118,9 @@ def measure(plan: Plan, say: Callable[[str], None]) -> Found:
     found = Found()
     for task in plan.tasks:
         cast, assistant = _cast(plan, task, say)
-        for temperature in plan.temperatures:
-            theirs = Theirs(
-                cast.policy, without_stop(cast.model), assistant, plan.size.their_tokens, temperature
-            )
-            for rows in plan.batches:
-                found.cells.append(measure_cell(cast, theirs, rows, plan.size))
-                say(rollout_tables.line(found.cells[-1]))
-        if task == "scratchpad":
+        if plan.only != "drain":
+            found.cells += _measured(plan, cast, assistant, say)
+        if plan.only != "batches" and task == "scratchpad":
             found.drains = drains(cast, plan.size.drain_rows, 1 + plan.size.drains, max(plan.temperatures))
     return found
 
@@ -136,7 +134,20 @@ def show(found: Found, where: str, console: Console, quick: bool) -> None:
     print_bars([replace(bar, passed=None) for bar in found.bars] if quick else found.bars, console)
 
 
-def _cast(plan: Plan, task: Kind, say: Callable[[str], None]) -> tuple[Cast, Any]:
+def _measured(
+    plan: Plan, cast: Cast, assistant: PreTrainedModel, say: Callable[[str], None]
+) -> Iterator[Cell]:
+    """All cells of one task."""
+    num_tokens = plan.size.their_tokens
+    for temperature in plan.temperatures:
+        theirs = Theirs(cast.policy, without_stop(cast.model), assistant, num_tokens, temperature)
+        for rows in plan.batches:
+            cell = measure_cell(cast, theirs, rows, plan.size)
+            say(rollout_tables.line(cell))
+            yield cell
+
+
+def _cast(plan: Plan, task: Kind, say: Callable[[str], None]) -> tuple[Cast, PreTrainedModel]:
     policy, recipe, smaller = plan.policy(task), plan.recipe(task), plan.assistant(task)
     for wanted in (policy, smaller):
         if not (plan.root / wanted.name).exists():
@@ -157,6 +168,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     return replace(
         usual,
         size=size,
+        only=args.only,
         policy_size=args.size,
         tasks=usual.tasks if args.task is None else (args.task,),
         batches=args.batches or usual.batches,
@@ -185,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--task", choices=get_args(Kind), help="one of them instead of both")
     parser.add_argument("--size", choices=get_args(PolicySize), default="10m", help="of the policy")
+    parser.add_argument("--only", choices=("batches", "drain"), help="one part of the measurement")
     parser.add_argument(
         "--batches", type=_whole, metavar="B,B,...", help=f"usually {','.join(map(str, BATCHES))}"
     )
