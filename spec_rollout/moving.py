@@ -7,6 +7,7 @@ tokens as one that stays. Between ranks of a process group samples move by `hand
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -19,6 +20,8 @@ from aedit.spec_rollout.samples import Prompt, Rollout
 
 FORGETTING = 0.99
 """What a step counts after each further one, when an engine's pace is measured."""
+REMEMBERED = 4096
+"""Rollouts whose lengths say how long others will be: the last ones, as the policy changes."""
 UNUSUAL = 4.0
 """A step that took so many times what was expected counts as so many times."""
 
@@ -111,8 +114,8 @@ class Reallocator:
     ) -> None:
         """engines: by their numbers, which must not change."""
         self._engines, self._rule, self._clock = engines, rule or Rule(), clock
-        self._ended: list[tuple[int, int]] = []
-        self._cut: list[tuple[int, int]] = []
+        self._ended: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
+        self._cut: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
         self._been: dict[Key, tuple[int, ...]] = {}
         self._moved_at: dict[int, float] = {}
         self._homeless: list[Prompt] = []
