@@ -27,6 +27,9 @@ from aedit.spec_rollout.trainer_desk import Desk
 from aedit.spec_rollout.trainer_keeper import IdleConfig
 from aedit.types import check
 
+LEAST_JUDGED_TOKENS = 256
+"""Of a new policy, kept apart, before anybody is judged by it early."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningConfig:
@@ -35,12 +38,16 @@ class LearningConfig:
     training: DraftTrainingConfig = field(default_factory=DraftTrainingConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     judge_every_steps: int = 32
+    judge_moved_steps: int = 4
+    """After so many already where the policy has moved since the last judgement: a wait may be no longer, and
+    what was learned is of no use to anybody before it is published."""
     judged_depth: int = 4
     """Length of the chains that are compared on held-out samples."""
     held_out_tokens: int = 4096
 
     def __post_init__(self) -> None:
         check(self.judge_every_steps > 0, "judge_every_steps", "must be above 0", self.judge_every_steps)
+        check(self.judge_moved_steps > 0, "judge_moved_steps", "must be above 0", self.judge_moved_steps)
         check(self.judged_depth > 0, "judged_depth", "must be above 0", self.judged_depth)
         check(self.held_out_tokens > 0, "held_out_tokens", "must be above 0", self.held_out_tokens)
 
@@ -67,6 +74,7 @@ class Learning:
         self._better: dict[str, Tensor] | None = None
         self._last: Metrics | None = None
         self._rates = (math.nan, math.nan)
+        self._num_judged, self._judged_version = 0, -1
         self._pieces = self._learn()
 
     def follow(self, policy: Mapping[str, Tensor], version: int) -> None:
@@ -99,6 +107,7 @@ class Learning:
             "match_candidate": candidate,
             "lr_factor": self._standing.lr_factor,
             "refusals": self._standing.refusals,
+            "judged": self._num_judged,
         }
         if self._last is not None:
             figures |= {"loss": self._last.loss, "lr": self._last.lr, "overlap": self._last.overlap_S[0]}
@@ -110,7 +119,9 @@ class Learning:
         """Without end: lessons, and a judgement after every few. False where there is nothing to do."""
         while True:
             version = self._ends.version if self._ends else None
-            for _ in range(self._config.judge_every_steps):
+            for number in range(self._config.judge_every_steps):
+                if number >= self._config.judge_moved_steps and self._has_moved():
+                    break
                 yield from self._lesson()
             yield from self._judge()
             while gate.rests(self._standing, self._kl_nats(), self._config.gate):
@@ -118,6 +129,12 @@ class Learning:
             if self._ends and self._ends.version != version:
                 self._standing = gate.awake(self._standing)
                 self._trainer.lr_factor = self._standing.lr_factor
+
+    def _has_moved(self) -> bool:
+        """Whether nobody has been judged yet by the policy as it is now, and somebody could be."""
+        is_new = self._ends is not None and self._ends.version != self._judged_version
+        least = min(LEAST_JUDGED_TOKENS, self._config.held_out_tokens)
+        return is_new and sum(entry.num_tokens for entry in self._apart()) >= least
 
     def _lesson(self) -> Iterator[bool]:
         """One step, row by row."""
@@ -132,9 +149,8 @@ class Learning:
 
     def _judge(self) -> Iterator[bool]:
         """Compare with what was published last, on samples that neither has learned from."""
-        ends = self._ends
-        samples = self._read(held_out(self._entries(), self._config.held_out_tokens))
-        if ends is None or not any(sample.version == ends.version for sample in samples):
+        ends, samples = self._ends, self._read(self._apart())
+        if ends is None or not samples:
             return
         published: list[Match] = []
         candidate: list[Match] = []
@@ -142,6 +158,7 @@ class Learning:
         yield from self._match(self._trainer.layer, samples, ends, candidate)
         if published and candidate:
             self._rates = published[0].rate, candidate[0].rate
+            self._judged_version = ends.version
             self._decide()
 
     def _match(
@@ -160,6 +177,7 @@ class Learning:
 
     def _decide(self) -> None:
         published, candidate = self._rates
+        self._num_judged += 1
         standing = gate.watched(published, self._standing, self._config.gate)
         verdict, self._standing = gate.decide(published, candidate, standing, self._config.gate)
         self._trainer.lr_factor = self._standing.lr_factor
@@ -178,6 +196,12 @@ class Learning:
             except ValueError:
                 return []  # the node has not made its ring yet
         return self._reader.entries()
+
+    def _apart(self) -> list[Entry]:
+        """Those that judge: kept apart, and of the policy as it is now."""
+        version = self._ends.version if self._ends else None
+        exact = [entry for entry in self._entries() if entry.version == version]
+        return held_out(exact, self._config.held_out_tokens)
 
     def _chosen(self) -> list[Entry]:
         entries = self._entries()

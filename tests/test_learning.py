@@ -2,6 +2,7 @@
 it is better: in this process, and in one of its own."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -134,6 +135,23 @@ def test_features_of_another_policy_teach_but_judge_nobody(world):
     assert published(learning, 50) == []
     assert learning.figures()["steps"] > 8
     assert "match_published" not in learning.figures()
+
+
+def test_who_has_learned_for_a_moved_policy_is_judged_at_once_and_not_when_it_is_late(world):
+    model, samples = world
+    config = replace(QUICK, judge_every_steps=1000, judge_moved_steps=2, held_out_tokens=64)
+    learning, ring, _ = learning_of(model, samples, config)
+
+    def judged_after(pieces):
+        for _ in range(pieces):
+            learning.microbatch()
+        return learning.figures().get("judged", 0)
+
+    assert judged_after(40) == judged_after(40) == 1
+    learning.follow(shared(ends(model)), 2)
+    assert judged_after(40) == 1  # nothing is there yet that the new policy has said
+    write(ring, samples, version=2)
+    assert judged_after(40) == judged_after(40) == 2
 
 
 def test_it_goes_on_from_a_checkpoint(world):

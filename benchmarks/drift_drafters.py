@@ -1,0 +1,198 @@
+"""Drafters of a policy that moves: trained in idle time, trained as much on the policy that stayed where it
+was, and trained on the moved policy until they learn no more."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aedit.spec_rollout.batches import HELD_OUT_EVERY
+from aedit.spec_rollout.draft_layer import DraftLayer
+from aedit.spec_rollout.draft_training import DraftTrainer, DraftTrainingConfig
+from aedit.spec_rollout.engine import Engine
+from aedit.spec_rollout.feature_reader import FeatureReader, Sample
+from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.features import RowFeatures
+from aedit.spec_rollout.gate import Match, held_out_match
+from aedit.spec_rollout.learning import Learning, LearningConfig, shared, train_when_idle
+from aedit.spec_rollout.losses import PolicyEnds
+from aedit.spec_rollout.packing import pack
+from aedit.spec_rollout.samples import Prompt, Rollout
+from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.trainer_keeper import IdleConfig
+
+RING_BYTES = 64 << 20
+LOOK_S = 0.02
+SLOWEST = 60.0
+"""A window ends without its processor time if it takes so many times as long: the machine is too busy."""
+STARTS_WITHIN_S = 600.0
+ROUND_STEPS = 16
+"""Of an oracle, between two looks at what it has learned."""
+LEARNS_NO_MORE = 0.003
+"""Of the match rate, in a round."""
+HALVINGS = 3
+ORACLE_ROW_PAIRS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What the gate has decided so far."""
+
+    published: int
+    judged: int
+
+    @property
+    def refused(self) -> int:
+        return self.judged - self.published
+
+
+class IdleTrained:
+    """A drafter that learns in a process of its own, in windows; `close` ends that."""
+
+    def __init__(self, layer: DraftLayer, target: Target, learning: LearningConfig) -> None:
+        """layer: where training begins; it is copied."""
+        self.layer = copy_of(layer)
+        shape = RingShape.within(RING_BYTES, target.feature_size, torch.float32)
+        # Nothing of the run computes in a window, and what others compute is to change nothing of what is
+        # learned: here the trainer is no less than they are.
+        idle = IdleConfig(niceness=0)
+        self._work = train_when_idle(self.layer, ends_of(target), shape, learning=learning, idle=idle)
+        self._number, self._begun_s = 1, 0.0
+        self.sink = RowFeatures(FeatureRing(self._work.features, shape))
+        self.idle_s = 0.0
+        """Processor seconds that the windows were to give."""
+
+    def start(self) -> None:
+        """Wait until the process has loaded what it needs. Raises TimeoutError."""
+        give_up_s = time.monotonic() + STARTS_WITHIN_S
+        with self._work.window("start"):
+            while self._work.status()["state"] in ("starting", "not running"):
+                if time.monotonic() > give_up_s:
+                    raise TimeoutError(f"the trainer did not begin within {STARTS_WITHIN_S:g} s")
+                time.sleep(LOOK_S)
+        self._begun_s = self._work.cpu_s
+
+    def wait(self, cause: str, idle_s: float) -> None:
+        """A window in which the trainer gets what is missing of all idle time up to now and `idle_s` more: a
+        busy machine makes it longer, but gives the trainer no more."""
+        self.idle_s += idle_s
+        give_up_s = time.monotonic() + SLOWEST * idle_s + 1.0
+        with self._work.window(cause):
+            while self.used_s < self.idle_s and time.monotonic() < give_up_s:
+                time.sleep(LOOK_S)
+
+    def follow(self, target: Target) -> None:
+        """The policy has moved."""
+        self._work.refresh(shared(ends_of(target)), target.version)
+        self.sink.ring.begin_step()
+
+    def adopt(self) -> bool:
+        """Take what was published, if there is something new."""
+        found = self._work.newest(self._number)
+        if found is None:
+            return False
+        self._number = found.number
+        self.layer.load_state_dict(found.tensors)
+        return True
+
+    @property
+    def used_s(self) -> float:
+        """Processor seconds of the trainer since it had started."""
+        return self._work.cpu_s - self._begun_s
+
+    @property
+    def microbatches(self) -> int:
+        return int(self._work.status()["steps"])
+
+    @property
+    def gate(self) -> Gate:
+        status = self._work.status()
+        return Gate(int(status["published"]), int(status["training"].get("judged", 0)))
+
+    def close(self) -> None:
+        self._work.close()
+
+
+class Control:
+    """The same learning, as many microbatches of it, on rollouts of the policy that does not move."""
+
+    def __init__(self, layer: DraftLayer, target: Target, learning: LearningConfig) -> None:
+        self.layer = copy_of(layer)
+        shape = RingShape.within(RING_BYTES, target.feature_size, torch.float32)
+        features = bytearray(shape.num_bytes)
+        self.sink = RowFeatures(FeatureRing(features, shape))
+        self._learning = Learning(copy_of(layer), features, learning)
+        self._learning.follow(shared(ends_of(target)), target.version)
+        self._learning.begin(layer.state_dict())
+        self.microbatches = 0
+
+    def go_on(self, microbatches: int) -> None:
+        """Until it has done so many."""
+        while self.microbatches < microbatches and self._learning.microbatch():
+            self.microbatches += 1
+            better = self._learning.to_publish()
+            if better is not None:
+                self.layer.load_state_dict(better)
+
+
+def collected(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Rollout], list[Sample]]:
+    """What the policy says to `prompts`, and that with its features."""
+    width = engine.target.feature_size
+    num_tokens = sum(len(p.tokens) + p.sampling.max_new_tokens for p in prompts)
+    row_bytes = RingShape(width, torch.float32, 1).row_bytes
+    shape = RingShape.within(2 * num_tokens * row_bytes, width, torch.float32)
+    features = bytearray(shape.num_bytes)
+    engine.sink = RowFeatures(FeatureRing(features, shape))
+    said = list(engine.generate(prompts))
+    reader = FeatureReader(features)
+    return said, [sample for entry in reader.entries() if (sample := reader.read(entry)) is not None]
+
+
+def oracle(
+    layer: DraftLayer, samples: Sequence[Sample], ends: PolicyEnds, most_rounds: int
+) -> tuple[DraftLayer, int]:
+    """The layer after training on a policy's samples until their held-out part says that it learns no more,
+    at a rate that is halved whenever it seems so; and how many steps that took."""
+    config = DraftTrainingConfig(batch_pairs=2 * ORACLE_ROW_PAIRS, row_pairs=ORACLE_ROW_PAIRS)
+    taught = [sample for sample in samples if sample.serial % HELD_OUT_EVERY]
+    apart = pack([s for s in samples if s.serial % HELD_OUT_EVERY == 0], ORACLE_ROW_PAIRS)
+    best, trainer = copy_of(layer), DraftTrainer(copy_of(layer), config)
+    best_rate, halvings, steps = held_out_match(best, apart, ends, 4).rate, 0, 0
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(most_rounds):
+        for _ in range(ROUND_STEPS):
+            trainer.step(_batch(taught, config.batch_pairs, rng), ends)
+        steps += ROUND_STEPS
+        rate = held_out_match(trainer.layer, apart, ends, 4).rate
+        if rate < best_rate + LEARNS_NO_MORE:
+            halvings, trainer.lr_factor = halvings + 1, trainer.lr_factor / 2
+        if rate > best_rate:
+            best_rate = rate
+            best.load_state_dict(trainer.layer.state_dict())
+        if halvings > HALVINGS:
+            break
+    return best, steps
+
+
+def matched(layer: DraftLayer, samples: Sequence[Sample], ends: PolicyEnds, depth: int) -> Match:
+    """How a drafter matches the policy on samples, without the chance of drawing."""
+    return held_out_match(layer, pack(samples, ORACLE_ROW_PAIRS), ends, depth)
+
+
+def ends_of(target: Target) -> PolicyEnds:
+    return PolicyEnds(target.embedding.detach(), target.head.detach(), target.version)
+
+
+def copy_of(layer: DraftLayer) -> DraftLayer:
+    made = DraftLayer(layer.shape)
+    made.load_state_dict(layer.state_dict())
+    return made
+
+
+def _batch(samples: Sequence[Sample], num_pairs: int, rng: torch.Generator) -> list[Sample]:
+    """Random samples of together so many pairs or a little more."""
+    chosen: list[Sample] = []
+    while sum(len(sample.features_MF) for sample in chosen) < num_pairs:
+        chosen.append(samples[int(torch.randint(len(samples), (), generator=rng))])
+    return chosen

@@ -1,0 +1,136 @@
+"""A policy that moves: reinforcement learning on its own rollouts, with a reward that it can always have more
+of; and how far it has moved.
+
+The reward is the share of one letter in what it writes. It is no use to anybody; but every rollout has some,
+so that a small policy learns from the first step on, and it can go as far as one likes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from aedit.spec_rollout.samples import Rollout
+
+LETTER = ord("e")
+ROWS_AT_ONCE = 16
+"""Of a teacher-forced pass."""
+AHEAD = 3
+"""Steps in which a policy that is behind or ahead of its schedule comes back to it."""
+FASTER, SLOWER = 1.5, 0.7
+"""From one step to the next, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A rollout, and how much each of its tokens weighs; below 0 it is unlearned."""
+
+    rollout: Rollout
+    weight: float
+
+
+def reward(rollout: Rollout) -> float:
+    """The share of the letter in the rollout."""
+    return rollout.tokens.count(LETTER) / len(rollout.tokens)
+
+
+def policy_gradient(rollouts: Sequence[Rollout]) -> list[Lesson]:
+    """Rollouts weighed by their advantage, the reward less the mean of their group over its spread (GRPO,
+    arXiv:2402.03300; one step per batch, so that there is no ratio to clip), by the tokens of all. Groups of
+    equal rewards teach nothing."""
+    num_tokens = sum(len(rollout.tokens) for rollout in rollouts)
+    lessons = []
+    for _, members in groupby(sorted(rollouts, key=_group), key=_group):
+        group = list(members)
+        rewards = torch.tensor([reward(rollout) for rollout in group])
+        spread = float(rewards.std(correction=0))
+        if spread > 0:
+            weights = ((rewards - rewards.mean()) / spread / num_tokens).tolist()
+            lessons += [Lesson(*each) for each in zip(group, weights, strict=True)]
+    return lessons
+
+
+def paced(lr: float, lr_sum: float, kl_nats: float, wanted_nats: float) -> float:
+    """The rate with which the policy is where it is wanted in `AHEAD` steps, if it goes on as it has gone:
+    the root of KL grows like the sum of the rates.
+
+    lr: of the last step. lr_sum: of all steps. wanted_nats: that many steps ahead."""
+    gone = math.sqrt(max(kl_nats, 0.0))
+    if not (gone and lr_sum):
+        return lr
+    needed = (math.sqrt(wanted_nats) - gone) * lr_sum / gone / AHEAD
+    return min(max(needed, SLOWER * lr), FASTER * lr)
+
+
+def _group(rollout: Rollout) -> int:
+    return rollout.prompt.group
+
+
+class Mover:
+    """AdamW on a policy, in place."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        self._model, self.lr, self.lr_sum = model, lr, 0.0
+        self._inner = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def learn(self, lessons: Sequence[Lesson]) -> None:
+        """One step up the weighed log-probabilities of the answers."""
+        self.lr_sum += self.lr
+        for group in self._inner.param_groups:
+            group["lr"] = self.lr
+        for part in _parts([lesson.rollout for lesson in lessons]):
+            weights = torch.tensor([lessons[i].weight for i in part.indices])
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = self._model(input_ids=part.ids_BT).logits
+            nll_BT = F.cross_entropy(
+                logits[:, :-1].float().transpose(1, 2), part.ids_BT[:, 1:], reduction="none"
+            )
+            loss = (nll_BT * part.answers_BT[:, 1:] * weights[:, None]).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._inner.step()
+        self._inner.zero_grad()
+
+
+@torch.no_grad()
+def moved(now: PreTrainedModel, start: PreTrainedModel, rollouts: Sequence[Rollout]) -> tuple[float, float]:
+    """(KL(now || start), entropy of now), nats per token of what `now` has said, each token's from the whole
+    distributions."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for part in _parts(rollouts):
+        said_BT = part.answers_BT[:, 1:]
+        logp, logp_start = (F.log_softmax(m(input_ids=part.ids_BT).logits[:, :-1], -1) for m in (now, start))
+        p = logp.exp()
+        kl_BT, entropy_BT = (p * (logp - logp_start)).sum(-1), -(p * logp).sum(-1)
+        sums += torch.stack([(x * said_BT).sum().double() for x in (kl_BT, entropy_BT, said_BT)])
+    kl, entropy = (sums[:2] / sums[2]).tolist()
+    return kl, entropy
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Texts side by side, padded behind their ends, where no token that counts can see."""
+
+    indices: list[int]
+    ids_BT: Tensor
+    answers_BT: Tensor
+    """1 at the tokens of answers, else 0."""
+
+
+def _parts(rollouts: Sequence[Rollout]) -> Iterator[_Part]:
+    """Those of like length together."""
+    texts = [(*rollout.prompt.tokens, *rollout.tokens) for rollout in rollouts]
+    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+    for first in range(0, len(order), ROWS_AT_ONCE):
+        indices = order[first : first + ROWS_AT_ONCE]
+        shape = len(indices), len(texts[indices[0]])
+        ids_BT, answers_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+        for row, i in enumerate(indices):
+            ids_BT[row, : len(texts[i])] = torch.tensor(texts[i])
+            answers_BT[row, len(rollouts[i].prompt.tokens) : len(texts[i])] = 1
+        yield _Part(indices, ids_BT, answers_BT)
