@@ -55,7 +55,8 @@ def suffer(fault: str, foreground: Foreground, count: int, waits_s: tuple[float,
         with work:
             node = Node(work, Race(foreground, waits_s))
             if not node.recovers():
-                raise TimeoutError(f"the trainer did not begin within {GIVE_UP_S:g} s: {work.status()}")
+                state = work.status()["state"]
+                raise TimeoutError(f"after {GIVE_UP_S:g} s the trainer of the faults is still {state}")
             injected, recovered = 0, 0
             # One that is not recovered from is enough to know.
             while injected < count and recovered == injected:

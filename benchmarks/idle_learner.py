@@ -1,5 +1,6 @@
 """The real training of a draft layer, as a benchmark's trainer."""
 
+import os
 import time
 
 import torch
@@ -45,10 +46,14 @@ def learner(config: IdleConfig) -> DrafterTraining:
 
 
 def begun(work: DrafterTraining) -> None:
-    """Wait until it has begun to learn. Raises TimeoutError: it gets no core when all are busy."""
+    """Wait until it has begun to learn. Raises TimeoutError: it has no core while others want all."""
     give_up_s = time.monotonic() + BEGINS_WITHIN_S
     with work.window("start"):
         while work.status()["steps"] == 0:
             if time.monotonic() > give_up_s:
-                raise TimeoutError(f"the trainer did not begin within {BEGINS_WITHIN_S:g} s: {work.status()}")
+                state, error = work.status()["state"], work.status()["error"]
+                load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+                raise TimeoutError(
+                    f"after {BEGINS_WITHIN_S:g} s the trainer is still {state}; {error or load}"
+                )
             time.sleep(0.01)
