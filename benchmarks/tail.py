@@ -163,7 +163,7 @@ def report(found: Sequence[Batch], times: Times, plan: Plan) -> Report:
     quantiles = torch.tensor(lengths, dtype=torch.float64).quantile(
         torch.tensor([0.5, 0.99], dtype=torch.float64)
     )
-    bars = [*_bars(learned), _same_bar(found)]
+    bars = [*_bars(learned), *_pauses(learned, times), _same_bar(found)]
     return Report(
         name=f"{ENGINES} engines, each {plan.rows} rows, {plan.groups} prompts x {plan.group_size} samples;"
         f" lengths p50 {quantiles[0]:.0f}, p99 {quantiles[1]:.0f}",
@@ -207,6 +207,15 @@ def _bars(batches: Sequence[Batch]) -> list[Bar]:
         Bar(f"engines that gave their last sample away: {emptied}, bar 0", emptied == 0),
         Bar(f"moves of a sample: at most {most}, bar {MOST_MOVES}", most <= MOST_MOVES),
     ]
+
+
+def _pauses(batches: Sequence[Batch], times: Times) -> list[Bar]:
+    """A receiver stands still for the copy; it begins the sample between two steps."""
+    copies_s = [copy_s for batch in batches for way in batch.ways.values() for copy_s in way.copies_s]
+    if not copies_s:
+        return []
+    longest_ms, step_ms = 1e3 * max(copies_s), 1e3 * times.step(1, 0)
+    return [Bar(f"longest copy: {longest_ms:.2f} ms, bar a step of {step_ms:.2f} ms", longest_ms <= step_ms)]
 
 
 def _same_bar(found: Sequence[Batch]) -> Bar:

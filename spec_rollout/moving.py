@@ -132,7 +132,7 @@ class Reallocator:
 
     def look(self) -> list[Move]:
         """Move what should move now; what has been moved. Costs nothing that matters when nothing should:
-        call it every second or so."""
+        call it a few times per second, or more often where steps take milliseconds."""
         began = self._clock()
         self._settle()
         loads = {i: load for i, engine in enumerate(self._engines) if (load := self._load(i, engine))}

@@ -1,16 +1,19 @@
 """Engines in virtual time: what they take was declared, and moves end sooner, with the same tokens."""
 
+from collections import Counter
+
 import pytest
 import torch
-from benchmarks.tail import WAYS, Plan, deal, measure
-from benchmarks.tail_nodes import Node, PacedTarget, World
+from benchmarks.rollout_same import Same
+from benchmarks.tail import WAYS, Batch, Plan, deal, measure, report
+from benchmarks.tail_nodes import Node, PacedTarget, Way, World
 from benchmarks.tail_times import Times
 from rollouts import Stubborn, tiny_policy
 
 from aedit.spec_rollout.arms import Fixed
 from aedit.spec_rollout.moving import Reallocator
 from aedit.spec_rollout.reallocate import Move
-from aedit.spec_rollout.samples import Prompt, Sampling
+from aedit.spec_rollout.samples import Prompt, Rollout, Sampling
 
 TIMES = Times(
     rows=(1, 4),
@@ -111,6 +114,20 @@ def test_each_prompt_goes_to_one_engine_with_all_its_samples():
     assert len(set.union(*groups)) == 8
     assert len({(p.rollout, p.sample) for mine in dealt for p in mine}) == 24
     assert not {p.group for mine in deal(plan, 2) for p in mine} & set.union(*groups)
+
+
+def test_bars_are_those_of_the_issue_and_are_missed_aloud():
+    def way(seconds, *copies_s, most=0):
+        rollouts = {(0, 0): Rollout(samples(1, 9)[0], [1] * 9, finish="length")}
+        return Way(seconds, rollouts, Counter({(0, 0): most}), int(most > 2), 0.5, list(copies_s))
+
+    seconds = {"plain": way(1.0), "plain, moving": way(0.8, 0.004, most=2)}
+    seconds |= {"speculating": way(0.7), "speculating, moving": way(0.63, 0.011, most=3)}
+    told = report([Batch(seconds, Same(9, 1))], TIMES, Plan())
+    assert [bar.passed for bar in told.bars] == [True, False, True, False, False, False, True]
+    assert told.bars[0].text == "moving over staying: 0.80 [0.80, 0.80], bar 0.85"
+    assert told.bars[1].text == "moving over staying, speculating: 0.90 [0.90, 0.90], bar 0.85"
+    assert told.bars[5].text == "longest copy: 11.00 ms, bar a step of 10.00 ms"
 
 
 @pytest.fixture
