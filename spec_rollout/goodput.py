@@ -61,7 +61,7 @@ BURST = 4
 TRY_AGAIN = 64
 """Steps after which an arm that has been tried is tried again, if it may still be better."""
 
-PLAIN_AGAIN = 512
+PLAIN_AGAIN = 64
 """Steps after which plain decoding is timed again at as many rows."""
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -12,7 +12,7 @@ Key = tuple[int, int, int, int]
 """A place: what is measured together."""
 Floats = NDArray[np.float64]
 
-WINDOW = 32
+WINDOW = 16
 """Newest times of a place that count."""
 
 OUTLIER = 1.5
