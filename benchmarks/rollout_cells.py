@@ -25,6 +25,8 @@ from benchmarks.rollout_theirs import OURS, THEIRS, Theirs
 from benchmarks.rollout_watch import Foretold
 
 OFF = "off"
+FEW_ROWS = 4
+"""Fewer rows have longer turns, so that all tell as much, and the choice has as many steps to learn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class Size:
     repeats: int
     """Of a stream, after the one in which the choice learns."""
     turn_tokens: int
-    """Of a row in a repeat."""
+    """Of a row in a repeat; of fewer than `FEW_ROWS` rows so many more that their sum is the same."""
     their_tokens: int
     their_repeats: int
     drains: int
@@ -147,7 +149,8 @@ def measure_cell(cast: Cast, theirs: Theirs, rows: int, size: Size) -> Cell:
     """Everything about one batch. Both race at the temperature of `theirs`."""
     temperature, rng = theirs.temperature, random.Random(rows)
     racers = contestants(cast, rows, temperature, seed=1)
-    rates = race(racers, size.turn_tokens, 1 + size.repeats, rng)
+    turn_tokens = size.turn_tokens * max(1, FEW_ROWS // rows)
+    rates = race(racers, turn_tokens, 1 + size.repeats, rng)
     plain, adaptive = racers[0], next(one for one in racers if one.name == ADAPTIVE)
     assert adaptive.watch is not None
     same = sum((Same.of(cast.model, plain.rollouts, one.rollouts) for one in racers[1:]), Same())

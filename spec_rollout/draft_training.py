@@ -32,7 +32,7 @@ class DraftTrainingConfig:
     weight_decay: float = 0.01
     clip: float = 1.0
     """Of the gradient's norm."""
-    batch_pairs: int = 1024
+    batch_pairs: int = 512
     """Of a step, about: whole samples are taken."""
     row_pairs: int = 256
     """Computed at once: training can be broken off between two rows."""

@@ -11,7 +11,7 @@ the drafting is paid already does not count).
 
 What is not known is tried in short bursts when a hopeful estimate says that it may be better, and plain
 decoding now and then so that its time stays known. What trying has cost, against the arm that would have been
-played, is counted and stays below 1 % of all time.
+played, is counted and stays below half a percent of all time.
 
 An arm that has brought less than plain decoding, whatever was expected of it, is refused (`Bandit.refuses`).
 
@@ -30,10 +30,10 @@ from aedit.spec_rollout.drafts import OFF, Arm, Draft
 from aedit.spec_rollout.known import Known
 from aedit.types import check
 
-TRYING = 0.01
+TRYING = 0.005
 """Share of all time that trying arms may cost."""
 
-FIRST_TRIES = 2.0
+FIRST_TRIES = 4.0
 """Plain steps' time that it may cost ahead."""
 
 PLAIN_STEPS = 8

@@ -11,7 +11,7 @@ from aedit.spec_rollout.calibration import Calibration, Nodes, accepted_nodes
 from aedit.spec_rollout.drafts import OFF, Arm, Draft
 from aedit.spec_rollout.survival import Survival
 
-LESSON_ROWS, LESSONS = 32, 8
+LESSON_ROWS, LESSONS = 32, 16
 """Drafted rows, and drafts, that are learnt from together, whichever come first: one costs as much as all."""
 
 REST = 64
