@@ -134,7 +134,7 @@ def test_a_drafter_learns_from_the_rollouts_of_its_policy(tmp_path, monkeypatch)
     assert sum(len(sample.tokens_N) for sample in samples) >= 3000
     assert all(bytes(sample.tokens_N[: sample.num_prompt].tolist()).endswith(b"\n") for sample in samples)
     _, untaught = train_drafter(model, samples, recipe, clock=iter((0.0, 6.0)).__next__)
-    _, taught = train_drafter(model, samples, recipe, clock=count(0, 0.05).__next__)
+    _, taught = train_drafter(model, samples, recipe, clock=count(0, 0.08).__next__)
     assert taught.overlap_D[0] > untaught.overlap_D[0] + 0.05
 
 
