@@ -22,6 +22,10 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 
 
+class Short(ValueError):
+    """Not all has come. A link that was cut looks like a peer that has ended."""
+
+
 class Damaged(ValueError):
     """Bits have changed on the way: sent again, it may be right. head: what came as the chunk's head."""
 
@@ -135,7 +139,7 @@ class Assembly:
     def data(self) -> memoryview:
         """The whole array. Raises ValueError as long as something is missing."""
         if self.received < self.num_bytes:
-            raise ValueError(f"ended after {self.received} of {self.num_bytes} bytes")
+            raise Short(f"ended after {self.received} of {self.num_bytes} bytes")
         return self._buffer
 
 

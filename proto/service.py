@@ -147,6 +147,8 @@ class Door:
                 try:
                     with self._watch.over(context.cancel) as stream:
                         data = frames.receive(_counted(messages, stream), begin)
+                except frames.Short:
+                    raise  # Nobody's offence: gRPC may tell of a link that was cut as if the peer had ended.
                 except ValueError as error:
                     _name(core, heads, error)
                     raise
