@@ -176,7 +176,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     )
 
 
-def _whole(text: str) -> tuple[int, ...]:
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Those of an option like 1,2,4. ValueError if one is below 1."""
     values = tuple(map(int, text.split(",")))
     if min(values) < 1:
         raise ValueError(text)
@@ -199,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", choices=get_args(PolicySize), default="10m", help="of the policy")
     parser.add_argument("--only", choices=("batches", "drain"), help="one part of the measurement")
     parser.add_argument(
-        "--batches", type=_whole, metavar="B,B,...", help=f"usually {','.join(map(str, BATCHES))}"
+        "--batches", type=whole_numbers, metavar="B,B,...", help=f"usually {','.join(map(str, BATCHES))}"
     )
     parser.add_argument("--temperatures", type=_numbers, metavar="T,T,...", help="usually 0,1")
     parser.add_argument("--threads", type=int, default=1)

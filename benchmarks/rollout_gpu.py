@@ -29,7 +29,7 @@ from benchmarks import rollout_gpu_decode as decoding
 from benchmarks.policies import ROOT, Kind, Policy, load
 from benchmarks.policies import Size as PolicySize
 from benchmarks.policy_drafter import Recipe, drafter_ready
-from benchmarks.rollout import Found
+from benchmarks.rollout import Found, whole_numbers
 from benchmarks.rollout_cells import Size, measure_cell
 from benchmarks.rollout_stream import FIXED, Cast, Contestant, engine_of, random_layer, stream
 from benchmarks.rollout_tables import line
@@ -153,13 +153,6 @@ def _plan(args: argparse.Namespace) -> Plan:
     return Plan(recipe=recipe, root=args.root, batches=args.batches or BATCHES)
 
 
-def _whole(text: str) -> tuple[int, ...]:
-    values = tuple(map(int, text.split(",")))
-    if min(values) < 1:
-        raise ValueError(text)
-    return values
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_gpu", description=ABOUT)
     add = parser.add_argument
@@ -169,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=15.0, help="of its training")
     add("--drafter-minutes", type=float, default=4.0, help="of its drafter's")
     usual = ",".join(map(str, BATCHES))
-    add("--batches", type=_whole, metavar="B,B,...", help=f"usually {usual}")
+    add("--batches", type=whole_numbers, metavar="B,B,...", help=f"usually {usual}")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     add("--root", type=Path, default=ROOT, help="where policies are kept")
     return parser

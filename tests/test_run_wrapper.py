@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from aedit.launch import node
 from aedit.launch.config import EditConfig, LocalConfig, RunConfig, TrainConfig
 from aedit.launch.placement import Placement, torchrun_words
 from aedit.launch.prepare import MIN_FREE_BYTES, claimed, next_attempt, prepare
@@ -294,3 +296,12 @@ def test_an_impossible_placement_is_named(options, message):
 def test_the_pretended_node_writes_the_events_the_views_read(start, tmp_path):
     start("good").wait(LIMIT_S)
     assert json.loads((tmp_path / "x/nodes/0/events.jsonl").read_text())["event"] == "start"
+
+
+def test_the_line_of_a_node_that_refuses_is_one_write(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(sys, "argv", ["node", str(tmp_path / "none.toml")])
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    assert node.main() == 2
+    assert len(written) == 1
+    assert re.fullmatch(r"aedit: .+\n", written[0])
