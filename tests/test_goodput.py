@@ -7,9 +7,10 @@ import pytest
 import torch
 from arm_world import World, verify_s
 
-from aedit.spec_rollout.arms import Fixed, View
+from aedit.spec_rollout.arms import Fixed, Observed, View
 from aedit.spec_rollout.drafts import OFF, Draft, parse_arm
 from aedit.spec_rollout.goodput import PLAIN_STEPS, Goodput
+from aedit.spec_rollout.known import Known
 
 ARMS = tuple(map(parse_arm, ("layer:1", "layer:2", "layer:4", "layer:8", "suffix:2", "suffix:4", "suffix:8")))
 GOOD, MIDDLING, USELESS = {"layer": 0.85, "suffix": 0.3}, {"layer": 0.6, "suffix": 0.5}, {"layer": 0.02}
@@ -192,3 +193,66 @@ def test_nodes_that_do_not_pay_are_not_verified_unless_they_were_drawn_to_be_rej
 def test_arms_without_one_to_choose_are_refused():
     with pytest.raises(ValueError, match="arms"):
         Goodput([OFF])
+
+
+def test_plain_decoding_is_timed_again_and_again():
+    chooser = Listening(Goodput(ARMS))
+    world(GOOD).run(chooser, 4, 600)
+    for first in range(100, 600, 125):
+        assert 1 <= chooser.arms[first : first + 125].count(OFF) <= 4
+
+
+@pytest.mark.parametrize(("played", "worth", "then"), [(ARMS[0], 1.005, OFF), (ARMS[0], 1.02, ARMS[0])])
+def test_an_arm_that_is_hardly_better_than_plain_decoding_is_not_kept(monkeypatch, played, worth, then):
+    chooser, here = Goodput(ARMS[:1]), world({})
+    here.run(chooser, 1, PLAIN_STEPS)
+    chooser.arm = played
+    monkeypatch.setattr(
+        chooser, "value", lambda view, arm, hopeful=False: 100.0 if arm.is_off else 100 * worth
+    )
+    chooser.choose(View(1, 64, {"layer": 0}))
+    assert chooser.arm == then
+
+
+def test_a_drafter_that_rests_falls_behind_by_what_is_said():
+    chooser, here = Goodput(ARMS), world(GOOD)
+    here.run(chooser, 4, 100)
+    plain_step = observed(OFF, emitted=4)
+    for _ in range(10):
+        chooser.learn(plain_step)
+    before = chooser.drafters["layer"].behind
+    chooser.learn(plain_step)
+    assert chooser.drafters["layer"].behind == before + 4
+    chooser.learn(replace(plain_step, arm=ARMS[0], nodes=1, draft=chain(1), accepted_B=[1] * 4))
+    assert chooser.drafters["layer"].behind == 0
+
+
+def test_nodes_that_were_cut_do_not_count_as_refused():
+    """Else an arm whose drafts are cut would seem worse, and be cut the more."""
+    arm, whole, cut = parse_arm("layer:4"), Known(), Known()
+    for step in range(64):
+        made = observed(arm, emitted=20, nodes=4, draft=chain(4), accepted_B=[4] * 4)
+        whole.add(made, step, now=True)
+        cut.add(replace(made, nodes=1, accepted_B=[1] * 4) if step % 2 else made, step, now=True)
+    assert cut.survival.expected(arm) > 0.9 * whole.survival.expected(arm) > 4
+
+
+def chain(depth):
+    """Of four rows; the drafter is nearly sure of each node."""
+    scores = torch.full((4, depth), 0.97).log().cumsum(1)
+    return Draft(torch.zeros(4, depth, dtype=torch.int64), None, None, scores)
+
+
+def observed(arm, *, emitted, nodes=0, draft=None, accepted_B=(0, 0, 0, 0)):
+    view = View(4, 256, {"layer": 0, "suffix": 0})
+    return Observed(
+        view=view,
+        arm=arm,
+        emitted=emitted,
+        total_s=5e-3,
+        draft_s=0.0 if arm.is_off else 1e-3,
+        nodes=nodes,
+        draft=draft,
+        accepted_B=accepted_B,
+        path_Bm=None,
+    )
