@@ -92,7 +92,7 @@ class Word(IntEnum):
     CHECKPOINTS = 5
     CHECKPOINTS_FAILED = 6
     CPU_US = 7
-    """Processor time of this life, all threads, in microseconds."""
+    """Processor time of this life since it was first let run, all threads, in microseconds."""
     FIGURES = 8
     """How often figures were told: they are in one of two texts in turn, so that the trainer may be stopped
     while it writes."""

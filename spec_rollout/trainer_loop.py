@@ -13,7 +13,9 @@ NOTHING_TO_LEARN_S = 0.02
 class TrainerLoop:
     """The process's only loop. It may be stopped and continued between any two instructions."""
 
-    def __init__(self, desk: Desk, training: Training) -> None:
+    def __init__(self, desk: Desk, training: Training, let_at_s: float = 0.0) -> None:
+        """let_at_s: processor time that the process had used when it was first let run: no window's."""
+        self._let_at_s = let_at_s
         self._desk, self._board, self._training = desk, desk.board, training
         self._checkpoints = Checkpoints(desk.plan.checkpoint) if desk.plan.checkpoint else None
         self._saved_at_s = time.process_time()
@@ -84,7 +86,7 @@ class TrainerLoop:
             self._board.tell(self._training.figures())
         words = self._board.words
         words[Word.STATE] = State.TRAINING if learned else State.NOTHING_TO_LEARN
-        words[Word.CPU_US] = round(1e6 * time.process_time())
+        words[Word.CPU_US] = round(1e6 * (time.process_time() - self._let_at_s))
         self._count(Word.BEATS)
 
     def _count(self, word: Word) -> None:

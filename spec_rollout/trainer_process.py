@@ -28,11 +28,12 @@ class Place:
 
 def main(words: list[str]) -> int:
     place: Place = born(words)
+    let_at_s = time.process_time()
     from aedit.spec_rollout.trainer_desk import Desk
 
     desk = Desk(place.plan, place.fd)
     try:
-        _train(desk, parent=int(words[0]))
+        _train(desk, parent=int(words[0]), let_at_s=let_at_s)
     except BaseException as error:
         desk.board.fail(f"{type(error).__name__}: {error}")
         traceback.print_exc()
@@ -40,7 +41,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _train(desk: "Desk", parent: int) -> None:
+def _train(desk: "Desk", parent: int, let_at_s: float) -> None:
     """Until the node has gone."""
     import torch
 
@@ -48,7 +49,7 @@ def _train(desk: "Desk", parent: int) -> None:
 
     torch.set_num_threads(desk.plan.threads)
     _limit_memory(desk.plan.memory_bytes)
-    loop = TrainerLoop(desk, desk.plan.make(desk))
+    loop = TrainerLoop(desk, desk.plan.make(desk), let_at_s)
     loop.begin()
     while os.getppid() == parent:
         if not loop.turn():
