@@ -32,7 +32,7 @@ from benchmarks.policy_training import (
     watched,
 )
 from benchmarks.small_llama import corpus
-from benchmarks.tasks import Task, draw_many
+from benchmarks.tasks import MAX_CHARS, Task, draw_many
 
 ABOUT = "Train a policy for the rollout benchmarks, unless it is there already."
 ROOT = Path("runs/policies")
@@ -40,11 +40,16 @@ MAX_TOKENS = 2048
 """Positions of a policy."""
 SEQ_LEN = 512
 """Of a row that it learns from; one that begins with a longer task is as long as that."""
-NUM_ROWS = {"cpu": 1, "cuda": 64}
-"""Of one step: many small steps where a step is slow."""
+NUM_TOKENS = {"cpu": 256, "cuda": 64 * SEQ_LEN}
+"""Of one step, or a row: many small steps where a step is slow."""
+SHORTEST = 40
+"""Characters of the tasks with which arithmetic begins."""
+GROWING = 0.6
+"""Share of its training in which they grow to their full length: what is short is soon learned, and whoever
+can copy over forty characters learns quickly to copy over a thousand."""
 PROMPT_BYTES = 64
 """Of a prompt out of Python text."""
-REVISION = 2
+REVISION: dict[str, int] = {"scratchpad": 3, "python": 2}
 """Goes up when the same settings would make another policy."""
 HELD_OUT_ROWS = 16
 
@@ -86,7 +91,9 @@ class Policy:
 
     @property
     def name(self) -> str:
-        digest = sha256(json.dumps([REVISION, asdict(self)], sort_keys=True).encode()).hexdigest()[:8]
+        digest = sha256(json.dumps([REVISION[self.task], asdict(self)], sort_keys=True).encode()).hexdigest()[
+            :8
+        ]
         return f"{self.task}-{self.size}-{digest}"
 
 
@@ -112,6 +119,8 @@ def load(policy: Policy, root: Path = ROOT) -> PreTrainedModel:
 def new_model(policy: Policy) -> PreTrainedModel:
     """The policy before its training: from the same settings the same bits."""
     shape, tokenizer = SHAPES[policy.size], ByteTokenizer()
+    # A narrow model whose weights begin at the usual 0.02 looks everywhere alike for thousands of steps.
+    spread = shape.width**-0.5 if policy.task == "scratchpad" else 0.02
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
         hidden_size=shape.width,
@@ -121,6 +130,7 @@ def new_model(policy: Policy) -> PreTrainedModel:
         num_key_value_heads=shape.shared_heads,
         max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=True,
+        initializer_range=spread,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_id,
         use_cache=False,
@@ -146,10 +156,13 @@ def prompts(policy: Policy, count: int, seed: int) -> list[tuple[int, ...]]:
 
 
 def _train(policy: Policy, out: Path, device: str) -> None:
-    budget = Budget(seconds=60 * policy.minutes, lr=0.3 / SHAPES[policy.size].width, device=device)
-    rows_of = partial(_rows, policy, NUM_ROWS[device])
+    lr = (0.15 if policy.task == "scratchpad" else 0.3) / SHAPES[policy.size].width
+    budget = Budget(seconds=60 * policy.minutes, lr=lr, device=device)
+    rows_of = partial(_rows, policy, NUM_TOKENS[device])
     place = out.with_name(f".{out.name}.training")
     model = new_model(policy)
+    if device == "cpu":
+        model.set_attn_implementation("eager")  # the fused one's way back takes a third of a step in bf16
     training = Training(model, rows_of, budget, place)
     watched(out.name, training.run(), budget.seconds)
     model.train(False)
@@ -159,11 +172,13 @@ def _train(policy: Policy, out: Path, device: str) -> None:
     place.unlink(missing_ok=True)
 
 
-def _rows(policy: Policy, num_rows: int, step: int) -> Rows:
+def _rows(policy: Policy, num_tokens: int, step: int, done: float) -> Rows:
     seed = f"{policy.seed}/{step}"
     if policy.task == "scratchpad":
-        return task_rows(num_rows, SEQ_LEN, seed)
-    return text_rows(corpus(SEQ_LEN).train, num_rows, seed)
+        longest = round(SHORTEST * (MAX_CHARS / SHORTEST) ** min(1.0, done / GROWING))
+        seq_len = min(max(64, longest + 2), SEQ_LEN)
+        return task_rows(max(1, num_tokens // seq_len), seq_len, seed, longest)
+    return text_rows(corpus(SEQ_LEN).train, max(1, num_tokens // SEQ_LEN), seed)
 
 
 @torch.inference_mode()

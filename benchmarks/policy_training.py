@@ -20,7 +20,7 @@ from aedit.launch.config import TrainConfig
 from aedit.launch.inner import lr_at, make_inner, set_lr
 from aedit.launch.samples import batch
 from aedit.launch.tokenizer import ByteTokenizer
-from benchmarks.tasks import draw
+from benchmarks.tasks import MAX_CHARS, draw
 
 IGNORED = -100
 SAVE_EVERY_S = 60.0
@@ -56,20 +56,21 @@ class Progressed:
     """Nats per token of the last step, answers only."""
 
 
-def task_rows(num_rows: int, seq_len: int, seed: str) -> Rows:
+def task_rows(num_rows: int, seq_len: int, seed: str, longest: int = MAX_CHARS) -> Rows:
     """Whole tasks side by side, each ended by the end token; only answers have labels.
 
     A row begins with a task. What is left of a row when nothing more fits is padding without labels. Rows are
-    longer than seq_len where a first task is: else the longest would never be learned.
+    longer than seq_len where a first task is: else the longest would never be learned. longest: characters
+    of a task.
     """
     rng, tokenizer = random.Random(seed), ByteTokenizer()
-    first = [draw(rng) for _ in range(num_rows)]
+    first = [draw(rng, longest) for _ in range(num_rows)]
     seq_len = max(seq_len, *(len(task.prompt) + len(task.answer) for task in first))
     ids_KT = np.full((num_rows, seq_len + 1), tokenizer.eos_id)
     labels_KT = np.full((num_rows, seq_len + 1), IGNORED)
     filled, missed = [0] * num_rows, 0
     while missed < MISSES:
-        task = first.pop() if first else draw(rng)
+        task = first.pop() if first else draw(rng, longest)
         prompt, answer = tokenizer.encode(task.prompt), tokenizer.encode(task.answer)
         length = len(prompt) + len(answer) + 1
         open_rows = (k for k in range(num_rows) if filled[k] + length <= seq_len + 1)
@@ -103,8 +104,11 @@ class Training:
     """A policy as it learns. With the same rows, budget and clock, stopped and resumed or not, the same
     bits."""
 
-    def __init__(self, model: nn.Module, rows_of: Callable[[int], Rows], budget: Budget, place: Path) -> None:
-        """rows_of(step): the rows of that step. place: the file that holds what a later call goes on from."""
+    def __init__(
+        self, model: nn.Module, rows_of: Callable[[int, float], Rows], budget: Budget, place: Path
+    ) -> None:
+        """rows_of(step, done): the rows of that step, when that share of the budget is used. place: the file
+        that holds what a later call goes on from."""
         self.model, self._rows_of, self._budget, self._place = model.to(budget.device), rows_of, budget, place
         self._inner = make_inner(model, budget.train)
         self.progress = Progressed()
@@ -130,8 +134,9 @@ class Training:
                 self._save()
 
     def _step(self) -> None:
-        set_lr(self._inner, lr_at(self.progress.seconds / self._budget.seconds, self._budget.train))
-        rows = self._rows_of(self.progress.step)
+        done = self.progress.seconds / self._budget.seconds
+        set_lr(self._inner, lr_at(done, self._budget.train))
+        rows = self._rows_of(self.progress.step, done)
         loss = mean_loss(self.model, rows, self._budget.device)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -33,12 +33,12 @@ class Task:
         return self.prompt.partition(" ")[0]
 
 
-def draw(rng: random.Random) -> Task:
-    """One task of a kind and size that `rng` chooses."""
+def draw(rng: random.Random, longest: int = MAX_CHARS) -> Task:
+    """One task of a kind and size that `rng` chooses. longest: characters of prompt and answer together."""
     while True:
         prompt = _prompt(rng.choice(tuple(MEDIAN_SIZE)), rng)
         task = Task(prompt, worked(prompt))
-        if len(prompt) + len(task.answer) <= MAX_CHARS:
+        if len(prompt) + len(task.answer) <= longest:
             return task
 
 

@@ -15,6 +15,7 @@ from statistics import median
 
 from aedit.spec_rollout.arms import BUCKETS, Observed, View, bucket, worth_verifying
 from aedit.spec_rollout.drafts import OFF, Arm, Draft
+from aedit.spec_rollout.times import LEAST_S
 from aedit.types import check
 
 EPSILON = 0.1
@@ -60,9 +61,11 @@ class Bandit:
         return worth_verifying(draft)
 
     def learn(self, observed: Observed) -> None:
-        key = (bucket(observed.view.rows), observed.arm)
-        rewards = self._rewards.setdefault(key, deque(maxlen=self._window))
-        rewards.append(observed.emitted / max(observed.total_s, 1e-9))
+        self.add(bucket(observed.view.rows), observed.arm, observed.emitted / max(observed.total_s, LEAST_S))
+
+    def add(self, first: int, arm: Arm, reward: float) -> None:
+        """What a step of the arm has brought in the bucket."""
+        self._rewards.setdefault((first, arm), deque(maxlen=self._window)).append(reward)
 
     def worth(self, first: int, arm: Arm) -> float:
         """Tokens per second in the bucket of so many rows; infinite for an arm that was never played."""

@@ -20,7 +20,7 @@ choose the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from aedit.spec_rollout.arms import Observed, View, bucket, worth_verifying
@@ -28,6 +28,7 @@ from aedit.spec_rollout.bandit import Bandit
 from aedit.spec_rollout.cost import StepCost
 from aedit.spec_rollout.drafts import OFF, Arm, Draft
 from aedit.spec_rollout.known import Known
+from aedit.spec_rollout.times import LEAST_S
 from aedit.types import check
 
 TRYING = 0.005
@@ -56,13 +57,21 @@ STAY = 32
 """Steps that an arm is supposed to be kept, over which catching up is spread."""
 
 BURST = 4
-"""Steps of a trial; two where there are more rows, which tell as much."""
+"""Steps of a trial with a drafter; two where there are more rows, which tell as much."""
 
 TRY_AGAIN = 64
 """Steps after which an arm that has been tried is tried again, if it may still be better."""
 
-PLAIN_AGAIN = 64
-"""Steps after which plain decoding is timed again at as many rows."""
+PLAIN_AGAIN = 512
+"""Steps after which plain decoding is timed again at as many rows; `TRY_AGAIN` where it never was."""
+
+PLAIN_BURST = 10
+"""Steps for which it is then played."""
+
+SETTLING = 6
+"""Plain steps after other ones whose time says nothing: the processor runs slower for tens of milliseconds
+after many wide multiplications, so that a plain step among drafted ones takes a quarter longer than one among
+its own kind."""
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Verified nodes of a row that a draft is cut to: each number is a shape of its own, to be timed and, on a
@@ -130,6 +139,7 @@ class Goodput:
         self._slip = 1.0
         self._sizes: dict[tuple[int, Arm], tuple[list[int], list[float]]] = {}
         self._steps = 0
+        self._plain_run = SETTLING  # nothing was drafted yet
         self._compared: tuple[int, View | None] = (0, None)
 
     def choose(self, view: View) -> Arm:
@@ -182,19 +192,25 @@ class Goodput:
         return found
 
     def learn(self, observed: Observed) -> None:
-        view, arm = observed.view, observed.arm
-        known = self.drafters.get(arm.by)
-        ratio = self.cost.learn(observed, 0 if known is None else min(known.behind, view.context))
+        known = self.drafters.get(observed.arm.by)
         self._steps += 1
-        self._slip += (min(ratio, 3.0) - self._slip) / 64
-        self._habit(view, arm).took(ratio, self._steps)
+        self._plain_run = self._plain_run + 1 if observed.arm.is_off else 0
+        if not 0 < self._plain_run <= SETTLING:
+            self._time(observed, 0 if known is None else min(known.behind, observed.view.context))
         for each in self.drafters.values():
             each.behind += observed.emitted
         if known is not None:
             known.add(observed, self._steps, now=self._trial is not None)
-        plain_s = self.cost.verify_s(view.rows, 0, view.context) * self.cost.pace
-        self.guard.learn(replace(observed, total_s=observed.total_s / plain_s))
         self._charge(observed)
+
+    def _time(self, observed: Observed, behind: int) -> None:
+        """What the step's time says of its arm, and of all."""
+        view, arm = observed.view, observed.arm
+        ratio = self.cost.learn(observed, behind)
+        self._slip += (min(ratio, 3.0) - self._slip) / 64
+        self._habit(view, arm).took(ratio, self._steps)
+        plain_s = self.cost.verify_s(view.rows, 0, view.context) * self.cost.pace
+        self.guard.add(bucket(view.rows), arm, observed.emitted / max(observed.total_s, LEAST_S) * plain_s)
 
     def value(self, view: View, arm: Arm, *, hopeful: bool = False) -> float:
         """Tokens per second that are expected of the arm, at the machine's usual pace."""
@@ -235,12 +251,11 @@ class Goodput:
 
     def _try_another(self, view: View, values: dict[Arm, float]) -> None:
         """Begins a burst with the cheapest of the arms that may be better, if what it may cost is there."""
-        length = BURST if view.rows <= BURST else 2
         hopeful = [arm for arm in values if arm != self.arm and self._may_be_better(view, arm)]
-        losses_s = {arm: self._loss_s(view, arm, length) for arm in hopeful}
+        losses_s = {arm: self._loss_s(view, arm, _burst(view, arm)) for arm in hopeful}
         arm = min(losses_s, key=losses_s.__getitem__, default=OFF)
         if hopeful and losses_s[arm] <= self.credit_s:
-            self._trial = Trial(arm, bucket(view.rows), 1 if arm.is_off else length)
+            self._trial = Trial(arm, bucket(view.rows), _burst(view, arm))
 
     def _loss_s(self, view: View, arm: Arm, length: int) -> float:
         """What so many steps with it will probably cost, against the arm that is played."""
@@ -253,7 +268,7 @@ class Goodput:
         habit = self._habit(view, arm)
         unseen = self._steps - habit.last
         if arm.is_off:
-            return unseen >= PLAIN_AGAIN
+            return unseen >= (PLAIN_AGAIN if habit.steps else TRY_AGAIN)
         if habit.steps >= 2 * BURST and unseen < TRY_AGAIN:
             return False
         unknown = 1.0 if habit.steps else 1.1
@@ -279,3 +294,10 @@ class Goodput:
         if habit is None:
             habit = self._habits[key] = Habit(slip=self._slip)
         return habit
+
+
+def _burst(view: View, arm: Arm) -> int:
+    """Steps of a trial."""
+    if arm.is_off:
+        return PLAIN_BURST
+    return BURST if view.rows <= BURST else 2

@@ -45,12 +45,14 @@ def draft_s(arm, rows, behind):
 class World:
     """agree: by drafter, how often the policy says what it drafts, at each step. Rows and nodes differ;
     scores tell something of it. noise: of the times, with now and then a step ten times as long. In worlds of
-    the same seed the luck of a step is the same, whatever is chosen."""
+    the same seed the luck of a step is the same, whatever is chosen. lame: how much longer a plain step takes
+    after a drafted one; five plain steps later it is a third of that."""
 
-    def __init__(self, agree, *, seed=0, noise=0.08, versions=None):
+    def __init__(self, agree, *, seed=0, noise=0.08, versions=None, lame=0.0):
         self.agree, self.noise = agree, noise
         self.versions = versions or (lambda step: dict.fromkeys(agree, 0))
         self.seed = seed
+        self.lame, self.plain_run = lame, 99
         self.step = 0
         self.now_s = 0.0
         self.tokens = 0
@@ -86,6 +88,9 @@ class World:
         rng = np.random.default_rng([self.seed, self.step])
         slow = math.exp(self.noise * rng.normal()) * (10 if rng.random() < 0.1 * self.noise else 1)
         drafting_s *= slow
+        self.plain_run = self.plain_run + 1 if arm.is_off else -1
+        if arm.is_off:
+            slow *= 1 + self.lame * 3 ** (-self.plain_run / 5)
         total_s = drafting_s + verify_s(rows, nodes, context) * slow
         emitted = int(rows + accepted.sum())
         self.pending = 0 if arm.by == "layer" else self.pending + emitted

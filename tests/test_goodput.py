@@ -158,7 +158,7 @@ def test_an_arm_that_does_not_bring_what_is_expected_of_it_is_refused():
     assert Counter(chooser.arms[:60])[OFF] < 40, "much is expected"
     chooser.arms.clear()
     here.run(chooser, 4, 600)
-    assert Counter(chooser.arms[200:])[OFF] >= 0.85 * 400
+    assert Counter(chooser.arms[200:])[OFF] >= 0.8 * 400
 
 
 def test_without_a_drafter_it_is_off():
@@ -197,9 +197,18 @@ def test_arms_without_one_to_choose_are_refused():
 
 def test_plain_decoding_is_timed_again_and_again():
     chooser = Listening(Goodput(ARMS))
-    world(GOOD).run(chooser, 4, 600)
-    for first in range(100, 600, 125):
-        assert 1 <= chooser.arms[first : first + 125].count(OFF) <= 4
+    world(GOOD).run(chooser, 4, 2600)
+    for first in range(100, 2600, 625):
+        assert 4 <= chooser.arms[first : first + 625].count(OFF) <= 20
+
+
+def test_what_plain_decoding_takes_is_not_told_by_steps_right_after_drafted_ones():
+    """After wide multiplications a processor is slower for a while; among plain steps it is not."""
+    here, chooser = World(always(GOOD), noise=0.02, lame=0.33), Listening(Goodput(ARMS[:4]))
+    here.run(chooser, 1, 1500)
+    assert chooser.arms[100:].count(OFF) >= 12
+    told = chooser.chooser.value(View(1, 256, {"layer": 0, "suffix": 0}), OFF)
+    assert told == pytest.approx(1 / verify_s(1, 0, 256), rel=0.1)
 
 
 @pytest.mark.parametrize(("played", "worth", "then"), [(ARMS[0], 1.005, OFF), (ARMS[0], 1.02, ARMS[0])])

@@ -13,6 +13,7 @@ from benchmarks.policy_training import IGNORED, Budget, Training, mean_loss, tas
 from benchmarks.tasks import worked
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from aedit.launch.tokenizer import ByteTokenizer
 from aedit.spec_rollout.draft_layer import DraftLayer
 
 QUICK = Policy(size="quick", minutes=0.001)
@@ -55,7 +56,19 @@ def test_another_seed_gives_other_rows():
     assert not torch.equal(task_rows(1, 256, "a")[0], task_rows(1, 256, "b")[0])
 
 
-def rows_of(step):
+def test_arithmetic_begins_with_short_tasks_and_ends_with_all():
+    lengths = []
+    for done in (0.0, 0.3, 0.6, 1.0):
+        _, labels_KT = policies._rows(Policy(), 4096, 0, done)
+        ends = (labels_KT == ByteTokenizer().eos_id).sum()
+        lengths.append(float((labels_KT != IGNORED).sum() / ends))
+    assert lengths[0] < 40 < lengths[1] < lengths[2]
+    assert lengths[2] == pytest.approx(lengths[3])
+    whole = task_rows(8, 512, "0/0")
+    assert all(torch.equal(a, b) for a, b in zip(policies._rows(Policy(), 4096, 0, 0.6), whole, strict=True))
+
+
+def rows_of(step, done):
     return task_rows(1, 128, f"0/{step}")
 
 
