@@ -104,7 +104,7 @@ def _not_slower(name: str, cells: Iterable[Cell], of: Callable[[Cell], Interval]
 
 def _kept(cells: Iterable[Cell]) -> Bar:
     worst = min((Least(cell, cell.kept) for cell in cells), key=lambda least: least.value)
-    text = f"measured / foretold speed-up {worst.value:.2f} at the least ({worst.where}), bar {KEPT}"
+    text = f"measured / foretold speed-up of steps {worst.value:.2f} at the least ({worst.where}), bar {KEPT}"
     return Bar(text, worst.value >= KEPT)
 
 

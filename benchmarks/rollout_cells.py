@@ -88,6 +88,8 @@ class Cell:
     rows: int
     rates: dict[str, tuple[float, ...]]
     """Tokens per second by contestant and repeat; in the first repeat the choice learns."""
+    step_rates: dict[str, tuple[float, ...]]
+    """The same of steps alone, for plain decoding and the choice: `Contestant.step_rates`."""
     theirs: dict[str, tuple[float, ...]]
     """The same of `Theirs.race`, in which "plain" is another workload."""
     spoken: dict[str, Spoken]
@@ -124,8 +126,9 @@ class Cell:
 
     @property
     def kept(self) -> float:
-        """Measured over foretold speed-up."""
-        return self.speedup(ADAPTIVE).middle / self.foretold.speedup
+        """Measured over foretold speed-up, both of steps alone."""
+        pairs = zip(self.step_rates[ADAPTIVE][1:], self.step_rates[PLAIN][1:], strict=True)
+        return Interval.of([one / other for one, other in pairs]).middle / self.foretold.speedup
 
     @property
     def noise(self) -> float:
@@ -156,6 +159,7 @@ def measure_cell(cast: Cast, theirs: Theirs, rows: int, size: Size) -> Cell:
     same = sum((Same.of(cast.model, plain.rollouts, one.rollouts) for one in racers[1:]), Same())
     spoken = {one.name: Spoken.of(one) for one in racers}
     foretold = adaptive.watch.foretold
+    step_rates = {one.name: tuple(one.step_rates) for one in (plain, adaptive)}
     del racers, plain, adaptive
     gc.collect()  # caches of a dozen engines
     their_rates, their_same = theirs.race(rows, size.their_repeats, rng)
@@ -164,6 +168,7 @@ def measure_cell(cast: Cast, theirs: Theirs, rows: int, size: Size) -> Cell:
         temperature=temperature,
         rows=rows,
         rates={name: tuple(values) for name, values in rates.items()},
+        step_rates=step_rates,
         theirs={name: tuple(values) for name, values in their_rates.items()},
         spoken=spoken,
         foretold=foretold,

@@ -57,6 +57,9 @@ class Contestant:
     stream: Iterator[Prompt]
     rollouts: list[Rollout] = field(default_factory=list)
     """All that it has begun or will begin next, in the order of the stream."""
+    step_rates: list[float] = field(default_factory=list)
+    """Tokens per second of each turn's steps alone: without the computation of prompts, which takes as long
+    whatever is drafted, and which no forecast of a step speaks of."""
     clock: Callable[[], float] = time.perf_counter
     _owed: int = 0
     _queued: int = 0
@@ -69,7 +72,7 @@ class Contestant:
         """Make so many tokens, all rows together, less what there was too much the last time; tokens per
         second."""
         self._owed += num_tokens
-        tokens, seconds = 0, 0.0
+        tokens, seconds, of_steps_s = 0, 0.0, 0.0
         while tokens < self._owed:
             self._queue()
             spent_s = self.watch.spent_s if self.watch else 0.0
@@ -77,9 +80,11 @@ class Contestant:
             step = self.engine.step()
             seconds += self.clock() - began_s
             seconds -= self.watch.spent_s - spent_s if self.watch else 0.0
+            of_steps_s += step.total_s
             tokens += sum(step.counts)
             self._queued -= len(step.finished)
         self._owed -= tokens
+        self.step_rates.append(tokens / of_steps_s)
         return tokens / seconds
 
     def _queue(self) -> None:

@@ -38,7 +38,7 @@ def forecasts(cells: Sequence[Cell]) -> Report:
         "step error, mean and median",
         "calibration error",
         "foretold",
-        "measured / foretold",
+        "measured / foretold, steps alone",
         "arms, % of steps",
     )
     return _table("the choice of the arm", columns, [_forecast_row(cell) for cell in cells])

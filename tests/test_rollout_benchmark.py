@@ -82,7 +82,7 @@ class Steps:
 
     def step(self):
         self.steps += 1
-        return SimpleNamespace(counts=(1, 2), finished=())
+        return SimpleNamespace(counts=(1, 2), finished=(), total_s=0.25)
 
 
 # --- turns
@@ -96,6 +96,7 @@ def test_what_a_turn_makes_too_much_is_the_next_ones():
         assert one.turn(num_tokens) == pytest.approx(3.0)
         steps.append(one.engine.steps - before)
     assert steps == [2, 1, 2]
+    assert one.step_rates == pytest.approx([12.0] * 3), "prompts are not in the time of steps"
 
 
 def test_watching_is_not_measured():
@@ -272,7 +273,8 @@ def cell(rows=1, temperature=1.0, task="scratchpad", **speedups):
     foretold = Foretold(0.1, 0.1, {"layer": 0.04, "suffix": 0.5}, {"layer": 5000, "suffix": 10}, 2.0, 99)
     spoken = {name: Spoken(1.0, (), {}) for name in names}
     theirs = {OURS: (150.0,), THEIRS: (100.0,)}
-    return Cell(task, temperature, rows, rates, theirs, spoken, foretold, Same(9), Same())
+    steps = {name: tuple(1.2 * rate for rate in rates[name]) for name in (PLAIN, ADAPTIVE)}
+    return Cell(task, temperature, rows, rates, steps, theirs, spoken, foretold, Same(9), Same())
 
 
 def verdicts(*cells):
@@ -290,6 +292,14 @@ def test_bars_are_those_of_the_worst_cell():
     assert {"scratchpad, adaptive, batch 2 to 4", "scratchpad, with a random drafter"} < missed
     assert {"scratchpad, over the best fixed arm"} < missed
     assert len(missed) == 4, "and measured / foretold, 1.4 / 2"
+
+
+def test_a_forecast_of_steps_is_compared_with_steps():
+    one = cell(adaptive=1.8)
+    assert one.kept == pytest.approx(0.9)
+    slower = one.step_rates | {ADAPTIVE: (1.0, *[180.0] * 4)}
+    assert replace(one, step_rates=slower).kept == pytest.approx(0.75)
+    assert one.figures["measured_over_foretold"] == one.kept
 
 
 def test_hard_text_has_a_bar_of_its_own():
