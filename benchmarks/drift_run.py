@@ -67,7 +67,7 @@ class Size:
 
 
 FULL = Size(
-    recipe=Recipe(policy=Policy(task="python")),
+    recipe=Recipe(policy=Policy(task="python"), minutes=5.0),
     steps=36,
     looks=6,
     groups=4,

@@ -47,7 +47,7 @@ class Recipe:
     policy: Policy
     num_tokens: int = 131_072
     """Of the policy's rollouts, prompts included."""
-    minutes: float = 5.0
+    minutes: float = 10.0
     """Of training; collecting comes on top."""
     temperature: float = 1.0
     lr: float = 3e-3
