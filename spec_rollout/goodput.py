@@ -68,6 +68,10 @@ PLAIN_AGAIN = 512
 PLAIN_BURST = 10
 """Steps for which it is then played."""
 
+SELDOM = 4
+"""After `TRY_AGAIN` plain steps one after the other only each so many-th is timed, and arms are compared as
+much more seldom: where nothing is gained by drafting, choosing is to cost nothing."""
+
 SETTLING = 6
 """Plain steps after other ones whose time says nothing: the processor runs slower for tens of milliseconds
 after many wide multiplications, so that a plain step among drafted ones takes a quarter longer than one among
@@ -155,6 +159,7 @@ class Goodput:
         at, last = self._compared
         same = last is not None and last.rows == view.rows and last.versions == view.versions
         every = EVERY if self._habit(view, self.arm).steps >= TRY_AGAIN else 2
+        every *= SELDOM if self._plain_run > TRY_AGAIN else 1
         if not same or self._steps - at >= every:
             self._compared = (self._steps, view)
             self._sizes.clear()
@@ -195,13 +200,19 @@ class Goodput:
         known = self.drafters.get(observed.arm.by)
         self._steps += 1
         self._plain_run = self._plain_run + 1 if observed.arm.is_off else 0
-        if not 0 < self._plain_run <= SETTLING:
+        if self._tells:
             self._time(observed, 0 if known is None else min(known.behind, observed.view.context))
         for each in self.drafters.values():
             each.behind += observed.emitted
         if known is not None:
             known.add(observed, self._steps, now=self._trial is not None)
         self._charge(observed)
+
+    @property
+    def _tells(self) -> bool:
+        """Whether the time of the step that was just made is looked at."""
+        run = self._plain_run
+        return not 0 < run <= SETTLING and (run <= TRY_AGAIN or run % SELDOM == 0)
 
     def _time(self, observed: Observed, behind: int) -> None:
         """What the step's time says of its arm, and of all."""
