@@ -37,8 +37,8 @@ TRYING = 0.005
 FIRST_TRIES = 4.0
 """Plain steps' time that it may cost ahead."""
 
-PLAIN_STEPS = 8
-"""Of a new engine, before anything is tried."""
+PLAIN_STEPS = 12
+"""Of a new engine, before anything is tried: a burst of its own."""
 
 EVERY = 8
 """Steps after which the arms are compared again, if the rows have not changed; sooner while the one that is
@@ -63,16 +63,14 @@ TRY_AGAIN = 64
 """Steps after which an arm that has been tried is tried again, if it may still be better."""
 
 PLAIN_AGAIN = 512
-"""Steps after which plain decoding is timed again at as many rows; `TRY_AGAIN` where it never was."""
-
-PLAIN_BURST = 10
-"""Steps for which it is then played."""
+"""Steps after which plain decoding is timed again at as many rows; `TRY_AGAIN` while few of its times are
+known there."""
 
 SELDOM = 4
 """After `TRY_AGAIN` plain steps one after the other only each so many-th is timed, and arms are compared as
 much more seldom: where nothing is gained by drafting, choosing is to cost nothing."""
 
-SETTLING = 6
+SETTLING = 8
 """Plain steps after other ones whose time says nothing: the processor runs slower for tens of milliseconds
 after many wide multiplications, so that a plain step among drafted ones takes a quarter longer than one among
 its own kind."""
@@ -143,7 +141,7 @@ class Goodput:
         self._slip = 1.0
         self._sizes: dict[tuple[int, Arm], tuple[list[int], list[float]]] = {}
         self._steps = 0
-        self._plain_run = SETTLING  # nothing was drafted yet
+        self._plain_run = 0
         self._compared: tuple[int, View | None] = (0, None)
 
     def choose(self, view: View) -> Arm:
@@ -279,7 +277,7 @@ class Goodput:
         habit = self._habit(view, arm)
         unseen = self._steps - habit.last
         if arm.is_off:
-            return unseen >= (PLAIN_AGAIN if habit.steps else TRY_AGAIN)
+            return unseen >= (PLAIN_AGAIN if habit.steps > PLAIN_STEPS else TRY_AGAIN)
         if habit.steps >= 2 * BURST and unseen < TRY_AGAIN:
             return False
         unknown = 1.0 if habit.steps else 1.1
@@ -310,5 +308,5 @@ class Goodput:
 def _burst(view: View, arm: Arm) -> int:
     """Steps of a trial."""
     if arm.is_off:
-        return PLAIN_BURST
+        return PLAIN_STEPS
     return BURST if view.rows <= BURST else 2

@@ -204,11 +204,11 @@ def test_plain_decoding_is_timed_again_and_again():
 
 def test_what_plain_decoding_takes_is_not_told_by_steps_right_after_drafted_ones():
     """After wide multiplications a processor is slower for a while; among plain steps it is not."""
-    here, chooser = World(always(GOOD), noise=0.02, lame=0.33), Listening(Goodput(ARMS[:4]))
+    here, chooser = World(always(GOOD), noise=0.02, lame=0.5), Listening(Goodput(ARMS[:4]))
     here.run(chooser, 1, 1500)
     assert chooser.arms[100:].count(OFF) >= 12
     told = chooser.chooser.value(View(1, 256, {"layer": 0, "suffix": 0}), OFF)
-    assert told == pytest.approx(1 / verify_s(1, 0, 256), rel=0.1)
+    assert told / chooser.chooser.cost.pace == pytest.approx(1 / verify_s(1, 0, 256), rel=0.08)
 
 
 @pytest.mark.parametrize(("played", "worth", "then"), [(ARMS[0], 1.005, OFF), (ARMS[0], 1.02, ARMS[0])])
