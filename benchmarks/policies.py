@@ -91,10 +91,8 @@ class Policy:
 
     @property
     def name(self) -> str:
-        digest = sha256(json.dumps([REVISION[self.task], asdict(self)], sort_keys=True).encode()).hexdigest()[
-            :8
-        ]
-        return f"{self.task}-{self.size}-{digest}"
+        settings = json.dumps([REVISION[self.task], asdict(self)], sort_keys=True)
+        return f"{self.task}-{self.size}-{sha256(settings.encode()).hexdigest()[:8]}"
 
 
 def ready(policy: Policy, root: Path = ROOT, device: str | None = None) -> Path:
@@ -119,7 +117,8 @@ def load(policy: Policy, root: Path = ROOT) -> PreTrainedModel:
 def new_model(policy: Policy) -> PreTrainedModel:
     """The policy before its training: from the same settings the same bits."""
     shape, tokenizer = SHAPES[policy.size], ByteTokenizer()
-    # A narrow model whose weights begin at the usual 0.02 looks everywhere alike for thousands of steps.
+    # A narrow model whose weights begin at the usual 0.02 looks everywhere alike for thousands of steps:
+    # none of its heads learns to copy.
     spread = shape.width**-0.5 if policy.task == "scratchpad" else 0.02
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
