@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,12 +121,18 @@ def test_ctrl_c_makes_every_machine_leave(tmp_path):
     pretend(tmp_path, "aedit", 'trap "echo left; exit 0" TERM; echo up; while :; do sleep 0.05; done')
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", TEMPLATES / "ssh.sh", "--dir", tmp_path, TOML, "one", "two"]
-    at_terminal = {"cwd": ROOT, "env": env, "start_new_session": True}
+    # Tests that run in the background have Ctrl-C switched off, and a shell cannot switch it on again.
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    at_terminal = {"cwd": ROOT, "env": env, "start_new_session": True, "preexec_fn": listening}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **at_terminal) as script:
-        up = [script.stdout.readline() for _ in range(2)]
-        os.killpg(script.pid, signal.SIGINT)  # a terminal tells everybody
-        left = script.stdout.read()
-        assert script.wait(20) == 130
+        try:
+            up = [script.stdout.readline() for _ in range(2)]
+            os.killpg(script.pid, signal.SIGINT)  # a terminal tells everybody
+            left, _ = script.communicate(timeout=20)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
+    assert script.returncode == 130
     assert sorted(up) == ["[0 one] up\n", "[1 two] up\n"]
     assert sorted(left.splitlines()) == ["[0 one] left", "[1 two] left"]
 
