@@ -45,8 +45,7 @@ NUM_TOKENS = {"cpu": 256, "cuda": 64 * SEQ_LEN}
 SHORTEST = 40
 """Characters of the tasks with which arithmetic begins."""
 GROWING = 0.6
-"""Share of its training in which they grow to their full length: what is short is soon learned, and whoever
-can copy over forty characters learns quickly to copy over a thousand."""
+"""Share of its training in which they grow to their full length."""
 PROMPT_BYTES = 64
 """Of a prompt out of Python text."""
 REVISION: dict[str, int] = {"scratchpad": 3, "python": 2}
@@ -117,8 +116,7 @@ def load(policy: Policy, root: Path = ROOT) -> PreTrainedModel:
 def new_model(policy: Policy) -> PreTrainedModel:
     """The policy before its training: from the same settings the same bits."""
     shape, tokenizer = SHAPES[policy.size], ByteTokenizer()
-    # A narrow model whose weights begin at the usual 0.02 looks everywhere alike for thousands of steps:
-    # none of its heads learns to copy.
+    # In trials of some minutes a narrow model learned to copy sooner than from the usual 0.02.
     spread = shape.width**-0.5 if policy.task == "scratchpad" else 0.02
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
@@ -160,7 +158,7 @@ def _train(policy: Policy, out: Path, device: str) -> None:
     rows_of = partial(_rows, policy, NUM_TOKENS[device])
     place = out.with_name(f".{out.name}.training")
     model = new_model(policy)
-    if device == "cpu":
+    if device == "cpu" and policy.task == "scratchpad":
         model.set_attn_implementation("eager")  # the fused one's way back takes a third of a step in bf16
     training = Training(model, rows_of, budget, place)
     watched(out.name, training.run(), budget.seconds)

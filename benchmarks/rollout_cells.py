@@ -23,6 +23,7 @@ from benchmarks.rollout_stream import (
 )
 from benchmarks.rollout_theirs import OURS, THEIRS, Theirs
 from benchmarks.rollout_watch import Foretold
+from benchmarks.table import median
 
 OFF = "off"
 FEW_ROWS = 4
@@ -128,7 +129,7 @@ class Cell:
     def kept(self) -> float:
         """Measured over foretold speed-up, both of steps alone."""
         pairs = zip(self.step_rates[ADAPTIVE][1:], self.step_rates[PLAIN][1:], strict=True)
-        return Interval.of([one / other for one, other in pairs]).middle / self.foretold.speedup
+        return median([one / other for one, other in pairs]) / self.foretold.speedup
 
     @property
     def noise(self) -> float:

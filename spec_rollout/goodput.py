@@ -71,9 +71,9 @@ SELDOM = 4
 much more seldom: where nothing is gained by drafting, choosing is to cost nothing."""
 
 SETTLING = 8
-"""Plain steps after other ones whose time says nothing: the processor runs slower for tens of milliseconds
-after many wide multiplications, so that a plain step among drafted ones takes a quarter longer than one among
-its own kind."""
+"""Plain steps after other ones whose time says nothing: they took up to a third longer than later ones, on
+two CPU cores and one row, and ten steps to come down. (Why was not found out; the clock may be lower after
+many wide multiplications.)"""
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Verified nodes of a row that a draft is cut to: each number is a shape of its own, to be timed and, on a
@@ -102,9 +102,12 @@ class Habit:
     """What is left of both when drafts are cut."""
     slip: float = 1.0
     """Measured over foreseen seconds."""
+    played: int = 0
+    """Steps in all."""
     steps: int = 0
+    """Those that were timed."""
     last: int = 0
-    """Step at which it was seen last."""
+    """Step at which one was timed last."""
 
     def cut(self, time_share: float, token_share: float) -> None:
         self.time_share += (time_share - self.time_share) / 32
@@ -156,7 +159,7 @@ class Goodput:
         self._trial = None
         at, last = self._compared
         same = last is not None and last.rows == view.rows and last.versions == view.versions
-        every = EVERY if self._habit(view, self.arm).steps >= TRY_AGAIN else 2
+        every = EVERY if self._habit(view, self.arm).played >= TRY_AGAIN else 2
         every *= SELDOM if self._plain_run > TRY_AGAIN else 1
         if not same or self._steps - at >= every:
             self._compared = (self._steps, view)
@@ -198,6 +201,7 @@ class Goodput:
         known = self.drafters.get(observed.arm.by)
         self._steps += 1
         self._plain_run = self._plain_run + 1 if observed.arm.is_off else 0
+        self._habit(observed.view, observed.arm).played += 1
         if self._tells:
             self._time(observed, 0 if known is None else min(known.behind, observed.view.context))
         for each in self.drafters.values():
