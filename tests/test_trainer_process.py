@@ -49,8 +49,8 @@ def test_it_is_the_least_of_all_processes_before_it_has_done_anything():
         assert os.sched_getscheduler(child.pid) == os.SCHED_IDLE
         assert os.getsid(child.pid) == child.pid != os.getsid(0), "else ours would be lowered"
         sessions = [Path(f"/proc/{pid}/autogroup") for pid in (child.pid, "self")]
-        # Empty where a control group says what a process gets: there sessions have no shares. Ours alone is empty
-        # where it is as old as the machine, as in many a container.
+        # Empty where a control group says what a process gets: there sessions have no shares. Ours alone is
+        # empty where it is as old as the machine, as in many a container.
         theirs, ours = (session.read_text().split() if session.exists() else [] for session in sessions)
         if theirs:
             assert theirs[:1] != ours[:1]
