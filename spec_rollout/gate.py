@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.feedback import chained, guesses
+from aedit.spec_rollout.feedback import guesses
 from aedit.spec_rollout.losses import PolicyEnds, log_probabilities, overlap
 from aedit.spec_rollout.noise import gumbel
 from aedit.spec_rollout.packing import Packed
@@ -138,10 +138,10 @@ def match_sums(layer: DraftLayer, packed: Packed, ends: PolicyEnds, noise_PV: Te
     sums = torch.zeros(3, depth, dtype=torch.float64)
     exact_P = packed.counts_P & (packed.versions_P == ends.version)
     features_Pd = packed.features_Pw[:, : ends.head_Vd.shape[1]]
-    for s, guess_Pd in enumerate(guesses(layer, packed, ends.embedding_Vd, depth)):
-        at_C = chained(exact_P, s).nonzero()[:, 0]
-        logp_CV = log_probabilities(features_Pd[at_C + 1].to(guess_Pd.dtype), ends.head_Vd)
-        logq_CV = log_probabilities(guess_Pd[at_C], ends.head_Vd)
+    for s, made in enumerate(guesses(layer, packed, ends.embedding_Vd, depth, exact_P)):
+        at_C, guess_Cd = made.at_C, made.guess_Cd
+        logp_CV = log_probabilities(features_Pd[at_C + 1].to(guess_Cd.dtype), ends.head_Vd)
+        logq_CV = log_probabilities(guess_Cd, ends.head_Vd)
         noise_CV = noise_PV[at_C]
         is_same_C = (logp_CV + noise_CV).argmax(-1) == (logq_CV + noise_CV).argmax(-1)
         overlaps = float(overlap(logp_CV.exp(), logq_CV).double().sum())

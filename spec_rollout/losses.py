@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.feedback import chained, guesses
+from aedit.spec_rollout.feedback import guesses
 from aedit.spec_rollout.packing import Packed
 from aedit.types import check
 
@@ -78,9 +78,9 @@ def draft_losses(layer: DraftLayer, packed: Packed, ends: PolicyEnds, config: Lo
     features_Pd = packed.features_Pw[:, : ends.head_Vd.shape[1]]
     total = torch.zeros((), dtype=layer.gain.dtype, device=features_Pd.device)
     overlaps, counts = [], []
-    for s, guess_Pd in enumerate(guesses(layer, packed, ends.embedding_Vd, config.num_passes)):
-        at_C = chained(packed.counts_P, s).nonzero()[:, 0]
-        guess_Cd, next_Cd = guess_Pd[at_C], features_Pd[at_C + 1].to(guess_Pd.dtype)
+    for s, made in enumerate(guesses(layer, packed, ends.embedding_Vd, config.num_passes)):
+        at_C, guess_Cd = made.at_C, made.guess_Cd
+        next_Cd = features_Pd[at_C + 1].to(guess_Cd.dtype)
         is_exact_C = packed.versions_P[at_C] == ends.version
         logq_CV = log_probabilities(guess_Cd, ends.head_Vd)
         p_CV = teacher(next_Cd, packed.targets_P[at_C], is_exact_C, ends.head_Vd)

@@ -75,11 +75,12 @@ def pack(samples: Sequence[Sample], num_pairs: int, *, response_only: bool = Tru
     return [_packed(row) for row in rows]
 
 
-def visible(segments_P: Tensor, distance: int = 0) -> Tensor:
-    """Bool, (P, P): which pairs each pair sees: those of its own segment, at least `distance` before it."""
-    at_P = torch.arange(len(segments_P), device=segments_P.device)
-    is_before_PP = at_P[None, :] <= at_P[:, None] - distance
-    return is_before_PP & (segments_P[None, :] == segments_P[:, None])
+def visible(segments_P: Tensor, at_C: Tensor, distance: int = 0) -> Tensor:
+    """Bool, (C, P): which pairs those at `at_C` see: those of their own segment, at least `distance` before
+    them."""
+    pairs_P = torch.arange(len(segments_P), device=segments_P.device)
+    is_before_CP = pairs_P <= at_C[:, None] - distance
+    return is_before_CP & (segments_P == segments_P[at_C][:, None])
 
 
 def _pieces(sample: Sample, num_pairs: int, response_only: bool) -> Iterator[_Piece]:

@@ -139,4 +139,5 @@ def passes_along(layer, text, hidden_Td, policy_ends):
     features = torch.cat((hidden_Td[:-1], unknown))
     (row,) = pack([Sample(torch.tensor(text), features, 2, 1, 0, 0, True)], 64)
     passes = guesses(layer, row, policy_ends.embedding_Vd, 4)
-    return [(guess @ policy_ends.head_Vd.T).log_softmax(-1) for guess in passes]
+    logq = [(made.guess_Cd @ policy_ends.head_Vd.T).log_softmax(-1) for made in passes]
+    return [dict(zip(made.at_C.tolist(), each, strict=True)) for made, each in zip(passes, logq, strict=True)]

@@ -104,7 +104,8 @@ def test_a_match_is_what_rejection_and_coupled_drafting_would_accept():
     noise = row_noise(0, row, policy_ends)
     with torch.no_grad():
         passes = guesses(layer, row, policy_ends.embedding_Vd, 2)
-    for depth, guess in enumerate(passes):
+    for depth, made in enumerate(passes):
+        guess = dict(zip(made.at_C.tolist(), made.guess_Cd, strict=True))
         overlaps, same = [], []
         for number, sample in enumerate(samples):
             logits = model(input_ids=sample.tokens_N[None]).logits[0].detach()

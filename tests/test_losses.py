@@ -29,22 +29,24 @@ def drafted(layer, sample, embedding, root, depth):
     return found
 
 
+@pytest.mark.parametrize("response_only", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_each_pass_is_what_the_drafter_computes_so_deep_in_a_chain(kind):
+def test_each_pass_is_what_the_drafter_computes_so_deep_in_a_chain(kind, response_only):
     model = policy(kind)
     samples = said(model, [[1, 2, 3], [4, 5, 6]], 7)
     layer, embedding = drafter(model), ends(model).embedding_Vd
-    (row,) = pack(samples, 64)
+    (row,) = pack(samples, 64, response_only=response_only)
     passes = guesses(layer, row, embedding, 4)
-    length = len(samples[0].features_MF)
+    length, first = len(samples[0].features_MF), 1 if response_only else 0
     compared = 0
     for number, sample in enumerate(samples):
-        for root in range(length):
-            chain = drafted(layer, sample, embedding, root, min(4, length - root))
+        for root in range(first, length - 1):
+            chain = drafted(layer, sample, embedding, root, min(4, length - 1 - root))
             for s, guess in enumerate(chain):
-                torch.testing.assert_close(passes[s][number * length + root + s], guess, rtol=0, atol=1e-12)
+                (place,) = (passes[s].at_C == number * length + root + s).nonzero()
+                torch.testing.assert_close(passes[s].guess_Cd[place[0]], guess, rtol=0, atol=1e-12)
                 compared += 1
-    assert compared == 2 * (4 * length - 6)
+    assert compared == sum(len(made.at_C) for made in passes) == 2 * (4 * (length - 1 - first) - 6)
 
 
 def test_a_chain_begins_and_stays_in_one_sample():
@@ -111,9 +113,10 @@ def test_features_of_an_older_policy_are_not_put_through_the_new_head():
     (row,) = pack([sample], 64)
     layer, config = drafter(new), LossConfig(feature_weight=0.0, token_weight=1.0, num_passes=1)
     losses = draft_losses(layer, row, ends(new, version=2), config)
-    at = row.counts_P.nonzero()[:, 0]
-    logits = F.linear(guesses(layer, row, ends(new).embedding_Vd, 1)[0][at], ends(new).head_Vd)
-    drawn = F.cross_entropy(logits, row.targets_P[at], reduction="sum")
+    (made,) = guesses(layer, row, ends(new).embedding_Vd, 1)
+    assert made.at_C.tolist() == row.counts_P.nonzero()[:, 0].tolist()
+    logits = F.linear(made.guess_Cd, ends(new).head_Vd)
+    drawn = F.cross_entropy(logits, row.targets_P[made.at_C], reduction="sum")
     torch.testing.assert_close(losses.total, drawn)
     assert losses.num_overlap_S.tolist() == [0]
 

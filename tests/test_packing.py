@@ -44,7 +44,7 @@ def test_no_pair_guesses_across_a_boundary():
 
 def test_pairs_see_what_came_before_them_in_their_own_sample_only():
     (row,) = pack([sample(4), sample(3, number=2)], 16)
-    seen = visible(row.segments_P)
+    seen = visible(row.segments_P, torch.arange(5))
     assert seen.int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
@@ -52,7 +52,10 @@ def test_pairs_see_what_came_before_them_in_their_own_sample_only():
         [0, 0, 0, 1, 0],
         [0, 0, 0, 1, 1],
     ]
-    assert visible(row.segments_P, 1).int().tolist()[2] == [1, 1, 0, 0, 0]
+    assert visible(row.segments_P, torch.tensor([2, 4]), 1).int().tolist() == [
+        [1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0],
+    ]
 
 
 def test_only_what_guesses_the_response_counts():
