@@ -12,7 +12,11 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.layers import Shape
+from aedit.spec_rollout.reach import Reach
 from aedit.spec_rollout.sight import mask_of
+
+SPARED_BYTES = 64 << 10
+"""Of one layer's keys and values: reading so many takes as long as another piece's calls, on one CPU core."""
 
 
 class Cache:
@@ -30,34 +34,43 @@ class Cache:
         flat = self.kv.flatten(2, 4)
         self._flat_keys = flat[:, 0].unbind(0)
         self._flat_values = flat[:, 1].unbind(0)
+        self._seen = torch.zeros(1, 1, 1, dtype=self.kv.dtype, device=self.kv.device)
+
+    @property
+    def least_spared(self) -> int:
+        """Slots of a row that are not to be read for the rows to be looked at in one more piece."""
+        return SPARED_BYTES // (2 * self.shape.num_kv_heads * self.shape.head_dim * self.kv.element_size())
 
     @property
     def num_bytes(self) -> int:
         return self.kv.numel() * self.kv.element_size()
 
-    def open(self, lengths_B: Tensor, q: int, reach: "Reach", sees_Bqq: Tensor | None = None) -> "Past":
-        """Make room for q tokens after the first lengths_B of each row, and look at what is there. sees_Bqq:
-        who sees whom among them, where they are a tree (`sight.ancestors`)."""
+    def open(
+        self, lengths_B: Tensor, q: int, reaches: Sequence[Reach], sees_Bqq: Tensor | None = None
+    ) -> "Past":
+        """Make room for q tokens after the first lengths_B of each row, and look at what is there. reaches:
+        of these rows, in their order. sees_Bqq: who sees whom among the new tokens, where they are a tree
+        (`sight.ancestors`)."""
         shape, device = self.shape, self.kv.device
-        num_rows = lengths_B.shape[0]
-        first = reach.first_row * shape.num_kv_heads
-        seen = self._heads[:, :, first : first + num_rows * shape.num_kv_heads, : reach.context]
-        keys, values = seen.unbind(1)
-        rows = torch.arange(reach.first_row, reach.first_row + num_rows, device=device)
+        num_rows, first_row = lengths_B.shape[0], reaches[0].first_row
+        rows = torch.arange(first_row, first_row + num_rows, device=device)
         heads = torch.arange(shape.num_kv_heads, device=device) * self.slots
         slots_Bq = (rows * (shape.num_kv_heads * self.slots) + lengths_B)[:, None]
         slots_Bq = slots_Bq + torch.arange(q, device=device)
-        mask = torch.zeros(1, 1, 1, dtype=self.kv.dtype, device=device)
+        looks = []
+        for reach in reaches:
+            of = slice(reach.first_row - first_row, reach.first_row - first_row + reach.num_rows)
+            looks.append(self._look(reach, lengths_B[of], q, None if sees_Bqq is None else sees_Bqq[of]))
+        return Past(self, (num_rows, q), (slots_Bq[:, :, None] + heads).reshape(-1), looks)
+
+    def _look(self, reach: Reach, lengths_B: Tensor, q: int, sees_Bqq: Tensor | None) -> "Look":
+        num_kv_heads = self.shape.num_kv_heads
+        first, end = reach.first_row * num_kv_heads, (reach.first_row + reach.num_rows) * num_kv_heads
+        keys, values = self._heads[:, :, first:end, : reach.context].unbind(1)
+        mask = self._seen
         if reach.needs_mask:
             mask = self._for_heads(mask_of(lengths_B, q, reach.context, sees_Bqq))
-        return Past(
-            cache=self,
-            sizes=(num_rows, q),
-            slots=(slots_Bq[:, :, None] + heads).reshape(-1),
-            keys=keys.transpose(-1, -2).unbind(0),
-            values=values.unbind(0),
-            mask=mask,
-        )
+        return Look(reach.num_rows, keys.transpose(-1, -2).unbind(0), values.unbind(0), mask)
 
     def _for_heads(self, mask_BqC: Tensor) -> Tensor:
         """The mask as scores are laid out, (B * K, q * G, C)."""
@@ -111,14 +124,21 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """How far new tokens look."""
+class Look:
+    """What the new tokens of some rows see of the cache."""
 
-    context: int
-    """Slots of a row that are read at all, C: at least the longest length with its new tokens."""
-    first_row: int = 0
-    needs_mask: bool = True
-    """False only where every new token sees all C slots."""
+    num_rows: int
+    keys: Sequence[Tensor]
+    """Per layer, (B * K, h, C)."""
+    values: Sequence[Tensor]
+    """Per layer, (B * K, C, h)."""
+    mask: Tensor
+    """(B * K, q * G, C), 0 or -inf; (1, 1, 1) if nothing is hidden."""
+
+    def read(self, layer: int, queries: Tensor, scale: float) -> Tensor:
+        """What the queries of these rows, (B * K, q * G, h), read, in the same shape."""
+        scores = torch.baddbmm(self.mask, queries, self.keys[layer], alpha=scale)
+        return torch.bmm(torch.softmax(scores, -1), self.values[layer])
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +150,8 @@ class Past:
     """B, q."""
     slots: Tensor
     """int64, (B * q * K): where the cache takes their keys and values."""
-    keys: Sequence[Tensor]
-    """Per layer, (B * K, h, C)."""
-    values: Sequence[Tensor]
-    """Per layer, (B * K, C, h)."""
-    mask: Tensor
-    """(B * K, q * G, C), 0 or -inf; (1, 1, 1) if nothing is hidden."""
+    looks: Sequence[Look]
+    """Of the rows in their order."""
 
     def attend(self, layer: int, q_THh: Tensor, k_TKh: Tensor, v_TKh: Tensor) -> Tensor:
         """Keep the new keys and values, and read: (T, H * h), T = B * q. See `layers.Attend`."""
@@ -148,8 +164,12 @@ class Past:
         if q > 1:
             q_THh = q_THh.view(sizes).transpose(1, 2)
         q_THh = q_THh.reshape(num_rows * shape.num_kv_heads, q * shape.group, shape.head_dim)
-        scores = torch.baddbmm(self.mask, q_THh, self.keys[layer], alpha=shape.scale)
-        read = torch.bmm(torch.softmax(scores, -1), self.values[layer])
+        if len(self.looks) == 1:
+            read = self.looks[0].read(layer, q_THh, shape.scale)
+        else:
+            parts = torch.split(q_THh, [look.num_rows * shape.num_kv_heads for look in self.looks])
+            looked = zip(self.looks, parts, strict=True)
+            read = torch.cat([look.read(layer, part, shape.scale) for look, part in looked])
         if q > 1:
             read = read.view(num_rows, shape.num_kv_heads, q, shape.group, shape.head_dim).transpose(1, 2)
         return read.reshape(num_rows * q, shape.num_heads * shape.head_dim)

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aedit.spec_rollout.adopting import adopt_weights
-from aedit.spec_rollout.cache import Cache, Past, Reach
+from aedit.spec_rollout.cache import Cache, Past
 from aedit.spec_rollout.families import rope_of, weights_of
 from aedit.spec_rollout.graphs import Graphs, batch_bucket, context_bucket
 from aedit.spec_rollout.layers import Rope, rms_norm, run_layer
+from aedit.spec_rollout.reach import Reach, reaches
 from aedit.spec_rollout.sending import sent
 from aedit.spec_rollout.sight import ancestors, offsets
 
@@ -133,8 +134,8 @@ class Target:
         self._refuse_beyond(max(lengths) + q)
         if self.graphs is not None:
             return self._captured_step(tokens_Bq, lengths, parents_BN)
-        reach = Reach(max(lengths) + q, needs_mask=q > 1 or min(lengths) != max(lengths))
-        return self._forward(reach, tokens_Bq, self._numbers(lengths), parents_BN)
+        looks = reaches(lengths, q, self.cache.least_spared)
+        return self._forward(looks, tokens_Bq, self._numbers(lengths), parents_BN)
 
     @torch.inference_mode()
     def keep(self, lengths_B: Sequence[int] | Tensor, path_Bm: Tensor, counts_B: Tensor) -> None:
@@ -171,7 +172,7 @@ class Target:
         self.version = version
 
     def _forward(
-        self, reach: Reach, tokens_Bq: Tensor, lengths_B: Tensor, parents_BN: Tensor | None
+        self, looks: list[Reach], tokens_Bq: Tensor, lengths_B: Tensor, parents_BN: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Nothing but tensor operations: what a CUDA graph records."""
         num_rows, q = tokens_Bq.shape
@@ -181,7 +182,7 @@ class Target:
         else:
             sees = ancestors(parents_BN)
             positions = lengths_B[:, None] + offsets(sees)
-        past = self.cache.open(lengths_B, q, reach, sees)
+        past = self.cache.open(lengths_B, q, looks, sees)
         hidden_Tf = self._layers(tokens_Bq.reshape(-1), self.rope.at(positions), past)
         logits = self.logits(hidden_Tf)
         return logits.view(num_rows, q, -1), hidden_Tf.view(num_rows, q, -1)
@@ -212,19 +213,19 @@ class Target:
             inputs.append(F.pad(parents_BN, (0, 0, 0, bucket - num_rows), value=-1))
         assert self.graphs is not None
         key = (bucket, q, context, parents_BN is None)
-        logits, hidden = self.graphs.run(key, self._recorded(context, parents_BN is None), *inputs)
+        logits, hidden = self.graphs.run(key, self._recorded(bucket, context, parents_BN is None), *inputs)
         return logits[:num_rows], hidden[:num_rows].clone()
 
-    def _recorded(self, context: int, is_chain: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-        reach = Reach(context)
+    def _recorded(self, rows: int, context: int, is_chain: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+        looks = [Reach(0, rows, context)]
         if is_chain:
-            return lambda tokens, lengths: self._forward(reach, tokens, lengths, None)
-        return lambda tokens, lengths, parents: self._forward(reach, tokens, lengths, parents)
+            return lambda tokens, lengths: self._forward(looks, tokens, lengths, None)
+        return lambda tokens, lengths, parents: self._forward(looks, tokens, lengths, parents)
 
     def _prefill_piece(self, tokens_T: Tensor, row: int, start: int) -> Tensor:
         count = len(tokens_T)
         lengths = torch.full((1,), start, device=self.device)
-        past = self.cache.open(lengths, count, Reach(start + count, row, needs_mask=count > 1))
+        past = self.cache.open(lengths, count, [Reach(row, 1, start + count, needs_mask=count > 1)])
         positions = torch.arange(start, start + count, device=self.device)
         return self._layers(tokens_T, self.rope.at(positions), past)
 
