@@ -15,6 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from aedit.spec_rollout import cache
 from aedit.spec_rollout.sight import ancestors, offsets
 from aedit.spec_rollout.target import Target
 
@@ -76,10 +77,18 @@ def own(model, tokens):
     return out.logits[0], out.hidden_states[-1][0]
 
 
+@pytest.fixture(params=["together", "apart"])
+def looks(request, monkeypatch):
+    """Whether rows of unequal length are read apart."""
+    if request.param == "apart":
+        monkeypatch.setattr(cache, "SPARED_BYTES", 0)
+
+
 def close(ours, theirs, tolerance=1e-10):
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.usefixtures("looks")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_prompt_and_ragged_rows_are_as_the_models_own(name):
     model = made(name)
@@ -100,6 +109,7 @@ def test_a_prompt_and_ragged_rows_are_as_the_models_own(name):
             close(hidden[row, 0], theirs[1][-1])
 
 
+@pytest.mark.usefixtures("looks")
 @pytest.mark.parametrize("name", ["llama", "qwen3 wide heads"])
 def test_a_chain_in_ragged_rows_gives_the_logits_of_the_whole_text(name):
     model = made(name)
@@ -142,6 +152,7 @@ def test_ancestors_and_depths_are_those_of_walking_up():
             assert offsets(sees)[row, node + 1] == len(path) - 1
 
 
+@pytest.mark.usefixtures("looks")
 @pytest.mark.parametrize("name", ["llama", "qwen2 tied"])
 def test_every_node_of_a_tree_is_as_if_its_path_were_the_text(name):
     model = made(name)
@@ -158,6 +169,7 @@ def test_every_node_of_a_tree_is_as_if_its_path_were_the_text(name):
             close(hidden[row, node + 1], theirs[1][-1])
 
 
+@pytest.mark.usefixtures("looks")
 def test_after_a_tree_the_rows_go_on_from_the_accepted_path():
     model = made()
     target = Target.of(model, rows=3, max_tokens=40)
