@@ -29,10 +29,13 @@ PACE_RATE = 1 / 4
 PACE_REST = 1 / 128
 """How fast the pace goes back to 1, and what it said becomes the places' own."""
 
+NEW = 2
+"""Steps of a place before its times are foreseen by its own."""
+
 KNOWN = 16
 """Steps of a place after which it can say something about the machine's pace."""
 
-POLICY_PRIOR = (0.92, 0.05, 0.03, 2e-5, 0.0, 0.0)
+POLICY_PRIOR = (0.92, 0.05, 0.03, 2e-4, 0.0, 0.0)
 """Coefficients relative to a plain step of one row: small models on a few CPU cores."""
 
 DRAFTER_PRIORS = {"layer": (0.03, 0.08, 0.004, 0.0, 0.002), "suffix": (0.003, 0.0, 4e-4, 1e-4, 0.0)}
@@ -43,7 +46,7 @@ class StepCost:
     """Predicts the time of a step and learns from each. The same observations give the same predictions."""
 
     def __init__(self) -> None:
-        self._policy = Times(POLICY_PRIOR, FIRST_STEP_S)
+        self._policy = Times(POLICY_PRIOR, FIRST_STEP_S, inner=3)
         self._drafters: dict[str, Times] = {}
         self._log_pace = 0.0
         self._slower: deque[float] = deque((0.0, 0.0), maxlen=3)
@@ -63,13 +66,15 @@ class StepCost:
             return 0.0
         return self._times_of(arm).predict(_draft_place(arm, rows), _draft_features(arm, rows, behind))
 
-    def learn(self, observed: Observed, behind: int = 0) -> float:
+    def learn(self, observed: Observed, behind: int = 0) -> float | None:
         """After each step. behind: tokens that its drafter had to catch up. Returns what the step has taken
-        over what was foreseen, at the machine's pace."""
+        over what was foreseen, at the machine's pace; None while its place is new: what it takes more there
+        is its place's."""
         rows, arm = observed.view.rows, observed.arm
         rest_s = max(observed.total_s - observed.draft_s, LEAST_S)
         context = observed.view.context
         predicted_s = self.verify_s(rows, observed.nodes, context) + self.draft_s(arm, rows, behind)
+        is_new = self._policy.visits(_place(rows, observed.nodes)) < NEW
         self._notice(observed, predicted_s)
         features = _policy_features(rows, observed.nodes, context)
         self._policy.learn(_place(rows, observed.nodes), features, rest_s / self.pace)
@@ -78,11 +83,11 @@ class StepCost:
         if observed.draft_s > 0 and whole:
             times, features = self._times_of(arm), _draft_features(arm, rows, behind)
             times.learn(_draft_place(arm, rows), features, observed.draft_s / self.pace)
-        return observed.total_s / (self.pace * predicted_s)
+        return None if is_new else observed.total_s / (self.pace * predicted_s)
 
     def _times_of(self, arm: Arm) -> Times:
         if arm.by not in self._drafters:
-            self._drafters[arm.by] = Times(DRAFTER_PRIORS[arm.by], self._policy.unit_s)
+            self._drafters[arm.by] = Times(DRAFTER_PRIORS[arm.by], self._policy.unit_s, inner=4)
         return self._drafters[arm.by]
 
     def _notice(self, observed: Observed, predicted_s: float) -> None:

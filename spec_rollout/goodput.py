@@ -38,7 +38,7 @@ FIRST_TRIES = 4.0
 """Plain steps' time that it may cost ahead."""
 
 PLAIN_STEPS = 12
-"""Of a new engine, before anything is tried: a burst of its own."""
+"""Of a new engine, before anything is tried."""
 
 EVERY = 8
 """Steps after which the arms are compared again, if the rows have not changed; sooner while the one that is
@@ -71,9 +71,12 @@ SELDOM = 4
 much more seldom: where nothing is gained by drafting, choosing is to cost nothing."""
 
 SETTLING = 8
-"""Plain steps after other ones whose time says nothing: they took up to a third longer than later ones, on
-two CPU cores and one row, and ten steps to come down. (Why was not found out; the clock may be lower after
-many wide multiplications.)"""
+"""Plain steps of one row after other ones whose time says nothing: they took up to a third longer than later
+ones, on two CPU cores, and ten steps to come down. (Why was not found out; the clock may be lower after many
+wide multiplications.) With 8 rows and more only the first one was longer."""
+
+TELLING = 4
+"""Plain steps after those, in a burst."""
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Verified nodes of a row that a draft is cut to: each number is a shape of its own, to be timed and, on a
@@ -113,10 +116,12 @@ class Habit:
         self.time_share += (time_share - self.time_share) / 32
         self.token_share += (token_share - self.token_share) / 32
 
-    def took(self, ratio: float, now: int) -> None:
+    def took(self, ratio: float | None, now: int) -> None:
+        """ratio: None if nothing was to be foreseen."""
         self.steps += 1
         self.last = now
-        self.slip += (min(ratio, 3.0) - self.slip) / min(self.steps + 8, 64)
+        if ratio is not None:
+            self.slip += (min(ratio, 3.0) - self.slip) / min(self.steps + 8, 64)
 
 
 class Goodput:
@@ -202,7 +207,7 @@ class Goodput:
         self._steps += 1
         self._plain_run = self._plain_run + 1 if observed.arm.is_off else 0
         self._habit(observed.view, observed.arm).played += 1
-        if self._tells:
+        if self._tells(observed.view.rows):
             self._time(observed, 0 if known is None else min(known.behind, observed.view.context))
         for each in self.drafters.values():
             each.behind += observed.emitted
@@ -210,17 +215,17 @@ class Goodput:
             known.add(observed, self._steps, now=self._trial is not None)
         self._charge(observed)
 
-    @property
-    def _tells(self) -> bool:
+    def _tells(self, rows: int) -> bool:
         """Whether the time of the step that was just made is looked at."""
         run = self._plain_run
-        return not 0 < run <= SETTLING and (run <= TRY_AGAIN or run % SELDOM == 0)
+        return not 0 < run <= _settling(rows) and (run <= TRY_AGAIN or run % SELDOM == 0)
 
     def _time(self, observed: Observed, behind: int) -> None:
         """What the step's time says of its arm, and of all."""
         view, arm = observed.view, observed.arm
         ratio = self.cost.learn(observed, behind)
-        self._slip += (min(ratio, 3.0) - self._slip) / 64
+        if ratio is not None:
+            self._slip += (min(ratio, 3.0) - self._slip) / 64
         self._habit(view, arm).took(ratio, self._steps)
         plain_s = self.cost.verify_s(view.rows, 0, view.context) * self.cost.pace
         self.guard.add(bucket(view.rows), arm, observed.emitted / max(observed.total_s, LEAST_S) * plain_s)
@@ -312,5 +317,10 @@ class Goodput:
 def _burst(view: View, arm: Arm) -> int:
     """Steps of a trial."""
     if arm.is_off:
-        return PLAIN_STEPS
+        return _settling(view.rows) + TELLING
     return BURST if view.rows <= BURST else 2
+
+
+def _settling(rows: int) -> int:
+    """`SETTLING` of so many rows."""
+    return max(SETTLING // rows, 2)

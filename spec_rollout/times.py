@@ -24,6 +24,9 @@ PRIOR_WEIGHT = 0.1
 REFIT = 64
 """Measurements after which the coefficients are fitted anew; at first after 1, 2, 4, 8, 16 and 32."""
 
+NOISE = 0.1
+"""What times of one place and equal features differ by, as a share."""
+
 LEAST_S = 1e-9
 
 
@@ -31,11 +34,13 @@ class Times:
     """Predicts a time from features and place.
 
     prior: what the coefficients are supposed to be, in units of `unit_s` seconds; measurements soon outweigh
-    it, and rescale it first. Shapes: P places, W their window, F features.
+    it, and rescale it first. inner: the feature that changes within places. What it takes is told by times of
+    the same place only: between places, which differ in more, and which are seen one after the other while
+    it grows, it would be given what is theirs. Shapes: P places, W their window, F features.
     """
 
-    def __init__(self, prior: Vector, unit_s: float) -> None:
-        self._prior = np.array(prior)
+    def __init__(self, prior: Vector, unit_s: float, inner: int) -> None:
+        self._prior, self._inner = np.array(prior), inner
         self._places: dict[Key, int] = {}
         self._counts: list[int] = []
         """Measurements of each place so far."""
@@ -96,16 +101,33 @@ class Times:
         fitted_PW = np.maximum(features_PWF @ np.array(self._coefficients), LEAST_S)
         ratios_PW = np.where(there_PW, seconds_PW / fitted_PW, np.inf)
         middle_P1 = np.take_along_axis(np.sort(ratios_PW, axis=1), counts[:, None] // 2, axis=1)
-        relative_SF = (features_PWF / (fitted_PW * middle_P1)[:, :, None])[there_PW]
-        clipped_S = np.clip(ratios_PW / middle_P1, 1 / OUTLIER, OUTLIER)[there_PW]
-        gram, moment = relative_SF.T @ relative_SF, clipped_S @ relative_SF
+        usual_PW = fitted_PW * middle_P1
+        clipped_PW = np.clip(ratios_PW / middle_P1, 1 / OUTLIER, OUTLIER)
+        inner = self._inner_coefficient(features_PWF[..., self._inner], clipped_PW * usual_PW, there_PW)
+        relative_SF = (features_PWF / usual_PW[:, :, None])[there_PW]
+        gram, moment = relative_SF.T @ relative_SF, clipped_PW[there_PW] @ relative_SF
         self.unit_s = _scale(gram, moment, self._prior)
-        weight = np.maximum(np.diagonal(gram) / len(clipped_S), self.unit_s**-2) * PRIOR_WEIGHT
-        solution = nonnegative(gram + np.diag(weight), moment + weight * self._prior * self.unit_s)
+        weight = np.maximum(np.diagonal(gram) / there_PW.sum(), self.unit_s**-2) * PRIOR_WEIGHT
+        gram, moment = gram + np.diag(weight), moment + weight * self._prior * self.unit_s
+        rest = np.arange(len(moment)) != self._inner
+        solution = np.full(len(moment), inner)
+        solution[rest] = nonnegative(gram[np.ix_(rest, rest)], (moment - gram[:, self._inner] * inner)[rest])
         self._coefficients = tuple(solution.tolist())
         ratios = (seconds_PW / np.maximum(features_PWF @ solution, LEAST_S)).tolist()
         self._ratios = [row[:count] for row, count in zip(ratios, counts.tolist(), strict=True)]
         self._medians = [None] * len(counts)
+
+    def _inner_coefficient(self, inner_PW: Floats, seconds_PW: Floats, there_PW: NDArray[np.bool_]) -> float:
+        """From how times differ from the mean of their place; the prior is as uncertain as it is large."""
+        count_P1 = np.maximum(there_PW.sum(axis=1, keepdims=True), 1)
+        seconds_PW, inner_PW = np.where(there_PW, seconds_PW, 0.0), np.where(there_PW, inner_PW, 0.0)
+        mean_P1, middle_P1 = (x.sum(axis=1, keepdims=True) / count_P1 for x in (seconds_PW, inner_PW))
+        by_seconds = np.where(there_PW, seconds_PW / mean_P1 - 1, 0.0)
+        by_inner = np.where(there_PW, (inner_PW - middle_P1) / mean_P1, 0.0)
+        supposed = float(self._prior[self._inner]) * self.unit_s
+        weight = (NOISE / max(supposed, LEAST_S)) ** 2
+        found = float((by_inner * by_seconds).sum()) + weight * supposed
+        return max(found / (float((by_inner**2).sum()) + weight), 0.0)
 
     def _keep_newest(self) -> None:
         """Into the arrays, which grow when they must. In order: a place may have been seen more often than
