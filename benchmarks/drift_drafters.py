@@ -32,7 +32,7 @@ ROUND_STEPS = 16
 LEARNS_NO_MORE = 0.003
 """Of the match rate, in a round."""
 HALVINGS = 3
-ORACLE_ROW_PAIRS = 512
+ORACLE_ROW_PAIRS, ORACLE_LR = 512, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def oracle(
 ) -> tuple[DraftLayer, int]:
     """The layer after training on a policy's samples until their held-out part says that it learns no more,
     at a rate that is halved whenever it seems so; and how many steps that took."""
-    config = DraftTrainingConfig(batch_pairs=2 * ORACLE_ROW_PAIRS, row_pairs=ORACLE_ROW_PAIRS)
+    config = DraftTrainingConfig(lr=ORACLE_LR, batch_pairs=2 * ORACLE_ROW_PAIRS, row_pairs=ORACLE_ROW_PAIRS)
     taught = [sample for sample in samples if sample.serial % HELD_OUT_EVERY]
     apart = pack([s for s in samples if s.serial % HELD_OUT_EVERY == 0], ORACLE_ROW_PAIRS)
     best, trainer = copy_of(layer), DraftTrainer(copy_of(layer), config)
