@@ -68,7 +68,7 @@ class Size:
 
 FULL = Size(
     recipe=Recipe(policy=Policy(task="python"), minutes=5.0),
-    steps=108,
+    steps=72,
     looks=6,
     groups=4,
     samples=8,
