@@ -28,7 +28,7 @@ from aedit.spec_rollout.bandit import Bandit
 from aedit.spec_rollout.cost import StepCost
 from aedit.spec_rollout.drafts import OFF, Arm, Draft
 from aedit.spec_rollout.known import Known
-from aedit.spec_rollout.times import LEAST_S
+from aedit.spec_rollout.times import LEAST_S, WINDOW
 from aedit.types import check
 
 TRYING = 0.005
@@ -66,9 +66,9 @@ PLAIN_AGAIN = 512
 """Steps after which plain decoding is timed again at as many rows; `TRY_AGAIN` while few of its times are
 known there."""
 
-SELDOM = 4
-"""After `TRY_AGAIN` plain steps one after the other only each so many-th is timed, and arms are compared as
-much more seldom: where nothing is gained by drafting, choosing is to cost nothing."""
+SELDOM = 8
+"""Of many plain steps one after the other, once there are as many times as are kept, only each so many-th is
+timed, and arms are compared as much more seldom: where nothing is gained, choosing is to cost nothing."""
 
 SETTLING = 8
 """Plain steps of one row after other ones whose time says nothing: they took up to a third longer than later
@@ -150,27 +150,33 @@ class Goodput:
         self._sizes: dict[tuple[int, Arm], tuple[list[int], list[float]]] = {}
         self._steps = 0
         self._plain_run = 0
-        self._compared: tuple[int, View | None] = (0, None)
+        self._compared: View | None = None
+        """For which view arms were compared last."""
+        self._due = 0
+        """Step at which they are compared again, if nothing has changed."""
 
     def choose(self, view: View) -> Arm:
         if self._steps < PLAIN_STEPS:
             return OFF
+        last, trial = self._compared, self._trial
+        same = last is not None and last.rows == view.rows and last.versions == view.versions
+        if same and trial is None and self._steps < self._due:
+            return self.arm
         for by, known in self.drafters.items():
             if known.see(view.versions.get(by), self._steps):
                 self.guard.forget(by)
-        trial = self._trial
         if trial is not None and view.has(trial.arm) and trial.first == bucket(view.rows) and trial.left:
             return trial.arm
-        self._trial = None
-        at, last = self._compared
-        same = last is not None and last.rows == view.rows and last.versions == view.versions
-        every = EVERY if self._habit(view, self.arm).played >= TRY_AGAIN else 2
-        every *= SELDOM if self._plain_run > TRY_AGAIN else 1
-        if not same or self._steps - at >= every:
-            self._compared = (self._steps, view)
-            self._sizes.clear()
-            self._compare(view)
+        self._trial, self._compared = None, view
+        self._sizes.clear()
+        self._compare(view)
+        self._due = self._steps + self._every(view)
         return self.arm if self._trial is None else self._trial.arm
+
+    def _every(self, view: View) -> int:
+        """Steps until the arms are compared again."""
+        every = EVERY if self._habit(view, self.arm).played >= TRY_AGAIN else 2
+        return every * SELDOM if self._is_timed_enough(view.rows) else every
 
     def trim(self, view: View, arm: Arm, draft: Draft) -> int:
         if draft.logq_BNV is not None or draft.scores_BN.is_cuda or self._trial is not None:
@@ -218,7 +224,13 @@ class Goodput:
     def _tells(self, rows: int) -> bool:
         """Whether the time of the step that was just made is looked at."""
         run = self._plain_run
-        return not 0 < run <= _settling(rows) and (run <= TRY_AGAIN or run % SELDOM == 0)
+        if self._is_timed_enough(rows):
+            return run % SELDOM == 0
+        return not 0 < run <= _settling(rows)
+
+    def _is_timed_enough(self, rows: int) -> bool:
+        """Whether plain steps one after the other have told all that more of them could."""
+        return self._plain_run > _settling(rows) + WINDOW
 
     def _time(self, observed: Observed, behind: int) -> None:
         """What the step's time says of its arm, and of all."""
@@ -304,7 +316,7 @@ class Goodput:
             if self.credit_s < 0:
                 trial.left = 0
             if not trial.left:
-                self._compared = (0, None)
+                self._due = 0
 
     def _habit(self, view: View, arm: Arm) -> Habit:
         key = (bucket(view.rows), arm)
