@@ -315,8 +315,6 @@ class Goodput:
             self.credit_s -= observed.total_s - self.cost.pace * observed.emitted / self.rate
             if self.credit_s < 0:
                 trial.left = 0
-            if not trial.left:
-                self._due = 0
 
     def _habit(self, view: View, arm: Arm) -> Habit:
         key = (bucket(view.rows), arm)

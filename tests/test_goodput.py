@@ -277,3 +277,20 @@ def test_where_nothing_is_gained_hardly_anything_is_learned(monkeypatch):
     here.run(chooser, 1, 400)
     assert 25 <= len(timed) <= 100
     assert 3 <= len(compared) <= 20
+
+
+def test_arms_are_compared_at_once_when_rows_or_drafters_are_others(monkeypatch):
+    chooser, compared = Goodput(ARMS[:4]), []
+    world(USELESS).run(chooser, 1, 300)
+    compare = chooser._compare
+    monkeypatch.setattr(chooser, "_compare", lambda view: (compared.append(view), compare(view))[1])
+    versions = {"layer": 0, "suffix": 0}
+    chooser.credit_s = -1.0
+    chooser.choose(View(1, 100, versions))
+    compared.clear()
+    changed = [View(2, 200, versions), View(1, 100, versions), View(1, 100, {**versions, "layer": 1})]
+    for view in changed:
+        chooser.credit_s = -1.0  # nothing is tried
+        chooser.choose(view)
+        chooser.choose(view)
+    assert compared == changed
