@@ -39,11 +39,9 @@ class _Seen:
     place_P: Tensor
     """int64: where in them each pair is; 0 for those that are not."""
 
-    def heads(self, pairs: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-        """The key and the value of these pairs, each (K, len(pairs), e)."""
-        kv = self.kv_Ckv[self.place_P[pairs]].view(len(pairs), 2, -1, head_size)
-        keys, values = kv.transpose(0, 2).unbind(1)
-        return keys, values
+    def at(self, pairs: Tensor) -> Tensor:
+        """Those of these pairs, (len(pairs), kv)."""
+        return self.kv_Ckv[self.place_P[pairs]]
 
 
 def guesses(
@@ -62,6 +60,9 @@ def guesses(
     made: list[Guessed] = []
     seen: list[_Seen] = []
     for s in range(num_passes):
+        if s > 0:
+            at_C, before = chained(counts_P, s).nonzero()[:, 0], made[-1]
+            eaten_Cw = before.guess_Cd[_places(before.at_C, len(counts_P))[at_C - 1]]
         if not len(at_C):  # no chain is so long
             made.append(Guessed(at_C, eaten_Cw))
             continue
@@ -75,8 +76,6 @@ def guesses(
             fused_Cd, queries_CHe = fused_Cd[at_C], queries_CHe[at_C]
         mixed_Cq = _attend(queries_CHe, at_C, seen, packed.segments_P)
         made.append(Guessed(at_C, layer.guess(fused_Cd[None], mixed_Cq[None])[0]))
-        at_C = chained(counts_P, s + 1).nonzero()[:, 0]
-        eaten_Cw = made[-1].guess_Cd[_places(made[-1].at_C, len(counts_P))[at_C - 1]]
     return made
 
 
@@ -93,11 +92,11 @@ def _attend(queries_CHe: Tensor, at_C: Tensor, seen: list[_Seen], segments_P: Te
     """(C, H * e): each of the pairs over what `seen`, the keys and values of passes 0..s, lets it see."""
     num_queries, num_heads, e = queries_CHe.shape
     num_pairs, steps = len(segments_P), len(seen) - 1
-    keys_KPe, values_KPe = seen[0].heads(torch.arange(num_pairs, device=at_C.device), e)
+    keys_KPe, values_KPe = _heads(seen[0].kv_Ckv, e)
     kinds = len(keys_KPe), num_heads // len(keys_KPe)
     queries_KGCe = queries_CHe.view(num_queries, *kinds, e).permute(1, 2, 0, 3)
     queries_KGCe = queries_KGCe * e**-0.5
-    own = [seen[j].heads(at_C - (steps - j), e) for j in range(1, steps + 1)]
+    own = [_heads(seen[j].at(at_C - (steps - j)), e) for j in range(1, steps + 1)]
     scores_KGCP = queries_KGCe @ keys_KPe.transpose(-1, -2).unsqueeze(1)
     scores_KGCP = scores_KGCP.masked_fill(~visible(segments_P, at_C, steps), float("-inf"))
     of_own = [(queries_KGCe * key_KCe.unsqueeze(1)).sum(-1, keepdim=True) for key_KCe, _ in own]
@@ -106,6 +105,12 @@ def _attend(queries_CHe: Tensor, at_C: Tensor, seen: list[_Seen], segments_P: Te
     for j, (_, value_KCe) in enumerate(own):
         mixed_KGCe = mixed_KGCe + weights_KGCS[..., num_pairs + j, None] * value_KCe.unsqueeze(1)
     return mixed_KGCe.permute(2, 0, 1, 3).reshape(num_queries, num_heads * e)
+
+
+def _heads(kv_Ckv: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values, each (K, C, e)."""
+    keys, values = kv_Ckv.view(len(kv_Ckv), 2, -1, head_size).transpose(0, 2).unbind(1)
+    return keys, values
 
 
 def _places(at_C: Tensor, num_pairs: int) -> Tensor:

@@ -40,8 +40,7 @@ def reaches(lengths: Sequence[int], q: int, least_spared: int) -> list[Reach]:
 
 
 def _best_cut(lengths: Sequence[int], least_spared: int) -> int:
-    """Before which row to cut; 0: nowhere. Two cuts may be needed before anything is spared, around a row in
-    the middle: then the first spares what the shorter side is shorter by."""
+    """Before which row to cut so that most is spared; 0: nowhere."""
     most, cut = least_spared, 0
     if len(lengths) < 2 or (max(lengths) - min(lengths)) * (len(lengths) - 1) <= least_spared:
         return 0

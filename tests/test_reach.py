@@ -57,3 +57,8 @@ def test_one_long_row_among_short_ones_is_read_apart():
 
 def test_rows_of_like_length_are_one_piece():
     assert reaches([100, 110, 105, 108], 3, 64) == [Reach(0, 4, 113)]
+
+
+def test_a_cut_that_spares_too_little_is_not_made():
+    assert reaches([100, 100, 160, 100], 1, 150) == [Reach(0, 4, 161)], "any one cut spares 120"
+    assert len(reaches([100, 100, 160, 100], 1, 110)) == 2
