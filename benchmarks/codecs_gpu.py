@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from aedit.proto import device_codecs
-from aedit.proto.codecs import codec
+from aedit.proto.codecs import device_codecs
+from aedit.proto.codecs.codecs import codec
 from benchmarks.table import Bar, Report, main, median
 
 WANTED_GB_S = 100.0

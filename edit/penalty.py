@@ -9,8 +9,8 @@ unit's last round.
 import torch
 from torch import Tensor
 
-from aedit.async_sgd import penalty
-from aedit.async_sgd.config import PenaltyConfig
+from aedit.async_sgd.rules import penalty
+from aedit.async_sgd.rules.config import PenaltyConfig
 
 
 def weights(G_NL: Tensor, g_NL: Tensor, config: PenaltyConfig) -> Tensor:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aedit.async_sgd.outer import OuterState
+from aedit.async_sgd.rules.outer import OuterState
 from aedit.edit.detector import NormHistory
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.shards import local
 from aedit.edit.sync import LayerSync
 from aedit.edit.units import SyncUnit
-from aedit.proto.transport import Rows
+from aedit.proto.transports.transport import Rows
 from aedit.types import Round
 
 _HISTORY = ("norms_WL", "mean_L", "var_L", "rounds_L", "suspects_L")

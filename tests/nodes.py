@@ -13,9 +13,9 @@ from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange, Verdict
 from aedit.edit.shards import local
 from aedit.edit.sync import LayerSync
-from aedit.proto.grpc_transport import GrpcTransport
-from aedit.proto.meeting import Meeting, serve_meeting
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.grpc_transport import GrpcTransport
+from aedit.proto.transports.meeting import Meeting, serve_meeting
+from aedit.proto.transports.memory import MemoryWorld
 from aedit.types import Round
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nodes import Script, batches, furthest, in_threads, parameters, plain_training, tower
 
-from aedit.async_sgd.outer import Average
+from aedit.async_sgd.rules.outer import Average
 from aedit.types import Round
 
 

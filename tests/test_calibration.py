@@ -5,14 +5,8 @@ import pytest
 import torch
 from scipy.optimize import isotonic_regression
 
-from aedit.spec_rollout.calibration import (
-    NUM_LEVELS,
-    Calibration,
-    Nodes,
-    accepted_nodes,
-    isotonic,
-)
-from aedit.spec_rollout.drafts import Draft
+from aedit.spec_rollout.arms.calibration import NUM_LEVELS, Calibration, Nodes, accepted_nodes, isotonic
+from aedit.spec_rollout.drafters.drafts import Draft
 
 
 def overconfident(chance):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from nodes import in_threads, over_grpc
 
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.memory import MemoryWorld
 
 JOBS = "tests/dist_jobs/contract_jobs.py"
 

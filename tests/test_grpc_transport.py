@@ -11,13 +11,14 @@ from nodes import batches, in_threads, over_grpc, parameters, tower, train
 
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange
-from aedit.launch.keys import make_keys
-from aedit.proto import hub_pb2, meeting
-from aedit.proto.frames import chunks, pack
-from aedit.proto.grpc_transport import GrpcTransport
-from aedit.proto.meeting import Meeting, serve_meeting
-from aedit.proto.security import client_keys, server_keys
-from aedit.proto.transport import PeersMissing
+from aedit.launch.cli.keys import make_keys
+from aedit.proto.transports import meeting
+from aedit.proto.transports.grpc_transport import GrpcTransport
+from aedit.proto.transports.meeting import Meeting, serve_meeting
+from aedit.proto.transports.transport import PeersMissing
+from aedit.proto.wire import hub_pb2
+from aedit.proto.wire.frames import chunks, pack
+from aedit.proto.wire.security import client_keys, server_keys
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import numpy as np
 from benchmarks import hub_merge, hub_push, table
 from benchmarks.hub_crowd import ASYNC, Size, crowd, memory
 
-from aedit.async_sgd.records import Merged
-from aedit.launch.hub.journal import Journal
+from aedit.async_sgd.journal.journal import Journal
+from aedit.async_sgd.rules.records import Merged
 
 
 def printed(name, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import torch
 import trainers
 from benchmarks import idle_trainees as trainees
 
-from aedit.spec_rollout.idle_stream import StreamTraining
+from aedit.spec_rollout.idle.idle_stream import StreamTraining
 
 
 class Gated(trainees.Regression):

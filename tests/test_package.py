@@ -110,12 +110,12 @@ def test_an_installed_wheel_needs_no_checkout(built, tmp_path):
     command(*install, "--target", str(site), str(built[0]), cwd=tmp_path)
     program = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
-        "import aedit.launch.config as config\n"
+        "import aedit.launch.config.config as config\n"
         "config.RunConfig()\n"
         "print(config.__file__, 'torch' in sys.modules)"
     )
     said = command(sys.executable, "-c", program, cwd=tmp_path)
-    assert said.split() == [str(site / "aedit" / "launch" / "config.py"), "False"]
+    assert said.split() == [str(site / "aedit" / "launch" / "config" / "config.py"), "False"]
 
 
 def test_links_to_the_parts_are_relative():
