@@ -45,8 +45,8 @@ class Waiter:
 
     @property
     def idle_used_s(self) -> float:
-        """Processor time that idle work has used while it was attached, in seconds, as the work itself reports
-        it. Part of it may come from waits that are not this node's rounds."""
+        """Processor time in seconds that idle work has used while it was attached, as the work itself reports
+        it. Part of it may come from other waits of the node than those for rounds."""
         return self._used_before_s + (self._idle.used_s if self._idle else 0.0)
 
     def wait(self, pending: Pending[T], flight: Flight | None = None, needed: int | None = None) -> T:
