@@ -11,12 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from aedit.async_sgd import penalty
 from aedit.async_sgd.outer import Average, Nesterov, OuterOptimizer, OuterState
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.digest import digest, halves
 from aedit.edit.named import flat, history, named, named_history
-from aedit.edit.penalty import clip_scale, effective_nodes, weights
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
@@ -219,7 +219,7 @@ class MeanExchange:
         digests_N2, believed_NL, steps_NL = rows.rows[:, 2:4], *rows.rows[:, 4:].chunk(2, dim=1)
         same_N, healed_from = self._heal(digests_N2, rows)
         believed_NL = believed_NL.masked_fill(~same_N.unsqueeze(1), torch.inf)  # measured from another anchor
-        w_NL = weights(believed_NL, steps_NL, self.penalty)
+        w_NL = torch.from_numpy(penalty.weights(believed_NL.numpy(), steps_NL.numpy(), self.penalty))
         w_L = torch.zeros(len(units), dtype=w_NL.dtype) if rows.mine is None else w_NL[rows.mine]
         nobody_L = w_NL.sum(0) == 0
         lost_L = nobody_L & (steps_NL.sum(0) > 0)
@@ -229,7 +229,7 @@ class MeanExchange:
         self._open.verdict = replace(
             verdict,
             weights=tuple(w_L.tolist()),
-            effective_nodes=tuple(effective_nodes(w_NL).tolist()),
+            effective_nodes=tuple(penalty.effective_nodes(w_NL.numpy()).tolist()),
             rolled_back=tuple(i for i, lost in zip(units, lost_L.tolist(), strict=True) if lost),
             nodes=len(rows.rows),
             total_steps=int(rows.rows[:, 0].sum()),
@@ -376,3 +376,10 @@ def _kept(unit: SyncUnit, state: Mapping[str, Tensor]) -> Kept:
         return anchor, OuterState(momentum)
     count = int(state[f"pending_count/{unit.name}"])
     return anchor, OuterState(momentum, flat("pending", unit, state), count)
+
+
+def clip_scale(norm: Tensor, clip: float | None) -> Tensor:
+    """Return beta = min(1, phi / ||mean||) (EDiT, arXiv:2412.07210, eq. 4), 0-dim like `norm`."""
+    if clip is None:
+        return torch.ones_like(norm)
+    return (clip / norm.clamp(min=1e-30)).clamp(max=1.0)

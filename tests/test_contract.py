@@ -3,7 +3,7 @@
 import contract
 import pytest
 import torch
-from nodes import in_threads, over_grpc
+from nodes import in_threads
 
 from aedit.proto.memory import MemoryWorld
 
@@ -25,18 +25,6 @@ def test_in_memory(promise, nodes):
 def test_in_memory_every_element_is_reduced(sizes):
     job = lambda transport, node: contract.every_element_is_reduced(transport, node, 3, sizes)  # noqa: E731
     check_equal_bits(in_threads(3, job))
-
-
-@pytest.mark.parametrize("promise", contract.PROMISES, ids=lambda promise: promise.__name__)
-@pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_over_grpc(promise, nodes):
-    check_equal_bits(over_grpc(nodes, lambda transport, node: promise(transport, node, nodes)))
-
-
-@pytest.mark.parametrize("sizes", contract.BUCKETS)
-def test_over_grpc_every_element_is_reduced(sizes):
-    job = lambda transport, node: contract.every_element_is_reduced(transport, node, 3, sizes)  # noqa: E731
-    check_equal_bits(over_grpc(3, job))
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
