@@ -1,21 +1,36 @@
 """An exchange of somebody's own, not derived from any of ours, is driven and saved like ours."""
 
 import torch
+from tests.nodes import batches, in_threads, loss, parameters, tower
 
 from aedit.async_sgd.outer import Nesterov
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
-from tests.nodes import batches, in_threads, loss, parameters, tower
 
 
 class Foreign:
     """Has what the Exchange protocol names and nothing else, answered by a MeanExchange inside."""
 
     _NAMES = frozenset(
-        "notes bytes_sent max_steps_ahead bind anchor average open start conclude abandon leave gather"
-        " state_dict load_state_dict allocate".split()
+        [
+            "notes",
+            "bytes_sent",
+            "max_steps_ahead",
+            "bind",
+            "anchor",
+            "average",
+            "open",
+            "start",
+            "conclude",
+            "abandon",
+            "leave",
+            "gather",
+            "state_dict",
+            "load_state_dict",
+            "allocate",
+        ]
     )
     asynchronous = False
 
