@@ -28,7 +28,7 @@ class Waiter:
         self.clock: Callable[[], float] = time.monotonic
         self.while_waiting: Callable[[int], None] | None = None
         """Asked again and again with the `position` that all nodes must reach for a wait to end; may
-        raise. With a `FreeExchange` all ranks of the node ask together, so it may hold a collective."""
+        raise. With an asynchronous exchange all ranks of the node ask together: it may hold a collective."""
         self.waited_s = 0.0
         """Time spent waiting for other nodes."""
         self._used_before_s = 0.0  # by idle work that is attached no longer, less what `idle` had used before

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agents import MemoryHub, node, order, plan, until
+from kit.agents import MemoryHub, node, order, plan, until
 
 from aedit.launch.keys import make_keys
 from aedit.proto.agent_link import AgentLost, attach

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 import torch
-import trainers
 from benchmarks import idle_trainees as trainees
+from kit import trainers
 
 from aedit.spec_rollout.idle_stream import StreamTraining
 

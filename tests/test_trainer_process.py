@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import trainers
 from benchmarks import idle_trainees as trainees
-from held import node
-from nodes import in_threads, tower
+from kit import trainers
+from kit.deferred import node
+from kit.nodes import in_threads, tower
 
 from aedit.spec_rollout import held_process
 from aedit.spec_rollout.held_process import HeldProcess, Order, packed

@@ -7,8 +7,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from held import Held, Slow, alone, anchors, node, step
-from nodes import batches, furthest, in_threads, loss, parameters, tower
+from kit.deferred import Held, Slow, alone, anchors, node, step
+from kit.nodes import batches, furthest, in_threads, loss, parameters, tower
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.async_sgd.outer import Average, Nesterov
