@@ -16,8 +16,8 @@ import psutil
 
 from aedit.async_sgd.rules.config import ScreenConfig
 from aedit.launch.config.config import RunConfig
+from aedit.launch.config.fields import to_toml
 from aedit.launch.config.load import load
-from aedit.launch.config.toml_out import to_toml
 from benchmarks.field import ask, free_port
 from benchmarks.straggler_node import Job
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 import grpc
 import numpy as np
 import pytest
-from agents import MemoryHub, exchange, node, plan, until
+from kit.agents import MemoryHub, exchange, node, plan, until
 
 from aedit.proto.agent.donor import Donor
 from aedit.proto.wire import frames

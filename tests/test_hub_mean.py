@@ -5,7 +5,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 from benchmarks.hub_in_process import HubInProcess, layout_of, push_of
-from nodes import UNITS, follow_script, in_threads, tower
+from kit.nodes import UNITS, follow_script, in_threads, tower
 
 from aedit.async_sgd.hub.hub import Hub, HubPlan
 from aedit.async_sgd.hub.members import Report

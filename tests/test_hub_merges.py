@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hub_machine import joiner, kinds, values, world
+from kit.hub_machine import joiner, kinds, values, world
 
 from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.news import news, status, unit_news

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from benchmarks.attacks import attacks
 from benchmarks.hub_in_process import HubInProcess, push_of
-from hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
+from kit.hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
 
 from aedit.async_sgd.hub.hub import Hub, HubPlan
 from aedit.async_sgd.hub.members import Report

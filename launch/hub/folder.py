@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import values
+from aedit.launch.config.fields import to_toml, values
 from aedit.launch.config.load import load
-from aedit.launch.config.toml_out import to_toml
 from aedit.types import UserError
 
 _DECIDES = ("outer.", "edit.penalty.clip", "hub.merge", "hub.codec_down", "hub.weights", "hub.parent", "name")

@@ -17,7 +17,7 @@ from aedit.async_sgd.service.greeting import Greeting
 from aedit.async_sgd.service.memory import give_back_what_is_freed
 from aedit.async_sgd.service.switch import Switch
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.toml_out import to_toml
+from aedit.launch.config.fields import to_toml
 from aedit.launch.hub import folder
 from aedit.launch.hub.leading import Leading
 from aedit.launch.hub.place import Place

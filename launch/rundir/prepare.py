@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import values
+from aedit.launch.config.fields import literal, to_toml, values
 from aedit.launch.config.load import load
-from aedit.launch.config.toml_out import literal, to_toml
 from aedit.launch.rundir.ending import attempt_of
 from aedit.launch.rundir.provenance import provenance
 from aedit.types import UserError

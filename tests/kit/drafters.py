@@ -1,7 +1,6 @@
 """The drafters that are shipped, in engines of tiny policies: fresh, and one that knows its text by heart."""
 
 import torch
-from rollouts import Flips
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
@@ -13,6 +12,7 @@ from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
 from aedit.spec_rollout.learning.losses import LossConfig, PolicyEnds
 from aedit.spec_rollout.model.target import Target
+from kit.rollouts import Flips
 
 
 def engine_of(model, rows, arms, *, layer=None, suffix=False, sink=None, taps=()):
