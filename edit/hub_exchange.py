@@ -95,6 +95,9 @@ class HubExchange:
             )
             self._places.append(_Place(anchors, outbox))
 
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """Do nothing: the hub compares layout and method with its own when the node joins."""
+
     def anchor(self) -> None:
         """Become a member of the run and take its anchors; the first node's parameters become them."""
         for unit, place in zip(self.units, self._places, strict=True):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from aedit.async_sgd.rules.outer import make_outer
+from aedit.edit.agreement import compare
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import ModelConfig, RunConfig
@@ -48,7 +49,7 @@ def build(
         exchange = _exchange(config, transport)
         sync = _sync(config, model, inner, exchange)
         facts = facts_of(config, model, tokenizer, corpus)
-        _agree(transport, facts)
+        _compare(sync, transport, facts)
         clock, directory = Clock(), run_dir / "nodes" / str(world.node)
         checkpoints = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards)
         order = SampleOrder(len(corpus.train), config.seed, world.node, world.nodes)
@@ -143,14 +144,13 @@ def facts_of(config: RunConfig, model: nn.Module, tokenizer: Tokenizer, corpus: 
     }
 
 
-def _agree(transport: TorchTransport, facts: dict[str, Any]) -> None:
-    """Nodes that would train different things say so before the first step, all of them."""
-    hashes = [int(hashlib.sha256(repr(fact).encode()).hexdigest()[:8], 16) for fact in facts.values()]
-    rows = transport.gather("facts", torch.tensor(hashes, dtype=torch.float64)).result().rows
-    for node, row in enumerate(rows):
-        if differing := [name for name, same in zip(facts, row == rows[0], strict=True) if not same]:
-            what = ", ".join(differing)
-            raise UserError(f"nodes 0 and {node} differ in: {what}; give them the same files and Python")
+def _compare(sync: LayerSync, transport: TorchTransport, facts: dict[str, Any]) -> None:
+    """Raise UserError on all nodes, before the first step, if they would train different things."""
+    try:
+        sync.compare()
+        compare(transport, "facts", {name: str(value) for name, value in facts.items()})
+    except ValueError as error:
+        raise UserError(f"{error}, the same files and the same Python") from None
 
 
 def introduction(node: Node, attempt: int) -> dict[str, Any]:
