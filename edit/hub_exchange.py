@@ -18,7 +18,7 @@ from aedit.edit import canonical
 from aedit.edit.canonical import SharedVector
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
-from aedit.edit.exchange import Verdict
+from aedit.edit.exchange import RoundOutcome
 from aedit.edit.named import history, named_history
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards, local
@@ -114,7 +114,7 @@ class HubExchange:
         raise ValueError("nodes of a hub do not meet at every step: set edit.warmup_steps = 0")
 
     @torch.no_grad()
-    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[Verdict]:
+    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
         """Measure and judge; nothing is asked of the others, so the verdict is there at once."""
         self.own_steps += round.steps
         self.steps_L += round.steps
@@ -124,7 +124,7 @@ class HubExchange:
             self._places[i].opened_steps = self.own_steps
         news = self.link.news()
         nodes, total_steps = self.shards.decide([news.nodes, news.total_steps])
-        verdict = Verdict(
+        verdict = RoundOutcome(
             round,
             tuple(units),
             norms=tuple(G_L.tolist()),
@@ -145,7 +145,7 @@ class HubExchange:
         place.sent_steps = steps
         return _Push(self, i, place)
 
-    def conclude(self, i: int, verdict: Verdict) -> Verdict:
+    def conclude(self, i: int, verdict: RoundOutcome) -> RoundOutcome:
         place = self._places[i]
         answer, place.answer = place.answer, None
         if answer is None:  # nothing was sent
