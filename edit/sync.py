@@ -81,7 +81,8 @@ class LayerSync(Waiter):
 
         model: any module; shard it with `fully_shard` first if the node has several ranks.
         inner: its optimizer. exchange: where new anchors come from, such as `MeanExchange(TorchTransport())`.
-        schedule: when; by default as `config` says. config: everything else.
+        schedule: when; by default as `config` says. config: everything else. By default both are what the
+        hub says, with `HubExchange.join`.
 
             sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySeconds(600))
             with sync:
@@ -89,6 +90,9 @@ class LayerSync(Waiter):
                     loss(model, batch).backward(); inner.step(); inner.zero_grad()
                     sync.step()
         """
+        defaults = exchange.defaults() if isinstance(exchange, FreeExchange) else None
+        if defaults:
+            config, schedule = config or defaults[0], schedule or defaults[1]
         config = config or EditConfig()
         for name in ("penalty", "offload"):
             if getattr(config, name) not in (getattr(EditConfig(), name), getattr(exchange, name, None)):
@@ -114,6 +118,8 @@ class LayerSync(Waiter):
         try:
             if kind is None:
                 self.close()
+            elif self.free:
+                self.free.withdraw()
         finally:
             while self._hooks:
                 self._hooks.pop().remove()
@@ -146,6 +152,8 @@ class LayerSync(Waiter):
         self._averaged = False
         warmed_up = self.warming_up
         self.steps += 1
+        if self.free:
+            self.free.note_step(self.steps, self.waited_s)
         if self.warming_up:
             return
         if warmed_up:

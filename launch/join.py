@@ -5,7 +5,6 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-import aedit
 from aedit.launch.config import LocalConfig, RunConfig
 from aedit.launch.flags import with_flags
 from aedit.launch.load import parse
@@ -13,13 +12,8 @@ from aedit.launch.placement import Membership, Placement
 from aedit.launch.prepare import write_atomically
 from aedit.launch.provenance import source_digest
 from aedit.launch.run import run
-from aedit.proto.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.hub_pb2 import HelloReply, HelloRequest
-from aedit.proto.membership import PROTOCOL
-from aedit.proto.security import ClientKeys, client_keys, is_loopback
+from aedit.proto.hello import caller_keys, greet
 from aedit.types import UserError
-
-HELLO_LIMIT_S = 10.0
 
 
 def join(
@@ -40,31 +34,8 @@ def join(
     return run(config, Placement(), membership=membership)
 
 
-def member_keys(addresses: str, keys: Path | None, insecure: bool) -> ClientKeys:
-    """What a node shows to its hub; UserError if others could listen in and nobody has said that they may."""
-    if keys is not None:
-        return client_keys(keys)
-    open_to_others = [place for place in addresses.split(",") if not is_loopback(place)]
-    if open_to_others and not insecure:
-        raise UserError(
-            f"{open_to_others[0]} is another machine: name what `aedit keys` made for this node with --keys,"
-            " or say --insecure if the network is closed"
-        )
-    return ClientKeys()
-
-
 def _greet(addresses: str, keys: Path | None, insecure: bool) -> RunConfig:
-    client = HubClient(
-        addresses.split(",")[0], member_keys(addresses, keys, insecure), call_timeout_s=HELLO_LIMIT_S
-    )
-    try:
-        reply: HelloReply = client.hello(
-            HelloRequest(protocol=PROTOCOL, code=source_digest(), version=aedit.__version__)
-        )
-    except (HubUnreachable, HubRefused) as error:
-        raise UserError(str(error)) from None
-    finally:
-        client.close()
+    reply = greet(addresses, caller_keys(addresses, keys, insecure), code=source_digest())
     return parse(reply.config, f"the configuration of {addresses}")
 
 
