@@ -49,11 +49,10 @@ class OuterOptimizer(Protocol):
 
     def init(self, anchor: A) -> OuterState[A]: ...
 
-    def update(self, gradient: A, state: OuterState[A], *, staleness: int = 0) -> tuple[A, OuterState[A]]:
+    def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
         """The step to subtract from the anchor, and the next state.
 
-        `gradient` is the averaged pseudo-gradient (anchor minus local), `staleness` the anchor versions
-        made since it was measured. The arguments are not changed.
+        `gradient` is the averaged pseudo-gradient (anchor minus local). The arguments are not changed.
         """
 
     def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
@@ -70,7 +69,7 @@ class Average:
     def init(self, anchor: A) -> OuterState[A]:
         return OuterState(abs(anchor[:0]))
 
-    def update(self, gradient: A, state: OuterState[A], *, staleness: int = 0) -> tuple[A, OuterState[A]]:
+    def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
         return gradient * self.lr, state
 
     def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
@@ -89,7 +88,7 @@ class Nesterov:
     def init(self, anchor: A) -> OuterState[A]:
         return OuterState(_zeros(anchor))
 
-    def update(self, gradient: A, state: OuterState[A], *, staleness: int = 0) -> tuple[A, OuterState[A]]:
+    def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
         u = _plus(state.momentum * self.mu, gradient)
         return _times(_plus(u * self.mu, gradient), self.lr), OuterState(u)
 
@@ -115,7 +114,7 @@ class DelayedNesterov:
     def init(self, anchor: A) -> OuterState[A]:
         return OuterState(_zeros(anchor), _zeros(anchor))
 
-    def update(self, gradient: A, state: OuterState[A], *, staleness: int = 0) -> tuple[A, OuterState[A]]:
+    def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
         pending, u, n = gradient + state.pending, state.momentum, self.delay
         if state.count + 1 < n:
             step, share = gradient * (self.lr / n), self.c

@@ -71,7 +71,7 @@ class IdleTrained:
                 if time.monotonic() > give_up_s:
                     raise TimeoutError(f"the trainer did not begin within {STARTS_WITHIN_S:g} s")
                 time.sleep(LOOK_S)
-        self._begun_s = self._work.cpu_s
+        self._begun_s = self._work.used_s
 
     def wait(self, cause: str, idle_s: float) -> None:
         """A window in which the trainer gets what is missing of all idle time up to now and `idle_s` more: a
@@ -99,7 +99,7 @@ class IdleTrained:
     @property
     def used_s(self) -> float:
         """Processor seconds of the trainer since it had started."""
-        return self._work.cpu_s - self._begun_s
+        return self._work.used_s - self._begun_s
 
     @property
     def microbatches(self) -> int:

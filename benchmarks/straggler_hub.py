@@ -16,8 +16,8 @@ import psutil
 
 from aedit.async_sgd.config import ScreenConfig
 from aedit.launch.config import RunConfig
+from aedit.launch.fields import to_toml
 from aedit.launch.load import load
-from aedit.launch.toml_out import to_toml
 from benchmarks.field import ask, free_port
 from benchmarks.straggler_node import Job
 

@@ -7,11 +7,11 @@ nothing: the unit goes on from anchor - D, so that D is part of the next one.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,11 @@ from aedit.edit.alone import Here, OwnNotes
 from aedit.edit.canonical import SharedVector
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
-from aedit.edit.exchange import Exchange, Verdict
+from aedit.edit.exchange import Verdict
 from aedit.edit.hub_join import NodeOptions, open_link
 from aedit.edit.hub_lease import Positions
 from aedit.edit.hub_report import StepReport
+from aedit.edit.named import history, named_history
 from aedit.edit.push import POLL_S, Place, Push
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards, local
@@ -39,29 +40,6 @@ WITHDRAW_S = 10.0
 """Longest farewell after an error."""
 
 
-@runtime_checkable
-class FreeExchange(Exchange, Protocol):
-    """An exchange without a barrier: what a node sends is answered some time, whatever the others do."""
-
-    max_steps_ahead: int
-    """Inner steps a node may be ahead of the oldest answer it has not got."""
-
-    def conclude(self, i: int, verdict: Verdict) -> Verdict:
-        """`verdict`, completed by what the answer to unit `i` says. Called once, just before it lands."""
-
-    def leave(self) -> None:
-        """Everything has landed: go, and be counted on no longer."""
-
-    def defaults(self) -> tuple[EditConfig, RoundSchedule] | None:
-        """Return configuration and schedule of a node whose caller gives none; None: no preference."""
-
-    def note_step(self, steps: int, waited_s: float) -> None:
-        """Take note of an inner step: the number of steps so far, and the time spent waiting."""
-
-    def withdraw(self) -> None:
-        """Leave after an error in the training loop, without the steps since the last push."""
-
-
 class HubExchange:
     """One node of an asynchronous run; `link` leads to its agent and on to the hub.
 
@@ -69,6 +47,8 @@ class HubExchange:
     node. penalty: only its detector is used here, for what the node believes of itself; weights are the
     hub's. timeout_s: longest wait before the first anchors, for an answer, and for a farewell.
     """
+
+    asynchronous = True
 
     def __init__(
         self,
@@ -335,6 +315,30 @@ class HubExchange:
         """End the node's agent, if the exchange is not entered after all. The hub is told nothing."""
         if isinstance(self.link, AgentLink):
             self.link.stop()
+
+    def gather(self, key: str, number: float) -> tuple[float, ...]:
+        return (number,)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the node knows of its own norms, and its codec's residuals. The anchors are the hub's.
+
+        While a push is under way its residual may be half that before it: either half is as good as what a
+        crash right after a checkpoint leaves behind.
+        """
+        state = named_history("history", self.norms) | named_history("history_per_step", self.norms_per_step)
+        for i, residual in self.link.residuals().items():
+            state[f"residual/{self.units[i].name}"] = torch.from_numpy(residual)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up norms and residuals, before the node joins."""
+        self.norms = history("history", state)
+        self.norms_per_step = history("history_per_step", state)
+        for i, residual in self.link.residuals().items():
+            residual[:] = state[f"residual/{self.units[i].name}"].numpy()
+
+    def allocate(self) -> None:
+        """Do nothing: a node of a hub saves no anchors."""
 
     def _measure(self, units: Sequence[int]) -> Tensor:
         """D of each unit into the outbox, and its norm over all ranks of the node, float64 on CPU."""

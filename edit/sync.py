@@ -6,8 +6,8 @@ arXiv:2412.07210, figure 1). `arrival` landing: nothing waits; when a unit's ans
 forward adds `anchor - sent` to the parameters, so the inner steps made meanwhile are kept and travel in
 the next round.
 
-With a `FreeExchange` a round is put off while one of its units is still under way, and its progress goes on
-growing; a node that would be too many steps ahead of an answer waits for it.
+With an asynchronous exchange a round is put off while one of its units is still under way, and its progress
+goes on growing; a node that would be too many steps ahead of an answer waits for it.
 """
 
 from collections import deque
@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Exchange, Verdict
 from aedit.edit.flight import Flight
-from aedit.edit.hub_exchange import FreeExchange
 from aedit.edit.schedule import RoundSchedule, make_schedule
 from aedit.edit.shards import shards_of
 from aedit.edit.units import SyncUnit, find_units
@@ -45,7 +44,7 @@ class LayerSync(Waiter):
         super().__init__(shards_of(list(model.parameters())), config.timeout_s)
         self.model, self.inner = model, inner
         self.exchange, self.schedule, self.config = exchange, schedule, config
-        self.free: FreeExchange | None = exchange if isinstance(exchange, FreeExchange) else None
+        self.free = exchange.asynchronous
         if self.free and config.warmup_steps:
             raise ValueError("edit.warmup_steps must be 0 with a hub: its nodes do not meet at every step")
         self.units: Sequence[SyncUnit] = find_units(model, config.units)
@@ -90,8 +89,7 @@ class LayerSync(Waiter):
                     loss(model, batch).backward(); inner.step(); inner.zero_grad()
                     sync.step()
         """
-        defaults = exchange.defaults() if isinstance(exchange, FreeExchange) else None
-        if defaults:
+        if defaults := exchange.defaults():
             config, schedule = config or defaults[0], schedule or defaults[1]
         config = config or EditConfig()
         for name in ("penalty", "offload"):
@@ -118,8 +116,8 @@ class LayerSync(Waiter):
         try:
             if kind is None:
                 self.close()
-            elif self.free:
-                self.free.withdraw()
+            else:
+                self.exchange.withdraw()
         finally:
             while self._hooks:
                 self._hooks.pop().remove()
@@ -152,8 +150,7 @@ class LayerSync(Waiter):
         self._averaged = False
         warmed_up = self.warming_up
         self.steps += 1
-        if self.free:
-            self.free.note_step(self.steps, self.waited_s)
+        self.exchange.note_step(self.steps, self.waited_s)
         if self.warming_up:
             return
         if warmed_up:
@@ -204,8 +201,8 @@ class LayerSync(Waiter):
     def abandon(self) -> list[Round]:
         """Forget rounds that not every node has opened, to leave without waiting for the others.
 
-        Returns them; `begin` them again after a resume. With a `FreeExchange`, forget all: what was handed to
-        the agent is its affair.
+        Returns them; `begin` them again after a resume. With an asynchronous exchange, forget all: what
+        was handed to the agent is its affair.
         """
         unopened = [flight for flight in self._flights if self.free or flight.verdict is None]
         for flight in reversed(unopened):
@@ -216,8 +213,8 @@ class LayerSync(Waiter):
         return [flight.round for flight in unopened if flight.verdict is None]
 
     def close(self) -> None:
-        """Exchange what the last, shorter interval has learned, and leave; without a `FreeExchange`, together
-        with the other nodes.
+        """Exchange what the last, shorter interval has learned, and leave: together with the other nodes,
+        unless the exchange is asynchronous.
 
         A node that ends early keeps answering rounds, with weight 0, until all have ended.
         """
@@ -232,8 +229,7 @@ class LayerSync(Waiter):
             self._finish(flight)
             assert flight.verdict is not None
             all_leaving = all_leaving + 1 if flight.verdict.all_leaving else 0
-        if self.free:
-            self.free.leave()
+        self.exchange.leave()
 
     # -- rounds
 
@@ -261,7 +257,7 @@ class LayerSync(Waiter):
     def _hold_back(self) -> None:
         """Wait for answers that this node has gone on without for too long."""
         for flight in list(self._flights) if self.free else ():
-            if self.free and self.local_steps - flight.opened_at >= self.free.max_steps_ahead:
+            if self.local_steps - flight.opened_at >= self.exchange.max_steps_ahead:
                 self._finish(flight)
 
     def _fragment(self, round_id: int) -> tuple[int, ...]:
@@ -324,8 +320,7 @@ class LayerSync(Waiter):
         if i not in flight.sent:
             return
         anchor = self._answer(flight, i)
-        if self.free:
-            verdict = flight.verdict = self.free.conclude(i, verdict)
+        verdict = flight.verdict = self.exchange.conclude(i, verdict)
         with torch.inference_mode(False), torch.no_grad():
             self._take(self.units[i], anchor, adopt=i in verdict.distrusted)
         flight.ready.discard(i)

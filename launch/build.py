@@ -45,13 +45,14 @@ def build(
     model = make_model(config, tokenizer, world)
     inner = make_inner(model, config.train)
     with closing(TorchTransport(world.mesh.get_group("sync"), timeout_s=config.edit.timeout_s)) as transport:
-        sync = _sync(config, model, inner, transport)
+        exchange = _exchange(config, transport)
+        sync = _sync(config, model, inner, exchange)
         facts = facts_of(config, model, tokenizer, corpus)
         _agree(transport, facts)
         clock, directory = Clock(), run_dir / "nodes" / str(world.node)
         checkpoints = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards)
         order = SampleOrder(len(corpus.train), config.seed, world.node, world.nodes)
-        resumed = resume(sync, checkpoints, transport, order, facts)
+        resumed = resume(sync, exchange, checkpoints, order, facts)
         clock.start(resumed.elapsed_s if resumed else 0.0)
         recorder = Recorder(directory, clock, writes=world.leads, tensorboard=config.tensorboard)
         node = Node(
@@ -111,15 +112,18 @@ def _shard(model: nn.Module, config: ModelConfig, world: World) -> None:
     fully_shard(model, mesh=world.mesh["shard"], mp_policy=policy)
 
 
-def _sync(
-    config: RunConfig, model: nn.Module, inner: torch.optim.Optimizer, transport: TorchTransport
-) -> LayerSync:
-    exchange = MeanExchange(
+def _exchange(config: RunConfig, transport: TorchTransport) -> MeanExchange:
+    return MeanExchange(
         transport,
         outer=make_outer(config.outer),
         penalty=config.edit.penalty,
         offload=config.edit.offload,
     )
+
+
+def _sync(
+    config: RunConfig, model: nn.Module, inner: torch.optim.Optimizer, exchange: MeanExchange
+) -> LayerSync:
     try:
         return LayerSync.of(model, inner, exchange=exchange, config=config.edit)
     except ValueError as error:

@@ -33,6 +33,7 @@ from aedit.launch.tokenizer import load_tokenizer
 from aedit.launch.world import World
 from aedit.proto.agent_link import AgentLink, attach, start_agent
 from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.security import SERVER, is_loopback
 from aedit.types import UserError
 
 
@@ -149,9 +150,14 @@ def _units(model: nn.Module, config: RunConfig) -> Any:
 
 
 def _donor_address(member: Membership) -> str:
-    """Other nodes may fetch anchors here if the hub is on this machine; elsewhere that needs a server
-    certificate of this node's own."""
-    return "127.0.0.1:0" if member.hub.startswith("127.") else ""
+    """Return where other nodes may fetch this node's anchors; empty where they may not.
+
+    That is loopback if the hub is on this machine. With TLS it also takes a server's certificate, which
+    `aedit keys` puts into the hub's folder only.
+    """
+    here = all(map(is_loopback, member.hub.split(",")))
+    certified = member.keys is None or (member.keys / f"{SERVER}.key").exists()
+    return "127.0.0.1:0" if here and certified else ""
 
 
 def _link(plan: AgentPlan, world: World) -> AgentLink:

@@ -5,13 +5,10 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
 
 import aedit
+from aedit.launch.arguments import Parser
 from aedit.types import UserError
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -38,21 +35,6 @@ def main(words: list[str] | None = None) -> int:
         return 0
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, but an error is one line and exit code 2 like any other of the person's."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
-
-    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        """The command's own options and, where it takes them, every configuration flag."""
-        super().print_help(file)
-        if self.get_default("takes_flags"):
-            from aedit.launch.flags import flags_help
-
-            print(f"\nconfiguration flags, each also a key of the file:\n{flags_help()}", file=file)
-
-
 def parser() -> Parser:
     """The commands and their options, without the configuration flags."""
     top = Parser(prog="aedit", description="Asynchronous decentralised training.", allow_abbrev=False)
@@ -75,6 +57,8 @@ def parser() -> Parser:
     _add_config(commands)
     doctor = _command(commands, "doctor", "check this machine, and a configuration's files", _doctor)
     doctor.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="TOML file")
+    completion = _command(commands, "completion", "print a script that completes in a shell", _completion)
+    completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     return top
 
 
@@ -293,9 +277,8 @@ def _generate(options: Options) -> int:
 
 
 def _config_show(options: Options) -> None:
-    from aedit.launch.fields import values
+    from aedit.launch.fields import literal, values
     from aedit.launch.load import load
-    from aedit.launch.toml_out import literal
 
     loaded = load(options.config, options.flags)
     rows = [(name, literal(value), loaded.origin[name]) for name, value in values(loaded.config)]
@@ -321,6 +304,14 @@ def _doctor(options: Options) -> int:
 
     return doctor(options.config)
 
+
+def _completion(options: Options) -> None:
+    from aedit.launch.completion import completion
+
+    print(completion(parser(), options.shell))
+
+
+SHELLS = ("bash", "zsh", "tcsh", "fish", "powershell")
 
 VIEWS = (
     ("status", _status, "print how a run stands"),

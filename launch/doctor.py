@@ -13,6 +13,7 @@ from typing import Literal
 
 import psutil
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from aedit.launch.config import RunConfig
@@ -41,7 +42,8 @@ def doctor(config_path: Path | None, console: Console | None = None) -> int:
         table.add_column(heading, overflow="fold")
     for check in checks:
         colour = COLOURS[check.state]
-        table.add_row(check.name, f"[{colour}]{check.state}[/]", check.found, check.advice)
+        found, advice = escape(check.found), escape(check.advice)  # `aedit[datasets]` is no markup
+        table.add_row(check.name, f"[{colour}]{check.state}[/]", found, advice)
     (console or Console()).print(table)
     return 2 if any(check.state == "fail" for check in checks) else 0
 

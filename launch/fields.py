@@ -1,10 +1,13 @@
 """Every configuration value by its dotted name: its type, and how what a file says becomes a value."""
 
 import difflib
+import json
 import types
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tomli_w
 
 from aedit.launch.config import RunConfig
 from aedit.types import UserError
@@ -32,6 +35,20 @@ def values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{key}", entry) for key, entry in value.items())
         else:
             yield name, value
+
+
+def to_toml(config: RunConfig) -> str:
+    """Return every value of the configuration as TOML text that `load` reads back to an equal value."""
+    return tomli_w.dumps(_tree(config))
+
+
+def literal(value: object) -> str:
+    """Return one value on one line, as a TOML file may have it; None as the text `none`."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(literal, value))}]"
+    if isinstance(value, (bool, str)):
+        return json.dumps(value, ensure_ascii=False)
+    return f'"{NONE}"' if value is None else str(value)
 
 
 def convert(value: object, hint: Any, name: str) -> Any:
@@ -62,6 +79,16 @@ def describe(hint: Any) -> str:
     if origin is dict:
         return "a table"
     return _WORDS[hint]
+
+
+def _tree(config: Any) -> dict[str, Any]:
+    return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return _tree(value)
+    return NONE if value is None else value
 
 
 _WORDS = {

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from aedit.launch.config import RunConfig
 from aedit.launch.ending import attempt_of
-from aedit.launch.fields import values
+from aedit.launch.fields import literal, to_toml, values
 from aedit.launch.load import load
 from aedit.launch.provenance import provenance
-from aedit.launch.toml_out import literal, to_toml
 from aedit.types import UserError
 
 MIN_FREE_BYTES = 256 * 2**20

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from aedit.edit import snapshot
+from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.launch.checkpoint import Checkpoints, Mark, read_meta
 from aedit.launch.order import SampleOrder, first_free
@@ -49,13 +50,18 @@ def training_state(sync: LayerSync) -> dict[str, Any]:
 
 
 def resume(
-    sync: LayerSync, checkpoints: Checkpoints, transport: Transport, order: SampleOrder, facts: dict[str, Any]
+    sync: LayerSync,
+    exchange: MeanExchange,
+    checkpoints: Checkpoints,
+    order: SampleOrder,
+    facts: dict[str, Any],
 ) -> Resumed | None:
     """Restore `sync` from the newest common checkpoint, or return None if there is none anywhere.
 
-    All nodes and ranks together. order: a fresh one, which says which node this is. facts: what a
-    checkpoint must have been made with; UserError names the first that differs.
+    All nodes and ranks together. exchange: that of `sync`. order: a fresh one, which says which node this is.
+    facts: what a checkpoint must have been made with; UserError names the first that differs.
     """
+    transport = exchange.transport
     has = transport.gather("resume/has", _inventory(checkpoints)).result()
     mark = _common(has.rows)
     if mark is None:
@@ -67,7 +73,7 @@ def resume(
     owed = _load(sync, checkpoints, mark, mine) if mine is not None else []
     everybody_has_it = bool(_holders(has.rows, mark).all())
     if not everybody_has_it:
-        owed += _share_anchors(sync, transport, has, mark, mine, known)
+        owed += _share_anchors(sync, exchange, has, mark, mine, known)
     checkpoints.drop_after(mark)
     order = _order(order, mine if everybody_has_it else None, known)
     clock = (mine or {}).get("clock", {})
@@ -171,7 +177,7 @@ def _order(order: SampleOrder, mine: dict[str, Any] | None, known: Tensor) -> Sa
 
 def _share_anchors(
     sync: LayerSync,
-    transport: Transport,
+    exchange: MeanExchange,
     has: Rows,
     mark: Mark,
     mine: dict[str, Any] | None,
@@ -188,7 +194,7 @@ def _share_anchors(
         raise UserError(f"{mark.name} is from the warm-up, where nodes cannot join: start the same nodes")
     owed = range(int(numbers["round_id"]) + 1, int(numbers["last_id"]) + 1) if mine is None else ()
     if mine is None:
-        saved = {**numbers, "anchored": True, "own_steps": 0, "owed": []}
+        saved = {**numbers, "anchored": True, "owed": []}
         snapshot.restore(sync, snapshot.blank(sync, saved), saved)
-    snapshot.share(sync, source, has, adopt=mine is None)
+    snapshot.share(sync, exchange, source, has, adopt=mine is None)
     return [Round(id, 0) for id in owed]

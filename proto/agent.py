@@ -21,6 +21,7 @@ from aedit.proto.membership import Membership
 from aedit.proto.plan import AgentPlan
 from aedit.proto.traffic import Traffic
 from aedit.proto.watchdog import Speed, Watchdog
+from aedit.types import UserError
 
 LOOK_S = 0.25
 """How often the agent looks around without having been woken."""
@@ -147,6 +148,8 @@ class Agent:
         remove(self._box)
 
     def _fail(self, error: BaseException) -> None:
+        if isinstance(error, UserError):  # a person must act: no restart of the node can help
+            return self._box.end(State.REFUSED, str(error))
         log.error("the agent gives up", exc_info=error)
         self._box.end(State.LOST, f"{type(error).__name__}: {error}")
 

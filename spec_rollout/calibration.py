@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
 
 from aedit.spec_rollout.drafts import Draft
 
@@ -215,19 +216,6 @@ class Calibration:
         usual = (accepted.sum() + 1) / (seen @ CENTRES + 1)
         weights = seen + PRIOR_NODES
         supposed = np.minimum(usual * CENTRES, 1.0)
-        fitted = isotonic((accepted + PRIOR_NODES * supposed) / weights, weights)
+        shares = (accepted + PRIOR_NODES * supposed) / weights
+        fitted = isotonic_regression(shares, weights=weights).x
         self._table[kind * NUM_LEVELS : (kind + 1) * NUM_LEVELS] = np.interp(LEVELS, CENTRES, fitted)
-
-
-def isotonic(values: Floats, weights: Floats) -> Floats:
-    """The nondecreasing sequence with the least weighted squares to `values` (pool adjacent violators).
-    weights: all above 0."""
-    pools: list[tuple[float, float, int]] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        count = 1
-        while pools and pools[-1][0] >= value:
-            before, more, members = pools.pop()
-            value = (value * weight + before * more) / (weight + more)
-            weight, count = weight + more, count + members
-        pools.append((value, weight, count))
-    return np.repeat([value for value, _, _ in pools], [count for _, _, count in pools])

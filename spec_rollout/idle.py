@@ -122,8 +122,8 @@ class DrafterTraining:
                 self._keeper.let()
 
     @property
-    def cpu_s(self) -> float:
-        """Processor time of the trainer over all its lives, as it told after its last microbatch."""
+    def used_s(self) -> float:
+        """Processor time of the trainer's processes in seconds, as of the last finished microbatch."""
         return 1e-6 * self._keeper.counted(Word.CPU_US)
 
     def status(self) -> dict[str, Any]:
@@ -138,8 +138,8 @@ class DrafterTraining:
             "windows": self.windows.count,
             "idle_s": idle_s,
             "idle_by_cause_s": by_cause,
-            "cpu_s": self.cpu_s,
-            "harvest": self.cpu_s / idle_s if idle_s else 0.0,
+            "cpu_s": self.used_s,
+            "harvest": self.used_s / idle_s if idle_s else 0.0,
             **{word.name.lower(): self._keeper.counted(word) for word in words},
             "checkpoint_error": self._desk.board.trouble,
             "torn": self._desk.drafter.torn,

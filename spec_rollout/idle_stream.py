@@ -45,6 +45,7 @@ class StreamTraining:
         self.windows = Windows()
         self._published: tuple[Published, torch.cuda.Event | None] | None = None
         self._steps, self._refused, self._error = 0, 0, ""
+        self._used_s = 0.0
         self._resting = self._closing = False
         self._open = threading.Event()
         self._thread = threading.Thread(target=self._run, name="drafter-stream", daemon=True)
@@ -81,6 +82,12 @@ class StreamTraining:
         """The policy's embedding and head have changed."""
         self._policy = policy, version
 
+    @property
+    def used_s(self) -> float:
+        """Processor time of the finished microbatches in seconds: of the thread on a CPU; on a GPU, where a
+        microbatch is waited for, the time from its start to its end."""
+        return self._used_s
+
     def rest(self) -> None:
         """There is no use in training now."""
         with self._lock:
@@ -101,6 +108,7 @@ class StreamTraining:
             "windows": self.windows.count,
             "idle_s": idle_s,
             "idle_by_cause_s": by_cause,
+            "cpu_s": self.used_s,
             "steps": self._steps,
             "refused": self._refused,
             "published": self._published[0].number - 1 if self._published else 0,
@@ -155,6 +163,7 @@ class StreamTraining:
             self._training.begin(self._drafter)
 
     def _turn(self) -> bool:
+        began_s = self._processor_s()
         self._follow()
         learned = self._training.microbatch()
         if learned:
@@ -163,7 +172,11 @@ class StreamTraining:
         if self._device.type == "cuda":
             # Without Python's lock: no more than this one microbatch is on its way when a window is left.
             torch.cuda.current_stream(self._device).synchronize()
+        self._used_s += self._processor_s() - began_s
         return learned
+
+    def _processor_s(self) -> float:
+        return time.monotonic() if self._device.type == "cuda" else time.thread_time()
 
     def _follow(self) -> None:
         policy = self._policy

@@ -6,6 +6,7 @@ from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 Vector = tuple[float, ...]
 Key = tuple[int, int, int, int]
@@ -143,33 +144,14 @@ class Times:
 
 
 def nonnegative(gram: Floats, moment: Floats) -> Floats:
-    """x >= 0 that minimises x'gram x / 2 - moment'x (Lawson and Hanson's active set). gram: positive
-    definite."""
+    """Return the x >= 0 that minimises x'gram x / 2 - moment'x. gram: positive definite.
+
+    With gram = L L', this is the non-negative least-squares problem |L'x - L^-1 moment|. Coordinates are
+    scaled to a unit diagonal first, as features differ by many powers of ten.
+    """
     scale = 1 / np.sqrt(np.diagonal(gram))
-    gram, moment = gram * np.outer(scale, scale), moment * scale
-    x: Floats = np.zeros_like(moment)
-    free = np.zeros(len(x), dtype=bool)
-    for _ in range(3 * len(x)):
-        gradient = np.where(free, -np.inf, moment - gram @ x)
-        if gradient.max() <= 1e-10 * (1 + np.abs(moment).max()):
-            break
-        free[np.argmax(gradient)] = True
-        x = _feasible(gram, moment, x, free)
-    return x * scale
-
-
-def _feasible(gram: Floats, moment: Floats, x: Floats, free: NDArray[np.bool_]) -> Floats:
-    """The best x >= 0 on the way to the best x of the free coordinates; those that reach 0 are not free any
-    more."""
-    while free.any():
-        best = np.zeros_like(x)
-        best[free] = np.linalg.solve(gram[np.ix_(free, free)], moment[free])
-        if best[free].min() > 0:
-            return best
-        worse = free & (best <= 0)
-        step = float(np.min(x[worse] / (x[worse] - best[worse])))
-        x = np.where(free, x + step * (best - x), 0.0)
-        free &= x > 1e-14
+    lower = np.linalg.cholesky(gram * np.outer(scale, scale))
+    x: Floats = nnls(lower.T, np.linalg.solve(lower, moment * scale))[0] * scale
     return x
 
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import psutil
 import pytest
-from agents import SHAPES, MemoryHub, exchange, node, order, plan, until
+from kit.agents import SHAPES, MemoryHub, exchange, node, order, plan, until
 
 from aedit.proto import hub_pb2 as pb
 from aedit.proto.agent_link import AgentLost, attach

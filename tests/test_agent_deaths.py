@@ -11,10 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agents import MemoryHub, node, order, plan, until
+from kit.agents import MemoryHub, node, order, plan, until
 
+from aedit.launch.keys import make_keys
 from aedit.proto.agent_link import AgentLost, attach
 from aedit.proto.plan import to_json
+from aedit.types import UserError
 
 TRAINER = """
     import os, sys, time
@@ -116,6 +118,17 @@ def test_an_agent_that_cannot_go_on_says_why(hub):
     with (
         node(plan([hub.server.address], keys="nowhere"), mode="process") as link,
         pytest.raises(Exception, match="nowhere"),
+    ):
+        link.join(10)
+
+
+def test_what_only_the_person_can_mend_about_an_agent_is_not_a_death(hub, tmp_path):
+    """An AgentLost would have torchrun start the node again, with the same end."""
+    make_keys(tmp_path, ["127.0.0.1"])
+    keys = str(tmp_path / "nodes")
+    with (
+        node(plan([hub.server.address], keys=keys, donor="127.0.0.1:0"), mode="process") as link,
+        pytest.raises(UserError, match=r"server\.key"),
     ):
         link.join(10)
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 import grpc
 import numpy as np
 import pytest
-from agents import MemoryHub, exchange, node, plan, until
+from kit.agents import MemoryHub, exchange, node, plan, until
 
 from aedit.proto import frames
 from aedit.proto import hub_pb2 as pb

@@ -4,8 +4,8 @@ import threading
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
-from agents import node, order, plan, until
-from hub_processes import HubProcess, ending
+from kit.agents import node, order, plan, until
+from kit.hub_processes import HubProcess, ending
 
 from aedit.launch.provenance import source_digest
 from aedit.proto.link import Verdict

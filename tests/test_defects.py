@@ -12,7 +12,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from nodes import Script, batches, fingerprint, furthest, in_threads, loss, parameters, tower, train
+from kit.nodes import Script, batches, fingerprint, furthest, in_threads, loss, parameters, tower, train
 from torch import nn
 
 from aedit.async_sgd.outer import Average, Nesterov

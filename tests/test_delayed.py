@@ -4,7 +4,7 @@ import copy
 import io
 
 import torch
-from nodes import UNITS, batches, in_threads, loss, parameters, tower
+from kit.nodes import UNITS, batches, in_threads, loss, parameters, tower
 
 from aedit.async_sgd.outer import DelayedNesterov, OuterState
 from aedit.edit import snapshot

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from policies_tiny import drafter, ends, policy, said
+from kit.tiny_policies import drafter, ends, policy, said
 
 from aedit.spec_rollout.draft_layer import DraftLayer
 from aedit.spec_rollout.draft_training import DraftTrainer, DraftTrainingConfig

@@ -11,7 +11,7 @@ from benchmarks.drift_eval import Checkpoint, Standing
 from benchmarks.drift_policy import AHEAD, Mover, moved, paced, policy_gradient
 from benchmarks.drift_report import depths, recovery, report
 from benchmarks.drift_run import QUICK
-from policies_tiny import drafter, ends, policy, said
+from kit.tiny_policies import drafter, ends, policy, said
 from torch.distributions import Categorical, kl_divergence
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import elastic, joining, soak, tun_link
 from benchmarks.elastic_quality import PHASES, Curve
 from benchmarks.lease_audit import Audit
-from hub_machine import LAYOUT, Numbers, World, config, plan, values
+from kit.hub_machine import LAYOUT, Numbers, World, config, plan, values
 
 from aedit.async_sgd.config import OuterConfig
 from aedit.async_sgd.records import Accepted, Founded, Joined, Leased, Left, Push, Used

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollouts import (
+from kit.rollouts import (
     VOCABULARY,
     Flips,
     Insider,

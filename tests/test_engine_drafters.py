@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drafted import engine_of, fresh, learned_by_heart
-from rollouts import KINDS, decode_plainly, samples, tiny_policy, tokens_of
+from kit.drafters import engine_of, fresh, learned_by_heart
+from kit.rollouts import KINDS, decode_plainly, samples, tiny_policy, tokens_of
 
 from aedit.spec_rollout.draft_shape import tapped
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from rollouts import KINDS, perturbed, prompts_of, samples, tiny_policy, tokens_of
+from kit.rollouts import KINDS, perturbed, prompts_of, samples, tiny_policy, tokens_of
 from test_draft_layer import layer_for
 from test_graphs import Replayed
 

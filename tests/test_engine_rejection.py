@@ -9,15 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_mistakes import (
+from kit.engine_mutants import (
     Mistakes,
     a_token_too_few_is_kept_in_the_cache,
     a_token_too_many_is_kept_in_the_cache,
     an_end_inside_of_an_accepted_run_is_not_seen,
     the_embedding_is_an_older_policy_s,
 )
-from markov import chi_square
-from rollouts import Flips, decode_plainly, tiny_policy, tokens_of, warped
+from kit.markov import chi_square
+from kit.rollouts import Flips, decode_plainly, tiny_policy, tokens_of, warped
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.spec_rollout import rejection, verdict

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollouts import Flips, Insider, decode_plainly, prompts_of, tiny_policy
+from kit.rollouts import Flips, Insider, decode_plainly, prompts_of, tiny_policy
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 

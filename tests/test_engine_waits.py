@@ -9,8 +9,8 @@ import sys
 
 import pytest
 import torch
-from drafted import engine_of, fresh
-from rollouts import KINDS, samples, tiny_policy
+from kit.drafters import engine_of, fresh
+from kit.rollouts import KINDS, samples, tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aedit.spec_rollout.verdict import _on_host

@@ -2,7 +2,7 @@
 taught is what it does when it drafts."""
 
 import torch
-from policies_tiny import drafter, ends, policy
+from kit.tiny_policies import drafter, ends, policy
 
 from aedit.spec_rollout.arms import Fixed
 from aedit.spec_rollout.drafts import Begun, parse_arm

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from policies_tiny import drafter, ends, policy, said
+from kit.tiny_policies import drafter, ends, policy, said
 
 from aedit.spec_rollout.feedback import guesses
 from aedit.spec_rollout.gate import (

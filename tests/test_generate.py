@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from dist_jobs.export_jobs import train_and_save
-from rollouts import perturbed
+from kit.rollouts import perturbed
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from aedit.launch import generate as generating

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from arm_world import World, verify_s
+from kit.arms import World, verify_s
 
 from aedit.spec_rollout.arms import Fixed, Observed, View
 from aedit.spec_rollout.drafts import OFF, Draft, parse_arm

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rollouts import KINDS, Insider, engine_of, samples, tiny_policy, tokens_of
+from kit.rollouts import KINDS, Insider, engine_of, samples, tiny_policy, tokens_of
 from test_draft_layer import layer_for
 
 from aedit.spec_rollout.arms import Fixed

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dist_jobs.trainer_jobs import arguments, callback, parameters, samples, tiny_llama, trainer
-from local_sgd import furthest, local_sgd
+from kit.local_sgd import furthest, local_sgd
 from transformers import TrainerCallback
 
 from aedit.edit.config import EditConfig

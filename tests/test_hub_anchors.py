@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hub_machine import (
+from kit.hub_machine import (
     AVERAGE,
     Int8,
     Numbers,

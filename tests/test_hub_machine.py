@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hub_machine import FACTS, LAYOUT, World, joiner, kinds, plan, poison, values, world
+from kit.hub_machine import FACTS, LAYOUT, World, joiner, kinds, plan, poison, values, world
 
 from aedit.async_sgd.config import LimitConfig, ScreenConfig, StalenessConfig
 from aedit.async_sgd.joins import Denied

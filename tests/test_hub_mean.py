@@ -5,7 +5,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 from benchmarks.hub_in_process import HubInProcess, layout_of, push_of
-from nodes import UNITS, follow_script, in_threads, tower
+from kit.nodes import UNITS, follow_script, in_threads, tower
 
 from aedit.async_sgd.config import HubConfig, OuterConfig, PenaltyConfig, ScreenConfig
 from aedit.async_sgd.hub import Hub, HubPlan

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hub_machine import joiner, kinds, values, world
+from kit.hub_machine import joiner, kinds, values, world
 
 from aedit.async_sgd.config import OuterConfig
 from aedit.async_sgd.joins import Denied

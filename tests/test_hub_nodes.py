@@ -4,10 +4,10 @@ import threading
 
 import numpy as np
 import torch
-from agents import MemoryHub, node, until
 from dist_jobs.hub_node_jobs import agent_plan
-from hub_process import real_hub
-from nodes import UNITS, tower
+from kit.agents import MemoryHub, node, until
+from kit.hub_process import real_hub
+from kit.nodes import UNITS, tower
 
 from aedit.launch.provenance import source_digest
 from aedit.proto import hub_pb2 as pb

@@ -11,7 +11,7 @@ import urllib.request
 import grpc
 import numpy as np
 import pytest
-from hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, until, write_run
+from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, until, write_run
 
 from aedit.launch.hub.replay import anchors_of, pushes_of
 from aedit.launch.provenance import source_digest

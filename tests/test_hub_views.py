@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from hub_processes import Client, HubProcess, ending, until, write_run
+from kit.hub_processes import Client, HubProcess, ending, until, write_run
 from rich.console import Console
 
 from aedit.launch.cli import main

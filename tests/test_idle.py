@@ -4,9 +4,9 @@ import sys
 import threading
 
 import pytest
-import trainers
 from hypothesis import given
 from hypothesis import strategies as st
+from kit import trainers
 
 from aedit.spec_rollout import trainer_keeper
 from aedit.spec_rollout.restarts import Restarts

@@ -4,8 +4,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from held import PLAIN, add_one, alone, anchors, node, step
-from nodes import Tower, batches, furthest, in_threads, parameters, plain_training, tower, train
+from kit.deferred import PLAIN, add_one, alone, anchors, node, step
+from kit.nodes import Tower, batches, furthest, in_threads, parameters, plain_training, tower, train
 from torch.utils.checkpoint import checkpoint
 
 from aedit.async_sgd.outer import Average, Nesterov

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import trainers
-from policies_tiny import ends, policy, said
+from kit import trainers
+from kit.tiny_policies import ends, policy, said
 
 from aedit.spec_rollout.batches import is_held_out
 from aedit.spec_rollout.draft_layer import DraftLayer

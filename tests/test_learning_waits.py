@@ -7,10 +7,10 @@ from copy import deepcopy
 
 import pytest
 import torch
-import trainers
-from held import node
-from nodes import in_threads, tower
-from policies_tiny import ends, policy
+from kit import trainers
+from kit.deferred import node
+from kit.nodes import in_threads, tower
+from kit.tiny_policies import ends, policy
 
 from aedit.spec_rollout.arms import Fixed
 from aedit.spec_rollout.draft_layer import DraftLayer

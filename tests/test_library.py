@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from dist_jobs.library_jobs import PLAIN, Block, Tower, batches, loss
-from local_sgd import furthest, local_sgd, trainable
+from kit.local_sgd import furthest, local_sgd, trainable
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from policies_tiny import SIZES, drafter, ends, policy, said
+from kit.tiny_policies import SIZES, drafter, ends, policy, said
 
 from aedit.spec_rollout.feature_reader import Sample
 from aedit.spec_rollout.feedback import chained, guesses

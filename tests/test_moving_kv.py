@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from policies_tiny import drafter, policy
-from rollouts import KINDS, VOCABULARY, decode_plainly, engine_of, samples, tiny_policy
+from kit.rollouts import KINDS, VOCABULARY, decode_plainly, engine_of, samples, tiny_policy
+from kit.tiny_policies import drafter, policy
 
 from aedit.spec_rollout import rows as engine_rows
 from aedit.spec_rollout.arms import Fixed

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies_tiny import drafter, ends, policy, said
+from kit.tiny_policies import drafter, ends, policy, said
 
 from aedit.spec_rollout.feature_reader import Sample
 from aedit.spec_rollout.losses import LossConfig, draft_losses

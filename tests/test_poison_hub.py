@@ -9,7 +9,7 @@ import psutil
 import pytest
 from benchmarks.attacks import attacks
 from benchmarks.hub_in_process import HubInProcess, push_of
-from hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
+from kit.hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
 
 from aedit.async_sgd.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
 from aedit.async_sgd.hub import Hub, HubPlan

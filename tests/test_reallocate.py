@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
-from simulated_engines import MOST, PACE, Simulated, World, prompts
+from kit.simulated_engines import MOST, PACE, Simulated, World, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.spec_rollout.engine import Engine

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from markov import (
+from kit.markov import (
     DEPTH,
     V,
     by_coupling,

@@ -24,8 +24,8 @@ from collections import Counter
 
 import pytest
 import torch
-from policies_tiny import drafter, ends, policy, said
-from rollouts import Stubborn, engine_of, prompts_of, tiny_policy
+from kit.rollouts import Stubborn, engine_of, prompts_of, tiny_policy
+from kit.tiny_policies import drafter, ends, policy, said
 
 from aedit.spec_rollout.drafts import Begun, Taken
 from aedit.spec_rollout.feature_reader import FeatureReader

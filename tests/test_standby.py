@@ -6,7 +6,7 @@ import zlib
 import grpc
 import numpy as np
 import pytest
-from hub_processes import Client, HubProcess, HubRefused, ending, hello, status, until, write_run
+from kit.hub_processes import Client, HubProcess, HubRefused, ending, hello, status, until, write_run
 
 from aedit.async_sgd import records
 from aedit.launch.config import RunConfig

@@ -8,7 +8,7 @@ from benchmarks.rollout_same import Same
 from benchmarks.tail import WAYS, Batch, Plan, deal, measure, report
 from benchmarks.tail_nodes import Node, PacedTarget, Way, World
 from benchmarks.tail_times import Times
-from rollouts import Stubborn, tiny_policy
+from kit.rollouts import Stubborn, tiny_policy
 
 from aedit.spec_rollout.arms import Fixed
 from aedit.spec_rollout.moving import Reallocator

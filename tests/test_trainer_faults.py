@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-import trainers
 from benchmarks import idle_trainees as trainees
+from kit import trainers
 
 from aedit.spec_rollout.checkpoint import Checkpoints
 from aedit.spec_rollout.restarts import Restarts

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from markov import (
+from kit.markov import (
     DEPTH,
     TREE_PARENTS,
     V,

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from wire import MemoryCore, noise
+from kit.wire import MemoryCore, noise
 
 from aedit.proto import frames, hub_pb2
 from aedit.proto.client import HubClient, HubRefused, channel

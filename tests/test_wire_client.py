@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-from wire import MemoryCore, noise
+from kit.wire import MemoryCore, noise
 
 from aedit.launch.keys import make_keys
 from aedit.proto import frames, hub_pb2
@@ -360,7 +360,7 @@ def test_a_push_that_was_damaged_is_sent_again(connect, start, monkeypatch):
 
 HUB = """
 import sys
-from wire import MemoryCore, noise
+from kit.wire import MemoryCore, noise
 from aedit.proto.server import serve
 core = MemoryCore([noise({num_bytes})], 2**40)
 server = serve(core, sys.argv[1])

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wire import MemoryCore, noise
+from kit.wire import MemoryCore, noise
 
 from aedit.proto import frames, hub_pb2
 from aedit.proto.client import channel

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import aedit
 from aedit.async_sgd.hub import Hub
 from aedit.launch.config import RunConfig
+from aedit.launch.fields import to_toml
 from aedit.launch.hub import folder
 from aedit.launch.hub.greeting import Greeting
 from aedit.launch.hub.journal import Broken, Journal, NoSpace
@@ -24,7 +25,6 @@ from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.store import Store
 from aedit.launch.hub.switch import Switch
 from aedit.launch.provenance import source_digest
-from aedit.launch.toml_out import to_toml
 from aedit.proto import hub_pb2 as pb
 from aedit.proto.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.limits import Limits

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from nodes import batches, fingerprint, follow_script, loss, parameters, tower
+from kit.nodes import batches, fingerprint, follow_script, loss, parameters, tower
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

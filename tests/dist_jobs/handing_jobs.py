@@ -4,7 +4,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from rollouts import Flips, tiny_policy
+from kit.rollouts import Flips, tiny_policy
 
 from aedit.spec_rollout.engine import Engine
 from aedit.spec_rollout.handing import HEADER, receive_sample, send_sample

@@ -2,8 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from hubs import Hub, SharedLink, hub_node, move_sharded
-from nodes import tower
+from kit.hubs import Hub, SharedLink, hub_node, move_sharded
+from kit.nodes import tower
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

@@ -4,8 +4,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from hubs import OFF, move_sharded
-from nodes import parameters, tower
+from kit.hubs import OFF, move_sharded
+from kit.nodes import parameters, tower
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 

@@ -1,7 +1,7 @@
 """Jobs for tests/test_library.py: the library on FSDP2 models."""
 
 import torch
-from local_sgd import trainable
+from kit.local_sgd import trainable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -1,7 +1,7 @@
 """Jobs of tests/test_oracle.py: a mesh of nodes x ranks processes, FSDP2 inside a node."""
 
 import torch
-from nodes import batches, follow_script, parameters, tower, train
+from kit.nodes import batches, follow_script, parameters, tower, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

@@ -2,8 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from hubs import move_sharded
-from nodes import parameters, tower
+from kit.hubs import move_sharded
+from kit.nodes import parameters, tower
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from local_sgd import trainable
+from kit.local_sgd import trainable
 from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from nodes import (
+from kit.nodes import (
     UNITS,
     batches,
     fingerprint,
@@ -18,7 +18,7 @@ from nodes import (
     tower,
     train,
 )
-from oracle import Rules, edit
+from kit.oracle import Rules, edit
 
 from aedit.async_sgd.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig

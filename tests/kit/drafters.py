@@ -1,7 +1,6 @@
 """The drafters that are shipped, in engines of tiny policies: fresh, and one that knows its text by heart."""
 
 import torch
-from rollouts import Flips
 
 from aedit.spec_rollout.draft_layer import DraftLayer
 from aedit.spec_rollout.draft_training import DraftTrainer, DraftTrainingConfig
@@ -13,6 +12,7 @@ from aedit.spec_rollout.layer_drafter import LayerDrafter
 from aedit.spec_rollout.losses import LossConfig, PolicyEnds
 from aedit.spec_rollout.suffix import SuffixDrafter
 from aedit.spec_rollout.target import Target
+from kit.rollouts import Flips
 
 
 def engine_of(model, rows, arms, *, layer=None, suffix=False, sink=None, taps=()):

@@ -13,8 +13,6 @@ from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange, Verdict
 from aedit.edit.shards import local
 from aedit.edit.sync import LayerSync
-from aedit.proto.grpc_transport import GrpcTransport
-from aedit.proto.meeting import Meeting, serve_meeting
 from aedit.proto.memory import MemoryWorld
 from aedit.types import Round
 
@@ -75,24 +73,6 @@ def in_threads(nodes, job, *, timeout_s=20.0, wrap=lambda transport, node: trans
 
     with ThreadPoolExecutor(nodes) as pool:
         return [future.result() for future in [pool.submit(run, node) for node in range(nodes)]]
-
-
-def over_grpc(nodes, job, *, timeout_s=20.0, server_keys=None, client_keys=None):
-    """What `job(transport, node)` returned on each of `nodes` threads that meet over real sockets."""
-    server = serve_meeting(Meeting(nodes, timeout_s=timeout_s), "127.0.0.1:0", keys=server_keys)
-
-    def run(node):
-        transport = GrpcTransport(server.address, node, nodes, keys=client_keys, timeout_s=timeout_s)
-        try:
-            return job(transport, node)
-        finally:
-            transport.close()
-
-    try:
-        with ThreadPoolExecutor(nodes) as pool:
-            return [future.result() for future in [pool.submit(run, node) for node in range(nodes)]]
-    finally:
-        server.stop(0)
 
 
 def train(model, inner, exchange, data, config, *, accumulate=1, act=lambda sync, step: None):

@@ -3,13 +3,13 @@
 import random
 
 import torch
-from nodes import loss
 
 from aedit.async_sgd.outer import Average
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.proto.memory import MemoryWorld
+from kit.nodes import loss
 
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
 

@@ -5,7 +5,7 @@ A test writes its job as a plain function in `tests/dist_jobs/some_file.py` and 
     results = world.run("tests/dist_jobs/some_file.py", "job", size=4, args={"rounds": 3})
 
 Every worker calls `job(rank, size, rounds=3)` inside a Gloo process group of its own; what the calls
-return comes back as a list by rank. This file is also the program of the workers.
+return comes back as a list by rank.
 """
 
 import contextlib
@@ -25,7 +25,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+from kit.distributed import serve
+serve(int(sys.argv[1]))
+"""
 START_S = 60.0
 GRACE_S = 5.0
 
@@ -54,7 +61,7 @@ class Worker:
         ours, theirs = socket.socketpair()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, __file__, str(theirs.fileno())]
+        command = [sys.executable, "-c", PROGRAM, str(theirs.fileno())]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()], stdout=self.log, stderr=self.log
         )
@@ -223,7 +230,8 @@ def _readable(error, note, failed_at_s):
     return pickle.dumps(Outcome(None, RuntimeError(note), failed_at_s))
 
 
-def _serve(descriptor):
+def serve(descriptor):
+    """Perform one job after the other until the pipe closes."""
     import torch.distributed  # noqa: F401
 
     faulthandler.enable()
@@ -239,10 +247,3 @@ def _serve(descriptor):
         answer = _answer(job)
         faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(answer)
-
-
-if __name__ == "__main__":
-    # Job and Outcome must pickle under the name they have in the test process.
-    sys.modules["world"] = sys.modules["__main__"]
-    Job.__module__ = Outcome.__module__ = "world"
-    _serve(int(sys.argv[1]))
