@@ -16,7 +16,7 @@ from aedit.async_sgd.outer import Average, Nesterov, OuterOptimizer, OuterState
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.digest import digest, halves
-from aedit.edit.named import flat, history, named, named_history
+from aedit.edit.named import history, kept_state, named, named_history
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
@@ -312,7 +312,7 @@ class MeanExchange:
         self.history = history("history", state)
         self.steps_L, self.own_steps = state["history/steps_L"], int(state["own_steps"])
         if f"anchor/{self.units[0].names[0]}" in state:
-            self.keep(_kept(unit, state) for unit in self.units)
+            self.keep(kept_state(unit, state) for unit in self.units)
 
     def abandon(self) -> None:
         assert self._open is not None
@@ -383,17 +383,6 @@ class MeanExchange:
                 yield fetch(f"{unit.name}/anchor", anchor), outer
 
         self.keep(fetched())
-
-
-def _kept(unit: SyncUnit, state: Mapping[str, Tensor]) -> Kept:
-    """Return a unit's anchor and outer state out of a state dict."""
-    anchor = flat("anchor", unit, state)
-    has_momentum = f"momentum/{unit.names[0]}" in state
-    momentum = flat("momentum", unit, state) if has_momentum else anchor.new_zeros(0)
-    if f"pending_count/{unit.name}" not in state:
-        return anchor, OuterState(momentum)
-    count = int(state[f"pending_count/{unit.name}"])
-    return anchor, OuterState(momentum, flat("pending", unit, state), count)
 
 
 def clip_scale(norm: Tensor, clip: float | None) -> Tensor:
