@@ -30,10 +30,10 @@ from aedit.edit.push import POLL_S, Place, Push
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
-from aedit.proto import link as wire
-from aedit.proto.agent_link import AgentLink, AgentLost, NodeRefused
-from aedit.proto.link import Link
-from aedit.proto.transport import PeersMissing, Pending
+from aedit.proto.agent import link as wire
+from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused
+from aedit.proto.agent.link import Link
+from aedit.proto.transports.transport import PeersMissing, Pending
 from aedit.types import Round
 
 WITHDRAW_S = 10.0
@@ -189,6 +189,9 @@ class HubExchange:
                 SharedVector(v[i], slices, device) for v in (self.link.anchors, self.link.outbox)
             )
             self._places.append(Place(anchors, outbox))
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """Do nothing: the hub compares layout and method with its own when the node joins."""
 
     def anchor(self) -> None:
         """Become a member of the run and take its anchors; the first node's parameters become them."""

@@ -14,8 +14,8 @@ from aedit.edit import canonical
 from aedit.edit.hub_settings import HubSettings
 from aedit.edit.shards import Shards, control_device, shards_of
 from aedit.edit.units import find_units
-from aedit.proto.agent_link import AgentLink, attach, start_agent
-from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
+from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
 from aedit.types import UserError
 
 
@@ -89,8 +89,8 @@ def node_plan(model: nn.Module, settings: HubSettings, options: NodeOptions) -> 
 def _greeting(address: str, options: NodeOptions) -> str:
     """Return the hub's reply as text that travels to the other ranks."""
     # Only now: a trainer whose agent is a process needs gRPC for this one call.
-    from aedit.proto.hello import caller_keys, greet
-    from aedit.proto.security import is_loopback
+    from aedit.proto.wire.hello import caller_keys, greet
+    from aedit.proto.wire.security import is_loopback
 
     for place in address.split(","):
         if options.keys is None and not is_loopback(place):
@@ -103,7 +103,7 @@ def _greeting(address: str, options: NodeOptions) -> str:
 
 
 def _settings(reply_text: str, address: str) -> HubSettings:
-    from aedit.proto.hub_pb2 import HelloReply
+    from aedit.proto.wire.hub_pb2 import HelloReply
 
     return HubSettings.of(HelloReply.FromString(bytes.fromhex(reply_text)), address)
 

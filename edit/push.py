@@ -10,9 +10,9 @@ from torch import Tensor
 from aedit.edit.canonical import SharedVector
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
-from aedit.proto import link as wire
-from aedit.proto.link import Answer, Link
-from aedit.proto.transport import PeersMissing, Pending
+from aedit.proto.agent import link as wire
+from aedit.proto.agent.link import Answer, Link
+from aedit.proto.transports.transport import PeersMissing, Pending
 
 POLL_S = 0.005
 

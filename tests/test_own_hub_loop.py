@@ -16,8 +16,8 @@ from aedit.edit.hub_join import NodeOptions
 from aedit.edit.pace import OwnPace
 from aedit.edit.sync import LayerSync
 from aedit.launch.cli import main
-from aedit.proto.client import HubClient
-from aedit.proto.hub_pb2 import StatusRequest
+from aedit.proto.wire.client import HubClient
+from aedit.proto.wire.hub_pb2 import StatusRequest
 from aedit.types import UserError
 
 LIMIT_S = 60.0
@@ -209,7 +209,7 @@ def test_another_model_or_corpus_than_the_runs_is_one_error(tmp_path, options, c
 
 
 def test_a_wrong_address_is_one_error(monkeypatch):
-    monkeypatch.setattr("aedit.proto.hello.HELLO_LIMIT_S", 0.5)
+    monkeypatch.setattr("aedit.proto.wire.hello.HELLO_LIMIT_S", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -220,7 +220,7 @@ def test_a_wrong_address_is_one_error(monkeypatch):
 
 
 def test_keys_let_in_their_own_nodes_only(tmp_path, monkeypatch):
-    monkeypatch.setattr("aedit.proto.hello.HELLO_LIMIT_S", 3.0)
+    monkeypatch.setattr("aedit.proto.wire.hello.HELLO_LIMIT_S", 3.0)
     for name in ("mine", "theirs"):
         assert main(["keys", str(tmp_path / name), "--host", "127.0.0.1"]) == 0
     keys = tmp_path / "mine"
