@@ -1,8 +1,4 @@
-"""What a unit's next anchor is. `LayerSync` knows when it is wanted; a transport knows how to ask the others.
-
-`MeanExchange` is EDiT: every node averages the penalised pseudo-gradients of all and takes the same outer
-step, so no node owns the model.
-"""
+"""What a unit's next anchor is: the `Exchange` interface, and `MeanExchange`, in which no node owns the model."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -137,7 +133,8 @@ class _Open:
 
 
 class MeanExchange:
-    """EDiT between nodes that all take part (arXiv:2412.07210, algorithm 2)."""
+    """EDiT between nodes that all take part (arXiv:2412.07210, algorithm 2): each averages the penalised
+    pseudo-gradients of all and takes the same outer step."""
 
     asynchronous = False
     max_steps_ahead = 0
