@@ -1,4 +1,4 @@
-"""What a unit's next anchor is: the `Exchange` interface, and `MeanExchange`, in which no node owns the model."""
+"""What the next anchor of a unit is: the `Exchange` interface, and `MeanExchange`, where no node owns it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
