@@ -167,9 +167,9 @@ class DirectLink:
         """False once the hub has put the node out."""
         return self.hub.hub.state.members[self.node].live
 
-    def beat(self, steps_per_s: float) -> None:
+    def heartbeat(self, steps_per_s: float) -> None:
         """Say that the node is there and how fast it is."""
-        self.hub.hub.beat(self.node, Report(steps_per_s=steps_per_s, state="training"), self.hub.now_s)
+        self.hub.hub.heartbeat(self.node, Report(steps_per_s=steps_per_s, state="training"), self.hub.now_s)
 
     def tell(self, progress: Progress) -> None:
         pass

@@ -9,7 +9,7 @@ from kit.nodes import UNITS, follow_script, in_threads, tower
 
 from aedit.async_sgd.hub.hub import Hub, HubPlan
 from aedit.async_sgd.hub.members import Report
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, ScreenConfig
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, PushFilterConfig
 from aedit.async_sgd.rules.outer import make_outer
 
 NODES, ROUNDS = 3, 5
@@ -48,7 +48,9 @@ def by_mean(model, script, outer, penalty):
 
 
 def by_hub(model, script, outer, penalty):
-    hub_config = HubConfig(quorum="all", weights="penalty", pace="steps", screen=ScreenConfig(clip=None))
+    hub_config = HubConfig(
+        quorum="all", weights="penalty", pace="steps", push_filter=PushFilterConfig(clip=None)
+    )
     steps = sum(STEPS[0]) * NODES
     plan = HubPlan(hub=hub_config, outer=outer, penalty=penalty, every=4, steps=steps)
     hub = HubInProcess(Hub(plan), layout_of(model))
@@ -58,7 +60,7 @@ def by_hub(model, script, outer, penalty):
         first = np.concatenate([named[t.name].detach().numpy().reshape(-1) for t in unit.tensors])
         hub.offer(push_of(first, unit, node=nodes[0], unit=i, seq=1, base=0, steps=0, tokens=0))
     for node in nodes:
-        hub.hub.beat(node, Report(state="training"), hub.now_s)
+        hub.hub.heartbeat(node, Report(state="training"), hub.now_s)
     for r in range(ROUNDS):
         for i, unit in enumerate(hub.layout.units):
             anchor = hub.hub.anchor(i)[1]

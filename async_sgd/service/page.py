@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from aedit.types import UserError
 
-_NODE_GAUGES = ("steps_per_s", "pace_steps", "weight", "staleness", "offences", "leased_samples", "loss")
+_NODE_GAUGES = ("steps_per_s", "pace_steps", "weight", "staleness", "violations", "leased_samples", "loss")
 _NODE_COUNTERS = ("steps", "tokens", "busy_s", "wait_s", "wire_s", "bytes_up", "bytes_down", "accepted")
 _HUB_GAUGES = ("term", "elapsed_s", "progress", "round")
 _HUB_COUNTERS = ("total_steps", "total_tokens", "merges", "merge_s")

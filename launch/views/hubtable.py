@@ -24,7 +24,7 @@ def hub_table(now: HubAt) -> RenderableType:
     pending = f"{words.some(now.pending, 'push', 'pushes')} waiting for a quorum"
     journal = f"journal {words.size(now.journal_bytes)}"
     facts = [f"term {now.term}", f"versions {spread(now.versions)}", pending, journal]
-    out = [Text(f"node {n.node} {n.name}: {n.put_out}", style="red") for n in now.nodes if n.put_out]
+    out = [Text(f"node {n.node} {n.name}: {n.excluded}", style="red") for n in now.nodes if n.excluded]
     return Group(pace, Text(), trust, Text(), Text(", ".join(facts), style="dim"), *out)
 
 
@@ -79,7 +79,7 @@ def _table(columns: Sequence[str], rows: "map[list[str]]") -> Table:
 
 
 def _pace(node: NodeAt) -> list[str]:
-    state = "put out" if node.put_out else node.state[:MAX_STATE]
+    state = "excluded" if node.excluded else node.state[:MAX_STATE]
     if not node.reports:
         return [str(node.node), node.name, state, *[words.UNKNOWN] * 6]
     return [
