@@ -16,9 +16,11 @@ from aedit.launch.cli import main
 from aedit.launch.views import hubview, plot, status
 from aedit.launch.views.figures import held_out
 from aedit.launch.views.hubrecords import Hub, HubAt, gained, totals
-from aedit.launch.views.hubtable import hub_line
+from aedit.launch.views.panel import Fitted, panel
+from aedit.launch.views.panel import line as plain_line
 from aedit.launch.views.report import report
 from aedit.launch.views.rundir import RunFollower, read_run
+from aedit.launch.views.sources import open_source
 from aedit.types import UserError
 
 HUB_PLOTS = {"hub_nodes.png", "hub_traffic.png"}
@@ -134,8 +136,6 @@ def test_two_hubs_that_took_turns_are_told_as_one_story(tmp_path):
 
 
 def shown_status(run_dir):
-    from aedit.launch.views.panel import panel
-
     return shown(panel, read_run(run_dir), [])
 
 
@@ -161,6 +161,31 @@ def test_status_of_a_run_directory_shows_what_its_hub_said_last_within_80_column
     assert "\u2026" not in text, "nothing is cut off"
 
 
+@pytest.mark.parametrize("num_nodes", [2, 12, 40])
+@pytest.mark.parametrize("files", [False, True])
+def test_top_of_a_hub_fits_a_terminal_of_80_by_24(tmp_path, num_nodes, files):
+    run_dir = tmp_path / "busy"
+    big = {"steps_per_s": 1234.56, "pace_steps": 12_345, "wait_s": 9e3, "busy_s": 1e5, "wire_s": 12_345.6}
+    nodes = [node_at(k, 1_234_567, name=f"machine-of-lab-{k:03}", **big) for k in range(num_nodes)]
+    write(run_dir / "hub", [line(90, nodes, [3, 4])])
+    for k in range(num_nodes if files else 0):
+        node_files(run_dir, k)
+    run = read_run(run_dir)
+    console = Console(file=io.StringIO(), width=80, height=24)
+    console.print(Fitted(run, run.indices))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= 24
+    assert all(len(row) <= 80 for row in lines)
+    left_out = sum(int(row.split("and ")[1].split()[0]) for row in lines if " more node" in row)
+    assert max(left_out, 0) < num_nodes
+    assert (left_out > 0) == (num_nodes == 40)
+    assert "versions 3 to 4" in "".join(lines)
+    if not files:
+        rows = [row for row in lines if "mac" in row and "1,234,567 1234.56 12,345" in row]
+        assert all(" 8.3 % 12,345.6 s 27.1 %" in row for row in rows)
+        assert len(rows) + left_out == num_nodes
+
+
 def test_a_name_with_markup_in_it_is_shown_as_it_is(tmp_path):
     write(tmp_path / "odd" / "hub", [line(1, [node_at(0, 10, name="[red]x[/]")], [1])])
     assert "[red]x[/]" in shown_status(tmp_path / "odd")
@@ -174,13 +199,20 @@ def test_the_report_says_what_the_hub_counted_and_draws_it(tmp_path):
     assert text.isascii()
     assert "2 nodes, 0:03, 39 merges" in text
     assert "80 accepted, 11 did not count (9 norm, 2 stale)" in text
-    assert "1.4 kB up, 84.0 kB down" in text
+    assert "28.0 kB up, 84.0 kB down\n" in text
     assert "39 merges, 2 units at version 20 to 21" in text
     assert "box-2: put out after 8 offences" in text
     assert "2 pseudo-gradients distrusted by their own nodes" in text
     drawn = {Path(row.strip()).name for row in text.splitlines() if row.endswith(".png")}
     assert drawn >= HUB_PLOTS | {"norms.png", "bytes_per_round.png"}
     assert "effective_nodes.png" not in drawn, "a node of a hub does not know the others' weights"
+
+
+def test_the_upload_of_the_initial_anchors_is_told_apart_from_pushes(tmp_path):
+    write(tmp_path / "hub", [line(5, [node_at(0, 80)], [2], founder=0, anchor_bytes=6000)])
+    node_files(tmp_path, 0)
+    assert "8.0 kB up (6.0 kB of it the initial anchors, from box-0), 24.0 kB down" in report(tmp_path)
+    assert "6.0 kB that box-0 sent are the initial anchors" in shown_status(tmp_path)
 
 
 def test_without_the_hubs_folder_a_report_says_what_its_nodes_know(tmp_path):
@@ -241,11 +273,12 @@ def test_a_real_hub_is_shown_followed_and_drawn(tmp_path, monkeypatch, capsys):
         text = capsys.readouterr().out
         assert "box" in text
         assert "1 future" in text
-        view = hubview.HubView(hub.address)
-        now = view.status()
-        view.close()
+        with open_source(hub.address) as source:
+            run = source.poll()
+        (now,) = run.hubs[0].lines
         assert now.versions == (2, 1)
-        assert "0 training 40 steps, 4.00/s" in hub_line(now)
+        assert now.founder == now.nodes[0].node
+        assert "node 0 training step 40 4.00 steps/s" in plain_line(run, [])
         assert main(["plot", hub.address]) == 0
         assert {Path(row).name for row in capsys.readouterr().out.splitlines()} == HUB_PLOTS
         assert {path.name for path in Path("runs/run/plots").iterdir()} == HUB_PLOTS
