@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import socket
 import urllib.request
 from pathlib import Path
@@ -10,11 +11,15 @@ import matplotlib.image
 import numpy as np
 import pytest
 from hub_processes import Client, HubProcess, ending, until, write_run
+from matplotlib import style as look
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from aedit.launch.cli import main
 from aedit.launch.views import hubview, plot, status
+from aedit.launch.views.bars import bytes_per_round
 from aedit.launch.views.figures import held_out
+from aedit.launch.views.hubplots import hub_nodes, hub_traffic
 from aedit.launch.views.hubrecords import Hub, HubAt, gained, totals
 from aedit.launch.views.panel import Fitted, panel
 from aedit.launch.views.panel import line as plain_line
@@ -213,6 +218,8 @@ def test_the_upload_of_the_initial_anchors_is_told_apart_from_pushes(tmp_path):
     node_files(tmp_path, 0)
     assert "8.0 kB up (6.0 kB of it the initial anchors, from box-0), 24.0 kB down" in report(tmp_path)
     assert "6.0 kB that box-0 sent are the initial anchors" in shown_status(tmp_path)
+    label = bytes_per_round(read_run(tmp_path)).axes[0].get_xlabel()
+    assert label == "round (the first of box-0 with the initial anchors, 6.0 kB)"
 
 
 def test_without_the_hubs_folder_a_report_says_what_its_nodes_know(tmp_path):
@@ -242,6 +249,33 @@ def test_plots_of_a_hub_have_something_on_them(tmp_path, few):
         image = matplotlib.image.imread(path)
         assert min(image.shape[:2]) > 600
         assert np.std(image[..., :3]) > 0.02
+
+
+def ticks(axis):
+    """Labels of the ticks within the view, with the offset that matplotlib may add to all of them."""
+    low, high = sorted(axis.get_view_interval())
+    places = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+    return [label.get_text() for at, label in places if low <= at <= high], axis.get_offset_text().get_text()
+
+
+def drawn(figure):
+    FigureCanvasAgg(figure).draw()
+    return figure
+
+
+def test_ticks_of_flat_series_at_a_hub_are_whole_numbers_from_zero(tmp_path):
+    still = dict.fromkeys(("steps_per_s", "staleness", "bytes_up", "bytes_down", "wait_s", "wire_s"), 0)
+    lines = [line(t, [node_at(0, 8, **still)], [1, 1]) for t in range(1, 5)]
+    write(tmp_path / "hub", lines)
+    run = read_run(tmp_path)
+    with look.context(["default", plot.STYLE]):
+        _, staleness, _ = drawn(hub_nodes(run)).axes
+        wire, sent, versions, _ = drawn(hub_traffic(run)).axes
+    assert ticks(staleness.yaxis) == (["0", "1"], "")
+    assert ticks(versions.yaxis) == (["0", "1"], "")
+    labels, offset = ticks(sent.yaxis)
+    assert (labels[0], labels[-1], offset) == ("0 B", "1 kB", "")
+    assert wire.get_xlim()[0] == 0
 
 
 def test_a_hub_without_nodes_is_shown_but_cannot_be_plotted(tmp_path, capsys):
@@ -316,4 +350,11 @@ def test_prometheus_reads_a_real_hub(tmp_path):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
     assert 'aedit_version{unit="unit0"} 2.0' in text
-    assert 'aedit_node_accepted_total{node="box"} 3.0' in text
+    assert 'aedit_node_accepted_pushes_total{node="box"} 3.0' in text
+    names = re.findall(r"^# TYPE (aedit_\S+) (\w+)", text, re.MULTILINE)
+    assert {"aedit_steps_total", "aedit_tokens_total", "aedit_node_wait_seconds_total"} <= {
+        n for n, _ in names
+    }
+    for name, kind in names:
+        assert name.count("total") == (kind == "counter"), name
+        assert not re.search(r"_(s|bytes_up|bytes_down)(_total)?$", name), "seconds and bytes are written out"

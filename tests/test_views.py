@@ -10,11 +10,15 @@ import sys
 from pathlib import Path
 
 import matplotlib.image
+import matplotlib.style
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from aedit.launch.views import live, plot, status, top
+from aedit.launch.views.bars import bytes_per_round
+from aedit.launch.views.curves import effective_nodes, loss_by_steps
 from aedit.launch.views.figures import held_out
 from aedit.launch.views.panel import Fitted, panel, state
 from aedit.launch.views.report import report, summary
@@ -327,6 +331,23 @@ def test_a_run_without_rounds_has_only_the_plots_it_can_fill(tmp_path):
         "loss_by_time.png",
         "time_per_node.png",
     }
+
+
+def test_ticks_of_a_flat_loss_and_of_few_steps_can_be_read(tmp_path):
+    run_dir = new_run(tmp_path)
+    node = Writer(run_dir, 0)
+    for step in (1, 2, 3):
+        node.metric(float(step), step, loss=2.3 + 1e-9 * step)
+    node.round(3.0, 1, 3, bytes=0)
+    run = read_run(run_dir)
+    with matplotlib.style.context(["default", plot.STYLE]):
+        loss, sent, listened = loss_by_steps(run), bytes_per_round(run), effective_nodes(run)
+        for figure in (loss, sent, listened):
+            FigureCanvasAgg(figure).draw()
+    assert loss.axes[0].yaxis.get_offset_text().get_text() == ""
+    for axis in (loss.axes[0].xaxis, sent.axes[0].xaxis, listened.axes[0].xaxis, listened.axes[0].yaxis):
+        assert all(float(at).is_integer() for at in axis.get_majorticklocs())
+    assert sent.axes[0].get_ylim() == (0, 1000), "zero bytes are not thousandths of a byte"
 
 
 def test_an_empty_run_is_shown_and_reported_but_cannot_be_plotted(tmp_path, capsys):
