@@ -6,8 +6,8 @@ arXiv:2412.07210, figure 1). `arrival` landing: nothing waits; when a unit's ans
 forward adds `anchor - sent` to the parameters, so the inner steps made meanwhile are kept and travel in
 the next round.
 
-With a `FreeExchange` a round is put off while one of its units is still under way, and its progress goes on
-growing; a node that would be too many steps ahead of an answer waits for it.
+With an asynchronous exchange a round is put off while one of its units is still under way, and its progress
+goes on growing; a node that would be too many steps ahead of an answer waits for it.
 """
 
 from collections import deque
@@ -20,15 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from aedit.edit.agreement import described
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Exchange, Verdict
 from aedit.edit.flight import Flight
-from aedit.edit.hub_exchange import FreeExchange
 from aedit.edit.schedule import RoundSchedule, make_schedule
 from aedit.edit.shards import shards_of
 from aedit.edit.units import SyncUnit, find_units
 from aedit.edit.waiting import Waiter
 from aedit.types import Round
+
+_PROGRESS = ("schedule.last_id", "schedule.last_step")
 
 
 class LayerSync(Waiter):
@@ -45,7 +47,7 @@ class LayerSync(Waiter):
         super().__init__(shards_of(list(model.parameters())), config.timeout_s)
         self.model, self.inner = model, inner
         self.exchange, self.schedule, self.config = exchange, schedule, config
-        self.free: FreeExchange | None = exchange if isinstance(exchange, FreeExchange) else None
+        self.free = exchange.asynchronous
         if self.free and config.warmup_steps:
             raise ValueError("edit.warmup_steps must be 0 with a hub: its nodes do not meet at every step")
         self.units: Sequence[SyncUnit] = find_units(model, config.units)
@@ -62,6 +64,7 @@ class LayerSync(Waiter):
         self._flights: list[Flight] = []  # oldest first
         self._hooks: list[RemovableHandle] = []
         self._averaged = False
+        self._compared = False
         self.anchored = False
         """Whether the first local phase has begun."""
         exchange.bind(self.units, self.shards)
@@ -98,6 +101,7 @@ class LayerSync(Waiter):
     # -- attach and detach
 
     def __enter__(self) -> "LayerSync":
+        self.compare()
         for i, unit in enumerate(self.units):
             land = _hook(partial(self._before_forward, i))
             for module in unit.modules:
@@ -196,8 +200,8 @@ class LayerSync(Waiter):
     def abandon(self) -> list[Round]:
         """Forget rounds that not every node has opened, to leave without waiting for the others.
 
-        Returns them; `begin` them again after a resume. With a `FreeExchange`, forget all: what was handed to
-        the agent is its affair.
+        Returns them; `begin` them again after a resume. With an asynchronous exchange, forget all: what
+        was handed to the agent is its affair.
         """
         unopened = [flight for flight in self._flights if self.free or flight.verdict is None]
         for flight in reversed(unopened):
@@ -208,8 +212,8 @@ class LayerSync(Waiter):
         return [flight.round for flight in unopened if flight.verdict is None]
 
     def close(self) -> None:
-        """Exchange what the last, shorter interval has learned, and leave; without a `FreeExchange`, together
-        with the other nodes.
+        """Exchange what the last, shorter interval has learned, and leave: together with the other nodes,
+        unless the exchange is asynchronous.
 
         A node that ends early keeps answering rounds, with weight 0, until all have ended.
         """
@@ -224,14 +228,25 @@ class LayerSync(Waiter):
             self._finish(flight)
             assert flight.verdict is not None
             all_leaving = all_leaving + 1 if flight.verdict.all_leaving else 0
-        if self.free:
-            self.free.leave()
+        self.exchange.leave()
 
     # -- rounds
+
+    def compare(self) -> None:
+        """Raise ValueError if model or settings differ between nodes. All nodes together, before anything
+        else is exchanged; only the first call does it. `with` does it by itself."""
+        if self._compared:
+            return
+        settings = {f"edit.{name}": str(getattr(self.config, name)) for name in ("fragments", "warmup_steps")}
+        schedule = described("schedule", self.schedule)
+        settings |= {name: text for name, text in schedule.items() if name not in _PROGRESS}
+        self.exchange.compare(settings)
+        self._compared = True
 
     def anchor(self) -> None:
         """Take the first anchors, all nodes together. `with` and the end of the warm-up do it by
         themselves."""
+        self.compare()
         self.exchange.anchor()
         self.anchored = True
 
@@ -253,7 +268,7 @@ class LayerSync(Waiter):
     def _hold_back(self) -> None:
         """Wait for answers that this node has gone on without for too long."""
         for flight in list(self._flights) if self.free else ():
-            if self.free and self.local_steps - flight.opened_at >= self.free.max_steps_ahead:
+            if self.local_steps - flight.opened_at >= self.exchange.max_steps_ahead:
                 self._finish(flight)
 
     def _fragment(self, round_id: int) -> tuple[int, ...]:
@@ -316,8 +331,7 @@ class LayerSync(Waiter):
         if i not in flight.sent:
             return
         anchor = self._answer(flight, i)
-        if self.free:
-            verdict = flight.verdict = self.free.conclude(i, verdict)
+        verdict = flight.verdict = self.exchange.conclude(i, verdict)
         with torch.inference_mode(False), torch.no_grad():
             self._take(self.units[i], anchor, adopt=i in verdict.distrusted)
         flight.ready.discard(i)

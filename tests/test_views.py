@@ -16,13 +16,13 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
+from aedit.launch.rundir.reader import RunFollower, read_run
 from aedit.launch.views import live, plot, status, top
 from aedit.launch.views.bars import bytes_per_round
 from aedit.launch.views.curves import effective_nodes, loss_by_steps
 from aedit.launch.views.figures import held_out
 from aedit.launch.views.panel import Fitted, panel, state
 from aedit.launch.views.report import report, summary
-from aedit.launch.views.rundir import RunFollower, read_run
 from aedit.types import UserError
 
 UNITS = ["layers.0", "layers.1", "layers.2", "rest"]
@@ -557,8 +557,8 @@ def test_a_line_without_a_new_step_keeps_the_last_training_loss(tmp_path):
     """At its end a node writes a line although no step followed the last one."""
     from types import SimpleNamespace
 
-    from aedit.launch.meter import StepMeter
-    from aedit.launch.train import Node
+    from aedit.launch.node.meter import StepMeter
+    from aedit.launch.node.train import Node
 
     told = []
     shards = SimpleNamespace(sum=lambda value: value, size=1)

@@ -6,12 +6,12 @@ from typing import cast
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
+from aedit.launch.rundir.hub_records import totals
+from aedit.launch.rundir.reader import Run
+from aedit.launch.rundir.records import Metric
 from aedit.launch.views import words
 from aedit.launch.views.axes import in_bytes, stacked_bars, whole_numbers
 from aedit.launch.views.figures import rounds
-from aedit.launch.views.hubrecords import totals
-from aedit.launch.views.records import Metric
-from aedit.launch.views.rundir import Run
 
 WAYS = (("compute", "tab:green"), ("waiting", "tab:orange"), ("waiting, used", "tab:blue"), ("other", "0.7"))
 LABEL_ABOVE = 0.06

@@ -12,9 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from aedit.launch.rundir.reader import Node, Run
 from aedit.launch.views.axes import whole_numbers
 from aedit.launch.views.figures import units_of
-from aedit.launch.views.rundir import Node, Run
 
 MAX_NODES = 8
 MAX_PANEL_INCHES = 2.4

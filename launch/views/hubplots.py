@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from aedit.launch.rundir.hub_records import Hub, HubAt, NodeAt, by_node, gained, totals
+from aedit.launch.rundir.reader import Run
 from aedit.launch.views import words
 from aedit.launch.views.axes import from_zero, in_bytes, stacked_bars, whole_numbers
-from aedit.launch.views.hubrecords import Hub, HubAt, NodeAt, by_node, gained, totals
-from aedit.launch.views.rundir import Run
 
 HIDDEN, SHOWN = ("hidden under training", "tab:green"), ("waited for", "tab:orange")
 UP, DOWN = ("up", "tab:blue"), ("down", "tab:purple")

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from aedit.launch.config import RunConfig
-from aedit.launch.join import member_keys
-from aedit.launch.views.hubrecords import Hub, HubAt
-from aedit.launch.views.records import BAD_LINE
-from aedit.launch.views.rundir import Run
-from aedit.proto.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.hub_pb2 import StatusRequest
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.credentials import member_keys
+from aedit.launch.rundir.hub_records import Hub, HubAt
+from aedit.launch.rundir.reader import Run
+from aedit.launch.rundir.records import BAD_LINE
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hub_pb2 import StatusRequest
 from aedit.types import UserError
 
 ASK_S = 10.0

@@ -13,9 +13,9 @@ from select import select
 from rich.console import Console
 from rich.live import Live
 
+from aedit.launch.rundir.reader import Run
 from aedit.launch.views.live import LINE_EVERY_S, REFRESH_S
 from aedit.launch.views.panel import Fitted, line, state
-from aedit.launch.views.rundir import Run
 from aedit.launch.views.sources import Source, open_source
 
 OVER = ("done", "left", "failed", "silent")
