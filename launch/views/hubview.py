@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.credentials import member_keys
 from aedit.launch.rundir.hub_records import Hub, HubAt
 from aedit.launch.rundir.reader import Run
 from aedit.launch.rundir.records import BAD_LINE
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hello import caller_keys
 from aedit.proto.wire.hub_pb2 import StatusRequest
 from aedit.types import UserError
 
@@ -23,7 +23,7 @@ class HubSource:
 
     def __init__(self, address: str, keys: Path | None = None, *, insecure: bool = False) -> None:
         self.address = address
-        self._client = HubClient(address, member_keys(address, keys, insecure), call_timeout_s=ASK_S)
+        self._client = HubClient(address, caller_keys(address, keys, insecure), call_timeout_s=ASK_S)
 
     def poll(self) -> Run:
         """Return how the run stands. Raises UserError if the hub does not answer."""
