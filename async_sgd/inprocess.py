@@ -13,12 +13,12 @@ from threading import RLock
 
 import numpy as np
 
-from aedit.async_sgd import news
-from aedit.async_sgd.advance import Quantiser
-from aedit.async_sgd.hub import Hub, HubPlan
-from aedit.async_sgd.joins import Joiner
-from aedit.async_sgd.members import Report
-from aedit.async_sgd.records import (
+from aedit.async_sgd.hub import news
+from aedit.async_sgd.hub.advance import Quantiser
+from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.hub.joins import Joiner
+from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.rules.records import (
     Accepted,
     Layout,
     Leased,
@@ -29,8 +29,8 @@ from aedit.async_sgd.records import (
     UnitLayout,
     Vector,
 )
-from aedit.proto.leases import Leases
-from aedit.proto.link import Answer, News, Progress, Verdict
+from aedit.proto.agent.leases import Leases
+from aedit.proto.agent.link import Answer, News, Progress, Verdict
 
 _VERDICTS = {"merged": Verdict.MERGED, "refused": Verdict.REFUSED, "distrusted": Verdict.DISTRUSTED}
 

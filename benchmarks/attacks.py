@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from aedit.async_sgd.inprocess import ArrayValues, make_push
-from aedit.async_sgd.records import Push, UnitLayout, Vector
+from aedit.async_sgd.rules.records import Push, UnitLayout, Vector
 
 Attack = Callable[[Push, UnitLayout], Push]
 

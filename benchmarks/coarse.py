@@ -16,10 +16,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from aedit.async_sgd.config import HubConfig, OuterConfig
 from aedit.async_sgd.inprocess import ArrayValues, Tamper
-from aedit.async_sgd.records import Push, Vector
-from aedit.proto.codecs import Feedback, codec
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig
+from aedit.async_sgd.rules.records import Push, Vector
+from aedit.proto.codecs.codecs import Feedback, codec
 from benchmarks.run_hub import Method, Setting, train_apart, warm_up
 
 FULL = Setting(steps=256, warmup_steps=128)

@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aedit.async_sgd import penalty
-from aedit.async_sgd.outer import Average, Nesterov, OuterOptimizer, OuterState
+from aedit.async_sgd.rules import penalty
+from aedit.async_sgd.rules.outer import Average, Nesterov, OuterOptimizer, OuterState
+from aedit.edit.agreement import compare, described, described_layout
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.digest import digest, halves
@@ -21,7 +22,7 @@ from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
 from aedit.edit.units import SyncUnit
-from aedit.proto.transport import Mean, Pending, Rows, Then, Transport
+from aedit.proto.transports.transport import Mean, Pending, Rows, Then, Transport
 from aedit.types import Round
 
 
@@ -70,6 +71,10 @@ class Exchange(Protocol):
 
     def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
         """Learn which units there are. Called once, before anything else."""
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """Raise ValueError, naming the first difference, if `settings`, units or the exchange's own settings
+        differ between nodes. All nodes together, before anything else; a hub compares when a node joins."""
 
     def anchor(self) -> None:
         """Make the parameters as they are the first anchors. All nodes together."""
@@ -161,6 +166,10 @@ class MeanExchange:
         self.units, self.shards = units, shards
         self.history = NormHistory.empty(len(units), self.penalty.window)
         self.steps_L = torch.zeros(len(units), dtype=torch.float64)
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        own = described("outer", self.outer) | described("penalty", self.penalty)
+        compare(self.transport, "settings", {**settings, **own, **described_layout(self.units, self.shards)})
 
     def anchor(self) -> None:
         """Take the parameters as anchors. Nodes that differ adopt those of the first node, bit for bit."""

@@ -81,6 +81,7 @@ class EditCallback(TrainerCallback):
             kwargs["model"], optimizer, exchange=self.exchange, schedule=self.schedule, config=self.config
         )
         _check(args, self.sync, self.max_grad_norm)
+        self.sync.compare()
         self._resume(args, state)
         self.sync.__enter__()
         self._attached = True

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from aedit.edit.agreement import described
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Exchange, Verdict
 from aedit.edit.flight import Flight
@@ -28,6 +29,8 @@ from aedit.edit.shards import shards_of
 from aedit.edit.units import SyncUnit, find_units
 from aedit.edit.waiting import Waiter
 from aedit.types import Round
+
+_PROGRESS = ("schedule.last_id", "schedule.last_step")
 
 
 class LayerSync(Waiter):
@@ -61,6 +64,7 @@ class LayerSync(Waiter):
         self._flights: list[Flight] = []  # oldest first
         self._hooks: list[RemovableHandle] = []
         self._averaged = False
+        self._compared = False
         self.anchored = False
         """Whether the first local phase has begun."""
         exchange.bind(self.units, self.shards)
@@ -97,6 +101,7 @@ class LayerSync(Waiter):
     # -- attach and detach
 
     def __enter__(self) -> "LayerSync":
+        self.compare()
         for i, unit in enumerate(self.units):
             land = _hook(partial(self._before_forward, i))
             for module in unit.modules:
@@ -227,9 +232,21 @@ class LayerSync(Waiter):
 
     # -- rounds
 
+    def compare(self) -> None:
+        """Raise ValueError if model or settings differ between nodes. All nodes together, before anything
+        else is exchanged; only the first call does it. `with` does it by itself."""
+        if self._compared:
+            return
+        settings = {f"edit.{name}": str(getattr(self.config, name)) for name in ("fragments", "warmup_steps")}
+        schedule = described("schedule", self.schedule)
+        settings |= {name: text for name, text in schedule.items() if name not in _PROGRESS}
+        self.exchange.compare(settings)
+        self._compared = True
+
     def anchor(self) -> None:
         """Take the first anchors, all nodes together. `with` and the end of the warm-up do it by
         themselves."""
+        self.compare()
         self.exchange.anchor()
         self.anchored = True
 

@@ -18,7 +18,7 @@ from benchmarks.paced import Pace, Walk
 from benchmarks.run_virtual import BAD_NODE, METHODS, NODES, Setting, held_out_loss, train
 from benchmarks.small_llama import corpus, llama
 
-from aedit.launch.order import permutation
+from aedit.launch.data.order import permutation
 
 ROOT = Path(__file__).parent.parent
 SMALL = Setting(steps=12, warmup_steps=4, every=4, hidden_size=32, num_layers=1, held_out=16)

@@ -9,14 +9,14 @@ import torch
 from benchmarks.kit.hubs import layout_of
 from kit.nodes import batches, furthest, parameters, plain_training, tower, train
 
-from aedit.async_sgd.config import HubConfig, OuterConfig, PenaltyConfig
-from aedit.async_sgd.hub import HubPlan
+from aedit.async_sgd.hub.hub import HubPlan
+from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.inprocess import InProcessHub
-from aedit.async_sgd.joins import Denied
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
 from aedit.clock import VirtualClock
 from aedit.edit.config import EditConfig
 from aedit.edit.hub_exchange import HubExchange
-from aedit.proto.link import Progress, Verdict
+from aedit.proto.agent.link import Progress, Verdict
 
 
 def hub(model, clock=None, outer=None, **config):

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from aedit.async_sgd.records import Layout, TensorLayout, UnitLayout
+from aedit.async_sgd.rules.records import Layout, TensorLayout, UnitLayout
 from aedit.edit.canonical import layout
 from aedit.edit.units import find_units
 
