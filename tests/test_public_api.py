@@ -15,7 +15,7 @@ PACKAGES = ("aedit", "aedit.edit", "aedit.async_sgd", "aedit.proto", "aedit.spec
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROMISED = {
     "aedit": "LayerSync MeanExchange HubExchange EverySteps EverySeconds TorchTransport EditConfig",
-    "aedit.async_sgd": "Hub HubConfig OuterOptimizer Nesterov",
+    "aedit.async_sgd": "Hub HubConfig OuterOptimizer Nesterov InProcessHub",
     "aedit.proto": "Transport Link Codec HubClient",
     "aedit.spec_rollout": "Engine Prompt Sampling Rollout Drafter SuffixDrafter LayerDrafter ArmChooser "
     "Goodput",
