@@ -445,8 +445,10 @@ def test_lbfgs_starts_over_where_a_unit_has_landed():
     def make(model):
         return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 
+    start_of = tower()
+
     def job(transport, n):
-        own = tower_of_zero()
+        own = deepcopy(start_of)
         inner = make(own)
         exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN)
         with LayerSync.of(own, inner, exchange=exchange, config=EditConfig(every=2)) as sync:
@@ -455,7 +457,7 @@ def test_lbfgs_starts_over_where_a_unit_has_landed():
                 sync.step()
         return parameters(own)
 
-    nodes = [(own, make(own)) for own in (tower_of_zero(), tower_of_zero())]
+    nodes = [(own, make(own)) for own in (deepcopy(start_of), deepcopy(start_of))]
     for start in range(0, STEPS, 2):
         for n, (own, inner) in enumerate(nodes):
             for batch in DATA[n][start : start + 2]:
@@ -464,11 +466,6 @@ def test_lbfgs_starts_over_where_a_unit_has_landed():
         nodes = [(own, make(own)) for own, _ in nodes]
     for found in in_threads(2, job):
         assert furthest(found, parameters(nodes[0][0])) < 1e-4
-
-
-def tower_of_zero():
-    with torch.random.fork_rng():
-        return tower()
 
 
 def passed(model, inner, batch):
@@ -596,19 +593,18 @@ def test_a_step_outside_the_block_is_an_error():
 
 
 class Bags(nn.Module):
-    def __init__(self, sparse):
+    def __init__(self):
         super().__init__()
-        self.table = nn.Embedding(12, 4, sparse=sparse)
+        self.table = nn.Embedding(12, 4, sparse=True)
         self.head = nn.Linear(4, 1)
 
     def forward(self, ids):
         return self.head(self.table(ids).mean(1))
 
 
-def bags(sparse=True):
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return Bags(sparse)
+def bags():
+    torch.manual_seed(3)
+    return Bags()
 
 
 def sparse_pair(model):
@@ -629,8 +625,10 @@ IDS = [torch.randint(12, (6, 4, 2), generator=torch.Generator().manual_seed(n)) 
 
 
 def read_together(warmup_steps):
+    start = bags()  # not in a thread: the seed is the process's
+
     def job(transport, n):
-        model = bags()
+        model = deepcopy(start)
         inner = sparse_pair(model)
         exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN)
         config = EditConfig(warmup_steps=warmup_steps)
