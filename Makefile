@@ -9,7 +9,7 @@ INSTALL := $(PIP) pip setuptools && $(PIP) --no-build-isolation --editable
 # Processes share the cores: one thread each is faster than all of them fighting for all cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BENCHMARKS := overhead straggler quality async_quality bandwidth hub agent chaos poison elastic joining soak rollout drift idle tail \
-	offload_gpu codecs_gpu rollout_gpu
+	offload_gpu rollout_gpu
 
 .PHONY: help install run proto lint types test test-slow bench clean
 
@@ -28,7 +28,7 @@ install: $(VENV)/installed
 
 # From src, so that the generated modules import each other as aedit.proto.
 proto: $(VENV)/installed-test
-	cd src && ../$(BIN)/python -m grpc_tools.protoc -I . $(foreach kind,python pyi grpc_python,--$(kind)_out=.) aedit/proto/*.proto
+	cd src && ../$(BIN)/python -m grpc_tools.protoc -I . $(foreach kind,python pyi grpc_python,--$(kind)_out=.) aedit/proto/wire/*.proto
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check

@@ -4,23 +4,25 @@
 step, so no node owns the model.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from aedit.async_sgd.outer import Average, Nesterov, OuterOptimizer, OuterState
+from aedit.async_sgd.rules import penalty
+from aedit.async_sgd.rules.outer import Average, Nesterov, OuterOptimizer, OuterState
+from aedit.edit.agreement import compare, described, described_layout
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.digest import digest, halves
-from aedit.edit.penalty import clip_scale, effective_nodes, weights
+from aedit.edit.named import flat, history, named, named_history
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
 from aedit.edit.units import SyncUnit
-from aedit.proto.transport import Mean, Pending, Rows, Then, Transport
+from aedit.proto.transports.transport import Mean, Pending, Rows, Then, Transport
 from aedit.types import Round
 
 
@@ -52,6 +54,13 @@ class Verdict:
 class Exchange(Protocol):
     """Where next anchors come from."""
 
+    asynchronous: bool
+    """Whether rounds are this node's alone: what it sends is answered some time, whatever the others do."""
+
+    @property
+    def max_steps_ahead(self) -> int:
+        """Inner steps that an asynchronous node may be ahead of the oldest answer it has not got."""
+
     @property
     def notes(self) -> Notes:
         """Where the nodes of this exchange leave word for each other."""
@@ -62,6 +71,10 @@ class Exchange(Protocol):
 
     def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
         """Learn which units there are. Called once, before anything else."""
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """Raise ValueError, naming the first difference, if `settings`, units or the exchange's own settings
+        differ between nodes. All nodes together, before anything else; a hub compares when a node joins."""
 
     def anchor(self) -> None:
         """Make the parameters as they are the first anchors. All nodes together."""
@@ -75,8 +88,32 @@ class Exchange(Protocol):
     def start(self, i: int) -> Pending[Tensor]:
         """Send unit `i` of the round opened last and return at once; the answer is its next anchor."""
 
+    def conclude(self, i: int, verdict: Verdict) -> Verdict:
+        """Return `verdict`, completed by what the answer to unit `i` says. Called once, just before it
+        lands."""
+
     def abandon(self) -> None:
         """Forget the round opened last, of which no unit has landed; its progress travels in the next one."""
+
+    def leave(self) -> None:
+        """Take leave: everything has landed, and nothing more will be opened."""
+
+    def gather(self, key: str, number: float) -> tuple[float, ...]:
+        """Return the number of every node, all nodes together; of an asynchronous one, its own alone."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all that must outlive the process, by name: views, to be saved before the next step.
+
+        Tensors that belong to parameters are shaped and sharded as these. Nothing may be under way, unless
+        the exchange is asynchronous.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state_dict` gave, after `bind`. The tensors become the exchange's own."""
+
+    def allocate(self) -> None:
+        """Make the parameters anchors of this node alone, so that `state_dict` has a place for every tensor
+        of an anchored node: what a checkpoint is loaded into."""
 
 
 @dataclass(slots=True)
@@ -92,6 +129,9 @@ class _Open:
 
 class MeanExchange:
     """EDiT between nodes that all take part (arXiv:2412.07210, algorithm 2)."""
+
+    asynchronous = False
+    max_steps_ahead = 0
 
     def __init__(
         self,
@@ -111,7 +151,6 @@ class MeanExchange:
         self.history = NormHistory.empty(0, self.penalty.window)
         self.steps_L = torch.zeros(0, dtype=torch.float64)  # inner steps since each unit's last round
         self.own_steps = 0
-        self.total_steps = 0
         self._open: _Open | None = None
         self._digests: list[Tensor] = []
 
@@ -128,16 +167,23 @@ class MeanExchange:
         self.history = NormHistory.empty(len(units), self.penalty.window)
         self.steps_L = torch.zeros(len(units), dtype=torch.float64)
 
+    def compare(self, settings: Mapping[str, str]) -> None:
+        own = described("outer", self.outer) | described("penalty", self.penalty)
+        compare(self.transport, "settings", {**settings, **own, **described_layout(self.units, self.shards)})
+
     def anchor(self) -> None:
         """Take the parameters as anchors. Nodes that differ adopt those of the first node, bit for bit."""
-        flats = (unit.flat() for unit in self.units)
-        self.keep((flat, self.outer.init(flat)) for flat in flats)
+        self.allocate()
         mine = torch.tensor(self._digest(range(len(self.units))), dtype=torch.float64)
         rows = self.transport.gather("anchor", mine).result()
         if not (rows.rows == rows.rows[0]).all():
             self.adopt_anchors_of(0, rows, key="anchor")
             for i, unit in enumerate(self.units):
                 unit.adopt(self.store.read(i)[0])
+
+    def allocate(self) -> None:
+        flats = (unit.flat() for unit in self.units)
+        self.keep((flat, self.outer.init(flat)) for flat in flats)
 
     def keep(self, kept: Iterable[Kept]) -> None:
         """Put anchors and outer states where this exchange keeps them (first anchors, or a checkpoint's).
@@ -182,21 +228,20 @@ class MeanExchange:
         digests_N2, believed_NL, steps_NL = rows.rows[:, 2:4], *rows.rows[:, 4:].chunk(2, dim=1)
         same_N, healed_from = self._heal(digests_N2, rows)
         believed_NL = believed_NL.masked_fill(~same_N.unsqueeze(1), torch.inf)  # measured from another anchor
-        w_NL = weights(believed_NL, steps_NL, self.penalty)
+        w_NL = torch.from_numpy(penalty.weights(believed_NL.numpy(), steps_NL.numpy(), self.penalty))
         w_L = torch.zeros(len(units), dtype=w_NL.dtype) if rows.mine is None else w_NL[rows.mine]
         nobody_L = w_NL.sum(0) == 0
         lost_L = nobody_L & (steps_NL.sum(0) > 0)
         self._open.weight = dict(zip(units, w_L.tolist(), strict=True))
         self._open.nobody = frozenset(i for i, zero in zip(units, nobody_L.tolist(), strict=True) if zero)
         self.steps_L[list(units)] = 0
-        self.total_steps = int(rows.rows[:, 0].sum())
         self._open.verdict = replace(
             verdict,
             weights=tuple(w_L.tolist()),
-            effective_nodes=tuple(effective_nodes(w_NL).tolist()),
+            effective_nodes=tuple(penalty.effective_nodes(w_NL.numpy()).tolist()),
             rolled_back=tuple(i for i, lost in zip(units, lost_L.tolist(), strict=True) if lost),
             nodes=len(rows.rows),
-            total_steps=self.total_steps,
+            total_steps=int(rows.rows[:, 0].sum()),
             all_leaving=bool(rows.rows[:, 1].all()),
             healed_from=healed_from,
         )
@@ -229,6 +274,36 @@ class MeanExchange:
         kept = stepped.with_arrays(*(torch.where(trusted, new, old) for new, old in pairs))
         self.store.write(i, next_anchor, replace(kept, count=state.count) if nobody else kept)
         return next_anchor
+
+    def conclude(self, i: int, verdict: Verdict) -> Verdict:
+        return verdict
+
+    def leave(self) -> None:
+        """Do nothing: the last round, which all nodes have opened as leaving, was the farewell."""
+
+    def gather(self, key: str, number: float) -> tuple[float, ...]:
+        row = torch.tensor([number], dtype=torch.float64)
+        return tuple(self.transport.gather(key, row).result().rows[:, 0].tolist())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return anchors and outer state by parameter, history of norms, and step counts."""
+        own_steps = torch.tensor(self.own_steps)
+        state = named_history("history", self.history)
+        state |= {"history/steps_L": self.steps_L, "own_steps": own_steps}
+        for i, unit in enumerate(self.units) if self._digests else ():
+            anchor, outer = self.store.peek(i)
+            state |= named("anchor", unit, anchor)
+            for kind, array in zip(("momentum", "pending"), outer.arrays, strict=False):
+                state |= named(kind, unit, array) if array.numel() else {}
+            if outer.pending is not None:
+                state[f"pending_count/{unit.name}"] = torch.tensor(outer.count)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.history = history("history", state)
+        self.steps_L, self.own_steps = state["history/steps_L"], int(state["own_steps"])
+        if f"anchor/{self.units[0].names[0]}" in state:
+            self.keep(_kept(unit, state) for unit in self.units)
 
     def abandon(self) -> None:
         assert self._open is not None
@@ -299,3 +374,21 @@ class MeanExchange:
                 yield fetch(f"{unit.name}/anchor", anchor), outer
 
         self.keep(fetched())
+
+
+def _kept(unit: SyncUnit, state: Mapping[str, Tensor]) -> Kept:
+    """Return a unit's anchor and outer state out of a state dict."""
+    anchor = flat("anchor", unit, state)
+    has_momentum = f"momentum/{unit.names[0]}" in state
+    momentum = flat("momentum", unit, state) if has_momentum else anchor.new_zeros(0)
+    if f"pending_count/{unit.name}" not in state:
+        return anchor, OuterState(momentum)
+    count = int(state[f"pending_count/{unit.name}"])
+    return anchor, OuterState(momentum, flat("pending", unit, state), count)
+
+
+def clip_scale(norm: Tensor, clip: float | None) -> Tensor:
+    """Return beta = min(1, phi / ||mean||) (EDiT, arXiv:2412.07210, eq. 4), 0-dim like `norm`."""
+    if clip is None:
+        return torch.ones_like(norm)
+    return (clip / norm.clamp(min=1e-30)).clamp(max=1.0)

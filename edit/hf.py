@@ -25,7 +25,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import Exchange, MeanExchange
+from aedit.edit.exchange import Exchange
 from aedit.edit.schedule import RoundSchedule
 from aedit.edit.sync import LayerSync
 
@@ -84,6 +84,7 @@ class EditCallback(TrainerCallback):
             config=self.config,
         )
         _check(args, self.sync, self.max_grad_norm)
+        self.sync.compare()
         self._resume(args, state)
         self.sync.__enter__()
         self._attached = True
@@ -119,9 +120,10 @@ class EditCallback(TrainerCallback):
         directory = _directory(args, state)
         if args.should_save:
             _complete_weights(self._node.model, directory.parent)
-        if args.save_only_model or not isinstance(self.exchange, MeanExchange):
+        if args.save_only_model:
             return
-        if self._node.in_flight:  # asked for by a callback behind this one, after `on_step_end`
+        # A callback behind this one may ask for a checkpoint after `on_step_end`.
+        if self._node.in_flight and not self.exchange.asynchronous:
             _log.warning("a checkpoint in the middle of a round holds no anchors; list EditCallback last")
             return
         dcp.save(snapshot.tensors(self._node), checkpoint_id=directory, no_dist=True)
@@ -146,11 +148,10 @@ class EditCallback(TrainerCallback):
             self._node.__exit__(None, None, None)
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Take up the anchors of the Trainer's checkpoint, if all nodes resume from the same round."""
-        if state.global_step == 0 and not isinstance(self.exchange, MeanExchange):
-            return
+        """Take up the exchange's state from the Trainer's checkpoint, if all nodes resume from the same
+        round."""
         sync, numbers = self._node, _read_numbers(_directory(args, state))
-        if isinstance(self.exchange, MeanExchange) and _all_have_it(self.exchange, numbers):
+        if _all_have_it(self.exchange, numbers):
             assert numbers is not None
             tensors = snapshot.blank(sync, numbers)
             dcp.load(tensors, checkpoint_id=_directory(args, state), no_dist=True)
@@ -208,9 +209,7 @@ def _read_numbers(directory: Path) -> dict[str, Any] | None:
     return numbers
 
 
-def _all_have_it(exchange: MeanExchange, numbers: dict[str, Any] | None) -> bool:
-    """Whether every node resumes from the same round."""
+def _all_have_it(exchange: Exchange, numbers: dict[str, Any] | None) -> bool:
+    """Return whether every node resumes from the same round."""
     mine = -1.0 if numbers is None else float(numbers["last_id"])
-    row = torch.tensor([mine], dtype=torch.float64)
-    rows = exchange.transport.gather("trainer/resume", row).result().rows
-    return bool((rows == rows[0]).all()) and mine >= 0
+    return set(exchange.gather("trainer/resume", mine)) == {mine} and mine >= 0

@@ -7,9 +7,9 @@ nothing: the unit goes on from anchor - D, so that D is part of the next one.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,32 +18,19 @@ from aedit.edit import canonical
 from aedit.edit.canonical import SharedVector
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
-from aedit.edit.exchange import Exchange, Verdict
+from aedit.edit.exchange import Verdict
+from aedit.edit.named import history, named_history
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
-from aedit.proto import link as wire
-from aedit.proto.link import Answer, Link
-from aedit.proto.transport import PeersMissing, Pending
+from aedit.proto.agent import link as wire
+from aedit.proto.agent.link import Answer, Link
+from aedit.proto.transports.transport import PeersMissing, Pending
 from aedit.types import Round
 
 T = TypeVar("T")
 
 POLL_S = 0.005
-
-
-@runtime_checkable
-class FreeExchange(Exchange, Protocol):
-    """An exchange without a barrier: what a node sends is answered some time, whatever the others do."""
-
-    max_steps_ahead: int
-    """Inner steps a node may be ahead of the oldest answer it has not got."""
-
-    def conclude(self, i: int, verdict: Verdict) -> Verdict:
-        """`verdict`, completed by what the answer to unit `i` says. Called once, just before it lands."""
-
-    def leave(self) -> None:
-        """Everything has landed: go, and be counted on no longer."""
 
 
 class HubExchange:
@@ -53,6 +40,8 @@ class HubExchange:
     node. penalty: only its detector is used here, for what the node believes of itself; weights are the
     hub's. timeout_s: longest wait before the first anchors, for an answer, and for a farewell.
     """
+
+    asynchronous = True
 
     def __init__(
         self,
@@ -105,6 +94,9 @@ class HubExchange:
                 SharedVector(v[i], slices, device) for v in (self.link.anchors, self.link.outbox)
             )
             self._places.append(_Place(anchors, outbox))
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """Do nothing: the hub compares layout and method with its own when the node joins."""
 
     def anchor(self) -> None:
         """Become a member of the run and take its anchors; the first node's parameters become them."""
@@ -175,6 +167,30 @@ class HubExchange:
         self.before_leaving()
         if self.shards.leads:
             self.link.leave(self.timeout_s)
+
+    def gather(self, key: str, number: float) -> tuple[float, ...]:
+        return (number,)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the node knows of its own norms, and its codec's residuals. The anchors are the hub's.
+
+        While a push is under way its residual may be half that before it: either half is as good as what a
+        crash right after a checkpoint leaves behind.
+        """
+        state = named_history("history", self.norms) | named_history("history_per_step", self.norms_per_step)
+        for i, residual in self.link.residuals().items():
+            state[f"residual/{self.units[i].name}"] = torch.from_numpy(residual)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up norms and residuals, before the node joins."""
+        self.norms = history("history", state)
+        self.norms_per_step = history("history_per_step", state)
+        for i, residual in self.link.residuals().items():
+            residual[:] = state[f"residual/{self.units[i].name}"].numpy()
+
+    def allocate(self) -> None:
+        """Do nothing: a node of a hub saves no anchors."""
 
     def _measure(self, units: Sequence[int]) -> Tensor:
         """D of each unit into the outbox, and its norm over all ranks of the node, float64 on CPU."""

@@ -6,8 +6,8 @@ arXiv:2412.07210, figure 1). `arrival` landing: nothing waits; when a unit's ans
 forward adds `anchor - sent` to the parameters, so the inner steps made meanwhile are kept and travel in
 the next round.
 
-With a `FreeExchange` a round is put off while one of its units is still under way, and its progress goes on
-growing; a node that would be too many steps ahead of an answer waits for it.
+With an asynchronous exchange a round is put off while one of its units is still under way, and its progress
+goes on growing; a node that would be too many steps ahead of an answer waits for it.
 """
 
 from collections import deque
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from aedit.edit.agreement import described
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Exchange, Verdict
 from aedit.edit.flight import Flight
 from aedit.edit.hooks import Hook, forget_graphs_without
-from aedit.edit.hub_exchange import FreeExchange
 from aedit.edit.landing import reshard, take, warn_of_idle_modules
 from aedit.edit.optimizers import Inner, InnerOptimizers
 from aedit.edit.schedule import RoundSchedule, make_schedule
@@ -31,6 +31,8 @@ from aedit.edit.shards import shards_of
 from aedit.edit.units import SyncUnit, find_units
 from aedit.edit.waiting import Waiter
 from aedit.types import Round
+
+_PROGRESS = ("schedule.last_id", "schedule.last_step")
 
 
 class LayerSync(Waiter):
@@ -50,7 +52,7 @@ class LayerSync(Waiter):
         self.model = model
         self.optimizers = InnerOptimizers(inner, model, self.shards, weight_states)
         self.exchange, self.schedule, self.config = exchange, schedule, config
-        self.free: FreeExchange | None = exchange if isinstance(exchange, FreeExchange) else None
+        self.free = exchange.asynchronous
         if self.free and config.warmup_steps:
             raise ValueError("edit.warmup_steps must be 0 with a hub: its nodes do not meet at every step")
         self.units: Sequence[SyncUnit] = find_units(model, config.units)
@@ -70,6 +72,7 @@ class LayerSync(Waiter):
         for unit in self.units:
             unit.states = self.optimizers
         self._params = [p for unit in self.units for p in unit.params]
+        self._compared = False
         self.anchored = False
         """Whether the first local phase has begun."""
         exchange.bind(self.units, self.shards)
@@ -117,6 +120,7 @@ class LayerSync(Waiter):
     # -- attach and detach
 
     def __enter__(self) -> "LayerSync":
+        self.compare()
         forget_graphs_without([module for unit in self.units for module in unit.modules], self.model)
         for i, unit in enumerate(self.units):
             land = Hook(partial(self._before_forward, i))
@@ -224,8 +228,8 @@ class LayerSync(Waiter):
     def abandon(self) -> list[Round]:
         """Forget rounds that not every node has opened, to leave without waiting for the others.
 
-        Returns them; `begin` them again after a resume. With a `FreeExchange`, forget all: what was handed to
-        the agent is its affair.
+        Returns them; `begin` them again after a resume. With an asynchronous exchange, forget all: what
+        was handed to the agent is its affair.
         """
         unopened = [flight for flight in self._flights if self.free or flight.verdict is None]
         for flight in reversed(unopened):
@@ -236,8 +240,8 @@ class LayerSync(Waiter):
         return [flight.round for flight in unopened if flight.verdict is None]
 
     def close(self) -> None:
-        """Exchange what the last, shorter interval has learned, and leave; without a `FreeExchange`, together
-        with the other nodes.
+        """Exchange what the last, shorter interval has learned, and leave: together with the other nodes,
+        unless the exchange is asynchronous.
 
         A node that ends early keeps answering rounds, with weight 0, until all have ended.
         """
@@ -252,14 +256,25 @@ class LayerSync(Waiter):
             self._finish(flight)
             assert flight.verdict is not None
             all_leaving = all_leaving + 1 if flight.verdict.all_leaving else 0
-        if self.free:
-            self.free.leave()
+        self.exchange.leave()
 
     # -- rounds
+
+    def compare(self) -> None:
+        """Raise ValueError if model or settings differ between nodes. All nodes together, before anything
+        else is exchanged; only the first call does it. `with` does it by itself."""
+        if self._compared:
+            return
+        settings = {f"edit.{name}": str(getattr(self.config, name)) for name in ("fragments", "warmup_steps")}
+        schedule = described("schedule", self.schedule)
+        settings |= {name: text for name, text in schedule.items() if name not in _PROGRESS}
+        self.exchange.compare(settings)
+        self._compared = True
 
     def anchor(self) -> None:
         """Take the first anchors, all nodes together. `with` and the end of the warm-up do it by
         themselves."""
+        self.compare()
         self.optimizers.look(self._params)
         self.exchange.anchor()
         self.anchored = True
@@ -282,7 +297,7 @@ class LayerSync(Waiter):
     def _hold_back(self) -> None:
         """Wait for answers that this node has gone on without for too long."""
         for flight in list(self._flights) if self.free else ():
-            if self.free and self.local_steps - flight.opened_at >= self.free.max_steps_ahead:
+            if self.local_steps - flight.opened_at >= self.exchange.max_steps_ahead:
                 self._finish(flight)
 
     def _fragment(self, round_id: int) -> tuple[int, ...]:
@@ -345,8 +360,7 @@ class LayerSync(Waiter):
         if i not in flight.sent:
             return
         anchor = self._answer(flight, i)
-        if self.free:
-            verdict = flight.verdict = self.free.conclude(i, verdict)
+        verdict = flight.verdict = self.exchange.conclude(i, verdict)
         if self.config.landing == "forward":
             self.optimizers.check_modes(flight.modes, flight.round.id)
         take(self.units[i], anchor, self.optimizers, self.shards, adopt=i in verdict.distrusted)

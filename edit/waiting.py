@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from aedit.edit.flight import Flight
 from aedit.edit.shards import Shards
-from aedit.proto.transport import PeersMissing, Pending
+from aedit.proto.transports.transport import PeersMissing, Pending
 from aedit.types import IdleWork
 
 T = TypeVar("T")
@@ -24,15 +24,30 @@ class Waiter:
 
     def __init__(self, shards: Shards, timeout_s: float) -> None:
         self.shards, self.timeout_s = shards, timeout_s
-        self.idle: IdleWork | None = None
+        self._idle: IdleWork | None = None
         self.clock: Callable[[], float] = time.monotonic
         self.while_waiting: Callable[[int], None] | None = None
         """Asked again and again with the `position` that all nodes must reach for a wait to end; may
-        raise. With a `FreeExchange` all ranks of the node ask together, so it may hold a collective."""
+        raise. With an asynchronous exchange all ranks of the node ask together: it may hold a collective."""
         self.waited_s = 0.0
         """Time spent waiting for other nodes."""
-        self.idle_used_s = 0.0
-        """The part of it that idle work was given."""
+        self._used_before_s = 0.0  # by idle work that is attached no longer, less what `idle` had used before
+
+    @property
+    def idle(self) -> IdleWork | None:
+        """The work that runs while the node waits."""
+        return self._idle
+
+    @idle.setter
+    def idle(self, work: IdleWork | None) -> None:
+        self._used_before_s = self.idle_used_s - (work.used_s if work else 0.0)
+        self._idle = work
+
+    @property
+    def idle_used_s(self) -> float:
+        """Processor time in seconds that idle work has used while it was attached, as the work itself reports
+        it. Part of it may come from other waits of the node than those for rounds."""
+        return self._used_before_s + (self._idle.used_s if self._idle else 0.0)
 
     def wait(self, pending: Pending[T], flight: Flight | None = None, needed: int | None = None) -> T:
         """The answer, on this rank as soon as it is there. needed: the position of other nodes that it takes;
@@ -67,13 +82,12 @@ class Waiter:
 
     @contextmanager
     def _waiting(self, flight: Flight | None) -> Iterator[None]:
-        """Let idle work in, and count the time."""
+        """Open a window for idle work, and count the time waited."""
         window: AbstractContextManager[None] = self.idle.window("round") if self.idle else nullcontext()
         began = self.clock()
         with window:
             yield
         waited_s = self.clock() - began
         self.waited_s += waited_s
-        self.idle_used_s += waited_s if self.idle else 0.0
         if flight is not None:
             flight.waited_s += waited_s

@@ -5,7 +5,7 @@ import uuid
 
 import psutil
 import pytest
-from world import World
+from kit.distributed import World
 
 MARK = "AEDIT_TEST_SESSION"
 # Lives until its owner, the test process, ends; Python offers no way to end it earlier.
@@ -14,7 +14,7 @@ ALLOWED = "multiprocessing.resource_tracker"
 
 @pytest.fixture(scope="session")
 def world():
-    """Worker processes that run one function each inside a Gloo process group; see tests/world.py."""
+    """Return worker processes that run functions in a Gloo process group; see tests/kit/distributed.py."""
     made = World()
     yield made
     made.close()

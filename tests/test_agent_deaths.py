@@ -11,16 +11,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from agents import MemoryHub, node, order, plan, until
+from kit.agents import MemoryHub, node, order, plan, until
 
-from aedit.proto.agent_link import AgentLost, attach
-from aedit.proto.plan import to_json
+from aedit.launch.cli.keys import make_keys
+from aedit.proto.agent.agent_link import AgentLost, attach
+from aedit.proto.agent.plan import to_json
+from aedit.types import UserError
 
 TRAINER = """
     import os, sys, time
     import numpy as np
-    from aedit.proto.agent_link import start_agent
-    from aedit.proto.plan import from_json
+    from aedit.proto.agent.agent_link import start_agent
+    from aedit.proto.agent.plan import from_json
 
     link = start_agent(from_json(sys.argv[1]), ranks=1)
     for anchor in link.anchors:
@@ -54,7 +56,7 @@ def trainer(hub, kind=""):
     try:
         assert process.stdout.readline().strip() == str(process.pid)
         family = psutil.Process(process.pid).children(recursive=True)
-        yield process, next(p for p in family if "aedit.proto.agent_main" in p.cmdline())
+        yield process, next(p for p in family if "aedit.proto.agent.agent_main" in p.cmdline())
     finally:
         process.kill()
         process.wait(10)
@@ -65,7 +67,7 @@ def trainer(hub, kind=""):
 
 
 def agent_of(here):
-    (found,) = [p for p in psutil.Process(here).children() if "aedit.proto.agent_main" in p.cmdline()]
+    (found,) = [p for p in psutil.Process(here).children() if "aedit.proto.agent.agent_main" in p.cmdline()]
     return found
 
 
@@ -120,6 +122,17 @@ def test_an_agent_that_cannot_go_on_says_why(hub):
         link.join(10)
 
 
+def test_what_only_the_person_can_mend_about_an_agent_is_not_a_death(hub, tmp_path):
+    """An AgentLost would have torchrun start the node again, with the same end."""
+    make_keys(tmp_path, ["127.0.0.1"])
+    keys = str(tmp_path / "nodes")
+    with (
+        node(plan([hub.server.address], keys=keys, donor="127.0.0.1:0"), mode="process") as link,
+        pytest.raises(UserError, match=r"server\.key"),
+    ):
+        link.join(10)
+
+
 def test_the_memory_of_a_node_has_no_name_in_any_folder(hub):
     if sys.platform != "linux":
         pytest.skip("memory without a file is Linux's")
@@ -137,8 +150,8 @@ def test_an_agent_needs_no_torch_and_little_memory(hub):
 
 
 def test_a_trainer_that_stands_still_is_said_to_be_stalled(hub, monkeypatch):
-    from aedit.proto import watchdog
-    from aedit.proto.link import Progress
+    from aedit.proto.agent import watchdog
+    from aedit.proto.agent.link import Progress
 
     monkeypatch.setattr(watchdog, "LEAST_S", 0.3)
     with node(plan([hub.server.address])) as link:

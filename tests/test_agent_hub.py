@@ -4,11 +4,11 @@ import threading
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
-from agents import node, order, plan, until
-from hub_processes import HubProcess, ending
+from kit.agents import node, order, plan, until
+from kit.hub_processes import HubProcess, ending
 
-from aedit.launch.provenance import source_digest
-from aedit.proto.link import Verdict
+from aedit.launch.rundir.provenance import source_digest
+from aedit.proto.agent.link import Verdict
 
 RUN = """
 name = "test"

@@ -4,12 +4,12 @@ from copy import deepcopy
 
 import pytest
 import torch
-from held import Late, alone, anchors, move, node, round_numbers, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nodes import Script, batches, furthest, in_threads, parameters, plain_training, tower
+from kit.deferred import Late, alone, anchors, move, node, round_numbers, step
+from kit.nodes import Script, batches, furthest, in_threads, parameters, plain_training, tower
 
-from aedit.async_sgd.outer import Average
+from aedit.async_sgd.rules.outer import Average
 from aedit.types import Round
 
 

@@ -3,16 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import isotonic_regression
 
-from aedit.spec_rollout.calibration import (
-    NUM_LEVELS,
-    Calibration,
-    Nodes,
-    accepted_nodes,
-    isotonic,
-)
-from aedit.spec_rollout.drafts import Draft
+from aedit.spec_rollout.arms.calibration import NUM_LEVELS, Calibration, Nodes, accepted_nodes
+from aedit.spec_rollout.drafters.drafts import Draft
 
 
 def overconfident(chance):
@@ -196,11 +189,3 @@ def test_what_is_no_node_counts_for_nothing_whatever_stands_there():
     assert nodes.real_BN.tolist() == [[True, False, False], [False] * 3]
     assert (Calibration().chances(nodes) > 0).tolist() == nodes.real_BN.tolist()
     assert not nodes.seen(up_to(nodes, 3), np.ones((2, 3), dtype=bool))[1].any()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_adjacent_violators_are_pooled_as_scipy_does(seed):
-    rng = np.random.default_rng(seed)
-    values, weights = rng.random(20).round(1), rng.random(20) + 0.1
-    expected = isotonic_regression(values, weights=weights).x
-    assert isotonic(values, weights) == pytest.approx(expected)

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from aedit.proto import device_codecs
-from aedit.proto.codecs import GRAIN, Feedback, codec
+from aedit.proto.codecs.codecs import GRAIN, Feedback, codec
 
 NAMES = ("fp32", "bf16", "int8", "e3m0", "topk")
 COARSE = ("e3m0", "topk")
@@ -375,49 +374,3 @@ def test_a_poisoned_push_is_shown_once_and_owed_never(name, poison):
     assert not np.isfinite(codec(name).decode(payload, x.size, 0, x.size)).all()
     feedback.taken(x, payload)
     assert np.isfinite(feedback.residual).all()
-
-
-# --- tensors
-
-on_a_gpu = pytest.param("cuda", marks=pytest.mark.gpu)
-
-
-def hard_numbers():
-    """Of every kind: zeros, all sizes, denormals, what is not finite, odd lengths."""
-    rng = np.random.default_rng(0)
-    for numel in (1, 2, 255, 256, 257, 4096, 10_001):
-        yield random_numbers(numel, numel, 6.0)
-        yield rng.integers(0, 2**32, numel, dtype=np.uint32).view(np.float32)
-        yield rng.integers(0, 2**23, numel, dtype=np.uint32).view(np.float32)
-        yield np.full(numel, np.finfo(np.float32).max, np.float32)
-        yield np.zeros(numel, np.float32)
-
-
-@pytest.mark.parametrize("device", ["cpu", on_a_gpu])
-@pytest.mark.parametrize("name", device_codecs.NAMES)
-def test_tensors_are_encoded_and_decoded_to_the_same_bits_as_arrays(name, device):
-    for x in hard_numbers():
-        payload = bytes(codec(name).encode(x))
-        tensor = device_codecs.encode(name, torch.from_numpy(x).to(device))
-        assert bytes(tensor.cpu().numpy()) == payload
-        decoded = device_codecs.decode(name, tensor, x.size).cpu().numpy()
-        expected = codec(name).decode(payload, x.size, 0, x.size)
-        number = ~np.isnan(expected)
-        assert np.isnan(decoded[~number]).all()
-        assert bits(decoded[number]) == bits(expected[number])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", device_codecs.NAMES)
-def test_the_host_does_not_wait_for_a_gpu_that_encodes_or_decodes(name):
-    x = torch.randn(100_001, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        device_codecs.decode(name, device_codecs.encode(name, x), x.numel())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_tensors_have_no_codec_that_only_arrays_have():
-    with pytest.raises(ValueError, match="topk"):
-        device_codecs.encode("topk", torch.zeros(3))

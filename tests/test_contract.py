@@ -1,11 +1,11 @@
-"""One set of promises (tests/contract.py), kept by every transport."""
+"""One set of promises (tests/kit/transport_contract.py), kept by every transport."""
 
-import contract
 import pytest
 import torch
-from nodes import in_threads, over_grpc
+from kit import transport_contract
+from kit.nodes import in_threads
 
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.memory import MemoryWorld
 
 JOBS = "tests/dist_jobs/contract_jobs.py"
 
@@ -15,28 +15,16 @@ def check_equal_bits(answers):
         assert torch.equal(answer.view(torch.uint8), answers[0].view(torch.uint8))
 
 
-@pytest.mark.parametrize("promise", contract.PROMISES, ids=lambda promise: promise.__name__)
+@pytest.mark.parametrize("promise", transport_contract.PROMISES, ids=lambda promise: promise.__name__)
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_in_memory(promise, nodes):
     check_equal_bits(in_threads(nodes, lambda transport, node: promise(transport, node, nodes)))
 
 
-@pytest.mark.parametrize("sizes", contract.BUCKETS)
+@pytest.mark.parametrize("sizes", transport_contract.BUCKETS)
 def test_in_memory_every_element_is_reduced(sizes):
-    job = lambda transport, node: contract.every_element_is_reduced(transport, node, 3, sizes)  # noqa: E731
+    job = lambda transport, node: transport_contract.every_element_is_reduced(transport, node, 3, sizes)  # noqa: E731
     check_equal_bits(in_threads(3, job))
-
-
-@pytest.mark.parametrize("promise", contract.PROMISES, ids=lambda promise: promise.__name__)
-@pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_over_grpc(promise, nodes):
-    check_equal_bits(over_grpc(nodes, lambda transport, node: promise(transport, node, nodes)))
-
-
-@pytest.mark.parametrize("sizes", contract.BUCKETS)
-def test_over_grpc_every_element_is_reduced(sizes):
-    job = lambda transport, node: contract.every_element_is_reduced(transport, node, 3, sizes)  # noqa: E731
-    check_equal_bits(over_grpc(3, job))
 
 
 @pytest.mark.parametrize("nodes", [1, 3])

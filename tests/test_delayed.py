@@ -4,9 +4,9 @@ import copy
 import io
 
 import torch
-from nodes import UNITS, batches, in_threads, loss, parameters, tower
+from kit.nodes import UNITS, batches, in_threads, loss, parameters, tower
 
-from aedit.async_sgd.outer import DelayedNesterov, OuterState
+from aedit.async_sgd.rules.outer import DelayedNesterov, OuterState
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from oracle import Detector, Rules
+from kit.oracle import Detector, Rules
 
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge

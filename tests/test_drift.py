@@ -11,13 +11,13 @@ from benchmarks.drift_eval import Checkpoint, Standing
 from benchmarks.drift_policy import AHEAD, Mover, moved, paced, policy_gradient
 from benchmarks.drift_report import depths, recovery, report
 from benchmarks.drift_run import QUICK
-from policies_tiny import drafter, ends, policy, said
+from kit.tiny_policies import drafter, ends, policy, said
 from torch.distributions import Categorical, kl_divergence
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.spec_rollout.gate import held_out_match
-from aedit.spec_rollout.packing import pack
-from aedit.spec_rollout.samples import Prompt, Rollout
+from aedit.spec_rollout.learning.gate import held_out_match
+from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 
 
 def speaker(seed):

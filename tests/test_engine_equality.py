@@ -7,7 +7,7 @@ import multiprocessing
 
 import pytest
 import torch
-from rollouts import (
+from kit.rollouts import (
     FLIPS,
     KINDS,
     VOCABULARY,

@@ -10,8 +10,8 @@ from itertools import count
 
 import pytest
 import torch
-from drafted import engine_of, fresh, learned_by_heart
-from rollouts import KINDS, Stubborn, decode_plainly, perturbed, samples, tiny_policy
+from kit.drafters import engine_of, fresh, learned_by_heart
+from kit.rollouts import KINDS, Stubborn, decode_plainly, perturbed, samples, tiny_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SHAPES = ("1", "2", "4", "8", "3x2x6", "4x3x12")

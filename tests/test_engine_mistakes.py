@@ -7,19 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_mistakes import (
+from kit.engine_mutants import (
     Mistakes,
     a_token_too_few_is_kept_in_the_cache,
     a_token_too_many_is_kept_in_the_cache,
     an_end_inside_of_an_accepted_run_is_not_seen,
     the_embedding_is_an_older_policy_s,
 )
-from rollouts import FLIPS, KINDS, Insider, decode_plainly, engine_of, samples, tiny_policy, tokens_of
+from kit.rollouts import FLIPS, KINDS, Insider, decode_plainly, engine_of, samples, tiny_policy, tokens_of
 
-from aedit.spec_rollout import rows, verdict
-from aedit.spec_rollout.noise import RowNoise
-from aedit.spec_rollout.rows import Live
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.engine import rows
+from aedit.spec_rollout.engine import verification as verdict
+from aedit.spec_rollout.engine.rows import Live
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.noise import RowNoise
 
 mistake = Mistakes()
 mistake(a_token_too_few_is_kept_in_the_cache)

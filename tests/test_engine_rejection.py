@@ -9,24 +9,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_mistakes import (
+from kit.engine_mutants import (
     Mistakes,
     a_token_too_few_is_kept_in_the_cache,
     a_token_too_many_is_kept_in_the_cache,
     an_end_inside_of_an_accepted_run_is_not_seen,
     the_embedding_is_an_older_policy_s,
 )
-from markov import chi_square
-from rollouts import Flips, decode_plainly, tiny_policy, tokens_of, warped
+from kit.markov import chi_square
+from kit.rollouts import Flips, decode_plainly, tiny_policy, tokens_of, warped
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.spec_rollout import rejection, verdict
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.layer_drafter import LayerDrafter
-from aedit.spec_rollout.samples import Prompt, Sampling
-from aedit.spec_rollout.suffix import SuffixDrafter
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.drafters.suffix import SuffixDrafter
+from aedit.spec_rollout.engine import verification as verdict
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling import rejection
+from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
 V, STOP, LENGTH = 8, 7, 3
 PROMPT = (1, 2, 3, 1, 2)

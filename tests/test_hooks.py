@@ -11,7 +11,7 @@ from held import add_one, alone, node
 from local_sgd import furthest, local_sgd, trainable
 from test_library import assert_same_bits, replicas, together
 
-from aedit.async_sgd.outer import Average
+from aedit.async_sgd.rules.outer import Average
 from aedit.types import Round
 
 JOBS = "tests/dist_jobs/library_jobs.py"

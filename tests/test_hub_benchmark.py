@@ -1,26 +1,11 @@
 """`benchmarks.hub` measures a real hub; what it feeds to the hub's functions is merged. No timing decides."""
 
-import importlib
-import sys
-
 import numpy as np
-from benchmarks import hub_merge, hub_push, table
+from benchmarks import hub_merge, hub_push
 from benchmarks.hub_crowd import ASYNC, Size, crowd, memory
 
-from aedit.async_sgd.records import Merged
-from aedit.launch.hub.journal import Journal
-
-
-def printed(name, monkeypatch, capsys):
-    module = importlib.import_module(f"benchmarks.{name}")
-    monkeypatch.setattr(sys, "argv", [name, "--quick"])
-    table.main(name, "about", module.measure)
-    return capsys.readouterr().out
-
-
-def test_codecs_for_tensors_are_not_measured_without_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert printed("codecs_gpu", monkeypatch, capsys) == "codecs_gpu: needs a CUDA device: not run\n"
+from aedit.async_sgd.journal.journal import Journal
+from aedit.async_sgd.rules.records import Merged
 
 
 def test_every_timed_round_takes_all_pushes_into_one_version(tmp_path):

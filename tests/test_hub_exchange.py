@@ -7,17 +7,17 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from held import move, round_numbers, step
-from hubs import Hub, HubLink, anchors_of, hub_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nodes import batches, furthest, loss, parameters, plain_training, tower
+from kit.deferred import move, round_numbers, step
+from kit.hubs import Hub, HubLink, anchors_of, hub_node
+from kit.nodes import batches, furthest, loss, parameters, plain_training, tower
 
 from aedit.edit import snapshot
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.pace import OwnPace
-from aedit.proto.link import Verdict
-from aedit.proto.transport import PeersMissing
+from aedit.proto.agent.link import Verdict
+from aedit.proto.transports.transport import PeersMissing
 
 X = torch.ones(1, 5)
 

@@ -7,12 +7,12 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from fuzz import PULL, PUSH, Fuzzer
-from hub_processes import Client, HubProcess, HubRefused, ending, write_run
+from kit.fuzz import PULL, PUSH, Fuzzer
+from kit.hub_processes import Client, HubProcess, HubRefused, ending, write_run
 
 from aedit.launch.hub.replay import anchors_of
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.client import channel
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import channel
 
 MORE = """
 [hub.limits]

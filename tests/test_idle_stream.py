@@ -4,10 +4,10 @@ import threading
 
 import pytest
 import torch
-import trainers
 from benchmarks import idle_trainees as trainees
+from kit import trainers
 
-from aedit.spec_rollout.idle_stream import StreamTraining
+from aedit.spec_rollout.idle.idle_stream import StreamTraining
 
 
 class Gated(trainees.Regression):
@@ -58,6 +58,7 @@ def test_what_it_learns_is_published_as_by_a_process():
             trainers.until(lambda: work.newest() is not None, work)
         found = work.newest()
         assert (found.number >= 2, found.version) == (True, 4)
+        trainers.until(lambda: work.used_s > 0, work)
         assert training.followed == (3.0, 4)
         assert work.newest(after=work.newest().number) is None
         kept = found.tensors["fc.weight"].clone()

@@ -8,14 +8,14 @@ from held import PLAIN, alone, node
 from nodes import batches, furthest, in_threads, loss, parameters, tower
 from torch import nn
 
-from aedit.async_sgd.outer import Average
+from aedit.async_sgd.rules.outer import Average
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.optimizers import InnerOptimizers
 from aedit.edit.schedule import EverySteps
 from aedit.edit.shards import Shards
 from aedit.edit.sync import LayerSync
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.memory import MemoryWorld
 
 EVERY, STEPS = 3, 8
 

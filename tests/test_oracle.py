@@ -1,4 +1,4 @@
-"""The algorithm as a whole against plain torch and against EDiT written a second time (tests/oracle.py)."""
+"""The algorithm as a whole against plain torch and a second EDiT in float64 (tests/kit/oracle.py)."""
 
 from copy import deepcopy
 from dataclasses import asdict
@@ -6,7 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from nodes import (
+from kit.nodes import (
     UNITS,
     batches,
     follow_script,
@@ -17,9 +17,9 @@ from nodes import (
     tower,
     train,
 )
-from oracle import Rules, edit
+from kit.oracle import Rules, edit
 
-from aedit.async_sgd.outer import Average, Nesterov
+from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 

@@ -39,6 +39,8 @@ def packaged(names):
         wanted = path.suffix == ".py" or path.suffix in DATA
         if wanted and path.parts[0] in PARTS:
             yield f"aedit/{name}"
+        elif path.suffix == ".toml" and path.parts[0] == "configs":
+            yield f"aedit/launch/presets/{path.name}"
         elif path.suffix == ".py" and path.parts[:2] == ("src", "aedit"):
             yield name.removeprefix("src/")
 
@@ -63,6 +65,39 @@ def built(checkout, tmp_path_factory):
     command(*build, "--wheel", "--outdir", str(direct), cwd=checkout)
     (wheel,), (sdist,), (again,) = direct.glob("*.whl"), by_sdist.glob("*.tar.gz"), by_sdist.glob("*.whl")
     return wheel, sdist, again
+
+
+def lose_links(checkout, names):
+    """Replace links by files that hold their target, as git does on Windows."""
+    for name in names:
+        link = checkout / name
+        target = os.readlink(link)
+        link.unlink()
+        link.write_text(target)
+
+
+def test_building_says_nothing_about_packages_or_data_files(checkout, tmp_path):
+    words = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path))
+    done = subprocess.run(words, cwd=checkout, capture_output=True, text=True, timeout=110)
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "byte-compiling" not in line]
+    assert done.returncode == 0
+    assert [line for line in said if "warning" in line.lower() or "deprecat" in line.lower()] == []
+
+
+@pytest.mark.parametrize("names", [[f"src/aedit/{part}" for part in PARTS], ["launch/presets"]])
+@pytest.mark.parametrize("kind", ["--wheel", "--sdist"])
+def test_a_checkout_that_lost_its_links_is_not_built(checkout, tmp_path, names, kind):
+    copy = tmp_path / "copy"
+    shutil.copytree(checkout, copy, symlinks=True, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    lose_links(copy, names)
+    words = (sys.executable, "-m", "build", "--no-isolation", kind, "--outdir", str(tmp_path / "out"))
+    done = subprocess.run(words, cwd=copy, capture_output=True, text=True, timeout=110)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    named = said.partition("no directory at ")[2].partition(".")[0].split(", ")
+    assert {name if name.startswith("src") else f"src/aedit/{name}" for name in names} <= set(named)
+    assert "core.symlinks" in said
+    assert list((tmp_path / "out").glob("*")) == []
 
 
 def contents(wheel):
@@ -110,17 +145,21 @@ def test_an_installed_wheel_needs_no_checkout(built, tmp_path):
     command(*install, "--target", str(site), str(built[0]), cwd=tmp_path)
     program = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
-        "import aedit.launch.config as config\n"
+        "import aedit.launch.config.config as config\n"
         "config.RunConfig()\n"
-        "print(config.__file__, 'torch' in sys.modules)"
+        "from importlib.resources import files\n"
+        "tiny = files('aedit.launch').joinpath('presets', 'tiny.toml')\n"
+        "print(config.__file__, 'torch' in sys.modules, tiny.read_text().startswith('#'))"
     )
     said = command(sys.executable, "-c", program, cwd=tmp_path)
-    assert said.split() == [str(site / "aedit" / "launch" / "config.py"), "False"]
+    assert said.split() == [str(site / "aedit" / "launch" / "config" / "config.py"), "False", "True"]
+    assert (ROOT / "launch" / "presets" / "tiny.toml").samefile(ROOT / "configs" / "tiny.toml")
 
 
 def test_links_to_the_parts_are_relative():
     links = {part: os.readlink(ROOT / "src" / "aedit" / part) for part in PARTS}
     assert links == {part: f"../../{part}" for part in PARTS}
+    assert os.readlink(ROOT / "launch" / "presets") == "../configs"
 
 
 def pins():

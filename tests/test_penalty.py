@@ -2,22 +2,24 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from aedit.edit.config import PenaltyConfig
-from aedit.edit.penalty import clip_scale, effective_nodes, weights
+from aedit.async_sgd.rules.config import PenaltyConfig
+from aedit.async_sgd.rules.penalty import effective_nodes, weights
+from aedit.edit.exchange import clip_scale
 
 INF = math.inf
 
 
 def column(*values):
-    return torch.tensor(values, dtype=torch.float64).unsqueeze(1)
+    return np.array(values)[:, None]
 
 
 def weigh(norms, steps=None, **config):
     steps = steps or [1.0] * len(norms)
-    return weights(column(*norms), column(*steps), PenaltyConfig(**config)).squeeze(1).tolist()
+    return weights(column(*norms), column(*steps), PenaltyConfig(**config))[:, 0].tolist()
 
 
 def test_scale_free_weights_by_hand():
@@ -84,14 +86,14 @@ def test_a_node_without_steps_weighs_nothing(step_weight):
 
 
 def test_every_unit_is_weighed_by_itself():
-    G_NL = torch.tensor([[1.0, INF], [1.0, 2.0]], dtype=torch.float64)
-    steps_NL = torch.tensor([[1.0, 1.0], [3.0, 1.0]], dtype=torch.float64)
+    G_NL = np.array([[1.0, INF], [1.0, 2.0]])
+    steps_NL = np.array([[1.0, 1.0], [3.0, 1.0]])
     w_NL = weights(G_NL, steps_NL, PenaltyConfig(step_weight=1.0))
     assert w_NL.tolist() == [[0.25, 0], [0.75, 1]]
 
 
 def test_effective_nodes_counts_who_the_average_is_over():
-    w_NL = torch.tensor([[1.0, 0.5, 0.75, 0], [0, 0.5, 0.25, 0]])
+    w_NL = np.array([[1.0, 0.5, 0.75, 0], [0, 0.5, 0.25, 0]])
     assert effective_nodes(w_NL).tolist() == pytest.approx([1, 2, 1.6, 0])
 
 

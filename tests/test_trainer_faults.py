@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
-import trainers
 from benchmarks import idle_trainees as trainees
+from kit import trainers
 
-from aedit.spec_rollout.checkpoint import Checkpoints
-from aedit.spec_rollout.restarts import Restarts
+from aedit.spec_rollout.idle.checkpoint import Checkpoints
+from aedit.spec_rollout.idle.restarts import Restarts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and states are Linux's")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from markov import (
+from kit.markov import (
     DEPTH,
     TREE_PARENTS,
     V,
@@ -25,7 +25,7 @@ from markov import (
     world,
 )
 
-from aedit.spec_rollout import rejection, verify
+from aedit.spec_rollout.sampling import rejection, verify
 
 WORLD = world()
 NUM_JUDGED = 25_000

@@ -7,15 +7,15 @@ from copy import deepcopy
 
 import pytest
 import torch
-from held import Held, Slow, alone, anchors, node, step
-from nodes import batches, furthest, in_threads, loss, parameters, tower
+from kit.deferred import Held, Slow, alone, anchors, node, step
+from kit.nodes import batches, furthest, in_threads, loss, parameters, tower
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.async_sgd.outer import Average, Nesterov
+from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.memory import MemoryWorld
 from aedit.types import Round
 
 
@@ -48,15 +48,16 @@ def test_a_distrusted_node_adopts_the_mean_and_forgets_its_moments():
 
 
 class Windows:
-    """Idle work that remembers when it was let in."""
+    """Idle work that remembers when it was let in, and uses a quarter of a second in every window."""
 
-    def __init__(self):
-        self.causes = []
+    def __init__(self, used_s=0.0):
+        self.causes, self.used_s = [], used_s
 
     @contextmanager
     def window(self, cause):
         self.causes.append(cause)
         yield
+        self.used_s += 0.25
 
 
 def forward_with_idle_work(kind):
@@ -74,11 +75,28 @@ def forward_with_idle_work(kind):
 def test_idle_work_is_let_in_while_the_node_waits():
     causes, waited_s, idle_used_s = forward_with_idle_work(Slow)
     assert causes == ["round"] * 5  # the opening and four units
-    assert waited_s == idle_used_s == 5
+    assert (waited_s, idle_used_s) == (5, 1.25)
 
 
 def test_idle_work_stays_out_when_answers_are_here():
     assert forward_with_idle_work(Held) == ([], 0, 0)
+
+
+def test_idle_time_used_is_what_the_attached_work_reports_not_the_length_of_the_wait():
+    sync, _ = node(tower(), Slow(MemoryWorld(1).node(0)))
+    first, second = Windows(used_s=100.0), Windows(used_s=7.0)
+    sync.clock = lambda: 0.0  # the waits take no time, the work does
+    assert sync.idle_used_s == 0
+    sync.idle = first
+    assert sync.idle_used_s == 0, "what the work had used before does not count"
+    first.used_s += 3.0
+    sync.idle = second
+    first.used_s += 50.0
+    second.used_s += 0.5
+    assert sync.idle_used_s == 3.5
+    sync.idle = None
+    second.used_s += 50.0
+    assert (sync.idle_used_s, sync.waited_s) == (3.5, 0.0)
 
 
 def test_a_wait_can_be_given_up():

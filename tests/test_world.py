@@ -69,7 +69,8 @@ def test_a_worker_that_dies_fails_the_test_and_the_next_job_works(world):
 
 @pytest.mark.parametrize("left", [True, False])
 def test_a_process_left_behind_fails_the_session_and_is_ended(tmp_path, left):
-    for name in ("conftest.py", "world.py"):
+    (tmp_path / "kit").mkdir()
+    for name in ("conftest.py", "kit/__init__.py", "kit/distributed.py"):
         (tmp_path / name).write_text((ROOT / "tests" / name).read_text())
     # The shell goes at once, so what it started has lost its parent by the end of the session.
     command = "sleep 60 & echo $!" if left else "true & echo $!"

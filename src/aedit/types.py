@@ -19,6 +19,11 @@ class Round:
 class IdleWork(Protocol):
     """Something useful and interruptible to do while a node must wait."""
 
+    @property
+    def used_s(self) -> float:
+        """Processor time that the work has used so far, in seconds. Never decreases, and never blocks; it may
+        lag behind by the piece of work in progress."""
+
     def window(self, cause: str) -> AbstractContextManager[None]:
         """Entered when a wait begins; leaving it returns at once, whatever the work is doing."""
 

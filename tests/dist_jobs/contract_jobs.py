@@ -1,22 +1,22 @@
-"""Jobs of tests/test_contract.py: the promises of tests/contract.py, kept by `TorchTransport`."""
+"""Jobs of tests/test_contract.py: the promises of tests/kit/transport_contract.py, of `TorchTransport`."""
 
 import threading
 import time
 
-import contract
 import torch
+from kit import transport_contract
 
-from aedit.proto.c10d import TorchTransport
-from aedit.proto.transport import PeersMissing
+from aedit.proto.transports.c10d import TorchTransport
+from aedit.proto.transports.transport import PeersMissing
 
 
 def keep_all(rank, size):
     """What every promise returned on this node, by name. One transport: starting one is what takes time."""
-    transport = TorchTransport(timeout_s=contract.LIMIT_S)
+    transport = TorchTransport(timeout_s=transport_contract.LIMIT_S)
     try:
-        kept = {promise.__name__: promise(transport, rank, size) for promise in contract.PROMISES}
-        for sizes in contract.BUCKETS:
-            kept[f"sizes {sizes}"] = contract.every_element_is_reduced(transport, rank, size, sizes)
+        kept = {promise.__name__: promise(transport, rank, size) for promise in transport_contract.PROMISES}
+        for sizes in transport_contract.BUCKETS:
+            kept[f"sizes {sizes}"] = transport_contract.every_element_is_reduced(transport, rank, size, sizes)
         return kept
     finally:
         transport.close()
@@ -24,11 +24,13 @@ def keep_all(rank, size):
 
 def wait_for_a_node_that_never_comes(rank, size, kind):
     """The error that the others meet, and how long they have waited for it; None on the missing node."""
-    transport = TorchTransport(timeout_s=contract.LIMIT_S)
+    transport = TorchTransport(timeout_s=transport_contract.LIMIT_S)
     transport.timeout_s = 0.5
     try:
         if rank == 0:  # it keeps the notes, so it must be the last to go
-            contract.until(lambda: all(transport.read(f"gave up/{n}") for n in range(1, size)), "the end")
+            transport_contract.until(
+                lambda: all(transport.read(f"gave up/{n}") for n in range(1, size)), "the end"
+            )
             return None
         told = _wait_in_vain(transport, kind)
         transport.post(f"gave up/{rank}", "x")
@@ -52,7 +54,7 @@ def _wait_in_vain(transport, kind):
 def open_and_close(rank, size):
     """Names of the threads that are left."""
     before = set(threading.enumerate())
-    transport = TorchTransport(timeout_s=contract.LIMIT_S)
+    transport = TorchTransport(timeout_s=transport_contract.LIMIT_S)
     transport.gather("k", torch.zeros(1)).result()
     transport.close()
     return [t.name for t in set(threading.enumerate()) - before if "board" in t.name]

@@ -2,15 +2,15 @@
 
 import torch
 import torch.distributed as dist
-from hubs import Hub, SharedLink, hub_node, move_sharded
-from nodes import tower
+from kit.hubs import Hub, SharedLink, hub_node, move_sharded
+from kit.nodes import tower
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from aedit.edit.pace import OwnPace
 from aedit.edit.units import find_units
-from aedit.proto import mailbox
-from aedit.proto.link import Verdict
+from aedit.proto.agent import mailbox
+from aedit.proto.agent.link import Verdict
 
 
 def train_sharded(rank, size):

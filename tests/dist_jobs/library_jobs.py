@@ -1,17 +1,17 @@
 """Jobs for tests/test_library.py: the library on FSDP2 models."""
 
 import torch
-from local_sgd import trainable
+from kit.local_sgd import trainable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from aedit.async_sgd.outer import Average
+from aedit.async_sgd.rules.outer import Average
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.schedule import EverySteps
 from aedit.edit.sync import LayerSync
-from aedit.proto.c10d import TorchTransport
+from aedit.proto.transports.c10d import TorchTransport
 
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from nodes import (
+from kit.nodes import (
     UNITS,
     batches,
     fingerprint,
@@ -18,9 +18,9 @@ from nodes import (
     tower,
     train,
 )
-from oracle import Rules, edit
+from kit.oracle import Rules, edit
 
-from aedit.async_sgd.outer import Average, Nesterov
+from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync

@@ -1,0 +1,47 @@
+"""Vectors of a unit as named tensors, shaped and sharded as its parameters, and back.
+
+Named after parameters, they can be loaded by a node with another number of ranks, and exported without any
+of this code.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from aedit.edit.detector import NormHistory
+from aedit.edit.shards import local
+from aedit.edit.units import SyncUnit
+
+_HISTORY = ("norms_WL", "mean_L", "var_L", "rounds_L", "suspects_L")
+
+
+def named(kind: str, unit: SyncUnit, flat: Tensor) -> dict[str, Tensor]:
+    """Return `flat` cut into one tensor per parameter of `unit`, under KIND/PARAMETER. Views of `flat`."""
+    parts = zip(unit.split(flat), unit.names, strict=True)
+    return {f"{kind}/{name}": _like(p, part.view_as(local(p))) for (p, part), name in parts}
+
+
+def flat(kind: str, unit: SyncUnit, state: Mapping[str, Tensor]) -> Tensor:
+    """Return the vector that `named` has cut, as a new one."""
+    return torch.cat([local(state[f"{kind}/{name}"]).reshape(-1) for name in unit.names])
+
+
+def named_history(kind: str, history: NormHistory) -> dict[str, Tensor]:
+    """Return the tensors of a history of norms, under KIND/FIELD."""
+    return {f"{kind}/{name}": getattr(history, name) for name in _HISTORY}
+
+
+def history(kind: str, state: Mapping[str, Tensor]) -> NormHistory:
+    """Return the history that `named_history` has named."""
+    return NormHistory(*(state[f"{kind}/{name}"] for name in _HISTORY))
+
+
+def _like(p: nn.Parameter, part: Tensor) -> Tensor:
+    """Return `part`, this rank's shard of a tensor shaped as `p`, as such a tensor."""
+    if not isinstance(p, DTensor):
+        return part
+    return DTensor.from_local(
+        part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )

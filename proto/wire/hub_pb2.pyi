@@ -1,0 +1,380 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NONE: _ClassVar[Verdict]
+    MERGED: _ClassVar[Verdict]
+    REFUSED: _ClassVar[Verdict]
+    DISTRUSTED: _ClassVar[Verdict]
+NONE: Verdict
+MERGED: Verdict
+REFUSED: Verdict
+DISTRUSTED: Verdict
+
+class Who(_message.Message):
+    __slots__ = ("run", "term", "node", "session")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    term: int
+    node: int
+    session: int
+    def __init__(self, run: _Optional[str] = ..., term: _Optional[int] = ..., node: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
+
+class HelloRequest(_message.Message):
+    __slots__ = ("protocol", "code", "version")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    code: str
+    version: str
+    def __init__(self, protocol: _Optional[int] = ..., code: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("protocol", "code", "version", "run", "term", "config", "addresses", "standby")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    code: str
+    version: str
+    run: str
+    term: int
+    config: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    standby: str
+    def __init__(self, protocol: _Optional[int] = ..., code: _Optional[str] = ..., version: _Optional[str] = ..., run: _Optional[str] = ..., term: _Optional[int] = ..., config: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., standby: _Optional[str] = ...) -> None: ...
+
+class Tensor(_message.Message):
+    __slots__ = ("name", "shape")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Unit(_message.Message):
+    __slots__ = ("name", "tensors")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "prefers")
+    class FactsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DONOR_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    PREFERS_FIELD_NUMBER: _ClassVar[int]
+    who: Who
+    name: str
+    layout: _containers.RepeatedCompositeFieldContainer[Unit]
+    facts: _containers.ScalarMap[str, str]
+    num_samples: int
+    donor: str
+    ranks: int
+    process: int
+    prefers: int
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., prefers: _Optional[int] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ("term", "node", "session", "founder", "versions", "seqs", "donors", "news")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    FOUNDER_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    SEQS_FIELD_NUMBER: _ClassVar[int]
+    DONORS_FIELD_NUMBER: _ClassVar[int]
+    NEWS_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    node: int
+    session: int
+    founder: bool
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    seqs: _containers.RepeatedScalarFieldContainer[int]
+    donors: _containers.RepeatedScalarFieldContainer[str]
+    news: News
+    def __init__(self, term: _Optional[int] = ..., node: _Optional[int] = ..., session: _Optional[int] = ..., founder: _Optional[bool] = ..., versions: _Optional[_Iterable[int]] = ..., seqs: _Optional[_Iterable[int]] = ..., donors: _Optional[_Iterable[str]] = ..., news: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
+
+class Consumed(_message.Message):
+    __slots__ = ("start", "upto")
+    START_FIELD_NUMBER: _ClassVar[int]
+    UPTO_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    upto: int
+    def __init__(self, start: _Optional[int] = ..., upto: _Optional[int] = ...) -> None: ...
+
+class BeatRequest(_message.Message):
+    __slots__ = ("who", "steps", "tokens", "steps_per_s", "busy_s", "wait_s", "wire_s", "bytes_up", "bytes_down", "consumed", "loss", "state")
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    WIRE_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_UP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    CONSUMED_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    who: Who
+    steps: int
+    tokens: int
+    steps_per_s: float
+    busy_s: float
+    wait_s: float
+    wire_s: float
+    bytes_up: int
+    bytes_down: int
+    consumed: _containers.RepeatedCompositeFieldContainer[Consumed]
+    loss: float
+    state: str
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., steps_per_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., consumed: _Optional[_Iterable[_Union[Consumed, _Mapping]]] = ..., loss: _Optional[float] = ..., state: _Optional[str] = ...) -> None: ...
+
+class UnitNews(_message.Message):
+    __slots__ = ("unit", "version", "seq", "verdict", "reason")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    unit: int
+    version: int
+    seq: int
+    verdict: Verdict
+    reason: str
+    def __init__(self, unit: _Optional[int] = ..., version: _Optional[int] = ..., seq: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class News(_message.Message):
+    __slots__ = ("term", "units", "round", "pace_steps", "nodes", "total_steps", "total_tokens", "elapsed_s", "finished", "evaluates", "donors", "progress")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PACE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    EVALUATES_FIELD_NUMBER: _ClassVar[int]
+    DONORS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    units: _containers.RepeatedCompositeFieldContainer[UnitNews]
+    round: int
+    pace_steps: int
+    nodes: int
+    total_steps: int
+    total_tokens: int
+    elapsed_s: float
+    finished: bool
+    evaluates: bool
+    donors: _containers.RepeatedScalarFieldContainer[str]
+    progress: float
+    def __init__(self, term: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitNews, _Mapping]]] = ..., round: _Optional[int] = ..., pace_steps: _Optional[int] = ..., nodes: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., finished: _Optional[bool] = ..., evaluates: _Optional[bool] = ..., donors: _Optional[_Iterable[str]] = ..., progress: _Optional[float] = ...) -> None: ...
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("who", "samples")
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    who: Who
+    samples: int
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., samples: _Optional[int] = ...) -> None: ...
+
+class Block(_message.Message):
+    __slots__ = ("start", "end")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class LeaseReply(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("who", "consumed")
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    CONSUMED_FIELD_NUMBER: _ClassVar[int]
+    who: Who
+    consumed: _containers.RepeatedCompositeFieldContainer[Consumed]
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., consumed: _Optional[_Iterable[_Union[Consumed, _Mapping]]] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TakeOverRequest(_message.Message):
+    __slots__ = ("who",)
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    who: Who
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ...) -> None: ...
+
+class TakeOverReply(_message.Message):
+    __slots__ = ("term", "leads")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    LEADS_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    leads: bool
+    def __init__(self, term: _Optional[int] = ..., leads: _Optional[bool] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("offset", "crc", "data", "head")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CRC_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    crc: int
+    data: bytes
+    head: bytes
+    def __init__(self, offset: _Optional[int] = ..., crc: _Optional[int] = ..., data: _Optional[bytes] = ..., head: _Optional[bytes] = ...) -> None: ...
+
+class PushHead(_message.Message):
+    __slots__ = ("who", "unit", "seq", "base", "steps", "tokens", "codec", "num_bytes", "round")
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    who: Who
+    unit: int
+    seq: int
+    base: int
+    steps: int
+    tokens: int
+    codec: str
+    num_bytes: int
+    round: int
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., num_bytes: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+
+class PushReply(_message.Message):
+    __slots__ = ("accepted", "news")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    NEWS_FIELD_NUMBER: _ClassVar[int]
+    accepted: bool
+    news: UnitNews
+    def __init__(self, accepted: _Optional[bool] = ..., news: _Optional[_Union[UnitNews, _Mapping]] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("who", "unit", "base", "version", "offset")
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    who: Who
+    unit: int
+    base: int
+    version: int
+    offset: int
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., unit: _Optional[int] = ..., base: _Optional[int] = ..., version: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class Link(_message.Message):
+    __slots__ = ("version", "num_bytes")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    num_bytes: int
+    def __init__(self, version: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class PullHead(_message.Message):
+    __slots__ = ("version", "codec", "chain", "num_bytes", "sha256")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    codec: str
+    chain: _containers.RepeatedCompositeFieldContainer[Link]
+    num_bytes: int
+    sha256: bytes
+    def __init__(self, version: _Optional[int] = ..., codec: _Optional[str] = ..., chain: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., num_bytes: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("metrics_after",)
+    METRICS_AFTER_FIELD_NUMBER: _ClassVar[int]
+    metrics_after: int
+    def __init__(self, metrics_after: _Optional[int] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
+class TailRequest(_message.Message):
+    __slots__ = ("term", "segment", "offset")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    segment: int
+    offset: int
+    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class TailChunk(_message.Message):
+    __slots__ = ("segment", "offset", "data", "snapshot", "crc")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    CRC_FIELD_NUMBER: _ClassVar[int]
+    segment: int
+    offset: int
+    data: bytes
+    snapshot: bool
+    crc: int
+    def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., snapshot: _Optional[bool] = ..., crc: _Optional[int] = ...) -> None: ...
+
+class ConfirmRequest(_message.Message):
+    __slots__ = ("term", "segment", "offset")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    segment: int
+    offset: int
+    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class ConfirmReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,258 @@
+"""For tests of the node agent: a hub in memory behind a real server, and nodes with simple numbers."""
+
+import hashlib
+import threading
+import time
+from contextlib import contextmanager
+
+import grpc
+import numpy as np
+
+from aedit.proto.agent.agent_link import start_agent
+from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.codecs.codecs import codec
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.server import serve
+from aedit.proto.wire.service import Refusal
+
+SHAPES = (((3, 5), (7,)), ((5000,),))
+DEADLINE_S = 20.0
+
+
+def plan(addresses, **changes):
+    units = tuple(
+        UnitPlan(f"unit{i}", tuple(TensorPlan(f"p{j}", shape) for j, shape in enumerate(shapes)))
+        for i, shapes in enumerate(changes.pop("shapes", SHAPES))
+    )
+    settings = {
+        "name": "a",
+        "run": "test",
+        "units": units,
+        "num_samples": 100,
+        "codec": "fp32",
+        "beat_s": 0.05,
+    }
+    settings |= {"expire_s": 0.5, "call_timeout_s": 2.0, "lease_samples": 16, "steps_ahead": 4}
+    return AgentPlan(addresses=tuple(addresses), **(settings | changes))
+
+
+@contextmanager
+def node(made, *, ranks=1, mode="thread", start=None):
+    """A node that has not joined yet; its agent is gone afterwards."""
+    link = start_agent(made, ranks=ranks, mode=mode)
+    for i, anchor in enumerate(link.anchors):
+        anchor[:] = np.arange(anchor.size) + 100 * i if start is None else start[i]
+    try:
+        yield link
+    finally:
+        link.stop()
+
+
+def until(ask, what, deadline_s=DEADLINE_S):
+    """Ask until there is an answer."""
+    end_s = time.monotonic() + deadline_s
+    while not (found := ask()):
+        assert time.monotonic() < end_s, f"waited {deadline_s} s for {what}"
+        time.sleep(0.002)
+    return found
+
+
+def exchange(link, unit, seq, value, base, *, steps=1):
+    """Push `value` and wait for what becomes of it."""
+    order(link, unit, seq, value, base, steps=steps)
+    return until(lambda: link.answer(unit, seq), f"the answer to push {seq} of unit {unit}")
+
+
+def order(link, unit, seq, value, base, *, steps=1):
+    link.outbox[unit][:] = value
+    link.written(unit, seq)
+    link.send(unit, seq, base=base, steps=steps, tokens=10 * steps)
+
+
+class MemoryHub:
+    """Keeps its state when its server goes, as a hub with a journal does. Merges every arrival at once, or,
+    with `slow`, at a beat, as anchor - push.
+
+    pushed: all that was merged, in order, as (node, unit, seq, values). broken: calls, by name, that die
+    after they have had their effect, each once, as when the hub is killed before it answers.
+    """
+
+    def __init__(self, shapes=SHAPES, codec_down="fp32", slow=False):
+        self.numels = [sum(int(np.prod(shape)) for shape in unit) for unit in shapes]
+        self.num_tensors = [len(unit) for unit in shapes]
+        self.codec_down, self.slow = codec_down, slow
+        self.lock = threading.RLock()
+        self.anchors = [None] * len(self.numels)
+        self.versions = [0] * len(self.numels)
+        self.deltas = [{} for _ in self.numels]
+        self.names, self.sessions, self.seqs, self.told = {}, {}, {}, {}
+        self.founder, self.term, self.position = None, 1, 0
+        self.pushed, self.waiting, self.beats, self.used, self.broken = [], [], [], {}, []
+        self.donors, self.left, self.pulled_bytes, self.joins, self.leads = {}, set(), 0, 0, True
+        self.refuse = {}
+        self.news = {}
+        self.server = None
+        self.dead = False
+        self.keeps = False  # with `slow`: merge nothing more
+        self.stubborn, self.votes = False, 0  # stubborn: leads, whatever term others speak of
+
+    def serve(self, address="127.0.0.1:0"):
+        self.server = serve(self, address)
+        return self.server.address
+
+    def kill(self):
+        """As far as nodes can tell, it is gone at once, with every call."""
+        self.server.stop(0)
+
+    def _who(self, who):
+        self._live()
+        if not self.leads:
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "does not lead")
+        if who.run != "test" or self.sessions.get(who.node) != who.session:
+            raise Refusal(grpc.StatusCode.NOT_FOUND, "no such session")
+
+    def _live(self):
+        if self.dead:
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, "dead")
+
+    def _die(self, name):
+        if name in self.broken:
+            self.broken.remove(name)
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, f"killed in {name}")
+
+    def hello(self, request):
+        self._live()
+        return pb.HelloReply(protocol=1, run="test", term=self.term)
+
+    def join(self, request):
+        with self.lock:
+            if not self.leads:
+                raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "does not lead")
+            if [len(unit.tensors) for unit in request.layout] != self.num_tensors:
+                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "unit1 has another number of parameters")
+            node = self.names.setdefault(request.name, len(self.names))
+            self.joins += 1
+            self.sessions[node] = self.joins
+            self.founder = node if self.founder is None else self.founder
+            seqs = [self.seqs.get((node, unit), 0) for unit in range(len(self.numels))]
+            others = [d for n, d in self.donors.items() if n != node and d]
+            self.donors[node] = request.donor
+            return pb.JoinReply(
+                term=self.term,
+                node=node,
+                session=self.joins,
+                founder=self.founder == node,
+                versions=self.versions,
+                seqs=seqs,
+                donors=others,
+                news=self._news(node),
+            )
+
+    def beat(self, request):
+        with self.lock:
+            self._who(request.who)
+            self.beats.append(request)
+            self.used |= {c.start: c.upto for c in request.consumed}
+            while self.waiting and not self.keeps:
+                self._merge(*self.waiting.pop(0))
+            return self._news(request.who.node)
+
+    def _news(self, node):
+        units = [
+            pb.UnitNews(unit=unit, version=self.versions[unit], seq=seq, verdict=verdict)
+            for (n, unit), (seq, verdict) in self.told.items()
+            if n == node
+        ]
+        return pb.News(term=self.term, units=units, nodes=len(self.sessions), **self.news)
+
+    def lease(self, request):
+        with self.lock:
+            self._who(request.who)
+            start, self.position = self.position, self.position + request.samples
+            return pb.LeaseReply(blocks=[pb.Block(start=start, end=self.position)])
+
+    def leave(self, request):
+        with self.lock:
+            self._who(request.who)
+            self.used |= {c.start: c.upto for c in request.consumed}
+            self.left.add(request.who.node)
+            del self.sessions[request.who.node]
+            return pb.LeaveReply()
+
+    def take_over(self, request):
+        self._live()
+        self.votes += 1
+        if self.stubborn:
+            return pb.TakeOverReply(term=self.term, leads=True)
+        self.leads = True
+        self.term = max(self.term, request.who.term + 1)
+        return pb.TakeOverReply(term=self.term, leads=True)
+
+    def max_push_bytes(self, unit):
+        return 4 * self.numels[unit]
+
+    def garbled(self, head, reason):
+        raise AssertionError(f"a damaged push: {reason}")
+
+    def push(self, head, data):
+        with self.lock:
+            self._who(head.who)
+            self._die("push before")
+            key = (head.who.node, head.unit)
+            if head.seq == self.seqs.get(key, 0) + 1:
+                verdict = self.refuse.pop((head.unit, head.seq), None)
+                self.seqs[key] = head.seq
+                if verdict:
+                    self.told[key] = (head.seq, verdict)
+                elif self.slow and head.base:
+                    self.waiting.append((head, bytes(data)))
+                else:
+                    self._merge(head, data)
+            self._die("push after")
+            seq, verdict = self.told.get(key, (0, pb.NONE))
+            news = pb.UnitNews(unit=head.unit, version=self.versions[head.unit], seq=seq, verdict=verdict)
+            return pb.PushReply(accepted=verdict != pb.REFUSED and verdict != pb.DISTRUSTED, news=news)
+
+    def _merge(self, head, data):
+        unit, numel = head.unit, self.numels[head.unit]
+        value = codec(head.codec).decode(data, numel, 0, numel)
+        if head.base == 0:
+            self.anchors[unit] = value
+        else:
+            self.pushed.append((head.who.node, unit, head.seq, value))
+            step = -value
+            if self.codec_down != "fp32":
+                down = codec(self.codec_down)
+                encoded = bytes(down.encode(step))
+                self.deltas[unit][self.versions[unit] + 1] = encoded
+                step = down.decode(encoded, numel, 0, numel)
+            self.anchors[unit] = self.anchors[unit] + step
+        self.versions[unit] += 1
+        self.told[head.who.node, unit] = (head.seq, pb.MERGED)
+
+    def pull(self, request):
+        with self.lock:
+            self._who(request.who)
+            self._die("pull")
+            unit, version = request.unit, self.versions[request.unit]
+            wanted = range(request.base + 1, version + 1)
+            pieces = [self.deltas[unit].get(v) for v in wanted]
+            shorter = None not in pieces and sum(map(len, pieces)) < 4 * self.numels[unit]
+            if request.base and self.codec_down != "fp32" and shorter:
+                chain = [pb.Link(version=v, num_bytes=len(p)) for v, p in zip(wanted, pieces, strict=True)]
+                data, name = b"".join(pieces), self.codec_down
+            else:
+                data, name, chain = self.anchors[unit].tobytes(), "fp32", []
+            self.pulled_bytes += len(data)
+            head = pb.PullHead(version=version, codec=name, chain=chain, num_bytes=len(data))
+            head.sha256 = hashlib.sha256(data).digest()
+            return head, memoryview(data)
+
+    def status(self, request):
+        return pb.StatusReply(json="{}")
+
+    def tail(self, request):
+        yield pb.TailChunk()
+
+    def confirm(self, request):
+        return pb.ConfirmReply()

@@ -1,0 +1,143 @@
+"""Messages that nobody should send: of the right kind with wild values, damaged, out of order, or noise."""
+
+import zlib
+
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor as Field
+
+from aedit.proto.wire import hub_pb2 as pb
+
+UNARY = {
+    "Membership/Hello": pb.HelloRequest,
+    "Membership/Join": pb.JoinRequest,
+    "Membership/Beat": pb.BeatRequest,
+    "Membership/Lease": pb.LeaseRequest,
+    "Membership/TakeOver": pb.TakeOverRequest,
+    "Membership/Leave": pb.LeaveRequest,
+    "State/Status": pb.StatusRequest,
+    "State/Confirm": pb.ConfirmRequest,
+}
+PULL, PUSH = "Exchange/Pull", "Exchange/Push"
+WHOLE = (0, 1, 2, 7, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1)
+REAL = (0.0, -1.0, 1.0, 1e-300, 1e308, float("inf"), float("-inf"), float("nan"))
+TEXT = ("", "node", "run", "fp32", "int8", "topk", "\0", "\u20ac\U0001f41f", "x" * 300, "y" * 20_000, "a\nb")
+BITS = {Field.TYPE_UINT32: 32, Field.TYPE_FIXED32: 32, Field.TYPE_UINT64: 64, Field.TYPE_FIXED64: 64}
+
+
+class Fuzzer:
+    """`call()` gives a method and the messages to send there. Most speak for `who`, a member that has sent
+    `join`."""
+
+    def __init__(self, rng, numels, join):
+        self.rng, self.numels, self.join, self.who = rng, numels, join, pb.Who(run="run")
+        self.seqs, self.versions = [0] * len(numels), [1] * len(numels)
+
+    def call(self):
+        method = self.rng.choice([*UNARY, PULL, PULL, PUSH, PUSH, PUSH, PUSH])
+        if method == PUSH:
+            return method, [self._spoilt(message, 0.1) for message in self._push()]
+        request = self._nearly(method) or self._wild(UNARY.get(method, pb.PullRequest))
+        if self.rng.random() < 0.7 and hasattr(request, "who") and method != "Membership/Leave":
+            request.who.CopyFrom(self.who)
+        return method, [self._spoilt(request.SerializeToString(), 0.2)]
+
+    def _nearly(self, method):
+        """What a member would say, but for one field; None: no idea."""
+        near = {"Membership/Join": self.join, PULL: pb.PullRequest(unit=self.rng.randrange(len(self.numels)))}
+        if method not in near or self.rng.random() < 0.3:
+            return None
+        request = type(near[method])()
+        request.CopyFrom(near[method])
+        self._one_wild_field(request)
+        return request
+
+    # --- single messages
+
+    def _wild(self, kind, depth=0):
+        """Every field of the descriptor may be set, to anything that protobuf lets pass."""
+        message = kind()
+        for field in kind.DESCRIPTOR.fields:
+            if self.rng.random() < 0.6 and depth < 4:
+                self._set(message, field, depth)
+        return message
+
+    def _set(self, message, field, depth=0):
+        if field.message_type and field.message_type.GetOptions().map_entry:
+            getattr(message, field.name)[self.rng.choice(TEXT)] = self.rng.choice(TEXT)
+        elif field.type == Field.TYPE_MESSAGE:
+            for _ in range(self.rng.randint(0, 3) if field.is_repeated else 1):
+                value = self._wild(field.message_type._concrete_class, depth + 1)
+                part = getattr(message, field.name)
+                (part.append if field.is_repeated else part.CopyFrom)(value)
+        elif field.is_repeated:
+            getattr(message, field.name).extend(self._value(field) for _ in range(self.rng.randint(0, 3)))
+        else:
+            setattr(message, field.name, self._value(field))
+
+    def _one_wild_field(self, message):
+        self._set(message, self.rng.choice(message.DESCRIPTOR.fields))
+
+    def _value(self, field):
+        if field.type in BITS:
+            return self.rng.choice([*WHOLE, 1000 + self.rng.getrandbits(16)]) % 2 ** BITS[field.type]
+        if field.type == Field.TYPE_DOUBLE:
+            return self.rng.choice(REAL)
+        return self.rng.choice(TEXT) if field.type == Field.TYPE_STRING else self.rng.randbytes(9)
+
+    def _spoilt(self, message, chance):
+        """Some bytes changed, lost or added."""
+        if self.rng.random() >= chance:
+            return message
+        damaged = bytearray(message or b"x")
+        for _ in range(self.rng.randint(1, 4)):
+            damaged[self.rng.randrange(len(damaged))] = self.rng.getrandbits(8)
+        return bytes(damaged[: self.rng.randint(0, len(damaged))]) + self.rng.randbytes(
+            self.rng.choice([0, 3])
+        )
+
+    # --- pushes
+
+    def _push(self):
+        unit = self.rng.randrange(len(self.numels))
+        data = self._numbers(self.numels[unit])
+        head = pb.PushHead(
+            who=self.who, unit=unit, seq=self.seqs[unit] + 1, base=self.versions[unit], steps=1
+        )
+        head.tokens, head.codec, head.num_bytes = 10, "fp32", len(data)
+        for _ in range(self.rng.choice([0, 1, 1, 1, 2])):
+            self._one_wild_field(head)
+        if self.rng.random() < 0.95:  # one number too high, and all that follow are used up
+            head.seq = self.seqs[unit] + 1
+        chunks = self._chunks(head.SerializeToString(), data)
+        for _ in range(self.rng.choice([0, 0, 1])):
+            self._one_wild_field(self.rng.choice(chunks))
+        if self.rng.random() < 0.2:
+            self._reorder(chunks)
+        return [chunk.SerializeToString() for chunk in chunks]
+
+    def _numbers(self, numel):
+        values = np.full(numel, self.rng.gauss(0, 0.01), np.float32)
+        bad = self.rng.choice([None, None, None, float("nan"), float("inf"), 3e38])
+        if bad is not None:
+            values[self.rng.randrange(numel)] = bad
+        size = self.rng.choice([4 * numel] * 4 + [0, 4 * numel - 1, 4 * numel - 4])
+        return values.tobytes()[:size]
+
+    def _chunks(self, head, data):
+        size = self.rng.choice([max(1, len(data)), max(1, len(data) // 2), max(1, len(data) // 3)])
+        pieces = [data[at : at + size] for at in range(0, len(data), size)] or [b""]
+        heads = [head] + [b""] * (len(pieces) - 1)
+        return [
+            pb.Chunk(offset=i * size, data=piece, head=first, crc=zlib.crc32(first, zlib.crc32(piece)))
+            for i, (piece, first) in enumerate(zip(pieces, heads, strict=True))
+        ]
+
+    def _reorder(self, chunks):
+        """Twice, left out, or the other way round."""
+        what = self.rng.randrange(3)
+        if what == 0:
+            chunks.append(chunks[self.rng.randrange(len(chunks))])
+        elif what == 1:
+            del chunks[self.rng.randrange(len(chunks))]
+        else:
+            chunks.reverse()

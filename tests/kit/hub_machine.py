@@ -1,0 +1,191 @@
+"""A hub's state machine under a clock of its own, with a journal in memory."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.hub.joins import Joiner
+from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.hub.saved import Saved
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, ScreenConfig, StalenessConfig
+from aedit.async_sgd.rules.records import Joined, Layout, Push, TensorLayout, UnitLayout
+
+LAYOUT = Layout(
+    (
+        UnitLayout("first", (TensorLayout("w", (3, 2)), TensorLayout("b", (2,)))),
+        UnitLayout("second", (TensorLayout("w", (5,)),)),
+    )
+)
+FACTS = (("data.seq_len", "128"), ("seed", "0"))
+AVERAGE = OuterConfig(kind="average", lr=1.0)
+TRUSTING = ScreenConfig(threshold=1e9, cosine=False, clip=None, offences=10**9)
+
+
+class Numbers:
+    """A push's payload in memory."""
+
+    def __init__(self, values):
+        self.values = np.array(values, np.float32)
+
+    def read(self, start, stop):
+        return self.values[start:stop].copy()
+
+
+class Int8:
+    """A coarse codec: one scale for all. `steps` levels; feedback as told."""
+
+    def __init__(self, levels=127, feedback=False):
+        self.levels, self.feedback = levels, feedback
+
+    def encode(self, x):
+        scale = np.float32(np.abs(x).max() / self.levels or 1.0)
+        return scale.tobytes() + np.rint(x / scale).astype(np.int8).tobytes()
+
+    def decode(self, data, numel, start, stop):
+        scale = np.frombuffer(data[:4], np.float32)[0]
+        return np.frombuffer(data[4:], np.int8)[start:stop].astype(np.float32) * scale
+
+
+def config(**settings):
+    plain = {"address": "h:1", "weights": "uniform", "screen": TRUSTING}
+    plain |= {"staleness": StalenessConfig(rule="constant")}
+    return HubConfig(**(plain | settings))
+
+
+def plan(hub=None, outer=AVERAGE, every=10, steps=1000, **more):
+    return HubPlan(
+        hub=hub or config(), outer=outer, penalty=PenaltyConfig(), every=every, steps=steps, **more
+    )
+
+
+class World:
+    """One hub, the time, and every record it has decided on."""
+
+    def __init__(self, plan=None, quantiser=None, layout=LAYOUT):
+        self.plan, self.quantiser, self.layout = plan, quantiser, layout
+        self.hub = Hub(plan, quantiser)
+        self.now, self.journal = 100.0, []
+
+    def do(self, decided):
+        for record in decided:
+            self.journal.append(record)
+            self.hub.apply(record)
+        return decided
+
+    def join(self, name="a", **changes):
+        """The index of a node of this name."""
+        joiner = Joiner(name=name, layout=self.layout, facts=FACTS, num_samples=1000)
+        decided = self.do(self.hub.join(replace(joiner, **changes), self.now))
+        return next(record for record in decided if isinstance(record, Joined)).node
+
+    def make(self, node, values, unit=0, **changes):
+        """The node's next push of the unit, from the newest version, of 10 steps."""
+        x = np.asarray(values, np.float32)
+        tensors = self.layout.units[unit].tensors
+        ends = np.cumsum([0, *(tensor.numel for tensor in tensors)])
+        x = np.full(ends[-1], x) if x.ndim == 0 else x
+        norms = tuple(float(np.linalg.norm(x[a:b].astype(np.float64))) for a, b in pairwise(ends))
+        push = Push(
+            node=node,
+            unit=unit,
+            seq=self.hub.state.members[node].received.get(unit, 0) + 1,
+            base=self.hub.state.units[unit].version,
+            steps=10,
+            tokens=100,
+            values=Numbers(x),
+            norms=norms,
+        )
+        return replace(push, **changes)
+
+    def push(self, node, values, unit=0, **changes):
+        return self.do(self.hub.offer(self.make(node, values, unit, **changes), self.now))
+
+    def tick(self, seconds=0.0):
+        self.now += seconds
+        return self.do(self.hub.tick(self.now))
+
+    def settle(self):
+        """Tick without time passing until nothing more is due."""
+        for _ in range(1000):
+            if not self.tick():
+                return
+        raise AssertionError("the hub always finds something to do")
+
+    def found(self, node=0, value=0.0):
+        """Bring the first anchors."""
+        for unit in self.hub.state.units:
+            self.push(node, value, unit, base=0, steps=0, tokens=0)
+        self.settle()
+
+    def beat(self, node, state="training", **numbers):
+        self.hub.beat(node, Report(state=state, **numbers), self.now)
+
+    def lease(self, node, samples):
+        decided = self.do(self.hub.lease(node, samples, self.now))
+        return [(record.start, record.end) for record in decided]
+
+    def replayed(self, saved=None, since=0):
+        """Another hub that has been told the same."""
+        hub = Hub(self.plan, self.quantiser)
+        if saved:
+            hub.restore(saved)
+        for record in self.journal[since:]:
+            hub.apply(record)
+        return hub
+
+
+def through_a_file(saved):
+    """What a snapshot keeps: numbers as JSON, arrays copied."""
+    units = [
+        replace(
+            unit,
+            numbers=json.loads(json.dumps(unit.numbers, allow_nan=False)),
+            arrays={name: array.copy() for name, array in unit.arrays.items()},
+        )
+        for unit in saved.units
+    ]
+    return Saved(json.loads(json.dumps(saved.numbers, allow_nan=False)), units)
+
+
+def picture(hub):
+    """All that must be equal after a restart, to the bit, and comparable with ==."""
+    saved = hub.saved()
+    units = [
+        (
+            unit.index,
+            json.dumps(unit.numbers),
+            {name: array.tobytes() for name, array in unit.arrays.items()},
+            [(push.node, push.seq) for push in unit.pending],
+        )
+        for unit in saved.units
+    ]
+    return json.dumps(saved.numbers), units
+
+
+def world(nodes=1, more=None, **settings):
+    """A founded hub with so many members, a quorum of one and plain averaging unless told otherwise."""
+    made = World(plan(config(**settings), **(more or {})))
+    for i in range(nodes):
+        made.join(f"node{i}")
+    made.found()
+    return made
+
+
+def kinds(decided):
+    return [type(record) for record in decided]
+
+
+def values(made, unit=0):
+    return made.hub.anchor(unit)[1]
+
+
+def joiner(name, **changes):
+    return replace(Joiner(name=name, layout=LAYOUT, facts=FACTS, num_samples=1000), **changes)
+
+
+def poison(made, node, unit=0, **changes):
+    return made.push(node, 1.0, unit, norms=(math.nan,) * len(LAYOUT.units[unit].tensors), **changes)

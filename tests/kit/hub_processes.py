@@ -1,0 +1,241 @@
+"""Hubs as real processes, and a node that is no more than a client."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from aedit.launch.rundir.provenance import source_digest
+from aedit.proto.codecs.codecs import codec
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+
+LIMIT_S = 30.0
+
+RUN = """
+name = "run"
+dir = "{dir}"
+[train]
+steps = 100000
+[edit]
+every = 10
+landing = "arrival"
+[outer]
+kind = "delayed-nesterov"
+[hub]
+address = "127.0.0.1:0"
+expire_s = {expire_s}
+codec = "fp32"
+snapshot_bytes = {snapshot_bytes}
+{more}
+"""
+
+
+def write_run(directory, more="", expire_s=60.0, snapshot_bytes=2**30):
+    """A configuration file whose run is in `directory`."""
+    path = directory / "run.toml"
+    path.write_text(RUN.format(dir=directory, expire_s=expire_s, snapshot_bytes=snapshot_bytes, more=more))
+    return path
+
+
+class HubProcess:
+    """`aedit hub`, as a person or a supervisor starts it."""
+
+    started = []  # noqa: RUF012 - those that `ending` sees to
+
+    def __init__(self, toml, directory, *words, file_limit=None):
+        self.directory, self.log = Path(directory), Path(f"{directory}.log")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        words = [
+            sys.executable,
+            "-m",
+            "aedit.launch.cli",
+            "hub",
+            str(toml),
+            f"--directory={directory}",
+            *words,
+        ]
+        if file_limit:
+            words = ["bash", "-c", f'ulimit -f {file_limit // 1024}; exec "$@"', "bash", *words]
+        address = self.directory / "address"
+        before = _mark(address)
+        with self.log.open("a") as log:
+            env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(words, stdout=log, stderr=log, env=env)
+        self.started.append(self.process)
+        self.address = None
+        until(lambda: self.process.poll() is not None or _mark(address) not in (None, before), "a hub")
+        if self.process.poll() is None:
+            self.address = address.read_text()
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(LIMIT_S)
+
+    def stop(self):
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(LIMIT_S)
+
+    def events(self, name):
+        lines = (self.directory / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+def _mark(path):
+    """Of the file as it is now: another one once it is written again."""
+    with suppress(OSError):
+        return path.stat().st_ino, path.stat().st_mtime_ns
+    return None
+
+
+@contextmanager
+def ending():
+    """No hub outlives its test, those included that were started on the way."""
+    try:
+        yield
+    finally:
+        while HubProcess.started:
+            process = HubProcess.started.pop()
+            process.kill()
+            process.wait(LIMIT_S)
+
+
+@dataclass
+class Client:
+    """One node: joins, pushes numbers that follow from (unit, seq), and remembers what was accepted."""
+
+    address: str
+    name: str = "node"
+    numels: tuple = (5000, 70)
+    accepted: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.hub = HubClient(self.address, call_timeout_s=5.0)
+        self.who = pb.Who(run="run")
+        self.versions, self.seqs = [], []
+
+    def request(self, **others):
+        """What it joins by."""
+        layout = [
+            pb.Unit(name=f"unit{i}", tensors=[pb.Tensor(name="w", shape=[n])])
+            for i, n in enumerate(self.numels)
+        ]
+        request = pb.JoinRequest(who=self.who, name=self.name, layout=layout, num_samples=1000)
+        request.facts.update({"seed": "0"} | others)
+        return request
+
+    def join(self, **others):
+        reply = self.hub.join(self.request(**others))
+        self.who = pb.Who(run="run", term=reply.term, node=reply.node, session=reply.session)
+        self.versions, self.seqs = list(reply.versions), list(reply.seqs)
+        return reply
+
+    def found(self):
+        """Join, and bring the first anchors if there are none."""
+        if self.join().founder:
+            for unit in range(len(self.numels)):
+                assert self.push(unit, base=0).accepted
+            until(lambda: all(news.version for news in self.beat().units), "the first anchors")
+        return self
+
+    def push(self, unit, base=None, scale=0.01):
+        self.seqs[unit] += 1
+        seq = self.seqs[unit]
+        values = numbers(unit, seq, self.numels[unit]) * np.float32(1.0 if base == 0 else scale)
+        base = max(1, self.version(unit)) if base is None else base
+        data = codec("fp32").encode(values.astype(np.float32))
+        head = pb.PushHead(who=self.who, unit=unit, seq=seq, base=base, steps=1, tokens=10, codec="fp32")
+        head.num_bytes = len(data)
+        reply = self.hub.push(head, data)
+        if reply.accepted:
+            self.accepted.append((self.who.node, unit, seq))
+        return reply
+
+    def merged(self, unit):
+        """Push, and wait until it is in the anchor."""
+        reply = self.push(unit)
+        assert reply.accepted, reply
+        until(lambda: self.news(unit).seq >= self.seqs[unit], "a merge")
+        return self.news(unit)
+
+    def beat(self):
+        return self.hub.beat(pb.BeatRequest(who=self.who, steps=1, steps_per_s=1.0, state="training"))
+
+    def news(self, unit):
+        return next(item for item in self.beat().units if item.unit == unit)
+
+    def version(self, unit):
+        return self.news(unit).version
+
+    def anchor(self, unit):
+        buffer = memoryview(bytearray(4 * self.numels[unit]))
+        head = self.hub.pull(pb.PullRequest(who=self.who, unit=unit), buffer)
+        return head.version, np.frombuffer(buffer, np.float32)
+
+    def status(self):
+        return json.loads(self.hub.status(pb.StatusRequest()).json)
+
+    def leave(self):
+        self.hub.leave(pb.LeaveRequest(who=self.who))
+
+    def vote(self, address):
+        """Ask a standby to lead, as an agent does that cannot reach its hub."""
+        other = HubClient(address, call_timeout_s=5.0)
+        try:
+            return other.take_over(pb.TakeOverRequest(who=self.who))
+        finally:
+            other.close()
+
+    def go_to(self, address):
+        """Believe in another hub."""
+        self.hub.close()
+        self.hub, self.address = HubClient(address, call_timeout_s=5.0), address
+        self.who = pb.Who(run="run", session=self.who.session)
+        return self.join()
+
+
+def numbers(unit, seq, numel):
+    return np.random.default_rng([unit, seq]).standard_normal(numel, dtype=np.float32)
+
+
+def until(true, what, limit_s=LIMIT_S):
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, f"waited {limit_s:g} s for {what}"
+        time.sleep(0.01)
+
+
+def hello(address):
+    client = HubClient(address, call_timeout_s=5.0)
+    try:
+        return client.hello(pb.HelloRequest(protocol=1, code=source_digest(), version="test"))
+    finally:
+        client.close()
+
+
+def status(address):
+    client = HubClient(address, call_timeout_s=5.0)
+    try:
+        return json.loads(client.status(pb.StatusRequest()).json)
+    finally:
+        client.close()
+
+
+__all__ = [
+    "Client",
+    "HubProcess",
+    "HubRefused",
+    "HubUnreachable",
+    "ending",
+    "hello",
+    "status",
+    "until",
+    "write_run",
+]

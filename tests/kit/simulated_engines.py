@@ -1,0 +1,99 @@
+"""Engines in virtual time: samples of known lengths, steps that take what a pace says, moves that cost."""
+
+from collections import deque
+
+from aedit.spec_rollout.migration.moving import Reallocator, _sample
+from aedit.spec_rollout.migration.reallocate import Load, Pace
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+
+PACE = Pace(fixed_s=0.010, row_s=0.001, prefill_s=0.0002)
+MOST = 2000
+PROMPT = (1,) * 20
+
+
+def prompts(lengths, rollout=0, group=-1):
+    sampling = Sampling(max_new_tokens=MOST)
+    return {
+        Prompt(tokens=PROMPT, rollout=rollout, sample=i, group=group, sampling=sampling): length
+        for i, length in enumerate(lengths)
+    }
+
+
+class Simulated:
+    """A `Movable` that knows how long its samples will be, and tells nobody."""
+
+    def __init__(self, rows=16, pace=PACE):
+        self.rows, self.pace = rows, pace
+        self.live, self.waiting = [], deque()
+        self.free_at = 0.0
+        self.world = None
+        self.idle_after_giving = False
+
+    @property
+    def samples(self):
+        return [*self.live, *self.waiting]
+
+    def load(self):
+        told = tuple(map(_sample, self.samples))
+        return Load(told, self.rows, self.pace)
+
+    def take_out(self, key):
+        for place in (self.live, self.waiting):
+            for rollout in place:
+                if (rollout.prompt.rollout, rollout.prompt.sample) == key:
+                    place.remove(rollout)
+                    self.idle_after_giving |= not self.samples
+                    return rollout.to_move()
+        return None
+
+    def add(self, prompt):
+        self.waiting.append(prompt.begun or Rollout(prompt))
+        if prompt.begun:
+            redone = len(prompt.tokens) + len(prompt.begun.tokens)
+            self.free_at = max(self.free_at, self.world.now) + redone * self.pace.prefill_s
+
+    def step(self):
+        """One token for each live sample; those that have ended leave."""
+        while self.waiting and len(self.live) < self.rows:
+            self.live.append(self.waiting.popleft())
+        self.free_at = max(self.free_at, self.world.now) + self.pace.token_s(len(self.live))
+        for rollout in self.live:
+            rollout.tokens.append(0)
+        ended = [r for r in self.live if len(r.tokens) == self.world.length_of(r)]
+        self.live = [r for r in self.live if r not in ended]
+        return ended
+
+
+class World:
+    """Steps the engine that is free first; asks for moves every `every_s` of virtual time."""
+
+    def __init__(self, engines, work, rule=None, every_s=0.2):
+        """work: for each engine a dict of prompt -> length. rule: None never moves anything."""
+        self.now, self.engines, self.every_s = 0.0, engines, every_s
+        self.lengths, self.moves, self.ended, self.busy_to_idle = {}, [], [], 0
+        for engine, mine in zip(engines, work, strict=True):
+            engine.world = self
+            for prompt, length in mine.items():
+                self.lengths[prompt.rollout, prompt.sample] = length
+                engine.add(prompt)
+        self.reallocator = Reallocator(engines, rule, clock=lambda: self.now) if rule else None
+
+    def length_of(self, rollout):
+        return self.lengths[rollout.prompt.rollout, rollout.prompt.sample]
+
+    def run(self):
+        """Seconds until all have ended."""
+        look_at = self.every_s
+        while any(engine.samples for engine in self.engines):
+            engine = min((e for e in self.engines if e.samples), key=lambda e: e.free_at)
+            self.now = max(self.now, engine.free_at)
+            if self.reallocator and self.now >= look_at:
+                self.moves += self.reallocator.look()
+                look_at = self.now + self.every_s
+                continue
+            for rollout in engine.step():
+                rollout.finish = "stop"
+                self.ended.append(rollout)
+                if self.reallocator:
+                    self.reallocator.finished(rollout)
+        return max(engine.free_at for engine in self.engines)

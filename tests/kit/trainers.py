@@ -1,0 +1,48 @@
+"""A trainer to be let run and stopped, and how to see what it is doing without asking it."""
+
+import time
+from pathlib import Path
+
+from benchmarks import idle_trainees as trainees
+
+from aedit.spec_rollout.idle.idle import DrafterTraining
+from aedit.spec_rollout.idle.restarts import Restarts
+from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
+
+PATIENCE_S = 90.0
+AT_ONCE = Restarts(limit=100, pause_s=0.0)
+
+
+def training(make=None, *, restarts=AT_ONCE, niceness=0, **config):
+    """At a priority that lets tests end on a busy machine."""
+    return DrafterTraining.of(
+        make or trainees.busy(),
+        drafter=trainees.weights(),
+        policy=trainees.policy(),
+        config=IdleConfig(restarts=restarts, niceness=niceness, **config),
+    )
+
+
+def until(is_so, work=None):
+    """Wait for what must come."""
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < give_up_s, work.status() if work else "it never came"
+        time.sleep(0.005)
+
+
+def learn(work, steps=5, cause="test"):
+    """Open a window until the trainer has made so many steps more."""
+    wanted = work.status()["steps"] + steps
+    with work.window(cause):
+        until(lambda: work.status()["steps"] >= wanted, work)
+
+
+def threads(pid):
+    """The states of all threads of a process as the kernel has them: R, S, T (stopped), Z..."""
+    stats = [task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+
+def is_stopped(work):
+    return threads(work.status()["pid"]) == {"T"}
