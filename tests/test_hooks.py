@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 from dist_jobs.library_jobs import Tower, batches, loss
-from held import add_one, alone, node
-from local_sgd import furthest, local_sgd, trainable
+from kit.deferred import add_one, alone, node
+from kit.local_sgd import furthest, local_sgd, trainable
 from test_library import assert_same_bits, replicas, together
 
 from aedit.async_sgd.rules.outer import Average

@@ -4,8 +4,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from held import PLAIN, alone, node
-from nodes import batches, furthest, in_threads, loss, parameters, tower
+from kit.deferred import PLAIN, alone, node
+from kit.nodes import batches, furthest, in_threads, loss, parameters, tower
 from torch import nn
 
 from aedit.async_sgd.rules.outer import Average
