@@ -23,7 +23,6 @@ from torch import nn
 
 import aedit
 from aedit.edit.units import SyncUnit, find_units
-from aedit.launch.provenance import source_digest
 from aedit.launch.samples import batch
 from aedit.proto.agent_link import AgentLink, start_agent
 from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
@@ -168,7 +167,6 @@ def agent_plan(address: str, codec: str, units: Sequence[SyncUnit], name: str) -
         addresses=(address,),
         name=name,
         run="agent",
-        code=source_digest(),
         version=aedit.__version__,
         units=tuple(
             UnitPlan(

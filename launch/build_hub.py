@@ -23,8 +23,8 @@ from aedit.launch.config import RunConfig
 from aedit.launch.hub_node import HubNode
 from aedit.launch.inner import make_inner
 from aedit.launch.leased import LeasedOrder
+from aedit.launch.method import method
 from aedit.launch.placement import Membership
-from aedit.launch.provenance import source_digest
 from aedit.launch.recorder import Clock, Recorder
 from aedit.launch.rejoin import known_directory, rejoin, remember
 from aedit.launch.samples import load_corpus
@@ -124,7 +124,7 @@ def agent_plan(
         name=member.name,
         prefers=member.prefers,
         run=config.name,
-        code=source_digest(),
+        method=tuple(method(config).items()),
         version=aedit.__version__,
         units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in units),
         facts=tuple((name, str(value)) for name, value in facts.items()),

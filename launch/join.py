@@ -11,7 +11,6 @@ from aedit.launch.flags import with_flags
 from aedit.launch.load import parse
 from aedit.launch.placement import Membership, Placement
 from aedit.launch.prepare import write_atomically
-from aedit.launch.provenance import source_digest
 from aedit.launch.run import run
 from aedit.proto.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.hub_pb2 import HelloReply, HelloRequest
@@ -58,9 +57,7 @@ def _greet(addresses: str, keys: Path | None, insecure: bool) -> RunConfig:
         addresses.split(",")[0], member_keys(addresses, keys, insecure), call_timeout_s=HELLO_LIMIT_S
     )
     try:
-        reply: HelloReply = client.hello(
-            HelloRequest(protocol=PROTOCOL, code=source_digest(), version=aedit.__version__)
-        )
+        reply: HelloReply = client.hello(HelloRequest(protocol=PROTOCOL, version=aedit.__version__))
     except (HubUnreachable, HubRefused) as error:
         raise UserError(str(error)) from None
     finally:

@@ -24,8 +24,7 @@ from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.store import Store
 from aedit.launch.hub.switch import Switch
-from aedit.launch.provenance import source_digest
-from aedit.proto import hub_pb2 as pb
+from aedit.launch.method import method
 from aedit.proto.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.limits import Limits
 from aedit.proto.membership import PROTOCOL
@@ -119,10 +118,10 @@ class _Process:
         self._reports = Reports(place.directory)
         self._greeting = Greeting(
             protocol=PROTOCOL,
-            code=source_digest(),
+            method=method(self._config),
             version=aedit.__version__,
             run=self._config.name,
-            config=to_toml(self._config),
+            config=to_toml(self._config, defaults=False),
             addresses=place.addresses,
             standby=lambda: place.other,
         )
@@ -243,7 +242,7 @@ class _Process:
         if not other:
             return 0
         client = HubClient(other, self._place.client_keys(), call_timeout_s=_ASK_S)
-        hello = pb.HelloRequest(protocol=PROTOCOL, code=self._greeting.code, version=aedit.__version__)
+        hello = self._greeting.question()
         try:
             return client.hello(hello).term
         except HubRefused as error:

@@ -204,9 +204,7 @@ class Standby(_Refusing):
 
     def _greeted(self, client: HubClient) -> int:
         """Term of the one that leads. What was mirrored under another term may not be what it has."""
-        greeting = self._greeting
-        hello = pb.HelloRequest(protocol=greeting.protocol, code=greeting.code, version=greeting.version)
-        term = client.hello(hello).term
+        term = client.hello(self._greeting.question()).term
         noted = folder.read(self._place.directory / "mirror.json")
         if not noted or json.loads(noted)["term"] != term:
             self._mirror.forget()

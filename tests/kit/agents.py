@@ -11,6 +11,7 @@ import numpy as np
 from aedit.proto import hub_pb2 as pb
 from aedit.proto.agent_link import start_agent
 from aedit.proto.codecs import codec
+from aedit.proto.membership import PROTOCOL
 from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
 from aedit.proto.server import serve
 from aedit.proto.service import Refusal
@@ -122,7 +123,7 @@ class MemoryHub:
 
     def hello(self, request):
         self._live()
-        return pb.HelloReply(protocol=1, run="test", term=self.term)
+        return pb.HelloReply(protocol=PROTOCOL, run="test", term=self.term)
 
     def join(self, request):
         with self.lock:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from aedit.launch.provenance import source_digest
 from aedit.proto import hub_pb2 as pb
 from aedit.proto.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.codecs import codec
+from aedit.proto.membership import PROTOCOL
 
 LIMIT_S = 30.0
 
@@ -215,7 +215,7 @@ def until(true, what, limit_s=LIMIT_S):
 def hello(address):
     client = HubClient(address, call_timeout_s=5.0)
     try:
-        return client.hello(pb.HelloRequest(protocol=1, code=source_digest(), version="test"))
+        return client.hello(pb.HelloRequest(protocol=PROTOCOL, version="test"))
     finally:
         client.close()
 
