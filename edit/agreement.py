@@ -16,7 +16,7 @@ from aedit.edit import canonical
 from aedit.edit.digest import halves
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
-from aedit.proto.transport import Transport
+from aedit.proto.transports.transport import Transport
 
 _MISSING = "nothing"
 

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aedit.async_sgd import penalty
-from aedit.async_sgd.outer import Average, Nesterov, OuterOptimizer, OuterState
+from aedit.async_sgd.rules import penalty
+from aedit.async_sgd.rules.outer import Average, Nesterov, OuterOptimizer, OuterState
 from aedit.edit.agreement import compare, described, described_layout
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
@@ -22,7 +22,7 @@ from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
 from aedit.edit.units import SyncUnit
-from aedit.proto.transport import Mean, Pending, Rows, Then, Transport
+from aedit.proto.transports.transport import Mean, Pending, Rows, Then, Transport
 from aedit.types import Round
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from aedit.edit.exchange import Verdict
-from aedit.proto.transport import Pending
+from aedit.proto.transports.transport import Pending
 from aedit.types import Round
 
 

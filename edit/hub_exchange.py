@@ -23,9 +23,9 @@ from aedit.edit.named import history, named_history
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
-from aedit.proto import link as wire
-from aedit.proto.link import Answer, Link
-from aedit.proto.transport import PeersMissing, Pending
+from aedit.proto.agent import link as wire
+from aedit.proto.agent.link import Answer, Link
+from aedit.proto.transports.transport import PeersMissing, Pending
 from aedit.types import Round
 
 T = TypeVar("T")

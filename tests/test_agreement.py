@@ -4,15 +4,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tests.kit.nodes import tower
+from kit.nodes import tower
 from torch import nn
 
-from aedit.async_sgd.outer import Average, Nesterov
+from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.schedule import EverySeconds, EverySteps
 from aedit.edit.sync import LayerSync
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.memory import MemoryWorld
 
 
 class Recording:

@@ -3,12 +3,12 @@
 import hashlib
 import json
 
-from aedit.launch.config import RunConfig
-from aedit.launch.fields import to_toml
-from aedit.launch.flags import with_flags
-from aedit.launch.load import parse
-from aedit.launch.method import defaults, difference, method
-from aedit.proto.membership import PROTOCOL
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.fields import to_toml
+from aedit.launch.config.flags import with_flags
+from aedit.launch.config.load import parse
+from aedit.launch.config.method import defaults, difference, method
+from aedit.proto.agent.membership import PROTOCOL
 
 DEFAULTS = {2: "8b122323490cff3f"}
 """By protocol number: SHA-256 of the names and defaults of all settings that decide the result."""
