@@ -16,9 +16,9 @@ from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, en
 from aedit.launch.config.load import load
 from aedit.launch.config.method import method
 from aedit.launch.hub.replay import anchors_of, pushes_of
-from aedit.proto.agent.membership import PROTOCOL
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient
+from aedit.proto.wire.hello import PROTOCOL
 
 
 def start(tmp_path, *words, more="", file_limit=None, **values):

@@ -8,7 +8,7 @@ from aedit.launch.config.fields import to_toml
 from aedit.launch.config.flags import with_flags
 from aedit.launch.config.load import parse
 from aedit.launch.config.method import defaults, difference, method
-from aedit.proto.agent.membership import PROTOCOL
+from aedit.proto.wire.hello import PROTOCOL
 
 DEFAULTS = {2: "8b122323490cff3f"}
 """By protocol number: SHA-256 of the names and defaults of all settings that decide the result."""

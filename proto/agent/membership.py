@@ -14,10 +14,8 @@ import grpc
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hello import PROTOCOL
 
-PROTOCOL = 2
-"""Equal on everybody who takes part in one run. It changes with whatever an older build would misunderstand
-or compute otherwise: messages, journal records, arithmetic, defaults of settings that decide the result."""
 FATAL = frozenset(
     {
         grpc.StatusCode.ABORTED,

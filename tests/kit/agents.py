@@ -9,10 +9,10 @@ import grpc
 import numpy as np
 
 from aedit.proto.agent.agent_link import start_agent
-from aedit.proto.agent.membership import PROTOCOL
 from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
 from aedit.proto.codecs.codecs import codec
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.server import serve
 from aedit.proto.wire.service import Refusal
 

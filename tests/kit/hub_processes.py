@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from aedit.proto.agent.membership import PROTOCOL
 from aedit.proto.codecs.codecs import codec
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hello import PROTOCOL
 
 LIMIT_S = 30.0
 
