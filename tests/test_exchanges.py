@@ -19,6 +19,7 @@ class Foreign:
             "bytes_sent",
             "max_steps_ahead",
             "bind",
+            "defaults",
             "compare",
             "anchor",
             "average",
