@@ -77,6 +77,10 @@ class Exchange(Protocol):
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         """Plain mean of `value` over nodes, for the warm-up."""
 
+    def rows(self, key: str, row: Tensor) -> Pending[Rows]:
+        """Return one small float64 row per node, as `Transport.gather` does; only its own on a node that
+        does not meet others."""
+
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[Verdict]:
         """Announce `round` for `units`: one small message. Units may be started once the answer is in."""
 
@@ -193,6 +197,9 @@ class MeanExchange:
 
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         return Then(self.transport.weighted_mean(name, value, weight), lambda mean: mean.value)
+
+    def rows(self, key: str, row: Tensor) -> Pending[Rows]:
+        return self.transport.gather(key, row)
 
     @torch.no_grad()
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[Verdict]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from aedit.edit.buffers import OpenBuffers
 from aedit.edit.exchange import Verdict
 from aedit.proto.transport import Pending
 from aedit.types import Round
@@ -19,6 +20,7 @@ class Flight:
     opening: Pending[Verdict]
     unsent: deque[int]  # in forward order
     opened_at: int = 0  # local step
+    buffers: OpenBuffers | None = None
     waited_s: float = 0.0
     verdict: Verdict | None = None
     sent: dict[int, Pending[Tensor]] = field(default_factory=dict)

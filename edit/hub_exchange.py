@@ -25,7 +25,7 @@ from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
 from aedit.proto import link as wire
 from aedit.proto.link import Answer, Link
-from aedit.proto.transport import PeersMissing, Pending
+from aedit.proto.transport import PeersMissing, Pending, Rows
 from aedit.types import Round
 
 T = TypeVar("T")
@@ -109,6 +109,9 @@ class HubExchange:
 
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         raise ValueError("nodes of a hub do not meet at every step: set edit.warmup_steps = 0")
+
+    def rows(self, key: str, row: Tensor) -> Pending[Rows]:
+        return Here(lambda: Rows(row.unsqueeze(0), 0))
 
     @torch.no_grad()
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[Verdict]:

@@ -20,13 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
+from aedit.edit.equal import equalize
 from aedit.edit.exchange import Exchange, Verdict
 from aedit.edit.flight import Flight
 from aedit.edit.schedule import RoundSchedule, make_schedule
-from aedit.edit.shards import shards_of
+from aedit.edit.shards import local, shards_of
 from aedit.edit.units import SyncUnit, find_units
-from aedit.edit.waiting import Waiter
+from aedit.edit.waiting import T, Waiter
+from aedit.edit.warmup import GradientMean
+from aedit.proto.transport import Pending
 from aedit.types import Round
 
 
@@ -60,9 +64,12 @@ class LayerSync(Waiter):
         """Inner steps of all nodes up to that round, warm-up not included."""
         self._flights: list[Flight] = []  # oldest first
         self._hooks: list[RemovableHandle] = []
-        self._averaged = False
         self.anchored = False
         """Whether the first local phase has begun."""
+        self._gradients = GradientMean(self.units, self.shards, exchange, self._wait_step, lambda: self.steps)
+        self._warm_up_hooks: list[RemovableHandle] = []
+        device = local(self.units[0].params[0]).device
+        self._buffers = Buffers(model, exchange, self.shards, device)
         exchange.bind(self.units, self.shards)
         schedule.listen(exchange.notes)
 
@@ -102,8 +109,11 @@ class LayerSync(Waiter):
             for module in unit.modules:
                 self._hooks.append(module.register_forward_pre_hook(land, prepend=True))
         self._hooks.append(self.model.register_forward_hook(_hook(self._after_forward)))
-        self._hooks.append(self.inner.register_step_pre_hook(_hook(self.average_gradients)))
-        if not self.warming_up and not self.anchored:
+        if not self.anchored:
+            equalize(self.model, self.exchange)
+        if self.warming_up:
+            self._warm_up_hooks += self._gradients.attach([self.inner])
+        elif not self.anchored:
             self.anchor()
         return self
 
@@ -114,8 +124,8 @@ class LayerSync(Waiter):
             if kind is None:
                 self.close()
         finally:
-            while self._hooks:
-                self._hooks.pop().remove()
+            _remove(self._hooks)
+            _remove(self._warm_up_hooks)
 
     # -- what the training loop calls
 
@@ -141,13 +151,19 @@ class LayerSync(Waiter):
 
     def step(self) -> None:
         """Count an inner step, and open a round if one is due. Call it after the inner optimizer has
-        stepped."""
-        self._averaged = False
+        stepped.
+
+        Raises RuntimeError for a step of the warm-up whose gradients were not averaged.
+        """
         warmed_up = self.warming_up
+        if warmed_up:
+            self._gradients.end_step()
         self.steps += 1
         if self.warming_up:
             return
         if warmed_up:
+            _remove(self._warm_up_hooks)
+            self._equalize_buffers()
             return self.anchor()
         self._look_for_answers()
         self._hold_back()
@@ -156,18 +172,10 @@ class LayerSync(Waiter):
 
     def average_gradients(self) -> None:
         """Warm-up: replace gradients by their mean over nodes. Called before the inner step by itself;
-        call it before clipping gradients, so that what is clipped is the mean. A node with a NaN or Inf is
-        left out of a unit."""
-        if not self.warming_up or self._averaged:
-            return
-        asked = []
-        for unit in self.units:
-            gradient = unit.gradient()
-            finite = self.shards.sum((~gradient.isfinite()).sum()) == 0
-            asked.append(self.exchange.average(f"warmup/{self.steps}/{unit.name}", gradient, finite.float()))
-        for unit, pending in zip(self.units, asked, strict=True):
-            unit.set_gradient(self.wait(pending, needed=self.position + 1))
-        self._averaged = True
+        call it before clipping gradients, so that what is clipped is the mean, and before a GradScaler looks
+        at them. A node with a NaN or Inf is left out of a unit."""
+        if self.warming_up:
+            self._gradients.average()
 
     def begin(self, round: Round, *, leaving: bool = False) -> Flight:
         """Open `round` and return at once; its units land as the next forward passes reach them."""
@@ -182,6 +190,10 @@ class LayerSync(Waiter):
                 self.units[i].sent = self.units[i].flat()
         opening = self.exchange.open(round, units, leaving=leaving)
         flight = Flight(round, units, opening, deque(units), self.local_steps)
+        if self._buffers and not self.free:
+            flight.buffers = self._buffers.open(str(round.id), stepped=round.steps > 0)
+        elif self.free:
+            self._buffers.warn_if_changed()
         self._flights.append(flight)
         if self.free:
             self._send_all(flight)
@@ -213,6 +225,8 @@ class LayerSync(Waiter):
         A node that ends early keeps answering rounds, with weight 0, until all have ended.
         """
         self.finish()
+        if self.warming_up:
+            self._equalize_buffers()
         if self.warming_up or not self.anchored:
             return
         all_leaving = 0
@@ -226,6 +240,16 @@ class LayerSync(Waiter):
         self.exchange.leave()
 
     # -- rounds
+
+    def _equalize_buffers(self) -> None:
+        """Exchange buffers without a round: where the warm-up ends."""
+        if self._buffers and not self.free:
+            opened = self._buffers.open(f"warmup/{self.steps}", stepped=self.steps > 0)
+            opened.send(self.wait(opened.rows, needed=self.position), trusted=True)
+            opened.land(self.wait)
+
+    def _wait_step(self, pending: Pending[T]) -> T:
+        return self.wait(pending, needed=self.position + 1)
 
     def anchor(self) -> None:
         """Take the first anchors, all nodes together. `with` and the end of the warm-up do it by
@@ -266,13 +290,17 @@ class LayerSync(Waiter):
         asked = [(flight, i) for flight in self._flights for i in flight.sent if i not in flight.ready]
         opening = [flight for flight in self._flights if flight.verdict is None]
         here = [flight.sent[i].done() for flight, i in asked] + [flight.opening.done() for flight in opening]
-        agreed = iter(self.shards.all(here))
+        buffers = [flight.buffers for flight in self._flights if flight.verdict and flight.buffers]
+        agreed = iter(self.shards.all(here + [each.done() for each in buffers]))
         for flight, i in asked:
             if next(agreed):
                 flight.ready.add(i)
         for flight in opening:
             if next(agreed):
                 self._send_all(flight)
+        for each in buffers:
+            if next(agreed):
+                each.land(self.wait)
 
     def _send_all(self, flight: Flight) -> None:
         self._verdict(flight)
@@ -287,6 +315,9 @@ class LayerSync(Waiter):
         if flight.verdict is None:
             flight.verdict = self.wait(flight.opening, flight, needed=self.position)
             self.total_steps = flight.verdict.total_steps
+            if flight.buffers:
+                trusted = not flight.verdict.distrusted and flight.verdict.healed_from is None
+                flight.buffers.send(self.wait(flight.buffers.rows, flight), trusted=trusted)
         return flight.verdict
 
     # -- landing
@@ -313,6 +344,8 @@ class LayerSync(Waiter):
             self._send(flight)
         if i not in flight.sent:
             return
+        if flight.buffers and (self.config.landing == "forward" or len(flight.sent) == 1):
+            flight.buffers.land(partial(self.wait, flight=flight))
         anchor = self._answer(flight, i)
         verdict = flight.verdict = self.exchange.conclude(i, verdict)
         with torch.inference_mode(False), torch.no_grad():
@@ -352,6 +385,11 @@ class LayerSync(Waiter):
         if anchor.is_cuda and self.shards.group is not None:
             # FSDP2 gathers on a stream that waited for this one at the root's forward, not for this copy.
             torch.cuda.current_stream().synchronize()
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _hook(act: Callable[[], None]) -> Callable[..., None]:
