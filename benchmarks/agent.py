@@ -23,10 +23,10 @@ from torch import nn
 
 import aedit
 from aedit.edit.units import SyncUnit, find_units
-from aedit.launch.provenance import source_digest
-from aedit.launch.samples import batch
-from aedit.proto.agent_link import AgentLink, start_agent
-from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.launch.data.samples import batch
+from aedit.launch.rundir.provenance import source_digest
+from aedit.proto.agent.agent_link import AgentLink, start_agent
+from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
 from benchmarks.small_llama import corpus, inner_step, llama
 from benchmarks.table import Bar, Report, main, median, percent
 

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from aedit.async_sgd.config import HubConfig, OuterConfig, StalenessConfig
-from aedit.async_sgd.outer import Nesterov
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, StalenessConfig
+from aedit.async_sgd.rules.outer import Nesterov
 from aedit.edit.config import PenaltyConfig
 from benchmarks.quality import mean_and_half_width
 from benchmarks.run_hub import Method, Outcome, Setting, train_apart, train_together, warm_up

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from aedit.async_sgd.records import Push, UnitLayout, Vector
+from aedit.async_sgd.rules.records import Push, UnitLayout, Vector
 from benchmarks.hub_in_process import Held, push_of
 
 Attack = Callable[[Push, UnitLayout], Push]

@@ -19,9 +19,9 @@ from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.pace import OwnPace
 from aedit.edit.sync import LayerSync
 from aedit.edit.units import find_units
-from aedit.launch.provenance import source_digest
-from aedit.proto.agent_link import start_agent
-from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.launch.rundir.provenance import source_digest
+from aedit.proto.agent.agent_link import start_agent
+from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
 from benchmarks.paced import tower, walk
 
 RUN = "bandwidth"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
-from aedit.proto.c10d import TorchTransport
+from aedit.proto.transports.c10d import TorchTransport
 from benchmarks.paced import tower, walk
 
 PORT = 29500

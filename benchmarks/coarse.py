@@ -16,9 +16,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from aedit.async_sgd.config import HubConfig, OuterConfig
-from aedit.async_sgd.records import Push, Vector
-from aedit.proto.codecs import Feedback, codec
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig
+from aedit.async_sgd.rules.records import Push, Vector
+from aedit.proto.codecs.codecs import Feedback, codec
 from benchmarks.hub_in_process import Held, Tamper
 from benchmarks.run_hub import Method, Setting, train_apart, warm_up
 

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from aedit.spec_rollout.batches import HELD_OUT_EVERY
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.draft_training import DraftTrainer, DraftTrainingConfig
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.feature_reader import FeatureReader, Sample
-from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.features import RowFeatures
-from aedit.spec_rollout.gate import Match, held_out_match
-from aedit.spec_rollout.learning import Learning, LearningConfig, shared, train_when_idle
-from aedit.spec_rollout.losses import PolicyEnds
-from aedit.spec_rollout.packing import pack
-from aedit.spec_rollout.samples import Prompt, Rollout
-from aedit.spec_rollout.target import Target
-from aedit.spec_rollout.trainer_keeper import IdleConfig
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
+from aedit.spec_rollout.learning.batches import HELD_OUT_EVERY
+from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig
+from aedit.spec_rollout.learning.feature_reader import FeatureReader, Sample
+from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.learning.features import RowFeatures
+from aedit.spec_rollout.learning.gate import Match, held_out_match
+from aedit.spec_rollout.learning.learning import Learning, LearningConfig, shared, train_when_idle
+from aedit.spec_rollout.learning.losses import PolicyEnds
+from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 
 RING_BYTES = 64 << 20
 LOOK_S = 0.02

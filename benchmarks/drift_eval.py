@@ -7,14 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.arms import Fixed
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.feature_reader import Sample
-from aedit.spec_rollout.layer_drafter import LayerDrafter
-from aedit.spec_rollout.samples import Prompt, Rollout
-from aedit.spec_rollout.suffix import SuffixDrafter
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.arms.arms import Fixed
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.drafters.suffix import SuffixDrafter
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.learning.feature_reader import Sample
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from benchmarks.drift_drafters import Gate, IdleTrained, collected, copy_of, ends_of, matched, oracle
 from benchmarks.drift_policy import moved
 

@@ -10,13 +10,13 @@ from typing import Self
 import torch
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.arms import Fixed
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.layer_drafter import LayerDrafter
-from aedit.spec_rollout.learning import LearningConfig
-from aedit.spec_rollout.samples import Prompt, Rollout, Sampling
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.arms.arms import Fixed
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.learning.learning import LearningConfig
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 from benchmarks.drift_drafters import Control, IdleTrained, copy_of
 from benchmarks.drift_eval import ARM, Checkpoint, Judge
 from benchmarks.drift_policy import AHEAD, Mover, moved, paced, policy_gradient

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from aedit.launch.config.load import load
 from aedit.launch.hub.replay import records_of
-from aedit.launch.load import load
 from benchmarks.elastic_quality import PHASES, Curve, Elastic, jumps, setting
 from benchmarks.field import Field
 from benchmarks.lease_audit import Audit

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from aedit.launch.inner import make_inner, set_lr
+from aedit.launch.node.inner import make_inner, set_lr
 from benchmarks.run_hub import (
     Method,
     Node,

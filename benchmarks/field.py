@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from aedit.proto.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.hub_pb2 import StatusRequest
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hub_pb2 import StatusRequest
 from benchmarks.netns import Place
 from benchmarks.paced_node import PacedNode
 

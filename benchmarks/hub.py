@@ -8,7 +8,7 @@ as `aedit hub` starts it, with its journal on the disk, and nodes that do all a 
 
 from dataclasses import asdict, dataclass, field
 
-from aedit.async_sgd.config import Codec
+from aedit.async_sgd.rules.config import Codec
 from benchmarks.hub_crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
 from benchmarks.hub_merge import Kind, Speeds, speeds
 from benchmarks.hub_push import push_seconds

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import nn
 
-from aedit.async_sgd.hub import Hub
-from aedit.async_sgd.joins import Joiner
-from aedit.async_sgd.members import Report
-from aedit.async_sgd.records import (
+from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.hub.joins import Joiner
+from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.rules.records import (
     Accepted,
     Layout,
     Merged,
@@ -21,7 +21,7 @@ from aedit.async_sgd.records import (
     Vector,
 )
 from aedit.edit.units import find_units
-from aedit.proto.link import Answer, News, Progress, Verdict
+from aedit.proto.agent.link import Answer, News, Progress, Verdict
 
 _VERDICTS = {"merged": Verdict.MERGED, "refused": Verdict.REFUSED, "distrusted": Verdict.DISTRUSTED}
 

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from aedit.async_sgd.config import HubConfig
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.client import HubClient, HubRefused
-from aedit.proto.codecs import Floats, codec
+from aedit.async_sgd.rules.config import HubConfig
+from aedit.proto.codecs.codecs import Floats, codec
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient, HubRefused
 
 RUN = "bench"
 BEAT_S = HubConfig().beat_s

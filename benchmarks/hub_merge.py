@@ -14,15 +14,15 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.async_sgd.config import Codec, HubConfig, OuterConfig, PenaltyConfig
-from aedit.async_sgd.hub import Hub, HubPlan
-from aedit.async_sgd.joins import Joiner
-from aedit.async_sgd.records import Layout, Merged, Push, Record, TensorLayout, UnitLayout
-from aedit.launch.hub.journal import Journal
-from aedit.launch.hub.norms import norms
-from aedit.launch.hub.payload import Payload
-from aedit.proto import codecs
-from aedit.proto.codecs import codec
+from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.hub.joins import Joiner
+from aedit.async_sgd.journal.journal import Journal
+from aedit.async_sgd.journal.norms import norms
+from aedit.async_sgd.journal.payload import Payload
+from aedit.async_sgd.rules.config import Codec, HubConfig, OuterConfig, PenaltyConfig
+from aedit.async_sgd.rules.records import Layout, Merged, Push, Record, TensorLayout, UnitLayout
+from aedit.proto.codecs import codecs
+from aedit.proto.codecs.codecs import codec
 
 STEPS, TOKENS = 64, 64 * 2048
 

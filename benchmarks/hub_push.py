@@ -15,12 +15,12 @@ from typing import cast
 
 import numpy as np
 
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.client import HubClient
-from aedit.proto.frames import CHUNK_BYTES
-from aedit.proto.limits import Limits
-from aedit.proto.server import Server
-from aedit.proto.service import Door, HubCore, Service
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient
+from aedit.proto.wire.frames import CHUNK_BYTES
+from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.server import Server
+from aedit.proto.wire.service import Door, HubCore, Service
 
 HOST = "127.0.0.1"
 STARTS_WITHIN_S = 60.0

@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from aedit.spec_rollout.idle import DrafterTraining
-from aedit.spec_rollout.trainer_keeper import IdleConfig
+from aedit.spec_rollout.idle.idle import DrafterTraining
+from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from benchmarks.idle_faults import Suffered, suffer
 from benchmarks.idle_foreground import OFF, THREADS, Arm, Foreground, Pair, Race, Ratio
 from benchmarks.idle_learner import begun, learner

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from aedit.spec_rollout.idle import DrafterTraining
-from aedit.spec_rollout.publishing import Published
-from aedit.spec_rollout.restarts import Restarts
-from aedit.spec_rollout.trainer_keeper import IdleConfig
+from aedit.spec_rollout.idle.idle import DrafterTraining
+from aedit.spec_rollout.idle.publishing import Published
+from aedit.spec_rollout.idle.restarts import Restarts
+from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from benchmarks.idle_foreground import Arm, Foreground, Pair, Race
 from benchmarks.idle_trainees import MENDED_BY, faulty, give, policy, weights
 

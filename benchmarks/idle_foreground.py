@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aedit.launch.samples import batch
+from aedit.launch.data.samples import batch
 from benchmarks.small_llama import corpus, inner_step, llama
 from benchmarks.table import median
 

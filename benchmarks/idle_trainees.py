@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.publishing import CHECKSUM, NEWEST, NUMBER
-from aedit.spec_rollout.trainer_desk import Desk
+from aedit.spec_rollout.idle.publishing import CHECKSUM, NEWEST, NUMBER
+from aedit.spec_rollout.idle.trainer_memory import Desk
 
 WIDTH = 64
 LR = 0.5

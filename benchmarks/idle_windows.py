@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from aedit.spec_rollout.idle import DrafterTraining
+from aedit.spec_rollout.idle.idle import DrafterTraining
 
 STOPS_WITHIN_S = 10.0
 MESSAGE_WITHIN_S = 10.0

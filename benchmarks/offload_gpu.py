@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
-from aedit.launch.config import ModelConfig
-from aedit.launch.model import build_model, loss, num_parameters
-from aedit.proto.c10d import TorchTransport
+from aedit.launch.config.config import ModelConfig
+from aedit.launch.node.model import build_model, loss, num_parameters
+from aedit.proto.transports.c10d import TorchTransport
 from benchmarks.table import Bar, Report, main, median, percent
 
 MOST = 0.02

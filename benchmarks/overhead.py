@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
-from aedit.launch.model import blocks, num_parameters
-from aedit.launch.samples import batch
-from aedit.proto.c10d import TorchTransport
+from aedit.launch.data.samples import batch
+from aedit.launch.node.model import blocks, num_parameters
+from aedit.proto.transports.c10d import TorchTransport
 from benchmarks.small_llama import corpus, inner_step, llama
 from benchmarks.table import Bar, Report, main, median, percent
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from aedit.launch.provenance import source_digest
-from aedit.proto.agent_link import start_agent
-from aedit.proto.link import Answer, Link, Progress, Verdict
-from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.launch.rundir.provenance import source_digest
+from aedit.proto.agent.agent_link import start_agent
+from aedit.proto.agent.link import Answer, Link, Progress, Verdict
+from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
 
 LATE_S = 0.1
 """A step that takes so much longer than it should is put on record."""

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from aedit.async_sgd.config import HubConfig, OuterConfig, StalenessConfig
-from aedit.async_sgd.records import Layout, Push
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, StalenessConfig
+from aedit.async_sgd.rules.records import Layout, Push
 from benchmarks.attacks import Attack, attacks
 from benchmarks.hub_in_process import layout_of
 from benchmarks.run_hub import Method, Outcome, Setting, train_apart, warm_up

@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from aedit.launch.export import write_model
-from aedit.launch.model import num_parameters
-from aedit.launch.tokenizer import ByteTokenizer
+from aedit.launch.cli.export import write_model
+from aedit.launch.data.tokenizer import ByteTokenizer
+from aedit.launch.node.model import num_parameters
 from benchmarks.policy_training import (
     Budget,
     Rows,

@@ -16,18 +16,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from aedit.launch.tokenizer import ByteTokenizer
-from aedit.spec_rollout.batches import HELD_OUT_EVERY
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.draft_training import DraftTrainer, DraftTrainingConfig
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.feature_reader import FeatureReader, Sample
-from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.features import RowFeatures
-from aedit.spec_rollout.gate import Match, held_out_match
-from aedit.spec_rollout.losses import PolicyEnds
-from aedit.spec_rollout.packing import pack
-from aedit.spec_rollout.samples import Prompt, Sampling
+from aedit.launch.data.tokenizer import ByteTokenizer
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.learning.batches import HELD_OUT_EVERY
+from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig
+from aedit.spec_rollout.learning.feature_reader import FeatureReader, Sample
+from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.learning.features import RowFeatures
+from aedit.spec_rollout.learning.gate import Match, held_out_match
+from aedit.spec_rollout.learning.losses import PolicyEnds
+from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 from benchmarks.policies import ROOT, Policy, load, prompts, ready
 
 ROWS = 32

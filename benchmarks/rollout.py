@@ -21,7 +21,7 @@ import transformers
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from benchmarks import rollout_tables
 from benchmarks.policies import ROOT, Kind, Policy, load, ready
 from benchmarks.policies import Size as PolicySize

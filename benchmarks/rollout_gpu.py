@@ -21,10 +21,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.drafts import parse_arm
-from aedit.spec_rollout.goodput import Goodput
-from aedit.spec_rollout.layer_drafter import LayerDrafter
+from aedit.spec_rollout.arms.goodput import Goodput
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.drafts import parse_arm
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from benchmarks import rollout_gpu_decode as decoding
 from benchmarks.policies import ROOT, Kind, Policy, load
 from benchmarks.policies import Size as PolicySize

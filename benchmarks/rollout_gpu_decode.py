@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.samples import Prompt, Sampling
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 from benchmarks.rollout_cells import Interval
 from benchmarks.table import Bar, Report, median, percent
 

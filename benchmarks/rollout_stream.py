@@ -18,16 +18,16 @@ from itertools import count
 import torch
 from transformers import PreTrainedModel
 
-from aedit.launch.tokenizer import ByteTokenizer
-from aedit.spec_rollout.arms import ArmChooser, Fixed
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.drafts import Arm, By, Drafter, parse_arm
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.goodput import Goodput
-from aedit.spec_rollout.layer_drafter import LayerDrafter
-from aedit.spec_rollout.samples import Prompt, Rollout, Sampling
-from aedit.spec_rollout.suffix import SuffixDrafter
-from aedit.spec_rollout.target import Target
+from aedit.launch.data.tokenizer import ByteTokenizer
+from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
+from aedit.spec_rollout.arms.goodput import Goodput
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.drafts import Arm, By, Drafter, parse_arm
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.drafters.suffix import SuffixDrafter
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 from benchmarks.policies import Policy, prompts
 from benchmarks.rollout_watch import Watched
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from aedit.launch.tokenizer import ByteTokenizer
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.samples import Prompt, Sampling
-from aedit.spec_rollout.target import Target
+from aedit.launch.data.tokenizer import ByteTokenizer
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 from benchmarks.policies import Policy, prompts, tasks
 from benchmarks.rollout_same import Same
 from benchmarks.rollout_stream import MAX_PROMPT

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from aedit.spec_rollout.arms import Observed, View
-from aedit.spec_rollout.calibration import Floats, Nodes, accepted_nodes
-from aedit.spec_rollout.drafts import OFF, Arm, Draft
-from aedit.spec_rollout.goodput import Goodput
+from aedit.spec_rollout.arms.arms import Observed, View
+from aedit.spec_rollout.arms.calibration import Floats, Nodes, accepted_nodes
+from aedit.spec_rollout.arms.goodput import Goodput
+from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft
 
 NUM_BINS = 20
 """Of a promised chance; what is learnt from may have others."""

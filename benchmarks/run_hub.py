@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from aedit.async_sgd.config import HubConfig, OuterConfig
-from aedit.async_sgd.hub import Hub, HubPlan
-from aedit.async_sgd.outer import Average, Nesterov
+from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig
+from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.pace import HubPace, make_pace
 from aedit.edit.sync import LayerSync
-from aedit.launch.config import TrainConfig
-from aedit.launch.inner import lr_at, make_inner, set_lr
-from aedit.proto.codecs import codec
+from aedit.launch.config.config import TrainConfig
+from aedit.launch.node.inner import lr_at, make_inner, set_lr
+from aedit.proto.codecs.codecs import codec
 from aedit.types import Round
 from benchmarks.hub_in_process import DirectLink, HubInProcess, Tally, Tamper, layout_of
 from benchmarks.small_llama import inner_step, llama

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from aedit.async_sgd.outer import Nesterov
+from aedit.async_sgd.rules.outer import Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange, Verdict
 from aedit.edit.schedule import EverySeconds
 from aedit.edit.sync import LayerSync
-from aedit.launch.config import TrainConfig
-from aedit.launch.inner import lr_at, make_inner, set_lr
-from aedit.launch.model import loss
-from aedit.launch.order import SampleOrder
-from aedit.launch.samples import Corpus, batch, evaluation_indices
-from aedit.proto.memory import MemoryWorld
+from aedit.launch.config.config import TrainConfig
+from aedit.launch.data.order import SampleOrder
+from aedit.launch.data.samples import Corpus, batch, evaluation_indices
+from aedit.launch.node.inner import lr_at, make_inner, set_lr
+from aedit.launch.node.model import loss
+from aedit.proto.transports.memory import MemoryWorld
 from benchmarks.small_llama import corpus, inner_step, llama
 from benchmarks.virtual import Turns, VirtualTransport
 

@@ -17,7 +17,7 @@ from torch import nn
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.memory import MemoryWorld
 from benchmarks.paced import Pace, Walk, together, tower, walk
 from benchmarks.straggler_hub import PRESETS, Scene, Seen, run_scene
 from benchmarks.table import Bar, Report, main, percent

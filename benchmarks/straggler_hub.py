@@ -14,10 +14,10 @@ from typing import Any
 
 import psutil
 
-from aedit.async_sgd.config import ScreenConfig
-from aedit.launch.config import RunConfig
-from aedit.launch.fields import to_toml
-from aedit.launch.load import load
+from aedit.async_sgd.rules.config import ScreenConfig
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.fields import to_toml
+from aedit.launch.config.load import load
 from benchmarks.field import ask, free_port
 from benchmarks.straggler_node import Job
 

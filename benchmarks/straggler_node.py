@@ -18,13 +18,13 @@ from aedit.edit.exchange import MeanExchange
 from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.pace import make_pace
 from aedit.edit.sync import LayerSync
-from aedit.launch.build_hub import agent_plan
-from aedit.launch.config import RunConfig
-from aedit.launch.load import load
-from aedit.launch.placement import Membership
-from aedit.proto.agent_link import AgentLink, start_agent
-from aedit.proto.link import Progress
-from aedit.proto.memory import MemoryWorld
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.load import load
+from aedit.launch.config.placement import Membership
+from aedit.launch.node.build_hub import agent_plan
+from aedit.proto.agent.agent_link import AgentLink, start_agent
+from aedit.proto.agent.link import Progress
+from aedit.proto.transports.memory import MemoryWorld
 from benchmarks.paced import Pace, Walk, tower, walk
 
 

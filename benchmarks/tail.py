@@ -19,15 +19,15 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from aedit.launch.tokenizer import ByteTokenizer
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.drafts import By, Drafter, parse_arm
-from aedit.spec_rollout.goodput import Goodput
-from aedit.spec_rollout.layer_drafter import LayerDrafter
-from aedit.spec_rollout.moving import Reallocator
-from aedit.spec_rollout.samples import Prompt, Rollout, Sampling
-from aedit.spec_rollout.suffix import SuffixDrafter
-from aedit.spec_rollout.target import Target
+from aedit.launch.data.tokenizer import ByteTokenizer
+from aedit.spec_rollout.arms.goodput import Goodput
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.drafts import By, Drafter, parse_arm
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.drafters.suffix import SuffixDrafter
+from aedit.spec_rollout.migration.moving import Reallocator
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 from benchmarks.policies import ROOT, Policy, Size, load, prompts
 from benchmarks.policy_drafter import Recipe, drafter_ready
 from benchmarks.rollout_cells import Interval

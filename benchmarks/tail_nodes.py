@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aedit.spec_rollout.arms import ArmChooser
-from aedit.spec_rollout.drafts import Arm, Begun, By, Draft, Drafter, Noise, Taken
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.meters import Step
-from aedit.spec_rollout.moving import EngineHere, Reallocator
-from aedit.spec_rollout.reallocate import Key
-from aedit.spec_rollout.samples import Prompt, Rollout
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.arms.arms import ArmChooser
+from aedit.spec_rollout.drafters.drafts import Arm, Begun, By, Draft, Drafter, Noise, Taken
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.meters import Step
+from aedit.spec_rollout.migration.moving import EngineHere, Reallocator
+from aedit.spec_rollout.migration.reallocate import Key
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from benchmarks.tail_times import Times
 
 LOOK_S = 0.05

@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from aedit.proto.memory import MemoryTransport
-from aedit.proto.transport import Mean, Pending, Rows
+from aedit.proto.transports.memory import MemoryTransport
+from aedit.proto.transports.transport import Mean, Pending, Rows
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ have no part in the mean. On a node of several ranks the mean over its ranks cou
 """
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from aedit.edit.equal import Peers, named_buffers
+from aedit.edit.peers import Peers
 from aedit.edit.shards import Shards
 from aedit.edit.tensors import (
     digest_of,
@@ -23,13 +23,21 @@ from aedit.edit.tensors import (
     from_mean,
     hash_of,
     is_averaged,
+    named_buffers,
     shape_of,
     to_floats,
     to_mean,
 )
-from aedit.proto.transport import Pending, Rows
+from aedit.proto.transports.transport import Pending, Rows
 
-Wait = Callable[[Pending[Rows]], Rows]
+T = TypeVar("T")
+
+
+class Wait(Protocol):
+    """How a node waits for an answer."""
+
+    def __call__(self, pending: Pending[T], /) -> T:
+        """Return the answer once it is here."""
 
 
 class Buffers:
@@ -57,6 +65,12 @@ class Buffers:
             row += [hash_of((name, shape)), *digest_of(value), float(value.isfinite().all())]
         rows = self._peers.rows(f"{key}/buffers", torch.tensor(row, dtype=torch.float64))
         return OpenBuffers(key, [now.get(name) for name in self._names], values, self._peers, rows)
+
+    def exchange(self, key: str, wait: Wait, *, stepped: bool) -> None:
+        """Exchange the buffers now, without a round."""
+        opened = self.open(key, stepped=stepped)
+        opened.send(wait(opened.rows), trusted=True)
+        opened.land(wait)
 
     def warn_if_changed(self) -> None:
         """Warn once with the names of floating-point buffers that have changed since the first call: for an
@@ -135,7 +149,7 @@ class OpenBuffers:
         return all(asked.done() for _, asked in self._sent)
 
     @torch.no_grad()
-    def land(self, wait: Callable[[Pending[Tensor]], Tensor]) -> None:
+    def land(self, wait: Wait) -> None:
         """Write what has come into the buffers, waiting for it. Does nothing the second time."""
         if self._landed:
             return

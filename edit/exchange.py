@@ -11,17 +11,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from aedit.async_sgd import penalty
-from aedit.async_sgd.outer import Average, Nesterov, OuterOptimizer, OuterState
+from aedit.async_sgd.rules import penalty
+from aedit.async_sgd.rules.outer import Average, Nesterov, OuterOptimizer, OuterState
+from aedit.edit.agreement import compare, described, described_layout
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.digest import digest, halves
 from aedit.edit.named import flat, history, named, named_history
+from aedit.edit.peers import Peers
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
 from aedit.edit.units import SyncUnit
-from aedit.proto.transport import Mean, Pending, Rows, Then, Transport
+from aedit.proto.transports.transport import Mean, Pending, Rows, Then, Transport
 from aedit.types import Round
 
 
@@ -50,7 +52,7 @@ class Verdict:
     """Node whose anchors this one had to adopt because its own were different."""
 
 
-class Exchange(Protocol):
+class Exchange(Peers, Protocol):
     """Where next anchors come from."""
 
     asynchronous: bool
@@ -71,15 +73,12 @@ class Exchange(Protocol):
     def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
         """Learn which units there are. Called once, before anything else."""
 
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """Raise ValueError, naming the first difference, if `settings`, units or the exchange's own settings
+        differ between nodes. All nodes together, before anything else; a hub compares when a node joins."""
+
     def anchor(self) -> None:
         """Make the parameters as they are the first anchors. All nodes together."""
-
-    def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
-        """Plain mean of `value` over nodes, for the warm-up."""
-
-    def rows(self, key: str, row: Tensor) -> Pending[Rows]:
-        """Return one small float64 row per node, as `Transport.gather` does; only its own on a node that
-        does not meet others."""
 
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[Verdict]:
         """Announce `round` for `units`: one small message. Units may be started once the answer is in."""
@@ -96,9 +95,6 @@ class Exchange(Protocol):
 
     def leave(self) -> None:
         """Take leave: everything has landed, and nothing more will be opened."""
-
-    def gather(self, key: str, number: float) -> tuple[float, ...]:
-        """Return the number of every node, all nodes together; of an asynchronous one, its own alone."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all that must outlive the process, by name: views, to be saved before the next step.
@@ -165,6 +161,10 @@ class MeanExchange:
         self.units, self.shards = units, shards
         self.history = NormHistory.empty(len(units), self.penalty.window)
         self.steps_L = torch.zeros(len(units), dtype=torch.float64)
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        own = described("outer", self.outer) | described("penalty", self.penalty)
+        compare(self.transport, "settings", {**settings, **own, **described_layout(self.units, self.shards)})
 
     def anchor(self) -> None:
         """Take the parameters as anchors. Nodes that differ adopt those of the first node, bit for bit."""
@@ -278,10 +278,6 @@ class MeanExchange:
 
     def leave(self) -> None:
         """Do nothing: the last round, which all nodes have opened as leaving, was the farewell."""
-
-    def gather(self, key: str, number: float) -> tuple[float, ...]:
-        row = torch.tensor([number], dtype=torch.float64)
-        return tuple(self.transport.gather(key, row).result().rows[:, 0].tolist())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return anchors and outer state by parameter, history of norms, and step counts."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from aedit.edit.buffers import OpenBuffers
 from aedit.edit.exchange import Verdict
-from aedit.proto.transport import Pending
+from aedit.proto.transports.transport import Pending
 from aedit.types import Round
 
 

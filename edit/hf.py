@@ -81,6 +81,7 @@ class EditCallback(TrainerCallback):
             kwargs["model"], optimizer, exchange=self.exchange, schedule=self.schedule, config=self.config
         )
         _check(args, self.sync, self.max_grad_norm)
+        self.sync.compare()
         self._resume(args, state)
         self.sync.__enter__()
         self._attached = True
@@ -217,4 +218,5 @@ def _read_numbers(directory: Path) -> dict[str, Any] | None:
 def _all_have_it(exchange: Exchange, numbers: dict[str, Any] | None) -> bool:
     """Return whether every node resumes from the same round."""
     mine = -1.0 if numbers is None else float(numbers["last_id"])
-    return set(exchange.gather("trainer/resume", mine)) == {mine} and mine >= 0
+    rows = exchange.rows("trainer/resume", torch.tensor([mine], dtype=torch.float64)).result().rows
+    return bool((rows == mine).all()) and mine >= 0

@@ -23,9 +23,9 @@ from aedit.edit.named import history, named_history
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
-from aedit.proto import link as wire
-from aedit.proto.link import Answer, Link
-from aedit.proto.transport import PeersMissing, Pending, Rows
+from aedit.proto.agent import link as wire
+from aedit.proto.agent.link import Answer, Link
+from aedit.proto.transports.transport import PeersMissing, Pending, Rows
 from aedit.types import Round
 
 T = TypeVar("T")
@@ -94,6 +94,9 @@ class HubExchange:
                 SharedVector(v[i], slices, device) for v in (self.link.anchors, self.link.outbox)
             )
             self._places.append(_Place(anchors, outbox))
+
+    def compare(self, settings: Mapping[str, str]) -> None:
+        """Do nothing: the hub compares layout and method with its own when the node joins."""
 
     def anchor(self) -> None:
         """Become a member of the run and take its anchors; the first node's parameters become them."""
@@ -167,9 +170,6 @@ class HubExchange:
         self.before_leaving()
         if self.shards.leads:
             self.link.leave(self.timeout_s)
-
-    def gather(self, key: str, number: float) -> tuple[float, ...]:
-        return (number,)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the node knows of its own norms, and its codec's residuals. The anchors are the hub's.

@@ -7,10 +7,10 @@ next round is still under way, so all of these say "now" to whoever comes late.
 import time
 from collections.abc import Callable
 
-from aedit.async_sgd.config import HubConfig
+from aedit.async_sgd.rules.config import HubConfig
 from aedit.edit.config import EditConfig
 from aedit.edit.schedule import Notes, RoundSchedule
-from aedit.proto.link import News
+from aedit.proto.agent.link import News
 from aedit.types import Round
 
 SILENCE = 2.0

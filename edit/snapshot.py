@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
-from aedit.proto.transport import Rows
+from aedit.proto.transports.transport import Rows
 from aedit.types import Round
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from aedit.edit.agreement import described_loop
 from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
 from aedit.edit.equal import equalize
@@ -28,9 +29,8 @@ from aedit.edit.flight import Flight
 from aedit.edit.schedule import RoundSchedule, make_schedule
 from aedit.edit.shards import local, shards_of
 from aedit.edit.units import SyncUnit, find_units
-from aedit.edit.waiting import T, Waiter
+from aedit.edit.waiting import Waiter
 from aedit.edit.warmup import GradientMean
-from aedit.proto.transport import Pending
 from aedit.types import Round
 
 
@@ -64,12 +64,17 @@ class LayerSync(Waiter):
         """Inner steps of all nodes up to that round, warm-up not included."""
         self._flights: list[Flight] = []  # oldest first
         self._hooks: list[RemovableHandle] = []
+        self._compared = False
         self.anchored = False
         """Whether the first local phase has begun."""
-        self._gradients = GradientMean(self.units, self.shards, exchange, self._wait_step, lambda: self.steps)
-        self._warm_up_hooks: list[RemovableHandle] = []
-        device = local(self.units[0].params[0]).device
-        self._buffers = Buffers(model, exchange, self.shards, device)
+        self._gradients = GradientMean(
+            self.units,
+            self.shards,
+            exchange,
+            wait=lambda pending: self.wait(pending, needed=self.position + 1),
+            steps=lambda: self.steps,
+        )
+        self._buffers = Buffers(model, exchange, self.shards, local(self.units[0].params[0]).device)
         exchange.bind(self.units, self.shards)
         schedule.listen(exchange.notes)
 
@@ -104,17 +109,18 @@ class LayerSync(Waiter):
     # -- attach and detach
 
     def __enter__(self) -> "LayerSync":
+        self.compare()
+        if not self.anchored:
+            equalize(self.model, self.exchange)
+        if self.warming_up:
+            self._gradients.attach([self.inner])
+        elif not self.anchored:
+            self.anchor()
         for i, unit in enumerate(self.units):
             land = _hook(partial(self._before_forward, i))
             for module in unit.modules:
                 self._hooks.append(module.register_forward_pre_hook(land, prepend=True))
         self._hooks.append(self.model.register_forward_hook(_hook(self._after_forward)))
-        if not self.anchored:
-            equalize(self.model, self.exchange)
-        if self.warming_up:
-            self._warm_up_hooks += self._gradients.attach([self.inner])
-        elif not self.anchored:
-            self.anchor()
         return self
 
     def __exit__(
@@ -124,8 +130,9 @@ class LayerSync(Waiter):
             if kind is None:
                 self.close()
         finally:
-            _remove(self._hooks)
-            _remove(self._warm_up_hooks)
+            while self._hooks:
+                self._hooks.pop().remove()
+            self._gradients.detach()
 
     # -- what the training loop calls
 
@@ -162,8 +169,8 @@ class LayerSync(Waiter):
         if self.warming_up:
             return
         if warmed_up:
-            _remove(self._warm_up_hooks)
-            self._equalize_buffers()
+            self._gradients.detach()
+            self._exchange_buffers()
             return self.anchor()
         self._look_for_answers()
         self._hold_back()
@@ -190,10 +197,10 @@ class LayerSync(Waiter):
                 self.units[i].sent = self.units[i].flat()
         opening = self.exchange.open(round, units, leaving=leaving)
         flight = Flight(round, units, opening, deque(units), self.local_steps)
-        if self._buffers and not self.free:
-            flight.buffers = self._buffers.open(str(round.id), stepped=round.steps > 0)
-        elif self.free:
+        if self.free:
             self._buffers.warn_if_changed()
+        elif self._buffers:
+            flight.buffers = self._buffers.open(str(round.id), stepped=round.steps > 0)
         self._flights.append(flight)
         if self.free:
             self._send_all(flight)
@@ -226,8 +233,8 @@ class LayerSync(Waiter):
         """
         self.finish()
         if self.warming_up:
-            self._equalize_buffers()
-        if self.warming_up or not self.anchored:
+            return self._exchange_buffers()
+        if not self.anchored:
             return
         all_leaving = 0
         while all_leaving < self.config.fragments:  # every fragment once more
@@ -241,19 +248,22 @@ class LayerSync(Waiter):
 
     # -- rounds
 
-    def _equalize_buffers(self) -> None:
-        """Exchange buffers without a round: where the warm-up ends."""
+    def _exchange_buffers(self) -> None:
+        """Exchange buffers where the warm-up ends, which is no round."""
         if self._buffers and not self.free:
-            opened = self._buffers.open(f"warmup/{self.steps}", stepped=self.steps > 0)
-            opened.send(self.wait(opened.rows, needed=self.position), trusted=True)
-            opened.land(self.wait)
+            self._buffers.exchange(f"warmup/{self.steps}", self.wait, stepped=self.steps > 0)
 
-    def _wait_step(self, pending: Pending[T]) -> T:
-        return self.wait(pending, needed=self.position + 1)
+    def compare(self) -> None:
+        """Raise ValueError if model or settings differ between nodes. All nodes together, before anything
+        else is exchanged; only the first call does it. `with` does it by itself."""
+        if not self._compared:
+            self.exchange.compare(described_loop(self.model, self.config, self.schedule))
+            self._compared = True
 
     def anchor(self) -> None:
         """Take the first anchors, all nodes together. `with` and the end of the warm-up do it by
         themselves."""
+        self.compare()
         self.exchange.anchor()
         self.anchored = True
 
@@ -385,11 +395,6 @@ class LayerSync(Waiter):
         if anchor.is_cuda and self.shards.group is not None:
             # FSDP2 gathers on a stream that waited for this one at the root's forward, not for this copy.
             torch.cuda.current_stream().synchronize()
-
-
-def _remove(hooks: list[RemovableHandle]) -> None:
-    while hooks:
-        hooks.pop().remove()
 
 
 def _hook(act: Callable[[], None]) -> Callable[..., None]:

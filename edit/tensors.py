@@ -1,9 +1,10 @@
-"""Any tensor as a vector of fp32 numbers that a transport can carry, and back without a changed bit."""
+"""The tensors of a model, and any tensor as a vector of fp32 numbers that a transport can carry."""
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aedit.edit.digest import digest, halves
 from aedit.edit.shards import local
@@ -59,6 +60,13 @@ def from_mean(floats: Tensor, into: Tensor) -> None:
     if real.dtype == torch.float64:
         floats = floats.double().view(2, -1).sum(0)
     real.copy_(floats.view_as(real))
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield name and value of every buffer, and whether it is part of the state dict."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            yield f"{prefix}.{name}".lstrip("."), buffer, name not in module._non_persistent_buffers_set
 
 
 def digest_of(floats: Tensor) -> tuple[float, float]:

@@ -6,26 +6,20 @@ the mean over all of them, as in DistributedDataParallel; one without a gradient
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from aedit.edit.peers import Peers
 from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
-from aedit.proto.transport import Pending
+from aedit.proto.transports.transport import Pending
 
 Wait = Callable[[Pending[Tensor]], Tensor]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-
-
-class Averager(Protocol):
-    """What is needed of an `Exchange`."""
-
-    def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
-        """Return the weighted mean of an fp32 vector over nodes."""
 
 
 class GradientMean:
@@ -38,12 +32,13 @@ class GradientMean:
         self,
         units: Sequence[SyncUnit],
         shards: Shards,
-        averager: Averager,
+        peers: Peers,
         wait: Wait,
         steps: Callable[[], int],
     ) -> None:
-        self._units, self._shards, self._averager = units, shards, averager
+        self._units, self._shards, self._peers = units, shards, peers
         self._wait, self._steps = wait, steps
+        self._hooks: list[RemovableHandle] = []
         self._averaged = False
         """Whether gradients have been averaged since the last step was counted."""
         self._fresh = False
@@ -53,8 +48,16 @@ class GradientMean:
 
     # -- hooks
 
-    def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[RemovableHandle]:
-        """Register what notices backward passes and averages before each step; yields the handles."""
+    def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Register what notices backward passes and averages before each step."""
+        self._hooks = list(self._register(optimizers))
+
+    def detach(self) -> None:
+        """Remove what `attach` has registered."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _register(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[RemovableHandle]:
         for unit in self._units:
             for p in unit.params:
                 yield p.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
@@ -99,7 +102,7 @@ class GradientMean:
         value = torch.as_tensor(loss, dtype=torch.float32).detach().reshape(1).to(device)
         value = self._shards.sum(value) / self._shards.size
         mean = self._wait(
-            self._averager.average(f"warmup/{self._steps()}/loss", value, torch.ones_like(value[0]))
+            self._peers.average(f"warmup/{self._steps()}/loss", value, torch.ones_like(value[0]))
         )
         return mean.reshape(loss.shape).to(loss) if isinstance(loss, Tensor) else float(mean)
 
@@ -118,9 +121,9 @@ class GradientMean:
         finite = torch.stack([self._shards.sum((~g.isfinite()).sum()) == 0 for g in gradients]).float()
         params = [p for unit in self._units for p in unit.params]
         told = finite.new_tensor([self._stepped, *(p.grad is not None for p in params)])
-        heads = self._averager.average(f"{name}/which", torch.cat([told, finite]), torch.ones_like(told[0]))
+        heads = self._peers.average(f"{name}/which", torch.cat([told, finite]), torch.ones_like(told[0]))
         asked = [
-            self._averager.average(f"{name}/{unit.name}", gradient, weight)
+            self._peers.average(f"{name}/{unit.name}", gradient, weight)
             for unit, gradient, weight in zip(self._units, gradients, finite, strict=True)
         ]
         stepped, *anywhere = self._wait(heads).tolist()

@@ -8,10 +8,10 @@ import psutil
 import pytest
 from kit.agents import SHAPES, MemoryHub, exchange, node, order, plan, until
 
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.agent_link import AgentLost, attach
-from aedit.proto.codecs import codec
-from aedit.proto.link import Progress, Verdict
+from aedit.proto.agent.agent_link import AgentLost, attach
+from aedit.proto.agent.link import Progress, Verdict
+from aedit.proto.codecs.codecs import codec
+from aedit.proto.wire import hub_pb2 as pb
 from aedit.types import UserError
 
 MODES = ("process", "thread")

@@ -13,16 +13,16 @@ import psutil
 import pytest
 from kit.agents import MemoryHub, node, order, plan, until
 
-from aedit.launch.keys import make_keys
-from aedit.proto.agent_link import AgentLost, attach
-from aedit.proto.plan import to_json
+from aedit.launch.cli.keys import make_keys
+from aedit.proto.agent.agent_link import AgentLost, attach
+from aedit.proto.agent.plan import to_json
 from aedit.types import UserError
 
 TRAINER = """
     import os, sys, time
     import numpy as np
-    from aedit.proto.agent_link import start_agent
-    from aedit.proto.plan import from_json
+    from aedit.proto.agent.agent_link import start_agent
+    from aedit.proto.agent.plan import from_json
 
     link = start_agent(from_json(sys.argv[1]), ranks=1)
     for anchor in link.anchors:
@@ -56,7 +56,7 @@ def trainer(hub, kind=""):
     try:
         assert process.stdout.readline().strip() == str(process.pid)
         family = psutil.Process(process.pid).children(recursive=True)
-        yield process, next(p for p in family if "aedit.proto.agent_main" in p.cmdline())
+        yield process, next(p for p in family if "aedit.proto.agent.agent_main" in p.cmdline())
     finally:
         process.kill()
         process.wait(10)
@@ -67,7 +67,7 @@ def trainer(hub, kind=""):
 
 
 def agent_of(here):
-    (found,) = [p for p in psutil.Process(here).children() if "aedit.proto.agent_main" in p.cmdline()]
+    (found,) = [p for p in psutil.Process(here).children() if "aedit.proto.agent.agent_main" in p.cmdline()]
     return found
 
 
@@ -150,8 +150,8 @@ def test_an_agent_needs_no_torch_and_little_memory(hub):
 
 
 def test_a_trainer_that_stands_still_is_said_to_be_stalled(hub, monkeypatch):
-    from aedit.proto import watchdog
-    from aedit.proto.link import Progress
+    from aedit.proto.agent import watchdog
+    from aedit.proto.agent.link import Progress
 
     monkeypatch.setattr(watchdog, "LEAST_S", 0.3)
     with node(plan([hub.server.address])) as link:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from kit.agents import MemoryHub, exchange, node, plan, until
 
-from aedit.proto import frames
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.donor import Donor
-from aedit.proto.limits import Limits
-from aedit.proto.server import Server
-from aedit.proto.service import Refusal, Service, donor_service
+from aedit.proto.agent.donor import Donor
+from aedit.proto.wire import frames
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.server import Server
+from aedit.proto.wire.service import Refusal, Service, donor_service
 
 SHAPES = (((3, 5), (7,)), ((4 * 2**20,),))
 SIZE = 16 * 2**20

@@ -7,8 +7,8 @@ import numpy as np
 from kit.agents import node, order, plan, until
 from kit.hub_processes import HubProcess, ending
 
-from aedit.launch.provenance import source_digest
-from aedit.proto.link import Verdict
+from aedit.launch.rundir.provenance import source_digest
+from aedit.proto.agent.link import Verdict
 
 RUN = """
 name = "test"

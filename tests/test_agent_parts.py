@@ -5,12 +5,12 @@ import os
 import numpy as np
 import pytest
 
-from aedit.proto import mailbox
-from aedit.proto.leases import Leases
-from aedit.proto.link import Answer, News, Progress, Verdict
-from aedit.proto.mailbox import State, Wants
-from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan, from_json, to_json
-from aedit.proto.watchdog import Speed, Watchdog
+from aedit.proto.agent import mailbox
+from aedit.proto.agent.leases import Leases
+from aedit.proto.agent.link import Answer, News, Progress, Verdict
+from aedit.proto.agent.mailbox import State, Wants
+from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan, from_json, to_json
+from aedit.proto.agent.watchdog import Speed, Watchdog
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from aedit.spec_rollout.arms import Fixed, View, bucket
-from aedit.spec_rollout.drafts import OFF, Draft, parse_arm
+from aedit.spec_rollout.arms.arms import Fixed, View, bucket
+from aedit.spec_rollout.drafters.drafts import OFF, Draft, parse_arm
 
 VIEW = View(rows=4, context=100, versions={"layer": 3})
 

@@ -9,8 +9,8 @@ from benchmarks.coarse import CoarsePushes, coarse, cost
 from benchmarks.hub_in_process import Held
 from benchmarks.netns import Place
 
-from aedit.async_sgd.records import Push
-from aedit.proto.codecs import codec
+from aedit.async_sgd.rules.records import Push
+from aedit.proto.codecs.codecs import codec
 
 
 def seen(before=(0, 0), after=(0, 0), pushed=1, waited_s=0.0):

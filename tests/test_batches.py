@@ -1,7 +1,7 @@
 """A batch mixes what this step has said so far with the long samples of the step before."""
 
-from aedit.spec_rollout.batches import held_out, is_held_out, one_step_off
-from aedit.spec_rollout.feature_reader import Entry
+from aedit.spec_rollout.learning.batches import held_out, is_held_out, one_step_off
+from aedit.spec_rollout.learning.feature_reader import Entry
 
 
 def entry(serial, num_tokens, step):

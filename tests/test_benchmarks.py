@@ -20,7 +20,7 @@ from benchmarks.run_virtual import BAD_NODE, METHODS, NODES, Setting, held_out_l
 from benchmarks.small_llama import corpus, llama
 from benchmarks.virtual import Turns
 
-from aedit.launch.order import permutation
+from aedit.launch.data.order import permutation
 
 ROOT = Path(__file__).parent.parent
 SMALL = Setting(steps=12, warmup_steps=4, every=4, hidden_size=32, num_layers=1, held_out=16)

@@ -4,13 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.spec_rollout.calibration import (
-    NUM_LEVELS,
-    Calibration,
-    Nodes,
-    accepted_nodes,
-)
-from aedit.spec_rollout.drafts import Draft
+from aedit.spec_rollout.arms.calibration import NUM_LEVELS, Calibration, Nodes, accepted_nodes
+from aedit.spec_rollout.drafters.drafts import Draft
 
 
 def overconfident(chance):

@@ -81,7 +81,7 @@ def test_ctrl_c_is_exit_code_130(monkeypatch, tmp_path):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("aedit.launch.load.load", interrupted)
+    monkeypatch.setattr("aedit.launch.config.load.load", interrupted)
     assert main(["config", "show", str(tmp_path)]) == 130
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from aedit.proto.codecs import GRAIN, Feedback, codec
+from aedit.proto.codecs.codecs import GRAIN, Feedback, codec
 
 NAMES = ("fp32", "bf16", "int8", "e3m0", "topk")
 COARSE = ("e3m0", "topk")

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aedit.launch.config import EditConfig, LocalConfig, ModelConfig, RunConfig, TrainConfig
-from aedit.launch.fields import hints, to_toml, values
-from aedit.launch.flags import split_flags
-from aedit.launch.load import load
-from aedit.launch.prepare import differences
+from aedit.launch.config.config import EditConfig, LocalConfig, ModelConfig, RunConfig, TrainConfig
+from aedit.launch.config.fields import hints, to_toml, values
+from aedit.launch.config.flags import split_flags
+from aedit.launch.config.load import load
+from aedit.launch.rundir.prepare import differences
 from aedit.types import UserError
 
 

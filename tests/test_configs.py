@@ -7,10 +7,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.launch.cli import main
-from aedit.launch.config import EditConfig, LocalConfig, ModelConfig, OuterConfig, RunConfig, TrainConfig
-from aedit.launch.load import load
-from aedit.launch.placement import Placement
-from aedit.launch.plan import measure, render
+from aedit.launch.config.config import (
+    EditConfig,
+    LocalConfig,
+    ModelConfig,
+    OuterConfig,
+    RunConfig,
+    TrainConfig,
+)
+from aedit.launch.config.load import load
+from aedit.launch.config.placement import Placement
+from aedit.launch.local.plan import measure, render
 from aedit.types import UserError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))

@@ -5,7 +5,7 @@ import torch
 from kit import transport_contract
 from kit.nodes import in_threads
 
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.memory import MemoryWorld
 
 JOBS = "tests/dist_jobs/contract_jobs.py"
 

@@ -15,7 +15,7 @@ import torch
 from kit.nodes import Script, batches, fingerprint, furthest, in_threads, loss, parameters, tower, train
 from torch import nn
 
-from aedit.async_sgd.outer import Average, Nesterov
+from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.detector import NormHistory, judge

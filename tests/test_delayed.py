@@ -6,7 +6,7 @@ import io
 import torch
 from kit.nodes import UNITS, batches, in_threads, loss, parameters, tower
 
-from aedit.async_sgd.outer import DelayedNesterov, OuterState
+from aedit.async_sgd.rules.outer import DelayedNesterov, OuterState
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange

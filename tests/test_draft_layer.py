@@ -14,8 +14,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.draft_shape import DraftShape
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.draft_shape import DraftShape
 
 SIZES = {
     "vocab_size": 40,

@@ -6,11 +6,11 @@ import pytest
 import torch
 from kit.tiny_policies import drafter, ends, policy, said
 
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.draft_training import DraftTrainer, DraftTrainingConfig
-from aedit.spec_rollout.gate import held_out_match
-from aedit.spec_rollout.losses import LossConfig, draft_losses
-from aedit.spec_rollout.packing import pack
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig
+from aedit.spec_rollout.learning.gate import held_out_match
+from aedit.spec_rollout.learning.losses import LossConfig, draft_losses
+from aedit.spec_rollout.learning.packing import pack
 
 
 def equal(a, b):

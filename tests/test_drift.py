@@ -15,9 +15,9 @@ from kit.tiny_policies import drafter, ends, policy, said
 from torch.distributions import Categorical, kl_divergence
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.spec_rollout.gate import held_out_match
-from aedit.spec_rollout.packing import pack
-from aedit.spec_rollout.samples import Prompt, Rollout
+from aedit.spec_rollout.learning.gate import held_out_match
+from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 
 
 def speaker(seed):

@@ -9,8 +9,8 @@ from benchmarks.elastic_quality import PHASES, Curve
 from benchmarks.lease_audit import Audit
 from kit.hub_machine import LAYOUT, Numbers, World, config, plan, values
 
-from aedit.async_sgd.config import OuterConfig
-from aedit.async_sgd.records import Accepted, Founded, Joined, Leased, Left, Push, Used
+from aedit.async_sgd.rules.config import OuterConfig
+from aedit.async_sgd.rules.records import Accepted, Founded, Joined, Leased, Left, Push, Used
 
 DELAYED = OuterConfig(kind="delayed-nesterov", lr=1.0, momentum=0.0, delay=2)
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from aedit.launch.ending import Ending, indices_of
+from aedit.launch.rundir.ending import Ending, indices_of
 
 
 @pytest.mark.parametrize(("last_stop", "trained"), [(40, False), (41, True)])

@@ -16,10 +16,11 @@ from kit.engine_mutants import (
 )
 from kit.rollouts import FLIPS, KINDS, Insider, decode_plainly, engine_of, samples, tiny_policy, tokens_of
 
-from aedit.spec_rollout import rows, verdict
-from aedit.spec_rollout.noise import RowNoise
-from aedit.spec_rollout.rows import Live
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.engine import rows
+from aedit.spec_rollout.engine import verification as verdict
+from aedit.spec_rollout.engine.rows import Live
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.noise import RowNoise
 
 mistake = Mistakes()
 mistake(a_token_too_few_is_kept_in_the_cache)

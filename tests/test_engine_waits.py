@@ -13,10 +13,10 @@ from kit.drafters import engine_of, fresh
 from kit.rollouts import KINDS, samples, tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aedit.spec_rollout.verdict import _on_host
+from aedit.spec_rollout.engine.verification import _on_host
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
-SENDING = "aedit.spec_rollout.sending"
+SENDING = "aedit.spec_rollout.model.host_to_device"
 ARMS = ["off", "layer:4", "layer:3x2x6", "layer:1", "suffix:4", "suffix:3x2x6"]
 
 
@@ -86,10 +86,16 @@ def test_a_step_waits_for_nothing_but_its_verdict(policy, watch):
 @pytest.mark.parametrize(
     ("place", "wait"),
     [
-        ("aedit.spec_rollout.verdict.walk", lambda draft, tokens, depth=None: bool((tokens >= 0).all())),
-        ("aedit.spec_rollout.verdict.node_depths", lambda parents, depth=None: parents[parents > 0]),
-        ("aedit.spec_rollout.verdict.shaped", lambda logits, *rest: torch.tensor(0.0)),
-        ("aedit.spec_rollout.verdict.logprobs", lambda logits, *rest: logits[0, 0, 0].item()),
+        (
+            "aedit.spec_rollout.engine.verification.walk",
+            lambda draft, tokens, depth=None: bool((tokens >= 0).all()),
+        ),
+        (
+            "aedit.spec_rollout.engine.verification.node_depths",
+            lambda parents, depth=None: parents[parents > 0],
+        ),
+        ("aedit.spec_rollout.engine.verification.shaped", lambda logits, *rest: torch.tensor(0.0)),
+        ("aedit.spec_rollout.engine.verification.logprobs", lambda logits, *rest: logits[0, 0, 0].item()),
     ],
 )
 def test_what_would_wait_is_seen(policy, watch, monkeypatch, place, wait):

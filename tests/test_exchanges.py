@@ -1,9 +1,9 @@
 """An exchange of somebody's own, not derived from any of ours, is driven and saved like ours."""
 
 import torch
-from tests.nodes import batches, in_threads, loss, parameters, tower
+from kit.nodes import batches, in_threads, loss, parameters, tower
 
-from aedit.async_sgd.outer import Nesterov
+from aedit.async_sgd.rules.outer import Nesterov
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange
@@ -19,6 +19,7 @@ class Foreign:
             "bytes_sent",
             "max_steps_ahead",
             "bind",
+            "compare",
             "anchor",
             "average",
             "open",

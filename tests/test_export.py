@@ -8,9 +8,9 @@ from dist_jobs.export_jobs import train_and_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aedit.edit.config import EditConfig
-from aedit.launch.checkpoint import Checkpoints, Mark
 from aedit.launch.cli import main
-from aedit.launch.export import export
+from aedit.launch.cli.export import export
+from aedit.launch.node.checkpoint import Checkpoints, Mark
 from aedit.types import UserError
 
 JOBS = "tests/dist_jobs/export_jobs.py"
@@ -167,7 +167,7 @@ def test_nothing_half_written_stays_behind(run_dir, tmp_path, monkeypatch):
     def disk_full(tokenizer, directory):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("aedit.launch.tokenizer.ByteTokenizer.save", disk_full)
+    monkeypatch.setattr("aedit.launch.data.tokenizer.ByteTokenizer.save", disk_full)
     with pytest.raises(UserError, match="No space left"):
         export(run_dir, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -4,17 +4,17 @@ taught is what it does when it drafts."""
 import torch
 from kit.tiny_policies import drafter, ends, policy
 
-from aedit.spec_rollout.arms import Fixed
-from aedit.spec_rollout.drafts import Begun, parse_arm
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.feature_reader import FeatureReader, Sample
-from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.features import RowFeatures
-from aedit.spec_rollout.feedback import guesses
-from aedit.spec_rollout.layer_drafter import LayerDrafter
-from aedit.spec_rollout.packing import pack
-from aedit.spec_rollout.samples import Prompt, Sampling
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.arms.arms import Fixed
+from aedit.spec_rollout.drafters.drafts import Begun, parse_arm
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.learning.feature_reader import FeatureReader, Sample
+from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.learning.features import RowFeatures
+from aedit.spec_rollout.learning.feedback import guesses
+from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
 CLOSE = 1e-5
 """The norms and rotary positions of transformers are computed in float32, whatever the model is of."""

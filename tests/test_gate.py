@@ -6,8 +6,8 @@ import pytest
 import torch
 from kit.tiny_policies import drafter, ends, policy, said
 
-from aedit.spec_rollout.feedback import guesses
-from aedit.spec_rollout.gate import (
+from aedit.spec_rollout.learning.feedback import guesses
+from aedit.spec_rollout.learning.gate import (
     GateConfig,
     Match,
     Standing,
@@ -18,7 +18,7 @@ from aedit.spec_rollout.gate import (
     row_noise,
     watched,
 )
-from aedit.spec_rollout.packing import pack
+from aedit.spec_rollout.learning.packing import pack
 
 CONFIG = GateConfig()
 

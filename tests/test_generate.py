@@ -9,16 +9,16 @@ from dist_jobs.export_jobs import train_and_save
 from kit.rollouts import perturbed
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from aedit.launch import generate as generating
-from aedit.launch.checkpoint import Mark
+from aedit.launch.cli import generate as generating
 from aedit.launch.cli import main
-from aedit.launch.compared import gap, said_the_same
-from aedit.launch.text_stream import Detokenizer, TextStream
-from aedit.launch.tokenizer import ByteTokenizer
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.meters import Step
-from aedit.spec_rollout.samples import Prompt, Rollout, Sampling
+from aedit.launch.cli.comparison import gap, said_the_same
+from aedit.launch.cli.text_stream import Detokenizer, TextStream
+from aedit.launch.data.tokenizer import ByteTokenizer
+from aedit.launch.node.checkpoint import Mark
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.meters import Step
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 LAST = re.compile(

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from aedit.edit.config import EditConfig
 from aedit.edit.hf import EditCallback
 from aedit.edit.schedule import EverySteps
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.memory import MemoryWorld
 
 JOBS = "tests/dist_jobs/trainer_jobs.py"
 USUAL = {"n_gpu": 1, "world_size": 1, "auto_find_batch_size": False, "max_grad_norm": 0.0}

@@ -22,20 +22,12 @@ from kit.hub_machine import (
     world,
 )
 
-from aedit.async_sgd import upward
-from aedit.async_sgd.config import OuterConfig, ScreenConfig
-from aedit.async_sgd.joins import Denied
-from aedit.async_sgd.news import news, status
-from aedit.async_sgd.outer import make_outer
-from aedit.async_sgd.records import (
-    Layout,
-    Led,
-    Left,
-    Merged,
-    TensorLayout,
-    Ticked,
-    UnitLayout,
-)
+from aedit.async_sgd.hub import upward
+from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.news import news, status
+from aedit.async_sgd.rules.config import OuterConfig, ScreenConfig
+from aedit.async_sgd.rules.outer import make_outer
+from aedit.async_sgd.rules.records import Layout, Led, Left, Merged, TensorLayout, Ticked, UnitLayout
 
 # --- the way down
 
@@ -295,5 +287,5 @@ def test_the_age_of_the_run_is_written_down_once_a_second():
 
 
 def test_the_hub_needs_no_torch():
-    words = "import sys, aedit.async_sgd.hub, aedit.async_sgd.news; sys.exit('torch' in sys.modules)"
+    words = "import sys, aedit.async_sgd.hub.hub, aedit.async_sgd.hub.news; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], timeout=60).returncode == 0

@@ -4,8 +4,8 @@ import numpy as np
 from benchmarks import hub_merge, hub_push
 from benchmarks.hub_crowd import ASYNC, Size, crowd, memory
 
-from aedit.async_sgd.records import Merged
-from aedit.launch.hub.journal import Journal
+from aedit.async_sgd.journal.journal import Journal
+from aedit.async_sgd.rules.records import Merged
 
 
 def test_every_timed_round_takes_all_pushes_into_one_version(tmp_path):

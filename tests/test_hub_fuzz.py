@@ -11,8 +11,8 @@ from kit.fuzz import PULL, PUSH, Fuzzer
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, write_run
 
 from aedit.launch.hub.replay import anchors_of
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.client import channel
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import channel
 
 MORE = """
 [hub.limits]

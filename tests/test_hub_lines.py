@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from aedit.launch.hub.lines import MOST_BYTES, Lines
-from aedit.proto.frames import MESSAGE_BYTES
+from aedit.async_sgd.service.lines import MOST_BYTES, Lines
+from aedit.proto.wire.frames import MESSAGE_BYTES
 
 
 def filled(num_lines, most_bytes=1000):

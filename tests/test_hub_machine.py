@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from kit.hub_machine import FACTS, LAYOUT, World, joiner, kinds, plan, poison, values, world
 
-from aedit.async_sgd.config import LimitConfig, ScreenConfig, StalenessConfig
-from aedit.async_sgd.joins import Denied
-from aedit.async_sgd.news import news, status, unit_news
-from aedit.async_sgd.records import (
+from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.news import news, status, unit_news
+from aedit.async_sgd.rules.config import LimitConfig, ScreenConfig, StalenessConfig
+from aedit.async_sgd.rules.records import (
     Accepted,
     Founded,
     Garbled,

@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 from kit.hub_machine import AVERAGE, LAYOUT, Int8, World, config, picture, plan, through_a_file
 
-from aedit.async_sgd.config import LimitConfig, ScreenConfig, StalenessConfig
-from aedit.async_sgd.joins import Denied
-from aedit.async_sgd.news import news, status
-from aedit.async_sgd.records import Accepted, Joined, Leased, Left, Merged, Refused, Used
-from aedit.async_sgd.weights import norm
+from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.news import news, status
+from aedit.async_sgd.rules.config import LimitConfig, ScreenConfig, StalenessConfig
+from aedit.async_sgd.rules.records import Accepted, Joined, Leased, Left, Merged, Refused, Used
+from aedit.async_sgd.rules.weights import norm
 
 NAMES = "abcde"
 NODES = st.integers(0, len(NAMES) - 1)

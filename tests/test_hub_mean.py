@@ -7,10 +7,10 @@ import pytest
 from benchmarks.hub_in_process import HubInProcess, layout_of, push_of
 from kit.nodes import UNITS, follow_script, in_threads, tower
 
-from aedit.async_sgd.config import HubConfig, OuterConfig, PenaltyConfig, ScreenConfig
-from aedit.async_sgd.hub import Hub, HubPlan
-from aedit.async_sgd.members import Report
-from aedit.async_sgd.outer import make_outer
+from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, ScreenConfig
+from aedit.async_sgd.rules.outer import make_outer
 
 NODES, ROUNDS = 3, 5
 STEPS = [[3, 1, 2, 4, 2], [1, 1, 5, 4, 1], [2, 3, 2, 1, 2]]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from aedit.launch.hub.memory import give_back_what_is_freed
+from aedit.async_sgd.service.memory import give_back_what_is_freed
 
 def own_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()

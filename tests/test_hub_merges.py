@@ -6,15 +6,10 @@ import numpy as np
 import pytest
 from kit.hub_machine import joiner, kinds, values, world
 
-from aedit.async_sgd.config import OuterConfig
-from aedit.async_sgd.joins import Denied
-from aedit.async_sgd.news import news, status, unit_news
-from aedit.async_sgd.records import (
-    Leased,
-    Left,
-    Merged,
-    RoundOpened,
-)
+from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.news import news, status, unit_news
+from aedit.async_sgd.rules.config import OuterConfig
+from aedit.async_sgd.rules.records import Leased, Left, Merged, RoundOpened
 
 # --- quorum
 

@@ -9,8 +9,8 @@ from kit.agents import MemoryHub, node, until
 from kit.hub_process import real_hub
 from kit.nodes import UNITS, tower
 
-from aedit.launch.provenance import source_digest
-from aedit.proto import hub_pb2 as pb
+from aedit.launch.rundir.provenance import source_digest
+from aedit.proto.wire import hub_pb2 as pb
 
 SETTINGS = {"codec": "fp32", "beat_s": 0.05, "expire_s": 2.0, "call_timeout_s": 2.0, "lease_samples": 64}
 JOBS = "tests/dist_jobs/hub_node_jobs.py"

@@ -14,9 +14,9 @@ import pytest
 from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, until, write_run
 
 from aedit.launch.hub.replay import anchors_of, pushes_of
-from aedit.launch.provenance import source_digest
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.client import HubClient
+from aedit.launch.rundir.provenance import source_digest
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient
 
 
 def start(tmp_path, *words, more="", file_limit=None, **values):
@@ -262,9 +262,9 @@ def test_people_can_see_how_it_stands(tmp_path):
 
 
 def test_prometheus_gets_its_numbers():
-    from aedit.async_sgd import news
-    from aedit.launch.config import RunConfig
-    from aedit.launch.hub.page import Page
+    from aedit.async_sgd.hub import news
+    from aedit.async_sgd.service.page import Page
+    from aedit.launch.config.config import RunConfig
     from aedit.launch.hub.replay import make_hub
 
     hub = make_hub(RunConfig(), (0, 1))

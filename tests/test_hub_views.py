@@ -13,12 +13,12 @@ from kit.hub_processes import Client, HubProcess, ending, until, write_run
 from rich.console import Console
 
 from aedit.launch.cli import main
+from aedit.launch.rundir.hub_records import Hub, HubAt, gained, totals
+from aedit.launch.rundir.reader import RunFollower, read_run
 from aedit.launch.views import hubview, plot, status
 from aedit.launch.views.figures import held_out
-from aedit.launch.views.hubrecords import Hub, HubAt, gained, totals
 from aedit.launch.views.hubtable import hub_line
 from aedit.launch.views.report import report
-from aedit.launch.views.rundir import RunFollower, read_run
 from aedit.types import UserError
 
 HUB_PLOTS = {"hub_nodes.png", "hub_traffic.png"}
@@ -260,7 +260,7 @@ def test_a_real_hub_is_shown_followed_and_drawn(tmp_path, monkeypatch, capsys):
 
 
 def beat_of(node):
-    from aedit.proto import hub_pb2 as pb
+    from aedit.proto.wire import hub_pb2 as pb
 
     return pb.BeatRequest(who=node.who, steps=40, steps_per_s=4.0, wire_s=0.5, state="training")
 

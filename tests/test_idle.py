@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit import trainers
 
-from aedit.spec_rollout import trainer_keeper
-from aedit.spec_rollout.restarts import Restarts
-from aedit.spec_rollout.trainer_keeper import IdleConfig
-from aedit.spec_rollout.windows import Windows
+from aedit.spec_rollout.idle import trainer_supervisor as trainer_keeper
+from aedit.spec_rollout.idle.restarts import Restarts
+from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
+from aedit.spec_rollout.idle.windows import Windows
 
 
 def test_idle_time_is_where_at_least_one_window_is_open():

@@ -13,7 +13,7 @@ from benchmarks.idle_foreground import OFF, Arm, Pair, Race, Ratio
 from benchmarks.idle_trainees import FAULTS
 from benchmarks.idle_windows import Harvest, Leaving, Messenger
 
-from aedit.spec_rollout.publishing import Published
+from aedit.spec_rollout.idle.publishing import Published
 
 PRIORITY = ("SCHED_IDLE", "session nice 19", "autogroup off")
 SURE = Ratio(1.0, 0.995, 1.005, 1.1, 100)

@@ -9,21 +9,21 @@ import zlib
 import numpy as np
 import pytest
 
-from aedit.async_sgd import records
-from aedit.async_sgd.config import HubConfig, OuterConfig
-from aedit.async_sgd.joins import Joiner
-from aedit.async_sgd.records import Layout, Part, Push, TensorLayout, UnitLayout
+from aedit.async_sgd.hub.joins import Joiner
+from aedit.async_sgd.journal import frames, snapshot
+from aedit.async_sgd.journal.encoding import decode, encode
+from aedit.async_sgd.journal.frames import Damaged, File, Stretch
+from aedit.async_sgd.journal.journal import Journal, NoSpace, segment_path
+from aedit.async_sgd.journal.ledger import Ledger
+from aedit.async_sgd.journal.payload import Payload
+from aedit.async_sgd.journal.store import Store, batches, numbers, snapshot_path
+from aedit.async_sgd.rules import records
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig
+from aedit.async_sgd.rules.records import Layout, Part, Push, TensorLayout, UnitLayout
 from aedit.edit.config import EditConfig
-from aedit.launch.config import RunConfig
-from aedit.launch.hub import frames, snapshot
-from aedit.launch.hub.encoding import decode, encode
-from aedit.launch.hub.frames import Damaged, File, Stretch
-from aedit.launch.hub.journal import Journal, NoSpace, segment_path
-from aedit.launch.hub.ledger import Ledger
-from aedit.launch.hub.payload import Payload
+from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.replay import make_hub
-from aedit.launch.hub.store import Store, batches, numbers, snapshot_path
-from aedit.proto.codecs import codec
+from aedit.proto.codecs.codecs import codec
 from aedit.types import UserError
 
 NUMELS = (3000, 50)

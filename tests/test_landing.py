@@ -8,10 +8,10 @@ from kit.deferred import PLAIN, add_one, alone, anchors, node, step
 from kit.nodes import Tower, batches, furthest, in_threads, parameters, plain_training, tower, train
 from torch.utils.checkpoint import checkpoint
 
-from aedit.async_sgd.outer import Average, Nesterov
+from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.memory import MemoryWorld
 from aedit.types import Round
 
 NAMES = ["rest", "first", "middle", "last"]

@@ -7,10 +7,10 @@ import torch
 from test_draft_layer import causal, checksum, layer_for, policy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.drafts import OFF, Begun, Taken, parse_arm
-from aedit.spec_rollout.layer_drafter import LayerDrafter
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.drafts import OFF, Begun, Taken, parse_arm
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.model.target import Target
 
 V, D = 40, 24
 

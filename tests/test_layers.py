@@ -3,19 +3,62 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+LIBRARY = ("edit", "spec_rollout", "async_sgd", "proto", "types", "system")
+WIRE = ("proto.wire", "proto.codecs")
+
 MAY_IMPORT = {
-    "launch": {"edit", "spec_rollout", "async_sgd", "proto", "types"},
-    "edit": {"async_sgd", "proto", "types"},
-    "spec_rollout": {"async_sgd", "proto", "types"},
-    "async_sgd": {"types"},
-    "proto": {"types"},
+    "launch.cli": ("launch", *LIBRARY),
+    "launch.local": (
+        "launch.views",
+        "launch.node",
+        "launch.hub",
+        "launch.rundir",
+        "launch.data",
+        "launch.config",
+        *LIBRARY,
+    ),
+    "launch.views": ("launch.rundir", "launch.config", "proto.wire", "types", "system"),
+    "launch.node": ("launch.rundir", "launch.data", "launch.config", *LIBRARY),
+    "launch.hub": ("launch.rundir", "launch.config", "async_sgd", "proto", "types", "system"),
+    "launch.data": ("launch.rundir", "launch.config", "edit", "proto.agent", "types", "system"),
+    "launch.rundir": ("launch.config", "types", "system"),
+    "launch.config": ("edit", "spec_rollout", "async_sgd.rules", "proto", "types", "system"),
+    "edit": ("async_sgd.rules", "proto", "types", "system"),
+    "spec_rollout.migration": ("spec_rollout.engine", "spec_rollout.sampling", "types", "system"),
+    "spec_rollout.engine": (
+        *(f"spec_rollout.{part}" for part in ("arms", "sampling", "drafters", "model")),
+        "types",
+        "system",
+    ),
+    "spec_rollout.learning": (
+        *(f"spec_rollout.{part}" for part in ("idle", "sampling", "drafters", "model")),
+        "types",
+        "system",
+    ),
+    "spec_rollout.arms": ("spec_rollout.drafters", "types", "system"),
+    "spec_rollout.sampling": ("spec_rollout.drafters", "spec_rollout.model", "types", "system"),
+    "spec_rollout.drafters": ("spec_rollout.model", "types", "system"),
+    "spec_rollout.idle": ("types", "system"),
+    "spec_rollout.model": ("types", "system"),
+    "async_sgd.service": ("async_sgd.journal", "async_sgd.hub", "async_sgd.rules", *WIRE, "types", "system"),
+    "async_sgd.journal": ("async_sgd.hub", "async_sgd.rules", *WIRE, "types", "system"),
+    "async_sgd.hub": ("async_sgd.rules", "types", "system"),
+    "async_sgd.rules": ("types", "system"),
+    "proto.agent": ("proto.codecs", "proto.wire", "types", "system"),
+    "proto.transports": ("proto.wire", "types", "system"),
+    "proto.codecs": ("types", "system"),
+    "proto.wire": ("types", "system"),
 }
+"""What the files of each sub-package may import, besides the sub-package itself."""
+
+PARTS = ("launch", "edit", "spec_rollout", "async_sgd", "proto")
 
 
 def imported(source):
@@ -28,40 +71,55 @@ def imported(source):
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def wrong_arrows(source, part):
-    """Imports of our own modules that a file of `part` must not have."""
-    allowed = MAY_IMPORT[part] | {part}
+def within(name, places):
+    return any(name == place or name.startswith(f"{place}.") for place in places)
+
+
+def wrong_arrows(source, place):
+    """Imports of our own modules that a file of `place` must not have."""
     for name in imported(source):
         first, _, rest = name.partition(".")
-        up = first == "aedit" and rest and rest.split(".")[0] not in allowed
-        if up or first in {"", *MAY_IMPORT}:
+        up = first == "aedit" and rest and not within(rest, (*MAY_IMPORT[place], place))
+        if up or first in {"", *PARTS}:
             yield name
 
 
-@pytest.mark.parametrize("part", MAY_IMPORT)
-def test_imports_point_down(part):
-    files = sorted((ROOT / part).rglob("*.py"))
+def files_of(place):
+    return sorted((ROOT / place.replace(".", "/")).rglob("*.py"))
+
+
+@pytest.mark.parametrize("place", MAY_IMPORT)
+def test_imports_point_down(place):
+    files = files_of(place)
     assert files
-    wrong = {str(file.relative_to(ROOT)): [*wrong_arrows(file.read_text(), part)] for file in files}
+    wrong = {str(file.relative_to(ROOT)): [*wrong_arrows(file.read_text(), place)] for file in files}
     assert {file: names for file, names in wrong.items() if names} == {}
 
 
+def test_the_rules_have_no_cycle():
+    graph = {a: {b for b in MAY_IMPORT if b != a and within(b, MAY_IMPORT[a])} for a in MAY_IMPORT}
+    graph["launch.cli"].discard("launch.cli")
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
 @pytest.mark.parametrize(
-    ("part", "line"),
+    ("place", "line"),
     [
-        ("edit", "from aedit.launch.config import RunConfig"),
-        ("edit", "import aedit.launch.config"),
+        ("edit", "from aedit.launch.config.config import RunConfig"),
+        ("edit", "import aedit.launch.config.config"),
         ("edit", "from aedit import launch"),
         ("edit", "from ..launch import config"),
         ("edit", "from . import units"),
+        ("edit", "from aedit.async_sgd.hub.hub import Hub"),
         ("edit", "def late():\n    import aedit.spec_rollout"),
-        ("proto", "from aedit.async_sgd import outer"),
-        ("async_sgd", "from aedit.proto.transport import Transport"),
-        ("launch", "from edit.units import find_units"),
+        ("proto.wire", "from aedit.proto.agent import agent"),
+        ("async_sgd.hub", "from aedit.async_sgd.journal import ledger"),
+        ("spec_rollout.model", "from aedit.spec_rollout.engine.engine import Engine"),
+        ("launch.node", "from edit.units import find_units"),
     ],
 )
-def test_an_import_that_points_up_or_past_the_package_is_seen(part, line):
-    assert list(wrong_arrows(line, part))
+def test_an_import_that_points_up_or_past_the_package_is_seen(place, line):
+    assert list(wrong_arrows(line, place))
 
 
 @pytest.mark.parametrize(
@@ -76,9 +134,10 @@ def test_types_need_only_the_standard_library():
     assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
 
 
-def test_every_part_has_its_place_in_the_order():
-    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"benchmarks"}
-    assert folders == set(MAY_IMPORT)
+def test_every_file_has_its_place_in_the_order():
+    placed = {file for place in MAY_IMPORT for file in files_of(place)}
+    tops = {ROOT / part / "__init__.py" for part in PARTS if part not in MAY_IMPORT}
+    assert {file for part in PARTS for file in files_of(part)} - placed == tops
 
 
 def python(program):
@@ -93,16 +152,16 @@ def python(program):
 def test_the_folders_of_the_checkout_refuse_to_be_imported():
     refusals = python(
         "import importlib\n"
-        f"for part in {list(MAY_IMPORT)}:\n"
+        f"for part in {list(PARTS)}:\n"
         "    try: importlib.import_module(part)\n"
         "    except ImportError as error: print(error)\n"
     )
     assert refusals == [
-        f"this is the checkout folder: import aedit.{part} instead of {part}" for part in MAY_IMPORT
+        f"this is the checkout folder: import aedit.{part} instead of {part}" for part in PARTS
     ]
 
 
-@pytest.mark.parametrize("module", ["aedit.launch.config", "aedit.launch.cli"])
+@pytest.mark.parametrize("module", ["aedit.launch.config.config", "aedit.launch.cli"])
 def test_configuration_and_command_line_need_no_torch(module):
     loaded = python(f"import sys, {module}\nprint(*sys.modules, sep='\\n')")
     assert module in loaded

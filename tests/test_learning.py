@@ -9,14 +9,14 @@ import torch
 from kit import trainers
 from kit.tiny_policies import ends, policy, said
 
-from aedit.spec_rollout.batches import is_held_out
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.draft_training import DraftTrainingConfig
-from aedit.spec_rollout.feature_reader import FeatureReader
-from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.gate import GateConfig, held_out_match
-from aedit.spec_rollout.learning import Learning, LearningConfig, shared, train_when_idle
-from aedit.spec_rollout.packing import pack
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.learning.batches import is_held_out
+from aedit.spec_rollout.learning.draft_training import DraftTrainingConfig
+from aedit.spec_rollout.learning.feature_reader import FeatureReader
+from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.learning.gate import GateConfig, held_out_match
+from aedit.spec_rollout.learning.learning import Learning, LearningConfig, shared, train_when_idle
+from aedit.spec_rollout.learning.packing import pack
 
 QUICK = LearningConfig(
     training=DraftTrainingConfig(lr=2e-3, warmup_steps=5, batch_pairs=512),

@@ -12,18 +12,18 @@ from kit.deferred import node
 from kit.nodes import in_threads, tower
 from kit.tiny_policies import ends, policy
 
-from aedit.spec_rollout.arms import Fixed
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.draft_training import DraftTrainingConfig
-from aedit.spec_rollout.drafts import parse_arm
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.features import RowFeatures
-from aedit.spec_rollout.layer_drafter import LayerDrafter
-from aedit.spec_rollout.learning import LearningConfig, train_when_idle
-from aedit.spec_rollout.samples import Prompt, Sampling
-from aedit.spec_rollout.target import Target
-from aedit.spec_rollout.trainer_keeper import IdleConfig
+from aedit.spec_rollout.arms.arms import Fixed
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.drafts import parse_arm
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
+from aedit.spec_rollout.learning.draft_training import DraftTrainingConfig
+from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.learning.features import RowFeatures
+from aedit.spec_rollout.learning.learning import LearningConfig, train_when_idle
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 from aedit.types import Round
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states are Linux's")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aedit.spec_rollout.lengths import Lengths
+from aedit.spec_rollout.migration.lengths import Lengths
 
 sizes = st.integers(1, 60)
 

@@ -10,15 +10,15 @@ from kit.local_sgd import furthest, local_sgd, trainable
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from aedit.async_sgd.outer import Average
+from aedit.async_sgd.rules.outer import Average
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.schedule import EverySteps
 from aedit.edit.sync import LayerSync
-from aedit.launch.config import ModelConfig
-from aedit.launch.model import build_model, compile_blocks
-from aedit.launch.model import loss as lm_loss
-from aedit.proto.memory import MemoryWorld
+from aedit.launch.config.config import ModelConfig
+from aedit.launch.node.model import build_model, compile_blocks
+from aedit.launch.node.model import loss as lm_loss
+from aedit.proto.transports.memory import MemoryWorld
 
 JOBS = "tests/dist_jobs/library_jobs.py"
 

@@ -5,10 +5,17 @@ import torch
 import torch.nn.functional as F
 from kit.tiny_policies import SIZES, drafter, ends, policy, said
 
-from aedit.spec_rollout.feature_reader import Sample
-from aedit.spec_rollout.feedback import chained, guesses
-from aedit.spec_rollout.losses import LossConfig, PolicyEnds, draft_losses, overlap, teacher, token_loss
-from aedit.spec_rollout.packing import pack
+from aedit.spec_rollout.learning.feature_reader import Sample
+from aedit.spec_rollout.learning.feedback import chained, guesses
+from aedit.spec_rollout.learning.losses import (
+    LossConfig,
+    PolicyEnds,
+    draft_losses,
+    overlap,
+    teacher,
+    token_loss,
+)
+from aedit.spec_rollout.learning.packing import pack
 
 
 def drafted(layer, sample, embedding, root, depth):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.launch.config import ModelConfig
-from aedit.launch.model import blocks, build_model, compile_blocks, loss, num_parameters
+from aedit.launch.config.config import ModelConfig
+from aedit.launch.node.model import blocks, build_model, compile_blocks, loss, num_parameters
 from aedit.types import UserError
 
 LLAMA = {

@@ -10,17 +10,17 @@ import torch
 from kit.rollouts import KINDS, VOCABULARY, decode_plainly, engine_of, samples, tiny_policy
 from kit.tiny_policies import drafter, policy
 
-from aedit.spec_rollout import rows as engine_rows
-from aedit.spec_rollout.arms import Fixed
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.feature_reader import FeatureReader
-from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.features import RowFeatures
-from aedit.spec_rollout.handing import _read, _written
-from aedit.spec_rollout.layer_drafter import LayerDrafter
-from aedit.spec_rollout.moving import EngineHere
-from aedit.spec_rollout.samples import KeptKV, Prompt, Rollout, Sampling
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.arms.arms import Fixed
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.engine import rows as engine_rows
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.learning.feature_reader import FeatureReader
+from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.learning.features import RowFeatures
+from aedit.spec_rollout.migration.moving import EngineHere
+from aedit.spec_rollout.migration.sample_transfer import _read, _written
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import KeptKV, Prompt, Rollout, Sampling
 
 JOBS = "tests/dist_jobs/handing_jobs.py"
 

@@ -19,7 +19,7 @@ from kit.nodes import (
 )
 from kit.oracle import Rules, edit
 
-from aedit.async_sgd.outer import Average, Nesterov
+from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aedit.launch.order import SampleOrder, permutation
+from aedit.launch.data.order import SampleOrder, permutation
 from aedit.types import UserError
 
 seeds = st.integers(-(2**31), 2**63)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.async_sgd.config import OuterConfig
-from aedit.async_sgd.outer import Average, DelayedNesterov, Nesterov, OuterState, make_outer
+from aedit.async_sgd.rules.config import OuterConfig
+from aedit.async_sgd.rules.outer import Average, DelayedNesterov, Nesterov, OuterState, make_outer
 
 
 def gradients(count=20, size=200):
@@ -172,5 +172,5 @@ def test_a_first_state_is_zero_even_where_the_anchor_is_not_a_number():
 
 
 def test_the_numbers_of_a_hub_need_no_torch():
-    code = "import sys, aedit.async_sgd.hub; sys.exit('torch' in sys.modules)"
+    code = "import sys, aedit.async_sgd.hub.hub; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aedit.async_sgd.config import HubConfig
+from aedit.async_sgd.rules.config import HubConfig
 from aedit.edit.config import EditConfig
 from aedit.edit.pace import HubPace, OwnPace, make_pace
 from aedit.edit.shards import Shards
 from aedit.edit.waiting import Waiter
-from aedit.launch.leased import LeasedOrder
-from aedit.launch.order import SampleOrder
-from aedit.proto.link import News
-from aedit.proto.transport import PeersMissing
+from aedit.launch.data.leased import LeasedOrder
+from aedit.launch.data.order import SampleOrder
+from aedit.proto.agent.link import News
+from aedit.proto.transports.transport import PeersMissing
 
 
 def opened(schedule, steps, before=lambda step: None):

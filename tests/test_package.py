@@ -145,14 +145,14 @@ def test_an_installed_wheel_needs_no_checkout(built, tmp_path):
     command(*install, "--target", str(site), str(built[0]), cwd=tmp_path)
     program = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
-        "import aedit.launch.config as config\n"
+        "import aedit.launch.config.config as config\n"
         "config.RunConfig()\n"
         "from importlib.resources import files\n"
         "tiny = files('aedit.launch').joinpath('presets', 'tiny.toml')\n"
         "print(config.__file__, 'torch' in sys.modules, tiny.read_text().startswith('#'))"
     )
     said = command(sys.executable, "-c", program, cwd=tmp_path)
-    assert said.split() == [str(site / "aedit" / "launch" / "config.py"), "False", "True"]
+    assert said.split() == [str(site / "aedit" / "launch" / "config" / "config.py"), "False", "True"]
     assert (ROOT / "launch" / "presets" / "tiny.toml").samefile(ROOT / "configs" / "tiny.toml")
 
 

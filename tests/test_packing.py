@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.tiny_policies import drafter, ends, policy, said
 
-from aedit.spec_rollout.feature_reader import Sample
-from aedit.spec_rollout.losses import LossConfig, draft_losses
-from aedit.spec_rollout.packing import pack, visible
+from aedit.spec_rollout.learning.feature_reader import Sample
+from aedit.spec_rollout.learning.losses import LossConfig, draft_losses
+from aedit.spec_rollout.learning.packing import pack, visible
 
 
 def sample(num_tokens, num_prompt=1, number=1, version=1):

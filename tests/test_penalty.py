@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.async_sgd.config import PenaltyConfig
-from aedit.async_sgd.penalty import effective_nodes, weights
+from aedit.async_sgd.rules.config import PenaltyConfig
+from aedit.async_sgd.rules.penalty import effective_nodes, weights
 from aedit.edit.exchange import clip_scale
 
 INF = math.inf

@@ -11,13 +11,13 @@ from benchmarks.attacks import attacks
 from benchmarks.hub_in_process import HubInProcess, push_of
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
 
-from aedit.async_sgd.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
-from aedit.async_sgd.hub import Hub, HubPlan
-from aedit.async_sgd.members import Report
-from aedit.async_sgd.records import Layout, TensorLayout, UnitLayout
-from aedit.proto import frames
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.client import channel
+from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
+from aedit.async_sgd.rules.records import Layout, TensorLayout, UnitLayout
+from aedit.proto.wire import frames
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import channel
 
 NODES, BAD, ROUNDS, NUMEL = 8, 7, 12, 6000
 UNIT = UnitLayout("u", (TensorLayout("m", (50, 100)), TensorLayout("b", (1000,))))

@@ -13,8 +13,8 @@ from benchmarks.policy_training import IGNORED, Budget, Training, mean_loss, tas
 from benchmarks.tasks import worked
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aedit.launch.tokenizer import ByteTokenizer
-from aedit.spec_rollout.draft_layer import DraftLayer
+from aedit.launch.data.tokenizer import ByteTokenizer
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 
 QUICK = Policy(size="quick", minutes=0.001)
 END = 256

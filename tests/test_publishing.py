@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from aedit.spec_rollout import publishing
-from aedit.spec_rollout.publishing import Layout, Slots
+from aedit.spec_rollout.idle import publishing
+from aedit.spec_rollout.idle.publishing import Layout, Slots
 
 FORMS = {"fc.weight": torch.zeros(3, 5), "norm": torch.zeros(7, dtype=torch.bfloat16)}
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from aedit.spec_rollout.reach import Reach, reaches
+from aedit.spec_rollout.model.kv_extent import Reach, reaches
 
 
 def slots_read(found):

@@ -11,11 +11,11 @@ import torch
 from kit.simulated_engines import MOST, PACE, Simulated, World, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.lengths import Lengths, group_scales
-from aedit.spec_rollout.moving import REMEMBERED, EngineHere, PaceMeter, Reallocator
-from aedit.spec_rollout.reallocate import Load, Pace, Rule, Sample, drain_s, plan
-from aedit.spec_rollout.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.migration.lengths import Lengths, group_scales
+from aedit.spec_rollout.migration.moving import REMEMBERED, EngineHere, PaceMeter, Reallocator
+from aedit.spec_rollout.migration.reallocate import Load, Pace, Rule, Sample, drain_s, plan
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 
 PROMPT_OF_NONE = Prompt(tokens=(1,))
 KNOWN = Lengths.of([100])  # every sample has 100 tokens

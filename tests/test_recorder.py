@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from aedit.launch.recorder import Clock, Recorder
+from aedit.launch.rundir.recorder import Clock, Recorder
 from aedit.types import UserError
 
 

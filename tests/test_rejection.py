@@ -19,10 +19,10 @@ from kit.markov import (
     world,
 )
 
-from aedit.spec_rollout.drafts import Draft
-from aedit.spec_rollout.noise import gumbel, uniforms
-from aedit.spec_rollout.rejection import reject
-from aedit.spec_rollout.verify import coupled
+from aedit.spec_rollout.drafters.drafts import Draft
+from aedit.spec_rollout.sampling.noise import gumbel, uniforms
+from aedit.spec_rollout.sampling.rejection import reject
+from aedit.spec_rollout.sampling.verify import coupled
 
 WORLD = world()
 NUM = 200_000

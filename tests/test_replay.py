@@ -6,18 +6,18 @@ import zlib
 import numpy as np
 import pytest
 
-from aedit.async_sgd import upward
-from aedit.async_sgd.config import HubConfig, OuterConfig, ScreenConfig
-from aedit.async_sgd.joins import Joiner
-from aedit.async_sgd.members import Report
-from aedit.async_sgd.records import Layout, Led, Merged, Mixed, Push, Record, TensorLayout, UnitLayout
+from aedit.async_sgd.hub import upward
+from aedit.async_sgd.hub.joins import Joiner
+from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.journal.ledger import Ledger
+from aedit.async_sgd.journal.store import Store
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, ScreenConfig
+from aedit.async_sgd.rules.records import Layout, Led, Merged, Mixed, Push, Record, TensorLayout, UnitLayout
 from aedit.edit.config import EditConfig
-from aedit.launch.config import RunConfig
+from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.folder import claim
-from aedit.launch.hub.ledger import Ledger
 from aedit.launch.hub.replay import anchors_of, make_hub, records_of, replayed
-from aedit.launch.hub.store import Store
-from aedit.proto.codecs import codec
+from aedit.proto.codecs.codecs import codec
 from aedit.types import UserError
 
 SHAPES = (((60, 50), (50,)), ((7, 11),))

@@ -32,12 +32,12 @@ from benchmarks.rollout_theirs import OURS, THEIRS, Theirs, without_stop
 from benchmarks.rollout_watch import Foretold, Scores, Watched
 from transformers import LlamaForCausalLM
 
-from aedit.spec_rollout.arms import Observed, View
-from aedit.spec_rollout.calibration import Nodes
-from aedit.spec_rollout.drafts import Arm, Draft, parse_arm
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.goodput import Goodput
-from aedit.spec_rollout.samples import Prompt, Sampling
+from aedit.spec_rollout.arms.arms import Observed, View
+from aedit.spec_rollout.arms.calibration import Nodes
+from aedit.spec_rollout.arms.goodput import Goodput
+from aedit.spec_rollout.drafters.drafts import Arm, Draft, parse_arm
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
 QUICK = Policy(size="quick", minutes=0.001)
 

@@ -27,11 +27,11 @@ import torch
 from kit.rollouts import Stubborn, engine_of, prompts_of, tiny_policy
 from kit.tiny_policies import drafter, ends, policy, said
 
-from aedit.spec_rollout.drafts import Begun, Taken
-from aedit.spec_rollout.feature_reader import FeatureReader
-from aedit.spec_rollout.feature_ring import FeatureRing, RingShape
-from aedit.spec_rollout.features import RowFeatures
-from aedit.spec_rollout.learning import Learning, LearningConfig, shared
+from aedit.spec_rollout.drafters.drafts import Begun, Taken
+from aedit.spec_rollout.learning.feature_reader import FeatureReader
+from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
+from aedit.spec_rollout.learning.features import RowFeatures
+from aedit.spec_rollout.learning.learning import Learning, LearningConfig, shared
 
 
 def ring_for(model, num_bytes=2**20):

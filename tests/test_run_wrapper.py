@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from aedit.launch import node
-from aedit.launch.config import EditConfig, LocalConfig, RunConfig, TrainConfig
-from aedit.launch.placement import Placement, torchrun_words
-from aedit.launch.prepare import MIN_FREE_BYTES, claimed, next_attempt, prepare
+from aedit.launch.config.config import EditConfig, LocalConfig, RunConfig, TrainConfig
+from aedit.launch.config.placement import Placement, torchrun_words
+from aedit.launch.node import main as node
+from aedit.launch.rundir.prepare import MIN_FREE_BYTES, claimed, next_attempt, prepare
 from aedit.types import UserError
 
 LIMIT_S = 60
@@ -61,7 +61,7 @@ if mode not in ("good", "crash once"):
 
 DRIVER = """
 import functools, sys
-import aedit.launch.run as wrapper
+import aedit.launch.local.run as wrapper
 wrapper.run = functools.partial(wrapper.run, program=("--", sys.argv[1]))
 wrapper.LEAVE_LIMIT_S = float(sys.argv[2])
 from aedit.launch.cli import main

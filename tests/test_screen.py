@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from aedit.async_sgd.config import ScreenConfig
-from aedit.async_sgd.records import Part, Push, TensorLayout, UnitLayout
-from aedit.async_sgd.screen import (
+from aedit.async_sgd.rules.config import ScreenConfig
+from aedit.async_sgd.rules.push_filter import (
     NormHistory,
     clip_scale,
     directions,
@@ -16,6 +15,7 @@ from aedit.async_sgd.screen import (
     log_size,
     outliers,
 )
+from aedit.async_sgd.rules.records import Part, Push, TensorLayout, UnitLayout
 
 SCREEN = ScreenConfig()
 NODES = 8

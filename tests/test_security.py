@@ -17,9 +17,9 @@ from cryptography.x509.verification import PolicyBuilder, Store
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
-from aedit.launch import keys as making
-from aedit.launch.keys import make_keys
-from aedit.proto.security import ServerKeys, check_exposure, client_keys, is_loopback, server_keys
+from aedit.launch.cli import keys as making
+from aedit.launch.cli.keys import make_keys
+from aedit.proto.wire.security import ServerKeys, check_exposure, client_keys, is_loopback, server_keys
 from aedit.types import UserError
 
 CALL_S = 10.0

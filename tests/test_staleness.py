@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aedit.async_sgd.config import StalenessConfig
-from aedit.async_sgd.staleness import factor
+from aedit.async_sgd.rules.config import StalenessConfig
+from aedit.async_sgd.rules.staleness import factor
 
 RULES = ["constant", "polynomial", "exponential"]
 

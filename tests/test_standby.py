@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, hello, status, until, write_run
 
-from aedit.async_sgd import records
-from aedit.launch.config import RunConfig
-from aedit.launch.hub.encoding import encode
-from aedit.launch.hub.frames import Damaged
-from aedit.launch.hub.journal import Journal
-from aedit.launch.hub.ledger import Ledger, StandbySeat
-from aedit.launch.hub.mirror import Mirror
+from aedit.async_sgd.journal.encoding import encode
+from aedit.async_sgd.journal.frames import Damaged
+from aedit.async_sgd.journal.journal import Journal
+from aedit.async_sgd.journal.ledger import Ledger, StandbySeat
+from aedit.async_sgd.journal.mirror import Mirror
+from aedit.async_sgd.journal.store import Store, batches
+from aedit.async_sgd.rules import records
+from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.replay import anchors_of, make_hub, pushes_of
-from aedit.launch.hub.store import Store, batches
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.client import HubClient
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient
 
 STANDBY = 'standby = "127.0.0.1:0"'
 

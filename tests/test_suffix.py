@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aedit.spec_rollout.automaton import MOST_LINKS, NOWHERE, ROOT, Automaton
-from aedit.spec_rollout.drafts import Begun, Taken, parse_arm
-from aedit.spec_rollout.suffix import DOUBT, OVERLAP, SuffixDrafter
+from aedit.spec_rollout.drafters.automaton import MOST_LINKS, NOWHERE, ROOT, Automaton
+from aedit.spec_rollout.drafters.drafts import Begun, Taken, parse_arm
+from aedit.spec_rollout.drafters.suffix import DOUBT, OVERLAP, SuffixDrafter
 
 NOTHING = torch.zeros(0, 4)
 

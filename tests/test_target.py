@@ -15,9 +15,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from aedit.spec_rollout import cache
-from aedit.spec_rollout.sight import ancestors, offsets
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.model import cache
+from aedit.spec_rollout.model.attention_mask import ancestors, offsets
+from aedit.spec_rollout.model.target import Target
 
 V = 61
 SIZES = {
@@ -195,19 +195,19 @@ def test_a_long_prompt_in_pieces_or_after_a_start_is_the_same(monkeypatch):
     theirs = own(model, text)[1]
     target = Target.of(model, rows=2, max_tokens=70)
     close(torch.cat([target.prefill(text[:31], 1), target.prefill(text[31:], 1, start=31)]), theirs)
-    monkeypatch.setattr("aedit.spec_rollout.target.PREFILL_SCORES_BYTES", 30_000)
+    monkeypatch.setattr("aedit.spec_rollout.model.target.PREFILL_SCORES_BYTES", 30_000)
     close(target.prefill(text, 0), theirs)
     assert torch.equal(target.prefill(text[:0], 0), torch.zeros(0, 32, dtype=torch.float64))
 
 
 def test_a_prompt_is_computed_in_pieces_of_bounded_scores(monkeypatch):
     target = Target.of(made(), rows=1, max_tokens=70)
-    monkeypatch.setattr("aedit.spec_rollout.target.PREFILL_SCORES_BYTES", 30_000)
+    monkeypatch.setattr("aedit.spec_rollout.model.target.PREFILL_SCORES_BYTES", 30_000)
     pieces = []
     monkeypatch.setattr(
         target, "_prefill_piece", lambda tokens, row, at: pieces.append((len(tokens), at)) or tokens
     )
-    monkeypatch.setattr("aedit.spec_rollout.target.torch.cat", lambda parts: parts)
+    monkeypatch.setattr("aedit.spec_rollout.model.target.torch.cat", lambda parts: parts)
     target.prefill(drawn(70), 0)
     assert sum(count for count, _ in pieces) == 70
     assert len(pieces) > 2

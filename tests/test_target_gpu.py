@@ -4,8 +4,8 @@ import pytest
 import torch
 from test_target import made
 
-from aedit.spec_rollout.graphs import Graphs, batch_bucket, context_bucket
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.model.graphs import Graphs, batch_bucket, context_bucket
+from aedit.spec_rollout.model.target import Target
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TREE = torch.tensor([[-1, 0, 0, 2]])

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from aedit.launch.cli import parser
-from aedit.launch.flags import split_flags
-from aedit.launch.placement import Placement
+from aedit.launch.cli.main import parser
+from aedit.launch.config.flags import split_flags
+from aedit.launch.config.placement import Placement
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = ROOT / "launch" / "templates"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from aedit.launch.tokenizer import EOS, load_tokenizer, token_dtype
+from aedit.launch.data.tokenizer import EOS, load_tokenizer, token_dtype
 from aedit.types import UserError
 
 AWKWARD = [

@@ -8,8 +8,8 @@ import torch
 from benchmarks import idle_trainees as trainees
 from kit import trainers
 
-from aedit.spec_rollout.checkpoint import Checkpoints
-from aedit.spec_rollout.restarts import Restarts
+from aedit.spec_rollout.idle.checkpoint import Checkpoints
+from aedit.spec_rollout.idle.restarts import Restarts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and states are Linux's")
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from benchmarks import idle_trainees as trainees
 
-from aedit.spec_rollout.checkpoint import Checkpoints
-from aedit.spec_rollout.publishing import Layout
-from aedit.spec_rollout.trainer_desk import Board, Desk, State, TrainerPlan, Word, shared_memory
-from aedit.spec_rollout.trainer_loop import TrainerLoop
+from aedit.spec_rollout.idle.checkpoint import Checkpoints
+from aedit.spec_rollout.idle.publishing import Layout
+from aedit.spec_rollout.idle.trainer_loop import TrainerLoop
+from aedit.spec_rollout.idle.trainer_memory import Board, Desk, State, TrainerPlan, Word, shared_memory
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_writer_that_is_stopped_in_the_middle_of_its_figures_hides_none(monkey
     memory = memoryview(bytearray(Board.NUM_BYTES))
     writer, reader = Board(memory), Board(memory)
     writer.tell({"loss": 1.0})
-    monkeypatch.setattr("aedit.spec_rollout.trainer_desk.fence", lambda: 1 / 0)
+    monkeypatch.setattr("aedit.spec_rollout.idle.trainer_memory.fence", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         writer.tell({"loss": 2.0})
     monkeypatch.undo()

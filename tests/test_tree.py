@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from aedit.spec_rollout import tree
-from aedit.spec_rollout.sight import ancestors
+from aedit.spec_rollout.drafters import tree
+from aedit.spec_rollout.model.attention_mask import ancestors
 
 
 def grown(seed, levels=3, width=2, rows=3):

@@ -12,10 +12,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from aedit.spec_rollout.distribution import RowSampling, logprobs, shaped
-from aedit.spec_rollout.drafts import Draft
-from aedit.spec_rollout.samples import Sampling
-from aedit.spec_rollout.verify import coupled, node_depths, walk
+from aedit.spec_rollout.drafters.drafts import Draft
+from aedit.spec_rollout.sampling.distribution import RowSampling, logprobs, shaped
+from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.spec_rollout.sampling.verify import coupled, node_depths, walk
 
 V = 40
 

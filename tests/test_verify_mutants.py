@@ -25,7 +25,7 @@ from kit.markov import (
     world,
 )
 
-from aedit.spec_rollout import rejection, verify
+from aedit.spec_rollout.sampling import rejection, verify
 
 WORLD = world()
 NUM_JUDGED = 25_000

@@ -13,11 +13,11 @@ import matplotlib.image
 import pytest
 from rich.console import Console
 
+from aedit.launch.rundir.reader import RunFollower, read_run
 from aedit.launch.views import live, plot, status, top
 from aedit.launch.views.figures import held_out
 from aedit.launch.views.panel import panel, state
 from aedit.launch.views.report import report, summary
-from aedit.launch.views.rundir import RunFollower, read_run
 from aedit.types import UserError
 
 UNITS = ["layers.0", "layers.1", "layers.2", "rest"]

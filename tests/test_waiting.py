@@ -11,11 +11,11 @@ from kit.deferred import Held, Slow, alone, anchors, node, step
 from kit.nodes import batches, furthest, in_threads, loss, parameters, tower
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from aedit.async_sgd.outer import Average, Nesterov
+from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.memory import MemoryWorld
 from aedit.types import Round
 
 

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from aedit.async_sgd import penalty
-from aedit.async_sgd.config import PenaltyConfig
-from aedit.async_sgd.records import Push
-from aedit.async_sgd.weights import norm, weights
+from aedit.async_sgd.rules import penalty
+from aedit.async_sgd.rules.config import PenaltyConfig
+from aedit.async_sgd.rules.records import Push
+from aedit.async_sgd.rules.weights import norm, weights
 
 
 def push(*norms, steps=10, tokens=100):

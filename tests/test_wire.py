@@ -9,10 +9,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kit.wire import MemoryCore, noise
 
-from aedit.proto import frames, hub_pb2
-from aedit.proto.client import HubClient, HubRefused, channel
-from aedit.proto.limits import Limits
-from aedit.proto.server import serve
+from aedit.proto.wire import frames, hub_pb2
+from aedit.proto.wire.client import HubClient, HubRefused, channel
+from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.server import serve
 from aedit.types import UserError
 
 MIB = 2**20

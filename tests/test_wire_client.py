@@ -15,13 +15,13 @@ import psutil
 import pytest
 from kit.wire import MemoryCore, noise
 
-from aedit.launch.keys import make_keys
-from aedit.proto import frames, hub_pb2
-from aedit.proto.client import Download, HubClient, HubRefused, HubUnreachable, channel
-from aedit.proto.retry import Broken, Patience
-from aedit.proto.security import ClientKeys, client_keys, server_keys
-from aedit.proto.server import serve
-from aedit.proto.service import Refusal
+from aedit.launch.cli.keys import make_keys
+from aedit.proto.wire import frames, hub_pb2
+from aedit.proto.wire.client import Download, HubClient, HubRefused, HubUnreachable, channel
+from aedit.proto.wire.retry import Broken, Patience
+from aedit.proto.wire.security import ClientKeys, client_keys, server_keys
+from aedit.proto.wire.server import serve
+from aedit.proto.wire.service import Refusal
 
 MIB = 2**20
 NOBODY = "127.0.0.1:9"
@@ -208,7 +208,7 @@ def tiring(monkeypatch):
     def sleep(seconds):
         clock.now_s += 4
 
-    monkeypatch.setattr("aedit.proto.client.Patience", partial(Patience, clock=clock))
+    monkeypatch.setattr("aedit.proto.wire.client.Patience", partial(Patience, clock=clock))
     return {"timeout_s": 10.0, "sleep": sleep}
 
 
@@ -361,7 +361,7 @@ def test_a_push_that_was_damaged_is_sent_again(connect, start, monkeypatch):
 HUB = """
 import sys
 from kit.wire import MemoryCore, noise
-from aedit.proto.server import serve
+from aedit.proto.wire.server import serve
 core = MemoryCore([noise({num_bytes})], 2**40)
 server = serve(core, sys.argv[1])
 print(server.port, flush=True)

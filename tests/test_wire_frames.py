@@ -8,8 +8,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from aedit.proto import hub_pb2
-from aedit.proto.frames import Assembly, Chunk, chunks, pack, receive, unpack
+from aedit.proto.wire import hub_pb2
+from aedit.proto.wire.frames import Assembly, Chunk, chunks, pack, receive, unpack
 
 UINT64 = st.integers(0, 2**64 - 1)
 UINT32 = st.integers(0, 2**32 - 1)

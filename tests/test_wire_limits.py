@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.wire import MemoryCore, noise
 
-from aedit.proto import frames, hub_pb2
-from aedit.proto.client import channel
-from aedit.proto.limits import Budget, Limits, Rates
-from aedit.proto.server import serve
-from aedit.proto.watch import Watch
+from aedit.proto.wire import frames, hub_pb2
+from aedit.proto.wire.client import channel
+from aedit.proto.wire.limits import Budget, Limits, Rates
+from aedit.proto.wire.server import serve
+from aedit.proto.wire.watch import Watch
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""The hub process: journal, snapshots, standby, and gRPC around `aedit.async_sgd.hub`. Imports no torch."""
+"""The hub process: `aedit hub`, its folder, standby and uplink. Imports no torch."""
 
 import aedit.proto as proto  # first: it has a word to say before gRPC is loaded
 

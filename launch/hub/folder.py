@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from aedit.launch.config import RunConfig
-from aedit.launch.fields import to_toml, values
-from aedit.launch.load import load
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.fields import to_toml, values
+from aedit.launch.config.load import load
 from aedit.types import UserError
 
 _DECIDES = ("outer.", "edit.penalty.clip", "hub.merge", "hub.codec_down", "hub.weights", "hub.parent", "name")

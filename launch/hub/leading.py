@@ -3,17 +3,17 @@
 import threading
 from typing import TYPE_CHECKING, Any
 
-from aedit.async_sgd.hub import Hub
-from aedit.async_sgd.records import Led
-from aedit.launch.config import RunConfig
-from aedit.launch.hub.desk import Desk
-from aedit.launch.hub.driver import Driver
-from aedit.launch.hub.engine import Engine
-from aedit.launch.hub.greeting import Greeting
-from aedit.launch.hub.journal import Journal
-from aedit.launch.hub.ledger import Ledger
+from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.journal.journal import Journal
+from aedit.async_sgd.journal.ledger import Ledger
+from aedit.async_sgd.journal.store import Store
+from aedit.async_sgd.rules.records import Led
+from aedit.async_sgd.service.access import Desk
+from aedit.async_sgd.service.driver import Driver
+from aedit.async_sgd.service.engine import Engine
+from aedit.async_sgd.service.greeting import Greeting
+from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview
-from aedit.launch.hub.store import Store
 
 if TYPE_CHECKING:
     from aedit.launch.hub.uplink import Uplink

@@ -9,32 +9,32 @@ from types import FrameType
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import aedit
-from aedit.async_sgd.hub import Hub
-from aedit.launch.config import RunConfig
-from aedit.launch.fields import to_toml
+from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.journal.journal import Broken, Journal, NoSpace
+from aedit.async_sgd.journal.mirror import Mirror
+from aedit.async_sgd.journal.store import Store
+from aedit.async_sgd.service.greeting import Greeting
+from aedit.async_sgd.service.memory import give_back_what_is_freed
+from aedit.async_sgd.service.switch import Switch
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.fields import to_toml
 from aedit.launch.hub import folder
-from aedit.launch.hub.greeting import Greeting
-from aedit.launch.hub.journal import Broken, Journal, NoSpace
 from aedit.launch.hub.leading import Leading
-from aedit.launch.hub.memory import give_back_what_is_freed
-from aedit.launch.hub.mirror import Mirror
 from aedit.launch.hub.place import Place
 from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
-from aedit.launch.hub.store import Store
-from aedit.launch.hub.switch import Switch
-from aedit.launch.provenance import source_digest
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.limits import Limits
-from aedit.proto.membership import PROTOCOL
-from aedit.proto.server import Server, serve
-from aedit.proto.service import HubCore
+from aedit.launch.rundir.provenance import source_digest
+from aedit.proto.agent.membership import PROTOCOL
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.server import Server, serve
+from aedit.proto.wire.service import HubCore
 from aedit.types import UserError
 
 if TYPE_CHECKING:
-    from aedit.launch.hub.page import Page
+    from aedit.async_sgd.service.page import Page
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class _Process:
         self._leading = leading
         if self._config.hub.metrics_port is not None:
             # Only now: most hubs go without, and start sooner.
-            from aedit.launch.hub.page import Page
+            from aedit.async_sgd.service.page import Page
 
             host = self._place.address.rpartition(":")[0].strip("[]")
             self._page = Page(leading.overview, host, self._config.hub.metrics_port)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from aedit.launch.config import RunConfig
+from aedit.launch.config.config import RunConfig
 from aedit.launch.hub import folder
-from aedit.proto.security import ClientKeys, ServerKeys, check_exposure, client_keys, server_keys
+from aedit.proto.wire.security import ClientKeys, ServerKeys, check_exposure, client_keys, server_keys
 from aedit.types import UserError
 
 

@@ -4,14 +4,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from aedit.async_sgd.hub import Hub, HubPlan
-from aedit.async_sgd.records import Accepted, Push, Record, Vector
-from aedit.launch.config import RunConfig
-from aedit.launch.hub.frames import File
-from aedit.launch.hub.journal import segment_path
-from aedit.launch.hub.store import Store, batches, check_gapless, check_payloads, numbers
-from aedit.launch.load import load
-from aedit.proto.codecs import codec
+from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.journal.frames import File
+from aedit.async_sgd.journal.journal import segment_path
+from aedit.async_sgd.journal.store import Store, batches, check_gapless, check_payloads, numbers
+from aedit.async_sgd.rules.records import Accepted, Push, Record, Vector
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.load import load
+from aedit.proto.codecs.codecs import codec
 
 
 def make_hub(config: RunConfig, part: tuple[int, int]) -> Hub:

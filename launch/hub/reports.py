@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from aedit.async_sgd import news, records
-from aedit.launch.hub.engine import Engine
-from aedit.launch.hub.ledger import Ledger
-from aedit.launch.hub.lines import Lines, to_json
-from aedit.launch.recorder import Clock, Recorder
+from aedit.async_sgd.hub import news
+from aedit.async_sgd.journal.ledger import Ledger
+from aedit.async_sgd.rules import records
+from aedit.async_sgd.service.engine import Engine
+from aedit.async_sgd.service.lines import Lines, to_json
+from aedit.launch.rundir.recorder import Clock, Recorder
 
 LINE_EVERY_S = 2.0
 _EVENTS = 256

@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
-from aedit.async_sgd import news
-from aedit.async_sgd.joins import Denied
-from aedit.launch.hub import folder, messages
-from aedit.launch.hub.frames import Damaged
-from aedit.launch.hub.greeting import Greeting
+from aedit.async_sgd.hub import news
+from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.journal.frames import Damaged
+from aedit.async_sgd.journal.mirror import Mirror
+from aedit.async_sgd.service import messages
+from aedit.async_sgd.service.greeting import Greeting
+from aedit.launch.hub import folder
 from aedit.launch.hub.leading import Leading
-from aedit.launch.hub.mirror import Mirror
 from aedit.launch.hub.place import Place
 from aedit.launch.hub.reports import Reports
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.service import Refusal
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.service import Refusal
 
 log = logging.getLogger(__name__)
 

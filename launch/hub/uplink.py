@@ -12,18 +12,18 @@ from pathlib import Path
 import numpy as np
 
 import aedit
-from aedit.async_sgd import upward
-from aedit.async_sgd.records import Layout, Vector
-from aedit.launch.hub.engine import Engine
-from aedit.launch.load import parse
-from aedit.launch.provenance import source_digest
-from aedit.proto.agent_link import AgentLink, AgentLost, start_agent
-from aedit.proto.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.hub_pb2 import HelloReply, HelloRequest
-from aedit.proto.link import Answer, Progress, Verdict
-from aedit.proto.membership import PROTOCOL
-from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
-from aedit.proto.security import ClientKeys
+from aedit.async_sgd.hub import upward
+from aedit.async_sgd.rules.records import Layout, Vector
+from aedit.async_sgd.service.engine import Engine
+from aedit.launch.config.load import parse
+from aedit.launch.rundir.provenance import source_digest
+from aedit.proto.agent.agent_link import AgentLink, AgentLost, start_agent
+from aedit.proto.agent.link import Answer, Progress, Verdict
+from aedit.proto.agent.membership import PROTOCOL
+from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hub_pb2 import HelloReply, HelloRequest
+from aedit.proto.wire.security import ClientKeys
 from aedit.types import UserError
 
 log = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from math import isfinite
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from aedit.launch.rundir.reader import Run
+from aedit.launch.rundir.records import Metric
 from aedit.launch.views import words
 from aedit.launch.views.figures import rounds
-from aedit.launch.views.records import Metric
-from aedit.launch.views.rundir import Run
 
 WAYS = (("compute", "tab:green"), ("waiting", "tab:orange"), ("waiting, used", "tab:blue"), ("other", "0.7"))
 LABEL_ABOVE = 0.06

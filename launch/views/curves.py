@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from aedit.launch.rundir.reader import Run
+from aedit.launch.rundir.records import Evaluation, Metric
 from aedit.launch.views import words
 from aedit.launch.views.figures import held_out, rounds
-from aedit.launch.views.records import Evaluation, Metric
-from aedit.launch.views.rundir import Run
 
 
 def loss_by_steps(run: Run) -> Figure | None:

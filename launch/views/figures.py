@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from statistics import fmean
 
-from aedit.launch.views.records import Evaluation, Landed, Metric
-from aedit.launch.views.rundir import Node, Run
+from aedit.launch.rundir.reader import Node, Run
+from aedit.launch.rundir.records import Evaluation, Landed, Metric
 
 LAST_LINES = 10
 

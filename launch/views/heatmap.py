@@ -13,8 +13,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from aedit.launch.rundir.reader import Node, Run
 from aedit.launch.views.figures import units_of
-from aedit.launch.views.rundir import Node, Run
 
 MAX_NODES = 8
 MAX_PANEL_INCHES = 2.4

@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
+from aedit.launch.rundir.hub_records import Hub, HubAt, NodeAt, by_node, gained, totals
+from aedit.launch.rundir.reader import Run
 from aedit.launch.views import words
-from aedit.launch.views.hubrecords import Hub, HubAt, NodeAt, by_node, gained, totals
-from aedit.launch.views.rundir import Run
 
 HIDDEN, SHOWN = ("hidden under training", "tab:green"), ("waited for", "tab:orange")
 UP, DOWN = ("up", "tab:blue"), ("down", "tab:purple")

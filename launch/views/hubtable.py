@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from aedit.launch.rundir.hub_records import Hub, HubAt, NodeAt
 from aedit.launch.views import words
 from aedit.launch.views.figures import ratio
-from aedit.launch.views.hubrecords import Hub, HubAt, NodeAt
 
 LEFT = ("name", "state", "refused")
 PACE = ("node", "name", "state", "steps", "steps/s", "pace", "waited %", "wire", "hidden")

@@ -13,16 +13,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.config import RunConfig
-from aedit.launch.join import member_keys
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.credentials import member_keys
+from aedit.launch.rundir.hub_records import Hub, HubAt
+from aedit.launch.rundir.reader import Run
+from aedit.launch.rundir.records import BAD_LINE
 from aedit.launch.views import words
-from aedit.launch.views.hubrecords import Hub, HubAt
 from aedit.launch.views.hubtable import hub_line, hub_table
 from aedit.launch.views.live import LINE_EVERY_S, REFRESH_S
-from aedit.launch.views.records import BAD_LINE
-from aedit.launch.views.rundir import Run
-from aedit.proto.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.hub_pb2 import StatusRequest
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hub_pb2 import StatusRequest
 from aedit.types import UserError
 
 ASK_S = 10.0

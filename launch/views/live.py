@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from aedit.launch.rundir.reader import Run, RunFollower
 from aedit.launch.views.panel import line, panel
-from aedit.launch.views.rundir import Run, RunFollower
 
 REFRESH_S = 1.0
 LINE_EVERY_S = 10.0

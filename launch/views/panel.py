@@ -10,10 +10,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from aedit.launch.rundir.reader import Node, Run
 from aedit.launch.views import words
 from aedit.launch.views.figures import held_out, recent_tokens_per_s, rounds, total_known
 from aedit.launch.views.hubtable import hub_tables
-from aedit.launch.views.rundir import Node, Run
 
 SILENT_AFTER_S = 120.0
 COLOURS = {

@@ -11,11 +11,11 @@ from matplotlib import colormaps, style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from aedit.launch.rundir.reader import Run, read_run
 from aedit.launch.views.bars import bytes_per_round, time_per_node
 from aedit.launch.views.curves import effective_nodes, loss_by_steps, loss_by_time
 from aedit.launch.views.heatmap import norms
 from aedit.launch.views.hubplots import hub_nodes, hub_traffic
-from aedit.launch.views.rundir import Run, read_run
 from aedit.types import UserError
 
 PLOTS: Mapping[str, Callable[[Run], Figure | None]] = {

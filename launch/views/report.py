@@ -8,6 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from aedit.launch.rundir.hub_records import Totals, totals
+from aedit.launch.rundir.reader import Node, Run, read_run
 from aedit.launch.views import words
 from aedit.launch.views.figures import (
     Pace,
@@ -20,10 +22,8 @@ from aedit.launch.views.figures import (
     share_of_solo,
     total_known,
 )
-from aedit.launch.views.hubrecords import Totals, totals
 from aedit.launch.views.hubtable import reasons, spread
 from aedit.launch.views.plot import draw
-from aedit.launch.views.rundir import Node, Run, read_run
 from aedit.types import UserError
 
 WIDTH = 120

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from aedit.launch.rundir.reader import read_run
 from aedit.launch.views.panel import panel
-from aedit.launch.views.rundir import read_run
 
 
 def main(run_dir: Path) -> None:

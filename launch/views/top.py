@@ -14,9 +14,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from aedit.launch.rundir.reader import Run, RunFollower, require_run
 from aedit.launch.views.live import LINE_EVERY_S, REFRESH_S
 from aedit.launch.views.panel import line, panel, state
-from aedit.launch.views.rundir import Run, RunFollower, require_run
 
 OVER = ("done", "left", "failed", "silent")
 

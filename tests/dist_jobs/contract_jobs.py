@@ -6,8 +6,8 @@ import time
 import torch
 from kit import transport_contract
 
-from aedit.proto.c10d import TorchTransport
-from aedit.proto.transport import PeersMissing
+from aedit.proto.transports.c10d import TorchTransport
+from aedit.proto.transports.transport import PeersMissing
 
 
 def keep_all(rank, size):

@@ -10,12 +10,12 @@ from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
-from aedit.launch.checkpoint import Checkpoints
-from aedit.launch.load import load
-from aedit.launch.model import blocks, build_model, loss
-from aedit.launch.resume import training_state
-from aedit.launch.tokenizer import load_tokenizer
-from aedit.proto.memory import MemoryWorld
+from aedit.launch.config.load import load
+from aedit.launch.data.tokenizer import load_tokenizer
+from aedit.launch.node.checkpoint import Checkpoints
+from aedit.launch.node.model import blocks, build_model, loss
+from aedit.launch.node.resume import training_state
+from aedit.proto.transports.memory import MemoryWorld
 
 
 def train_and_save(run_dir, node, mark, mesh=None, config=None):

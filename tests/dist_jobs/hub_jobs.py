@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 
 from aedit.edit.pace import OwnPace
 from aedit.edit.units import find_units
-from aedit.proto import mailbox
-from aedit.proto.link import Verdict
+from aedit.proto.agent import mailbox
+from aedit.proto.agent.link import Verdict
 
 
 def train_sharded(rank, size):

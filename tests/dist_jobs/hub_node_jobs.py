@@ -15,10 +15,10 @@ from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.pace import OwnPace
 from aedit.edit.sync import LayerSync
 from aedit.edit.units import find_units
-from aedit.launch.leased import LeasedOrder
-from aedit.proto.agent_link import attach, start_agent
-from aedit.proto.link import Progress
-from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.launch.data.leased import LeasedOrder
+from aedit.proto.agent.agent_link import attach, start_agent
+from aedit.proto.agent.link import Progress
+from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
 
 NUM_SAMPLES = 10**6
 BATCH = 4

@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from aedit.async_sgd.outer import Average, Nesterov
+from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.hf import EditCallback
 from aedit.edit.schedule import EverySteps
-from aedit.proto.c10d import TorchTransport
+from aedit.proto.transports.c10d import TorchTransport
 
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
 

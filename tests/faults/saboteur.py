@@ -25,9 +25,9 @@ PLAN = "plan.json"
 
 def moments():
     """Name of a moment: the class and the method before which it lies."""
-    from aedit.launch.checkpoint import Checkpoints
-    from aedit.launch.stop import Stop
-    from aedit.launch.train import Node
+    from aedit.launch.node.checkpoint import Checkpoints
+    from aedit.launch.node.stop import Stop
+    from aedit.launch.node.train import Node
 
     return {
         "drawing": (Node, "accumulate_gradients"),
@@ -68,7 +68,7 @@ class Saboteur:
             perform(deed["act"])
 
     def _follow_draws(self):
-        from aedit.launch.order import SampleOrder
+        from aedit.launch.data.order import SampleOrder
 
         take = SampleOrder.take
 
@@ -100,7 +100,7 @@ def perform(act):
 
 def run_node(deeds, words):
     """The node program with its deeds; the exit code."""
-    from aedit.launch import node
+    from aedit.launch.node import main as node
 
     run_toml = Path(words[0])
     ranks = next(int(word.partition("=")[2]) for word in words if word.startswith("--ranks="))
@@ -117,7 +117,7 @@ def serve():
     """Fork a node per request; answer with its number, or with its exit code once it has ended."""
     import torch
 
-    import aedit.launch.build  # noqa: F401
+    import aedit.launch.node.build  # noqa: F401
 
     torch.set_num_threads(1)
     print(json.dumps("ready"), flush=True)
@@ -158,7 +158,7 @@ def run_aedit(words):
     """`aedit` whose nodes are this file."""
     import functools
 
-    import aedit.launch.run as wrapper
+    import aedit.launch.local.run as wrapper
     from aedit.launch.cli import main
 
     wrapper.run = functools.partial(wrapper.run, program=("--", __file__))

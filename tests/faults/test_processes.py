@@ -12,7 +12,7 @@ import pytest
 from faults.tiny_run import deed, differing
 
 from aedit.edit.shards import Shards
-from aedit.launch.stop import Stop, Stopped
+from aedit.launch.node.stop import Stop, Stopped
 
 
 def assert_same_end(run, undisturbed):

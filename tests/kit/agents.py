@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import grpc
 import numpy as np
 
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.agent_link import start_agent
-from aedit.proto.codecs import codec
-from aedit.proto.plan import AgentPlan, TensorPlan, UnitPlan
-from aedit.proto.server import serve
-from aedit.proto.service import Refusal
+from aedit.proto.agent.agent_link import start_agent
+from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.codecs.codecs import codec
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.server import serve
+from aedit.proto.wire.service import Refusal
 
 SHAPES = (((3, 5), (7,)), ((5000,),))
 DEADLINE_S = 20.0

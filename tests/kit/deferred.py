@@ -4,11 +4,11 @@ import random
 
 import torch
 
-from aedit.async_sgd.outer import Average
+from aedit.async_sgd.rules.outer import Average
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.memory import MemoryWorld
 from kit.nodes import loss
 
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)

@@ -2,8 +2,8 @@
 
 import torch
 
-from aedit.spec_rollout.rows import Live
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.engine.rows import Live
+from aedit.spec_rollout.model.target import Target
 
 
 class Mistakes(dict):

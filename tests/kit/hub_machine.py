@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from aedit.async_sgd.config import HubConfig, OuterConfig, PenaltyConfig, ScreenConfig, StalenessConfig
-from aedit.async_sgd.hub import Hub, HubPlan
-from aedit.async_sgd.joins import Joiner
-from aedit.async_sgd.members import Report
-from aedit.async_sgd.records import Joined, Layout, Push, TensorLayout, UnitLayout
-from aedit.async_sgd.saved import Saved
+from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.hub.joins import Joiner
+from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.hub.saved import Saved
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, ScreenConfig, StalenessConfig
+from aedit.async_sgd.rules.records import Joined, Layout, Push, TensorLayout, UnitLayout
 
 LAYOUT = Layout(
     (

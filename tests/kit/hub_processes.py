@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from aedit.launch.provenance import source_digest
-from aedit.proto import hub_pb2 as pb
-from aedit.proto.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.codecs import codec
+from aedit.launch.rundir.provenance import source_digest
+from aedit.proto.codecs.codecs import codec
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 
 LIMIT_S = 30.0
 

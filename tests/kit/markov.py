@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from scipy import stats
 
-from aedit.spec_rollout.drafts import Draft
-from aedit.spec_rollout.noise import gumbel, uniforms
-from aedit.spec_rollout.rejection import reject
-from aedit.spec_rollout.verify import coupled, node_depths, walk
+from aedit.spec_rollout.drafters.drafts import Draft
+from aedit.spec_rollout.sampling.noise import gumbel, uniforms
+from aedit.spec_rollout.sampling.rejection import reject
+from aedit.spec_rollout.sampling.verify import coupled, node_depths, walk
 
 V = 8
 LENGTH = 4

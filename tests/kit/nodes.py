@@ -13,7 +13,7 @@ from aedit.edit.config import EditConfig
 from aedit.edit.exchange import MeanExchange, Verdict
 from aedit.edit.shards import local
 from aedit.edit.sync import LayerSync
-from aedit.proto.memory import MemoryWorld
+from aedit.proto.transports.memory import MemoryWorld
 from aedit.types import Round
 
 

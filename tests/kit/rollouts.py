@@ -12,11 +12,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from aedit.spec_rollout.drafts import Draft, parse_arm
-from aedit.spec_rollout.engine import Engine
-from aedit.spec_rollout.noise import gumbel
-from aedit.spec_rollout.samples import Prompt, Sampling
-from aedit.spec_rollout.target import Target
+from aedit.spec_rollout.drafters.drafts import Draft, parse_arm
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.noise import gumbel
+from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
 VOCABULARY = 64
 SIZES = {

@@ -2,9 +2,9 @@
 
 from collections import deque
 
-from aedit.spec_rollout.moving import Reallocator, _sample
-from aedit.spec_rollout.reallocate import Load, Pace
-from aedit.spec_rollout.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.migration.moving import Reallocator, _sample
+from aedit.spec_rollout.migration.reallocate import Load, Pace
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 
 PACE = Pace(fixed_s=0.010, row_s=0.001, prefill_s=0.0002)
 MOST = 2000

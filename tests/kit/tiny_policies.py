@@ -3,9 +3,9 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from aedit.spec_rollout.draft_layer import DraftLayer
-from aedit.spec_rollout.feature_reader import Sample
-from aedit.spec_rollout.losses import PolicyEnds
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.learning.feature_reader import Sample
+from aedit.spec_rollout.learning.losses import PolicyEnds
 
 SIZES = {
     "vocab_size": 48,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from benchmarks import idle_trainees as trainees
 
-from aedit.spec_rollout.idle import DrafterTraining
-from aedit.spec_rollout.restarts import Restarts
-from aedit.spec_rollout.trainer_keeper import IdleConfig
+from aedit.spec_rollout.idle.idle import DrafterTraining
+from aedit.spec_rollout.idle.restarts import Restarts
+from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 
 PATIENCE_S = 90.0
 AT_ONCE = Restarts(limit=100, pause_s=0.0)

@@ -6,8 +6,8 @@ import threading
 import grpc
 import numpy as np
 
-from aedit.proto import hub_pb2
-from aedit.proto.service import Refusal
+from aedit.proto.wire import hub_pb2
+from aedit.proto.wire.service import Refusal
 
 
 class MemoryCore:

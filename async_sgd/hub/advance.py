@@ -1,0 +1,155 @@
+"""From one version of a unit's anchor to the next. Pure and heavy: meant to run outside of every lock."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+
+from aedit.async_sgd.rules.merge import merge, norm, slices
+from aedit.async_sgd.rules.outer import OuterOptimizer, OuterState
+from aedit.async_sgd.rules.records import Part, Push, UnitLayout, Values, Vector
+
+
+class Quantiser(Protocol):
+    """How changes of an anchor are written for the way down; `aedit.proto.codecs.codecs` has them."""
+
+    feedback: bool
+    """Whether what it leaves out must be made up for later: below 8 bits."""
+
+    def encode(self, x: Vector) -> bytes | memoryview: ...
+
+    def decode(self, data: bytes | memoryview, numel: int, start: int, stop: int) -> Vector: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """One version of one unit. Its arrays never change: readers may keep them as long as they like."""
+
+    version: int
+    values: Vector
+    outer: OuterState[Vector]
+    handed: Vector | None = None
+    """What nodes hold, where that is not `values` to the bit: they follow in coarse steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a Merged or Mixed record leads to."""
+
+    anchor: Anchor
+    delta: bytes = b""
+    """Encoded change of what nodes hold since the version before; empty: they need the whole."""
+    ignored: tuple[tuple[int, int], ...] = ()
+    """Pushes (node, seq) that pointed away from the others and did not count."""
+    norm: float = 0.0
+    """Of the merged pseudo-gradient, before it is clipped."""
+    up: Vector | None = None
+    """Two levels: what the parent hub thinks this unit is, after its anchor has been mixed in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a unit goes on."""
+
+    outer: OuterOptimizer
+    merge: Literal["mean", "rda", "trimmed"]
+    clip: float | None
+    quantiser: Quantiser | None
+
+
+def founded(values: Values, layout: UnitLayout, rule: Rule) -> Computed:
+    """Version 1 is what the founder has brought."""
+    first = _read(values, layout.numel)
+    apart = rule.quantiser is not None and rule.quantiser.feedback
+    return Computed(_frozen(Anchor(1, first, rule.outer.init(first), first if apart else None)))
+
+
+def merged(old: Anchor, pushes: Sequence[tuple[Push, Part]], layout: UnitLayout, rule: Rule) -> Computed:
+    """The outer step with the merged pushes. If nothing of weight remains, or what comes out is not finite,
+    anchor and momentum stay as they are, under the next version."""
+    if not any(part.weight > 0 for _, part in pushes):
+        return _unchanged(old)
+    mean = merge(pushes, layout, rule.merge)
+    length = norm(mean)
+    scale = 1.0 if rule.clip is None else min(1.0, rule.clip / max(length, 1e-30))
+    if scale < 1.0:
+        mean *= np.float32(scale)
+    new = mean  # each slice in the place of the mean that it is made of: one array less
+    wholes: list[Vector | None] = [None for _ in old.outer.arrays]
+    count = old.outer.count
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
+        for start, stop in slices(layout.numel):
+            before = old.outer.map(lambda array, at=slice(start, stop): array[at])  # type: ignore[misc]
+            step, after = rule.outer.update(mean[start:stop], before)
+            np.subtract(old.values[start:stop], step, out=new[start:stop])
+            for i, (piece, same) in enumerate(zip(after.arrays, before.arrays, strict=True)):
+                if piece is same:  # delayed momentum, most of the time: no need of another array
+                    continue
+                whole = wholes[i]
+                wholes[i] = whole = np.empty_like(new) if whole is None else whole
+                whole[start:stop] = piece
+            count = after.count
+    if not np.isfinite(new).all():
+        return _unchanged(old)
+    arrays = (a if whole is None else whole for a, whole in zip(old.outer.arrays, wholes, strict=True))
+    state = replace(old.outer.with_arrays(*arrays), count=count)
+    return replace(_handed_out(old, new, state, rule), norm=length)
+
+
+def mixed(old: Anchor, values: Values, mix: float, rule: Rule) -> Computed:
+    """x <- (1 - a) x + a global (HALoS, arXiv:2506.04531); the momentum stays as it is."""
+    new = mixture(old.values, values, mix)
+    return _handed_out(old, new, old.outer, rule)
+
+
+def mixture(x: Vector, values: Values, mix: float) -> Vector:
+    """(1 - mix) x + mix values, a new array; the first is not read if mix is 1."""
+    new = np.empty_like(x)
+    for start, stop in slices(len(x)):
+        new[start:stop] = values.read(start, stop)
+        if mix != 1.0:
+            new[start:stop] *= np.float32(mix)
+            new[start:stop] += np.float32(1 - mix) * x[start:stop]
+    return new
+
+
+def look_ahead(anchor: Anchor, rule: Rule) -> Vector:
+    """Where the momentum will carry the anchor next."""
+    ahead: Vector = rule.outer.look_ahead(anchor.values, anchor.outer)
+    return ahead
+
+
+def _handed_out(old: Anchor, new: Vector, state: OuterState[Vector], rule: Rule) -> Computed:
+    """With a quantiser nodes and hub take the same coarse step. What it leaves out is kept in `values`, so
+    that the next step makes up for it, or is dropped on both sides where the quantiser is fine enough."""
+    version = old.version + 1
+    if rule.quantiser is None:
+        return Computed(_frozen(Anchor(version, new, state)))
+    held = old.values if old.handed is None else old.handed
+    delta = bytes(rule.quantiser.encode(new - held))
+    handed = np.empty_like(held)
+    for start, stop in slices(len(held)):
+        decoded = rule.quantiser.decode(delta, len(held), start, stop)
+        np.add(held[start:stop], decoded, out=handed[start:stop])
+    if old.handed is None:
+        return Computed(_frozen(Anchor(version, handed, state)), delta)
+    return Computed(_frozen(Anchor(version, new, state, handed)), delta)
+
+
+def _unchanged(old: Anchor) -> Computed:
+    return Computed(replace(old, version=old.version + 1))
+
+
+def _frozen(anchor: Anchor) -> Anchor:
+    for array in (anchor.values, *anchor.outer.arrays, anchor.handed):
+        if array is not None:
+            array.flags.writeable = False
+    return anchor
+
+
+def _read(values: Values, numel: int) -> Vector:
+    whole = np.empty(numel, np.float32)
+    for start, stop in slices(numel):
+        whole[start:stop] = values.read(start, stop)
+    return whole

@@ -1,0 +1,385 @@
+"""The hub of an asynchronous run, as a state machine without network, files or a clock of its own.
+
+Deciding (`join`, `offer`, `tick`, `lease`, ...) reads the state and the time and returns records; what is
+journaled changes only when the driver has written them down and calls `apply`. One decision at a time: its
+records are applied before the next one is asked for, but `compute`, the heavy part of a merge, may run
+meanwhile. Times are those of any monotonic clock, in seconds.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from aedit.async_sgd.hub import admission as offers
+from aedit.async_sgd.hub import advance
+from aedit.async_sgd.hub.advance import Computed, Quantiser, Rule
+from aedit.async_sgd.hub.due import is_due
+from aedit.async_sgd.hub.joins import Denied, Joiner, joining
+from aedit.async_sgd.hub.members import Member, Report, dylu
+from aedit.async_sgd.hub.saved import Saved, load, save
+from aedit.async_sgd.hub.state import State, Unit
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
+from aedit.async_sgd.rules.outer import make_outer
+from aedit.async_sgd.rules.push_filter import directions
+from aedit.async_sgd.rules.records import (
+    Accepted,
+    Garbled,
+    Joined,
+    Leased,
+    Left,
+    Merged,
+    Mixed,
+    Part,
+    Push,
+    Record,
+    RoundOpened,
+    Ticked,
+    Used,
+    Vector,
+)
+
+_TICK_S = 1.0
+"""How often the age of the run is written down."""
+
+_LONGEST = 4
+"""Times hub.max_steps_ahead or the local phase: more steps than a push can hold."""
+
+_MOST_BLOCKS = 64
+"""In one lease, however small the pieces are that have come back."""
+
+_MOST_LEASES = 1024
+"""Unused leases of one node; who has more must train first."""
+
+_MOST_STEPS_PER_S = 1e9
+"""What a node can say of its speed: more would leave the range of numbers when it is multiplied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubPlan:
+    """What a hub must know of the run's configuration."""
+
+    hub: HubConfig
+    outer: OuterConfig
+    penalty: PenaltyConfig
+    every: float
+    """Length of a local phase, in steps or, with pace "seconds", in seconds."""
+    steps: int
+    """The budget: inner steps per node, as the mean over those who are members."""
+    seconds: float | None = None
+    """The budget in time, if that is used up sooner."""
+    part: tuple[int, int] = (0, 1)
+    """(k, n): this hub owns the units i with i % n == k."""
+
+
+class Clocks:
+    """What is true now and need not be true after a restart."""
+
+    def __init__(self) -> None:
+        self.offset_s: float | None = None
+        self.seen: dict[int, float] = {}
+        self.came_s: dict[tuple[int, int, int], float] = {}
+        """By unit, node and sequence number."""
+        self.reports: dict[int, Report] = {}
+
+
+class Hub:
+    """Owns the anchors of a run, or of its share of the units."""
+
+    def __init__(self, plan: HubPlan, quantiser: Quantiser | None = None) -> None:
+        """quantiser: of `hub.codec_down`; None for "fp32"."""
+        assert (quantiser is None) == (plan.hub.codec_down == "fp32"), "a codec that nobody uses, or none"
+        self.plan, self.config = plan, plan.hub
+        clip = plan.penalty.clip if plan.hub.weights == "penalty" else None
+        self.rule = Rule(make_outer(plan.outer), plan.hub.merge, clip, quantiser)
+        self.state = State(part=plan.part, has_parent=bool(plan.hub.parent))
+        self.clocks = Clocks()
+
+    # -- deciding
+
+    def join(self, joiner: Joiner, now: float) -> list[Record]:
+        """Become a member. The last record but leases is Joined, with index and session.
+
+        Raises Denied if the node trains something else, was put out, or there are too many.
+        """
+        decided = joining(self.state, joiner, self.config, self.elapsed_s(now))
+        joined = next(record for record in decided if isinstance(record, Joined))
+        self._start_clock(now)
+        self.clocks.seen[joined.node] = now
+        return decided
+
+    def member(self, node: int, session: int) -> Member:
+        """The live member who speaks. Raises Denied: unknown (join again), replaced, or put out."""
+        if not 0 <= node < len(self.state.members):
+            raise Denied("unknown", f"no node {node} has joined this hub")
+        member = self._must_be_live(node)
+        if member.session != session:
+            raise Denied("replaced", f"another process of {member.name} has joined since")
+        return member
+
+    def offer(self, push: Push, now: float) -> list[Record]:
+        """Accepted or Refused (and perhaps Left: put out); nothing for what is decided already.
+
+        The same push may be offered again and again. Raises Denied if the pusher is not a live member, or the
+        unit is not this hub's.
+        """
+        self._must_be_live(push.node)
+        if push.unit not in self.state.units:  # not journaled: there is no end of such numbers
+            raise Denied("different", f"this hub has no unit {push.unit}")
+        self.clocks.seen[push.node] = now
+        decided = offers.judged(self.state, push, self.config, self._most_steps)
+        if any(isinstance(record, Accepted) for record in decided):
+            self.clocks.came_s.setdefault((push.unit, push.node, push.seq), now)
+        return decided
+
+    def garbled(self, node: int, unit: int, reason: str) -> list[Record]:
+        """What came as a push of this unit was none: Garbled (and perhaps Left: put out). Raises Denied if
+        the node is not a live member."""
+        member = self._must_be_live(node)
+        return [Garbled(node, unit, reason), *offers.last_straw(member, reason, self.config.screen)]
+
+    def tick(self, now: float) -> list[Record]:
+        """What time has brought: silent nodes leave, a round opens, merges are due (one per unit at a time:
+        tick again when they are applied)."""
+        elapsed_s = self.elapsed_s(now)
+        decided: list[Record] = []
+        if elapsed_s >= self.state.elapsed_s + _TICK_S:
+            decided.append(Ticked(elapsed_s))
+        left = self._goners(now)
+        decided += left
+        if self._round_is_due(elapsed_s):
+            decided.append(RoundOpened(self.state.round + 1, self._round_at_s(elapsed_s)))
+        awaited = {node for node in self.state.live if self._is_awaited(node)} - {r.node for r in left}
+        for index, unit in self.state.units.items():
+            if unit.pending and self._is_due(index, unit, awaited, now):
+                decided.append(self._merge(index, unit, elapsed_s))
+        return decided
+
+    def lease(self, node: int, samples: int, now: float) -> list[Record]:
+        """Blocks of the sample stream, at most `hub.lease_samples` in all; 0 asks for as many.
+
+        What others have given back comes first, so that there may be several blocks, and fewer samples.
+        Raises Denied if the node hoards.
+        """
+        self._must_be_live(node)
+        self.clocks.seen[node] = now
+        if len(self.state.pool.outstanding(node)) >= _MOST_LEASES:
+            raise Denied("full", f"node {node} has {_MOST_LEASES} leases that it has not used")
+        most = self.config.lease_samples
+        blocks = self.state.pool.offer(min(samples, most) if samples else most)
+        return [Leased(node, start, end) for start, end in blocks[:_MOST_BLOCKS]]
+
+    def use(self, node: int, start: int, upto: int) -> list[Record]:
+        """Positions from `start`, where a lease began, up to `upto` are in an accepted push. What is known,
+        or is not the node's any more, is passed over."""
+        return [
+            Used(node, lease, min(upto, end))
+            for lease, (used, end) in self.state.pool.leases.get(node, {}).items()
+            if start <= used < upto
+        ]
+
+    def leave(self, node: int) -> list[Record]:
+        """A node has pushed what it owed and goes."""
+        return [Left(node, "left")] if self.state.members[node].live else []
+
+    def beat(self, node: int, report: Report, now: float) -> None:
+        """A live member says how it does. Nothing of it is journaled."""
+        self.clocks.seen[node] = now
+        self.clocks.reports[node] = report
+
+    # -- applying
+
+    def compute(self, record: Record) -> Computed | None:
+        """The heavy part of Merged or Mixed; None for others. Changes nothing and needs no lock: only the
+        record itself, when applied, changes what this reads."""
+        match record:
+            case Merged():
+                return self._compute_merge(record)
+            case Mixed():
+                return self._compute_mix(record)
+            case _:
+                return None
+
+    def apply(self, record: Record, computed: Computed | None = None) -> None:
+        """Take a record in, in the order of the journal. Without `computed` it is computed here."""
+        if computed is None:
+            computed = self.compute(record)
+        self.state.apply(record, computed)
+        self._forget(record)
+
+    def saved(self) -> Saved:
+        """Everything that is journaled, for a snapshot. Copies no array; they never change."""
+        return save(self.state)
+
+    def restore(self, saved: Saved) -> None:
+        """Go on from a snapshot, before any record is applied. The arrays become the hub's."""
+        assert self.state.layout is None, "this hub has a past of its own"
+        load(saved, self.state)
+
+    # -- reading
+
+    def elapsed_s(self, now: float) -> float:
+        """Age of the run, outages of the hub not counted."""
+        if self.state.layout is None:
+            return 0.0
+        return max(self.state.elapsed_s, now + self._start_clock(now))
+
+    def progress(self, now: float) -> float:
+        """Share of the budget that is used up, 0 to 1."""
+        share = self.state.mean_steps / self.plan.steps
+        if self.plan.seconds:
+            share = max(share, self.elapsed_s(now) / self.plan.seconds)
+        return min(1.0, share)
+
+    def pace_steps(self, node: int) -> int:
+        """Steps that this node should do before its next push; 0 with pace "seconds"."""
+        if self.config.pace == "seconds":
+            return 0
+        if self.config.pace == "steps":
+            return int(self.plan.every)
+        return dylu(int(self.plan.every), self._speed(node), self._speeds())
+
+    def paces(self) -> dict[int, int]:
+        """`pace_steps` of every live member."""
+        if self.config.pace != "dylu":
+            return {node: self.pace_steps(node) for node in self.state.live}
+        speeds, every = self._speeds(), int(self.plan.every)
+        return {node: dylu(every, self._speed(node), speeds) for node in self.state.live}
+
+    def anchor(self, index: int) -> tuple[int, Vector]:
+        """What nodes hold of the newest version: (version, values). Not to be changed; (0, empty) before the
+        unit is founded."""
+        anchor = self.state.units[index].anchor
+        if anchor is None:
+            return 0, Vector(0)
+        if anchor.handed is not None:
+            return anchor.version, anchor.handed
+        ahead = self.plan.outer.look_ahead
+        return anchor.version, advance.look_ahead(anchor, self.rule) if ahead else anchor.values
+
+    def chain(self, index: int, base: int) -> tuple[tuple[int, bytes], ...] | None:
+        """(version, encoded delta) after `base` up to the newest; None where the whole anchor is shorter."""
+        unit = self.state.units[index]
+        links = tuple((version, data) for version, data in unit.deltas if version > base)
+        if unit.anchor is None or not base or len(links) != unit.version - base:
+            return None
+        shorter = sum(len(data) for _, data in links) < unit.anchor.values.nbytes
+        return links if shorter else None
+
+    # -- inside
+
+    def _start_clock(self, now: float) -> float:
+        """The first time anything is asked, the run is as old as its journal says."""
+        if self.clocks.offset_s is None:
+            self.clocks.offset_s = self.state.elapsed_s - now
+        return self.clocks.offset_s
+
+    @property
+    def _most_steps(self) -> float:
+        """What an outage and refused pushes can bring together, with room to spare."""
+        if self.config.pace == "seconds":
+            return math.inf
+        return _LONGEST * max(self.config.max_steps_ahead, self.plan.every)
+
+    def _speed(self, node: int) -> float:
+        report = self.clocks.reports.get(node)
+        speed = report.steps_per_s if report else 0.0
+        return min(speed, _MOST_STEPS_PER_S) if math.isfinite(speed) and speed > 0 else 0.0
+
+    def _speeds(self) -> dict[int, float]:
+        return {node: speed for node in self.state.live if (speed := self._speed(node))}
+
+    def _must_be_live(self, node: int) -> Member:
+        member = self.state.members[node]
+        if member.put_out:
+            raise Denied("put out", f"{member.name} was put out: {member.gone}")
+        if not member.live:
+            raise Denied("unknown", f"{member.name} is not counted on any more: {member.gone}")
+        return member
+
+    def _goners(self, now: float) -> list[Left]:
+        """Who was silent for too long, and who was found out in a merge (not on arrival: that is at once)."""
+        goners = []
+        for node, member in self.state.live.items():
+            if member.offences >= self.config.screen.offences:
+                goners.append(Left(node, f"put out after {member.offences} offences", put_out=True))
+            elif now - self.clocks.seen.setdefault(node, now) > self.config.expire_s:
+                goners.append(Left(node, f"silent for {self.config.expire_s:g} s"))
+        return goners
+
+    def _round_is_due(self, elapsed_s: float) -> bool:
+        if self.config.pace != "seconds" or not self.state.is_founded:
+            return False
+        return elapsed_s >= self.state.round_at_s + self.plan.every
+
+    def _round_at_s(self, elapsed_s: float) -> float:
+        """On the grid of rounds, so that they do not drift; anew after a pause."""
+        on_time_s = self.state.round_at_s + self.plan.every
+        return on_time_s if elapsed_s < on_time_s + self.plan.every else elapsed_s
+
+    def _is_awaited(self, node: int) -> bool:
+        """Not who still fetches its first weights, nor whose trainer is stuck: they bring nothing soon."""
+        report = self.clocks.reports.get(node)
+        return report is None or report.state not in ("joining", "stalled")
+
+    def _is_due(self, index: int, unit: Unit, awaited: set[int], now: float) -> bool:
+        if unit.anchor is None:
+            return True
+        awaited = {node for node in awaited if not self.state.members[node].is_refused(index)}
+        came_s: dict[int, float] = {}
+        for node, seq in unit.pending:
+            at = self.clocks.came_s.setdefault((index, node, seq), now)
+            came_s[node] = min(at, came_s.get(node, at))
+        usual_s = unit.usual_s
+        if usual_s is None:  # as long as the first one has taken
+            usual_s = min(came_s.values()) + self._start_clock(now) - unit.merged_at_s
+        return is_due(self.config, came_s, awaited, max(0.0, usual_s), now)
+
+    def _merge(self, index: int, unit: Unit, elapsed_s: float) -> Merged:
+        pushes = list(unit.pending.values())
+        if unit.anchor is None:
+            return Merged(index, 1, (Part(pushes[0].node, pushes[0].seq, 1.0),), elapsed_s)
+        if self.config.quorum == 1:
+            pushes = pushes[:1]
+        parts = offers.parts(pushes, unit, self.config, self.plan.penalty)
+        share = self._share_of_one()
+        parts = tuple(replace(part, scale=part.scale * share) for part in parts)
+        return Merged(index, unit.version + 1, parts, elapsed_s)
+
+    def _share_of_one(self) -> float:
+        """By which a push is shortened that is merged alone: `outer.delay` of them are to move the anchor as
+        one mean does, and with more nodes than that, all of theirs together."""
+        outer = self.plan.outer
+        if self.config.quorum != 1 or outer.kind != "delayed-nesterov":
+            return 1.0
+        return min(1.0, outer.delay / max(1, len(self.state.live)))
+
+    def _compute_merge(self, record: Merged) -> Computed:
+        unit = self.state.units[record.unit]
+        assert self.state.layout is not None
+        layout = self.state.layout.units[record.unit]
+        pushes = [(unit.pending[part.node, part.seq], part) for part in record.parts]
+        if unit.anchor is None:
+            return advance.founded(pushes[0][0].values, layout, self.rule)
+        away = directions(pushes, layout, self.config.screen)
+        believed = [pair for pair, is_away in zip(pushes, away, strict=True) if not is_away]
+        computed = advance.merged(unit.anchor, believed, layout, self.rule)
+        ignored = [part for (_, part), is_away in zip(pushes, away, strict=True) if is_away]
+        return replace(computed, ignored=tuple((part.node, part.seq) for part in ignored))
+
+    def _compute_mix(self, record: Mixed) -> Computed:
+        unit = self.state.units[record.unit]
+        assert unit.anchor is not None
+        assert unit.up is not None
+        computed = advance.mixed(unit.anchor, record.values, record.mix, self.rule)
+        # The parent has heard of what was sent, and of nothing since.
+        known = unit.up if unit.sent is None else unit.sent
+        return replace(computed, up=advance.mixture(known, record.values, record.mix))
+
+    def _forget(self, record: Record) -> None:
+        """Volatile facts about what is over."""
+        match record:
+            case Left(node):
+                self.clocks.seen.pop(node, None)
+                self.clocks.reports.pop(node, None)
+            case Merged(unit, _, parts):
+                for part in parts:
+                    self.clocks.came_s.pop((unit, part.node, part.seq), None)

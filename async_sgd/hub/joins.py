@@ -1,0 +1,136 @@
+"""Who may become a member, and under which number."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from aedit.async_sgd.hub.members import Member
+from aedit.async_sgd.hub.pool import Block
+from aedit.async_sgd.hub.state import COUNT_BITS, State
+from aedit.async_sgd.rules.config import HubConfig
+from aedit.async_sgd.rules.records import Founded, Joined, Layout, Leased, Left, Record
+
+_LONGEST_NAME = 128
+
+
+class Denied(Exception):
+    """What a peer must be told instead of an answer."""
+
+    def __init__(
+        self, kind: Literal["unknown", "replaced", "put out", "full", "different"], reason: str
+    ) -> None:
+        """kind: join again; end; end; come again later; it can never be right."""
+        super().__init__(reason)
+        self.kind, self.reason = kind, reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joiner:
+    """What a node says of itself when it comes."""
+
+    name: str
+    layout: Layout
+    facts: tuple[tuple[str, str], ...]
+    """What must be equal for nodes to train one thing."""
+    num_samples: int
+    """Training samples of the corpus."""
+    donor: str = ""
+    """HOST:PORT where it gives anchors to others."""
+    session: int = 0
+    """Of this very process, if it was a member before; else 0."""
+    process: int = 0
+    """Drawn by the node's process at its start: who joins again because a reply was lost is the same. 0: not
+    told."""
+    prefers: int | None = None
+    """The index it would like to have, if it is new and nobody has that."""
+    secret: int = 0
+    """Random bits for its new session, drawn by the hub: who has not been told cannot speak for the node."""
+
+
+def joining(state: State, joiner: Joiner, config: HubConfig, elapsed_s: float) -> list[Record]:
+    """Founded, if it is the first; Left, if it takes the place of a process that seems alive; Joined; and the
+    leases it had when it was given up for silent, as far as nobody else has got them since."""
+    if not joiner.name or len(joiner.name) > _LONGEST_NAME or not joiner.name.isprintable():
+        raise Denied("different", f"a node's name has 1 to {_LONGEST_NAME} printable characters")
+    decided: list[Record] = []
+    if state.layout is None:
+        decided.append(_founded(joiner))
+    else:
+        _compare(state, joiner)
+    node = state.names.get(joiner.name, _new_index(state, joiner.prefers, config))
+    member = state.members[node] if node < len(state.members) else None
+    if member and member.put_out:
+        raise Denied("put out", f"{joiner.name} was put out: {member.gone}")
+    if len(state.live.keys() - {node}) >= config.limits.nodes:
+        raise Denied("full", f"this hub takes {config.limits.nodes} nodes (hub.limits.nodes)")
+    same = member is not None and _is_same(member, joiner)
+    if member and member.live and not same:
+        decided.append(Left(node, "another process of this node has joined"))
+    session = state.sessions + 1 + (joiner.secret << COUNT_BITS)
+    decided.append(Joined(joiner.name, node, session, joiner.donor, elapsed_s, joiner.process))
+    if member and not member.live and same:
+        decided += [Leased(node, start, end) for start, end in _still_free(state, node)]
+    return decided
+
+
+def _is_same(member: Member, joiner: Joiner) -> bool:
+    """Whether it is the process that was a member before."""
+    told = joiner.process != 0 and member.process == joiner.process
+    return told or member.session == joiner.session
+
+
+def _new_index(state: State, prefers: int | None, config: HubConfig) -> int:
+    """Behind everybody, unless the node may have the one it prefers. An index that is left out meanwhile
+    stays free for whoever prefers it."""
+    if prefers is None or not 0 <= prefers < config.limits.nodes:
+        return len(state.members)
+    is_free = prefers >= len(state.members) or not state.members[prefers].name
+    return prefers if is_free else len(state.members)
+
+
+def _founded(joiner: Joiner) -> Founded:
+    names = [unit.name for unit in joiner.layout.units]
+    if not names or len(set(names)) != len(names) or any(unit.numel < 1 for unit in joiner.layout.units):
+        raise Denied(
+            "different", "a layout has at least one unit, each with a name of its own and parameters"
+        )
+    if joiner.num_samples < 1:
+        raise Denied("different", "there are no training samples")
+    return Founded(joiner.layout, tuple(sorted(joiner.facts)), joiner.num_samples)
+
+
+def _compare(state: State, joiner: Joiner) -> None:
+    facts = dict(joiner.facts)
+    for name in sorted(state.facts.keys() | facts.keys()):
+        here, there = state.facts.get(name, "not set"), facts.get(name, "not set")
+        if here != there:
+            raise Denied("different", f"{name} is {here} in this run and {there} on {joiner.name}")
+    if joiner.num_samples != state.num_samples:
+        counts = f"{state.num_samples} training samples, {joiner.name} has {joiner.num_samples}"
+        raise Denied("different", f"this run's corpus has {counts}")
+    assert state.layout is not None
+    if joiner.layout != state.layout:
+        raise Denied(
+            "different", f"{joiner.name} has another model: {_difference(state.layout, joiner.layout)}"
+        )
+
+
+def _difference(here: Layout, there: Layout) -> str:
+    """The first one, for a person."""
+    for ours, theirs in zip(here.units, there.units, strict=False):
+        if ours.name != theirs.name:
+            return f"unit {theirs.name} where this run has {ours.name}"
+        for a, b in zip(ours.tensors, theirs.tensors, strict=False):
+            if a != b:
+                return f"{ours.name}.{b.name} {b.shape} where this run has {a.name} {a.shape}"
+        if len(ours.tensors) != len(theirs.tensors):
+            return f"{len(theirs.tensors)} parameters in {ours.name}, {len(ours.tensors)} in this run"
+    return f"{len(there.units)} units, {len(here.units)} in this run"
+
+
+def _still_free(state: State, node: int) -> list[Block]:
+    blocks = []
+    for start, end in state.lost.get(node, []):
+        for first, last in state.pool.returned:
+            if max(start, first) < min(end, last):
+                blocks.append((max(start, first), min(end, last)))
+    return blocks

@@ -1,0 +1,134 @@
+"""Who takes part, what each was told last, and how many steps each should do."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
+
+from aedit.async_sgd.rules.records import Joined, Push, Refused
+
+Verdict = Literal["none", "merged", "refused", "distrusted"]
+
+_FORGIVEN_AFTER = 16
+"""Accepted pushes that make one offence forgotten."""
+
+_FASTEST = 64.0
+"""Times the median speed: no node's own word makes the others do less than this would."""
+
+
+NORM = "norm"
+"""Kind of reason for what is too long to be believed: the part of a reason before its first colon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The last decision about a node's pushes of one unit."""
+
+    seq: int = 0
+    verdict: Verdict = "none"
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a node says of itself. Not journaled: gone after a restart of the hub, and soon said again."""
+
+    steps: int = 0
+    tokens: int = 0
+    steps_per_s: float = 0.0
+    busy_s: float = 0.0
+    wait_s: float = 0.0
+    wire_s: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    loss: float = math.nan
+    state: str = "joining"
+
+
+@dataclass(slots=True)
+class Member:
+    """One node, from its first join on; it stays on the list when it leaves."""
+
+    name: str
+    node: int
+    session: int = 0
+    process: int = 0
+    """As which it last joined."""
+    donor: str = ""
+    live: bool = False
+    put_out: bool = False
+    gone: str = ""
+    """Why it left."""
+    steps: int = 0
+    """Inner steps in accepted pushes, summed over units."""
+    tokens: int = 0
+    accepted: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    """Refused pushes by kind of reason."""
+    offences: int = 0
+    offended: int = 0
+    """Sequence number of the last offence: one bad round is one offence, however many units it has."""
+    weight: float = 0.0
+    """Share of its last push in the merge that took it."""
+    staleness: int = 0
+    received: dict[int, int] = field(default_factory=dict)
+    """By unit, the sequence number of the last push that was accepted or refused."""
+    told: dict[int, Told] = field(default_factory=dict)
+
+    def join(self, record: Joined) -> None:
+        self.session, self.donor, self.live, self.gone = record.session, record.donor, True, ""
+        self.process = record.process
+
+    def accept(self, push: Push) -> None:
+        self.received[push.unit] = push.seq
+        self.steps += push.steps
+        self.tokens += push.tokens
+        self.accepted += 1
+        if self.accepted % _FORGIVEN_AFTER == 0:
+            self.offences = max(0, self.offences - 1)
+
+    def refuse(self, record: Refused) -> None:
+        self.received[record.unit] = max(record.seq, self.received.get(record.unit, 0))
+        self.tell(
+            record.unit, Told(record.seq, "distrusted" if record.distrusted else "refused", record.reason)
+        )
+        self.count(record.reason)
+        if record.offence:
+            self.offend(record.seq)
+
+    def count(self, reason: str) -> None:
+        """One more push that did not count, for `status`."""
+        self.refused[kind(reason)] = self.refused.get(kind(reason), 0) + 1
+
+    def offend(self, seq: int) -> None:
+        """One bad round is one offence, however many units it has."""
+        if seq > self.offended:
+            self.offences += 1
+            self.offended = seq
+
+    def is_refused(self, unit: int) -> bool:
+        """Whether its last push of the unit was not accepted: others need not wait for the next one."""
+        last = self.told.get(unit, Told())
+        return last.verdict in ("refused", "distrusted") and last.seq == self.received.get(unit)
+
+    def tell(self, unit: int, told: Told) -> None:
+        if told.seq > self.told.get(unit, Told()).seq:
+            self.told[unit] = told
+
+
+def kind(reason: str) -> str:
+    """What a reason is counted under."""
+    return reason.split(":")[0]
+
+
+def dylu(every: int, steps_per_s: float, speeds: Mapping[int, float]) -> int:
+    """H_w = max(1, floor(H v_w / v_max)) (arXiv:2401.09135): steps of a node of this speed before its push.
+
+    speeds: inner steps per second of all live nodes, unknown ones left out. A node that has not said its
+    speed does `every` steps.
+    """
+    if not steps_per_s or not speeds:
+        return every
+    fastest = min(max(speeds.values()), _FASTEST * median(speeds.values()))
+    return max(1, min(every, math.floor(every * steps_per_s / fastest)))

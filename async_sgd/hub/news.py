@@ -1,0 +1,133 @@
+"""What a hub has to say: to a node at every beat, and to people who look."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.hub.members import Member, Report, Told, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class UnitNews:
+    """Of one unit, for one node."""
+
+    unit: int
+    version: int
+    """Newest anchor."""
+    seq: int
+    """The last push of this node that has been decided on."""
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What one node should know now."""
+
+    term: int
+    units: tuple[UnitNews, ...]
+    round: int
+    pace_steps: int
+    nodes: int
+    total_steps: int
+    total_tokens: int
+    elapsed_s: float
+    progress: float
+    finished: bool
+    evaluates: bool
+    donors: tuple[str, ...]
+
+
+def unit_news(hub: Hub, node: int, unit: int) -> UnitNews:
+    """The last decision about this node's pushes of the unit, and its newest version."""
+    told = hub.state.members[node].told.get(unit, Told())
+    return UnitNews(unit, hub.state.units[unit].version, told.seq, told.verdict, told.reason)
+
+
+def news(hub: Hub, node: int, now: float) -> News:
+    """For a member."""
+    state, live = hub.state, hub.state.live
+    progress = hub.progress(now)
+    return News(
+        term=state.term,
+        units=tuple(unit_news(hub, node, unit) for unit in state.units),
+        round=state.round,
+        pace_steps=hub.pace_steps(node),
+        nodes=len(live),
+        total_steps=state.total_steps,
+        total_tokens=state.total_tokens,
+        elapsed_s=hub.elapsed_s(now),
+        progress=progress,
+        finished=progress >= 1.0,
+        evaluates=node == min(live, default=-1),
+        donors=tuple(member.donor for member in live.values() if member.donor and member.node != node),
+    )
+
+
+def status(hub: Hub, now: float) -> dict[str, Any]:
+    """All that the views show, fit for JSON (what is not known is None)."""
+    state = hub.state
+    layout = state.layout.units if state.layout else ()
+    paces = hub.paces()
+    return {
+        "term": state.term,
+        "elapsed_s": hub.elapsed_s(now),
+        "progress": hub.progress(now),
+        "round": state.round,
+        "total_steps": state.total_steps,
+        "total_tokens": state.total_tokens,
+        "num_samples": state.num_samples,
+        "leased_upto": state.pool.watermark,
+        "returned_samples": sum(end - start for start, end in state.pool.returned),
+        "nodes": [
+            _node_status(hub, member, paces.get(member.node, 0), now)
+            for member in state.members
+            if member.name
+        ],
+        "units": [
+            {
+                "unit": index,
+                "name": layout[index].name,
+                "version": unit.version,
+                "pending": len(unit.pending),
+                "usual_s": unit.usual_s,
+                "norm": unit.norm,
+            }
+            for index, unit in state.units.items()
+        ],
+    }
+
+
+def _node_status(hub: Hub, member: Member, pace_steps: int, now: float) -> dict[str, Any]:
+    report = hub.clocks.reports.get(member.node, Report(state=""))
+    seen_s = hub.clocks.seen.get(member.node)
+    leases = hub.state.pool.outstanding(member.node)
+    return {
+        "node": member.node,
+        "name": member.name,
+        "state": _state(member, report),
+        "silent_s": None if seen_s is None else now - seen_s,
+        "steps": report.steps,
+        "tokens": report.tokens,
+        "steps_per_s": report.steps_per_s,
+        "pace_steps": pace_steps,
+        "busy_s": report.busy_s,
+        "wait_s": report.wait_s,
+        "wire_s": report.wire_s,
+        "bytes_up": report.bytes_up,
+        "bytes_down": report.bytes_down,
+        "loss": report.loss if math.isfinite(report.loss) else None,
+        "weight": member.weight,
+        "staleness": member.staleness,
+        "accepted": member.accepted,
+        "refused": dict(member.refused),
+        "offences": member.offences,
+        "leased_samples": sum(end - start for start, end in leases),
+    }
+
+
+def _state(member: Member, report: Report) -> str:
+    if member.put_out:
+        return f"put out: {member.gone}"
+    return report.state or "joining" if member.live else f"gone: {member.gone}"

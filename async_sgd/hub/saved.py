@@ -1,0 +1,156 @@
+"""A hub's state as plain numbers and arrays, unit by unit, for snapshots and back."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from aedit.async_sgd.hub.advance import Anchor
+from aedit.async_sgd.hub.members import Member, Told
+from aedit.async_sgd.hub.pool import Pool
+from aedit.async_sgd.hub.state import State, Unit
+from aedit.async_sgd.rules.outer import OuterState
+from aedit.async_sgd.rules.push_filter import NormHistory
+from aedit.async_sgd.rules.records import Layout, Push, TensorLayout, UnitLayout, Vector
+
+
+@dataclass(frozen=True, slots=True)
+class SavedUnit:
+    """One unit. The arrays are the hub's own and never change: they may be written while it goes on."""
+
+    index: int
+    numbers: dict[str, Any]
+    """Fit for JSON."""
+    arrays: dict[str, Vector]
+    pending: tuple[Push, ...]
+    """In the order of arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Everything that is journaled, as of one moment."""
+
+    numbers: dict[str, Any]
+    """Fit for JSON."""
+    units: Iterable[SavedUnit]
+    """Those that the hub owns."""
+
+
+_PLAIN = ("num_samples", "founder", "term", "sessions", "round", "round_at_s", "elapsed_s", "steps", "tokens")
+_MEMBER = [field.name for field in fields(Member) if field.name not in ("refused", "received", "told")]
+_UNIT = ("merged_at_s", "usual_s", "sent_at")
+
+
+def save(state: State) -> Saved:
+    """Takes no copy of an array and reads no payload."""
+    pool = state.pool
+    numbers = {name: getattr(state, name) for name in (*_PLAIN, "mean_steps")}
+    numbers["layout"] = _layout_out(state.layout)
+    numbers["facts"] = dict(state.facts)
+    numbers["members"] = [_member_out(member) for member in state.members]
+    numbers["lost"] = [
+        [node, [list(block) for block in blocks]] for node, blocks in sorted(state.lost.items())
+    ]
+    numbers["pool"] = {
+        "watermark": pool.watermark,
+        "returned": [list(block) for block in pool.returned],
+        # In order: that of the hub's tables depends on how often it was restarted.
+        "leases": sorted(
+            [node, start, *lease] for node, leases in pool.leases.items() for start, lease in leases.items()
+        ),
+    }
+    return Saved(numbers, tuple(_unit_out(index, unit) for index, unit in state.units.items()))
+
+
+def load(saved: Saved, state: State) -> None:
+    """Into the state of a hub with the same plan that has seen nothing yet. The arrays become the hub's."""
+    numbers, pool = saved.numbers, saved.numbers["pool"]
+    for name in (*_PLAIN, "mean_steps"):
+        setattr(state, name, numbers[name])
+    state.layout = _layout_in(numbers["layout"])
+    state.facts = dict(numbers["facts"])
+    state.members = [_member_in(member) for member in numbers["members"]]
+    state.names = {member.name: member.node for member in state.members if member.name}
+    state.lost = {node: [(start, end) for start, end in blocks] for node, blocks in numbers["lost"]}
+    state.pool = Pool(pool["watermark"], [(start, end) for start, end in pool["returned"]])
+    for node, start, used, end in pool["leases"]:
+        state.pool.leases.setdefault(node, {})[start] = (used, end)
+    state.units = {unit.index: _unit_in(unit) for unit in saved.units}
+
+
+def _layout_out(layout: Layout | None) -> Any:
+    if layout is None:
+        return None
+    return [[unit.name, [[t.name, list(t.shape)] for t in unit.tensors]] for unit in layout.units]
+
+
+def _layout_in(units: Any) -> Layout | None:
+    if units is None:
+        return None
+    return Layout(
+        tuple(
+            UnitLayout(name, tuple(TensorLayout(tensor, tuple(shape)) for tensor, shape in tensors))
+            for name, tensors in units
+        )
+    )
+
+
+def _member_out(member: Member) -> dict[str, Any]:
+    numbers = {name: getattr(member, name) for name in _MEMBER}
+    numbers["refused"] = dict(member.refused)
+    numbers["received"] = [[unit, seq] for unit, seq in member.received.items()]
+    numbers["told"] = [[unit, told.seq, told.verdict, told.reason] for unit, told in member.told.items()]
+    return numbers
+
+
+def _member_in(numbers: dict[str, Any]) -> Member:
+    member = Member(**{name: numbers[name] for name in _MEMBER})
+    member.refused = dict(numbers["refused"])
+    member.received = dict(numbers["received"])
+    member.told = {unit: Told(*told) for unit, *told in numbers["told"]}
+    return member
+
+
+def _history_out(history: NormHistory) -> dict[str, Any]:
+    first = history.anchor_norm if math.isfinite(history.anchor_norm) else None
+    sizes = [list(size) for size in history.sizes]
+    return {"sizes": sizes, "anchor_norm": first, "doubted": list(history.doubted)}
+
+
+def _history_in(numbers: dict[str, Any]) -> NormHistory:
+    first = math.inf if numbers["anchor_norm"] is None else numbers["anchor_norm"]
+    sizes = tuple((node, size) for node, size in numbers["sizes"])
+    return NormHistory(sizes, first, tuple(numbers["doubted"]))
+
+
+def _unit_out(index: int, unit: Unit) -> SavedUnit:
+    numbers: dict[str, Any] = {name: getattr(unit, name) for name in _UNIT}
+    numbers["history"] = _history_out(unit.history)
+    numbers["version"] = unit.version
+    arrays: dict[str, Vector] = {}
+    if unit.anchor:
+        numbers["count"] = unit.anchor.outer.count
+        arrays = {"values": unit.anchor.values, "momentum": unit.anchor.outer.momentum}
+        pending, handed = unit.anchor.outer.pending, unit.anchor.handed
+        arrays |= {} if pending is None else {"pending": pending}
+        arrays |= {} if handed is None else {"handed": handed}
+    if unit.up is not None:
+        arrays["up"] = unit.up
+    if unit.sent is not None:
+        arrays["sent"] = unit.sent
+    return SavedUnit(index, numbers, arrays, tuple(unit.pending.values()))
+
+
+def _unit_in(saved: SavedUnit) -> Unit:
+    numbers, arrays = saved.numbers, saved.arrays
+    unit = Unit(history=_history_in(numbers["history"]))
+    for name in _UNIT:
+        setattr(unit, name, numbers[name])
+    for array in arrays.values():
+        array.flags.writeable = False
+    if numbers["version"]:
+        outer = OuterState(arrays["momentum"], arrays.get("pending"), numbers["count"])
+        unit.anchor = Anchor(numbers["version"], arrays["values"], outer, arrays.get("handed"))
+    unit.up, unit.sent = arrays.get("up"), arrays.get("sent")
+    unit.pending = {(push.node, push.seq): push for push in saved.pending}
+    return unit

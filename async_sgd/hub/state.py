@@ -1,0 +1,224 @@
+"""All that a hub remembers, and how a record changes it. Nothing else does, and no clock is read here."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from aedit.async_sgd.hub.advance import Anchor, Computed
+from aedit.async_sgd.hub.members import NORM, Member, Told, kind
+from aedit.async_sgd.hub.pool import Block, Pool
+from aedit.async_sgd.rules import records
+from aedit.async_sgd.rules.push_filter import NormHistory
+from aedit.async_sgd.rules.records import Layout, Push, Vector
+
+COUNT_BITS = 20
+"""Of a session: the joins of the run. The bits above are nobody's to guess."""
+
+
+@dataclass(slots=True)
+class Unit:
+    """One unit that this hub owns."""
+
+    anchor: Anchor | None = None
+    pending: dict[tuple[int, int], Push] = field(default_factory=dict)
+    """By node and sequence number, in the order of arrival."""
+    history: NormHistory = field(default_factory=NormHistory)
+    deltas: deque[tuple[int, bytes]] = field(default_factory=deque)
+    """Newest last: a version, and what was added to the one before. Together shorter than
+    the anchor: beyond that a chain is of no use."""
+    merged_at_s: float = 0.0
+    usual_s: float | None = None
+    """Between merges, of late."""
+    up: Vector | None = None
+    """Two levels: what the parent hub thinks this unit is."""
+    sent: Vector | None = None
+    """Two levels: what is on its way to the parent."""
+    sent_at: int = 0
+    """Newest version that the parent was told or gave."""
+    norm: float = 0.0
+    """Of what was merged last; for people, not kept over a restart."""
+
+    @property
+    def version(self) -> int:
+        return self.anchor.version if self.anchor else 0
+
+
+@dataclass(slots=True)
+class State:
+    """Made by applying records, and by nothing else."""
+
+    part: tuple[int, int] = (0, 1)
+    has_parent: bool = False
+    layout: Layout | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+    num_samples: int = 0
+    units: dict[int, Unit] = field(default_factory=dict)
+    """Those that this hub owns, by index in the layout."""
+    members: list[Member] = field(default_factory=list)
+    names: dict[str, int] = field(default_factory=dict)
+    founder: int | None = None
+    pool: Pool = field(default_factory=Pool)
+    lost: dict[int, list[Block]] = field(default_factory=dict)
+    """By node: leases that went back to the pool because it was silent."""
+    term: int = 0
+    sessions: int = 0
+    round: int = 0
+    round_at_s: float = 0.0
+    elapsed_s: float = 0.0
+    steps: int = 0
+    """In accepted pushes, summed over units."""
+    tokens: int = 0
+    mean_steps: float = 0.0
+    """Steps per unit and node: every push counted against the members of its time."""
+
+    # -- reading
+
+    @property
+    def live(self) -> dict[int, Member]:
+        return {member.node: member for member in self.members if member.live}
+
+    @property
+    def is_founded(self) -> bool:
+        """Whether every unit has an anchor."""
+        return self.layout is not None and all(unit.anchor for unit in self.units.values())
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all nodes; a step is in a push of every unit."""
+        return self.steps // max(1, len(self.units))
+
+    @property
+    def total_tokens(self) -> int:
+        return self.tokens // max(1, len(self.units))
+
+    # -- applying
+
+    def apply(self, record: records.Record, computed: Computed | None = None) -> None:
+        """Take one record in. `computed` belongs to Merged and Mixed."""
+        match record:
+            case records.Founded():
+                self._found(record)
+            case records.Joined():
+                self._join(record)
+            case records.Left():
+                self._leave(record)
+            case records.Accepted(push):
+                self._accept(push)
+            case records.Refused():
+                self._refuse(record)
+            case records.Garbled(node, _, reason):
+                self.members[node].count(reason)
+                self.members[node].offences += 1
+            case records.Merged():
+                self._merge(record, _there(computed))
+            case records.Mixed():
+                self._mix(record, _there(computed))
+            case records.SentUp(index, version):
+                self._send_up(self.units[index], version)
+            case records.RoundOpened(number, at_s):
+                self.round, self.round_at_s = number, at_s
+                self._pass(at_s)
+            case records.Leased(node, start, end):
+                self.pool.lease(node, start, end)
+            case records.Used(node, start, upto):
+                self.pool.use(node, start, upto)
+            case records.Led(term):
+                self.term = term
+            case records.Ticked(elapsed_s):
+                self._pass(elapsed_s)
+
+    def _pass(self, elapsed_s: float) -> None:
+        self.elapsed_s = max(self.elapsed_s, elapsed_s)
+
+    def _found(self, record: records.Founded) -> None:
+        mine, of = self.part
+        self.layout, self.facts, self.num_samples = record.layout, dict(record.facts), record.num_samples
+        self.units = {i: Unit() for i in range(mine, len(record.layout.units), of)}
+
+    def _join(self, record: records.Joined) -> None:
+        while len(self.members) <= record.node:  # an index in between is left out: a member without a name
+            self.members.append(Member("", len(self.members)))
+        self.members[record.node].name = record.name
+        self.names[record.name] = record.node
+        self.members[record.node].join(record)
+        self.sessions = record.session & (1 << COUNT_BITS) - 1
+        self.lost.pop(record.node, None)
+        if self.founder is None or not self.members[self.founder].live:
+            self.founder = record.node
+        self._pass(record.at_s)
+
+    def _leave(self, record: records.Left) -> None:
+        member = self.members[record.node]
+        member.live, member.put_out, member.gone = False, record.put_out, record.reason
+        self.lost[record.node] = self.pool.outstanding(record.node)
+        self.pool.give_back(record.node)
+
+    def _accept(self, push: Push) -> None:
+        unit = self.units[push.unit]
+        unit.pending[push.node, push.seq] = push
+        self.members[push.node].accept(push)
+        self.steps += push.steps
+        self.tokens += push.tokens
+        self.mean_steps += push.steps / len(self.units) / max(1, len(self.live))
+        unit.history = unit.history.with_push(push)
+
+    def _refuse(self, record: records.Refused) -> None:
+        self.members[record.node].refuse(record)
+        unit = self.units.get(record.unit)
+        if unit and kind(record.reason) == NORM:
+            unit.history = unit.history.with_refusal(record.node)
+
+    def _merge(self, record: records.Merged, computed: Computed) -> None:
+        unit = self.units[record.unit]
+        self._advance(unit, record.version, computed)
+        unit.norm = computed.norm
+        total = sum(part.weight for part in record.parts) or 1.0
+        for part in record.parts:
+            push = unit.pending.pop((part.node, part.seq))
+            member = self.members[part.node]
+            member.weight, member.staleness = part.weight / total, part.staleness
+            self._tell_merged(member, push, part, computed)
+        if record.version > 1:
+            interval_s = max(0.0, record.at_s - unit.merged_at_s)
+            usual_s = interval_s if unit.usual_s is None else unit.usual_s
+            unit.usual_s = usual_s + 0.25 * (interval_s - usual_s)
+        unit.merged_at_s = record.at_s
+        self._pass(record.at_s)
+
+    def _tell_merged(self, member: Member, push: Push, part: records.Part, computed: Computed) -> None:
+        told = Told(part.seq, "merged")
+        if part.weight == 0 and push.steps > 0:
+            told = Told(part.seq, "distrusted", f"{NORM}: far longer than the others of its merge")
+            member.offend(part.seq)
+        elif (part.node, part.seq) in computed.ignored:
+            told = Told(part.seq, "merged", "away: it points away from the others and did not count")
+        if told.reason:
+            member.count(told.reason)
+        member.tell(push.unit, told)
+
+    def _mix(self, record: records.Mixed, computed: Computed) -> None:
+        unit = self.units[record.unit]
+        self._advance(unit, record.version, computed)
+        unit.up, unit.sent, unit.sent_at = computed.up, None, record.version
+
+    def _send_up(self, unit: Unit, version: int) -> None:
+        """Version 0 takes it back: the parent has not believed it."""
+        assert version in (0, unit.version), f"version {version} is not at hand any more"
+        unit.sent = unit.anchor.values if unit.anchor and version else None
+
+    def _advance(self, unit: Unit, version: int, computed: Computed) -> None:
+        assert computed.anchor.version == version == unit.version + 1, "versions count up, one by one"
+        unit.anchor = computed.anchor
+        if version == 1 and self.has_parent:
+            unit.up, unit.sent_at = computed.anchor.values, 1
+        if not computed.delta:
+            unit.deltas.clear()
+            return
+        unit.deltas.append((version, computed.delta))
+        whole_bytes = computed.anchor.values.nbytes
+        while len(unit.deltas) > 1 and sum(len(data) for _, data in unit.deltas) > whole_bytes:
+            unit.deltas.popleft()
+
+
+def _there(computed: Computed | None) -> Computed:
+    assert computed is not None, "a new version must be computed before it is applied"
+    return computed

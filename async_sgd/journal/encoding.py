@@ -1,0 +1,111 @@
+"""The hub's records as JSON, and back. Payloads are referred to by where they stand."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from aedit.async_sgd.journal.payload import Payload
+from aedit.async_sgd.rules import records
+from aedit.async_sgd.rules.records import Layout, Part, Push, Record, TensorLayout, UnitLayout, Values
+
+Locate = Callable[[dict[str, Any]], Values]
+"""Finds the payload that `place` has described."""
+
+_PLAIN = {
+    kind.__name__: kind
+    for kind in (
+        records.Joined,
+        records.Left,
+        records.Refused,
+        records.Garbled,
+        records.SentUp,
+        records.RoundOpened,
+        records.Leased,
+        records.Used,
+        records.Led,
+        records.Ticked,
+    )
+}
+_PUSH = ("node", "unit", "seq", "base", "steps", "tokens")
+
+
+def encode(batch: Sequence[Record]) -> bytes:
+    """Records that were decided together, and are applied together or not at all."""
+    return json.dumps([_out(record) for record in batch], separators=(",", ":")).encode()
+
+
+def decode(data: bytes, locate: Locate) -> list[Record]:
+    """What `encode` was given."""
+    return [_in(fields, locate) for fields in json.loads(data)]
+
+
+def push_out(push: Push) -> dict[str, Any]:
+    """A push but for its numbers, fit for JSON. NaN and infinities are kept."""
+    return {name: getattr(push, name) for name in _PUSH} | {
+        "norms": list(push.norms),
+        "values": place(push.values),
+    }
+
+
+def push_in(plain: dict[str, Any], locate: Locate) -> Push:
+    """What `push_out` was given."""
+    numbers = {name: plain[name] for name in _PUSH}
+    return Push(**numbers, norms=tuple(plain["norms"]), values=locate(plain["values"]))
+
+
+def place(values: Values) -> dict[str, Any]:
+    """Where a payload stands in its own file, and what it is."""
+    assert isinstance(values, Payload), "only what is in the journal's file can be referred to"
+    stretch = values.stretch
+    return {
+        "codec": values.codec,
+        "numel": values.numel,
+        "crc": values.crc,
+        "at": stretch.offset,
+        "length": stretch.length,
+    }
+
+
+def _out(record: Record) -> dict[str, Any]:
+    kind = type(record).__name__
+    match record:
+        case records.Founded(layout, facts, num_samples):
+            units = [[u.name, [[t.name, list(t.shape)] for t in u.tensors]] for u in layout.units]
+            return {"kind": kind, "layout": units, "facts": [list(f) for f in facts], "samples": num_samples}
+        case records.Accepted(push):
+            return {"kind": kind} | push_out(push)
+        case records.Merged(unit, version, parts, at_s):
+            rows = [[p.node, p.seq, p.weight, p.scale, p.staleness] for p in parts]
+            return {"kind": kind, "unit": unit, "version": version, "parts": rows, "at_s": at_s}
+        case records.Mixed(unit, version, values, mix):
+            return {"kind": kind, "unit": unit, "version": version, "mix": mix, "values": place(values)}
+        case _:
+            return {"kind": kind} | {f.name: getattr(record, f.name) for f in fields(record)}
+
+
+def _in(plain: dict[str, Any], locate: Locate) -> Record:
+    kind = plain.pop("kind")
+    match kind:
+        case "Founded":
+            facts = tuple((name, value) for name, value in plain["facts"])
+            return records.Founded(_layout(plain["layout"]), facts, plain["samples"])
+        case "Accepted":
+            return records.Accepted(push_in(plain, locate))
+        case "Merged":
+            parts = tuple(Part(*row) for row in plain["parts"])
+            return records.Merged(plain["unit"], plain["version"], parts, plain["at_s"])
+        case "Mixed":
+            return records.Mixed(plain["unit"], plain["version"], locate(plain["values"]), plain["mix"])
+        case _:
+            record: Record = _PLAIN[kind](**plain)
+            return record
+
+
+def _layout(units: list[Any]) -> Layout:
+    return Layout(
+        tuple(
+            UnitLayout(name, tuple(TensorLayout(tensor, tuple(shape)) for tensor, shape in tensors))
+            for name, tensors in units
+        )
+    )

@@ -1,0 +1,156 @@
+"""A primary's journal, byte for byte in a folder of one's own, and the state that follows from it."""
+
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Callable
+
+from aedit.async_sgd.hub.hub import Clocks, Hub
+from aedit.async_sgd.hub.saved import load, save
+from aedit.async_sgd.journal import snapshot
+from aedit.async_sgd.journal.encoding import decode
+from aedit.async_sgd.journal.frames import FILE_BYTES, RECORDS, Damaged, File, Short, frame_at, read_head
+from aedit.async_sgd.journal.journal import Journal, Position, segment_path, sync_directory
+from aedit.async_sgd.journal.store import Store, locate, numbers, snapshot_path
+from aedit.proto.wire import hub_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+class Mirror:
+    """One thread calls `take`, one `sync`, one `apply`. Any may read `position` and `hub`, the hub under
+    `lock`."""
+
+    def __init__(self, store: Store, make: Callable[[], Hub]) -> None:
+        """Goes on with what the folder has."""
+        self._store, self._make, self._directory = store, make, store.directory
+        self.lock = threading.RLock()
+        """Held while records are applied."""
+        self.hub = make()
+        journal = store.recover(self.hub)
+        self._file = journal.file
+        self.position: Position = journal.position
+        """Everything before it is written, here."""
+        self._applied: Position = journal.position
+        self._reading: File = journal.file
+        self._incoming: File | None = None
+        if journal.position[1] == FILE_BYTES:  # a segment that was begun here, and not there
+            self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: what is in the folder is of another term."""
+        with self.lock:
+            for kind, path in (("snapshot", snapshot_path), ("journal", segment_path)):
+                for number in numbers(self._directory, kind):
+                    path(self._directory, number).unlink()
+            self.hub, self.position, self._applied = self._make(), (1, 0), (1, 0)
+
+    def take(self, chunk: pb.TailChunk) -> None:
+        """Write down what has come. Raises Damaged if it does not go on where the last one ended, OSError if
+        the disk is full."""
+        if zlib.crc32(chunk.data) != chunk.crc:
+            raise Damaged("the journal was damaged on its way")
+        at = chunk.segment, chunk.offset
+        if chunk.snapshot:
+            self._take_snapshot(chunk)
+        elif not chunk.data:
+            return
+        else:
+            if chunk.offset == 0:
+                self._begin(chunk.segment)
+            if at != self.position:
+                raise Damaged(f"the journal goes on at {at}, not at {self.position}")
+            self._file.write(chunk.offset, chunk.data)
+            self.position = chunk.segment, chunk.offset + len(chunk.data)
+
+    def sync(self) -> Position:
+        """Everything before the returned position is on the disk."""
+        with self.lock:
+            position, file = self.position, self._file
+        os.fdatasync(file.fd)
+        return position
+
+    def apply(self) -> bool:
+        """Apply one batch of records, if there is one that has not been applied. Raises Damaged."""
+        with self.lock:
+            segment, offset = self._applied
+            if self.position <= self._applied or self.position == (segment, 0):
+                return False
+            if offset == 0:
+                self._reading = File(segment_path(self._directory, segment))
+                offset = FILE_BYTES
+            if not self._is_whole(segment, offset):
+                return False
+            mark, _ = read_head(self._reading)
+            if offset == self._reading.num_bytes:
+                self._turn_over(segment + 1)
+                return True
+            frame = frame_at(self._reading, mark, offset)
+            if frame.kind == RECORDS:
+                for record in decode(frame.read(), lambda plain: locate(frame.body.file, plain)):
+                    self.hub.apply(record)
+            self._applied = segment, frame.end
+            return True
+
+    def journal(self, *, fsync: bool) -> Journal:
+        """Apply all there is, cut off what is not whole, and let somebody write on. Nobody calls `take` any
+        more."""
+        with self.lock:
+            while self.apply():
+                pass
+            segment, offset = self._applied
+            os.ftruncate(self._file.fd, offset)
+            os.fsync(self._file.fd)
+            self.hub.clocks = Clocks()  # the time while it followed is not the run's
+            return Journal(self._directory, segment, fsync=fsync)
+
+    def _is_whole(self, segment: int, offset: int) -> bool:
+        """Whether the next frame, or the segment's end, is there."""
+        if self.position[0] > segment:
+            return True
+        if self.position[1] < FILE_BYTES:
+            return False
+        try:
+            frame_at(self._reading, read_head(self._reading)[0], offset)
+        except Short:
+            return False
+        return True
+
+    def _begin(self, segment: int) -> None:
+        """The next segment, or the first one after a snapshot or of a journal."""
+        with self.lock:
+            if self._incoming is not None:
+                self._adopt(segment)
+            elif segment != self.position[0] + 1 and self.position[1] > 0:
+                raise Damaged(f"segment {segment} comes after segment {self.position[0]}")
+            os.fdatasync(self._file.fd)
+            self._file = File(segment_path(self._directory, segment), create=True)
+            sync_directory(self._directory)
+            self.position = segment, 0
+
+    def _take_snapshot(self, chunk: pb.TailChunk) -> None:
+        path = snapshot_path(self._directory, chunk.segment)
+        if chunk.offset == 0:
+            self._incoming = File(path.with_name(path.name + ".new"), create=True)
+        assert self._incoming is not None
+        self._incoming.write(chunk.offset, chunk.data)
+
+    def _adopt(self, segment: int) -> None:
+        """A snapshot has come in whole: it takes the place of everything."""
+        incoming, self._incoming = self._incoming, None
+        assert incoming is not None
+        os.fsync(incoming.fd)
+        self.forget()
+        path = snapshot_path(self._directory, segment)
+        os.replace(incoming.path, path)
+        load(snapshot.read(path), self.hub.state)
+        self._applied = segment, 0
+
+    def _turn_over(self, segment: int) -> None:
+        """A segment is applied to its end: the state is what the primary's snapshot would have."""
+        self._applied = segment, 0
+        try:
+            self._store.save(save(self.hub.state), segment)
+        except OSError as error:
+            log.error("no snapshot: %s", error)

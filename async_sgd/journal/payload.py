@@ -1,0 +1,28 @@
+"""Pushes that wait for their merge: their numbers stay encoded in the journal's file."""
+
+import zlib
+from dataclasses import dataclass
+
+from aedit.async_sgd.journal.frames import Damaged, Stretch
+from aedit.async_sgd.rules.records import Vector
+from aedit.proto.codecs.codecs import codec
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """`Values` that are read from a file when they are needed, and take no memory until then."""
+
+    codec: str
+    numel: int
+    crc: int
+    stretch: Stretch
+
+    def read(self, start: int, stop: int) -> Vector:
+        """Elements start..stop as fp32."""
+        return codec(self.codec).decode(self.stretch.view(), self.numel, start, stop)
+
+    def check(self) -> None:
+        """Damaged unless the file still has what was acknowledged."""
+        if zlib.crc32(self.stretch.view()) != self.crc:
+            where = f"{self.stretch.file.path}, byte {self.stretch.offset}"
+            raise Damaged(f"{where}: an accepted push is damaged")

@@ -1,0 +1,137 @@
+"""All that a hub remembers in one file, so that the journal before it may be forgotten."""
+
+import json
+import os
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aedit.async_sgd.hub.saved import Saved, SavedUnit
+from aedit.async_sgd.journal.encoding import push_in, push_out
+from aedit.async_sgd.journal.frames import (
+    ARRAY,
+    END,
+    FILE_BYTES,
+    HEAD,
+    PAYLOAD,
+    UNIT,
+    Damaged,
+    File,
+    Frame,
+    Stretch,
+    file_head,
+    frame_at,
+    frame_header,
+    read_head,
+)
+from aedit.async_sgd.journal.journal import sync_directory
+from aedit.async_sgd.journal.payload import Payload
+from aedit.async_sgd.rules.records import Push, Values, Vector
+
+
+def write(path: Path, saved: Saved, *, fsync: bool = True) -> int:
+    """Under the name `path` there is the whole snapshot or what was there before. Returns its bytes.
+
+    Array by array, without a copy in memory. Raises OSError if the disk is full, say.
+    """
+    beside = path.with_name(path.name + ".new")
+    try:
+        out = _Writer(File(beside, create=True))
+        out.frame(HEAD, json.dumps(saved.numbers).encode())
+        units = deque(saved.units)
+        del saved
+        while units:  # what has been written need not be kept alive
+            _write_unit(out, units.popleft())
+        out.frame(END, b"")
+        if fsync:
+            os.fsync(out.file.fd)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+    return out.offset
+
+
+def read(path: Path) -> Saved:
+    """What `write` was given. Its units are read one by one; each may raise Damaged, as this does."""
+    file = File(path)
+    read_head(file)
+    whole = _Reader(file)
+    numbers = json.loads(whole.next(HEAD).read())
+    return Saved(numbers, _units(whole))
+
+
+class _Writer:
+    def __init__(self, file: File) -> None:
+        self.file = file
+        self._mark = os.urandom(4)
+        file.write(0, file_head(0, self._mark))
+        self.offset = FILE_BYTES
+
+    def frame(self, kind: int, body: bytes | memoryview) -> None:
+        crc = 0 if kind == PAYLOAD else zlib.crc32(body)
+        header = frame_header(self._mark, kind, len(body), crc, 0)
+        self.file.write(self.offset, header)
+        self.file.write(self.offset + len(header), body)
+        self.offset += len(header) + len(body)
+
+
+class _Reader:
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self._mark, _ = read_head(file)
+        self._offset = FILE_BYTES
+
+    def next(self, *kinds: int) -> Frame:
+        frame = frame_at(self._file, self._mark, self._offset)
+        if frame.kind not in kinds:
+            raise Damaged(f"{self._file.path}: a frame of kind {frame.kind} where {kinds} belongs")
+        self._offset = frame.end
+        return frame
+
+
+def _write_unit(out: _Writer, unit: SavedUnit) -> None:
+    pending = [push_out(push) for push in unit.pending]
+    fields = {
+        "index": unit.index,
+        "numbers": unit.numbers,
+        "arrays": list(unit.arrays),
+        "pending": pending,
+    }
+    out.frame(UNIT, json.dumps(fields).encode())
+    for array in unit.arrays.values():
+        out.frame(ARRAY, array.data.cast("B") if array.size else b"")
+    for push in unit.pending:
+        assert isinstance(push.values, Payload)
+        out.frame(PAYLOAD, push.values.stretch.view())
+
+
+def _units(whole: _Reader) -> Iterator[SavedUnit]:
+    while (frame := whole.next(UNIT, END)).kind == UNIT:
+        fields = json.loads(frame.read())
+        arrays = {name: _array(whole.next(ARRAY)) for name in fields["arrays"]}
+        pending = tuple(_push(plain, whole.next(PAYLOAD).body) for plain in fields["pending"])
+        yield SavedUnit(fields["index"], fields["numbers"], arrays, pending)
+
+
+def _array(frame: Frame) -> Vector:
+    array = np.empty(frame.body.length // 4, np.float32)
+    view = array.data.cast("B") if array.size else memoryview(b"")
+    frame.body.file.read_into(frame.body.offset, view)
+    if zlib.crc32(view) != frame.crc:
+        raise Damaged(f"{frame.body.file.path}: damaged at byte {frame.body.offset}")
+    return array
+
+
+def _push(plain: dict[str, Any], stretch: Stretch) -> Push:
+    def locate(where: dict[str, Any]) -> Values:
+        payload = Payload(where["codec"], where["numel"], where["crc"], stretch)
+        payload.check()
+        return payload
+
+    return push_in(plain, locate)

@@ -1,0 +1,170 @@
+"""A hub's folder: what is in it, how a hub comes out of it, and what may go.
+
+    run.toml             the run's configuration, and `part.json`: which share of the units
+    snapshot-N           all that was decided before segment N
+    journal-N, N+1 ...   what was decided since
+
+Two snapshots are kept and the segments from the older one on. So a damaged newest one does no harm, and the
+journal of a run that is shorter than `hub.snapshot_bytes` is there from its beginning.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.hub.saved import Saved, load
+from aedit.async_sgd.hub.state import State
+from aedit.async_sgd.journal import snapshot
+from aedit.async_sgd.journal.encoding import decode
+from aedit.async_sgd.journal.frames import (
+    FILE_BYTES,
+    RECORDS,
+    Damaged,
+    File,
+    Stretch,
+    frames,
+    is_vouched_for,
+    read_head,
+)
+from aedit.async_sgd.journal.journal import Journal, segment_path, sync_directory
+from aedit.async_sgd.journal.payload import Payload
+from aedit.async_sgd.rules.records import Accepted, Record, Values
+from aedit.types import UserError
+
+log = logging.getLogger(__name__)
+
+
+class Store:
+    """The folder of one hub, which nobody else writes to."""
+
+    def __init__(self, directory: Path, *, fsync: bool = True) -> None:
+        self.directory, self._fsync = directory, fsync
+
+    def recover(self, hub: Hub) -> Journal:
+        """Bring a new hub to where the folder's last one was, and go on in its journal. What was not wholly
+        written is cut off. UserError if something is damaged that was."""
+        for left in self.directory.glob("*.new"):
+            left.unlink()
+        last = self.read(hub, mend=True)
+        return Journal(self.directory, last, fsync=self._fsync)
+
+    def read(self, hub: Hub, *, mend: bool = False) -> int:
+        """Bring a new hub to where the folder's last one was; returns the newest segment's number. Changes
+        nothing unless told to mend."""
+        first = self._load_newest(hub)
+        segments = [number for number in numbers(self.directory, "journal") if number >= first]
+        check_gapless(self.directory, first, segments)
+        for number in segments:
+            self._replay(hub, number, is_last=number == segments[-1], mend=mend)
+        return segments[-1] if segments else first
+
+    def save(self, state: Saved, number: int) -> int:
+        """Write the snapshot before segment `number` and forget what it makes unnecessary; its bytes. Raises
+        OSError, and all is as before."""
+        num_bytes = snapshot.write(snapshot_path(self.directory, number), state, fsync=self._fsync)
+        self._prune()
+        return num_bytes
+
+    def saved_bytes(self) -> int:
+        """Of the newest snapshot; 0 if there is none."""
+        paths = [snapshot_path(self.directory, number) for number in numbers(self.directory, "snapshot")[-1:]]
+        return sum(path.stat().st_size for path in paths)
+
+    def _prune(self) -> None:
+        snapshots = numbers(self.directory, "snapshot")
+        oldest = snapshots[-2] if len(snapshots) > 1 else 0
+        for path, number in [
+            *((snapshot_path(self.directory, n), n) for n in snapshots),
+            *((segment_path(self.directory, n), n) for n in numbers(self.directory, "journal")),
+        ]:
+            if number < oldest:
+                path.unlink()
+
+    def _load_newest(self, hub: Hub) -> int:
+        """Number of the first segment to be replayed."""
+        snapshots = numbers(self.directory, "snapshot")
+        for number in reversed(snapshots):
+            try:
+                load(snapshot.read(snapshot_path(self.directory, number)), hub.state)
+                return number
+            except Damaged as error:
+                log.error("%s: going back to the snapshot before it", error)
+                hub.state = State(hub.state.part, hub.state.has_parent)
+        if snapshots and 1 not in numbers(self.directory, "journal"):
+            raise UserError(f"{self.directory}: no snapshot is whole; restore the folder from a copy")
+        return 1
+
+    def _replay(self, hub: Hub, number: int, *, is_last: bool, mend: bool) -> None:
+        file = File(segment_path(self.directory, number))
+        good = 0
+        try:
+            read_head(file)
+            good = FILE_BYTES
+            for batch, end in batches(file):
+                check_payloads(batch)
+                for record in batch:
+                    hub.apply(record)
+                good = end
+        except Damaged as error:
+            was_whole = is_vouched_for(file, good) if good else file.num_bytes > FILE_BYTES
+            if not is_last or was_whole:
+                raise UserError(
+                    f"{error}, and it was whole before: restore its folder from a copy"
+                ) from error
+            log.warning("%s: nothing from byte %d on counts, as nothing was acknowledged", error, good)
+            if mend:
+                self._cut(file, good)
+
+    def _cut(self, file: File, end: int) -> None:
+        if end:
+            os.ftruncate(file.fd, end)
+            os.fsync(file.fd)
+        else:  # not even its head was written
+            file.path.unlink()
+        sync_directory(self.directory)
+
+
+def batches(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[list[Record], int]]:
+    """What was decided together (nothing, for a payload), and where it ends. Damaged at what is not whole."""
+    for frame, body in frames(file, offset):
+        yield decode(body, lambda plain: locate(file, plain)) if frame.kind == RECORDS else [], frame.end
+
+
+def check_gapless(directory: Path, first: int, segments: list[int]) -> None:
+    """UserError if a segment is missing or shorter than the one after it says."""
+    if segments and segments != list(range(first, first + len(segments))):
+        raise UserError(f"{directory}: journal segments {segments} are not all from {first} on; restore them")
+    for number in segments[1:]:
+        file, before = File(segment_path(directory, number)), segment_path(directory, number - 1)
+        try:
+            _, before_bytes = read_head(file)
+        except Damaged:
+            continue  # seen to when it is read
+        if before.stat().st_size != before_bytes:
+            raise UserError(f"{before} has lost its end: restore it from a copy")
+
+
+def locate(file: File, plain: dict[str, Any]) -> Values:
+    """The payload that a record of the same file refers to."""
+    stretch = Stretch(file, plain["at"], plain["length"])
+    return Payload(plain["codec"], plain["numel"], plain["crc"], stretch)
+
+
+def check_payloads(batch: list[Record]) -> None:
+    """Damaged if a push that was accepted is not what it was."""
+    for record in batch:
+        if isinstance(record, Accepted) and isinstance(record.push.values, Payload):
+            record.push.values.check()
+
+
+def numbers(directory: Path, kind: str) -> list[int]:
+    """Of all snapshots or segments, ascending."""
+    found = (path.name.rpartition("-")[2] for path in directory.glob(f"{kind}-*"))
+    return sorted(int(number) for number in found if number.isdecimal())
+
+
+def snapshot_path(directory: Path, number: int) -> Path:
+    return directory / f"snapshot-{number:08d}"

@@ -1,0 +1,156 @@
+"""One pseudo-gradient out of many, slice by slice: nothing but the result is held whole.
+
+Pushes are taken in the order of their nodes, whatever order they come in, so that the same pushes give the
+same bits. What weighs 0 is not even read: `0 * nan` is `nan`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aedit.async_sgd.rules.records import Part, Push, UnitLayout, Vector
+
+SLICE = 2**16
+"""Elements worked on at a time: what a core keeps in its cache. A multiple of 4096, as `Values` wants it."""
+
+GRAIN = 4096
+NO_DIRECTION = 1e-6
+"""Length of the mean of unit vectors below which they point nowhere together."""
+
+NOTHING = 1e-30
+"""A norm below which there is no direction."""
+
+Weighted = Sequence[tuple[Push, Part]]
+
+
+def merge(parts: Weighted, layout: UnitLayout, rule: Literal["mean", "rda", "trimmed"]) -> Vector:
+    """sum(w s x) / sum(w), or what `rule` says instead, for weights w >= 0 and scales s; fp32, a new array.
+
+    `rda` (arXiv:2604.21428): per tensor of two or more dimensions sum(w |s x|) / sum(w) times the direction
+    of sum(w x / |x|); the mean for all else, and where directions cancel. `trimmed`: per element the
+    weighted mean without the third of the values at either end. ValueError if nothing has weight.
+    """
+    parts = sorted(
+        (pair for pair in parts if pair[1].weight > 0), key=lambda pair: (pair[1].node, pair[1].seq)
+    )
+    if not parts:
+        raise ValueError("nothing to merge: every weight is 0")
+    match rule:
+        case "mean":
+            return _weighted_sum(parts, layout.numel, _shares(parts))
+        case "rda":
+            return _rda(parts, layout)
+        case "trimmed":
+            return _trimmed(parts, layout.numel)
+
+
+def slices(numel: int) -> Iterator[tuple[int, int]]:
+    """Starts and stops of a unit's slices."""
+    return ((start, min(start + SLICE, numel)) for start in range(0, numel, SLICE))
+
+
+def _shares(parts: Weighted) -> NDArray[np.float32]:
+    """w s / sum(w), one per part."""
+    w_N = np.array([part.weight for _, part in parts])
+    scale_N = np.array([part.scale for _, part in parts])
+    shares_N: NDArray[np.float32] = (w_N * scale_N / w_N.sum()).astype(np.float32)
+    return shares_N
+
+
+def _weighted_sum(parts: Weighted, numel: int, shares_N: NDArray[np.float32]) -> Vector:
+    total = np.empty(numel, np.float32)
+    for start, stop in slices(numel):
+        _add(parts, shares_N, (start, stop), total[start:stop])
+    return total
+
+
+def _add(parts: Weighted, shares_N: NDArray[np.float32], at: tuple[int, int], into: Vector) -> None:
+    into[:] = 0
+    for (push, _), share in zip(parts, shares_N, strict=True):
+        values = push.values.read(*at)
+        values *= share
+        into += values
+
+
+# --- RDA
+
+
+def _rda(parts: Weighted, layout: UnitLayout) -> Vector:
+    """Two passes, of which the second is over the result alone: the norms of what is merged are known."""
+    ends = np.cumsum([0, *(tensor.numel for tensor in layout.tensors)])
+    shares_NT = _direction_shares(parts, layout)
+    total = np.empty(layout.numel, np.float32)
+    for start, stop in slices(layout.numel):
+        total[start:stop] = 0
+        first, last = np.searchsorted(ends, [start, stop - 1], side="right") - 1
+        for (push, _), shares_T in zip(parts, shares_NT, strict=True):
+            values = push.values.read(start, stop)
+            for t in range(first, last + 1):
+                values[max(0, ends[t] - start) : ends[t + 1] - start] *= shares_T[t]
+            total[start:stop] += values
+    _lengthen(total, parts, layout, ends)
+    return total
+
+
+def _direction_shares(parts: Weighted, layout: UnitLayout) -> NDArray[np.float32]:
+    """What each part's tensors are multiplied with: w / sum(w) / |x|, or w s / sum(w) for the plain mean."""
+    w_N1 = np.array([[part.weight] for _, part in parts])
+    norms_NT = np.array([push.norms for push, _ in parts])
+    matrix_T = np.array([len(tensor.shape) >= 2 for tensor in layout.tensors])
+    directions_NT = np.where(norms_NT > NOTHING, w_N1 / w_N1.sum() / np.maximum(norms_NT, NOTHING), 0.0)
+    return np.where(matrix_T, directions_NT, _shares(parts)[:, None]).astype(np.float32)
+
+
+def _lengthen(total: Vector, parts: Weighted, layout: UnitLayout, ends: NDArray[np.int64]) -> None:
+    """Give each matrix of `total`, so far a mean of directions, its length; in place."""
+    w_N = np.array([part.weight for _, part in parts])
+    scale_N = np.array([part.scale for _, part in parts])
+    for t, tensor in enumerate(layout.tensors):
+        if len(tensor.shape) < 2:
+            continue
+        lengths_N = scale_N * np.array([push.norms[t] for push, _ in parts])
+        piece = total[ends[t] : ends[t + 1]]
+        direction = norm(piece)
+        if direction > NO_DIRECTION:
+            piece *= np.float32(float((w_N * lengths_N).sum() / w_N.sum()) / direction)
+        elif lengths_N.any():
+            _mean_of_piece(parts, (int(ends[t]), int(ends[t + 1])), total)
+
+
+def _mean_of_piece(parts: Weighted, at: tuple[int, int], total: Vector) -> None:
+    """The plain weighted mean of elements at[0]..at[1], into `total`."""
+    begin, end = at
+    for start in range(begin - begin % GRAIN, end, SLICE):
+        stop = min(start + SLICE, len(total))
+        mean = np.empty(stop - start, np.float32)
+        _add(parts, _shares(parts), (start, stop), mean)
+        low, high = max(start, begin), min(stop, end)
+        total[low:high] = mean[low - start : high - start]
+
+
+def norm(vector: Vector) -> float:
+    """Euclidean norm, summed in double precision, the same bits whatever BLAS is there."""
+    total = 0.0
+    for start, stop in slices(len(vector)):
+        piece = vector[start:stop].astype(np.float64)
+        total += float(np.square(piece, out=piece).sum())
+    return float(np.sqrt(total))
+
+
+# --- trimmed mean
+
+
+def _trimmed(parts: Weighted, numel: int) -> Vector:
+    total = np.empty(numel, np.float32)
+    cut = len(parts) // 3
+    w_N1 = np.array([[part.weight] for _, part in parts], np.float32)
+    for start, stop in slices(numel):
+        values_NE = np.stack([push.values.read(start, stop) for push, _ in parts])
+        values_NE *= np.array([[part.scale] for _, part in parts], np.float32)
+        order_NE = np.argsort(values_NE, axis=0, kind="stable")[cut : len(parts) - cut]
+        kept_NE = np.take_along_axis(values_NE, order_NE, axis=0)
+        weights_NE = np.take_along_axis(np.broadcast_to(w_N1, values_NE.shape), order_NE, axis=0)
+        total[start:stop] = (kept_NE * weights_NE).sum(0) / weights_NE.sum(0)
+    return total

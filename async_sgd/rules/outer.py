@@ -1,0 +1,159 @@
+"""Outer optimizers: from an averaged pseudo-gradient and a state to the step to subtract, and the next state.
+
+Pure functions of arrays: NumPy's in a hub, torch's on a node, whole units or equal slices of anchor,
+gradient and state. They own no parameters and talk to no network, so one instance serves every unit, and a
+state can be checkpointed, offloaded or sent to a joining node as it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from aedit.async_sgd.rules.config import OuterConfig
+
+A = TypeVar("A", bound=Any)
+"""An array with operators: a NumPy vector or a torch tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterState(Generic[A]):
+    """What one unit's outer optimizer remembers."""
+
+    momentum: A
+    """Same shape as the unit's anchor; empty for an optimizer without memory."""
+
+    pending: A | None = None
+    """Sum of the pseudo-gradients that the momentum has not taken in yet (Delta); None unless delayed."""
+
+    count: int = 0
+    """How many those are."""
+
+    def map(self, change: Callable[[A], A]) -> "OuterState[A]":
+        """The same state with every array changed, to move, copy or slice it."""
+        pending = None if self.pending is None else change(self.pending)
+        return OuterState(change(self.momentum), pending, self.count)
+
+    @property
+    def arrays(self) -> tuple[A, ...]:
+        """Momentum first, then what is pending, if there is such a thing."""
+        return (self.momentum,) if self.pending is None else (self.momentum, self.pending)
+
+    def with_arrays(self, *arrays: A) -> "OuterState[A]":
+        """The same state with other numbers, in the order of `arrays`."""
+        momentum, *pending = arrays
+        return replace(self, momentum=momentum, pending=pending[0] if pending else None)
+
+
+class OuterOptimizer(Protocol):
+    """Pure, per unit, owns nothing."""
+
+    def init(self, anchor: A) -> OuterState[A]: ...
+
+    def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
+        """The step to subtract from the anchor, and the next state.
+
+        `gradient` is the averaged pseudo-gradient (anchor minus local). The arguments are not changed.
+        """
+
+    def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
+        """Where the momentum will carry the anchor next: the point to measure from, for what comes back
+        late. The arguments are not changed; without momentum it is `anchor` itself."""
+
+
+class Average:
+    """x <- x - lr * g: plain parameter averaging when lr is 1."""
+
+    def __init__(self, lr: float = 1.0) -> None:
+        self.lr = lr
+
+    def init(self, anchor: A) -> OuterState[A]:
+        return OuterState(abs(anchor[:0]))
+
+    def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
+        return gradient * self.lr, state
+
+    def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
+        return anchor
+
+
+class Nesterov:
+    """SGD with Nesterov momentum as `torch.optim.SGD(nesterov=True)`: u <- mu u + g; x <- x - lr (g + mu u).
+
+    The paper's outer optimizer (EDiT, arXiv:2412.07210, section 3.1; DiLoCo, arXiv:2311.08105, algorithm 1).
+    """
+
+    def __init__(self, lr: float = 0.8, momentum: float = 0.85) -> None:
+        self.lr, self.mu = lr, momentum
+
+    def init(self, anchor: A) -> OuterState[A]:
+        return OuterState(_zeros(anchor))
+
+    def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
+        u = _plus(state.momentum * self.mu, gradient)
+        return _times(_plus(u * self.mu, gradient), self.lr), OuterState(u)
+
+    def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
+        ahead: A = anchor - state.momentum * (self.lr * self.mu)
+        return ahead
+
+
+class DelayedNesterov:
+    """Nesterov momentum that takes in N updates at once, for updates that come one by one and late.
+
+    Delta <- Delta + g. In between, x <- x - lr (c mu u + g / N); every Nth time u <- mu u + Delta / N,
+    Delta <- 0, x <- x - lr ((1 - cN + c) mu u + g / N) (arXiv:2401.09135, algorithm 3). `lr` is that
+    paper's, not the N times larger one of HALoS: N updates together move the anchor as one mean of N
+    pseudo-gradients would, so `lr` means what it means for nodes that are averaged, and N = 1 is Nesterov.
+    """
+
+    def __init__(
+        self, lr: float = 0.8, momentum: float = 0.85, delay: int = 4, activation: float = 0.0
+    ) -> None:
+        self.lr, self.mu, self.delay, self.c = lr, momentum, delay, activation
+
+    def init(self, anchor: A) -> OuterState[A]:
+        return OuterState(_zeros(anchor), _zeros(anchor))
+
+    def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
+        pending, u, n = gradient + state.pending, state.momentum, self.delay
+        if state.count + 1 < n:
+            step, share = gradient * (self.lr / n), self.c
+            after = OuterState(u, pending, state.count + 1)
+        else:
+            u = _plus(u * self.mu, _times(pending, 1 / n))
+            step, share = gradient * (self.lr / n), 1 - self.c * n + self.c
+            after = OuterState(u, _zeros(pending))
+        return (_plus(step, u * (self.lr * self.mu * share)) if share else step), after
+
+    def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
+        ahead: A = anchor - state.momentum * (self.lr * self.mu)
+        return ahead
+
+
+def make_outer(config: OuterConfig) -> OuterOptimizer:
+    """The optimizer that `[outer]` names."""
+    match config.kind:
+        case "average":
+            return Average(config.lr)
+        case "nesterov":
+            return Nesterov(config.lr, config.momentum)
+        case "delayed-nesterov":
+            return DelayedNesterov(config.lr, config.momentum, config.delay, config.activation)
+
+
+def _zeros(like: A) -> A:
+    zeros: A = abs(like)  # a new array of the same kind; what is in it may be anything
+    zeros[...] = 0
+    return zeros
+
+
+def _plus(own: A, other: A) -> A:
+    """own + other, in own's memory."""
+    own += other
+    return own
+
+
+def _times(own: A, factor: float) -> A:
+    """own * factor, in own's memory."""
+    own *= factor
+    return own

@@ -1,0 +1,198 @@
+"""Which pushes are believed, by their size and their direction.
+
+Sizes are logarithms of norms per steps^0.75: a pseudo-gradient grows like its steps while they agree and like
+their root where they do not. They are judged one-sided, against all nodes alike: each node counts once,
+however often it pushes, so that less than half of the nodes cannot move what is usual. This keeps out what is
+broken or crude; it does not stop many nodes that lie together, or one that stays within what is usual.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aedit.async_sgd.rules.config import ScreenConfig
+from aedit.async_sgd.rules.merge import GRAIN
+from aedit.async_sgd.rules.records import Part, Push, UnitLayout
+from aedit.async_sgd.rules.weights import norm
+
+GROWTH = 0.75
+"""Exponent of a norm over steps: 0.6 to 0.9 in small Llamas under AdamW, 1 in the learning rate's rise."""
+
+SPREAD = 0.3
+"""Least standard deviation of log-sizes. Honest nodes with like data differ by 0.05 to 0.15; sizes drift."""
+
+WINDOW = 64
+"""Pushes of all nodes that are remembered."""
+
+PER_NODE = 4
+"""Pushes of one node that count, the newest; only half of them once there are `ENOUGH` nodes, whose middle
+says more than the past: sizes rise and fall with the learning rate."""
+
+FIRST_RATIO = 10.0
+"""Anchors' norms that a push may be long while little else is known: more is no training."""
+
+PATIENCE = 3
+"""Refused pushes in a row, of most of the nodes, after which what was usual is forgotten."""
+
+ENOUGH = 4
+"""Nodes, or pushes in a merge, that can be compared with each other."""
+
+SAMPLE_BLOCKS = 64
+"""Blocks of 4096 elements, spread over the unit, that directions are compared on."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormHistory:
+    """Sizes of one unit's accepted pushes, newest last."""
+
+    sizes: tuple[tuple[int, float], ...] = ()
+    """(node, log-size)."""
+    anchor_norm: float = math.inf
+    """Of the first anchor."""
+    doubted: tuple[int, ...] = ()
+    """Nodes refused for their size since the last accepted push."""
+
+    @classmethod
+    def of(cls, numbers: Any) -> "NormHistory":
+        """Back from `numbers`."""
+        sizes = tuple((int(node), float(size)) for node, size in numbers["sizes"])
+        anchor_norm = math.inf if numbers["anchor_norm"] is None else numbers["anchor_norm"]
+        return cls(sizes, anchor_norm, tuple(numbers["doubted"]))
+
+    def numbers(self) -> dict[str, Any]:
+        """Fit for JSON."""
+        anchor_norm = self.anchor_norm if math.isfinite(self.anchor_norm) else None
+        return {"sizes": list(self.sizes), "anchor_norm": anchor_norm, "doubted": list(self.doubted)}
+
+    def with_push(self, push: Push) -> "NormHistory":
+        """After an accepted push; one that founds the unit says how long its anchor is."""
+        if push.base == 0:
+            return replace(self, anchor_norm=norm(push) or math.inf)
+        sizes = (*self.sizes, (push.node, log_size(push))) if norm(push) > 0 else self.sizes
+        return replace(self, sizes=sizes[-WINDOW:], doubted=())
+
+    def with_refusal(self, node: int) -> "NormHistory":
+        """After a push that was refused for its size. When most nodes are, it is the history that is wrong:
+        a new learning rate or new data must not lock everyone out."""
+        doubted = (*self.doubted, node)[-WINDOW:]
+        most = 2 * len(set(doubted)) > len(self.by_node())
+        lost = len(doubted) >= PATIENCE and most
+        return replace(self, sizes=(), doubted=()) if lost else replace(self, doubted=doubted)
+
+    def by_node(self) -> dict[int, list[float]]:
+        """Each node's newest sizes."""
+        found: dict[int, list[float]] = {}
+        for node, size in reversed(self.sizes):
+            found.setdefault(node, []).append(size)
+        count = PER_NODE // 2 if len(found) >= ENOUGH else PER_NODE
+        return {node: sizes[:count] for node, sizes in found.items()}
+
+
+def log_size(push: Push) -> float:
+    """log(norm / steps^0.75); -inf for a push of zeros."""
+    length = norm(push)
+    return math.log(length) - GROWTH * math.log(max(1, push.steps)) if length > 0 else -math.inf
+
+
+def judge_push(push: Push, history: NormHistory, config: ScreenConfig) -> str | None:
+    """Why a push is not believed, by what is known on its arrival: its norm, and against what; None: nothing
+    against it."""
+    length = norm(push)
+    if not math.isfinite(length):
+        return "not finite"
+    nodes = history.by_node().keys()
+    strangers = len(nodes) < 2 and push.node not in nodes  # one other node is too few to say what is usual
+    if strangers and length > FIRST_RATIO * history.anchor_norm:
+        return f"{length:.3g}, and the anchor's is {history.anchor_norm:.3g}"
+    if not nodes:
+        return None
+    usual, spread, rounds = _usual(history)
+    excess = log_size(push) - usual
+    if excess <= config.threshold * spread * _slack(len(nodes), rounds) * (2 if strangers else 1):
+        return None
+    times = math.exp(min(excess, 100.0))
+    return f"{length:.3g}, {times:.3g} times what is usual for {push.steps} steps"
+
+
+def clip_scale(push: Push, history: NormHistory, config: ScreenConfig) -> float:
+    """By what to shorten a push so that it is at most `clip` usual norms long; looser in the first round,
+    when sizes still grow with the learning rate, and most of all while few nodes are known."""
+    if config.clip is None or not history.sizes or not norm(push) > 0:
+        return 1.0
+    usual, _, rounds = _usual(history)
+    loose = 2 if len(history.by_node()) >= ENOUGH else 4
+    allowed = config.clip * (loose if rounds < 2 else 1)
+    return math.exp(min(0.0, math.log(allowed) + usual - log_size(push)))
+
+
+def outliers(pushes: Sequence[Push], config: ScreenConfig) -> tuple[bool, ...]:
+    """Which pushes of one merge are far longer than the others of it. It takes four to compare."""
+    sizes = [log_size(push) for push in pushes]
+    if len(sizes) < ENOUGH:
+        return (False,) * len(sizes)
+    found = []
+    for i, size in enumerate(sizes):
+        others = [other for j, other in enumerate(sizes) if j != i and other > -math.inf]
+        usual, spread = _median_and_spread(others or [size])
+        found.append(size - usual > config.threshold * spread)
+    return tuple(found)
+
+
+def directions(
+    parts: Sequence[tuple[Push, Part]], layout: UnitLayout, config: ScreenConfig
+) -> tuple[bool, ...]:
+    """Which pushes of one merge point away from every other one: even the largest cosine is below 0.
+
+    Only those with weight take part, and at least four of them; a large unit is compared on a sample. Nodes
+    with data of their own pull against each other honestly, so that most others are not the measure.
+    """
+    at = [i for i, (_, part) in enumerate(parts) if part.weight > 0]
+    if not config.cosine or len(at) < ENOUGH:
+        return (False,) * len(parts)
+    cosines_NN, numel = _cosines([parts[i][0] for i in at], layout.numel)
+    np.fill_diagonal(cosines_NN, -1.0)
+    agreement_N = cosines_NN.max(axis=1)
+    chance = 2 / math.sqrt(numel)
+    away = {i for i, agreement in zip(at, agreement_N, strict=True) if agreement < -chance}
+    return tuple(i in away for i in range(len(parts)))
+
+
+def _cosines(pushes: Sequence[Push], numel: int) -> tuple[NDArray[np.float64], int]:
+    """Of every pair, and on how many elements; rounded, so that another BLAS comes to the same verdict."""
+    num_blocks = -(-numel // GRAIN)
+    blocks = np.unique(np.linspace(0, num_blocks - 1, min(num_blocks, SAMPLE_BLOCKS)).astype(int))
+    products_NN, seen = np.zeros((len(pushes), len(pushes))), 0
+    for block in blocks.tolist():
+        start, stop = block * GRAIN, min((block + 1) * GRAIN, numel)
+        units_NE = np.stack([_direction(push, start, stop) for push in pushes])
+        products_NN += units_NE @ units_NE.T
+        seen += stop - start
+    length_N = np.sqrt(np.maximum(np.diag(products_NN), 1e-300))
+    return np.round(products_NN / length_N / length_N[:, None], 6), seen
+
+
+def _direction(push: Push, start: int, stop: int) -> NDArray[np.float64]:
+    return push.values.read(start, stop).astype(np.float64) / max(norm(push), 1e-300)
+
+
+def _slack(num_nodes: int, rounds: int) -> float:
+    """By which a limit is wider than in the long run: the middle of few numbers may be off. That of four
+    nodes is not; but in the learning rate's rise honest sizes treble from the first round to the second."""
+    return 1 + 1 / (rounds + 2) if num_nodes >= ENOUGH else 1 + 1 / rounds
+
+
+def _usual(history: NormHistory) -> tuple[float, float, int]:
+    """Median log-size over nodes, its robust standard deviation, and how many rounds that is from."""
+    by_node = history.by_node().values()
+    usual, spread = _median_and_spread([median(sizes) for sizes in by_node])
+    return usual, spread, int(median(len(sizes) for sizes in by_node))
+
+
+def _median_and_spread(sizes: Sequence[float]) -> tuple[float, float]:
+    middle = median(sizes)
+    return middle, max(SPREAD, 1.4826 * median(abs(size - middle) for size in sizes))

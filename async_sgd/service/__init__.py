@@ -1,0 +1,1 @@
+"""The gRPC services of a hub around its state machine and journal."""

@@ -1,0 +1,175 @@
+"""What a hub does by itself: time passes, merges are computed, snapshots are written, ends are noticed."""
+
+import logging
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from aedit.async_sgd.hub import upward
+from aedit.async_sgd.journal.journal import Broken, NoSpace
+from aedit.async_sgd.journal.ledger import Ledger
+from aedit.async_sgd.rules.records import Merged, Vector
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+_FULL_PAUSE_S = 1.0
+"""Before what found no room on the disk is decided anew."""
+_ENDED_S = 3.0
+"""A finished run without members has ended when nobody has come back for so long."""
+
+Event = Callable[..., None]
+
+
+class Engine:
+    """Threads that drive a ledger, from `start` to `stop`. After `over` is set, `failure` says why: empty if
+    the run has ended well."""
+
+    def __init__(self, ledger: Ledger, event: Event, *, snapshot_bytes: int, mergers: int = 1) -> None:
+        self.ledger, self._event, self._snapshot_bytes = ledger, event, snapshot_bytes
+        self.over = threading.Event()
+        self.failure = ""
+        self.merge_s = 0.0
+        """Time spent on merges, all threads together."""
+        self.merges = 0
+        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._merging: set[int] = set()
+        self._pool = ThreadPoolExecutor(mergers, "merge")
+        self._ticker = threading.Thread(target=self._run, name="ticker", daemon=True)
+        self._snapshots: threading.Thread | None = None
+        self._full_until_s = 0.0
+        self._empty_since_s: float | None = None
+
+    def start(self) -> None:
+        self._ticker.start()
+
+    def wake(self) -> None:
+        """Something has come: look now whether it is due."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Decide nothing more; what is being computed is given up."""
+        self._stopping.set()
+        self._wake.set()
+        if self._ticker.is_alive():
+            self._ticker.join(timeout=10)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._snapshots is not None:
+            self._snapshots.join(timeout=60)
+
+    def fail(self, error: BaseException) -> None:
+        """This hub must not go on: what it would say could be untrue."""
+        log.error("the hub gives up", exc_info=error)
+        self.failure = self.failure or f"{type(error).__name__}: {error}"
+        self.over.set()
+
+    def is_full(self, error: NoSpace) -> None:
+        """The disk had no room: say it once, and do nothing heavy for a while."""
+        now = self.ledger.clock()
+        if not self._full_until_s:
+            log.error("%s: pushes are refused until there is room", error)
+            self._event("journal_full", reason=str(error))
+        self._full_until_s = now + _FULL_PAUSE_S
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set() and not self.over.is_set():
+                self._turn()
+                self._wake.wait(TICK_S)
+                self._wake.clear()
+        except BaseException as error:
+            self.fail(error)
+
+    def _turn(self) -> None:
+        ledger = self.ledger
+        now = ledger.clock()
+        if now >= self._full_until_s:
+            try:
+                self._tick(now)
+            except NoSpace as error:
+                self.is_full(error)
+        ledger.standby.look()
+        if ledger.snapshot_is_due(self._snapshot_bytes) and not self._is_saving():
+            self._snapshots = threading.Thread(target=self._snapshot, name="snapshot", daemon=True)
+            self._snapshots.start()
+        self._look_for_the_end(now)
+
+    def _tick(self, now: float) -> None:
+        ledger = self.ledger
+        with ledger.lock:
+            decided = ledger.hub.tick(now)
+            ledger.commit([record for record in decided if not isinstance(record, Merged)])
+            due = [r for r in decided if isinstance(r, Merged) and r.unit not in self._merging]
+            due = [] if self._is_saving() else due
+            self._merging.update(record.unit for record in due)
+        if self._full_until_s and decided:
+            self._full_until_s = 0.0
+            self._event("journal_has_room")
+        for record in due:
+            self._pool.submit(self._merge, record)
+
+    def mix(self, unit: int, anchor: Vector, share: float | None) -> bool:
+        """Mix the parent hub's anchor in, at once. False if a merge of the unit is under way: come again.
+
+        All under the lock, as a new segment of the journal must not begin in between; it is rare and short.
+        """
+        ledger = self.ledger
+        data = anchor.data.cast("B")
+        with ledger.lock:
+            if unit in self._merging or self._stopping.is_set():
+                return False
+            payload = ledger.store_payload("fp32", len(anchor), zlib.crc32(data), data)
+            record = upward.mix(ledger.hub, unit, payload, share)
+            ledger.commit([record], ledger.hub.compute(record))
+        self.wake()
+        return True
+
+    def _merge(self, record: Merged) -> None:
+        ledger = self.ledger
+        try:
+            if self._is_saving():
+                return  # it is decided anew
+            began = ledger.clock()
+            computed = ledger.hub.compute(record)
+            spent_s = ledger.clock() - began
+            if self._stopping.is_set():
+                return
+            with ledger.lock:
+                ledger.commit([record], computed)
+                self.merge_s += spent_s
+                self.merges += 1
+        except NoSpace as error:
+            self.is_full(error)
+        except BaseException as error:
+            self._event("merge_failed", unit=record.unit, version=record.version, reason=str(error))
+            self.fail(error)
+        finally:
+            with ledger.lock:
+                self._merging.discard(record.unit)
+            self.wake()
+
+    def _is_saving(self) -> bool:
+        """Merges wait for it: it holds the arrays of its moment, and each merge would make more of them.
+        Nodes train on meanwhile, and their pushes lie on the disk."""
+        return self._snapshots is not None and self._snapshots.is_alive()
+
+    def _snapshot(self) -> None:
+        try:
+            self._event("snapshot", bytes=self.ledger.snapshot())
+        except (NoSpace, OSError) as error:
+            log.error("no snapshot: %s", error)
+            self._event("snapshot_failed", reason=str(error))
+        except Broken as error:
+            self.fail(error)
+
+    def _look_for_the_end(self, now: float) -> None:
+        with self.ledger.lock:
+            hub = self.ledger.hub
+            ended = bool(hub.state.members) and not hub.state.live and hub.progress(now) >= 1.0
+        if not ended:
+            self._empty_since_s = None
+        elif self._empty_since_s is None:
+            self._empty_since_s = now
+        elif now - self._empty_since_s >= _ENDED_S:
+            self.over.set()

@@ -1,0 +1,164 @@
+"""Pseudo-gradients in, anchors out."""
+
+import hashlib
+import zlib
+from dataclasses import dataclass
+
+import grpc
+
+from aedit.async_sgd.hub import news
+from aedit.async_sgd.hub.members import Told
+from aedit.async_sgd.journal.norms import norms
+from aedit.async_sgd.journal.payload import Payload
+from aedit.async_sgd.rules.records import Accepted, Push, UnitLayout, Vector
+from aedit.async_sgd.service import messages
+from aedit.async_sgd.service.access import Desk
+from aedit.proto.codecs.codecs import Codec, codec
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.service import Refusal
+
+_INVALID, _LATER = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """One push, checked and measured."""
+
+    head: pb.PushHead
+    data: memoryview
+    crc: int
+    numel: int
+    norms: tuple[float, ...]
+
+
+class _Unread:
+    """The numbers of a push that is only asked about."""
+
+    def read(self, start: int, stop: int) -> Vector:
+        raise AssertionError("a push is read after it is accepted")
+
+
+class Exchange:
+    """Push and pull. Arrays are worked on outside the lock."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk, self._ledger, self._hub = desk, desk.ledger, desk.ledger.hub
+        self._sums: dict[int, tuple[tuple[int, int], bytes]] = {}
+        """By unit, the SHA-256 of the last answer: of which version, from which base."""
+        self.bytes_in = 0
+        self.bytes_out = 0
+
+    def max_push_bytes(self, unit: int) -> int:
+        """Most bytes of a push of this unit."""
+        with self._desk.deciding():
+            numel = self._layout(unit).numel
+        return max(4 * numel, codec(self._hub.config.codec).num_bytes(numel))
+
+    def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
+        """Keep it, or say why not."""
+        with self._desk.deciding():
+            member = self._desk.speaker(head.who)
+            layout = self._layout(head.unit)
+            is_new = head.seq > member.received.get(head.unit, 0)
+        if is_new:
+            self.bytes_in += len(data)
+            lengths = norms(data, self._checked(head, data, layout.numel), layout)
+            parcel = _Parcel(head, data, zlib.crc32(data), layout.numel, lengths)
+            payload: Payload | None = None
+            # A snapshot may begin a new segment while the payload is on its way into the old one: then again.
+            while not self._offer(parcel, payload):
+                with self._desk.told():
+                    payload = self._ledger.store_payload(head.codec, layout.numel, parcel.crc, data)
+        data.release()  # it is in the file, and the disk may take a while to say so
+        return self._decided(head)
+
+    def garbled(self, head: pb.PushHead, reason: str) -> None:
+        """Name whose push was none, once he has shown that he is who he says."""
+        with self._desk.deciding():
+            member = self._desk.speaker(head.who)
+            self._ledger.commit(self._hub.garbled(member.node, head.unit, reason))
+
+    def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
+        """The newest anchor: whole, or what has changed since `base`, whichever is shorter."""
+        unit = request.unit
+        with self._desk.deciding():
+            self._desk.speaker(request.who)
+            self._layout(unit)
+            if self._hub.state.units[unit].anchor is None:
+                raise Refusal(_LATER, f"unit {unit} has no anchor yet: nobody has brought weights")
+            chain = self._hub.chain(unit, request.base) or None  # an empty one would mean: whole
+        if chain is not None:
+            data, name = memoryview(b"".join(delta for _, delta in chain)), self._hub.config.codec_down
+            version, base = chain[-1][0], request.base
+        else:
+            version, values = self._hub.anchor(unit)
+            data, name, base, chain = values.data.cast("B"), "fp32", 0, ()
+        self._desk.durable(self._ledger.journal.position)
+        self.bytes_out += len(data)
+        links = [pb.Link(version=v, num_bytes=len(delta)) for v, delta in chain]
+        head = pb.PullHead(version=version, codec=name, chain=links, num_bytes=len(data))
+        head.sha256 = self._sum(unit, (version, base), data)
+        return head, data
+
+    def _layout(self, unit: int) -> UnitLayout:
+        layout = self._hub.state.layout
+        if layout is None or unit not in self._hub.state.units:
+            raise Refusal(_INVALID, f"this hub has no unit {unit}")
+        return layout.units[unit]
+
+    def _checked(self, head: pb.PushHead, data: memoryview, numel: int) -> Codec:
+        """How to read the payload. Refusal if that is not what it says it is."""
+        wanted = self._hub.config.codec if head.base else "fp32"
+        found = codec(wanted)
+        try:
+            if head.codec != wanted:
+                raise ValueError(f"codec {head.codec[:32]!r} where this run has {wanted!r}")
+            found.is_valid(data, numel)
+        except ValueError as error:
+            self.garbled(head, f"malformed: {error}")
+            raise Refusal(_INVALID, str(error)) from error
+        return found
+
+    def _offer(self, parcel: _Parcel, payload: Payload | None) -> bool:
+        """Decide on the push. False: it would be accepted, but its payload is not in the journal's file."""
+        with self._desk.deciding() as now:
+            self._desk.speaker(parcel.head.who)
+            decided = self._hub.offer(_push(parcel, payload), now)
+            accepts = any(isinstance(record, Accepted) for record in decided)
+            if accepts and (payload is None or not self._ledger.is_current(payload)):
+                return False
+            self._ledger.commit(decided)
+        self._desk.engine.wake()
+        return True
+
+    def _decided(self, head: pb.PushHead) -> pb.PushReply:
+        """The answer to a push that has been decided on, once that is on the disk."""
+        with self._ledger.lock:
+            told = self._hub.state.members[head.who.node].told.get(head.unit, Told())
+            refused = told.seq == head.seq and told.verdict in ("refused", "distrusted")
+            item = messages.unit(news.unit_news(self._hub, head.who.node, head.unit))
+            position = self._ledger.journal.position
+        self._desk.durable(position)
+        return pb.PushReply(accepted=not refused, news=item)
+
+    def _sum(self, unit: int, which: tuple[int, int], data: memoryview) -> bytes:
+        known = self._sums.get(unit)
+        if known is not None and known[0] == which:
+            return known[1]
+        found = hashlib.sha256(data).digest()
+        self._sums[unit] = which, found
+        return found
+
+
+def _push(parcel: _Parcel, payload: Payload | None) -> Push:
+    head = parcel.head
+    return Push(
+        node=head.who.node,
+        unit=head.unit,
+        seq=head.seq,
+        base=head.base,
+        steps=head.steps,
+        tokens=head.tokens,
+        values=payload or _Unread(),
+        norms=parcel.norms,
+    )

@@ -1,0 +1,117 @@
+"""The hub's own words in protobuf, and back."""
+
+import grpc
+
+from aedit.async_sgd.hub import news
+from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.hub.joins import Denied, Joiner
+from aedit.async_sgd.hub.members import Member, Report
+from aedit.async_sgd.rules.records import Layout, TensorLayout, UnitLayout
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.service import Refusal
+
+_VERDICTS = {"none": pb.NONE, "merged": pb.MERGED, "refused": pb.REFUSED, "distrusted": pb.DISTRUSTED}
+_CODES = {
+    "unknown": grpc.StatusCode.NOT_FOUND,
+    "replaced": grpc.StatusCode.ABORTED,
+    "put out": grpc.StatusCode.PERMISSION_DENIED,
+    "full": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "different": grpc.StatusCode.INVALID_ARGUMENT,
+}
+_LONGEST_TEXT = 256
+"""Of what a node says about itself."""
+
+
+def refusal(denied: Denied) -> Refusal:
+    """What the peer must be told."""
+    return Refusal(_CODES[denied.kind], denied.reason)
+
+
+def joiner(request: pb.JoinRequest) -> Joiner:
+    """Who wants to join. Raises Refusal if that is nobody."""
+    if len(request.donor) > _LONGEST_TEXT:
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a donor's address is shorter than that")
+    return Joiner(
+        name=request.name,
+        layout=layout(request),
+        facts=tuple(sorted(request.facts.items())),
+        num_samples=request.num_samples,
+        donor=request.donor,
+        session=request.who.session,
+        process=request.process,
+        prefers=request.prefers - 1 if request.prefers else None,
+    )
+
+
+def layout(request: pb.JoinRequest) -> Layout:
+    """What the node trains."""
+    return Layout(
+        tuple(
+            UnitLayout(unit.name, tuple(TensorLayout(t.name, tuple(t.shape)) for t in unit.tensors))
+            for unit in request.layout
+        )
+    )
+
+
+def report(request: pb.BeatRequest) -> Report:
+    """What a node says of itself."""
+    return Report(
+        steps=request.steps,
+        tokens=request.tokens,
+        steps_per_s=request.steps_per_s,
+        busy_s=request.busy_s,
+        wait_s=request.wait_s,
+        wire_s=request.wire_s,
+        bytes_up=request.bytes_up,
+        bytes_down=request.bytes_down,
+        loss=request.loss,
+        state=request.state[:_LONGEST_TEXT],
+    )
+
+
+def join_reply(hub: Hub, member: Member, now: float) -> pb.JoinReply:
+    """What a new member must know."""
+    state = hub.state
+    assert state.layout is not None
+    indices = range(len(state.layout.units))
+    told = tell(hub, member.node, now)
+    return pb.JoinReply(
+        term=state.term,
+        node=member.node,
+        session=member.session,
+        founder=state.founder == member.node and not state.is_founded,
+        versions=[state.units[i].version if i in state.units else 0 for i in indices],
+        seqs=[member.received.get(i, 0) for i in indices],
+        donors=told.donors,
+        news=told,
+    )
+
+
+def tell(hub: Hub, node: int, now: float) -> pb.News:
+    """What a member should know now."""
+    told = news.news(hub, node, now)
+    return pb.News(
+        term=told.term,
+        units=[unit(item) for item in told.units],
+        round=told.round,
+        pace_steps=told.pace_steps,
+        nodes=told.nodes,
+        total_steps=told.total_steps,
+        total_tokens=told.total_tokens,
+        elapsed_s=told.elapsed_s,
+        finished=told.finished,
+        evaluates=told.evaluates,
+        donors=told.donors,
+        progress=told.progress,
+    )
+
+
+def unit(item: news.UnitNews) -> pb.UnitNews:
+    """Of one unit."""
+    return pb.UnitNews(
+        unit=item.unit,
+        version=item.version,
+        seq=item.seq,
+        verdict=_VERDICTS[item.verdict],
+        reason=item.reason,
+    )

@@ -1,0 +1,83 @@
+"""The journal as it grows, for a standby."""
+
+import time
+import zlib
+from collections.abc import Iterator
+
+from aedit.async_sgd.journal.frames import File
+from aedit.async_sgd.journal.journal import Position, segment_path
+from aedit.async_sgd.journal.store import numbers, snapshot_path
+from aedit.async_sgd.service.access import Desk
+from aedit.proto.wire import hub_pb2 as pb
+
+_CHUNK_BYTES = 2**20
+_LOOK_S = 0.005
+_QUIET_S = 0.5
+"""Without anything new, an empty chunk is sent so often."""
+
+
+class Tailing:
+    """What a primary does for its standby."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk, self._ledger = desk, desk.ledger
+
+    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk]:
+        """From the given byte on if that segment is still there, else a snapshot first."""
+        self._desk.check_term(request.term)
+        directory = self._ledger.store.directory
+        segment, offset = request.segment, request.offset
+        path = segment_path(directory, segment)
+        if not path.exists() or path.stat().st_size < offset:
+            snapshots = numbers(directory, "snapshot")
+            segment, offset = (snapshots[-1] if snapshots else 1), 0
+            if snapshots:
+                yield from _file(File(snapshot_path(directory, segment)), segment)
+        yield from self._segments(segment, offset)
+
+    def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
+        """The standby's disk has everything before this."""
+        self._desk.check_follower()
+        self._desk.check_term(request.term)
+        newest = self._ledger.journal.complete
+        self._ledger.standby.heard((request.segment, request.offset), newest)
+        return pb.ConfirmReply()
+
+    def _segments(self, segment: int, offset: int) -> Iterator[pb.TailChunk]:
+        directory = self._ledger.store.directory
+        file = File(segment_path(directory, segment))
+        quiet_since_s = 0.0
+        while True:
+            self._desk.check_leads()
+            end = self._end(file, segment)
+            if offset < end:
+                data = file.read(offset, min(_CHUNK_BYTES, end - offset))
+                yield _chunk((segment, offset), data)
+                offset += len(data)
+                quiet_since_s = time.monotonic()
+            elif self._ledger.journal.complete[0] > segment:
+                segment, offset = segment + 1, 0
+                file = File(segment_path(directory, segment))
+            elif time.monotonic() - quiet_since_s > _QUIET_S:
+                yield _chunk((segment, offset), b"")
+                quiet_since_s = time.monotonic()
+            else:
+                time.sleep(_LOOK_S)
+
+    def _end(self, file: File, segment: int) -> int:
+        """How much of a segment is complete and on the disk: no standby has what its primary can lose."""
+        complete = self._ledger.journal.complete
+        self._ledger.journal.sync(complete)
+        return complete[1] if complete[0] == segment else file.num_bytes
+
+
+def _file(file: File, segment: int) -> Iterator[pb.TailChunk]:
+    offset, end = 0, file.num_bytes
+    while offset < end:
+        data = file.read(offset, _CHUNK_BYTES)
+        yield _chunk((segment, offset), data, snapshot=True)
+        offset += len(data)
+
+
+def _chunk(at: Position, data: bytes, *, snapshot: bool = False) -> pb.TailChunk:
+    return pb.TailChunk(segment=at[0], offset=at[1], data=data, snapshot=snapshot, crc=zlib.crc32(data))

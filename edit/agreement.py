@@ -1,0 +1,91 @@
+"""What must be equal on all nodes, compared before anything else is exchanged.
+
+Nodes that differ would otherwise end in a collective of unequal sizes, in a time-out, or in a mean of
+tensors that have nothing to do with each other.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+
+import torch
+from torch import Tensor, nn
+
+from aedit.edit import canonical
+from aedit.edit.config import EditConfig
+from aedit.edit.digest import halves
+from aedit.edit.schedule import RoundSchedule
+from aedit.edit.shards import Shards
+from aedit.edit.tensors import named_buffers
+from aedit.edit.units import SyncUnit
+from aedit.proto.transports.transport import Transport
+
+_MISSING = "nothing"
+_PROGRESS = ("schedule.last_id", "schedule.last_step")
+
+
+def described_layout(units: Sequence[SyncUnit], shards: Shards) -> dict[str, str]:
+    """Return number of units, ranks per node, and each parameter's unit and whole shape, in their order."""
+    found = {"ranks per node": str(shards.size), "number of units": str(len(units))}
+    for unit, parameters in canonical.layout(units):
+        found |= {f"parameter {name}": f"shape {shape} in unit {unit}" for name, shape in parameters}
+    return found
+
+
+def described_loop(model: nn.Module, config: EditConfig, schedule: RoundSchedule) -> dict[str, str]:
+    """Return what a training loop has that no exchange knows: settings, frozen parameters and buffers."""
+    found = {f"edit.{name}": str(getattr(config, name)) for name in ("fragments", "warmup_steps")}
+    settings = described("schedule", schedule)
+    found |= {name: text for name, text in settings.items() if name not in _PROGRESS}
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    for name, p in frozen.items():
+        found[f"frozen parameter {name}"] = f"{p.dtype} of shape {tuple(p.shape)}"
+    for name, buffer, persistent in named_buffers(model):
+        if persistent:
+            found[f"buffer {name}"] = f"{buffer.dtype} of shape {tuple(buffer.shape)}"
+    return found
+
+
+def described(prefix: str, value: object) -> dict[str, str]:
+    """Return the class of `value` and its public numbers, strings and None, as PREFIX.NAME: text.
+
+    A setting that may differ between nodes has a name that begins with an underscore.
+    """
+    names = [field.name for field in fields(value)] if is_dataclass(value) else sorted(vars(value))
+    public = {name: getattr(value, name) for name in names if not name.startswith("_")}
+    scalars = {name: v for name, v in public.items() if v is None or isinstance(v, int | float | str)}
+    return {prefix: type(value).__qualname__} | {f"{prefix}.{name}": repr(v) for name, v in scalars.items()}
+
+
+def compare(transport: Transport, key: str, mine: Mapping[str, str]) -> None:
+    """Raise ValueError on every node if `mine` is not equal on all of them. All nodes together.
+
+    The message names the first entry that differs, its value here and at the other node, and that node.
+    """
+    text = json.dumps(dict(mine)).encode()
+    number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+    row = torch.tensor([*halves(number), len(text)], dtype=torch.float64)
+    rows = transport.gather(f"{key}/digest", row).result()
+    same_N = (rows.rows == rows.rows[0]).all(1)
+    if same_N.all():
+        return
+    padded = torch.zeros(int(rows.rows[:, 2].max()), dtype=torch.float64)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).double()
+    texts = transport.gather(f"{key}/texts", padded).result().rows
+    here = rows.mine or 0
+    other = int(same_N.int().argmin()) if same_N[here] else 0
+    theirs: dict[str, str] = json.loads(_text(texts[other]))
+    name = _first_difference(mine, theirs)
+    raise ValueError(
+        f"{name}: node {here} has {mine.get(name, _MISSING)}, node {other} has {theirs.get(name, _MISSING)};"
+        " give all nodes the same model and settings"
+    )
+
+
+def _text(row: Tensor) -> str:
+    return bytes(row.to(torch.uint8).tolist()).rstrip(b"\0").decode()
+
+
+def _first_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    return next(name for name in [*mine, *theirs] if mine.get(name) != theirs.get(name))

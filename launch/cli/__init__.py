@@ -1,0 +1,5 @@
+"""The `aedit` command line."""
+
+from aedit.launch.cli.main import main
+
+__all__ = ["main"]

@@ -1,0 +1,53 @@
+"""The argument parser of the command line: an error is one line, with a suggestion where a word is close."""
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
+
+from aedit.types import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but an error is a UserError, and `--help` also lists the configuration flags."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError with argparse's message, and what may have been meant."""
+        raise UserError(f"{_short(message)}{self._suggestion(message)}; see {self.prog} --help")
+
+    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
+        """Print the command's own options and, where it takes them, every configuration flag."""
+        super().print_help(file)
+        if self.get_default("takes_flags"):
+            from aedit.launch.config.flags import flags_help
+
+            print(f"\nconfiguration flags, each also a key of the file:\n{flags_help()}", file=file)
+
+    def _suggestion(self, message: str) -> str:
+        """Return `; did you mean X?` for a misspelt command, choice or option, else nothing."""
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            word, known = choice[1], re.findall(r"[\w.:-]+", choice[2])
+        elif unknown := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            word, known = unknown[1], sorted(set(_options(self)))
+        else:
+            return ""
+        close = difflib.get_close_matches(word, known, n=1)
+        return f"; did you mean {close[0]}?" if close else ""
+
+
+def _short(message: str) -> str:
+    """argparse calls a command an argument with a metavar, and lists all of them."""
+    return re.sub(r"^argument COMMAND: invalid choice: '(.*?)' \(.*\)", r"unknown command '\1'", message)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield every option of the parser and of its subcommands."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _options(command)

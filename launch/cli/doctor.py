@@ -1,0 +1,137 @@
+"""`aedit doctor`: what this machine can do, and what to do about what it cannot."""
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from aedit.launch.config.config import RunConfig
+from aedit.types import UserError
+
+GIB = 2**30
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+EXTRAS = {"datasets": ("datasets", "pyarrow"), "tensorboard": ("tensorboard",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    state: Literal["ok", "warn", "fail"]
+    found: str
+    advice: str = ""
+
+
+def doctor(config_path: Path | None, console: Console | None = None) -> int:
+    """Print a table of checks; 0, or 2 if one of them failed."""
+    checks = [*_machine(), *_torch(), *_extras(), *(_configuration(config_path) if config_path else ())]
+    table = Table(box=None, pad_edge=False)
+    for heading in ("check", "state", "found", "what to do"):
+        table.add_column(heading, overflow="fold")
+    for check in checks:
+        colour = COLOURS[check.state]
+        found, advice = escape(check.found), escape(check.advice)  # `aedit[datasets]` is no markup
+        table.add_row(check.name, f"[{colour}]{check.state}[/]", found, advice)
+    (console or Console()).print(table)
+    return 2 if any(check.state == "fail" for check in checks) else 0
+
+
+def _machine() -> Iterator[Check]:
+    yield _required("python", sys.version_info >= (3, 11), platform.python_version(), "use 3.11 or newer")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield _advised("cpu cores", cores > 1, str(cores), "local runs will be slow")
+    free = psutil.virtual_memory().available / GIB
+    yield _advised(
+        "free memory", free >= 2, f"{free:.1f} GiB", "close other programs, or use a smaller model"
+    )
+    free = shutil.disk_usage(".").free / GIB
+    yield _advised("free disk here", free >= 1, f"{free:.1f} GiB", "make room, or give another --dir")
+
+
+def _torch() -> Iterator[Check]:
+    if importlib.util.find_spec("torch") is None:
+        yield _required("torch", False, "not installed", "pip install torch")
+        return
+    import torch
+    from torch import distributed
+
+    yield _required("torch", True, torch.__version__)
+    gloo = distributed.is_available() and distributed.is_gloo_available()
+    yield _required("gloo", gloo, _yes(gloo), "install a torch with Gloo: nodes meet by it")
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        yield _required("gpus", True, "none: training runs on the CPU")
+        return
+    yield _required("gpus", True, f"{num_gpus} x {torch.cuda.get_device_name(0)}")
+    nccl = distributed.is_nccl_available()
+    yield _required("nccl", nccl, _yes(nccl), "install a torch with NCCL, or --device cpu")
+
+
+def _extras() -> Iterator[Check]:
+    for extra, modules in EXTRAS.items():
+        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        found = f"no {', '.join(missing)}" if missing else "installed"
+        yield _advised(f"extra {extra}", not missing, found, f"if you need it: pip install 'aedit[{extra}]'")
+
+
+def _configuration(path: Path) -> Iterator[Check]:
+    from aedit.launch.config.load import load
+
+    try:
+        config = load(path, []).config
+    except UserError as error:
+        yield Check("configuration", "fail", str(path), str(error))
+        return
+    yield Check("configuration", "ok", f"{path}: every key is known and every value fits")
+    yield from _files(config)
+    yield _buildable(config)
+
+
+def _files(config: RunConfig) -> Iterator[Check]:
+    source = config.data.source
+    if source.startswith("hf:"):
+        yield _required("data", True, f"{source}, fetched when the run starts")
+    else:
+        found = source == "stdlib" or bool(glob(source, recursive=True))
+        yield _required("data", found, source, "data.source: no file matches")
+    wanted = {"tensorboard": config.tensorboard, "datasets": source.startswith("hf:")}
+    for extra in (extra for extra, needed in wanted.items() if needed):
+        missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+        state = f"no {', '.join(missing)}" if missing else "installed"
+        yield _required(f"needs {extra}", not missing, state, f"pip install 'aedit[{extra}]'")
+
+
+def _buildable(config: RunConfig) -> Check:
+    """The dry run loads the tokenizer and builds the model: what it says of them is what a run would."""
+    from aedit.launch.config.placement import Placement
+    from aedit.launch.local.plan import measure
+
+    try:
+        plan = measure(config, Placement())
+    except UserError as error:
+        return Check("model", "fail", config.model.pretrained or config.model.family, str(error))
+    return Check("model", "ok", f"{plan.num_params:,} parameters in {len(plan.units)} units")
+
+
+def _required(name: str, fine: bool, found: str, advice: str = "") -> Check:
+    return Check(name, "ok", found) if fine else Check(name, "fail", found, advice)
+
+
+def _advised(name: str, fine: bool, found: str, advice: str) -> Check:
+    return Check(name, "ok", found) if fine else Check(name, "warn", found, advice)
+
+
+def _yes(there: bool) -> str:
+    return "available" if there else "not available"

@@ -1,0 +1,219 @@
+"""`aedit generate`: text from a run's policy or a model directory, with speculation that changes no token."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from aedit.launch.cli.comparison import said_the_same
+from aedit.launch.cli.policy import Policy, first_line, load_policy
+from aedit.launch.cli.text_stream import TextStream
+from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
+from aedit.spec_rollout.arms.bandit import Bandit
+from aedit.spec_rollout.arms.goodput import Goodput
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.draft_shape import tapped
+from aedit.spec_rollout.drafters.drafts import By, Drafter, parse_arm
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.drafters.suffix import SuffixDrafter
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.meters import Step
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.types import UserError
+
+MOST_ROWS = 32
+"""Samples at a time; more wait."""
+AUTO, BANDIT = "auto", "bandit"
+ARMS = ("suffix:2", "suffix:4", "suffix:8", "layer:1", "layer:2", "layer:4", "layer:8", "layer:4x2x8")
+"""What `auto` and `bandit` choose among, besides off, as far as their drafters are there."""
+USUAL_TOKENS = 256
+"""New tokens of a sample, if nothing else is asked for."""
+NODES = 32
+"""Drafted tokens that an arm may verify at once."""
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be written, and how."""
+
+    prompts: tuple[str, ...]
+    samples: int = 1
+    """Of each prompt."""
+    max_new_tokens: int | None = None
+    """None: 256, or as many as the model has positions for."""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    arm: str = AUTO
+    """`auto`, `bandit`, or what `parse_arm` reads."""
+    drafter: Path | None = None
+    """A saved `DraftLayer`."""
+
+    def __post_init__(self) -> None:
+        if not all(map(_is_unicode, self.prompts)):
+            raise UserError("--prompt: one of them is not UTF-8")
+        if self.samples < 1:
+            raise UserError(f"--samples must be above 0, got {self.samples}")
+        if not 0 <= self.seed < 1 << 31:
+            raise UserError(f"--seed must be from 0 to {(1 << 31) - 1}, got {self.seed}")
+
+
+def generate(place: str, wanted: Wanted, *, compare: bool = False) -> int:
+    """Write each sample to stdout as it grows, then one line on how fast that was.
+
+    compare: do it again without speculation, and print the speed-up and whether the tokens are the same.
+    Returns the exit code: 1 if they are not, but for what rounding decides. UserError for what is no model,
+    prompts that are too long, and arms or drafters that do not fit.
+    """
+    policy = load_policy(place)
+    prompts, layer = _prompts(policy, wanted), _layer(policy, wanted)
+    target = _target(policy, prompts, layer)
+    engine = _engine(target, wanted, layer)
+    if compare:  # what happens only once is nobody's
+        _warm_up(_engine(target, wanted, layer), prompts[0])
+        _warm_up(Engine(target), prompts[0])
+    rollouts = [engine.add(prompt) for prompt in prompts]
+    shown = TextStream(list(zip(rollouts, _names(wanted), strict=True)), policy.decode, sys.stdout)
+    seconds = _run(engine, shown.follow)
+    print(_how_fast(engine, seconds))
+    return _compare(Engine(target), prompts, (rollouts, seconds)) if compare else 0
+
+
+def _compare(plain: Engine, prompts: Sequence[Prompt], made: tuple[Sequence[Rollout], float]) -> int:
+    """The same without speculation, quietly; what came of it as one line and an exit code."""
+    rollouts, seconds = made
+    plain_rollouts = [plain.add(prompt) for prompt in prompts]
+    plain_s = _run(plain, lambda _: None)
+    per_s, plain_per_s = _num_tokens(rollouts) / seconds, _num_tokens(plain_rollouts) / plain_s
+    same, how = said_the_same(plain.target, rollouts, plain_rollouts)
+    print(f"plain: {plain_per_s:.0f} tokens/s; speed-up {per_s / plain_per_s:.2f}; tokens equal: {how}")
+    return 0 if same else 1
+
+
+def _prompts(policy: Policy, wanted: Wanted) -> list[Prompt]:
+    """All samples of the first prompt, then of the next."""
+    texts = [tuple(policy.encode(text)) for text in wanted.prompts]
+    if () in texts:
+        raise UserError("--prompt: one of them is empty")
+    sampling = _sampling(policy, max(map(len, texts)), wanted)
+    return [
+        Prompt(tokens=tokens, rollout=wanted.seed << 32 | i, sample=sample, group=i, sampling=sampling)
+        for i, tokens in enumerate(texts)
+        for sample in range(wanted.samples)
+    ]
+
+
+def _is_unicode(text: str) -> bool:
+    """Bytes of a command line that are no UTF-8 arrive as halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _sampling(policy: Policy, longest: int, wanted: Wanted) -> Sampling:
+    """As asked for, within the positions of the model after the longest prompt."""
+    most = getattr(policy.model.config, "max_position_embeddings", None)
+    room = most - longest if isinstance(most, int) else USUAL_TOKENS
+    num_new = wanted.max_new_tokens if wanted.max_new_tokens is not None else min(USUAL_TOKENS, max(room, 1))
+    if isinstance(most, int) and num_new > room:
+        raise UserError(
+            f"--prompt: its {longest} tokens and {num_new} new ones are more than the {most} of this model"
+        )
+    try:
+        return Sampling(
+            temperature=wanted.temperature,
+            top_k=wanted.top_k,
+            top_p=wanted.top_p,
+            max_new_tokens=num_new,
+            stop_tokens=policy.stop_tokens,
+        )
+    except ValueError as error:
+        name, _, rule = str(error).partition(" ")
+        raise UserError(f"--{name.replace('_', '-')} {rule}") from None
+
+
+def _layer(policy: Policy, wanted: Wanted) -> DraftLayer | None:
+    """The drafter that is asked for."""
+    if wanted.drafter is None:
+        return None
+    try:
+        return DraftLayer.load(wanted.drafter, policy.model)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--drafter: {first_line(error)}") from None
+
+
+def _target(policy: Policy, prompts: Sequence[Prompt], layer: DraftLayer | None) -> Target:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    most = max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts)
+    model: nn.Module = policy.model
+    model.to(device).train(False)
+    rows = min(len(prompts), MOST_ROWS)
+    try:
+        taps = () if layer is None else tapped(layer.shape.taps, policy.model.config.num_hidden_layers)
+        return Target.of(model, rows=rows, max_tokens=most, nodes=NODES, taps=taps)
+    except ValueError as error:
+        raise UserError(f"{policy.place}: {error}") from None
+
+
+def _engine(target: Target, wanted: Wanted, layer: DraftLayer | None) -> Engine:
+    """With drafters and a chooser that have seen nothing."""
+    drafters: dict[By, Drafter] = {"suffix": SuffixDrafter(device=str(target.device))}
+    if layer is not None:
+        drafters["layer"] = LayerDrafter.of(layer, target)
+    return Engine(target, drafters=drafters, chooser=_chooser(wanted.arm, drafters))
+
+
+def _chooser(arm: str, drafters: Mapping[By, Drafter]) -> ArmChooser:
+    if arm in (AUTO, BANDIT):
+        arms = [each for each in map(parse_arm, ARMS) if each.by in drafters]
+        return Goodput(arms) if arm == AUTO else Bandit(arms)
+    try:
+        fixed = parse_arm(arm)
+    except ValueError as error:
+        raise UserError(f"--arm: {error}, or auto or bandit") from None
+    if fixed.by == "layer" and "layer" not in drafters:
+        raise UserError(f"--arm {arm}: needs --drafter, the file of a trained drafter")
+    if fixed.nodes > NODES:
+        raise UserError(f"--arm {arm}: at most {NODES} drafted tokens can be verified at once")
+    return Fixed(fixed)
+
+
+def _warm_up(engine: Engine, prompt: Prompt) -> None:
+    engine.add(replace(prompt, sampling=replace(prompt.sampling, max_new_tokens=WARM_UP_TOKENS)))
+    _run(engine, lambda _: None)
+
+
+def _run(engine: Engine, follow: Callable[[Step], None]) -> float:
+    """Seconds that the engine has worked until all have finished; those of `follow` do not count."""
+    seconds = 0.0
+    while engine.live or engine.waiting:
+        began = time.perf_counter()
+        step = engine.step()
+        seconds += time.perf_counter() - began
+        follow(step)
+    return seconds
+
+
+def _names(wanted: Wanted) -> list[str]:
+    samples = range(wanted.samples)
+    if wanted.samples == 1:
+        return [f"prompt {i + 1}" for i in range(len(wanted.prompts))]
+    return [f"prompt {i + 1}, sample {j + 1}" for i in range(len(wanted.prompts)) for j in samples]
+
+
+def _how_fast(engine: Engine, seconds: float) -> str:
+    done = engine.meters
+    arms = ", ".join(f"{arm} {100 * n / done.num_steps:.0f} %" for arm, n in done.arms.most_common())
+    return (
+        f"{done.num_tokens} tokens in {seconds:.2f} s: {done.num_tokens / seconds:.0f} tokens/s, "
+        f"{done.num_tokens / done.num_passes:.2f} tokens per pass; arms: {arms}"
+    )
+
+
+def _num_tokens(rollouts: Sequence[Rollout]) -> int:
+    return sum(len(rollout.tokens) for rollout in rollouts)

@@ -1,0 +1,233 @@
+"""`aedit keys`: a certificate authority for one run, and a folder of keys for each machine in it."""
+
+import ipaddress
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
+
+from aedit.proto.wire.security import CA, NODE, SERVER, TOKEN
+from aedit.types import UserError
+
+CA_KEY = "ca.key"
+HUB = "hub"
+ANY_NODE = "nodes"
+CA_DAYS = 3650
+DAYS = 365
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_CLOCKS = timedelta(hours=1)
+"""How far the clocks of two machines may be apart before a new certificate is refused as not yet valid."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Authority:
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """Whom a certificate is for, and what it lets them do."""
+
+    name: str
+    usage: ObjectIdentifier
+    names: Sequence[x509.GeneralName] = ()
+
+
+def make_keys(directory: Path, hosts: Sequence[str], nodes: Sequence[str] = (), *, days: int = DAYS) -> str:
+    """Write `directory`/hub for the hub, which nodes reach by `hosts`, and one folder for each of `nodes`;
+    the answer says what to copy where.
+
+    Without names there is one folder `nodes` for them all, with the token and no certificate. Nothing is
+    overwritten: with the same directory again, what is missing is added by the same authority. Keys are
+    ECDSA P-256, readable by their owner only; certificates are valid for `days`. Raises UserError for bad
+    names, for other hosts than the hub's certificate has, and for folders that cannot be written.
+    """
+    _check_names(hosts, nodes)
+    try:
+        authority = _authority(directory)
+        folders = [_hub(directory / HUB, authority, hosts, days)]
+        _node(directory / HUB, authority, days)  # a standby, or a region's hub, calls another hub
+        folders += [_node(directory / name, authority, days) for name in nodes]
+        if not nodes:
+            folders.append(_shared(directory / ANY_NODE, authority))
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename} ({error.strerror}): choose another folder") from error
+    return _what_to_copy(directory, folders)
+
+
+def _check_names(hosts: Sequence[str], nodes: Sequence[str]) -> None:
+    if not hosts:
+        raise UserError("--host: name the host names or addresses by which nodes reach the hub")
+    for host in hosts:
+        if not _is_address(host) and not all(map(_NAME.fullmatch, host.split("."))):
+            raise UserError(f"--host: {host!r} is neither a host name nor an IP address (without port)")
+    for name in nodes:
+        if not _NAME.fullmatch(name) or name in (HUB, ANY_NODE, CA, CA_KEY, TOKEN):
+            raise UserError(
+                f"--node: {name!r} cannot be a folder of its own: use other letters, digits, '.', '_', '-'"
+            )
+
+
+def _authority(directory: Path) -> _Authority:
+    """The one in `directory`; a new one if there is none."""
+    if not (directory / CA_KEY).exists():
+        _found(directory)
+    private = load_pem_private_key((directory / CA_KEY).read_bytes(), None)
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
+        raise UserError(f"{directory / CA_KEY} is not a key that `aedit keys` wrote: choose another folder")
+    certificate = x509.load_pem_x509_certificate((directory / CA).read_bytes())
+    return _Authority(certificate, private, (directory / TOKEN).read_bytes())
+
+
+def _found(directory: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _named(f"aedit {secrets.token_hex(4)}")
+    certificate = (
+        _begun(name, name, key, CA_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    _write(directory / TOKEN, secrets.token_urlsafe(32).encode() + b"\n")
+    _write(directory / CA, certificate.public_bytes(Encoding.PEM))
+    _write(directory / CA_KEY, _pem(key))
+
+
+def _hub(folder: Path, authority: _Authority, hosts: Sequence[str], days: int) -> Path:
+    wanted = dict.fromkeys((*hosts, *_LOCAL))  # the hub's own machine may always use loopback
+    names = [_general(host) for host in wanted]
+    path = folder / f"{SERVER}.crt"
+    if not path.exists():
+        _certify(path, authority, _Holder("aedit hub", ExtendedKeyUsageOID.SERVER_AUTH, names), days)
+    held = _certificate(path).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    if missing := [host for host, name in zip(wanted, names, strict=True) if name not in list(held)]:
+        raise UserError(f"{path} is not for {', '.join(missing)}: remove {folder} and run `aedit keys` again")
+    return _shared(folder, authority)
+
+
+def _node(folder: Path, authority: _Authority, days: int) -> Path:
+    path = folder / f"{NODE}.crt"
+    if not path.exists():
+        _certify(path, authority, _Holder(folder.name, ExtendedKeyUsageOID.CLIENT_AUTH), days)
+    return _shared(folder, authority)
+
+
+def _shared(folder: Path, authority: _Authority) -> Path:
+    """What all machines have alike."""
+    for name, content in ((CA, authority.certificate.public_bytes(Encoding.PEM)), (TOKEN, authority.token)):
+        if not (folder / name).exists():
+            _write(folder / name, content)
+    return folder
+
+
+def _certify(path: Path, authority: _Authority, holder: _Holder, days: int) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    issuer = authority.certificate
+    builder = (
+        _begun(_named(holder.name), issuer.subject, key, days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(_signer(authority), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([holder.usage]), critical=False)
+    )
+    if holder.names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(holder.names), critical=False)
+    certificate = builder.sign(authority.key, hashes.SHA256())
+    _write(path.with_suffix(".key"), _pem(key))
+    _write(path, certificate.public_bytes(Encoding.PEM))
+
+
+def _begun(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCKS)
+        .not_valid_after(now + timedelta(days=days))
+    )
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _signer(authority: _Authority) -> x509.AuthorityKeyIdentifier:
+    return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _general(host: str) -> x509.GeneralName:
+    return x509.IPAddress(ipaddress.ip_address(host)) if _is_address(host) else x509.DNSName(host)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _certificate(path: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(path.read_bytes())
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A new file that only its owner can read; raises FileExistsError rather than touch another one."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _what_to_copy(directory: Path, folders: Sequence[Path]) -> str:
+    lines = [f"{directory / CA_KEY} signs for the whole run: keep it here, off the machines that train."]
+    for folder in folders:
+        certificates = [path for path in (folder / f"{SERVER}.crt", folder / f"{NODE}.crt") if path.exists()]
+        days = [_certificate(path).not_valid_after_utc for path in certificates]
+        ends = f", valid until {min(days):%Y-%m-%d}" if days else ""
+        whom = {HUB: "the hub's machine", ANY_NODE: "every node"}.get(folder.name, f"node {folder.name}")
+        lines.append(f"Copy {folder} to {whom}{ends}.")
+    if folders[1:] == [directory / ANY_NODE]:
+        lines.append("The nodes have no certificates: the token alone lets them in.")
+    lines.append("Then name the copied folder with --keys, on the hub and on the nodes.")
+    return "\n".join(lines)

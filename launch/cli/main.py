@@ -1,0 +1,324 @@
+"""The `aedit` command. Each subcommand imports what it needs when it runs, so that `--help` is instant."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import aedit
+from aedit.launch.cli.arguments import Parser
+from aedit.types import UserError
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+Options = argparse.Namespace
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run one command. The exit code: 0, 1, 2 for what only the person can mend, 130 after Ctrl-C."""
+    # A terminal that cannot show a character shows a `?` instead of ending the command.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        return _dispatch(sys.argv[1:] if words is None else words)
+    except UserError as error:
+        print(f"aedit: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left, as `head` does. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def parser() -> Parser:
+    """The commands and their options, without the configuration flags."""
+    top = Parser(prog="aedit", description="Asynchronous decentralised training.", allow_abbrev=False)
+    top.add_argument("--version", action="version", version=f"aedit {aedit.__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_hub(commands)
+    _add_join(commands)
+    _add_keys(commands)
+    for name, task, does in VIEWS:
+        view = _command(commands, name, does, task)
+        view.add_argument(
+            "run", metavar="RUN", help="run directory, such as runs/tiny, or HOST:PORT of a hub"
+        )
+        _add_trust(view)
+    export = _command(commands, "export", "write a Hugging Face model directory", _export)
+    export.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    export.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    _add_generate(commands)
+    _add_config(commands)
+    doctor = _command(commands, "doctor", "check this machine, and a configuration's files", _doctor)
+    doctor.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="TOML file")
+    completion = _command(commands, "completion", "print a script that completes in a shell", _completion)
+    completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+    return top
+
+
+def _dispatch(words: list[str]) -> int:
+    flags: list[str] = []
+    if words[:1] in (["run"], ["hub"], ["join"]) or words[:2] == ["config", "show"]:
+        from aedit.launch.config.flags import split_flags
+
+        words, flags = split_flags(words)
+    options = parser().parse_args(words or ["--help"], Options(flags=flags))
+    task: Callable[[Options], int | None] = options.task
+    return task(options) or 0
+
+
+def _command(
+    commands: "argparse._SubParsersAction[Parser]",
+    name: str,
+    does: str,
+    task: Callable[[Options], int | None],
+) -> Parser:
+    command = commands.add_parser(
+        name, help=does, description=f"{does[0].upper()}{does[1:]}.", allow_abbrev=False
+    )
+    command.set_defaults(task=task)
+    return command
+
+
+def _with_flags(command: Parser) -> None:
+    command.set_defaults(takes_flags=True)
+    command.epilog = "Any value is a flag too: --edit.every 64 --model.sizes.hidden_size 128"
+
+
+def _add_run(commands: "argparse._SubParsersAction[Parser]") -> None:
+    run = _command(commands, "run", "train; the same command goes on where an earlier one stopped", _run)
+    _with_flags(run)
+    run.add_argument("config", metavar="CONFIG", type=Path, help="TOML file, such as configs/tiny.toml")
+    run.add_argument("--local", metavar="N", type=int, help="start all N nodes on this machine")
+    run.add_argument("--dry-run", action="store_true", help="print what would happen and start nothing")
+    run.add_argument("--nodes", metavar="N", type=int, default=1, help="machines in the run (default 1)")
+    run.add_argument("--node", metavar="I", type=int, default=0, help="which of them this is, from 0")
+    run.add_argument("--master", metavar="HOST:PORT", default="", help="where node 0 listens")
+
+
+def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
+    hub = _command(commands, "hub", "own the anchors of a run whose nodes come and go", _hub)
+    _with_flags(hub)
+    hub.add_argument("config", metavar="CONFIG", type=Path, help="TOML file, such as configs/async.toml")
+    hub.add_argument("--address", metavar="HOST:PORT", default="", help="where to listen instead")
+    hub.add_argument("--directory", metavar="DIR", type=Path, help="of its journal; default: the run's hub")
+    hub.add_argument("--part", metavar="K/N", default="0/1", help="which of N hub processes this is, from 0")
+    hub.add_argument("--standby", action="store_true", help="follow the hub and take over when it is gone")
+    _add_trust(hub)
+
+
+def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
+    join = _command(commands, "join", "be a node of the run that a hub leads", _join)
+    _with_flags(join)
+    join.add_argument("hub", metavar="HOST:PORT", help="of the hub, or of several that split the units")
+    join.add_argument("--as", dest="name", metavar="NAME", default="", help="this node's name in the run")
+    _add_trust(join)
+
+
+def _add_trust(command: Parser) -> None:
+    command.add_argument("--keys", metavar="DIR", type=Path, help="what aedit keys made")
+    command.add_argument("--insecure", action="store_true", help="no TLS though others can listen in")
+
+
+def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
+    keys = _command(commands, "keys", "make certificates and a token for a hub and its nodes", _keys)
+    keys.add_argument("out", metavar="DIR", type=Path, help="new directory for them")
+    keys.add_argument(
+        "--host", metavar="NAME", action="append", default=[], help="of the hub, or its IP; repeat"
+    )
+    keys.add_argument("--node", metavar="NAME", action="append", default=[], help="name of a node; repeat")
+
+
+def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
+    does = "write text with a policy, speculating, and tell how fast that was"
+    generate = _command(commands, "generate", does, _generate)
+    generate.add_argument("place", metavar="RUN", help="run, or a directory that save_pretrained wrote")
+    add = generate.add_argument
+    add("--prompt", metavar="TEXT", action="append", required=True, help="what it goes on from; repeat")
+    add("--max-new-tokens", metavar="N", type=int, help="of each sample (default 256, if the model can)")
+    add("--temperature", metavar="T", type=float, default=1.0, help="0 is greedy (default 1)")
+    add("--top-k", metavar="K", type=int, default=0, help="draw from the K most likely tokens only")
+    add("--top-p", metavar="P", type=float, default=1.0, help="only from those that together reach P")
+    add("--samples", metavar="N", type=int, default=1, help="of each prompt (default 1)")
+    add("--seed", metavar="N", type=int, default=0, help="the same seed gives the same text")
+    add("--arm", metavar="ARM", default="auto", help="auto, bandit, off, suffix:8, layer:4 or layer:4x2x8")
+    add("--drafter", metavar="FILE", type=Path, help="a trained drafter of this policy")
+    add("--compare", action="store_true", help="do it again without speculation: how much faster, and same?")
+
+
+def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
+    config = commands.add_parser("config", help="show every value, or what two files differ in")
+    actions = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    show = _command(actions, "show", "print every value and where it comes from", _config_show)
+    _with_flags(show)
+    show.add_argument("config", metavar="FILE", type=Path)
+    diff = _command(actions, "diff", "print what differs between two files", _config_diff)
+    diff.add_argument("a", metavar="A", type=Path)
+    diff.add_argument("b", metavar="B", type=Path)
+
+
+def _run(options: Options) -> int:
+    from aedit.launch.config.load import load
+    from aedit.launch.config.placement import Placement
+
+    local = options.local is not None
+    if local and (options.master or options.nodes != 1 or options.node):
+        raise UserError("--local: starts all nodes here and goes without --nodes, --node and --master")
+    nodes = options.local if local else options.nodes
+    placement = Placement(nodes=nodes, node=options.node, local=local, master=options.master)
+    config = load(options.config, options.flags).config
+    if options.dry_run:
+        from aedit.launch.local.plan import plan
+
+        print(plan(config, placement))
+        return 0
+    from aedit.launch.local.run import run
+
+    return run(config, placement)
+
+
+def _hub(options: Options) -> int:
+    from aedit.launch.config.load import load
+    from aedit.launch.hub.main import hub
+
+    config = load(options.config, options.flags).config
+    part, _, parts = options.part.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise UserError(f"--part: expected K/N with K below N, got {options.part}")
+    return hub(
+        config,
+        address=options.address or None,
+        directory=options.directory or Path(config.dir) / config.name / "hub",
+        part=(int(part), int(parts)),
+        standby=options.standby,
+        keys=options.keys,
+        insecure=options.insecure,
+    )
+
+
+def _join(options: Options) -> int:
+    from aedit.launch.local.join import join
+
+    return join(options.hub, options.flags, name=options.name, keys=options.keys, insecure=options.insecure)
+
+
+def _keys(options: Options) -> None:
+    from aedit.launch.cli.keys import make_keys
+
+    print(make_keys(options.out, options.host, options.node))
+
+
+def _status(options: Options) -> None:
+    if _is_hub(options.run):
+        from aedit.launch.views.hubview import status as hub_status
+
+        return hub_status(options.run, options.keys, insecure=options.insecure)
+    from aedit.launch.views.status import main as status
+
+    status(Path(options.run))
+
+
+def _top(options: Options) -> None:
+    if _is_hub(options.run):
+        from aedit.launch.views.hubview import top as hub_top
+
+        return hub_top(options.run, options.keys, insecure=options.insecure)
+    from aedit.launch.views.top import main as top
+
+    top(Path(options.run))
+
+
+def _plot(options: Options) -> None:
+    if _is_hub(options.run):
+        from aedit.launch.views.hubview import plot as hub_plot
+
+        paths = hub_plot(options.run, options.keys, insecure=options.insecure)
+    else:
+        from aedit.launch.views.plot import main as plot
+
+        paths = plot(Path(options.run))
+    for path in paths:
+        print(path)
+
+
+def _is_hub(place: str) -> bool:
+    """Whether HOST:PORT is meant; a directory of that name wins."""
+    host, _, port = place.rpartition(":")
+    return bool(host) and port.isdecimal() and not Path(place).exists()
+
+
+def _export(options: Options) -> None:
+    from aedit.launch.cli.export import export
+
+    export(options.run, options.out)
+
+
+def _generate(options: Options) -> int:
+    from aedit.launch.cli.generate import Wanted, generate
+
+    wanted = Wanted(
+        prompts=tuple(options.prompt),
+        samples=options.samples,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        arm=options.arm,
+        drafter=options.drafter,
+    )
+    return generate(options.place, wanted, compare=options.compare)
+
+
+def _config_show(options: Options) -> None:
+    from aedit.launch.config.fields import literal, values
+    from aedit.launch.config.load import load
+
+    loaded = load(options.config, options.flags)
+    rows = [(name, literal(value), loaded.origin[name]) for name, value in values(loaded.config)]
+    _print_columns(rows)
+
+
+def _config_diff(options: Options) -> None:
+    from aedit.launch.config.load import load
+    from aedit.launch.rundir.prepare import differences
+
+    found = differences(load(options.a, []).config, load(options.b, []).config)
+    _print_columns([(name, old, new) for name, (old, new) in found.items()])
+
+
+def _print_columns(rows: list[tuple[str, str, str]]) -> None:
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
+    for name, value, origin in rows:
+        print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+
+
+def _doctor(options: Options) -> int:
+    from aedit.launch.cli.doctor import doctor
+
+    return doctor(options.config)
+
+
+def _completion(options: Options) -> None:
+    from aedit.launch.cli.completion import completion
+
+    print(completion(parser(), options.shell))
+
+
+SHELLS = ("bash", "zsh", "tcsh", "fish", "powershell")
+
+VIEWS = (
+    ("status", _status, "print how a run stands"),
+    ("top", _top, "watch a run"),
+    ("plot", _plot, "draw a run: loss, time, norms, bytes, staleness"),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Configuration of a run: values, files, flags. Imports no torch."""

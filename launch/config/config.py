@@ -1,0 +1,206 @@
+"""The whole run in one frozen value. Imports no torch: `aedit --help` must be instant."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig
+from aedit.edit.config import EditConfig
+from aedit.types import check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A `transformers` causal language model, new or pretrained."""
+
+    family: str = "llama"
+    """`model_type` of a transformers causal LM: llama, qwen2, gpt2, ..."""
+
+    sizes: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """Fields of that family's transformers config, such as hidden_size; others keep the family's defaults.
+    `vocab_size` comes from the tokenizer; the number of positions defaults to `data.seq_len`."""
+
+    pretrained: str = ""
+    """Directory or hub name to load weights from instead; `family` and `sizes` are then not used."""
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Compute precision; parameters and outer state stay fp32."""
+
+    activation_checkpointing: bool = False
+    """Recompute each block in the backward pass: less memory, about a third more compute."""
+
+    compile: bool = False
+    """`torch.compile` each block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Where the text comes from and how it is cut into samples."""
+
+    source: str = "stdlib"
+    """`stdlib` (the running Python's own library, no download), a file or glob (.txt .md .py .rst, one
+    document each; .jsonl; .parquet), or `hf:NAME` or `hf:NAME:SUBSET` for a Hugging Face dataset by path
+    or hub name. A text file given alone is cut into pieces of 4096 characters. Parquet and `hf:` need the
+    `datasets` extra."""
+
+    text_key: str = "text"
+    """Field that holds the text in jsonl, parquet and Hugging Face data."""
+
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+
+    tokenizer: str = "byte"
+    """`byte`, or a directory or hub name of a Hugging Face tokenizer."""
+
+    seq_len: int = 256
+    """Tokens the model sees per sample."""
+
+    held_out: float = 0.02
+    """Share of the documents, chosen by hash, that is never trained on."""
+
+    def __post_init__(self) -> None:
+        check(self.seq_len >= 2, "data.seq_len", "must be at least 2", self.seq_len)
+        check(0 < self.held_out < 1, "data.held_out", "must be in (0, 1)", self.held_out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The inner optimizer and how long the run lasts."""
+
+    steps: int = 1000
+    """Inner steps per node; with `edit.schedule = "seconds"` the mean over nodes, which end together."""
+
+    seconds: float | None = None
+    """End the run after this long, at a round (needs `edit.schedule = "seconds"`)."""
+
+    batch_size: int = 8
+    """Samples per node and micro-batch, over all its ranks."""
+
+    accumulate: int = 1
+    """Micro-batches per inner step."""
+
+    lr: float = 1e-3
+    """Peak learning rate of AdamW."""
+
+    lr_warmup: float = 0.02
+    """Share of the run over which the learning rate rises."""
+
+    lr_final: float = 0.1
+    """Learning rate at the end of the cosine, as a share of the peak; 1 keeps it constant."""
+
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+
+    grad_clip: float = 1.0
+    """Largest norm of the inner gradient."""
+
+    eval_every: int = 1
+    """Rounds between evaluations on held-out text; 0: only at the end."""
+
+    eval_samples: int = 32
+    """Held-out samples per evaluation."""
+
+    def __post_init__(self) -> None:
+        check(self.steps >= 1, "train.steps", "must be at least 1", self.steps)
+        check(self.seconds is None or self.seconds > 0, "train.seconds", "must be above 0", self.seconds)
+        check(self.batch_size >= 1, "train.batch_size", "must be at least 1", self.batch_size)
+        check(self.accumulate >= 1, "train.accumulate", "must be at least 1", self.accumulate)
+        check(self.lr > 0, "train.lr", "must be above 0", self.lr)
+        check(0 <= self.lr_warmup < 1, "train.lr_warmup", "must be in [0, 1)", self.lr_warmup)
+        check(0 <= self.lr_final <= 1, "train.lr_final", "must be in [0, 1]", self.lr_final)
+        check(self.weight_decay >= 0, "train.weight_decay", "must not be negative", self.weight_decay)
+        check(self.grad_clip > 0, "train.grad_clip", "must be above 0", self.grad_clip)
+        check(self.eval_every >= 0, "train.eval_every", "must not be negative", self.eval_every)
+        check(self.eval_samples >= 1, "train.eval_samples", "must be at least 1", self.eval_samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """What survives a crash."""
+
+    every: int = 1
+    """Rounds between checkpoints; 0: only at the end. In a run without rounds (`edit.warmup_steps = "all"`)
+    `edit.every` steps count as one."""
+
+    keep: int = 2
+    """Newest checkpoints kept per node."""
+
+    def __post_init__(self) -> None:
+        check(self.every >= 0, "checkpoint.every", "must not be negative", self.every)
+        check(self.keep >= 1, "checkpoint.keep", "must be at least 1", self.keep)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalConfig:
+    """`aedit run --local N`: what the pretended machines are like."""
+
+    slowdown: tuple[float, ...] = ()
+    """Per node, how many times longer its step takes; missing entries are 1."""
+
+    ranks: int = 1
+    """Processes per node, sharded by FSDP2."""
+
+    def __post_init__(self) -> None:
+        check(
+            all(s >= 1 for s in self.slowdown), "local.slowdown", "entries must be at least 1", self.slowdown
+        )
+        check(self.ranks >= 1, "local.ranks", "must be at least 1", self.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One run. Every field may stand in the TOML file or be given as a dotted flag."""
+
+    name: str = "run"
+    """The run directory is `dir`/`name`."""
+
+    dir: str = "runs"
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    restarts: int = 3
+    """Times a node's processes are started again after one of them died."""
+
+    tensorboard: bool = False
+    """Also write metrics for TensorBoard (needs the `tensorboard` extra)."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    edit: EditConfig = field(default_factory=EditConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    hub: HubConfig = field(default_factory=HubConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    local: LocalConfig = field(default_factory=LocalConfig)
+
+    def __post_init__(self) -> None:
+        check(
+            bool(self.name) and "/" not in self.name,
+            "name",
+            "must be a plain directory name",
+            repr(self.name),
+        )
+        check(self.restarts >= 0, "restarts", "must not be negative", self.restarts)
+        timed = self.edit.schedule == "seconds"
+        check(
+            timed or self.train.seconds is None,
+            "train.seconds",
+            'needs edit.schedule = "seconds"; with "steps" use train.steps',
+            self.train.seconds,
+        )
+        self._check_hub()
+
+    def _check_hub(self) -> None:
+        """What has no effect with a hub, or without one, is an error."""
+        hub, edit = self.hub, self.edit
+        if not hub.address:
+            check(hub == HubConfig(), "hub.address", "must be HOST:PORT for [hub] to have an effect", "''")
+            check(not self.outer.look_ahead, "outer.look_ahead", "needs a hub", self.outer.look_ahead)
+            return
+        timed = edit.schedule == "seconds"
+        rule = f'must {"" if timed else "not "}be "seconds" with edit.schedule = "{edit.schedule}"'
+        check((hub.pace == "seconds") == timed, "hub.pace", rule, hub.pace)
+        check(edit.landing == "arrival", "edit.landing", 'must be "arrival" with a hub', edit.landing)
+        check(edit.warmup_steps == 0, "edit.warmup_steps", "must be 0 with a hub", edit.warmup_steps)
+        check(not edit.offload, "edit.offload", "has no effect with a hub", edit.offload)
+        whole = hub.codec_down == "fp32" or not self.outer.look_ahead
+        check(whole, "outer.look_ahead", 'needs hub.codec_down = "fp32", not', hub.codec_down)

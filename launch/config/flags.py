@@ -1,0 +1,142 @@
+"""Dotted flags: which words of a command line they are, and how they change a configuration."""
+
+import contextlib
+import io
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar, get_args, get_origin
+
+import tyro
+
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.fields import NONE, hints, suggest
+from aedit.types import UserError
+
+T = TypeVar("T")
+
+SIZES = "model.sizes."
+
+
+def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
+    """Part a command line into what the command itself reads and the configuration flags, values included."""
+    rest: list[str] = []
+    flags: list[str] = []
+    i = 0
+    while i < len(words):
+        width = _width(words[i:])
+        (flags if width else rest).extend(words[i : i + max(width, 1)])
+        i += max(width, 1)
+    return rest, flags
+
+
+def flags_help() -> str:
+    """What `--help` says about the configuration flags."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        tyro.cli(RunConfig, args=["--help"], prog="aedit run", use_underscores=True)
+    return "\n".join(line for line in shown.getvalue().splitlines() if not line.startswith("usage:"))
+
+
+def with_flags(config: RunConfig, flags: list[str]) -> RunConfig:
+    """The configuration with these flags' values in it. UserError if one cannot be read."""
+    sizes, others = _take_sizes(flags)
+    model = replace(config.model, sizes={**config.model.sizes, **sizes})
+    config = replace(config, model=model)
+    if not others:
+        return config
+    # tyro would offer the sizes as flags of their own; they are read already.
+    bare = replace(config, model=replace(model, sizes={}))
+    words = _spell_none(others)
+    parsed = _quietly(
+        lambda: tyro.cli(RunConfig, args=words, default=bare, prog="aedit", use_underscores=True)
+    )
+    return replace(parsed, model=replace(parsed.model, sizes=model.sizes))
+
+
+def flag_keys(flags: list[str]) -> set[str]:
+    """Dotted names of the values these flags set."""
+    named = {_key(word) for word in flags if word.startswith("--")}
+    return named | {re.sub(r"(^|\.)no_(\w+)$", r"\1\2", key) for key in named}
+
+
+def _take_sizes(flags: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """`--model.sizes.KEY VALUE`, whose keys only the model family knows; and the flags that are left."""
+    sizes: dict[str, Any] = {}
+    others: list[str] = []
+    words = iter(flags)
+    for word in words:
+        name, _, value = word.partition("=")
+        if not _key(name).startswith(SIZES):
+            others.append(word)
+            continue
+        value = value or next(words, "")
+        if not value:
+            raise UserError(f"{name}: needs a value")
+        sizes[_key(name).removeprefix(SIZES)] = _scalar(value)
+    return sizes, others
+
+
+def _spell_none(flags: list[str]) -> list[str]:
+    """The file's word for an empty value is `none`, tyro's is `None`."""
+    known = hints()
+    empty = {key for key, hint in known.items() if type(None) in get_args(hint)}
+    words = [re.sub(f"={NONE}$", "=None", word) if _key(word) in empty else word for word in flags]
+    pairs = zip(["", *words], words, strict=False)
+    return ["None" if word == NONE and _key(before) in empty else word for before, word in pairs]
+
+
+def _scalar(text: str) -> int | float | bool | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return text
+
+
+def _quietly(parse: Callable[[], T]) -> T:
+    """tyro explains an error in a box and exits; the person gets its first sentence in one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            return parse()
+    except SystemExit:
+        raise UserError(_first_sentence(said.getvalue())) from None
+
+
+def _first_sentence(box: str) -> str:
+    """tyro's box without a terminal: a title, a rule, the message, a rule or an empty line, advice."""
+    lines = [line.strip() for line in box.strip().splitlines()]
+    ends = [i for i, line in enumerate(lines) if not line.strip("-")]
+    sentence = " ".join(lines[ends[0] + 1 : ends[1]]) if len(ends) > 1 else " ".join(lines)
+    return re.sub(r"^Error parsing (\w+(\.\w+)*: )?", "", sentence).rstrip(".")
+
+
+def _key(flag: str) -> str:
+    """`--edit.penalty.step-weight=1` -> `edit.penalty.step_weight`."""
+    return flag.partition("=")[0].removeprefix("--").replace("-", "_")
+
+
+def _width(words: list[str]) -> int:
+    """How many of these words the configuration flag at their head takes; 0 if it is none."""
+    word = words[0]
+    if not word.startswith("--") or word == "--":
+        return 0
+    known = hints()
+    key = _key(word)
+    negated = re.sub(r"(^|\.)no_(\w+)$", r"\1\2", key)
+    if known.get(key) is bool or known.get(negated) is bool:
+        return 1
+    if key not in known and not key.startswith(SIZES):
+        if "." in key:
+            raise UserError(f"unknown flag --{key}{suggest(key, known).replace('mean ', 'mean --')}")
+        return 0
+    if "=" in word:
+        return 1
+    following = next((i for i, w in enumerate(words[1:]) if w.startswith("--")), len(words) - 1)
+    return 1 + (following if _takes_many(known.get(key)) else min(1, following))
+
+
+def _takes_many(hint: Any) -> bool:
+    return get_origin(hint) is tuple or any(get_origin(arg) is tuple for arg in get_args(hint))

@@ -1,0 +1,1 @@
+"""Text to samples: readers, tokenizers, packing, order and leases."""

@@ -1,0 +1,92 @@
+"""Text, one document at a time, always in the same order. Imports no torch."""
+
+import importlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+
+from aedit.launch.config.config import DataConfig
+from aedit.launch.data.readers import (
+    Document,
+    dataset,
+    file_documents,
+    matching_files,
+    read_text,
+    row_documents,
+)
+from aedit.types import UserError
+
+__all__ = ["Document", "documents", "is_held_out", "source_files"]
+
+_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_NEAR_COPIES = {"encodings"}  # tables that differ in a few lines: a held-out one would be known by heart
+_TOPICS = "pydoc_data"
+
+
+def documents(config: DataConfig) -> Iterator[Document]:
+    """All documents of `config.source` that hold text, in an order that depends on their names only.
+
+    Raises `UserError` for a source that is missing, unreadable, of an unknown kind, or without any text.
+    """
+    empty = True
+    for document in _every_document(config):
+        if document.text:
+            empty = False
+            yield document
+    if empty:
+        raise UserError(f"data.source = {config.source!r} holds no text")
+
+
+def source_files(config: DataConfig) -> list[Path]:
+    """The files that `documents` reads, so that a cache can notice when one of them changes."""
+    if config.source == "stdlib":
+        return [_stdlib_root() / _TOPICS / "topics.py", *_stdlib_files()]
+    if name := _dataset_name(config):
+        return [Path(file["filename"]) for file in dataset(name, config).cache_files]
+    return matching_files(config.source)
+
+
+def is_held_out(document: Document, share: float) -> bool:
+    """Whether this document belongs to the `share` that is never trained on.
+
+    Decided by its text alone: equal on every machine and in every order, and copies of a text stay together.
+    """
+    digest = blake2b(document.text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def _every_document(config: DataConfig) -> Iterator[Document]:
+    if config.source == "stdlib":
+        return _stdlib()
+    if name := _dataset_name(config):
+        rows = dataset(name, config).select_columns([config.text_key])
+        return row_documents((row[config.text_key] for row in rows), f"hf:{name}")
+    return file_documents(matching_files(config.source), config.text_key)
+
+
+def _dataset_name(config: DataConfig) -> str:
+    return config.source.removeprefix("hf:") if config.source.startswith("hf:") else ""
+
+
+def _stdlib() -> Iterator[Document]:
+    root = _stdlib_root()
+    for path in _stdlib_files():
+        yield Document(path.relative_to(root).as_posix(), read_text(path))
+    # The topics are one dict literal in one file: as documents of their own they can be split and held out.
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    for name in sorted(topics):
+        yield Document(f"topics/{name}", topics[name])
+
+
+def _stdlib_root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _stdlib_files() -> list[Path]:
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(_stdlib_root()):
+        subfolders[:] = set(subfolders) - _NOT_LIBRARY - _NEAR_COPIES - {_TOPICS}
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)

@@ -1,0 +1,162 @@
+"""Documents out of text files, jsonl, parquet and Hugging Face datasets. Imports no torch."""
+
+import glob
+import importlib
+import json
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from aedit.launch.config.config import DataConfig
+from aedit.types import UserError
+
+_WHOLE = {".txt", ".md", ".rst", ".py"}
+_PIECE_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text. `key` says where it came from, for messages."""
+
+    key: str
+    text: str
+
+
+def matching_files(source: str) -> list[Path]:
+    """The files of a path or glob, sorted. `**` goes down into folders."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        raise UserError(f'data.source = {source!r} is a directory: name its files, as in "{source}/**/*.txt"')
+    names = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
+    files = sorted(found for found in map(Path, names) if found.is_file())
+    if not files:
+        raise UserError(f"data.source = {source!r}: no such file")
+    return files
+
+
+def file_documents(files: list[Path], text_key: str) -> Iterator[Document]:
+    """Text files as one document each, jsonl and parquet as one per row."""
+    for path in files:
+        match path.suffix.lower():
+            case suffix if suffix in _WHOLE and len(files) == 1:
+                yield from _pieces(path)
+            case suffix if suffix in _WHOLE:
+                yield Document(str(path), read_text(path))
+            case ".jsonl":
+                yield from _jsonl(path, text_key)
+            case ".parquet":
+                yield from _parquet(path, text_key)
+            case suffix:
+                known = " ".join(sorted({*_WHOLE, ".jsonl", ".parquet"}))
+                raise UserError(f"data.source: {path} has the unknown suffix {suffix!r}; known are {known}")
+
+
+def read_text(path: Path) -> str:
+    """The text of one file: UTF-8, or for Python sources what their coding line says."""
+    try:
+        if path.suffix == ".py":
+            with tokenize.open(path) as source:  # honours the file's own coding line
+                return source.read()
+        return path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, SyntaxError) as error:
+        raise UserError(f"data.source: {path} is not UTF-8 text ({error})") from error
+    except OSError as error:
+        raise UserError(f"data.source: cannot read {path}: {error.strerror}") from error
+
+
+def _pieces(path: Path) -> Iterator[Document]:
+    """One file alone would be trained on or held out whole, so it is cut, at line ends if it has any."""
+    text = read_text(path)
+    start = 0
+    while start < len(text):
+        end = start + _PIECE_CHARS
+        line_end = text.find("\n", end, end + _PIECE_CHARS) + 1
+        end = line_end or end
+        yield Document(f"{path}:{start}", text[start:end])
+        start = end
+
+
+def _jsonl(path: Path, text_key: str) -> Iterator[Document]:
+    # Lines are decoded one by one: a file larger than memory is fine, and an error names its line.
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _json_document(line, text_key, f"{path}:{number}")
+    except OSError as error:
+        raise UserError(f"data.source: cannot read {path}: {error.strerror}") from error
+
+
+def _json_document(line: bytes, text_key: str, key: str) -> Document:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"data.source: {key} is not JSON ({error})") from error
+    if not isinstance(row, dict) or text_key not in row:
+        raise UserError(f"data.text_key = {text_key!r} is missing in {key}")
+    return Document(key, _text(row[text_key], key))
+
+
+def _parquet(path: Path, text_key: str) -> Iterator[Document]:
+    parquet = _extra("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_column(text_key, file.schema_arrow.names, str(path))
+            batches = file.iter_batches(columns=[text_key])
+            values = (value for batch in batches for value in batch.column(0).to_pylist())
+            yield from row_documents(values, str(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"data.source: cannot read {path}: {_first_line(error)}") from error
+
+
+def dataset(name: str, config: DataConfig) -> Any:
+    """The Hugging Face dataset NAME or NAME:SUBSET, sure to have the text column."""
+    datasets = _extra("datasets")
+    path, _, subset = name.partition(":")
+    try:
+        rows = datasets.load_dataset(path, subset or None, split=config.split)
+    except (OSError, ValueError) as error:  # ValueError: the dataset is there, the split or subset is not
+        raise UserError(f"data.source = {config.source!r}: {_first_line(error)}") from error
+    _check_column(config.text_key, rows.column_names, config.source)
+    return rows
+
+
+def _extra(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        hint = "pip install 'aedit[datasets]'"
+        raise UserError(f"data.source needs the package {error.name!r}: {hint}") from error
+
+
+def row_documents(values: Iterable[object], origin: str) -> Iterator[Document]:
+    """One document per value; a missing value (null) is a document without text."""
+    for number, value in enumerate(values):
+        key = f"{origin}:{number}"
+        yield Document(key, _text(value, key))
+
+
+def _text(value: object, key: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"data.text_key names a {type(value).__name__} in {key}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"data.source: {key} holds half a surrogate pair, which is no text") from error
+    return value
+
+
+def _check_column(text_key: str, columns: list[str], origin: str) -> None:
+    if text_key not in columns:
+        close = get_close_matches(text_key, columns, n=1) or columns[:1]
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"data.text_key = {text_key!r} is missing in {origin}{hint}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

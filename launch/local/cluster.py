@@ -1,0 +1,205 @@
+"""All processes of a local run with a hub, seen as one child: hubs, a standby, and a torchrun per node."""
+
+import contextlib
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.placement import NODE_PROGRAM, Membership, Placement, torchrun_words
+from aedit.launch.local.child import Child
+from aedit.types import UserError
+
+HUB_START_LIMIT_S = 60.0
+NODE_LEAVE_LIMIT_S = 60.0
+"""How long a node may take for its last evaluation and checkpoint once it has left the hub."""
+
+HUB_LEAVE_LIMIT_S = 30.0
+"""How long a hub may take to write its snapshot once the last node is gone."""
+
+POLL_S = 0.05
+
+
+@dataclass(slots=True)
+class HubProcess:
+    """One hub of the run, started again if it dies."""
+
+    words: list[str]
+    directory: Path
+    log: Path
+    restarts: int
+    child: Child | None = None
+
+    def start(self) -> None:
+        (self.directory / "address").unlink(missing_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.child = Child(self.words, self.log)
+
+    def address(self) -> str:
+        """Where it listens. UserError if it cannot start."""
+        assert self.child is not None
+        deadline = time.monotonic() + HUB_START_LIMIT_S
+        while not (text := _read(self.directory / "address")):
+            if not self.child.running() or time.monotonic() > deadline:
+                raise UserError(_last_line(self.child.output()) or f"the hub did not start: see {self.log}")
+            time.sleep(POLL_S)
+        return text
+
+    @property
+    def is_over(self) -> bool:
+        """It has ended well: the run is used up, and nobody was a member any more."""
+        assert self.child is not None
+        return not self.child.running() and self.child.exit_code() == 0
+
+    def mend(self) -> None:
+        """Start it again if it has died; it takes up its journal and its address."""
+        assert self.child is not None
+        if self.child.running() or not self.restarts or self.child.exit_code() in (0, 2):
+            return
+        self.restarts -= 1
+        self.child.kill()
+        self.child = Child(self.words, self.log)
+
+
+class Cluster:
+    """The processes of one run on this machine; leaving the block ends those that are left.
+
+    A node that fails leaves the others at work: they do not depend on it.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        placement: Placement,
+        run_dir: Path,
+        attempt: int,
+        program: tuple[str, ...] = NODE_PROGRAM,
+    ) -> None:
+        self.nodes: list[Child] = []
+        self._over_since: float | None = None
+        self._late: set[int] = set()
+        """Nodes that were started again when the run was over."""
+        self._hubs = _hubs(config, run_dir)
+        try:
+            for hub in self._hubs:
+                hub.start()
+            addresses = [hub.address() for hub in self._hubs]
+            num_parts = len(config.hub.addresses)
+            for i in range(placement.nodes):
+                member = Membership(
+                    hub=",".join(addresses[:num_parts]),
+                    standby=",".join(addresses[num_parts:]),
+                    name=f"local-{i}",
+                    prefers=i,
+                )
+                words = torchrun_words(run_dir / "run.toml", config, placement, attempt, program, member)
+                self.nodes.append(Child(words, run_dir / f"launch_{i}.log", _shared(config, placement)))
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def running(self) -> bool:
+        """Whether any node lives. When none does any more, the hubs are asked to leave too."""
+        if sum(node.running() for node in self.nodes):  # every one is looked at
+            for hub in self._hubs:
+                hub.mend()
+            self._end_the_late()
+            return True
+        self._end_hubs()
+        return False
+
+    def failed(self) -> int | None:
+        """The first node that did not end well, though there was a run for it."""
+        codes = [node.exit_code() for node in self.nodes]
+        return next((i for i, code in enumerate(codes) if code != 0 and i not in self._late), None)
+
+    def exit_code(self) -> int:
+        """0 if all nodes ended well. Only after `running` was False or `kill` was called."""
+        failed = self.failed()
+        return 0 if failed is None else self.nodes[failed].exit_code()
+
+    def output(self) -> str:
+        return "".join(node.output() for node in self.nodes)
+
+    def workers(self) -> list[psutil.Process]:
+        """The node processes alive now."""
+        return [worker for node in self.nodes for worker in node.workers()]
+
+    def terminate(self) -> None:
+        """Ask the nodes to end."""
+        for node in self.nodes:
+            node.terminate()
+
+    def kill(self) -> None:
+        """End everything at once and wait until it is gone."""
+        for node in self.nodes:
+            node.kill()
+        for hub in self._hubs:
+            if hub.child is not None:
+                hub.child.kill()
+
+    def _end_the_late(self) -> None:
+        """Once the run is used up its hub ends. A node that has died just before comes back to nobody."""
+        if not all(hub.is_over for hub in self._hubs):
+            return
+        self._over_since = self._over_since or time.monotonic()
+        if time.monotonic() > self._over_since + NODE_LEAVE_LIMIT_S:
+            self._late.update(i for i, node in enumerate(self.nodes) if node.running())
+            self.terminate()
+
+    def _end_hubs(self) -> None:
+        hubs = [hub.child for hub in self._hubs if hub.child is not None]
+        for hub in hubs:
+            hub.terminate()
+        deadline = time.monotonic() + HUB_LEAVE_LIMIT_S
+        while sum(hub.running() for hub in hubs) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+def _shared(config: RunConfig, placement: Placement) -> dict[str, str]:
+    """The environment of nodes that share this machine's cores. torchrun gives each of its processes one
+    thread, but where it starts only one, and nodes that each take all cores stand in each other's way."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // (placement.nodes * config.local.ranks))
+    return {"OMP_NUM_THREADS": str(threads)} | os.environ
+
+
+def _hubs(config: RunConfig, run_dir: Path) -> list[HubProcess]:
+    """The hubs that split the units, then the standby if there is one."""
+    parts = len(config.hub.addresses)
+    places = [(k, run_dir / (f"hub_{k}" if parts > 1 else "hub"), False) for k in range(parts)]
+    places += [(0, run_dir / "standby", True)] if config.hub.standby else []
+    words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(run_dir / "run.toml")]
+    return [
+        HubProcess(
+            [*words, f"--part={k}/{parts}", f"--directory={directory}", *["--standby"] * standby],
+            directory,
+            run_dir / f"{directory.name}.log",
+            config.restarts,
+        )
+        for k, directory, standby in places
+    ]
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8").strip()
+    return ""
+
+
+def _last_line(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.startswith("aedit: ")]
+    return lines[-1].removeprefix("aedit: ") if lines else ""

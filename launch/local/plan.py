@@ -1,0 +1,216 @@
+"""`aedit run --dry-run`: what a run will be made of, before anything is downloaded or started."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from aedit.edit.units import find_units
+from aedit.launch.config.config import ModelConfig, RunConfig
+from aedit.launch.config.placement import Placement, ranks_per_node
+from aedit.launch.data.tokenizer import load_tokenizer
+from aedit.launch.node.model import build_model
+from aedit.proto.codecs.codecs import codec
+from aedit.types import UserError
+
+FP32_BYTES = 4
+WIRES_MBIT = (10, 100, 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The sizes of a run. `units`: name and number of parameters of each, in landing order."""
+
+    config: RunConfig
+    nodes: int
+    ranks: int
+    num_params: int
+    units: tuple[tuple[str, int], ...]
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the run never leaves its warm-up, and every step is an exchange."""
+        return self.config.edit.warmup_steps == "all"
+
+    @property
+    def num_trained(self) -> int:
+        return sum(numel for _, numel in self.units)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of one node."""
+        train = self.config.train
+        return train.batch_size * train.accumulate * self.config.data.seq_len
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Exchanges in the whole run; None if the nodes' speed decides."""
+        edit, train = self.config.edit, self.config.train
+        if edit.warmup_steps == "all":
+            return train.steps
+        if edit.schedule == "steps":
+            return int(max(train.steps - edit.warmup_steps, 0) * edit.fragments // edit.every)
+        return None if train.seconds is None else int(train.seconds * edit.fragments // edit.every)
+
+    @property
+    def round_bytes(self) -> int:
+        """Payload one node brings to a round: fp32 pseudo-gradients of the units in it, on average."""
+        return self.num_trained * FP32_BYTES // self.config.edit.fragments
+
+    @property
+    def wire_bytes(self) -> int:
+        """What a node sends in a round, between several of them. A ring all-reduce: 2 (N - 1) / N of the
+        payload. To a hub: the payload as its codec makes it."""
+        if self.config.hub.address:
+            return self._coded_bytes(self.config.hub.codec)
+        return 2 * (self.nodes - 1) * self.round_bytes // self.nodes
+
+    @property
+    def down_bytes(self) -> int:
+        """What comes back from a hub for one new version of every unit in a round."""
+        return self._coded_bytes(self.config.hub.codec_down)
+
+    def _coded_bytes(self, name: str) -> int:
+        coded = sum(codec(name).num_bytes(numel) for _, numel in self.units)
+        return coded // self.config.edit.fragments
+
+    def memory(self) -> Iterator[tuple[str, int]]:
+        """Bytes per rank of what stays for the whole run: no activations, no buffers under way."""
+        held = self.num_trained * FP32_BYTES // self.ranks
+        yield "parameters", self.num_params * FP32_BYTES // self.ranks
+        yield "gradients", held
+        yield "AdamW moments", 2 * held
+        if not self.synchronous:
+            yield "anchors" + self._where, held
+            if self.config.hub.address:
+                yield "outbox", held
+                if codec(self.config.hub.codec).feedback:
+                    yield "error feedback", held
+            elif self.config.outer.kind != "average":
+                yield "outer momentum" + self._where, held
+                if self.config.outer.kind == "delayed-nesterov":
+                    yield "delayed gradients" + self._where, held
+
+    @property
+    def _where(self) -> str:
+        return " (host memory)" if self.config.edit.offload else ""
+
+
+def plan(config: RunConfig, placement: Placement) -> str:
+    """The plan as text. Builds the model without memory for it and reads no data. UserError if it cannot."""
+    return render(measure(config, placement))
+
+
+def measure(config: RunConfig, placement: Placement) -> Plan:
+    """Sizes of the run `config` describes on the machines of `placement`."""
+    ranks = ranks_per_node(config, placement)
+    with torch.device("meta"):
+        model = _outline(config.model) if config.model.pretrained else _fresh(config)
+    try:
+        units = find_units(model, config.edit.units)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    num_params = sum(p.numel() for p in model.parameters())
+    sizes = tuple((unit.name, unit.numel) for unit in units)
+    return Plan(config, placement.nodes, ranks, num_params, sizes)
+
+
+def render(plan: Plan) -> str:
+    """The plan for people: one fact per line."""
+    config = plan.config
+    data, source = config.data, config.model.pretrained or config.model.family
+    rows = [
+        ("run", f"{config.dir}/{config.name}: nodes {plan.nodes}, processes per node {plan.ranks}"),
+        ("model", f"{source}, {plan.num_params:,} parameters, {plan.num_trained:,} of them trained"),
+        ("units", f"{len(plan.units)}: {_units(plan)}"),
+        ("data", f"{data.source}, tokenizer {data.tokenizer}, {data.seq_len} tokens per sample"),
+        ("length", _length(plan)),
+        ("rounds", _rounds(plan)),
+        ("bytes per round", _bytes_line(plan)),
+        ("wire time", _wire_line(plan)),
+        ("memory per rank", _memory_line(plan)),
+    ]
+    return "\n".join(f"{name:<16} {text}" for name, text in rows)
+
+
+def _fresh(config: RunConfig) -> nn.Module:
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    seq_len = config.data.seq_len
+    return build_model(config.model, tokenizer.vocab_size, seq_len, config.seed, tokenizer.eos_id)
+
+
+def _outline(config: ModelConfig) -> nn.Module:
+    """A pretrained model's shape, from its configuration alone."""
+    try:
+        shape = AutoConfig.from_pretrained(config.pretrained)
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise UserError(f"model.pretrained = {config.pretrained!r}: no model there ({reason})") from None
+    auto: Any = AutoModelForCausalLM  # its methods carry no types
+    model: nn.Module = auto.from_config(shape)
+    return model
+
+
+def _units(plan: Plan) -> str:
+    """Neighbours of one size are told together: `model.layers.0 .. model.layers.5 (6 x 196,864)`."""
+    runs: list[list[tuple[str, int]]] = []
+    for unit in plan.units:
+        if runs and runs[-1][0][1] == unit[1]:
+            runs[-1].append(unit)
+        else:
+            runs.append([unit])
+    return ", ".join(_unit_run(run) for run in runs)
+
+
+def _unit_run(run: list[tuple[str, int]]) -> str:
+    (first, numel), (last, _) = run[0], run[-1]
+    return f"{first} ({numel:,})" if len(run) == 1 else f"{first} .. {last} ({len(run)} x {numel:,})"
+
+
+def _length(plan: Plan) -> str:
+    train = plan.config.train
+    if train.seconds is not None:
+        return f"{train.seconds:g} s, {plan.tokens_per_step:,} tokens per step and node"
+    mean = " on average" if plan.config.edit.schedule == "seconds" else ""
+    steps = f"{train.steps:,} steps per node{mean}, {plan.tokens_per_step:,} tokens each"
+    return f"{steps}: {train.steps * plan.nodes * plan.tokens_per_step:,} tokens in all"
+
+
+def _rounds(plan: Plan) -> str:
+    edit = plan.config.edit
+    if plan.synchronous:
+        return f"{plan.num_rounds:,}: gradients are averaged at every step"
+    number = "as many as fit" if plan.num_rounds is None else f"{plan.num_rounds:,}"
+    warmup = f" after {edit.warmup_steps} synchronous steps" if edit.warmup_steps else ""
+    group = f", each moves one of {edit.fragments} groups of units" if edit.fragments > 1 else ""
+    return f"{number}: every {edit.every / edit.fragments:g} {edit.schedule}{warmup}{group}"
+
+
+def _bytes_line(plan: Plan) -> str:
+    if plan.config.hub.address:
+        hub = plan.config.hub
+        up = f"{_bytes(plan.wire_bytes)} up ({hub.codec})"
+        return f"{up}, {_bytes(plan.down_bytes)} down ({hub.codec_down}) per new version"
+    return f"{_bytes(plan.round_bytes)} per node; a ring all-reduce sends {_bytes(plan.wire_bytes)}"
+
+
+def _wire_line(plan: Plan) -> str:
+    times = (f"{plan.wire_bytes * 8 / (mbit * 1e6):.3g} s at {mbit} Mbit/s" for mbit in WIRES_MBIT)
+    return f"{', '.join(times)}, per {'step' if plan.synchronous else 'round'}"
+
+
+def _memory_line(plan: Plan) -> str:
+    parts = dict(plan.memory())
+    listed = ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items())
+    return f"{_bytes(sum(parts.values()))} without activations: {listed}"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

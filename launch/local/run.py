@@ -1,0 +1,184 @@
+"""`aedit run`: start this machine's nodes under torchrun, show how they do, and bring them home."""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.placement import (
+    NODE_PROGRAM,
+    Membership,
+    Placement,
+    ranks_per_node,
+    torchrun_words,
+    warnings,
+)
+from aedit.launch.local.child import Child
+from aedit.launch.local.cluster import Cluster
+from aedit.launch.rundir.ending import Ending, indices_of
+from aedit.launch.rundir.prepare import claimed, next_attempt, prepare
+from aedit.types import UserError
+
+Watch = Callable[[Path, int, Callable[[], bool]], None]
+
+LEAVE_LIMIT_S = 120.0
+"""How long the nodes may take to finish the step, land and save after Ctrl-C or SIGTERM."""
+
+REFUSED_LIMIT_S = 10.0
+"""How long the other nodes may take to leave when one found what only the person can mend."""
+
+POLL_S = 0.2
+
+
+def run(
+    config: RunConfig,
+    placement: Placement,
+    program: tuple[str, ...] = NODE_PROGRAM,
+    watch: Watch | None = None,
+    membership: Membership | None = None,
+) -> int:
+    """Train until the end, a failure or a signal; the exit code. UserError as soon as a node reports one.
+
+    0: done. 1: a node failed more often than `restarts`. 130, 143: left after Ctrl-C or SIGTERM.
+    """
+    for warning in warnings(config, placement):
+        _say(f"warning: {warning}")
+    run_dir = prepare(config)
+    ranks = ranks_per_node(config, placement)
+    with claimed(run_dir, placement.node):
+        attempt = next_attempt(run_dir)
+        with _start(config, placement, attempt, program, membership) as child:
+            watcher = Watcher(child)
+            with watcher.listening():
+                _watch(watch, run_dir, 0 if membership else placement.nodes, watcher.alive)
+            output = child.output()
+            code = child.exit_code()
+            failed = child.failed() if isinstance(child, Cluster) else None
+    nodes = tuple(range(placement.nodes)) if placement.local else (placement.node,)
+    if membership is not None:
+        nodes = indices_of(run_dir, membership.name) or nodes
+    nodes = nodes if failed is None else (failed,)
+    ending = Ending(run_dir, nodes, ranks, attempt, output)
+    return _conclude(ending, code, watcher, reports=placement.node == 0)
+
+
+def _start(
+    config: RunConfig,
+    placement: Placement,
+    attempt: int,
+    program: tuple[str, ...],
+    membership: Membership | None,
+) -> Child | Cluster:
+    run_dir = Path(config.dir) / config.name
+    if placement.local and config.hub.address:
+        return Cluster(config, placement, run_dir, attempt, program)
+    words = torchrun_words(run_dir / "run.toml", config, placement, attempt, program, membership)
+    return Child(words, run_dir / "launch.log")
+
+
+class Watcher:
+    """Keeps an eye on torchrun while a view shows progress, and passes on the person's wish to leave."""
+
+    def __init__(self, child: Child | Cluster) -> None:
+        self._child = child
+        self._told: set[int] = set()
+        self._ending = False
+        self._deadline = float("inf")
+        self.signals: list[int] = []
+        self.refused = False
+        self.overdue = False
+
+    def alive(self) -> bool:
+        """Whether torchrun still runs. The view asks several times a second: time limits bite here."""
+        if not self._child.running():
+            return False
+        if self.signals:
+            self._tell_newcomers()
+        elif not self.refused and re.search(r"failed \(exitcode: 2\)", self._child.output()):
+            self.refused = True
+            self._deadline = time.monotonic() + REFUSED_LIMIT_S
+            self._child.terminate()
+        if time.monotonic() > self._deadline:
+            self.overdue = True
+            self._child.kill()
+        return True
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """While the block runs, signals are for us to pass on."""
+        names = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it
+            names.append(signal.SIGHUP)
+        before = {name: signal.signal(name, self._hear) for name in names}
+        try:
+            yield
+        finally:
+            for name, handler in before.items():
+                signal.signal(name, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.signals.append(number)
+        if len(self.signals) > 1:
+            _say("leaving at once")
+            self._child.kill()
+            return
+        _say("finishing the step, landing, saving; Ctrl-C again to leave at once")
+        self._deadline = time.monotonic() + LEAVE_LIMIT_S
+        # torchrun would give its workers 30 s and then kill them, so they hear it from us and it does not.
+        for worker in self._child.workers():
+            self._told.add(worker.pid)
+            with contextlib.suppress(OSError):
+                os.kill(worker.pid, signal.SIGTERM)
+
+    def _tell_newcomers(self) -> None:
+        """A worker too young for a handler dies of the signal, and torchrun starts another: end it too."""
+        newcomers = any(worker.pid not in self._told for worker in self._child.workers())
+        if not self._ending and (newcomers or not self._told):
+            self._ending = True
+            self._child.terminate()
+
+
+def _watch(watch: Watch | None, run_dir: Path, nodes: int, alive: Callable[[], bool]) -> None:
+    try:
+        (watch or _live_view())(run_dir, nodes, alive)
+    except Exception as error:
+        _say(f"the live view failed ({error!r}); the run goes on, see {run_dir}")
+    while alive():
+        time.sleep(POLL_S)
+
+
+def _live_view() -> Watch:
+    from aedit.launch.views.live import watch
+
+    return watch
+
+
+def _conclude(ending: Ending, code: int, watcher: Watcher, *, reports: bool) -> int:
+    if watcher.signals:
+        name = "at once" if len(watcher.signals) > 1 else "as asked"
+        late = f"; the nodes did not save within {LEAVE_LIMIT_S:.0f} s" if watcher.overdue else ""
+        _say(f"left {name}{late}; the same command goes on from the newest checkpoint")
+        return 128 + watcher.signals[0]
+    if code == 0:
+        if reports:
+            from aedit.launch.views.report import report
+
+            print(report(ending.run_dir))
+        if not ending.trained():
+            _say("nothing was left to do; raise train.steps or train.seconds, or choose another --name")
+        return 0
+    if watcher.refused and (message := ending.refusal()):
+        raise UserError(message)
+    _say(ending.failure())
+    return 1
+
+
+def _say(text: str) -> None:
+    # Not print, which a signal handler may interrupt half way. A terminal that is gone must not stop the run.
+    with contextlib.suppress(OSError):
+        os.write(2, f"aedit: {text}\n".encode())

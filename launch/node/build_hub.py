@@ -1,0 +1,193 @@
+"""The composition root of a node of a run with a hub; `build.py` is that of a `torchrun` world."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import aedit
+from aedit.edit import canonical
+from aedit.edit.hub_exchange import HubExchange
+from aedit.edit.pace import make_pace
+from aedit.edit.sync import LayerSync
+from aedit.edit.units import find_units
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.placement import Membership
+from aedit.launch.data.leased import LeasedOrder
+from aedit.launch.data.samples import load_corpus
+from aedit.launch.data.tokenizer import load_tokenizer
+from aedit.launch.node.budget import HubBudget
+from aedit.launch.node.build import check_fits, facts_of, introduction, make_model
+from aedit.launch.node.checkpoint import Checkpoints
+from aedit.launch.node.hub_node import HubNode
+from aedit.launch.node.inner import make_inner
+from aedit.launch.node.rejoin import known_directory, rejoin, remember
+from aedit.launch.node.stop import StopAlone
+from aedit.launch.node.world import World
+from aedit.launch.rundir.provenance import source_digest
+from aedit.launch.rundir.recorder import Clock, Recorder
+from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
+from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.wire.security import SERVER, is_loopback
+from aedit.types import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a node is and how it was started."""
+
+    membership: Membership
+    run_dir: Path
+    attempt: int
+    log_to: Callable[[Path, int], None]
+    """Sends stdout and stderr to the log of this attempt in a node's directory."""
+    slowdown: float = 1.0
+    """How many times longer than it needs a step shall take."""
+
+
+@contextmanager
+def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[HubNode]:
+    """Put a node together and make it a member of the run; take it apart afterwards.
+
+    All ranks of the node together. Raises UserError if the hub does not want this node.
+    """
+    check_fits(config, world)
+    torch.manual_seed(config.seed)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    corpus = load_corpus(config.data, tokenizer, place.run_dir / "data")
+    model = make_model(config, tokenizer, world)
+    facts = facts_of(config, model, tokenizer, corpus)
+    plan = agent_plan(config, place.membership, model, facts, len(corpus.train))
+    link = _link(plan, world)
+    try:
+        sync = _sync(config, model, link)
+        known = known_directory(place.run_dir, place.membership.name)
+        resumed = rejoin(sync, _checkpoints(config, known, sync), facts) if known else None
+        sync.anchor()
+        world = replace(world, node=link.node)
+        directory = place.run_dir / "nodes" / str(world.node)
+        place.log_to(directory, place.attempt)
+        if world.leads:
+            remember(directory, place.membership.name)
+        if not resumed:
+            torch.manual_seed(config.seed + 1 + world.node)  # nodes drop out differently
+        clock = Clock()
+        clock.start(max(link.news().elapsed_s, resumed.elapsed_s if resumed else 0.0))
+        recorder = Recorder(directory, clock, writes=world.leads, tensorboard=config.tensorboard)
+        node = HubNode(
+            config=config,
+            world=world,
+            corpus=corpus,
+            order=LeasedOrder(link, len(corpus.train), config.seed, sync),
+            sync=sync,
+            budget=HubBudget(config, sync, link),
+            stop=StopAlone(sync.shards),
+            checkpoints=_checkpoints(config, directory, sync),
+            recorder=recorder,
+            facts=facts,
+            slowdown=place.slowdown,
+            link=link,
+        )
+        try:
+            if resumed:
+                node.take_up(resumed)
+            recorder.event("start", **introduction(node, place.attempt))
+            yield node
+        except Exception as error:
+            recorder.event("error", message=str(error) or type(error).__name__)
+            raise
+        finally:
+            recorder.close()
+    finally:
+        link.stop()
+
+
+def _checkpoints(config: RunConfig, directory: Path, sync: LayerSync) -> Checkpoints:
+    return Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards)
+
+
+def agent_plan(
+    config: RunConfig, member: Membership, model: nn.Module, facts: dict[str, Any], num_samples: int
+) -> AgentPlan:
+    """What the node's agent must know."""
+    hub = config.hub
+    units = canonical.layout(_units(model, config))
+    per_step = config.train.batch_size * config.train.accumulate
+    return AgentPlan(
+        addresses=tuple(member.hub.split(",")),
+        standbys=tuple(member.standby.split(",")) if member.standby else (),
+        name=member.name,
+        prefers=member.prefers,
+        run=config.name,
+        code=source_digest(),
+        version=aedit.__version__,
+        units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in units),
+        facts=tuple((name, str(value)) for name, value in facts.items()),
+        num_samples=num_samples,
+        samples_per_step=per_step,
+        steps_ahead=hub.max_steps_ahead,
+        lease_samples=hub.lease_samples,
+        codec=hub.codec,
+        codec_down=hub.codec_down,
+        keys=str(member.keys or ""),
+        donor=_donor_address(member),
+        beat_s=hub.beat_s,
+        expire_s=hub.expire_s,
+        call_timeout_s=hub.call_timeout_s,
+    )
+
+
+def _units(model: nn.Module, config: RunConfig) -> Any:
+    try:
+        return find_units(model, config.edit.units)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _donor_address(member: Membership) -> str:
+    """Return where other nodes may fetch this node's anchors; empty where they may not.
+
+    That is loopback if the hub is on this machine. With TLS it also takes a server's certificate, which
+    `aedit keys` puts into the hub's folder only.
+    """
+    here = all(map(is_loopback, member.hub.split(",")))
+    certified = member.keys is None or (member.keys / f"{SERVER}.key").exists()
+    return "127.0.0.1:0" if here and certified else ""
+
+
+def _link(plan: AgentPlan, world: World) -> AgentLink:
+    """The first rank starts the node's agent; the others find it by the path of its memory."""
+    link = start_agent(plan, ranks=world.ranks) if world.leads else None
+    if world.ranks > 1:
+        told = [link.path if link else ""]
+        group = world.mesh.get_group("shard")
+        dist.broadcast_object_list(told, group=group, group_src=0)
+        link = link or attach(told[0], world.rank)
+    assert link is not None
+    return link
+
+
+def _sync(config: RunConfig, model: nn.Module, link: AgentLink) -> LayerSync:
+    train, penalty = config.train, config.edit.penalty
+    exchange = HubExchange(
+        link,
+        max_steps_ahead=config.hub.max_steps_ahead,
+        tokens_per_step=train.batch_size * train.accumulate * config.data.seq_len,
+        penalty=penalty,
+        timeout_s=config.edit.timeout_s,
+    )
+    try:
+        return LayerSync.of(
+            model,
+            make_inner(model, train),
+            exchange=exchange,
+            schedule=make_pace(config.hub, config.edit, link.news),
+            config=config.edit,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error

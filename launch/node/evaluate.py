@@ -1,0 +1,27 @@
+"""Held-out loss."""
+
+import torch
+from torch import nn
+
+from aedit.edit.shards import Shards
+from aedit.launch.config.config import RunConfig
+from aedit.launch.data.samples import Corpus, batch, evaluation_indices
+from aedit.launch.node.model import loss
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, corpus: Corpus, config: RunConfig, shards: Shards) -> float:
+    """Mean nats per token over `train.eval_samples` held-out samples. All ranks of the node together."""
+    indices = evaluation_indices(len(corpus.held_out), config.train.eval_samples)
+    size, device = config.train.batch_size, next(model.parameters()).device
+    sums = torch.zeros(2, dtype=torch.float64)
+    model.eval()
+    for start in range(0, len(indices), size):
+        # FSDP2 needs every rank in every forward: in a short last batch some see one of weight 0.
+        mine = indices[start : start + size][shards.rank :: shards.size]
+        shown = mine if len(mine) else indices[start : start + 1]
+        mean = loss(model, batch(corpus.held_out, shown).to(device), config.model.dtype)
+        sums += torch.tensor([float(mean) * len(mine), len(mine)], dtype=torch.float64)
+    model.train()
+    total, count = shards.sum(sums).tolist()
+    return float(total / count)

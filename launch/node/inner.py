@@ -1,0 +1,34 @@
+"""The inner optimizer and its learning rate."""
+
+import math
+
+import torch
+from torch import nn
+
+from aedit.launch.config.config import TrainConfig
+
+
+def make_inner(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW; matrices decay, vectors (norms, biases) do not."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+
+
+def lr_at(progress: float, config: TrainConfig) -> float:
+    """Linear rise, then half a cosine down to `lr_final`. progress: share of the run that is done, 0 to 1."""
+    if progress < config.lr_warmup:
+        return config.lr * (progress + 1e-3) / (config.lr_warmup + 1e-3)
+    done = min(1.0, (progress - config.lr_warmup) / (1 - config.lr_warmup))
+    share = config.lr_final + (1 - config.lr_final) * 0.5 * (1 + math.cos(math.pi * done))
+    return config.lr * share
+
+
+def set_lr(inner: torch.optim.Optimizer, lr: float) -> None:
+    """Use `lr` for every parameter group."""
+    for group in inner.param_groups:
+        group["lr"] = lr

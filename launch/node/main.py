@@ -1,0 +1,116 @@
+"""One process of a node: `torchrun --nproc-per-node 8 -m aedit.launch.node run.toml`."""
+
+import argparse
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.load import load
+from aedit.launch.config.placement import Membership
+from aedit.types import UserError
+
+if TYPE_CHECKING:
+    from aedit.launch.node.world import World
+
+
+def main() -> int:
+    """Join the run that the configuration describes, train, leave. Exit code 2: a person must act."""
+    options = _options()
+    try:
+        _join_and_train(load(options.config, []).config, options)
+    except UserError as error:
+        # One write: torchrun runs its workers unbuffered, and print would let another line in before the end.
+        sys.stderr.write(f"aedit: {error}\n")
+        sys.stderr.flush()
+        return 2
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _join_and_train(config: RunConfig, options: argparse.Namespace) -> None:
+    # Only now: a bad configuration is refused before seconds go into importing torch.
+    from aedit.launch.node.build import build
+    from aedit.launch.node.train import train
+    from aedit.launch.node.world import join_world, leave_world
+
+    ranks = options.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    attempt = options.attempt + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    run_dir = Path(config.dir) / config.name
+    world = join_world(config.device, ranks, config.edit.timeout_s)
+    try:
+        if options.hub:
+            _train_with_hub(config, world, run_dir, attempt, options)
+            return
+        _log_to(run_dir / "nodes" / str(world.node), attempt)
+        with build(config, world, run_dir, attempt, _slowdown(config, world.node, options)) as node:
+            train(node)
+    finally:
+        leave_world()
+
+
+def _train_with_hub(
+    config: RunConfig, world: "World", run_dir: Path, attempt: int, options: argparse.Namespace
+) -> None:
+    """The same for a node of its own world, which learns from the hub who it is."""
+    from aedit.launch.node.build_hub import Place, build_with_hub
+    from aedit.launch.node.train import train
+
+    place = Place(
+        membership=Membership(
+            hub=options.hub,
+            standby=options.standby,
+            name=options.name,
+            keys=options.keys,
+            insecure=options.insecure,
+            prefers=options.prefers,
+        ),
+        run_dir=run_dir,
+        attempt=attempt,
+        log_to=_log_to,
+        slowdown=_slowdown(config, options.prefers or 0, options),
+    )
+    with build_with_hub(config, world, place) as node:
+        train(node)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="aedit.launch.node", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="processes per node; default: all of this machine"
+    )
+    parser.add_argument(
+        "--attempt", type=int, default=1, help="how often this run has been started, for its logs"
+    )
+    parser.add_argument("--local", action="store_true", help="all nodes are on this machine: honour [local]")
+    parser.add_argument("--hub", default="", help="HOST:PORT of the hub; several split the units")
+    parser.add_argument("--standby", default="", help="HOST:PORT of the hub that takes over")
+    parser.add_argument("--name", default="", help="of this node, kept over restarts (with --hub)")
+    parser.add_argument("--prefers", type=int, help="index it would like to have (with --hub)")
+    parser.add_argument("--keys", type=Path, help="what aedit keys made for this node (with --hub)")
+    parser.add_argument("--insecure", action="store_true", help="no TLS to another machine (with --hub)")
+    return parser.parse_args()
+
+
+def _slowdown(config: RunConfig, node: int, options: argparse.Namespace) -> float:
+    known = options.local and node < len(config.local.slowdown)
+    return config.local.slowdown[node] if known else 1.0
+
+
+def _log_to(directory: Path, attempt: int) -> None:
+    """From here on stdout and stderr, also of libraries, go to the node's log."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        log = os.open(directory / f"attempt_{attempt}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise UserError(f"cannot write to the run directory: {error}") from error
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)

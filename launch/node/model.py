@@ -1,0 +1,199 @@
+"""Any `transformers` causal language model, new or pretrained, and its loss."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from aedit.launch.config.config import ModelConfig
+from aedit.types import UserError
+
+_auto: Any = AutoModelForCausalLM  # its methods carry no types
+_FROM_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def build_model(
+    config: ModelConfig, vocab_size: int, seq_len: int, seed: int, eos_id: int
+) -> PreTrainedModel:
+    """The model on CPU in fp32 and training mode: from the same seed always the same bits.
+
+    The process's random generators are left as they were. `config.dtype` is applied by `loss`,
+    `config.compile` by `compile_blocks`. Raises `UserError` for an unknown family or size, sizes that do not
+    fit together, weights that are not there, and a tokenizer or sample too large for a pretrained model.
+    """
+    with _seeded(seed):
+        if config.pretrained:
+            model = _pretrained(config.pretrained, vocab_size, seq_len)
+        else:
+            model = _new(config, vocab_size, seq_len, eos_id)
+    model.config.use_cache = False
+    if config.activation_checkpointing:
+        _checkpoint_activations(model)
+    model.train()
+    return model
+
+
+def loss(model: nn.Module, batch: Tensor, dtype: Literal["fp32", "bf16"]) -> Tensor:
+    """Mean cross entropy, in nats per token, of every next token. batch: (k, seq_len + 1) ids.
+
+    With `bf16` the model computes under autocast; the loss itself is always fp32.
+    """
+    with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=dtype == "bf16"):
+        logits = model(input_ids=batch[:, :-1]).logits
+    return cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The transformer blocks by name, in the order they run; empty if the model does not tell them."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        inside = bool(found) and name.startswith(found[-1][0] + ".")
+        if type(module).__name__ in classes and not inside:
+            found.append((name, module))
+    return found
+
+
+def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
+    """Compile what each block computes; the hooks around it stay ordinary Python.
+
+    `block.compile()` would also trace the hooks, and landing a round must not happen in a compiled graph.
+    """
+    for _, block in blocks(model):
+        compiled: Any = torch.compile(block.forward, backend=backend)
+        block.forward = compiled
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Numbers that training may change or must store; tied weights count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# --- new
+
+
+def _new(config: ModelConfig, vocab_size: int, seq_len: int, eos_id: int) -> PreTrainedModel:
+    defaults = _family_defaults(config.family)
+    _check_sizes(config, defaults)
+    sizes = dict(config.sizes) | _from_tokenizer(defaults, vocab_size, eos_id)
+    if hasattr(defaults, "is_decoder"):
+        sizes["is_decoder"] = True  # BERT's family else attends to the token it is to guess
+    if hasattr(defaults, "max_position_embeddings"):
+        _set_positions(sizes, defaults, seq_len)
+    try:
+        shape = AutoConfig.for_model(config.family, **sizes)
+        _check_heads(shape)
+        model: PreTrainedModel = _auto.from_config(shape, dtype=torch.float32)
+        with torch.no_grad():  # some misfits show only when the model runs
+            model(input_ids=torch.tensor([[0, eos_id]]))
+    except UserError:
+        raise
+    except Exception as error:  # each family has its own way of refusing sizes, and only sizes are in play
+        raise UserError(f"model.sizes do not make a {config.family} model: {_last_line(error)}") from error
+    return model
+
+
+def _family_defaults(family: str) -> PretrainedConfig:
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if family not in known:
+        raise UserError(f"model.family = {family!r} is no causal language model{_close(family, list(known))}")
+    return AutoConfig.for_model(family)
+
+
+def _check_sizes(config: ModelConfig, defaults: PretrainedConfig) -> None:
+    # transformers keeps a misspelt key as an attribute that nothing reads.
+    known = {*defaults.to_dict(), *defaults.attribute_map}
+    if "rope_parameters" in known:
+        known.add("rope_theta")
+    for key in config.sizes:
+        if key in _FROM_TOKENIZER:
+            raise UserError(f"model.sizes.{key} comes from data.tokenizer: leave it out")
+        if key not in known:
+            raise UserError(f"model.sizes.{key} is unknown to {config.family}{_close(key, sorted(known))}")
+
+
+def _from_tokenizer(defaults: PretrainedConfig, vocab_size: int, eos_id: int) -> dict[str, Any]:
+    # The family's own ids belong to another tokenizer: its padding id would freeze an ordinary token's row.
+    values = dict(zip(_FROM_TOKENIZER, (vocab_size, eos_id, eos_id, None), strict=True))
+    return {key: value for key, value in values.items() if hasattr(defaults, key)}
+
+
+def _set_positions(sizes: dict[str, Any], defaults: PretrainedConfig, seq_len: int) -> None:
+    name = defaults.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    given = sizes.pop("max_position_embeddings", sizes.pop(name, seq_len))
+    if given < seq_len:
+        raise UserError(f"model.sizes.{name} = {given} is below data.seq_len = {seq_len}")
+    sizes[name] = given
+
+
+def _check_heads(shape: PretrainedConfig) -> None:
+    heads = getattr(shape, "num_attention_heads", None)
+    shared = getattr(shape, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        raise UserError(
+            f"model.sizes.num_key_value_heads = {shared} must divide num_attention_heads = {heads}"
+        )
+
+
+# --- pretrained
+
+
+def _pretrained(name: str, vocab_size: int, seq_len: int) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = _auto.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model.pretrained = {name!r}: no usable model there ({_first_line(error)})"
+        ) from error
+    _check_fits(model, vocab_size, seq_len)
+    return model
+
+
+def _check_fits(model: PreTrainedModel, vocab_size: int, seq_len: int) -> None:
+    embeddings: Any = model.get_input_embeddings()
+    rows = len(embeddings.weight)
+    if vocab_size > rows:
+        raise UserError(f"data.tokenizer has {vocab_size} tokens, but model.pretrained knows only {rows}")
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(positions, int) and seq_len > positions:
+        raise UserError(f"data.seq_len = {seq_len}, but model.pretrained has {positions} positions")
+
+
+# --- small print
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    # Renamed within transformers 5; the old name warns there and goes in 6.
+    new_name = hasattr(model, "activation_checkpointing_enable")
+    name = "activation_checkpointing_enable" if new_name else "gradient_checkpointing_enable"
+    try:
+        getattr(model, name)({"use_reentrant": False})
+    except ValueError as error:
+        raise UserError(f"model.activation_checkpointing: {_first_line(error)}") from error
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    # Only the CPU generator: models are made on CPU, and asking all GPUs for theirs would wake each of them.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def _close(word: str, known: list[str]) -> str:
+    close = get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

@@ -1,0 +1,61 @@
+"""A node of a hub that comes back: the anchors are the hub's newest, and what only the node knows is in its
+last checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+from aedit.edit import snapshot
+from aedit.edit.sync import LayerSync
+from aedit.launch.node.checkpoint import Checkpoints
+from aedit.launch.node.resume import Resumed, check_facts, training_state
+from aedit.launch.rundir.prepare import write_atomically
+
+NAME = "name"
+
+
+def known_directory(run_dir: Path, name: str) -> Path | None:
+    """Where the node of this name has been before on this machine."""
+    found = [path.parent for path in run_dir.glob(f"nodes/*/{NAME}") if path.read_text() == name]
+    return found[0] if found else None
+
+
+def remember(directory: Path, name: str) -> None:
+    """That the node of this name lives in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / NAME, name)
+
+
+def rejoin(sync: LayerSync, checkpoints: Checkpoints, facts: dict[str, Any]) -> Resumed | None:
+    """Inner optimizer, error feedback and numbers of the newest checkpoint, if there is one; the parameters
+    are to become the hub's. All ranks of the node together, before they join.
+
+    Raises UserError if the checkpoint was made with other facts or cannot be read.
+    """
+    marks = checkpoints.marks()
+    if not marks:
+        return None
+    mark = marks[-1]
+    meta = checkpoints.meta(mark)
+    check_facts(meta["facts"], facts, checkpoints.path(mark))
+    snapshot.blank(sync, meta["sync"])
+    state = training_state(sync)
+    state["sync"] = {name: tensor.clone() for name, tensor in state["sync"].items()}
+    checkpoints.load(mark, state)
+    set_optimizer_state_dict(sync.model, sync.inner, state["inner"])
+    torch.set_rng_state(state["rng"])
+    snapshot.restore(sync, state["sync"], meta["sync"])
+    clock = meta["clock"]
+    return Resumed(
+        mark,
+        owed=[],
+        tokens=meta["tokens"],
+        elapsed_s=clock["elapsed_s"],
+        busy_s=clock["busy_s"],
+        other_s=clock["other_s"],
+        waited_s=clock["waited_s"],
+        cuda_rng=meta["cuda_rng"],
+        order=None,
+    )

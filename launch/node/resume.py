@@ -1,0 +1,200 @@
+"""Start afresh, or go on from the newest checkpoint that all nodes have.
+
+The nodes first tell each other what they have, so that they all choose the same one, also when one of them
+lost its last, and when their number has changed: a node without a checkpoint adopts the anchors of one
+that has it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from aedit.edit import snapshot
+from aedit.edit.exchange import MeanExchange
+from aedit.edit.sync import LayerSync
+from aedit.launch.data.order import SampleOrder, first_free
+from aedit.launch.node.checkpoint import Checkpoints, Mark, read_meta
+from aedit.proto.transports.transport import Rows, Transport
+from aedit.types import Round, UserError
+
+_NONE = -1.0
+_MOST = 16
+"""Newest checkpoints a node tells the others of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a node goes on."""
+
+    mark: Mark
+    order: SampleOrder | None
+    """None: of a hub, which leases the data."""
+    owed: list[Round]
+    tokens: int
+    elapsed_s: float
+    busy_s: float
+    other_s: float
+    waited_s: float
+    cuda_rng: list[int]
+    """Random state of the GPU, for dropout; empty on CPU."""
+
+
+def training_state(sync: LayerSync) -> dict[str, Any]:
+    """All tensors of a node, named and sharded as its parameters are."""
+    model, inner = get_state_dict(sync.model, sync.inner)
+    return {"model": model, "inner": inner, "sync": snapshot.tensors(sync), "rng": torch.get_rng_state()}
+
+
+def resume(
+    sync: LayerSync,
+    exchange: MeanExchange,
+    checkpoints: Checkpoints,
+    order: SampleOrder,
+    facts: dict[str, Any],
+) -> Resumed | None:
+    """Restore `sync` from the newest common checkpoint, or return None if there is none anywhere.
+
+    All nodes and ranks together. exchange: that of `sync`. order: a fresh one, which says which node this is.
+    facts: what a checkpoint must have been made with; UserError names the first that differs.
+    """
+    transport = exchange.transport
+    has = transport.gather("resume/has", _inventory(checkpoints)).result()
+    mark = _common(has.rows)
+    if mark is None:
+        return None
+    mine = checkpoints.meta(mark) if mark in checkpoints.marks() else None
+    if mine is not None:
+        check_facts(mine["facts"], facts, checkpoints.path(mark))
+    known = _tell_each_other(mark, checkpoints, transport, mine, order)
+    owed = _load(sync, checkpoints, mark, mine) if mine is not None else []
+    everybody_has_it = bool(_holders(has.rows, mark).all())
+    if not everybody_has_it:
+        owed += _share_anchors(sync, exchange, has, mark, mine, known)
+    checkpoints.drop_after(mark)
+    order = _order(order, mine if everybody_has_it else None, known)
+    clock = (mine or {}).get("clock", {})
+    return Resumed(
+        mark,
+        order,
+        owed,
+        tokens=(mine or {}).get("tokens", 0),
+        elapsed_s=float(known[:, _ELAPSED].max()),
+        busy_s=clock.get("busy_s", 0.0),
+        other_s=clock.get("other_s", 0.0),
+        waited_s=clock.get("waited_s", 0.0),
+        cuda_rng=(mine or {}).get("cuda_rng", []),
+    )
+
+
+def _inventory(checkpoints: Checkpoints) -> Tensor:
+    """(2 * _MOST): numbers of this node's newest checkpoints, then how many nodes made each."""
+    row = torch.full((2, _MOST), _NONE, dtype=torch.float64)
+    for place, mark in enumerate(checkpoints.marks()[-_MOST:]):
+        nodes = checkpoints.meta(mark)["order"]["nodes"]
+        row[:, place] = torch.tensor([mark.number, nodes], dtype=torch.float64)
+    return row.flatten()
+
+
+def _common(has: Tensor) -> Mark | None:
+    """The newest checkpoint that none of the nodes lacks which made it, as far as they are here; else the
+    newest anywhere. A node that was away at the time, or has lost all of its own, takes nobody back."""
+    made_by = [dict(zip(*row.view(2, -1).long().tolist(), strict=True)) for row in has]
+    made_by = [{mark: nodes for mark, nodes in marks.items() if mark != _NONE} for marks in made_by]
+    anywhere = {mark: nodes for marks in made_by for mark, nodes in marks.items()}
+    whole = [m for m, nodes in anywhere.items() if all(m in marks for marks in made_by[:nodes] if marks)]
+    return Mark.of(max(whole or anywhere)) if anywhere else None
+
+
+def _holders(has: Tensor, mark: Mark) -> Tensor:
+    return (has[:, :_MOST] == mark.number).any(1)
+
+
+def check_facts(made_with: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
+    """UserError that names the first fact with which the checkpoint at `path` was not made."""
+    for name, value in facts.items():
+        if made_with.get(name) != value:
+            raise UserError(
+                f"{path} was made with {name} = {made_with.get(name)}, this run has {value}: "
+                "give the run another name, or the old value back"
+            )
+
+
+def _load(sync: LayerSync, checkpoints: Checkpoints, mark: Mark, meta: dict[str, Any]) -> list[Round]:
+    snapshot.blank(sync, meta["sync"])
+    state = training_state(sync)
+    state["sync"] = {name: tensor.clone() for name, tensor in state["sync"].items()}
+    checkpoints.load(mark, state)
+    set_state_dict(sync.model, sync.inner, model_state_dict=state["model"], optim_state_dict=state["inner"])
+    torch.set_rng_state(state["rng"])
+    return snapshot.restore(sync, state["sync"], meta["sync"])
+
+
+# --- what the nodes tell each other of the chosen checkpoint
+
+_NUMBERS = ("steps", "anchored", "round_id", "total_steps", "last_id", "last_step")
+_STREAM = ("num_samples", "seed", "node", "nodes", "base", "drawn")
+_ELAPSED = len(_NUMBERS) + len(_STREAM)
+
+
+def _tell_each_other(
+    mark: Mark,
+    checkpoints: Checkpoints,
+    transport: Transport,
+    mine: dict[str, Any] | None,
+    order: SampleOrder,
+) -> Tensor:
+    """One row per node: its numbers, the sample stream that has gone furthest as far as it sees, seconds
+    so far."""
+    fresh = dict.fromkeys(_NUMBERS, 0)
+    numbers = mine["sync"] if mine else fresh
+    stream = max(_visible_streams(mark, checkpoints) or [order.state()], key=first_free)
+    elapsed_s = mine["clock"]["elapsed_s"] if mine else 0.0
+    row = [float(numbers[n]) for n in _NUMBERS] + [float(stream[n]) for n in _STREAM] + [elapsed_s]
+    return transport.gather("resume/knows", torch.tensor(row, dtype=torch.float64)).result().rows
+
+
+def _visible_streams(mark: Mark, checkpoints: Checkpoints) -> list[dict[str, int]]:
+    """Of every node whose checkpoint lies on this machine, so that a node that is gone is not forgotten."""
+    nodes = checkpoints.directory.parent.parent
+    paths = nodes.glob(f"*/{checkpoints.directory.name}/{mark.name}")
+    return [read_meta(path)["order"] for path in paths if (path / "meta.json").is_file()]
+
+
+def _order(order: SampleOrder, mine: dict[str, Any] | None, known: Tensor) -> SampleOrder:
+    """The same stream if the nodes are the same, else a new one above all that was drawn. mine: None if
+    some node has no stream to go on with."""
+    fresh = order.state()
+    if mine is not None and all(mine["order"][name] == fresh[name] for name in ("node", "nodes")):
+        return SampleOrder.resume(mine["order"])
+    columns = known[:, len(_NUMBERS) : _ELAPSED].long().tolist()
+    streams = [dict(zip(_STREAM, row, strict=True)) for row in columns]
+    return SampleOrder.restart(streams, fresh["node"], fresh["nodes"])
+
+
+def _share_anchors(
+    sync: LayerSync,
+    exchange: MeanExchange,
+    has: Rows,
+    mark: Mark,
+    mine: dict[str, Any] | None,
+    known: Tensor,
+) -> list[Round]:
+    """Nodes without the checkpoint take anchors, momentum and round numbers from the first that has it.
+
+    Returns the rounds that such a node has to open at once, with nothing to say, because its source owes
+    them.
+    """
+    source = int(_holders(has.rows, mark).int().argmax())
+    numbers = dict(zip(_NUMBERS, known[source].long().tolist(), strict=False))
+    if not numbers["anchored"]:
+        raise UserError(f"{mark.name} is from the warm-up, where nodes cannot join: start the same nodes")
+    owed = range(int(numbers["round_id"]) + 1, int(numbers["last_id"]) + 1) if mine is None else ()
+    if mine is None:
+        saved = {**numbers, "anchored": True, "owed": []}
+        snapshot.restore(sync, snapshot.blank(sync, saved), saved)
+    snapshot.share(sync, exchange, source, has, adopt=mine is None)
+    return [Round(id, 0) for id in owed]

@@ -1,0 +1,206 @@
+"""What hubs have written of their run, as frozen values: from their folders, or from an answer to `status`.
+
+All that a node says of itself (`steps`, seconds, bytes) counts from the start of its process, and is 0 while
+it has said nothing; what the hub says of it (`accepted`, `refused`) counts from the start of the run.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from aedit.launch.rundir.records import Line, Notice, number
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAt:
+    """One node at one moment, as a hub knows it."""
+
+    node: int
+    name: str
+    state: str
+    steps: float
+    steps_per_s: float
+    pace_steps: float
+    """Inner steps that the hub asks for before the next push."""
+
+    busy_s: float
+    wait_s: float
+    """Waiting for the hub: wire time that was not hidden."""
+
+    wire_s: float
+    """Pushing or pulling, hidden or not."""
+
+    bytes_up: float
+    bytes_down: float
+    weight: float
+    """Of its last push in the merge that took it."""
+
+    staleness: float
+    """Versions between that push's base and its merge."""
+
+    accepted: int
+    refused: Mapping[str, int]
+    """Pushes that did not count, by kind of reason."""
+
+    @staticmethod
+    def of(line: Line) -> "NodeAt":
+        refused = line.get("refused") or {}
+        return NodeAt(
+            node=int(line["node"]),
+            name=str(line.get("name") or line["node"]),
+            state=str(line.get("state") or "?"),
+            steps=number(line.get("steps")),
+            steps_per_s=number(line.get("steps_per_s")),
+            pace_steps=number(line.get("pace_steps")),
+            busy_s=number(line.get("busy_s")),
+            wait_s=number(line.get("wait_s")),
+            wire_s=number(line.get("wire_s")),
+            bytes_up=number(line.get("bytes_up")),
+            bytes_down=number(line.get("bytes_down")),
+            weight=number(line.get("weight")),
+            staleness=number(line.get("staleness")),
+            accepted=int(line.get("accepted") or 0),
+            refused={str(reason): int(count) for reason, count in refused.items()},
+        )
+
+    @property
+    def reports(self) -> bool:
+        """Whether it has said how it does; not so before its first beat, after it has left, and for a moment
+        after a restart of the hub."""
+        return self.steps > 0 or self.bytes_up > 0 or self.bytes_down > 0
+
+    @property
+    def put_out(self) -> str:
+        """Why it was put out; empty if it was not."""
+        return self.state.removeprefix("put out: ") if self.state.startswith("put out") else ""
+
+
+@dataclass(frozen=True, slots=True)
+class HubAt:
+    """One hub at one moment."""
+
+    t: float
+    """Seconds since the run began; a hub's outages are left out."""
+
+    term: int
+    progress: float
+    nodes: tuple[NodeAt, ...]
+    versions: tuple[int, ...]
+    """Newest anchor of each unit that this hub owns."""
+
+    pending: int
+    """Pushes that wait for their quorum."""
+
+    journal_bytes: float
+    follows: str
+    """HOST:PORT of the hub that leads, if this one is its standby."""
+
+    @staticmethod
+    def of(line: Line) -> "HubAt":
+        """A line of a hub's metrics, or the answer to `status`."""
+        units, journal = line.get("units") or (), line.get("journal") or {}
+        versions = line.get("versions") or [unit["version"] for unit in units]
+        age_s = line["elapsed_s"] if "elapsed_s" in line else line["t"]
+        return HubAt(
+            t=float(age_s),
+            term=int(line.get("term") or 0),
+            progress=number(line.get("progress")),
+            nodes=tuple(NodeAt.of(node) for node in line.get("nodes") or ()),
+            versions=tuple(int(version) for version in versions),
+            pending=int(line.get("pending") or sum(unit["pending"] for unit in units)),
+            journal_bytes=number(line.get("journal_bytes", sum(journal.get(k, 0) for k in JOURNAL))),
+            follows=str(line.get("follows") or ""),
+        )
+
+
+def _as_of(said: NodeAt, node: NodeAt) -> NodeAt:
+    """What it has said of itself, and what the hub says of it now."""
+    return replace(
+        said,
+        state=node.state,
+        weight=node.weight,
+        staleness=node.staleness,
+        accepted=node.accepted,
+        refused=node.refused,
+    )
+
+
+JOURNAL = ("bytes", "past_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Hub:
+    """What one hub, and its standby after it, has said so far: in the order of terms, then of time."""
+
+    lines: tuple[HubAt, ...]
+    notices: tuple[Notice, ...]
+    """Of note for a person: who was put out, and hubs that began to lead."""
+
+    @property
+    def last(self) -> HubAt:
+        """The newest line, in which who says nothing any more has what it said last. Needs a line."""
+        newest, said = self.lines[-1], dict[int, NodeAt]()
+        for line in reversed(self.lines):
+            said |= {n.node: n for n in line.nodes if n.reports and n.node not in said}
+            if len(said) == len(newest.nodes):
+                break
+        return replace(newest, nodes=tuple(_as_of(said.get(node.node, node), node) for node in newest.nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """A whole run, over all its nodes and hubs."""
+
+    accepted: int
+    refused: Mapping[str, int]
+    merges: int
+    """Anchors made after the first one of each unit."""
+
+    versions: tuple[int, ...]
+    bytes_up: float
+    bytes_down: float
+    put_out: tuple[tuple[str, str], ...]
+    """Name and reason."""
+
+
+def totals(hubs: Sequence[Hub]) -> Totals | None:
+    """The sum over hubs that split the units; None if none has written anything. Bytes are what the nodes
+    said last, at most some seconds before their end."""
+    last = [hub.lines[-1] for hub in hubs if hub.lines]
+    if not last:
+        return None
+    nodes = [node for hub in last for node in hub.nodes]
+    refused: Counter[str] = Counter()
+    for node in nodes:
+        refused.update(node.refused)
+    versions = tuple(version for hub in last for version in hub.versions)
+    # Every hub is told a node's bytes to all hubs: one is enough.
+    told = max((hub.lines for hub in hubs), key=len)
+    return Totals(
+        accepted=sum(node.accepted for node in nodes),
+        refused=refused,
+        merges=sum(max(version - 1, 0) for version in versions),
+        versions=versions,
+        bytes_up=sum(gained(up) for up in by_node(told, "bytes_up").values()),
+        bytes_down=sum(gained(down) for down in by_node(told, "bytes_down").values()),
+        put_out=tuple(sorted({(node.name, node.put_out) for node in nodes if node.put_out})),
+    )
+
+
+def by_node(lines: Iterable[HubAt], field: str) -> dict[int, list[float]]:
+    """What each node has said of itself, line by line; lines in which it said nothing are left out."""
+    found: dict[int, list[float]] = {}
+    for line in lines:
+        for node in line.nodes:
+            if node.reports:
+                found.setdefault(node.node, []).append(getattr(node, field))
+    return found
+
+
+def gained(counts: Sequence[float]) -> float:
+    """The sum of a count that begins at 0 again when its process does."""
+    total = before = 0.0
+    for count in counts:
+        total += count - before if count >= before else count
+        before = count
+    return total

@@ -1,0 +1,250 @@
+"""Reads a run directory, once or again and again, while nodes may still be writing to it.
+
+Torn lines (a crash, a full disk) are skipped. After a resume some steps stand in the files twice; the later
+attempt's lines win, and what the earlier attempt did beyond the resumed step is left out.
+"""
+
+import json
+import os
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aedit.launch.rundir.hub_records import Hub, HubAt
+from aedit.launch.rundir.records import BAD_LINE, Checkpoint, Evaluation, Landed, Line, Metric, Notice, Start
+from aedit.types import UserError
+
+WORTH_TELLING = ("error", "checkpoint_failed", "heal")
+WORTH_TELLING_OF_A_HUB = ("put_out", "lead", "standby_lost")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node as its files tell it, each sequence in the order of steps."""
+
+    index: int
+    starts: tuple[Start, ...]
+    metrics: tuple[Metric, ...]
+    rounds: tuple[Landed, ...]
+    evaluations: tuple[Evaluation, ...]
+    checkpoints: tuple[Checkpoint, ...]
+    notices: tuple[Notice, ...]
+    """Errors, failed checkpoints and healings."""
+
+    latest: Notice | None
+    """The newest event of any kind."""
+
+    quiet_s: float
+    """Seconds since the node last wrote, by the files' times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run directory at one moment."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    """`run.toml`, or nothing if it cannot be read."""
+
+    nodes: tuple[Node, ...]
+    hubs: tuple[Hub, ...] = ()
+    """Those of the hubs that split the units whose folders are here."""
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("name") or self.directory.resolve().name)
+
+    @property
+    def has_hub(self) -> bool:
+        """Whether the nodes go their own ways: then a round is one node's alone."""
+        hub = self.config.get("hub")
+        return bool(self.hubs) or (isinstance(hub, dict) and bool(hub.get("address")))
+
+
+def read_run(run_dir: Path) -> Run:
+    """Everything a run has written so far. Raises UserError if `run_dir` is not a run."""
+    require_run(run_dir)
+    return RunFollower(run_dir).poll()
+
+
+def require_run(run_dir: Path) -> None:
+    if not (run_dir / "run.toml").is_file() and not (run_dir / "nodes").is_dir() and not hub_folders(run_dir):
+        raise UserError(f"{run_dir} is not a run directory: it has no run.toml; name one such as runs/NAME")
+
+
+def hub_folders(run_dir: Path) -> list[Path]:
+    """Of the hub, or of those that split the units, in their order; not that of a standby."""
+    parts = [path for path in run_dir.glob("hub_*") if path.name[4:].isdecimal() and path.is_dir()]
+    return (
+        sorted(parts, key=lambda path: int(path.name[4:])) or [run_dir / "hub"] * (run_dir / "hub").is_dir()
+    )
+
+
+class RunFollower:
+    """Reads a growing run directory; each `poll` parses only what is new. Missing files are no error."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._dir = run_dir
+        self._nodes: dict[int, NodeFollower] = {}
+        self._hubs: dict[str, HubFollower] = {}
+
+    def poll(self) -> Run:
+        for index in self._indices():
+            if index not in self._nodes:
+                self._nodes[index] = NodeFollower(self._dir / "nodes" / str(index), index)
+        nodes = tuple(self._nodes[index].poll() for index in sorted(self._nodes))
+        for path in hub_folders(self._dir):
+            if path.name not in self._hubs:
+                self._hubs[path.name] = HubFollower([path, self._dir / "standby"])
+        hubs = tuple(hub.poll() for hub in self._hubs.values())
+        return Run(self._dir, _read_toml(self._dir / "run.toml"), nodes, tuple(h for h in hubs if h.lines))
+
+    def _indices(self) -> list[int]:
+        try:
+            names = os.listdir(self._dir / "nodes")
+        except OSError:
+            return []
+        return [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
+
+
+class NodeFollower:
+    """Keeps what one node's two files say, minus what a resume has undone."""
+
+    def __init__(self, directory: Path, index: int) -> None:
+        self._index = index
+        self._metrics_tail = Tail(directory / "metrics.jsonl")
+        self._events_tail = Tail(directory / "events.jsonl")
+        self._starts: list[Start] = []
+        self._metrics: list[Metric] = []
+        self._rounds: dict[int, Landed] = {}
+        self._evaluations: dict[tuple[int, float], Evaluation] = {}
+        self._checkpoints: dict[int, Checkpoint] = {}
+        self._notices: list[Notice] = []
+        self._latest: Notice | None = None
+
+    def poll(self) -> Node:
+        _each(self._events_tail.poll(), self._event)
+        _each(self._metrics_tail.poll(), self._metric)
+        written_at = max(self._events_tail.written_at, self._metrics_tail.written_at)
+        return Node(
+            index=self._index,
+            starts=tuple(self._starts),
+            metrics=tuple(self._metrics),
+            rounds=tuple(self._rounds[id] for id in sorted(self._rounds)),
+            evaluations=tuple(self._evaluations.values()),
+            checkpoints=tuple(self._checkpoints.values()),
+            notices=tuple(self._notices),
+            latest=self._latest,
+            quiet_s=max(0.0, time.time() - written_at) if written_at else 0.0,
+        )
+
+    def _event(self, line: Line) -> None:
+        notice = Notice.of(line)
+        match notice.event:
+            case "start":
+                self._start(Start.of(line))
+            case "round":
+                landed = Landed.of(line)
+                self._rounds[landed.id] = landed
+            case "eval":
+                evaluation = Evaluation.of(line)
+                self._evaluations[evaluation.round, evaluation.step] = evaluation
+            case "checkpoint":
+                checkpoint = Checkpoint.of(line)
+                self._checkpoints[checkpoint.round] = checkpoint
+        self._latest = notice
+        if notice.event in WORTH_TELLING:
+            self._notices.append(notice)
+
+    def _start(self, start: Start) -> None:
+        self._starts.append(start)
+        self._metrics = [metric for metric in self._metrics if not _undone(metric, start)]
+        self._rounds = {key: r for key, r in self._rounds.items() if r.step <= start.step}
+        self._evaluations = {key: e for key, e in self._evaluations.items() if e.step <= start.step}
+        self._checkpoints = {key: c for key, c in self._checkpoints.items() if c.step <= start.step}
+
+    def _metric(self, line: Line) -> None:
+        metric = Metric.of(line)
+        if any(_undone(metric, start) for start in self._starts):
+            return
+        while self._metrics and self._metrics[-1].step >= metric.step:
+            self._metrics.pop()
+        self._metrics.append(metric)
+
+
+class HubFollower:
+    """Keeps what a hub's folder says, and then that of its standby: each leads under its own terms."""
+
+    def __init__(self, directories: list[Path]) -> None:
+        self._tails = [(Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")) for path in directories]
+        self._lines: list[HubAt] = []
+        self._notices: list[Notice] = []
+
+    def poll(self) -> Hub:
+        for metrics, events in self._tails:
+            _each(metrics.poll(), lambda line: self._lines.append(HubAt.of(line)))
+            _each(events.poll(), self._event)
+        self._lines.sort(key=lambda line: line.term)  # it is stable: within a term they stay as written
+        self._notices.sort(key=lambda notice: notice.t)
+        return Hub(tuple(self._lines), tuple(self._notices))
+
+    def _event(self, line: Line) -> None:
+        notice = Notice.of(line)
+        if notice.event in WORTH_TELLING_OF_A_HUB:
+            self._notices.append(notice)
+
+
+class Tail:
+    """The complete lines added to a JSON-lines file since the last look, without those that do not parse."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+        self.written_at = 0.0
+        """The file's modification time, in seconds since the epoch; 0 while there is no file."""
+
+    def poll(self) -> list[Line]:
+        try:
+            with self._path.open("rb") as file:
+                self.written_at = os.fstat(file.fileno()).st_mtime
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:
+            return []
+        self._offset += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
+        return [line for line in map(_parse, lines) if line is not None]
+
+
+def _parse(text: bytes) -> Line | None:
+    # A crash may leave half a line without its end; the next attempt's first line then follows right behind.
+    for candidate in (text, text[max(text.rfind(b'{"'), 0) :]):
+        try:
+            line = json.loads(candidate)
+        except (ValueError, RecursionError):
+            continue
+        return line if isinstance(line, dict) else None
+    return None
+
+
+def _each(lines: list[Line], take: Callable[[Line], None]) -> None:
+    for line in lines:
+        try:
+            take(line)
+        except BAD_LINE:
+            continue  # valid JSON that is none of our lines: to be skipped like a torn one
+
+
+def _undone(metric: Metric, start: Start) -> bool:
+    return metric.t < start.t and metric.step > start.step
+
+
+def _read_toml(path: Path) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

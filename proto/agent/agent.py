@@ -1,0 +1,241 @@
+"""The node agent: all that a node does on the network, whether it is a process or threads of the trainer."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from aedit.proto.agent.connections import Doors
+from aedit.proto.agent.donor import Donor
+from aedit.proto.agent.joining import Entrance
+from aedit.proto.agent.leases import Leases
+from aedit.proto.agent.link import News
+from aedit.proto.agent.mailbox import Mailbox, State, Wants, remove
+from aedit.proto.agent.membership import Membership
+from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.agent.traffic import Traffic
+from aedit.proto.agent.unit_transfer import Carrier, Parcel
+from aedit.proto.agent.wakeup import Bell
+from aedit.proto.agent.watchdog import Speed, Watchdog
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.types import UserError
+
+LOOK_S = 0.25
+"""How often the agent looks around without having been woken."""
+SOON_S = 0.002
+"""The same while an exchange waits for a rank that is still writing."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the agent has made of the trainer's progress so far."""
+
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    speed: Speed = field(default_factory=Speed)
+
+
+class Agent:
+    """`run` is the body of a process or a thread, and returns when the trainer has left or is gone."""
+
+    def __init__(self, plan: AgentPlan, box: Mailbox, bell: Bell, doors: Doors) -> None:
+        self._plan, self._box, self._bell, self._doors = plan, box, bell, doors
+        self._traffic = Traffic()
+        self._leases, self._lease_lock = Leases(), threading.Lock()
+        self._news = pb.News()
+        self._seen = _Seen()
+        self._started = [0] * len(plan.units)
+        self._is_alive: Callable[[], bool] = lambda: True
+        self._seats = [Membership(k, plan, doors.hub) for k in range(len(plan.addresses))]
+        self._carrier = Carrier(plan, box, self._seats, self._traffic)
+        self._carrier.on_failure(self._fail)
+        self._entrance = Entrance(plan, box, self._carrier, self._traffic)
+        self._threads: list[threading.Thread] = []
+
+    def run(self, is_alive: Callable[[], bool] = lambda: True) -> bool:
+        """Serve until the trainer has left (True), is gone, or there is no use in going on (False).
+        is_alive: whether the trainer is, as far as can be told without the bell."""
+        self._is_alive = is_alive
+        try:
+            return self._serve()
+        except Exception as error:
+            self._fail(error)
+            return False
+        finally:
+            self._box.end(State.LOST, "the trainer has let it go")
+            self._close()
+
+    def _serve(self) -> bool:
+        if not self._until(lambda: self._box.wanted() != Wants.NOTHING):
+            return False
+        self._begin()
+        if not self._until(lambda: self._box.wanted() == Wants.LEAVE and not self._carrier.under_way):
+            return False
+        self._leave()
+        return True
+
+    def _until(self, is_over: Callable[[], bool]) -> bool:
+        """Start what is ordered until `is_over`; False: the trainer is gone, or the agent has given up."""
+        while self._box.state() in (State.IDLE, State.MEMBER):
+            pending = self._start_ordered()
+            if not pending and is_over():
+                return True
+            if not self._bell.wait(SOON_S if pending else LOOK_S) or not self._is_alive():
+                return False
+            if self._box.all_attached():
+                remove(self._box)
+        return False
+
+    def _start_ordered(self) -> bool:
+        """Start the exchanges whose slices are all there; whether others have been ordered."""
+        waiting = False
+        for unit, (seq, base, steps, tokens) in enumerate(self._box.orders().tolist()):
+            if seq <= self._started[unit]:
+                continue
+            if not self._box.all_written(unit, seq):
+                waiting = True
+                continue
+            self._started[unit] = seq
+            self._carrier.start(Parcel(unit, seq, base, steps, tokens, round=self._news.round))
+        return waiting
+
+    # --- begin and end
+
+    def _begin(self) -> None:
+        """Open the door for other nodes, and go through those of the hubs."""
+        donor = Donor(self._plan.run, self._box.anchors, self._carrier.versions, self._carrier.guards)
+        address = self._doors.open(donor, self._plan.donor) if self._plan.donor else ""
+        for seat in self._seats:
+            seat.ranks, seat.donor = self._box.ranks, address
+            self._thread(partial(seat.run, self), f"beats-{seat.part}")
+        self._thread(self._enter, "entrance")
+
+    def _enter(self) -> None:
+        versions = self._entrance.enter(self._seats, self._doors.giver)
+        if versions is not None:
+            self._box.admit(self._seats[0].node, versions)
+
+    def _thread(self, body: Callable[[], None], name: str) -> None:
+        def guarded() -> None:
+            try:
+                body()
+            except Exception as error:
+                self._fail(error)
+
+        thread = threading.Thread(target=guarded, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _leave(self) -> None:
+        for seat in self._seats:
+            seat.leave(self._consumed() if seat.part == 0 else [])
+        self._box.end(State.GONE)
+
+    def _close(self) -> None:
+        for seat in self._seats:
+            seat.stop()
+        self._entrance.close()
+        self._carrier.close()
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        for seat in self._seats:
+            seat.client.close()
+        self._doors.close()
+        self._bell.close()
+        remove(self._box)
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, UserError):  # a person must act: no restart of the node can help
+            return self._box.end(State.REFUSED, str(error))
+        log.error("the agent gives up", exc_info=error)
+        self._box.end(State.LOST, f"{type(error).__name__}: {error}")
+
+    # --- what the memberships tell and ask (membership.Owner)
+
+    def joined(self, part: int, reply: pb.JoinReply) -> None:
+        self._carrier.accepted(part, reply.seqs)
+        self._entrance.joined(part, reply)
+        self.heard(part, reply.news)
+
+    def heard(self, part: int, news: pb.News) -> None:
+        self._carrier.heard(news.units)
+        if part == 0:
+            self._news = news
+            self._box.publish_news(_news(news), time.monotonic())
+
+    def report(self, part: int) -> pb.BeatRequest:
+        progress, now_s = self._box.progress(), time.monotonic()
+        seen = self._seen
+        if part == 0:
+            seen.watchdog = seen.watchdog.see(progress.steps, now_s)
+            seen.speed = seen.speed.see(progress.steps, progress.busy_s)
+        beat = pb.BeatRequest(steps=progress.steps, tokens=progress.tokens, loss=progress.loss)
+        beat.steps_per_s, beat.busy_s, beat.wait_s = seen.speed.per_s, progress.busy_s, progress.wait_s
+        beat.wire_s = self._traffic.wire_s
+        beat.bytes_up, beat.bytes_down = self._traffic.bytes_up, self._traffic.bytes_down
+        beat.state = self._state(now_s)
+        beat.consumed.extend(self._consumed() if part == 0 else [])
+        return beat
+
+    def beaten(self, part: int, beat: pb.BeatRequest) -> None:
+        if part == 0:
+            with self._lease_lock:
+                self._leases = self._leases.settle(sum(c.upto - c.start for c in beat.consumed))
+            self._lease()
+
+    def refused(self, text: str) -> None:
+        self._box.end(State.REFUSED, text)
+
+    def _state(self, now_s: float) -> str:
+        if self._box.wanted() == Wants.LEAVE:
+            return "leaving"
+        if self._box.state() != State.MEMBER:
+            return "joining"
+        return "stalled" if self._seen.watchdog.is_stalled(now_s) else "training"
+
+    # --- data
+
+    def _consumed(self) -> list[pb.Consumed]:
+        with self._lease_lock:
+            blocks = self._leases.consumed(self._box.progress().used)
+        return [pb.Consumed(start=start, upto=upto) for start, upto in blocks]
+
+    def _lease(self) -> None:
+        """Hold samples for `steps_ahead` more steps, or two leases."""
+        plan, progress = self._plan, self._box.progress()
+        if not plan.samples_per_step or self._box.wanted() == Wants.LEAVE or self._news.finished:
+            return
+        ahead = max(plan.steps_ahead * plan.samples_per_step, 2 * plan.lease_samples)
+        missing = max(progress.drawn, progress.used) + ahead - self._leases.num_samples
+        if missing <= 0:
+            return
+        samples = -(-missing // plan.lease_samples) * plan.lease_samples
+        seat = self._seats[0]
+        reply = seat.client.lease(pb.LeaseRequest(who=seat.who(), samples=samples))
+        blocks = [(block.start, block.end) for block in reply.blocks]
+        with self._lease_lock:
+            self._leases = self._leases.more(blocks)
+        self._box.add_blocks(blocks)
+
+
+def _news(news: pb.News) -> News:
+    return News(
+        age_s=0.0,
+        round=news.round,
+        pace_steps=news.pace_steps,
+        nodes=news.nodes,
+        total_steps=news.total_steps,
+        total_tokens=news.total_tokens,
+        elapsed_s=news.elapsed_s,
+        progress=news.progress,
+        finished=news.finished,
+        evaluates=news.evaluates,
+    )
+
+
+def parent_lives(pid: int) -> Callable[[], bool]:
+    """Whether this process is still the child of `pid`."""
+    return lambda: os.getppid() == pid

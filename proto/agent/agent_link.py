@@ -1,0 +1,216 @@
+"""The trainer's end of its node agent, which is a process of its own or threads of the trainer's."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aedit.proto.agent import mailbox
+from aedit.proto.agent.link import Answer, News, Progress
+from aedit.proto.agent.mailbox import Mailbox, State, Wants
+from aedit.proto.agent.plan import AgentPlan, to_json
+from aedit.proto.agent.wakeup import Bell, Ringer
+from aedit.types import UserError
+
+POLL_S = 0.005
+STOP_S = 5.0
+"""Until an agent that was told to end is ended."""
+log = logging.getLogger(__name__)
+
+
+class AgentLost(RuntimeError):
+    """The node's agent has ended, and with it all that the node could send or receive."""
+
+
+class AgentLink:
+    """A `Link` over a mailbox. Of the first rank if `ringer` is given, else of another one."""
+
+    def __init__(self, box: Mailbox, rank: int, ringer: Ringer | None, end: Callable[[float], bool]) -> None:
+        """end: end the agent, which has so many seconds for it by itself; whether it did."""
+        self._box, self._rank, self._ringer, self._end = box, rank, ringer, end
+        self._blocks: list[tuple[int, int]] = []
+        self.anchors: Sequence[NDArray[np.float32]] = box.anchors
+        self.outbox: Sequence[NDArray[np.float32]] = box.outbox
+        box.attach(rank)
+
+    @property
+    def path(self) -> str:
+        """What other ranks of this machine `attach` to."""
+        return self._box.path
+
+    @property
+    def node(self) -> int:
+        return self._box.node
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._box.bytes_sent
+
+    def join(self, timeout_s: float) -> tuple[int, ...]:
+        """As `Link.join`; ranks but the first may call it too, and only wait. Raises UserError with the hub's
+        words if it does not want this node, AgentLost, TimeoutError."""
+        if self._ringer:
+            self._ask(Wants.JOIN)
+        self._wait(lambda: self._state() == State.MEMBER, timeout_s, "to join: no hub, or no anchors yet")
+        return self._box.versions()
+
+    def written(self, unit: int, seq: int) -> None:
+        self._box.written(unit, self._rank, seq)
+
+    def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int) -> None:
+        self._box.order(unit, seq, (base, steps, tokens))
+        self._first().ring()
+
+    def answer(self, unit: int, seq: int) -> Answer | None:
+        """As `Link.answer`; raises AgentLost or UserError if none will ever come."""
+        found = self._box.answered(unit, seq)
+        if found is None:
+            self._state()
+        return found
+
+    def news(self) -> News:
+        return self._box.news(time.monotonic()) or News()
+
+    def tell(self, progress: Progress) -> None:
+        self._box.tell(progress)
+
+    def leases(self) -> Sequence[tuple[int, int]]:
+        self._state()
+        self._blocks += self._box.blocks(len(self._blocks))
+        return self._blocks
+
+    def residuals(self) -> Mapping[int, NDArray[np.float32]]:
+        """As `Link.residuals`; written into before `join`, they go on where a checkpoint was taken."""
+        return self._box.residuals
+
+    def leave(self, timeout_s: float) -> None:
+        self._ask(Wants.LEAVE)
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            self._wait(lambda: self._state() == State.GONE, timeout_s, "to leave: pushes have no answer yet")
+        finally:
+            self._end(max(STOP_S, deadline_s - time.monotonic()) if self._box.state() == State.GONE else 0.0)
+            mailbox.release(self._box)
+
+    def stop(self) -> None:
+        """End the agent at once, without a goodbye: the hub finds out by itself."""
+        if self._ringer:
+            self._ringer.close()
+        self._end(STOP_S)
+        mailbox.release(self._box)
+
+    def _first(self) -> Ringer:
+        assert self._ringer, "only the first rank of a node speaks to its agent"
+        return self._ringer
+
+    def _ask(self, wants: Wants) -> None:
+        self._box.want(wants)
+        self._first().ring()
+
+    def _state(self) -> State:
+        """Raises where there is no use in waiting for the agent."""
+        state = self._box.state()
+        if state == State.REFUSED:
+            raise UserError(self._box.error())
+        if state == State.LOST:
+            raise AgentLost(f"the node agent has ended: {self._box.error()}")
+        return state
+
+    def _wait(self, is_so: Callable[[], bool], timeout_s: float, what: str) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not is_so():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the node agent needed more than {timeout_s:g} s {what}")
+            time.sleep(POLL_S)
+
+
+def start_agent(plan: AgentPlan, *, ranks: int, mode: Literal["process", "thread"] = "process") -> AgentLink:
+    """Start this node's agent; what comes back is the first rank's end. It ends with this process, however
+    that ends. Raises UserError.
+
+    As a process by default: it says that a trainer hangs when that holds Python's lock for ever, and with it
+    the trainer's steps are a little shorter (`python -m benchmarks.agent`). As threads it needs no 60 MB of
+    its own and is there at once, which suits tests and small machines.
+    """
+    box = mailbox.create(plan.numels, ranks, plan.has_feedback)
+    return (_start_process if mode == "process" else _start_thread)(plan, box)
+
+
+def attach(path: str, rank: int) -> AgentLink:
+    """The end of another rank of the same node. path: `AgentLink.path` of the first one."""
+    try:
+        box = mailbox.attach(path)
+    except OSError as error:
+        raise UserError(f"rank {rank} cannot reach the memory of its node's agent: {error}") from error
+    return AgentLink(box, rank, None, lambda timeout_s: True)
+
+
+def _start_process(plan: AgentPlan, box: Mailbox) -> AgentLink:
+    # The kernel ends the agent with the thread that started it, so that must be one that lasts.
+    tied = threading.current_thread() is threading.main_thread()
+    words = [
+        sys.executable,
+        "-m",
+        "aedit.proto.agent.agent_main",
+        str(box.fd),
+        str(os.getpid()),
+        str(int(tied)),
+    ]
+    reading, writing = os.pipe()
+    process = subprocess.Popen(words, stdin=reading, stdout=subprocess.DEVNULL, pass_fds=[box.fd])
+    os.close(reading)
+    # An agent that died at once is reported by the reaper.
+    with suppress(BrokenPipeError):
+        _write(writing, f"{to_json(plan)}\n".encode())
+    threading.Thread(target=_reap, args=(process, box), name="agent-reaper", daemon=True).start()
+
+    def end(timeout_s: float) -> bool:
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_S)
+            return False
+        return True
+
+    return AgentLink(box, 0, Ringer(writing), end)
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _reap(process: "subprocess.Popen[bytes]", box: Mailbox) -> None:
+    """Tell all ranks when the agent has died without a word."""
+    code = process.wait()
+    box.end(State.LOST, f"process {process.pid} ended with {code}; its log is this node's")
+
+
+def _start_thread(plan: AgentPlan, box: Mailbox) -> AgentLink:
+    # Only here: a trainer whose agent is a process needs no gRPC.
+    from aedit.proto.agent.agent import Agent
+    from aedit.proto.agent.connections import Doors
+
+    reading, writing = os.pipe()
+    agent = Agent(plan, box, Bell(reading), Doors(plan))
+    thread = threading.Thread(target=agent.run, name="agent", daemon=True)
+    thread.start()
+
+    def end(timeout_s: float) -> bool:
+        thread.join(timeout_s)
+        if thread.is_alive():
+            ringer.close()
+            thread.join(STOP_S)
+        return not thread.is_alive()
+
+    ringer = Ringer(writing)
+    return AgentLink(box, 0, ringer, end)

@@ -1,0 +1,61 @@
+"""`python -m aedit.proto.agent.agent_main FD PARENT TIED`: a node agent as a process. Its trainer starts it.
+
+FD is the mailbox. Standard input is the bell: first the plan, as one line of JSON, then a byte whenever there
+is something to do, and its end when the trainer is gone. NumPy and gRPC, never torch.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+
+from aedit.proto.agent import mailbox
+from aedit.proto.agent.agent import Agent, parent_lives
+from aedit.proto.agent.connections import Doors
+from aedit.proto.agent.mailbox import State
+from aedit.proto.agent.plan import from_json
+from aedit.proto.agent.wakeup import Bell
+from aedit.types import UserError
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(words: list[str]) -> int:
+    fd, parent, tied = int(words[0]), int(words[1]), words[2] == "1"
+    # A person's Ctrl-C and a launcher's SIGTERM are for the trainer, who leaves through us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _die_with(parent, tied)
+    logging.basicConfig(level=logging.WARNING, format="node agent: %(message)s")
+    plan = from_json(_first_line())
+    box = mailbox.attach(fd)
+    try:
+        doors = Doors(plan)
+    except UserError as error:
+        box.end(State.REFUSED, str(error))
+        return 2
+    return 0 if Agent(plan, box, Bell(sys.stdin.fileno()), doors).run(parent_lives(parent)) else 1
+
+
+def _first_line() -> str:
+    """Not a byte more than the line: what follows belongs to the bell."""
+    line = bytearray()
+    while (byte := os.read(sys.stdin.fileno(), 1)) not in (b"\n", b""):
+        line += byte
+    return line.decode()
+
+
+def _die_with(parent: int, tied: bool) -> None:
+    """Have the kernel end us with the trainer, even if it has left the pipe to children of its own."""
+    if sys.platform == "linux" and tied:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    # Threads of calls that nobody waits for any more shall not hold us up.
+    os._exit(code)

@@ -1,0 +1,57 @@
+"""A node's connections: to hubs, to nodes that give it anchors, and from nodes that want its own."""
+
+import threading
+from pathlib import Path
+
+from aedit.proto.agent.donor import Donor
+from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.wire.client import HubClient
+from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.security import ClientKeys, client_keys, server_keys
+from aedit.proto.wire.server import Server
+from aedit.proto.wire.service import donor_service
+
+GIVEN_AT_A_TIME = 2
+"""Copies of a unit that a node makes for others at a time."""
+BULK = 2
+"""Connections per hub for arrays: on a wire that loses packets, each loss holds up one of them."""
+DONOR_TIMEOUT_S = 4.0
+"""Without a byte from a donor for so long, another one is asked: that is sooner than a hub is given up."""
+
+
+class Doors:
+    """Made once per agent; `close` shuts them all. Raises UserError if the keys cannot be read."""
+
+    def __init__(self, plan: AgentPlan) -> None:
+        self._plan = plan
+        self._keys = client_keys(Path(plan.keys)) if plan.keys else ClientKeys()
+        self._lock = threading.Lock()
+        self._givers: dict[str, HubClient] = {}
+        self._server: Server | None = None
+
+    def hub(self, address: str) -> HubClient:
+        """A client of its own; whoever asks closes it."""
+        return HubClient(address, self._keys, call_timeout_s=self._plan.call_timeout_s, channels=BULK)
+
+    def giver(self, address: str) -> HubClient:
+        """For pulls from another node; one client per address, for all."""
+        with self._lock:
+            if address not in self._givers:
+                timeout_s = min(DONOR_TIMEOUT_S, self._plan.call_timeout_s)
+                self._givers[address] = HubClient(address, self._keys, call_timeout_s=timeout_s)
+            return self._givers[address]
+
+    def open(self, donor: Donor, address: str) -> str:
+        """Serve `donor` at HOST:PORT; the address with the port that was taken. Raises UserError."""
+        keys = server_keys(Path(self._plan.keys)) if self._plan.keys else None
+        service = donor_service(donor.pull, Limits(), GIVEN_AT_A_TIME)
+        self._server = Server([service], address, keys=keys, threads=GIVEN_AT_A_TIME)
+        return self._server.address
+
+    def close(self) -> None:
+        if self._server:
+            self._server.stop(0)
+        with self._lock:
+            for client in self._givers.values():
+                client.close()
+            self._givers.clear()

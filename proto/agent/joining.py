@@ -1,0 +1,130 @@
+"""How a node that has been let in gets its anchors, or gives the run its first ones."""
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from aedit.proto.agent.mailbox import Mailbox
+from aedit.proto.agent.membership import Membership
+from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.agent.traffic import Traffic
+from aedit.proto.agent.unit_transfer import Carrier
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import Download, HubClient, HubRefused, HubUnreachable
+
+DONORS = 3
+"""Other nodes that are asked for a unit before the hub is."""
+ASK_AGAIN_S = 1.0
+"""How often a node that waits for the founder's weights looks whether they are there."""
+log = logging.getLogger(__name__)
+
+Giver = Callable[[str], HubClient]
+
+
+class Entrance:
+    """From the first Join to anchors for all units. `enter` is the body of a thread."""
+
+    def __init__(self, plan: AgentPlan, box: Mailbox, carrier: Carrier, traffic: Traffic) -> None:
+        self._plan, self._box, self._carrier, self._traffic = plan, box, carrier, traffic
+        self._replies: dict[int, pb.JoinReply] = {}
+        self._change = threading.Condition()
+        self._ended = False
+        self._silent: set[str] = set()
+        """Donors that have broken off, or not answered: they are not asked for other units, too."""
+
+    def joined(self, part: int, reply: pb.JoinReply) -> None:
+        """Hub process `part` has let this node in, perhaps once more."""
+        with self._change:
+            self._replies[part] = reply
+            self._change.notify_all()
+
+    def close(self) -> None:
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+
+    def enter(self, seats: Sequence[Membership], giver: Giver) -> Sequence[int] | None:
+        """Bring all anchors here. The version of each; None: closed before. giver: a client for another
+        node's address."""
+        if not self._wait(lambda: len(self._replies) == len(seats)):
+            return None
+        with ThreadPoolExecutor(self._plan.streams, "entrance") as pool:
+            units = range(len(self._plan.units))
+            work = [pool.submit(self._bring, unit, seats[unit % len(seats)], giver) for unit in units]
+            for done in work:
+                done.result()
+        return None if self._ended else self._carrier.versions
+
+    def _bring(self, unit: int, seat: Membership, giver: Giver) -> None:
+        while not self._ended and seat.wait():
+            reply = self._replies[seat.part]
+            if reply.versions[unit]:
+                return self._take(unit, seat, giver, list(reply.donors))
+            if reply.founder:
+                return self._carrier.found(unit)
+            # Somebody else founds this run. A new Join tells when it has, and that it never will.
+            self._wait(lambda: self._replies[seat.part] is not reply, ASK_AGAIN_S)  # noqa: B023
+            if self._replies[seat.part] is reply:
+                seat.join_again()
+                self._wait(lambda: self._replies[seat.part] is not reply, ASK_AGAIN_S)  # noqa: B023
+
+    def _take(self, unit: int, seat: Membership, giver: Giver, donors: list[str]) -> None:
+        """From other nodes, each unit from another one first so that they share the work; else from the hub.
+        What one of them has sent is not asked for again, as long as the next has the same version.
+
+        An anchor is checked against the hash that its sender names: that finds damage, not malice. A donor is
+        a member of the run, and has shown the run's token.
+        """
+        # What proves to the hub who we are is no other node's business.
+        request = pb.PullRequest(who=pb.Who(run=self._plan.run), unit=unit)
+        download = _Counted(request, self._box.anchors[unit].view(np.uint8).data)
+        donors = [donor for donor in donors if donor != seat.donor and donor not in self._silent]
+        random.shuffle(donors)
+        for donor in donors[:DONORS]:
+            if donor not in self._silent and self._is_taken(unit, download, giver(donor), donor):
+                return
+        while not self._ended and seat.wait():
+            request.who.CopyFrom(seat.who())
+            if self._is_taken(unit, download, seat.client):
+                return
+            seat.pause(random.uniform(0.5, 1.5) * self._plan.beat_s)
+
+    def _is_taken(self, unit: int, download: "_Counted", client: HubClient, donor: str = "") -> bool:
+        """donor: its address, if `client` is not the hub's."""
+        before = download.num_bytes
+        try:
+            with self._traffic.moving(), self._carrier.guards[unit]:
+                head = client.fetch(download, again=not donor)
+                if head.num_bytes != download.room_bytes or head.chain:
+                    raise ValueError(f"{head.num_bytes} bytes, where an anchor has {download.room_bytes}")
+                self._carrier.versions[unit] = head.version
+            return True
+        except (HubRefused, HubUnreachable, ValueError) as error:
+            if donor and isinstance(error, HubUnreachable):
+                self._silent.add(donor)
+            log.warning("unit %d: %s; asking another", unit, error)
+            return False
+        finally:
+            self._traffic.count(down=download.num_bytes - before)
+
+    def _wait(self, is_so: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        with self._change:
+            self._change.wait_for(lambda: self._ended or is_so(), timeout_s)
+            return not self._ended
+
+
+class _Counted(Download):
+    """Counts what comes, also what comes twice."""
+
+    num_bytes = 0
+
+    def take(self, messages: Iterator[bytes], moved: Callable[[int], None]) -> pb.PullHead:
+        def count(num_bytes: int) -> None:
+            self.num_bytes += num_bytes
+            moved(num_bytes)
+
+        return super().take(messages, count)

@@ -1,0 +1,370 @@
+"""The memory that the ranks of a node and its agent share: vectors, and control words read without locks.
+
+Every word has one writer. What belongs together is published by one 8-byte word, written last: the reader
+looks at that word first. In between, on both sides, stands `_fence`.
+
+On Linux the memory belongs to no folder (memfd): when the last process that holds it ends, however it ends,
+nothing is left. Elsewhere it is a file in the temporary folder, removed once all ranks have it.
+"""
+
+import contextlib
+import mmap
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
+from enum import IntEnum
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aedit.proto.agent.link import Answer, News, Progress, Verdict
+
+MAGIC = 0x41454449_54000001
+MAX_BLOCKS = 2**20
+"""Leases of one attempt; pages that nobody writes take no memory."""
+MAX_ERROR_BYTES = 4096
+ALIGN = 4096 // 4
+"""Elements: every unit begins on a page."""
+
+Ints = NDArray[np.int64]
+Vector = NDArray[np.float32]
+
+
+class State(IntEnum):
+    """Of the agent, as the ranks see it."""
+
+    IDLE = 0
+    MEMBER = 1
+    GONE = 2
+    """It said goodbye after all that was under way."""
+    REFUSED = 3
+    """A person must mend something; `error` says what."""
+    LOST = 4
+    """It has ended or failed; `error` says why."""
+
+
+class Head(IntEnum):
+    """Words of the header."""
+
+    MAGIC = 0
+    UNITS = 1
+    RANKS = 2
+    FEEDBACK = 3
+    STATE = 4
+    NODE = 5
+    SENT = 6
+    WANTS = 7
+    BLOCKS = 8
+    NUMELS = 9
+
+
+class Wants(IntEnum):
+    """What the trainer asks of its agent, in this order."""
+
+    NOTHING = 0
+    JOIN = 1
+    LEAVE = 2
+
+
+def _fence() -> None:
+    """Order memory: what this thread wrote (read) before is seen (done) before what it does after.
+
+    x86 keeps stores in order by itself; ARM does not. Letting a lock go is a store-release that nothing
+    before it passes; taking it again is a load-acquire that nothing after it passes; and ARM keeps a
+    load-acquire behind an earlier store-release (RCsc). Between two releases and takings of one lock,
+    therefore, stands a full barrier. Taking it once would not do: both sides could move inside.
+    """
+    lock = threading.Lock()
+    for _ in range(2):
+        with lock:
+            pass
+
+
+class Mailbox:
+    """Plain arrays over one mapping; the methods are the only order in which words may be touched."""
+
+    def __init__(self, fd: int, path: str, numels: Sequence[int], counts: tuple[int, int, bool]) -> None:
+        ranks, feedback = counts[1], counts[2]
+        self.fd, self.path, self.numels, self.ranks = fd, path, tuple(numels), ranks
+        places = _places(numels, ranks, feedback)
+        self._map = mmap.mmap(fd, _size(places))
+        arrays = dict(_carve(self._map, places))
+        self._head: Ints = arrays["head"]
+        self._attached: Ints = arrays["attached"]
+        self._written: Ints = arrays["written"]
+        self._orders: Ints = arrays["orders"]
+        self._answers: Ints = arrays["answers"]
+        self._versions: Ints = arrays["versions"]
+        self._news = _Published(arrays["news_count"], arrays["news"])
+        self._progress = _Published(arrays["progress_count"], arrays["progress"])
+        self._blocks: Ints = arrays["blocks"]
+        self._error: NDArray[np.uint8] = arrays["error"]
+        self.anchors: list[Vector] = _units(arrays["anchors"], numels)
+        self.outbox: list[Vector] = _units(arrays["outbox"], numels)
+        self.residuals = dict(enumerate(_units(arrays["residuals"], numels if feedback else ())))
+
+    # --- the trainer's words
+
+    def want(self, wants: Wants) -> None:
+        _fence()
+        self._head[Head.WANTS] = wants
+
+    def wanted(self) -> Wants:
+        wants = Wants(int(self._head[Head.WANTS]))
+        _fence()
+        return wants
+
+    def written(self, unit: int, rank: int, seq: int) -> None:
+        """Rank `rank` has written its slices for exchange `seq`."""
+        _fence()
+        self._written[unit, rank] = seq
+
+    def all_written(self, unit: int, seq: int) -> bool:
+        there = bool((self._written[unit] >= seq).all())
+        _fence()
+        return there
+
+    def order(self, unit: int, seq: int, numbers: tuple[int, int, int]) -> None:
+        """numbers: base, steps, tokens."""
+        self._orders[unit, 1:] = numbers
+        _fence()
+        self._orders[unit, 0] = seq
+
+    def orders(self) -> Ints:
+        """Per unit the last exchange ordered: seq, base, steps, tokens. A row whose seq is new is whole."""
+        seqs = self._orders[:, 0].copy()
+        _fence()
+        rows = self._orders.copy()
+        rows[:, 0] = seqs
+        return rows
+
+    def tell(self, progress: Progress) -> None:
+        self._progress.write(astuple(progress))
+
+    def has_told(self) -> bool:
+        """Whether the trainer has begun."""
+        return self._progress.any()
+
+    def progress(self) -> Progress:
+        """What the trainer told last; before it has begun, zeros."""
+        if not self.has_told():
+            return Progress()
+        steps, tokens, busy_s, wait_s, loss, used, drawn = self._progress.read()
+        return Progress(int(steps), int(tokens), busy_s, wait_s, loss, int(used), int(drawn))
+
+    def attach(self, rank: int) -> None:
+        self._attached[rank] = 1
+
+    def all_attached(self) -> bool:
+        return bool(self._attached.all())
+
+    # --- the agent's words
+
+    def answer(self, unit: int, answer: Answer) -> None:
+        """Publish; anchors[unit] has been written before."""
+        self._answers[unit, 1:] = (answer.version, answer.verdict)
+        _fence()
+        self._answers[unit, 0] = answer.seq
+
+    def answered(self, unit: int, seq: int) -> Answer | None:
+        if int(self._answers[unit, 0]) != seq:
+            return None
+        _fence()
+        return Answer(seq, int(self._answers[unit, 1]), Verdict(int(self._answers[unit, 2])))
+
+    def publish_news(self, news: News, at_s: float) -> None:
+        """at_s: on the machine's monotonic clock, in place of `news.age_s`."""
+        self._news.write((at_s, *astuple(news)[1:]))
+
+    def news(self, now_s: float) -> News | None:
+        """None: the hub has said nothing yet."""
+        if not self._news.any():
+            return None
+        at_s, round_, pace, nodes, steps, tokens, elapsed_s, share, finished, evaluates = self._news.read()
+        numbers = (int(round_), int(pace), int(nodes), int(steps), int(tokens))
+        return News(now_s - at_s, *numbers, elapsed_s, share, bool(finished), bool(evaluates))
+
+    def add_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """More data; raises RuntimeError when the table is full."""
+        count = int(self._head[Head.BLOCKS])
+        if count + len(blocks) > MAX_BLOCKS:
+            raise RuntimeError(
+                f"more than {MAX_BLOCKS} leases of data in one attempt: raise hub.lease_samples"
+            )
+        for i, block in enumerate(blocks):
+            self._blocks[count + i] = block
+        _fence()
+        self._head[Head.BLOCKS] = count + len(blocks)
+
+    def blocks(self, start: int) -> list[tuple[int, int]]:
+        """The blocks from number `start` on."""
+        count = int(self._head[Head.BLOCKS])
+        _fence()
+        return [(int(first), int(end)) for first, end in self._blocks[start:count]]
+
+    def sent(self, num_bytes: int) -> None:
+        self._head[Head.SENT] = num_bytes
+
+    @property
+    def bytes_sent(self) -> int:
+        return int(self._head[Head.SENT])
+
+    def admit(self, node: int, versions: Sequence[int]) -> None:
+        """This node is a member and all anchors are there."""
+        self._versions[:] = versions
+        self._head[Head.NODE] = node
+        _fence()
+        self._head[Head.STATE] = State.MEMBER
+
+    @property
+    def node(self) -> int:
+        return int(self._head[Head.NODE])
+
+    def versions(self) -> tuple[int, ...]:
+        """Of the anchors at the join."""
+        return tuple(int(version) for version in self._versions)
+
+    def end(self, state: State, error: str = "") -> None:
+        """The agent's last word. The first one stays, as it is nearest to the cause."""
+        if self.state() in (State.GONE, State.REFUSED, State.LOST):
+            return
+        text = error.encode()[:MAX_ERROR_BYTES]
+        self._error[:] = 0
+        self._error[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+        _fence()
+        self._head[Head.STATE] = state
+
+    def state(self) -> State:
+        state = State(int(self._head[Head.STATE]))
+        _fence()
+        return state
+
+    def error(self) -> str:
+        return self._error.tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+class _Published:
+    """A row of numbers that changes as a whole: the reader copies one of two slots while the writer fills
+    the other, and copies again if it was overtaken. A writer that dies in the middle blocks nobody."""
+
+    def __init__(self, count: Ints, slots: NDArray[np.float64]) -> None:
+        self._count, self._slots = count, slots
+
+    def any(self) -> bool:
+        return int(self._count[0]) > 0
+
+    def write(self, numbers: tuple[float, ...]) -> None:
+        count = int(self._count[0]) + 1
+        self._slots[count % 2] = numbers
+        _fence()
+        self._count[0] = count
+        _fence()
+
+    def read(self) -> tuple[float, ...]:
+        while True:
+            count = int(self._count[0])
+            _fence()
+            numbers = self._slots[count % 2].copy()
+            _fence()
+            if int(self._count[0]) == count:
+                return tuple(numbers.tolist())
+
+
+def create(numels: Sequence[int], ranks: int, feedback: bool) -> Mailbox:
+    """A fresh mailbox, all zeros. feedback: whether there are residuals."""
+    fd, path = _anonymous() if sys.platform == "linux" else tempfile.mkstemp(prefix="aedit-mailbox-")
+    os.ftruncate(fd, _size(_places(numels, ranks, feedback)))
+    box = Mailbox(fd, path, numels, (len(numels), ranks, feedback))
+    box._head[[Head.UNITS, Head.RANKS, Head.FEEDBACK]] = (len(numels), ranks, feedback)
+    box._head[Head.NUMELS :][: len(numels)] = numels
+    _fence()
+    box._head[Head.MAGIC] = MAGIC
+    return box
+
+
+def attach(path: str | int) -> Mailbox:
+    """The mailbox of another process of this machine, by its path; or by a descriptor that was inherited."""
+    fd = path if isinstance(path, int) else os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    head = np.frombuffer(os.pread(fd, 8 * Head.NUMELS, 0), dtype=np.int64)
+    if len(head) < Head.NUMELS or head[Head.MAGIC] != MAGIC:
+        raise ValueError(f"{path} is not the mailbox of a node")
+    units, ranks, feedback = int(head[Head.UNITS]), int(head[Head.RANKS]), bool(head[Head.FEEDBACK])
+    numels = np.frombuffer(os.pread(fd, 8 * units, 8 * Head.NUMELS), dtype=np.int64).tolist()
+    return Mailbox(fd, str(path), numels, (units, ranks, feedback))
+
+
+def remove(box: Mailbox) -> None:
+    """Take the path away, where there is one; whoever has the memory keeps it."""
+    if not box.path.startswith("/proc/"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(box.path)
+
+
+def release(box: Mailbox) -> None:
+    """Nobody else is to attach any more: give the descriptor back. The memory stays as long as it is used."""
+    remove(box)
+    if box.fd >= 0:
+        os.close(box.fd)
+        box.fd = -1
+
+
+def _anonymous() -> tuple[int, str]:
+    assert sys.platform == "linux"
+    fd = os.memfd_create("aedit-mailbox", os.MFD_CLOEXEC)
+    # Other processes of the same user open it through its owner, who keeps it for as long as the run lasts.
+    return fd, f"/proc/{os.getpid()}/fd/{fd}"
+
+
+Places = dict[str, tuple[Any, tuple[int, ...]]]
+
+
+def _places(numels: Sequence[int], ranks: int, feedback: bool) -> Places:
+    units, total = len(numels), sum(map(_padded, numels))
+    return {
+        "head": (np.int64, (Head.NUMELS + units,)),
+        "attached": (np.int64, (ranks,)),
+        "written": (np.int64, (units, ranks)),
+        "orders": (np.int64, (units, 4)),
+        "answers": (np.int64, (units, 3)),
+        "versions": (np.int64, (units,)),
+        "news_count": (np.int64, (1,)),
+        "news": (np.float64, (2, 10)),
+        "progress_count": (np.int64, (1,)),
+        "progress": (np.float64, (2, 7)),
+        "error": (np.uint8, (MAX_ERROR_BYTES,)),
+        "blocks": (np.int64, (MAX_BLOCKS, 2)),
+        "anchors": (np.float32, (total,)),
+        "outbox": (np.float32, (total,)),
+        "residuals": (np.float32, (total if feedback else 0,)),
+    }
+
+
+def _num_bytes(dtype: Any, shape: tuple[int, ...]) -> int:
+    """Rounded up to pages, so that no two sections share one."""
+    return -(-prod(shape) * int(np.dtype(dtype).itemsize) // 4096) * 4096
+
+
+def _size(places: Places) -> int:
+    return sum(_num_bytes(dtype, shape) for dtype, shape in places.values())
+
+
+def _carve(memory: mmap.mmap, places: Places) -> Iterator[tuple[str, NDArray[Any]]]:
+    offset = 0
+    for name, (dtype, shape) in places.items():
+        yield name, np.ndarray(shape, dtype, memory, offset if 0 not in shape else 0)
+        offset += _num_bytes(dtype, shape)
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN
+
+
+def _units(whole: Vector, numels: Sequence[int]) -> list[Vector]:
+    starts = accumulate((_padded(numel) for numel in numels), initial=0)
+    return [whole[start : start + numel] for start, numel in zip(starts, numels, strict=False)]

@@ -1,0 +1,249 @@
+"""A node's membership at one hub process: join, beat, lose it, find it again, follow it to its standby."""
+
+import logging
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import grpc
+
+from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+
+PROTOCOL = 1
+FATAL = frozenset(
+    {
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNAVAILABLE,  # as a refusal, it means that TLS does not come about
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+SOON_S = 0.05
+"""Between two beats, at least."""
+log = logging.getLogger(__name__)
+
+Connect = Callable[[str], HubClient]
+
+
+class Owner(Protocol):
+    """Who keeps the membership. Its methods are called by the membership's own thread."""
+
+    def joined(self, part: int, reply: pb.JoinReply) -> None: ...
+
+    def heard(self, part: int, news: pb.News) -> None: ...
+
+    def report(self, part: int) -> pb.BeatRequest:
+        """All of a beat but who sends it."""
+
+    def beaten(self, part: int, beat: pb.BeatRequest) -> None:
+        """The hub has that report. May call the hub."""
+
+    def refused(self, text: str) -> None:
+        """There is no use in going on: a person must mend something."""
+
+
+class Membership:
+    """Of this node at hub process `part`. `run` is the body of a thread; the rest may be called by any."""
+
+    def __init__(self, part: int, plan: AgentPlan, connect: Connect) -> None:
+        self.part, self._plan, self._connect = part, plan, connect
+        self._address, self._other = plan.addresses[part], plan.standby(part)
+        self.client = connect(self._address)
+        self.ranks = 1
+        self._who = pb.Who(run=plan.run)
+        self._member = False
+        self._here = False
+        self._ended = False
+        self._process = secrets.randbits(63) | 1
+        self.donor = ""
+        """Where this node gives anchors to others; empty: nowhere."""
+        self._heard_s = time.monotonic()
+        # A beat that is late is better tried anew than waited for.
+        self._patience_s = min(plan.call_timeout_s, max(2.0, 4 * plan.beat_s))
+        self._change = threading.Condition()
+        self._hurry = threading.Event()
+
+    # --- for those who push and pull
+
+    def wait(self, timeout_s: float = float("inf")) -> bool:
+        """Wait until this node is a member and the hub is there. False: it never will be, or not in time."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._change:
+            while not (self._member and self._here) and not self._ended:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._change.wait(min(left_s, 1.0))
+            return not self._ended
+
+    def who(self) -> pb.Who:
+        with self._change:
+            copy = pb.Who()
+            copy.CopyFrom(self._who)
+            return copy
+
+    @property
+    def node(self) -> int:
+        """The index that this hub gave."""
+        return self.who().node
+
+    @property
+    def address(self) -> str:
+        """Of the hub that leads, as far as this node knows."""
+        return self._address
+
+    def join_again(self) -> None:
+        """Ask once more what there is, now."""
+        self._set(member=False)
+        self._hurry.set()
+
+    def ask_soon(self) -> None:
+        """There may be news before the next beat is due."""
+        self._hurry.set()
+
+    def missed(self) -> None:
+        """A call found the hub away. Nobody calls it until a beat gets through."""
+        self._set(here=False)
+
+    def refused(self, error: HubRefused) -> None:
+        """A call was refused: what follows for the membership."""
+        if error.code == grpc.StatusCode.NOT_FOUND:
+            self._set(member=False)
+        elif error.code in FATAL:
+            raise error
+        else:
+            self._set(here=False)
+        log.warning("%s", error)
+        self._hurry.set()
+
+    def pause(self, pause_s: float) -> None:
+        """Let time go by, unless this ends."""
+        with self._change:
+            self._change.wait_for(lambda: self._ended, pause_s)
+
+    def stop(self) -> None:
+        """End `run` and all waits."""
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+        self._hurry.set()
+
+    def leave(self, consumed: list[pb.Consumed]) -> None:
+        """Say goodbye, if the hub is there to hear it."""
+        if self._member:
+            with suppress(HubUnreachable, HubRefused):
+                self.client.leave(pb.LeaveRequest(who=self.who(), consumed=consumed), self._patience_s)
+
+    # --- the thread
+
+    def run(self, owner: Owner) -> None:
+        """Stay a member until `stop`: beat, join again when need be, go over to the standby."""
+        while not self._ended:
+            self._hurry.clear()
+            try:
+                self._turn(owner)
+            except HubUnreachable as error:
+                self._lost(str(error))
+            except HubRefused as error:
+                self._judge(error, owner)
+            # Nodes that lost one hub together shall not come back to it together.
+            self.pause(min(SOON_S, self._plan.beat_s))
+            self._hurry.wait(self._plan.beat_s * random.uniform(0.9, 1.1))
+
+    def _turn(self, owner: Owner) -> None:
+        if not self._member:
+            owner.joined(self.part, self._join())
+            self._hurry.set()
+        else:
+            beat = owner.report(self.part)
+            beat.who.CopyFrom(self.who())
+            news = self.client.beat(beat, timeout_s=self._patience_s)
+            if not self._is_of_now(news.term):
+                return self._lost(f"{self._address} speaks for term {news.term}, which is over")
+            owner.heard(self.part, news)
+            owner.beaten(self.part, beat)
+        self._heard_s = time.monotonic()
+        self._set(here=True, member=True)
+
+    def _join(self) -> pb.JoinReply:
+        plan = self._plan
+        hello = self.client.hello(pb.HelloRequest(protocol=PROTOCOL, code=plan.code, version=plan.version))
+        request = pb.JoinRequest(who=self.who(), name=plan.name, num_samples=plan.num_samples)
+        request.layout.extend(_layout(plan))
+        request.facts.update(dict(plan.facts))
+        request.donor, request.ranks = self.donor, self.ranks
+        request.process = self._process
+        request.prefers = 0 if plan.prefers is None else plan.prefers + 1
+        if not self._is_of_now(hello.term):
+            raise HubUnreachable(f"{self._address} speaks for term {hello.term}, which is over")
+        reply = self.client.join(request)
+        with self._change:
+            self._who = pb.Who(run=plan.run, term=reply.term, node=reply.node, session=reply.session)
+        return reply
+
+    def _is_of_now(self, term: int) -> bool:
+        """Take a higher term over; False for a lower one."""
+        with self._change:
+            if term < self._who.term:
+                return False
+            self._who.term = term
+        return True
+
+    def _judge(self, error: HubRefused, owner: Owner) -> None:
+        if error.code in FATAL:
+            owner.refused(str(error))
+            self.stop()
+        elif error.code == grpc.StatusCode.NOT_FOUND:
+            self._set(member=False)
+            self._hurry.set()
+        elif error.code == grpc.StatusCode.FAILED_PRECONDITION:
+            self._lost(str(error), at_once=True)
+        else:
+            self._lost(str(error))
+
+    def _lost(self, why: str, at_once: bool = False) -> None:
+        if self._here:
+            log.warning("no hub: %s", why)
+        self._set(here=False)
+        if self._other and (at_once or time.monotonic() - self._heard_s > self._plan.expire_s):
+            self._ask_other()
+
+    def _ask_other(self) -> None:
+        """Vote for the standby. Once it leads it is the hub; the old one may come back as its standby."""
+        other = self._connect(self._other)
+        try:
+            reply = other.take_over(pb.TakeOverRequest(who=self.who()), timeout_s=self._patience_s)
+            leads = reply.leads and self._is_of_now(reply.term)
+        except (HubUnreachable, HubRefused) as error:
+            log.warning("the standby does not help: %s", error)
+            leads = False
+        if not leads:
+            other.close()
+            return
+        log.warning("%s leads now, not %s", self._other, self._address)
+        self._address, self._other = self._other, self._address
+        old, self.client = self.client, other
+        old.close()
+        self._set(member=False)
+        self._hurry.set()
+
+    def _set(self, *, here: bool | None = None, member: bool | None = None) -> None:
+        with self._change:
+            self._here = self._here if here is None else here
+            self._member = self._member if member is None else member
+            self._change.notify_all()
+
+
+def _layout(plan: AgentPlan) -> list[pb.Unit]:
+    return [
+        pb.Unit(name=unit.name, tensors=[pb.Tensor(name=t.name, shape=t.shape) for t in unit.tensors])
+        for unit in plan.units
+    ]

@@ -1,0 +1,336 @@
+"""How the numbers of a unit travel: as fp32 or in fewer bits. NumPy only, for the hub and the node agent.
+
+A payload has no header: its length follows from the number of elements, and it is little-endian.
+
+  fp32, bf16   the numbers; bf16 rounds to nearest, ties to even
+  int8         a scale (2 bytes) per 256 numbers, then a byte each: 1.008 bytes per number
+  e3m0         a scale (2 bytes) per 256 numbers, then 4 bits each: sign and power of two, 0.508 bytes
+               (Streaming DiLoCo, arXiv:2501.18512, section 3.3)
+  topk         the 32 largest of every 4096: scales, 2-byte places, int8 codes, 0.024 bytes
+               (chunked as in SparseLoCo, arXiv:2508.15706)
+
+What is not finite stays visible: it decodes to what is not finite, with its whole block of 256 (int8, e3m0)
+or the kept ones of its chunk (topk). So a receiver sees a poisoned sender for what it is.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aedit.proto.codecs import blocks, topk
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+Payload = bytes | bytearray | memoryview
+T = TypeVar("T", bound=np.generic)
+
+BLOCK = 256
+
+GRAIN = 4096
+"""Slices begin at multiples of this."""
+
+SLICE = 16 * GRAIN
+"""Elements worked on at a time: what a core's cache holds, with what is computed from them."""
+
+
+def slices(numel: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of all slices of `numel` elements, in order."""
+    return ((start, min(start + SLICE, numel)) for start in range(0, numel, SLICE))
+
+
+class Codec(ABC):
+    """One way to write `numel` fp32 numbers as bytes. Stateless."""
+
+    name: str
+    feedback = False
+    """So coarse that what was lost must travel with the next push (see `Feedback`)."""
+
+    @abstractmethod
+    def num_bytes(self, numel: int) -> int:
+        """Exact length of the payload."""
+
+    @abstractmethod
+    def encode_slice(self, x: Floats, out: memoryview, numel: int, start: int) -> None:
+        """Write the elements start..start + len(x) into `out`, the payload of all `numel`. Both ends are
+        multiples of GRAIN or the end."""
+
+    @abstractmethod
+    def decode(self, data: Payload, numel: int, start: int, stop: int, out: Floats | None = None) -> Floats:
+        """Elements start..stop of a valid payload, in `out` or in an array of the caller's own. Both ends are
+        multiples of GRAIN or the end."""
+
+    def encode(self, x: Floats, out: memoryview | None = None) -> memoryview:
+        """The payload of the 1-d contiguous `x`, in `out` if given, of exactly `num_bytes`."""
+        payload = np.empty(self.num_bytes(x.size), np.uint8).data if out is None else out
+        for start, stop in slices(x.size):
+            self.encode_slice(x[start:stop], payload, x.size, start)
+        return payload
+
+    def is_valid(self, data: Payload, numel: int) -> None:
+        """Raise ValueError, and say why, unless `data` is a payload of `numel` elements. That they are finite
+        is for the receiver to see: a valid payload decodes to what is finite or NaN, never with a warning."""
+        size = memoryview(data).nbytes
+        if size != self.num_bytes(numel):
+            raise ValueError(f"{self.name}: {size} bytes, {numel} elements have {self.num_bytes(numel)}")
+        try:
+            self._check(data, numel)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+    def _check(self, data: Payload, numel: int) -> None:
+        """Raise ValueError for what is wrong although the length is right."""
+        return
+
+
+def codec(name: str) -> Codec:
+    """The codec of that name: fp32, bf16, int8, e3m0 or topk. ValueError for others."""
+    for kind in (Fp32, Bf16, Int8, E3M0, TopK):
+        if kind.name == name:
+            return kind()
+    raise ValueError(f"no codec is called {name!r}")
+
+
+class Fp32(Codec):
+    """As they are."""
+
+    name = "fp32"
+
+    def num_bytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode_slice(self, x: Floats, out: memoryview, numel: int, start: int) -> None:
+        np.frombuffer(out, np.float32)[start : start + x.size] = x
+
+    def decode(self, data: Payload, numel: int, start: int, stop: int, out: Floats | None = None) -> Floats:
+        out = _room(out, stop - start)
+        np.copyto(out, np.frombuffer(data, np.float32)[start:stop])
+        return out
+
+
+class Bf16(Codec):
+    """The upper half of each. Above 3.39e38 the nearest is infinite."""
+
+    name = "bf16"
+
+    def num_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode_slice(self, x: Floats, out: memoryview, numel: int, start: int) -> None:
+        to = np.frombuffer(out, np.uint16)[start : start + x.size]
+        np.copyto(to, blocks.to_bf16(x.view(np.uint32)), casting="unsafe")
+        nan = np.isnan(x)  # rounding may carry its bits over into a number
+        if nan.any():
+            to[nan] = blocks.NOT_FINITE
+
+    def decode(self, data: Payload, numel: int, start: int, stop: int, out: Floats | None = None) -> Floats:
+        out = _room(out, stop - start)
+        bits = out.view(np.uint32)
+        np.copyto(bits, np.frombuffer(data, np.uint16)[start:stop])
+        bits <<= 16
+        return out
+
+
+class _Blocks(Codec):
+    """A scale for every 256 numbers, all scales first."""
+
+    step: np.float32
+    largest: int
+
+    def num_bytes(self, numel: int) -> int:
+        return 2 * _up(numel, BLOCK) + self._code_bytes(numel)
+
+    def encode_slice(self, x: Floats, out: memoryview, numel: int, start: int) -> None:
+        scales, codes = self._parts(out, numel)
+        x_BK = _padded(x, BLOCK).reshape(-1, BLOCK)
+        scales_B = blocks.scales(blocks.magnitudes(x_BK).max(1), self.step, self.largest)
+        scales[start // BLOCK : start // BLOCK + len(scales_B)] = scales_B
+        packed = self._pack(x_BK, scales_B)[: self._code_bytes(x.size)]
+        first = self._code_bytes(start)
+        codes[first : first + packed.size] = packed
+
+    def decode(self, data: Payload, numel: int, start: int, stop: int, out: Floats | None = None) -> Floats:
+        scales, codes = self._parts(data, numel)
+        size = stop - start
+        out = _room(out, size)
+        whole = out if size % BLOCK == 0 else np.empty(BLOCK * _up(size, BLOCK), np.float32)
+        packed = codes[self._code_bytes(start) : self._code_bytes(stop)]
+        self._unpack(
+            _padded(packed, self._code_bytes(BLOCK)),
+            scales[start // BLOCK : _up(stop, BLOCK)],
+            whole.reshape(-1, BLOCK),
+        )
+        if whole is not out:
+            np.copyto(out, whole[:size])
+        return out
+
+    def _parts(self, data: Payload, numel: int) -> tuple[NDArray[np.uint16], Bytes]:
+        """Scales and codes, as views."""
+        num_scales = _up(numel, BLOCK)
+        return np.frombuffer(data, np.uint16, num_scales), np.frombuffer(data, np.uint8)[2 * num_scales :]
+
+    @abstractmethod
+    def _code_bytes(self, numel: int) -> int: ...
+
+    @abstractmethod
+    def _pack(self, x_BK: Floats, scales_B: blocks.Scales) -> Bytes: ...
+
+    @abstractmethod
+    def _unpack(self, packed: Bytes, scales_B: blocks.Scales, out_BK: Floats) -> None: ...
+
+
+class Int8(_Blocks):
+    """Within half a scale of what it was, the scale being the block's largest magnitude / 127."""
+
+    name = "int8"
+    step, largest = blocks.PER_STEP, blocks.LARGEST_INT8
+
+    def _code_bytes(self, numel: int) -> int:
+        return numel
+
+    def _pack(self, x_BK: Floats, scales_B: blocks.Scales) -> Bytes:
+        codes_BK = np.empty(x_BK.shape, np.int8)
+        blocks.encode_int8(x_BK, scales_B, codes_BK)
+        return codes_BK.reshape(-1).view(np.uint8)
+
+    def _unpack(self, packed: Bytes, scales_B: blocks.Scales, out_BK: Floats) -> None:
+        blocks.decode_int8(packed.view(np.int8).reshape(out_BK.shape), scales_B, out_BK)
+
+    def _check(self, data: Payload, numel: int) -> None:
+        scales, codes = self._parts(data, numel)
+        blocks.check_scales(scales, self.largest)
+        blocks.check_int8(codes.view(np.int8))
+
+
+class E3M0(_Blocks):
+    """Within a factor of sqrt(2) of what it was; 0 below 1/90 of the block's largest magnitude."""
+
+    name = "e3m0"
+    feedback = True
+    step, largest = np.float32(1), blocks.LARGEST_E3M0
+
+    def _code_bytes(self, numel: int) -> int:
+        return _up(numel, 2)
+
+    def _pack(self, x_BK: Floats, scales_B: blocks.Scales) -> Bytes:
+        codes_BK = np.empty(x_BK.shape, np.uint8)
+        blocks.encode_e3m0(x_BK, scales_B, codes_BK)
+        return blocks.pack_nibbles(codes_BK.reshape(-1))
+
+    def _unpack(self, packed: Bytes, scales_B: blocks.Scales, out_BK: Floats) -> None:
+        blocks.decode_e3m0(packed, scales_B, out_BK)
+
+    def _check(self, data: Payload, numel: int) -> None:
+        scales, codes = self._parts(data, numel)
+        blocks.check_scales(scales, self.largest)
+        if numel % 2 and codes[-1] >> 4:
+            raise ValueError("something stands after the last number")
+
+
+class TopK(Codec):
+    """What was kept is within half a scale of what it was; the rest is 0."""
+
+    name = "topk"
+    feedback = True
+
+    def num_bytes(self, numel: int) -> int:
+        return 2 * _up(numel, topk.WIDTH) + 3 * self._num_kept(numel)
+
+    def encode_slice(self, x: Floats, out: memoryview, numel: int, start: int) -> None:
+        for first, x_CW in _chunks(x):
+            scales_C, places_Ck, codes_Ck = self._parts(out, numel, start + first, start + first + x_CW.size)
+            scales_C[:], places_Ck[:], codes_Ck[:] = topk.encode(x_CW)
+
+    def decode(self, data: Payload, numel: int, start: int, stop: int, out: Floats | None = None) -> Floats:
+        out = _room(out, stop - start)
+        for first, out_CW in _chunks(out):
+            topk.decode(*self._parts(data, numel, start + first, start + first + out_CW.size), out_CW)
+        return out
+
+    def _check(self, data: Payload, numel: int) -> None:
+        whole = numel // topk.WIDTH * topk.WIDTH
+        for start, stop in ((0, whole), (whole, numel)):
+            if start < stop:
+                scales_C, places_Ck, codes_Ck = self._parts(data, numel, start, stop)
+                blocks.check_scales(scales_C, blocks.LARGEST_INT8)
+                topk.check(places_Ck, min(topk.WIDTH, stop - start))
+                blocks.check_int8(codes_Ck)
+
+    def _parts(
+        self, data: Payload, numel: int, start: int, stop: int
+    ) -> tuple[blocks.Scales, topk.Places, topk.Codes]:
+        """Scales_C, places_Ck and codes_Ck, as views; the chunks are all whole or one short one."""
+        num_chunks, num_kept = _up(numel, topk.WIDTH), self._num_kept(numel)
+        first, last = self._num_kept(start), self._num_kept(stop)
+        shape = (-1, topk.num_kept(min(topk.WIDTH, stop - start)))
+        scales_C = np.frombuffer(data, np.uint16, num_chunks)
+        places = np.frombuffer(data, np.uint16, num_kept, 2 * num_chunks)
+        codes = np.frombuffer(data, np.int8, num_kept, 2 * (num_chunks + num_kept))
+        return (
+            scales_C[start // topk.WIDTH : _up(stop, topk.WIDTH)],
+            places[first:last].reshape(shape),
+            codes[first:last].reshape(shape),
+        )
+
+    def _num_kept(self, numel: int) -> int:
+        return numel // topk.WIDTH * topk.KEPT + topk.num_kept(numel % topk.WIDTH)
+
+
+class Feedback:
+    """Error feedback: what a coarse codec has not said yet is said with a later push.
+
+    e' = x + e - decode(encode(x + e)), so that all that was decoded is the sum of all x, less the last e.
+
+    residual: e, fp32, of as many elements as the unit; changed in place, and only by `taken`. A push that is
+    refused or given up leaves it as it was.
+    """
+
+    def __init__(self, codec: Codec, residual: Floats) -> None:
+        self.codec = codec
+        self.residual = residual
+
+    def encode(self, x: Floats, out: memoryview | None = None) -> memoryview:
+        """The payload of x plus what is owed."""
+        numel = x.size
+        payload = np.empty(self.codec.num_bytes(numel), np.uint8).data if out is None else out
+        for start, stop in slices(numel):
+            with np.errstate(over="ignore", invalid="ignore"):
+                wanted = x[start:stop] + self.residual[start:stop]
+            self.codec.encode_slice(wanted, payload, numel, start)
+        return payload
+
+    def taken(self, x: Floats, payload: Payload) -> None:
+        """The receiver has `payload`, which `encode(x)` made: from now on the rest is owed. What is not
+        finite has been shown and is not owed: one bad push does not spoil those after it."""
+        for start, stop in slices(x.size):
+            owed = self.residual[start:stop]
+            with np.errstate(over="ignore", invalid="ignore"):
+                owed += x[start:stop]
+                owed -= self.codec.decode(payload, x.size, start, stop)
+            np.copyto(owed, 0, where=~np.isfinite(owed))
+
+
+def _room(out: Floats | None, size: int) -> Floats:
+    return np.empty(size, np.float32) if out is None else out[:size]
+
+
+def _up(numel: int, size: int) -> int:
+    """How many pieces of `size` hold `numel`."""
+    return -(-numel // size)
+
+
+def _padded(x: NDArray[T], size: int) -> NDArray[T]:
+    """`x` with zeros after it, up to a multiple of `size`."""
+    missing = -x.size % size
+    return np.concatenate([x, np.zeros(missing, x.dtype)]) if missing else x
+
+
+def _chunks(x: Floats) -> Iterator[tuple[int, Floats]]:
+    """The whole chunks of `x` as (C, W), then the short one at its end, each with where it begins."""
+    whole = x.size // topk.WIDTH * topk.WIDTH
+    if whole:
+        yield 0, x[:whole].reshape(-1, topk.WIDTH)
+    if whole < x.size:
+        yield whole, x[whole:].reshape(1, -1)

@@ -1,0 +1,1 @@
+"""Transports of the barrier path: the interface, threads of one process, and `torch.distributed`."""

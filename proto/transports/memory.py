@@ -1,0 +1,145 @@
+"""Nodes that are threads of one process: for tests, simulations and as the model of every other transport."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Condition
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from aedit.proto.transports.transport import Mean, Rows
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """What has been brought to one key. Closed once: everybody, also the late, gets the same answer."""
+
+    given: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
+    closed: bool = False
+
+
+class MemoryWorld:
+    """Where in-process nodes meet. A key is answered when every member has brought its part to it, or when
+    the first of them has waited `timeout_s`; then the answer is over those who came."""
+
+    def __init__(self, nodes: int, *, timeout_s: float = 60.0) -> None:
+        self.timeout_s = timeout_s
+        self._members = set(range(nodes))
+        self._meetings: dict[str, _Meeting] = {}
+        self._notes: dict[str, str] = {}
+        self._changed = Condition()
+
+    def node(self, index: int) -> "MemoryTransport":
+        """The transport of node `index`."""
+        return MemoryTransport(self, index)
+
+    def give(self, node: int, key: str, value: Tensor, weight: float) -> _Meeting:
+        with self._changed:
+            meeting = self._meetings.setdefault(key, _Meeting())
+            if meeting.closed:
+                meeting.late.add(node)
+            else:
+                _check_shape(key, value, meeting.given)
+                meeting.given[node] = (value, weight)
+            self._close_complete()
+            return meeting
+
+    def enter(self, node: int) -> None:
+        """Wait for this node from now on: it had left and is back."""
+        with self._changed:
+            self._members.add(node)
+
+    def leave(self, node: int) -> None:
+        with self._changed:
+            self._members.discard(node)
+            self._close_complete()
+
+    def wait(self, meeting: _Meeting, deadline: float) -> None:
+        with self._changed:
+            while not meeting.closed and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+            meeting.closed = True
+
+    def post(self, key: str, text: str) -> None:
+        self._notes.setdefault(key, text)
+
+    def read(self, key: str) -> str | None:
+        return self._notes.get(key)
+
+    def _close_complete(self) -> None:
+        for key, meeting in list(self._meetings.items()):
+            meeting.closed |= self._members <= meeting.given.keys()
+            if meeting.closed and self._members <= meeting.given.keys() | meeting.late:
+                del self._meetings[key]
+        self._changed.notify_all()
+
+
+def _check_shape(key: str, value: Tensor, given: dict[int, tuple[Tensor, float]]) -> None:
+    for node, (other, _) in given.items():
+        if other.shape != value.shape:
+            theirs, ours = tuple(other.shape), tuple(value.shape)
+            raise ValueError(f"{key}: shape {ours}, where node {node} has brought {theirs}")
+
+
+class _Answer(Generic[T]):
+    def __init__(self, world: MemoryWorld, meeting: _Meeting, read: Callable[[_Meeting], T]) -> None:
+        self._world, self._meeting, self._read = world, meeting, read
+        self._deadline = time.monotonic() + world.timeout_s
+        self._answer: list[T] = []
+
+    def done(self) -> bool:
+        return self._meeting.closed
+
+    def result(self) -> T:
+        if not self._answer:
+            self._world.wait(self._meeting, self._deadline)
+            self._answer.append(self._read(self._meeting))
+        return self._answer[0]
+
+
+class MemoryTransport:
+    """One thread's end of a `MemoryWorld`."""
+
+    def __init__(self, world: MemoryWorld, node: int) -> None:
+        self.world = world
+        self.node = node
+        self.bytes_sent = 0
+
+    def gather(self, key: str, row: Tensor) -> _Answer[Rows]:
+        def rows(meeting: _Meeting) -> Rows:
+            nodes = sorted(meeting.given)
+            mine = nodes.index(self.node) if self.node in meeting.given else None
+            return Rows(torch.stack([meeting.given[n][0] for n in nodes]), mine)
+
+        return self._give(key, row.detach().to("cpu", torch.float64, copy=True), 1.0, rows)
+
+    def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> _Answer[Mean]:
+        def mean(meeting: _Meeting) -> Mean:
+            total = torch.tensor(sum(w for _, w in meeting.given.values()), dtype=torch.float32)
+            mixed = torch.zeros_like(value)
+            for node in sorted(meeting.given):  # one order everywhere: equal bits on all nodes
+                v, w = meeting.given[node]
+                mixed.add_(v, alpha=w)
+            return Mean(mixed / total if total > 0 else mixed, total)
+
+        w = float(weight)
+        sent = value.detach().clone() if w > 0 else torch.zeros_like(value)
+        return self._give(key, sent, w, mean)
+
+    def _give(self, key: str, value: Tensor, weight: float, read: Callable[[_Meeting], T]) -> _Answer[T]:
+        self.bytes_sent += value.numel() * value.element_size()
+        return _Answer(self.world, self.world.give(self.node, key, value, weight), read)
+
+    def post(self, key: str, text: str) -> None:
+        self.world.post(key, text)
+
+    def read(self, key: str) -> str | None:
+        return self.world.read(key)
+
+    def close(self) -> None:
+        self.world.leave(self.node)

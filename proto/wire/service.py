@@ -1,0 +1,259 @@
+"""A hub's gRPC services over `HubCore`: limits are kept, and nothing is believed of a message, before the
+core sees it; what goes wrong in here is logged here, and the peer gets one line."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from aedit.proto.wire import frames, hub_pb2
+from aedit.proto.wire.limits import Budget, Limits, Rates
+from aedit.proto.wire.watch import Stream, Watch
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Pull = Callable[[hub_pb2.PullRequest], tuple[hub_pb2.PullHead, memoryview]]
+
+
+class Refusal(Exception):
+    """What the peer must be told. hub.proto says what a node makes of each code."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+
+
+class HubCore(Protocol):
+    """What gRPC needs of a hub. Called by many threads at once; every method may raise `Refusal`."""
+
+    def hello(self, request: hub_pb2.HelloRequest) -> hub_pb2.HelloReply: ...
+
+    def join(self, request: hub_pb2.JoinRequest) -> hub_pb2.JoinReply: ...
+
+    def beat(self, request: hub_pb2.BeatRequest) -> hub_pb2.News: ...
+
+    def lease(self, request: hub_pb2.LeaseRequest) -> hub_pb2.LeaseReply: ...
+
+    def leave(self, request: hub_pb2.LeaveRequest) -> hub_pb2.LeaveReply: ...
+
+    def take_over(self, request: hub_pb2.TakeOverRequest) -> hub_pb2.TakeOverReply: ...
+
+    def max_push_bytes(self, unit: int) -> int:
+        """Most bytes that a push of this unit can have; asked before anything is allocated for one."""
+
+    def push(self, head: hub_pb2.PushHead, data: memoryview) -> hub_pb2.PushReply:
+        """`data`: head.num_bytes bytes, complete and undamaged, the core's own from now on: it may
+        release them."""
+
+    def garbled(self, head: hub_pb2.PushHead, reason: str) -> None:
+        """What came after `head` was damaged, or not what it says; `head` itself may be."""
+
+    def pull(self, request: hub_pb2.PullRequest) -> tuple[hub_pb2.PullHead, memoryview]:
+        """The whole answer, of which bytes from request.offset on are sent. If it is of another version than
+        request.version, all of it is. The bytes must not change as long as somebody holds the view."""
+
+    def status(self, request: hub_pb2.StatusRequest) -> hub_pb2.StatusReply: ...
+
+    def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk]:
+        """Must yield at least every second, a chunk without data if there is nothing new: only then is it
+        found out that the standby has gone."""
+
+    def confirm(self, request: hub_pb2.ConfirmRequest) -> hub_pb2.ConfirmReply: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One gRPC service, ready to be served. `pools`: threads of its own, which end with the server."""
+
+    name: str
+    handlers: Mapping[str, Handler]
+    pools: tuple[ThreadPoolExecutor, ...] = ()
+
+
+def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, ...]:
+    """Membership, Exchange and State. `threads`: pushes, and as many pulls, at a time; who waits for one of
+    them does not hold up the small calls."""
+    door = Door(limits)
+    small, pushes = ThreadPoolExecutor(8, "call"), ThreadPoolExecutor(threads, "push")
+    pulls, tails = ThreadPoolExecutor(threads, "pull"), ThreadPoolExecutor(4, "tail")
+    membership = {
+        "Hello": door.call(hub_pb2.HelloRequest, core.hello, small),
+        "Join": door.call(hub_pb2.JoinRequest, core.join, small),
+        "Beat": door.call(hub_pb2.BeatRequest, core.beat, small),
+        "Lease": door.call(hub_pb2.LeaseRequest, core.lease, small),
+        "Leave": door.call(hub_pb2.LeaveRequest, core.leave, small),
+        "TakeOver": door.call(hub_pb2.TakeOverRequest, core.take_over, small),
+    }
+    exchange = {"Push": door.push(core, pushes), "Pull": door.pull(core.pull, pulls)}
+    state = {
+        "Status": door.call(hub_pb2.StatusRequest, core.status, small),
+        "Tail": door.tail(core, tails),
+        "Confirm": door.call(hub_pb2.ConfirmRequest, core.confirm, small),
+    }
+    return (
+        Service("aedit.v1.Membership", membership, (small,)),
+        Service("aedit.v1.Exchange", exchange, (pushes, pulls)),
+        Service("aedit.v1.State", state, (tails,)),
+    )
+
+
+def donor_service(pull: Pull, limits: Limits, threads: int) -> Service:
+    """Exchange without Push: what a node serves that gives its anchors to others, `threads` at a time."""
+    pulls = ThreadPoolExecutor(threads, "pull")
+    return Service("aedit.v1.Exchange", {"Pull": Door(limits).pull(pull, pulls)}, (pulls,))
+
+
+class Door:
+    """Makes gRPC handlers of plain functions: raw bytes are read here, under the limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._calls = Rates(limits.calls_per_s)
+        self._lines = Rates(1.0)
+        self._budget = Budget(limits.in_flight_bytes)
+        self._watch = Watch(limits.stall_s, limits.bytes_per_s)
+
+    def call(self, kind: type[M], answer: Callable[[M], Message], pool: ThreadPoolExecutor) -> Handler:
+        """One message in, one out."""
+
+        def behaviour(message: bytes, context: grpc.ServicerContext) -> bytes:
+            with self._told(context, answer.__name__):
+                request = kind.FromString(message)
+                self._admit(request, context)
+                return answer(request).SerializeToString()
+
+        return grpc.unary_unary_rpc_method_handler(_in(pool, behaviour))
+
+    def push(self, core: HubCore, pool: ThreadPoolExecutor) -> Handler:
+        """Chunks in; the core sees them when they are complete."""
+
+        def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+            with self._told(context, "push"), ExitStack() as held:
+                heads: list[hub_pb2.PushHead] = []
+
+                def begin(head: bytes) -> frames.Assembly:
+                    heads.append(hub_pb2.PushHead.FromString(head))
+                    self._admit(heads[0], context)
+                    return self._room(heads[0].num_bytes, core.max_push_bytes(heads[0].unit), held)
+
+                try:
+                    with self._watch.over(context.cancel) as stream:
+                        data = frames.receive(_counted(messages, stream), begin)
+                except frames.Short:
+                    raise  # Nobody's offence: gRPC may tell of a link that was cut as if the peer had ended.
+                except ValueError as error:
+                    _name(core, heads, error)
+                    raise
+                return core.push(heads[0], data).SerializeToString()
+
+        return grpc.stream_unary_rpc_method_handler(_in(pool, behaviour))
+
+    def pull(self, pull: Pull, pool: ThreadPoolExecutor) -> Handler:
+        """The answer in chunks, from the byte on that was asked for."""
+
+        def behaviour(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+            with self._told(context, "pull"):
+                request = hub_pb2.PullRequest.FromString(message)
+                self._admit(request, context)
+                head, data = pull(request)
+                goes_on = request.version == head.version
+                offset = request.offset if goes_on else 0
+                if offset > head.num_bytes:
+                    raise Refusal(
+                        grpc.StatusCode.OUT_OF_RANGE, f"byte {offset} of {head.num_bytes} was asked for"
+                    )
+                with self._watch.over(context.cancel) as stream:
+                    for chunk in frames.chunks(head.SerializeToString(), data, offset=offset):
+                        yield frames.pack(chunk)
+                        stream.moved(len(chunk.data))
+
+        return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
+
+    def tail(self, core: HubCore, pool: ThreadPoolExecutor) -> Handler:
+        """Messages out for as long as the peer is there."""
+
+        def behaviour(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+            with self._told(context, "tail"):
+                request = hub_pb2.TailRequest.FromString(message)
+                self._admit(request, context)
+                for chunk in core.tail(request):
+                    yield chunk.SerializeToString()
+
+        return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
+
+    def _admit(self, request: Message, context: grpc.ServicerContext) -> None:
+        """Refuse whoever calls too often. A node is told apart by its host and what it says its index is, so
+        a liar takes from those of its own host."""
+        who = getattr(request, "who", None)
+        node = who.node if who is not None and who.session and who.node < self._limits.nodes else None
+        if not self._calls.allow((_host(context), node)):
+            raise Refusal(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {self._limits.calls_per_s:g} calls a second"
+            )
+
+    def _room(self, num_bytes: int, limit_bytes: int, held: ExitStack) -> frames.Assembly:
+        """Somewhere to put a push; its bytes count as under way until `held` ends."""
+        assembly = frames.Assembly(num_bytes, limit_bytes=limit_bytes)
+        if not self._budget.take(num_bytes):
+            raise Refusal(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._budget.taken} bytes are on their way, at most {self._limits.in_flight_bytes} may be",
+            )
+        held.callback(self._budget.give, num_bytes)
+        return assembly
+
+    @contextmanager
+    def _told(self, context: grpc.ServicerContext, what: str) -> Iterator[None]:
+        """Whatever goes wrong inside ends the call with a code and one line, and no more."""
+        try:
+            yield
+        except grpc.RpcError:
+            raise  # The peer has gone, or was ended for standing still.
+        except Refusal as refusal:
+            context.abort(refusal.code, refusal.text)
+        except frames.Damaged as error:
+            self._say(context, what, error)
+            context.abort(grpc.StatusCode.DATA_LOSS, str(error))
+        except (DecodeError, ValueError) as error:
+            self._say(context, what, error)
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{what}: {error}")
+        except Exception:
+            log.exception("%s failed", what)
+            context.abort(grpc.StatusCode.INTERNAL, f"{what} failed here: the log of this server says why")
+
+    def _say(self, context: grpc.ServicerContext, what: str, error: Exception) -> None:
+        """Log what a peer has sent that cannot be, but let no peer fill the disk with it."""
+        if self._lines.allow(_host(context)):
+            log.warning("%s from %s: %s", what, context.peer(), str(error))
+
+
+def _name(core: HubCore, heads: list[hub_pb2.PushHead], error: ValueError) -> None:
+    """Tell the core whose push was none. A head that is damaged too does no harm: it would have to name
+    another node and that node's secret."""
+    kind, claimed = ("damaged", error.head) if isinstance(error, frames.Damaged) else ("malformed", b"")
+    with suppress(DecodeError, Refusal):
+        core.garbled(heads[0] if heads else hub_pb2.PushHead.FromString(claimed), f"{kind}: {error}")
+
+
+def _counted(messages: Iterator[bytes], stream: Stream) -> Iterator[bytes]:
+    for message in messages:
+        stream.moved(len(message))
+        yield message
+
+
+def _host(context: grpc.ServicerContext) -> str:
+    return context.peer().rpartition(":")[0]
+
+
+def _in(pool: ThreadPoolExecutor, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    """Let gRPC run `behaviour` by `pool`'s threads."""
+    behaviour.experimental_thread_pool = pool  # type: ignore[attr-defined]
+    return behaviour

@@ -1,0 +1,1 @@
+"""Choice of the speculation arm: expected tokens per second, bandit, calibration, step times."""

@@ -1,0 +1,221 @@
+"""What a drafter's scores are worth: the map F from its probability of a token to the chance that the policy
+says so too (RLHFSpec), learnt from what was verified.
+
+Only nodes whose parent was accepted tell anything: what the policy would have said elsewhere is never known.
+F is therefore P(accepted | parent accepted) as a function of the drafter's conditional probability, which
+verifying fewer or other nodes does not bias; a path is accepted with the product along it. First children and
+their later siblings have maps of their own: with shared noise a first child is accepted far more often than a
+sibling of the same probability.
+
+This is asked in every step, so that a probability is at once made a level, and F is a table of levels.
+
+Shapes: B rows, N nodes of a draft.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
+
+from aedit.spec_rollout.drafters.drafts import Draft
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+NUM_LEVELS = 256
+"""Of a probability."""
+
+NOTHING = 2 * NUM_LEVELS
+"""The level of no node: first children have levels below `NUM_LEVELS`, later siblings those above it."""
+
+NUM_BINS = 16
+CENTRES: Floats = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
+LEVELS: Floats = (np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS
+
+LEAST_SCORE = -1e4
+"""Scores below are as good as never, and -inf cannot be reckoned with."""
+
+PRIOR_NODES = 2.0
+"""Nodes of each bin that are supposed to have been accepted as often as the drafter said, times what it is
+usually too sure or unsure."""
+
+MEMORY_NODES = 4000.0
+"""Seen nodes after which the weight of an old one is 1 / e."""
+
+KEPT = 0.02
+"""Weight of what an older version of the drafter has shown."""
+
+FIT_EVERY = 4
+"""Lessons after which the map is fitted anew."""
+
+
+FEW = 40
+"""Nodes of all rows up to which loops are faster than arrays."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nodes:
+    """A draft as arrays of this machine."""
+
+    levels_BN: Ints
+    """The drafter's probability of each node given its parent, as a level."""
+    parents_BN: Ints | None
+    """None for chains."""
+
+    @classmethod
+    def of(cls, draft: Draft) -> "Nodes":
+        """Copies: the draft's tensors may be used again."""
+        scores = np.maximum(draft.scores_BN.numpy(force=True), LEAST_SCORE)
+        parents = None
+        if draft.parents_BN is None:
+            gains = scores.copy()
+            gains[:, 1:] -= scores[:, :-1]
+        else:
+            parents = draft.parents_BN.numpy(force=True).astype(np.int64)
+            gains = scores - _of_parent(scores, parents, 0.0)
+        levels = np.minimum(np.exp(gains) * NUM_LEVELS, NUM_LEVELS - 1).astype(np.int64)
+        if parents is not None:
+            levels += NUM_LEVELS * _is_later(parents)
+        if draft.counts_B is not None:
+            counts = draft.counts_B.numpy(force=True)
+            levels[np.arange(levels.shape[1]) >= counts[:, None]] = NOTHING
+        return cls(levels, parents)
+
+    @property
+    def real_BN(self) -> Bools:
+        real: Bools = self.levels_BN != NOTHING
+        return real
+
+    def along_paths(self, chances_BN: Floats) -> Floats:
+        """(B, N): products from the root to each node, of chances that hold given the parent."""
+        if self.parents_BN is None:
+            return np.cumprod(chances_BN, axis=1, dtype=np.float64)
+        up = self.parents_BN
+        while (up >= 0).any():  # each turn goes up twice as far
+            chances_BN = chances_BN * _of_parent(chances_BN, up, 1.0)
+            up = _of_parent(up, up, -1)
+        return chances_BN
+
+    def seen(self, verified_BN: Bools, accepted_BN: Bools) -> Bools:
+        """(B, N): nodes that the policy has judged: verified, of an accepted parent."""
+        if self.parents_BN is None:
+            reached = np.ones_like(accepted_BN)
+            reached[:, 1:] = accepted_BN[:, :-1]
+        else:
+            reached = _of_parent(accepted_BN, self.parents_BN, True)
+        seen: Bools = reached & verified_BN & self.real_BN
+        return seen
+
+
+def _of_parent(values_BN: NDArray[Any], parents_BN: Ints, of_root: float) -> NDArray[Any]:
+    """(B, N): each node's parent's value."""
+    rows = np.arange(len(values_BN))[:, None]
+    found: NDArray[Any] = values_BN[rows, parents_BN]
+    found[parents_BN < 0] = of_root
+    return found
+
+
+def _is_later(parents_BN: Ints) -> Bools:
+    """(B, N): nodes that are not the first child of their parent."""
+    rows, numbers = np.arange(len(parents_BN))[:, None], np.arange(parents_BN.shape[1])
+    first = np.full((len(parents_BN), len(numbers) + 1), len(numbers))  # the last column is the root's
+    np.minimum.at(first, (rows, parents_BN), numbers)
+    later: Bools = first[rows, parents_BN] != numbers
+    return later
+
+
+def accepted_nodes(
+    shape: tuple[int, int], accepted_B: Sequence[int], path_Bm: Sequence[Sequence[int]] | None
+) -> Bools:
+    """(B, N): nodes that were accepted, from `Observed.accepted_B` and `Observed.path_Bm`."""
+    if path_Bm is None:
+        return np.arange(shape[1]) < np.asarray(accepted_B)[:, None]
+    accepted = np.zeros(shape, dtype=bool)
+    for row, (path, count) in enumerate(zip(path_Bm, accepted_B, strict=True)):
+        accepted[row, [token - 1 for token in path[1 : count + 1]]] = True
+    return accepted
+
+
+class Calibration:
+    """F of one drafter, for its newest version."""
+
+    def __init__(self) -> None:
+        # First children, then later siblings.
+        self._seen: Floats = np.zeros((2, NUM_BINS))
+        self._accepted: Floats = np.zeros((2, NUM_BINS))
+        self._table: Floats = np.concatenate([LEVELS, LEVELS, [0.0]])
+        self._levels: list[float] = self._table.tolist()
+        self._version: int | None = None
+        self._lessons = 0
+
+    def chances(self, nodes: Nodes) -> Floats:
+        """(B, N): how likely each node is accepted if its parent is; 0 where there is no node."""
+        return self._table[nodes.levels_BN]
+
+    def gains(self, draft: Draft) -> list[float]:
+        """By node, over all rows, the chances that the path to it is accepted."""
+        rows, num_nodes = draft.scores_BN.shape
+        if rows * num_nodes > FEW:
+            nodes = Nodes.of(draft)
+            found: list[float] = nodes.along_paths(self.chances(nodes)).sum(axis=0).tolist()
+            return found
+        chain = [range(-1, num_nodes - 1)] * rows
+        parents = chain if draft.parents_BN is None else draft.parents_BN.tolist()
+        counts = [num_nodes] * rows if draft.counts_B is None else draft.counts_B.tolist()
+        gains = [0.0] * num_nodes
+        for scores, parents_of, count in zip(draft.scores_BN.tolist(), parents, counts, strict=True):
+            for n, chance in enumerate(self._along_path(scores[:count], parents_of)):
+                gains[n] += chance
+        return gains
+
+    def _along_path(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
+        """Of one row, what `Nodes.along_paths` is of many."""
+        table, later = self._levels, set[int]()
+        paths, said = [1.0], [0.0]  # the root's first, so that a node is its number and 1
+        for score, parent in zip(scores, parents, strict=False):
+            score = max(score, LEAST_SCORE)
+            level = min(int(math.exp(score - said[parent + 1]) * NUM_LEVELS), NUM_LEVELS - 1)
+            if parent in later:
+                level += NUM_LEVELS
+            later.add(parent)
+            paths.append(paths[parent + 1] * table[level])
+            said.append(score)
+        return paths[1:]
+
+    def see(self, version: int) -> None:
+        """The drafter's version from now on. What was learnt of another is a beginning."""
+        if self._version is not None and version != self._version:
+            self._seen *= KEPT
+            self._accepted *= KEPT
+        self._version = version
+
+    def learn(self, nodes: Nodes, verified_BN: Bools, accepted_BN: Bools) -> None:
+        """What came of drafts."""
+        seen = nodes.seen(verified_BN, accepted_BN)
+        bins = nodes.levels_BN[seen] // (NUM_LEVELS // NUM_BINS)
+        counts = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
+        kept = np.exp(counts.sum(axis=1, keepdims=True) / -MEMORY_NODES)
+        self._seen = kept * self._seen + counts
+        accepted = np.bincount(bins, accepted_BN[seen], 2 * NUM_BINS).reshape(2, NUM_BINS)
+        self._accepted = kept * self._accepted + accepted
+        self._lessons += 1
+        if self._lessons % FIT_EVERY == 0 or self._lessons < FIT_EVERY:
+            self._fit(0)
+            if nodes.parents_BN is not None:
+                self._fit(1)
+            self._levels = self._table.tolist()
+
+    def _fit(self, kind: int) -> None:
+        """0: first children; 1: later siblings."""
+        seen, accepted = self._seen[kind], self._accepted[kind]
+        usual = (accepted.sum() + 1) / (seen @ CENTRES + 1)
+        weights = seen + PRIOR_NODES
+        supposed = np.minimum(usual * CENTRES, 1.0)
+        shares = (accepted + PRIOR_NODES * supposed) / weights
+        fitted = isotonic_regression(shares, weights=weights).x
+        self._table[kind * NUM_LEVELS : (kind + 1) * NUM_LEVELS] = np.interp(LEVELS, CENTRES, fitted)

@@ -1,0 +1,1 @@
+"""Drafters: suffix automaton and learned draft layer; drafts as chains and trees."""

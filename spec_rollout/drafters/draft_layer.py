@@ -1,0 +1,180 @@
+"""The learned drafter's weights: one decoder layer of the policy's kind over (feature, next token) pairs.
+
+EAGLE (arXiv:2401.15077): the pair at position t is the policy's last hidden state at t, after its final norm
+(the feature), and the token at t + 1; what comes out is a guess of the feature at t + 1, which the policy's
+own head turns into a guess of the token at t + 2. A guess can take a feature's place, so that chains grow.
+
+Three choices differ from EAGLE's, so that the guess lives where features live: the layer keeps its input
+norm; its output passes a norm that starts as a copy of the policy's final one; and embeddings are scaled up
+to the size of features before the two meet.
+
+Embedding and head are the policy's. They come as arguments, without gradient, and are never a part of the
+module: not saved, not sent, not loaded.
+
+Shapes: N sequences, P pairs, S positions that can be seen, d hidden size, w feature size, H heads, K heads
+of keys and values, e head size.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from aedit.spec_rollout.drafters.draft_shape import DraftShape, rotate, turns
+
+SHARED = ("embed", "lm_head", "head", "wte")
+"""Words in the names of tensors that belong to the policy."""
+_SHAPE = "aedit.draft_shape"
+
+
+class DraftLayer(nn.Module):
+    """The trainable part of a learned drafter. Its state dict is all there is to save, send and load."""
+
+    def __init__(self, shape: DraftShape, *, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.shape = shape
+        d, m, (q, k) = shape.hidden_size, shape.intermediate_size, shape.split
+        self.gain = nn.Parameter(torch.ones(d))
+        """Of the embedding: tokens are to be as loud as features."""
+        self.reduce = nn.Linear(shape.feature_size, d, bias=False) if shape.taps else None
+        self.fuse = nn.Linear(2 * d, d, bias=False)
+        self.input_norm = nn.Parameter(torch.ones(d))
+        self.qkv = nn.Linear(d, q + 2 * k, bias=shape.has_qkv_bias)
+        self.qk_norm = nn.Parameter(torch.ones(2, shape.head_size)) if shape.has_qk_norm else None
+        self.attended = nn.Linear(q, d, bias=False)
+        self.middle_norm = nn.Parameter(torch.ones(d))
+        self.gate_up = nn.Linear(d, 2 * m, bias=False)
+        self.down = nn.Linear(m, d, bias=False)
+        self.final_norm = nn.Parameter(torch.ones(d))
+        self._draw(generator)
+
+    @classmethod
+    def of(cls, model: Any, *, taps: int = 0, generator: torch.Generator | None = None) -> Self:
+        """A fresh layer for a transformers model, or only its configuration; float32 (float64 for a float64
+        model), on the model's device."""
+        config = getattr(model, "config", model)
+        layer = cls(DraftShape.of(config, taps=taps), generator=generator)
+        if config is model:
+            nn.init.constant_(layer.gain, 1 / getattr(config, "initializer_range", 0.02))
+            return layer
+        embedding = model.get_input_embeddings().weight.detach()
+        layer.to(embedding.device, torch.promote_types(embedding.dtype, torch.float32))
+        with torch.no_grad():
+            layer.gain.fill_(1 / embedding.float().pow(2).mean().sqrt().clamp(min=1e-6).item())
+            layer.final_norm.copy_(model.base_model.norm.weight)
+        return layer
+
+    def forward(
+        self,
+        features_NPw: Tensor,
+        embedded_NPd: Tensor,
+        positions_NP: Tensor,
+        visible_NPS: Tensor,
+        past_NSkv: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(guessed features (N, P, d), keys and values (N, P, kv_size)) of pairs.
+
+        features_NPw: w is the feature size, or d for guesses that are fed back. embedded_NPd: rows of the
+        policy's embedding for the tokens after those. positions_NP: of the features. visible_NPS: bool, what
+        each pair attends to, first `past_NSkv` (keys and values of earlier calls, joined along their second
+        dimension), then the pairs of this call."""
+        fused = self.fused(features_NPw, embedded_NPd)
+        queries, kv = self.queries_kv(fused, positions_NP)
+        seen = kv if past_NSkv is None else torch.cat([past_NSkv, kv], 1)
+        keys, values = seen.view(*seen.shape[:2], 2, self.shape.num_kv_heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(
+            queries.transpose(1, 2), keys, values, visible_NPS[:, None], enable_gqa=True
+        )
+        return self.guess(fused, mixed.transpose(1, 2).flatten(2)), kv
+
+    def fused(self, features_NPw: Tensor, embedded_NPd: Tensor) -> Tensor:
+        """(N, P, d): the layer's input."""
+        if self.reduce is not None and features_NPw.shape[-1] != self.shape.hidden_size:
+            features_NPw = self.reduce(features_NPw)
+        fused: Tensor = self.fuse(torch.cat([embedded_NPd.detach() * self.gain, features_NPw], -1))
+        return fused
+
+    def queries_kv(self, fused_NPd: Tensor, positions_NP: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries (N, P, H, e), and keys and values (N, P, kv_size)."""
+        q, k = self.shape.split
+        queries, keys, values = self.qkv(self._norm(fused_NPd, self.input_norm)).split([q, k, k], -1)
+        queries, keys = (x.reshape(*x.shape[:-1], -1, self.shape.head_size) for x in (queries, keys))
+        if self.qk_norm is not None:
+            queries, keys = self._norm(queries, self.qk_norm[0]), self._norm(keys, self.qk_norm[1])
+        turn = turns(self.shape, positions_NP).unsqueeze(-2)
+        return rotate(queries, turn), torch.cat([rotate(keys, turn).flatten(-2), values], -1)
+
+    def guess(self, fused_NPd: Tensor, mixed_NPq: Tensor) -> Tensor:
+        """(N, P, d): the guessed features, from the layer's input and what its heads have seen."""
+        x = fused_NPd + self.attended(mixed_NPq)
+        gate, up = self.gate_up(self._norm(x, self.middle_norm)).chunk(2, -1)
+        return self._norm(x + self.down(F.silu(gate) * up), self.final_norm)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """All or nothing: ValueError names a tensor of the policy, a tensor that is missing or unknown, or
+        one of another shape, before anything has changed."""
+        own = self.state_dict()
+        for name in sorted(own.keys() | state.keys()):
+            if wrong := _wrong(name, own.get(name), state.get(name)):
+                raise ValueError(f"weights of a draft layer: {name!r} {wrong}")
+        return super().load_state_dict(state, strict, assign)
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file of the trainable tensors, whole or not at all."""
+        part = path.with_name(f"{path.name}.part")
+        state = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
+        save_file(state, part, {_SHAPE: json.dumps(asdict(self.shape))})
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: Path, model: Any) -> Self:
+        """A layer that was saved, for this transformers model (or only its configuration), on its device.
+        ValueError if it was made for a policy of other sizes, or is no draft layer at all."""
+        try:
+            with safe_open(path, "pt") as file:
+                saved = json.loads((file.metadata() or {}).get(_SHAPE, "{}"))
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a safetensors file: {error}") from error
+        if "taps" not in saved:
+            raise ValueError(f"{path}: not a draft layer: it does not say which policy it is for")
+        shape = DraftShape.of(getattr(model, "config", model), taps=saved["taps"])
+        wanted = json.loads(json.dumps(asdict(shape)))
+        if others := [f"{k} {saved.get(k)}, not {wanted[k]}" for k in wanted if saved.get(k) != wanted[k]]:
+            raise ValueError(f"{path}: made for another policy: {'; '.join(others)}")
+        layer = cls(shape)
+        layer.load_state_dict(state, assign=True)
+        return layer if isinstance(model, PretrainedConfig) else layer.to(model.device)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.shape.norm_epsilon)
+
+    @torch.no_grad()
+    def _draw(self, generator: torch.Generator | None) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0, module.in_features**-0.5, generator=generator)
+                if module.bias is not None:
+                    module.bias.zero_()
+        # Fresh, the layer is little more than its fused input: no noise from heads that have learned nothing.
+        self.attended.weight.mul_(0.1)
+        self.down.weight.mul_(0.1)
+
+
+def _wrong(name: str, own: Tensor | None, given: Tensor | None) -> str:
+    """Why a tensor cannot be loaded, as the end of a sentence; empty if it can."""
+    if own is None:
+        is_shared = any(word in name for word in SHARED)
+        return "belongs to the policy and is never loaded" if is_shared else "is unknown"
+    if given is None:
+        return "is missing"
+    shapes = tuple(own.shape), tuple(given.shape)
+    return "" if shapes[0] == shapes[1] else f"must be of shape {shapes[0]}, got {shapes[1]}"

@@ -1,0 +1,107 @@
+"""What a step of the engine did, and what all of them have done so far."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from aedit.spec_rollout.drafters.drafts import OFF, Arm
+from aedit.spec_rollout.sampling.samples import Rollout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """What one step did. rollouts[i] has got counts[i] tokens: the last ones of its lists."""
+
+    rollouts: tuple[Rollout, ...] = ()
+    """Of rows 0..B-1 as they were before the step; empty if there was nothing to do."""
+    counts: tuple[int, ...] = ()
+    """At least 1 each."""
+    finished: tuple[Rollout, ...] = ()
+    """Those of them that have ended."""
+    arm: Arm = OFF
+    nodes: int = 0
+    """Drafted nodes of a row that were verified."""
+    accepted: tuple[int, ...] = ()
+    """Drafted nodes of each row that the policy agreed with, also those behind the end of the rollout."""
+    total_s: float = 0.0
+    draft_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Meters:
+    """Counts of all steps. A pass is one sample going through the policy in one step."""
+
+    num_steps: int = 0
+    num_passes: int = 0
+    num_tokens: int = 0
+    num_finished: int = 0
+    total_s: float = 0.0
+    draft_s: float = 0.0
+    arms: Counter[str] = field(default_factory=Counter)
+    """Steps by arm."""
+    _reached: list[int] = field(default_factory=list)
+    """Passes by how many drafted nodes were verified: at [n], those with n or more."""
+    _accepted: list[int] = field(default_factory=list)
+    """Passes by how many were accepted, in the same way."""
+
+    def add(self, step: Step) -> None:
+        self.num_steps += 1
+        self.num_passes += len(step.counts)
+        self.num_tokens += sum(step.counts)
+        self.num_finished += len(step.finished)
+        self.total_s += step.total_s
+        self.draft_s += step.draft_s
+        self.arms[str(step.arm)] += 1
+        if step.nodes:
+            self._add_draft(min(step.nodes, step.arm.depth), step.accepted)
+
+    def _add_draft(self, depth: int, accepted: Sequence[int]) -> None:
+        missing = depth - len(self._reached)
+        if missing > 0:
+            self._reached += [0] * missing
+            self._accepted += [0] * missing
+        for i in range(depth):
+            self._reached[i] += len(accepted)
+        for count in accepted:
+            for i in range(count):
+                self._accepted[i] += 1
+
+    def status(self) -> dict[str, object]:
+        """tokens_per_s and accepted_length (tokens per pass) are 0 before the first step;
+        accepted_by_position[i]: share of the drafts of i + 1 tokens or more in a line whose first i + 1 were
+        accepted."""
+        return {
+            "steps": self.num_steps,
+            "tokens": self.num_tokens,
+            "finished": self.num_finished,
+            "tokens_per_s": self.num_tokens / self.total_s if self.total_s else 0.0,
+            "accepted_length": self.num_tokens / self.num_passes if self.num_passes else 0.0,
+            "accepted_by_position": [a / r for a, r in zip(self._accepted, self._reached, strict=True)],
+            "draft_share": self.draft_s / self.total_s if self.total_s else 0.0,
+            "arms": dict(self.arms),
+        }
+
+
+class Stopwatch:
+    """Runs from when it is made until `stop`: by the clock on a CPU; on CUDA by the device, whose work the
+    host is ahead of."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
+        self._clock, self._events = clock, None
+        if device.type == "cuda":
+            self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            self._events[0].record()
+        self._began_s = self._ended_s = clock()
+
+    def stop(self) -> None:
+        self._ended_s = self._clock()
+        if self._events is not None:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """On CUDA to be asked after something has waited for the device."""
+        if self._events is None:
+            return self._ended_s - self._began_s
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3

@@ -1,0 +1,1 @@
+"""Drafter training in idle windows: a suspended process or a low-priority CUDA stream."""

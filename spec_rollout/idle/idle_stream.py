@@ -1,0 +1,203 @@
+"""A drafter learns while its node waits, on the node's own GPU: a thread, and a stream of low priority.
+
+A kernel that has begun cannot be stopped, so the training is cut into short microbatches, with a look at a
+flag between two, and not more than one is on its way. CUDA knows no priority below the default one: what is
+to go before the trainer's kernels runs on a stream of priority -1, as recorded graphs do (graphs.py).
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aedit.spec_rollout.idle.publishing import Published, all_finite
+from aedit.spec_rollout.idle.trainer_memory import Training
+from aedit.spec_rollout.idle.windows import Windows
+
+NOTHING_TO_LEARN_S = 0.02
+CLOSE_S = 30.0
+
+
+class StreamTraining:
+    """`IdleWork` by a thread of this process. Also a context manager: leaving it ends the thread.
+
+    For CUDA. On a CPU, `DrafterTraining` is the one to take: a thread of the node's own process makes the
+    node's steps several times longer for as long as its microbatch lasts.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        device: torch.device,
+        *,
+        drafter: Mapping[str, Tensor],
+        policy: Mapping[str, Tensor],
+        version: int = 0,
+    ) -> None:
+        """The tensors are as in `DrafterTraining.of`; those of the policy are read where they are."""
+        self._training, self._device, self._drafter = training, device, dict(drafter)
+        self._policy, self._followed = (policy, version), (policy, -1)
+        self._lock = threading.Lock()
+        self.windows = Windows()
+        self._published: tuple[Published, torch.cuda.Event | None] | None = None
+        self._steps, self._refused, self._error = 0, 0, ""
+        self._used_s = 0.0
+        self._resting = self._closing = False
+        self._open = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="drafter-stream", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def window(self, cause: str) -> Iterator[None]:
+        """Microbatches begin inside only. Leaving waits for none."""
+        with self._lock:
+            began_s = time.monotonic()
+            self.windows.enter(began_s)
+            self._update()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.windows.leave(cause, began_s, time.monotonic())
+                self._update()
+
+    def newest(self, after: int = 1) -> Published | None:
+        """What has been learned, if it is newer than number `after`. On a GPU the stream of the caller waits
+        for the copy, the caller does not."""
+        found = self._published
+        if found is None or found[0].number <= after:
+            return None
+        if found[1] is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(found[1])
+            for tensor in found[0].tensors.values():
+                tensor.record_stream(stream)
+        return found[0]
+
+    def refresh(self, policy: Mapping[str, Tensor], version: int) -> None:
+        """The policy's embedding and head have changed."""
+        self._policy = policy, version
+
+    @property
+    def used_s(self) -> float:
+        """Processor time of the finished microbatches in seconds: of the thread on a CPU; on a GPU, where a
+        microbatch is waited for, the time from its start to its end."""
+        return self._used_s
+
+    def rest(self) -> None:
+        """There is no use in training now."""
+        with self._lock:
+            self._resting = True
+            self._update()
+
+    def wake(self) -> None:
+        with self._lock:
+            self._resting = False
+            self._update()
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            idle_s, by_cause = self.windows.idle_s(time.monotonic()), dict(self.windows.by_cause)
+        return {
+            "state": "failed" if self._error else "training" if self._open.is_set() else "stopped",
+            "error": self._error,
+            "windows": self.windows.count,
+            "idle_s": idle_s,
+            "idle_by_cause_s": by_cause,
+            "cpu_s": self.used_s,
+            "steps": self._steps,
+            "refused": self._refused,
+            "published": self._published[0].number - 1 if self._published else 0,
+            "training": dict(self._training.figures()),
+        }
+
+    def close(self) -> None:
+        """Raises TimeoutError if a microbatch does not end."""
+        with self._lock:
+            self._closing = True
+            self._open.set()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"a microbatch of the drafter's training did not end within {CLOSE_S:g} s")
+
+    def __enter__(self) -> "StreamTraining":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _update(self) -> None:
+        """Under the lock: the flag that the thread looks at."""
+        if (self.windows.num_open and not self._resting) or self._closing:
+            self._open.set()
+        else:
+            self._open.clear()
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            with self._on_stream():
+                self._begin()
+                while self._open.wait() and not self._closing:
+                    if not self._turn():
+                        time.sleep(NOTHING_TO_LEARN_S)
+        except Exception as error:
+            # The node goes on without; status says so.
+            self._error = f"{type(error).__name__}: {error}"
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        if self._device.type != "cuda":
+            return nullcontext()
+        # 0 is the lowest priority there is, and every stream's by default.
+        return torch.cuda.stream(torch.cuda.Stream(self._device, priority=0))  # type: ignore[no-untyped-call]
+
+    def _begin(self) -> None:
+        self._open.wait()
+        if not self._closing:
+            self._follow()
+            self._training.begin(self._drafter)
+
+    def _turn(self) -> bool:
+        began_s = self._processor_s()
+        self._follow()
+        learned = self._training.microbatch()
+        if learned:
+            self._steps += 1
+            self._publish()
+        if self._device.type == "cuda":
+            # Without Python's lock: no more than this one microbatch is on its way when a window is left.
+            torch.cuda.current_stream(self._device).synchronize()
+        self._used_s += self._processor_s() - began_s
+        return learned
+
+    def _processor_s(self) -> float:
+        return time.monotonic() if self._device.type == "cuda" else time.thread_time()
+
+    def _follow(self) -> None:
+        policy = self._policy
+        if policy is not self._followed:
+            self._training.follow(*policy)
+            self._followed = policy
+
+    def _publish(self) -> None:
+        better = self._training.to_publish()
+        if better is None:
+            return
+        if not all_finite(better):
+            self._refused += 1
+            return
+        number = self._published[0].number + 1 if self._published else 2
+        copies = {name: tensor.detach().clone() for name, tensor in better.items()}
+        self._published = Published(number, self._followed[1], copies), self._event()
+
+    def _event(self) -> "torch.cuda.Event | None":
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event

@@ -1,0 +1,218 @@
+"""Whoever looks after the trainer's process: starts it, sees that it is dead or hangs, starts it again."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aedit.spec_rollout.idle.restarts import Restarts
+from aedit.spec_rollout.idle.suspended_process import HeldProcess, Order
+from aedit.spec_rollout.idle.trainer_memory import Board, State, Word
+from aedit.types import check
+
+LOOK_S = 0.05
+"""How often the keeper looks at the trainer while it runs. While it is stopped the keeper sleeps."""
+BORN_WITHIN_S = 60.0
+CLOSE_S = 30.0
+WORKED_STEPS = 100
+"""So many microbatches between two deaths, and the second counts as the first."""
+COUNTED = (
+    Word.STEPS,
+    Word.PUBLISHED,
+    Word.REFUSED,
+    Word.CHECKPOINTS,
+    Word.CHECKPOINTS_FAILED,
+    Word.CPU_US,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleConfig:
+    """How the trainer is run."""
+
+    threads: int = 1
+    niceness: int = 19
+    """19 also means that it gets only what no other process wants (SCHED_IDLE), where that may be asked."""
+    memory_bytes: int | None = None
+    """What it may take beyond torch itself. None: no limit."""
+    checkpoint: Path | None = None
+    """None: a new trainer goes on from what was published last."""
+    checkpoint_every_s: float = 30.0
+    """Of the trainer's own processor time."""
+    hung_after_s: float = 60.0
+    """Of windows without a sign of life after which it is killed and started again."""
+    starts_within_s: float = 300.0
+    """The same before its first sign of life: it loads torch, and what it had saved."""
+    restarts: Restarts = field(default_factory=Restarts)
+    log: Path | None = None
+    """Its output, with the trace of what it failed with. None: nowhere; `status` has the last line."""
+
+    def __post_init__(self) -> None:
+        check(self.threads > 0, "threads", "must be above 0", self.threads)
+        check(0 <= self.niceness <= 19, "niceness", "must be between 0 and 19", self.niceness)
+        check(self.hung_after_s > 0, "hung_after_s", "must be above 0", self.hung_after_s)
+        check(self.starts_within_s > 0, "starts_within_s", "must be above 0", self.starts_within_s)
+        check(
+            self.checkpoint_every_s >= 0, "checkpoint_every_s", "must be 0 or more", self.checkpoint_every_s
+        )
+
+
+class Keeper:
+    """A thread that owns the process. Others only call `let` and `hold`, under `lock`, which costs them a
+    signal; starting, burying and killing happen in the thread, outside of the lock."""
+
+    def __init__(
+        self, order: Order, board: Board, config: IdleConfig, lock: threading.Lock, clock: Callable[[], float]
+    ) -> None:
+        self._order, self._board, self._config, self._lock, self._clock = order, board, config, lock, clock
+        self._process: HeldProcess | None = None
+        self._restarts = config.restarts
+        self._past: Counter[Word] = Counter()
+        self._hung, self._error = 0, ""
+        self._is_let, self._let_since_s, self._lent_s = False, 0.0, 0.0
+        self._beats, self._beaten_at_s = 0, 0.0
+        self._open, self._closing = threading.Event(), threading.Event()
+        # The kernel ends the trainer with the thread that starts it: this one lasts as long as the process.
+        self._thread = threading.Thread(target=self._keep, name="drafter-keeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def let(self) -> None:
+        """Under the lock: the trainer may run from now on, this one or the one that is started next."""
+        if self._is_let:
+            return
+        self._is_let, self._let_since_s = True, self._clock()
+        if self._process:
+            self._process.let()
+        self._open.set()
+
+    def hold(self) -> None:
+        """Under the lock."""
+        if not self._is_let:
+            return
+        self._is_let, self._lent_s = False, self.lent_s
+        if self._process:
+            self._process.hold()
+        self._open.clear()
+
+    @property
+    def lent_s(self) -> float:
+        """Time in which the trainer was allowed to run."""
+        return self._lent_s + (self._clock() - self._let_since_s if self._is_let else 0.0)
+
+    def counted(self, word: Word) -> int:
+        """Over all its lives."""
+        return self._past[word] + self._board.get(word)
+
+    def status(self) -> dict[str, Any]:
+        """Under the lock."""
+        return {
+            "state": self._state(),
+            "pid": self._process.pid if self._process else None,
+            "lent_s": self.lent_s,
+            "deaths": self._restarts.total,
+            "hung": self._hung,
+            "error": self._error,
+        }
+
+    def close(self) -> None:
+        """End the process and the thread. Raises TimeoutError."""
+        self._closing.set()
+        self._open.set()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the drafter's trainer did not end within {CLOSE_S:g} s")
+
+    # --- the thread
+
+    def _keep(self) -> None:
+        try:
+            self._start()
+            while not self._closing.is_set():
+                self._look()
+                self._closing.wait(LOOK_S)
+                # It does not change while it is stopped, and looking would take time from the foreground.
+                self._open.wait()
+        except Exception as error:
+            # The node goes on without a trainer; status says so.
+            self._error = f"whoever looks after the trainer has failed: {type(error).__name__}: {error}"
+        finally:
+            process = self._part()
+            if process:
+                process.kill()
+
+    def _look(self) -> None:
+        with self._lock:
+            process, lent_s = self._process, self.lent_s
+            code = process.exit_code() if process else None
+        if process is None:
+            if self._restarts.may_start(self._clock()):
+                self._start()
+        elif code is not None:
+            self._part()
+            self._bury(self._board.error or f"process {process.pid} ended with {code}")
+        elif self._is_stuck(process, lent_s):
+            self._part()
+            process.kill()
+            self._hung += 1
+            self._bury(f"process {process.pid} gave no sign of life for {lent_s - self._beaten_at_s:.1f} s")
+
+    def _start(self) -> None:
+        try:
+            process = HeldProcess(self._order)
+        except OSError as error:
+            self._bury(f"no process could be started: {error}")
+            return
+        give_up_s = time.monotonic() + BORN_WITHIN_S
+        while not process.is_born:
+            is_late = time.monotonic() > give_up_s and not process.is_starved(BORN_WITHIN_S)
+            if is_late or self._closing.is_set():
+                process.kill()
+                self._bury(f"process {process.pid} did not begin within {BORN_WITHIN_S:g} s")
+                return
+            self._closing.wait(LOOK_S)
+        with self._lock:
+            self._process = process
+            self._beats, self._beaten_at_s = 0, self.lent_s
+            if self._is_let:
+                process.let()
+
+    def _part(self) -> HeldProcess | None:
+        """Nobody signals it from now on."""
+        with self._lock:
+            process, self._process = self._process, None
+            return process
+
+    def _is_stuck(self, process: HeldProcess, lent_s: float) -> bool:
+        """Whether it has slept, or computed, for longer than it takes to give a sign of life. One that wants
+        to run and is not given a core by the others of the machine is not stuck."""
+        beats = self._board.get(Word.BEATS)
+        if beats != self._beats:
+            self._beats, self._beaten_at_s = beats, lent_s
+        patience_s = self._config.hung_after_s if beats else self._config.starts_within_s
+        if lent_s - self._beaten_at_s <= patience_s:
+            return False
+        return not process.is_starved(1e-6 * self._board.get(Word.CPU_US) + patience_s)
+
+    def _bury(self, error: str) -> None:
+        worked = self._board.get(Word.STEPS) >= WORKED_STEPS
+        with self._lock:
+            self._error = error
+            self._restarts = self._restarts.died(self._clock(), worked=worked)
+            self._past.update({word: self._board.get(word) for word in COUNTED})
+            self._board.begin()
+
+    def _state(self) -> str:
+        if self._closing.is_set():
+            return "closed"
+        if self._process is None:
+            return "given up" if self._restarts.given_up or not self._thread.is_alive() else "not running"
+        if not self._is_let:
+            return "stopped"
+        return {State.STARTING: "starting", State.TRAINING: "training"}.get(
+            self._board.state, "nothing to learn"
+        )

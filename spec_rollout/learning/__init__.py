@@ -1,0 +1,1 @@
+"""Training of the draft layer: features, packing, losses, gate."""

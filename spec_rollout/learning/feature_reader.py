@@ -1,0 +1,127 @@
+"""The other side of a feature ring: what a drafter's trainer reads, in its own process."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aedit.spec_rollout.learning.feature_ring import (
+    CRC_BITS,
+    DTYPES,
+    EXTENT,
+    FINISHED,
+    FIRST_PAGE,
+    FIRST_TOKEN,
+    MAGIC,
+    NUM_PROMPT,
+    SEQUENCE,
+    SERIAL,
+    STEP,
+    VERSION,
+    Buffer,
+    RingShape,
+    RingViews,
+    checksum,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the table says of a sample, without the sample."""
+
+    slot: int
+    sequence: int
+    extent: int
+    num_tokens: int
+    num_prompt: int
+    version: int
+    """Of the policy that made the features."""
+    step: int
+    serial: int
+    """Counts the samples of this ring, from 0."""
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample, or as much as there is of it: a copy that stays."""
+
+    tokens_N: Tensor
+    """int64."""
+    features_MF: Tensor
+    """The policy's hidden states of all tokens but the last: M = N - 1."""
+    num_prompt: int
+    version: int
+    step: int
+    serial: int
+    finished: bool
+
+
+class FeatureReader:
+    """Reads what a `FeatureRing` writes, maybe in another process. Several may."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        """ValueError if there is no ring in the buffer."""
+        magic, width, dtype, num_pages, page_tokens = np.frombuffer(buffer, np.int64, count=5).tolist()
+        if magic != MAGIC or not 0 <= dtype < len(DTYPES):
+            raise ValueError("there is no feature ring in these bytes")
+        self._views = RingViews(buffer, RingShape(width, DTYPES[dtype], num_pages, page_tokens))
+
+    @property
+    def shape(self) -> RingShape:
+        return self._views.shape
+
+    def entries(self) -> list[Entry]:
+        """The samples that have at least two tokens, in the order in which they began."""
+        table = self._views.entries.copy()
+        again = self._views.entries[:, SEQUENCE].copy()
+        steady = (table[:, SEQUENCE] == again) & (again % 2 == 0) & (again > 0) & (table[:, EXTENT] >> 32 > 0)
+        found = [self._entry(slot, table[slot].tolist()) for slot in np.flatnonzero(steady).tolist()]
+        return sorted(found, key=lambda entry: entry.serial)
+
+    def read(self, entry: Entry) -> Sample | None:
+        """As much of the sample as there was when the entry was read; None if it has gone since."""
+        row = self._views.entries[entry.slot]
+        num_rows = entry.num_tokens - 1
+        rows = self._views.pages[list(self._chain(int(row[FIRST_PAGE]), num_rows))].flatten(0, 1)[:num_rows]
+        first = int(row[FIRST_TOKEN])
+        if (
+            int(row[SEQUENCE]) != entry.sequence
+            or len(rows) < num_rows
+            or checksum(rows) != entry.extent & CRC_BITS
+        ):
+            return None
+        tokens_M, features_MF = self._views.split(rows)
+        return Sample(
+            torch.cat((torch.tensor([first]), tokens_M)),
+            features_MF,
+            entry.num_prompt,
+            entry.version,
+            entry.step,
+            entry.serial,
+            entry.finished,
+        )
+
+    def _entry(self, slot: int, row: list[int]) -> Entry:
+        extent = row[EXTENT]
+        return Entry(
+            slot=slot,
+            sequence=row[SEQUENCE],
+            extent=extent,
+            num_tokens=(extent >> 32) + 1,
+            num_prompt=row[NUM_PROMPT],
+            version=row[VERSION],
+            step=row[STEP],
+            serial=row[SERIAL],
+            finished=bool(row[FINISHED]),
+        )
+
+    def _chain(self, page: int, num_rows: int) -> Iterator[int]:
+        """Pages of a sample; where it is being taken away meanwhile any pages, but no more than it had."""
+        for _ in range(-(-num_rows // self.shape.page_tokens)):
+            if not 0 <= page < self.shape.num_pages:
+                return
+            yield page
+            page = int(self._views.next_page[page])

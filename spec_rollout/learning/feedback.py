@@ -1,0 +1,120 @@
+"""The draft layer as it runs when it drafts, for every pair of a packed row that counts, at once.
+
+A chain begins at a pair with the policy's own feature; from there on the layer eats its own guesses. Pass s
+is what it does s tokens into a chain, for all places where the chain may have begun (HASS, arXiv:2408.15766;
+EAGLE-3's training-time test, arXiv:2503.01840): pair t is given the guess of pass s - 1 at t - 1, and sees
+what the drafter's cache would hold: keys and values of policy features up to t - s, where the chain began,
+then of one guess from each of the passes 1..s at t - s + 1..t.
+
+Of pairs that do not count, as those of a prompt, nothing is computed but the keys and values that others see.
+
+Shapes: P pairs, C of them where a pass has something to guess, K heads of keys and values, G queries of each,
+e head size, d hidden size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.learning.packing import Packed, visible
+
+
+@dataclass(frozen=True, slots=True)
+class Guessed:
+    """What one pass makes."""
+
+    at_C: Tensor
+    """int64: the pairs, in order."""
+    guess_Cd: Tensor
+    """The guessed feature after each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Keys and values of one pass."""
+
+    kv_Ckv: Tensor
+    place_P: Tensor
+    """int64: where in them each pair is; 0 for those that are not."""
+
+    def at(self, pairs: Tensor) -> Tensor:
+        """Those of these pairs, (len(pairs), kv)."""
+        return self.kv_Ckv[self.place_P[pairs]]
+
+
+def guesses(
+    layer: DraftLayer,
+    packed: Packed,
+    embedding_Vd: Tensor,
+    num_passes: int,
+    counts_P: Tensor | None = None,
+) -> list[Guessed]:
+    """The passes 0..num_passes - 1, pass s at the pairs `chained(counts_P, s)`. counts_P: bool, the pairs to
+    guess at, unless it is all that count; at no segment's last one."""
+    counts_P = packed.counts_P if counts_P is None else counts_P
+    dtype = layer.gain.dtype
+    at_C = torch.arange(len(counts_P), device=counts_P.device)
+    eaten_Cw = packed.features_Pw.to(dtype)
+    made: list[Guessed] = []
+    seen: list[_Seen] = []
+    for s in range(num_passes):
+        if s > 0:
+            at_C, before = chained(counts_P, s).nonzero()[:, 0], made[-1]
+            eaten_Cw = before.guess_Cd[_places(before.at_C, len(counts_P))[at_C - 1]]
+        if not len(at_C):  # no chain is so long
+            made.append(Guessed(at_C, eaten_Cw))
+            continue
+        embedded_1Cd = embedding_Vd[packed.tokens_P[at_C]].to(dtype)[None]
+        fused_1Cd = layer.fused(eaten_Cw[None], embedded_1Cd)
+        queries, kv = layer.queries_kv(fused_1Cd, packed.positions_P[at_C][None])
+        seen.append(_Seen(kv[0], _places(at_C, len(counts_P))))
+        fused_Cd, queries_CHe = fused_1Cd[0], queries[0]
+        if s == 0:  # those that do not count have been computed for what others see of them
+            at_C = counts_P.nonzero()[:, 0]
+            fused_Cd, queries_CHe = fused_Cd[at_C], queries_CHe[at_C]
+        mixed_Cq = _attend(queries_CHe, at_C, seen, packed.segments_P)
+        made.append(Guessed(at_C, layer.guess(fused_Cd[None], mixed_Cq[None])[0]))
+    return made
+
+
+def chained(counts_P: Tensor, num_steps: int) -> Tensor:
+    """Bool: the pairs that count at which a chain can be that began at a pair which counts, `num_steps`
+    before. As no segment's last pair counts, none of them has begun in another segment."""
+    is_chained_P = counts_P
+    for _ in range(num_steps):
+        is_chained_P = counts_P & torch.cat((is_chained_P.new_zeros(1), is_chained_P[:-1]))
+    return is_chained_P
+
+
+def _attend(queries_CHe: Tensor, at_C: Tensor, seen: list[_Seen], segments_P: Tensor) -> Tensor:
+    """(C, H * e): each of the pairs over what `seen`, the keys and values of passes 0..s, lets it see."""
+    num_queries, num_heads, e = queries_CHe.shape
+    num_pairs, steps = len(segments_P), len(seen) - 1
+    keys_KPe, values_KPe = _heads(seen[0].kv_Ckv, e)
+    kinds = len(keys_KPe), num_heads // len(keys_KPe)
+    queries_KGCe = queries_CHe.view(num_queries, *kinds, e).permute(1, 2, 0, 3)
+    queries_KGCe = queries_KGCe * e**-0.5
+    own = [_heads(seen[j].at(at_C - (steps - j)), e) for j in range(1, steps + 1)]
+    scores_KGCP = queries_KGCe @ keys_KPe.transpose(-1, -2).unsqueeze(1)
+    scores_KGCP = scores_KGCP.masked_fill(~visible(segments_P, at_C, steps), float("-inf"))
+    of_own = [(queries_KGCe * key_KCe.unsqueeze(1)).sum(-1, keepdim=True) for key_KCe, _ in own]
+    weights_KGCS = torch.cat([scores_KGCP, *of_own], -1).softmax(-1)
+    mixed_KGCe = weights_KGCS[..., :num_pairs] @ values_KPe.unsqueeze(1)
+    for j, (_, value_KCe) in enumerate(own):
+        mixed_KGCe = mixed_KGCe + weights_KGCS[..., num_pairs + j, None] * value_KCe.unsqueeze(1)
+    return mixed_KGCe.permute(2, 0, 1, 3).reshape(num_queries, num_heads * e)
+
+
+def _heads(kv_Ckv: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values, each (K, C, e)."""
+    keys, values = kv_Ckv.view(len(kv_Ckv), 2, -1, head_size).transpose(0, 2).unbind(1)
+    return keys, values
+
+
+def _places(at_C: Tensor, num_pairs: int) -> Tensor:
+    """Where each pair is among these."""
+    places_P = torch.zeros(num_pairs, dtype=torch.int64, device=at_C.device)
+    places_P[at_C] = torch.arange(len(at_C), device=at_C.device)
+    return places_P

@@ -1,0 +1,118 @@
+"""Samples of any length, side by side in rows without padding, so that none of them can see another.
+
+Shapes: M pairs of a sample (one less than its tokens), P pairs of a row, w feature size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from aedit.spec_rollout.learning.feature_reader import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Pairs of a few samples, one after the other. Pair t is the feature of position t and the token at
+    t + 1; with them a drafter guesses the token at t + 2 and the feature of t + 1, which is the next pair's.
+    """
+
+    features_Pw: Tensor
+    tokens_P: Tensor
+    """int64: the token after each feature."""
+    targets_P: Tensor
+    """int64: the token after that, where there is one."""
+    positions_P: Tensor
+    """int64: from 0 in each segment."""
+    segments_P: Tensor
+    """int64: which piece of which sample; pairs see their own segment only."""
+    counts_P: Tensor
+    """Bool: the pair is learned from. The last one of a segment never is: what it guesses is not here."""
+    versions_P: Tensor
+    """int64: of the policy that made the features."""
+
+    @property
+    def num_counted(self) -> int:
+        return int(self.counts_P.sum())
+
+    def to(self, device: torch.device) -> "Packed":
+        return Packed(*(getattr(self, part.name).to(device, non_blocking=True) for part in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Pairs begin..end - 1 of a sample, learned from where begin + counts_from <= t."""
+
+    sample: Sample
+    begin: int
+    end: int
+    counts_from: int
+
+    @property
+    def num_pairs(self) -> int:
+        return self.end - self.begin
+
+
+def pack(samples: Sequence[Sample], num_pairs: int, *, response_only: bool = True) -> list[Packed]:
+    """Rows of at most `num_pairs` pairs; the longest pieces are placed first, each where it first fits.
+
+    A sample that is longer is cut; each piece but the first begins with a quarter of a row that was learned
+    from before, as context, so that every pair counts once. response_only: pairs that guess a token of the
+    prompt are seen and not learned from. ValueError if a row is to be shorter than 4 pairs.
+    """
+    if num_pairs < 4:
+        raise ValueError(f"a row must have at least 4 pairs, got {num_pairs}")
+    pieces = [piece for sample in samples for piece in _pieces(sample, num_pairs, response_only)]
+    rows: list[list[_Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: -piece.num_pairs):
+        fits = (row for row in rows if sum(p.num_pairs for p in row) + piece.num_pairs <= num_pairs)
+        row = next(fits, None)
+        if row is None:
+            rows.append([piece])
+        else:
+            row.append(piece)
+    return [_packed(row) for row in rows]
+
+
+def visible(segments_P: Tensor, at_C: Tensor, distance: int = 0) -> Tensor:
+    """Bool, (C, P): which pairs those at `at_C` see: those of their own segment, at least `distance` before
+    them."""
+    pairs_P = torch.arange(len(segments_P), device=segments_P.device)
+    is_before_CP = pairs_P <= at_C[:, None] - distance
+    return is_before_CP & (segments_P == segments_P[at_C][:, None])
+
+
+def _pieces(sample: Sample, num_pairs: int, response_only: bool) -> Iterator[_Piece]:
+    """The pieces of a sample that have something to learn from."""
+    all_pairs = len(sample.features_MF)
+    counts_from = max(sample.num_prompt - 2, 0) if response_only else 0
+    begin = 0 if all_pairs <= num_pairs else max(0, counts_from - num_pairs // 4)
+    while counts_from < all_pairs - 1:
+        end = min(all_pairs, begin + num_pairs)
+        yield _Piece(sample, begin, end, counts_from - begin)
+        counts_from = end - 1
+        begin = max(0, counts_from - num_pairs // 4)
+
+
+def _packed(pieces: Sequence[_Piece]) -> Packed:
+    lengths = torch.tensor([piece.num_pairs for piece in pieces])
+    spans = [(piece.sample.tokens_N, piece) for piece in pieces]
+    positions_P = torch.cat([torch.arange(piece.num_pairs) for piece in pieces])
+    first_P = torch.tensor([piece.counts_from for piece in pieces]).repeat_interleave(lengths)
+    last_P = (lengths - 1).repeat_interleave(lengths)
+    return Packed(
+        features_Pw=torch.cat([piece.sample.features_MF[piece.begin : piece.end] for piece in pieces]),
+        tokens_P=torch.cat([tokens[piece.begin + 1 : piece.end + 1] for tokens, piece in spans]),
+        targets_P=torch.cat([_targets(tokens, piece) for tokens, piece in spans]),
+        positions_P=positions_P,
+        segments_P=torch.arange(len(pieces)).repeat_interleave(lengths),
+        counts_P=(positions_P >= first_P) & (positions_P < last_P),
+        versions_P=torch.tensor([piece.sample.version for piece in pieces]).repeat_interleave(lengths),
+    )
+
+
+def _targets(tokens_N: Tensor, piece: _Piece) -> Tensor:
+    """The tokens two after each position; the last pair of a sample has none, and is given a 0."""
+    found = tokens_N[piece.begin + 2 : piece.end + 2]
+    return torch.cat((found, found.new_zeros(piece.num_pairs - len(found))))

@@ -1,0 +1,100 @@
+"""Reads the parameters of a `transformers` model of the Llama or Qwen kind, by reference."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from aedit.spec_rollout.model.layers import LayerWeights, Rope, Shape
+
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Those whose angles do not depend on how long a text is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's parameters themselves, and its sizes."""
+
+    embedding: Tensor
+    """(V, d)."""
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor
+    """(V, d): the embedding itself where the two are tied."""
+    shape: Shape
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """What `Target` computes with. ValueError that names what is not supported."""
+    family = type(model).__name__
+    if family not in FAMILIES:
+        raise ValueError(f"{family} is not supported: one of {', '.join(FAMILIES)} is")
+    _refuse_others(model)
+    config: Any = model.config
+    inner: Any = model.model
+    attention = inner.layers[0].self_attn
+    heads = config.num_attention_heads, config.num_key_value_heads, attention.head_dim
+    shape = Shape.of(*heads, config.rms_norm_eps, inner.norm.weight)
+    head: Any = model.lm_head
+    layers = tuple(_layer(layer) for layer in inner.layers)
+    return Weights(inner.embed_tokens.weight, layers, inner.norm.weight, head.weight, shape)
+
+
+def rope_of(model: nn.Module, num_positions: int) -> Rope:
+    """The model's own rotations of the positions 0 .. num_positions - 1, in its dtype."""
+    rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
+    like = next(model.parameters())
+    positions = torch.arange(num_positions, device=like.device)
+    with torch.no_grad():
+        cos, sin = rotary(like, positions[None])
+    return Rope.of(cos[0], sin[0])
+
+
+def _refuse_others(model: nn.Module) -> None:
+    """ValueError for what the family could have and our forward pass has not."""
+    config: Any = model.config
+    inner: Any = model.model
+    if config.hidden_act != "silu":
+        raise ValueError(f"hidden_act {config.hidden_act!r} is not supported: silu is")
+    if inner.rotary_emb.rope_type not in ROPES:
+        raise ValueError(
+            f"rope_type {inner.rotary_emb.rope_type!r} is not supported: one of {', '.join(ROPES)} is"
+        )
+    if any(getattr(layer.self_attn, "sliding_window", None) for layer in inner.layers):
+        raise ValueError("sliding-window attention is not supported: set use_sliding_window to false")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError("the model's parameters are sharded: an engine needs whole ones")
+    kinds = {parameter.dtype for parameter in model.parameters()}
+    if len(kinds) > 1 or not (kinds <= {torch.float64, torch.float32, torch.bfloat16}):
+        raise ValueError(
+            f"parameters in {', '.join(sorted(map(str, kinds)))}: all must be in one of fp64, fp32, bf16"
+        )
+    for name, module in model.named_modules():
+        if name.endswith("_proj") and type(module) is not nn.Linear:
+            raise ValueError(f"{name} is a {type(module).__name__}: only plain nn.Linear is supported")
+
+
+def _layer(layer: Any) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = {
+        "q": attention.q_proj,
+        "k": attention.k_proj,
+        "v": attention.v_proj,
+        "o": attention.o_proj,
+        "gate": mlp.gate_proj,
+        "up": mlp.up_proj,
+        "down": mlp.down_proj,
+    }
+    tensors: dict[str, Tensor | None] = {name: linear.weight for name, linear in linears.items()}
+    tensors |= {f"{name}_bias": linear.bias for name, linear in linears.items()}
+    for name in ("q_norm", "k_norm"):
+        norm = getattr(attention, name, None)
+        tensors[name] = None if norm is None else norm.weight
+    return LayerWeights(
+        input_norm=layer.input_layernorm.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        **tensors,  # type: ignore[arg-type]
+    )

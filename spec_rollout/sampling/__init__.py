@@ -1,0 +1,1 @@
+"""Coupled sampling: counter-based noise, distributions, verification, stop rules."""

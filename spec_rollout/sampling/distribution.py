@@ -1,0 +1,129 @@
+"""What the policy may say next: mask, then temperature, top-k and top-p, as each row's `Sampling` asks.
+
+All drawing, plain and speculative, starts from here: nothing is verified against another distribution than
+the one that would have been drawn from. A row's numbers depend on the row alone: not on its neighbours, and
+not on how many tokens are verified with it.
+
+Shapes: B live rows, q verified tokens of each, V vocabulary; 1 where it is the same for all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aedit.spec_rollout.model.host_to_device import sent
+from aedit.spec_rollout.sampling.samples import Sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSampling:
+    """`Sampling` of the live rows as tensors, None where no row asks for it. It is to be built when the rows
+    change, not in every step."""
+
+    temperature_B: Tensor
+    """float32; 0 is greedy."""
+    all_greedy: bool
+    """No row needs noise."""
+    divisor_B11: Tensor | None
+    """float32: the temperature, but 1 where that is 0."""
+    forbidden_B1V: Tensor | None
+    top_k_B11: Tensor | None
+    """int64; V where all tokens may be drawn."""
+    max_top_k: int
+    """Of the rows that ask for one."""
+    top_p_B11: Tensor | None
+    """float32; 2 where all tokens may be drawn, as sums that should be 1 may come out above it."""
+    stops_B1V: Tensor | None
+    """The stop tokens of the rows with min_new_tokens."""
+    min_new_B1: Tensor | None
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Sampling], vocabulary: int, device: torch.device | str = "cpu"
+    ) -> "RowSampling":
+        """For rows 0..B-1. Tokens and masks must fit the vocabulary and leave a token to be drawn."""
+        where = torch.device(device)
+
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return sent(values, where, dtype)[:, None, None]
+
+        top_k = [min(s.top_k or vocabulary, vocabulary) for s in rows]
+        top_p = [s.top_p if s.top_p < 1 else 2.0 for s in rows]
+        divisors = [s.temperature or 1.0 for s in rows]
+        min_new = [s.min_new_tokens for s in rows]
+        return cls(
+            temperature_B=sent([s.temperature for s in rows], where, torch.float32),
+            all_greedy=all(s.temperature == 0 for s in rows),
+            divisor_B11=None if set(divisors) == {1.0} else column(divisors, torch.float32),
+            forbidden_B1V=_forbidden(rows, vocabulary, device),
+            top_k_B11=None if min(top_k) == vocabulary else column(top_k, torch.int64),
+            max_top_k=max((k for k in top_k if k < vocabulary), default=0),
+            top_p_B11=None if min(top_p) > 1 else column(top_p, torch.float32),
+            stops_B1V=_early_stops(rows, vocabulary, device) if any(min_new) else None,
+            min_new_B1=sent(min_new, where)[:, None] if any(min_new) else None,
+        )
+
+
+def _forbidden(rows: Sequence[Sampling], vocabulary: int, device: torch.device | str) -> Tensor | None:
+    if all(s.allowed is None for s in rows):
+        return None
+    anything = torch.ones(vocabulary, dtype=torch.bool)
+    allowed = torch.stack([anything if s.allowed is None else s.allowed.cpu() for s in rows])
+    return allowed.logical_not()[:, None].to(device, non_blocking=True)
+
+
+def _early_stops(rows: Sequence[Sampling], vocabulary: int, device: torch.device | str) -> Tensor:
+    stops = torch.zeros(len(rows), 1, vocabulary, dtype=torch.bool)
+    for row, sampling in enumerate(rows):
+        if sampling.min_new_tokens:
+            stops[row, 0, list(sampling.stop_tokens)] = True
+    return stops.to(device, non_blocking=True)
+
+
+def shaped(logits_BqV: Tensor, rows: RowSampling, drawn_Bq: Tensor | None = None) -> Tensor:
+    """(B, q, V), float32 or float64: logits whose softmax is what the next token is drawn from, -inf where it
+    is not; the argmax, where the temperature is 0. Not normalised: what nobody asks for costs nothing.
+    drawn_Bq: how many new tokens there are before each, needed if a row has min_new_tokens."""
+    x = _wide(logits_BqV)
+    if rows.forbidden_B1V is not None:
+        x = x.masked_fill(rows.forbidden_B1V, -torch.inf)
+    if rows.stops_B1V is not None:
+        assert drawn_Bq is not None
+        assert rows.min_new_B1 is not None
+        x = x.masked_fill(rows.stops_B1V & (drawn_Bq < rows.min_new_B1)[..., None], -torch.inf)
+    if rows.divisor_B11 is not None:
+        x = x / rows.divisor_B11
+    if rows.top_k_B11 is not None:
+        x = _top_k(x, rows.top_k_B11, rows.max_top_k)
+    if rows.top_p_B11 is not None:
+        x = _top_p(x, rows.top_p_B11)
+    return x
+
+
+def _top_k(x_BqV: Tensor, k_B11: Tensor, largest: int) -> Tensor:
+    """All that are not below the k-th: as many as are equal to it, as in transformers."""
+    best = x_BqV.topk(largest, dim=-1).values
+    index_Bq1 = (k_B11.clamp(max=largest) - 1).expand(*x_BqV.shape[:2], 1)
+    below = (x_BqV < best.gather(-1, index_Bq1)) & (k_B11 < x_BqV.shape[-1])
+    return x_BqV.masked_fill(below, -torch.inf)
+
+
+def _top_p(x_BqV: Tensor, p_B11: Tensor) -> Tensor:
+    """The tokens that have less than p before them, from the most likely one down; equals by their ids."""
+    p_sorted, order = x_BqV.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    enough = p_sorted.cumsum(-1) - p_sorted >= p_B11
+    return x_BqV.masked_fill(enough.new_empty(x_BqV.shape).scatter_(-1, order, enough), -torch.inf)
+
+
+def logprobs(logits_BqV: Tensor, tokens_Bq: Tensor, rows: RowSampling) -> Tensor:
+    """(B, q): log softmax(logits / T) of the tokens, before mask, top-k and top-p; T is 1 where it is 0."""
+    x = _wide(logits_BqV)
+    if rows.divisor_B11 is not None:
+        x = x / rows.divisor_B11
+    return x.log_softmax(-1).gather(-1, tokens_Bq[..., None])[..., 0]
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
