@@ -40,7 +40,7 @@ def described_loop(model: nn.Module, config: EditConfig, schedule: RoundSchedule
     found |= {name: text for name, text in settings.items() if name not in _PROGRESS}
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     for name, p in frozen.items():
-        found[f"frozen parameter {name}"] = f"{p.dtype} of shape {tuple(p.shape)}"
+        found[f"parameter {name}"] = f"shape {tuple(p.shape)}, frozen"
     for name, buffer, persistent in named_buffers(model):
         if persistent:
             found[f"buffer {name}"] = f"{buffer.dtype} of shape {tuple(buffer.shape)}"

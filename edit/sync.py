@@ -170,7 +170,7 @@ class LayerSync(Waiter):
             return
         if warmed_up:
             self._gradients.detach()
-            self._exchange_buffers()
+            self._buffers.exchange(f"warmup/{self.steps}", self.wait)
             return self.anchor()
         self._look_for_answers()
         self._hold_back()
@@ -233,7 +233,7 @@ class LayerSync(Waiter):
         """
         self.finish()
         if self.warming_up:
-            return self._exchange_buffers()
+            return self._buffers.exchange(f"warmup/{self.steps}", self.wait)
         if not self.anchored:
             return
         all_leaving = 0
@@ -247,11 +247,6 @@ class LayerSync(Waiter):
         self.exchange.leave()
 
     # -- rounds
-
-    def _exchange_buffers(self) -> None:
-        """Exchange buffers where the warm-up ends, which is no round."""
-        if self._buffers and not self.free:
-            self._buffers.exchange(f"warmup/{self.steps}", self.wait, stepped=self.steps > 0)
 
     def compare(self) -> None:
         """Raise ValueError if model or settings differ between nodes. All nodes together, before anything

@@ -27,7 +27,7 @@ class Foreign:
             "conclude",
             "abandon",
             "leave",
-            "gather",
+            "rows",
             "state_dict",
             "load_state_dict",
             "allocate",
