@@ -25,7 +25,7 @@ from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
 from aedit.edit.equal import equalize
 from aedit.edit.exchange import Exchange, Verdict
-from aedit.edit.flight import Flight
+from aedit.edit.flight import Flight, note_answers
 from aedit.edit.schedule import RoundSchedule, make_schedule
 from aedit.edit.shards import local, shards_of
 from aedit.edit.units import SyncUnit, find_units
@@ -92,7 +92,8 @@ class LayerSync(Waiter):
 
         model: any module; shard it with `fully_shard` first if the node has several ranks.
         inner: its optimizer. exchange: where new anchors come from, such as `MeanExchange(TorchTransport())`.
-        schedule: when; by default as `config` says. config: everything else.
+        schedule: when; by default as `config` says. config: everything else. By default both are what the
+        hub says, with `HubExchange.join`.
 
             sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySeconds(600))
             with sync:
@@ -100,6 +101,8 @@ class LayerSync(Waiter):
                     loss(model, batch).backward(); inner.step(); inner.zero_grad()
                     sync.step()
         """
+        if defaults := exchange.defaults():
+            config, schedule = config or defaults[0], schedule or defaults[1]
         config = config or EditConfig()
         for name in ("penalty", "offload"):
             if getattr(config, name) not in (getattr(EditConfig(), name), getattr(exchange, name, None)):
@@ -129,6 +132,8 @@ class LayerSync(Waiter):
         try:
             if kind is None:
                 self.close()
+            else:
+                self.exchange.withdraw()
         finally:
             while self._hooks:
                 self._hooks.pop().remove()
@@ -166,13 +171,16 @@ class LayerSync(Waiter):
         if warmed_up:
             self._gradients.end_step()
         self.steps += 1
+        self.exchange.note_step(self.steps, self.waited_s)
         if self.warming_up:
             return
         if warmed_up:
             self._gradients.detach()
             self._buffers.exchange(f"warmup/{self.steps}", self.wait)
             return self.anchor()
-        self._look_for_answers()
+        if self.config.landing == "arrival":
+            for flight in note_answers(self._flights, self.shards):
+                self._send_all(flight)
         self._hold_back()
         if round := self._due():
             self.begin(round)
@@ -287,25 +295,6 @@ class LayerSync(Waiter):
         """Every P-th unit: a fragment is spread over the depth (Streaming DiLoCo, arXiv:2501.18512)."""
         P = self.config.fragments
         return tuple(range((round_id - 1) % P, len(self.units), P))
-
-    def _look_for_answers(self) -> None:
-        """`arrival`: note what has come, as all ranks of the node see it. Never waits for another node."""
-        if self.config.landing == "forward" or not self._flights:
-            return
-        asked = [(flight, i) for flight in self._flights for i in flight.sent if i not in flight.ready]
-        opening = [flight for flight in self._flights if flight.verdict is None]
-        here = [flight.sent[i].done() for flight, i in asked] + [flight.opening.done() for flight in opening]
-        buffers = [flight.buffers for flight in self._flights if flight.verdict and flight.buffers]
-        agreed = iter(self.shards.all(here + [each.done() for each in buffers]))
-        for flight, i in asked:
-            if next(agreed):
-                flight.ready.add(i)
-        for flight in opening:
-            if next(agreed):
-                self._send_all(flight)
-        for each in buffers:
-            if next(agreed):
-                each.land(self.wait)
 
     def _send_all(self, flight: Flight) -> None:
         self._verdict(flight)

@@ -25,9 +25,9 @@ from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.rundir.provenance import source_digest
-from aedit.proto.agent.membership import PROTOCOL
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.server import Server, serve
 from aedit.proto.wire.service import HubCore

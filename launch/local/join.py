@@ -5,21 +5,15 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-import aedit
 from aedit.launch.config.config import LocalConfig, RunConfig
-from aedit.launch.config.credentials import member_keys
 from aedit.launch.config.flags import with_flags
 from aedit.launch.config.load import parse
 from aedit.launch.config.placement import Membership, Placement
 from aedit.launch.local.run import run
 from aedit.launch.rundir.prepare import write_atomically
 from aedit.launch.rundir.provenance import source_digest
-from aedit.proto.agent.membership import PROTOCOL
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.hub_pb2 import HelloReply, HelloRequest
+from aedit.proto.wire.hello import caller_keys, greet
 from aedit.types import UserError
-
-HELLO_LIMIT_S = 10.0
 
 
 def join(
@@ -41,17 +35,7 @@ def join(
 
 
 def _greet(addresses: str, keys: Path | None, insecure: bool) -> RunConfig:
-    client = HubClient(
-        addresses.split(",")[0], member_keys(addresses, keys, insecure), call_timeout_s=HELLO_LIMIT_S
-    )
-    try:
-        reply: HelloReply = client.hello(
-            HelloRequest(protocol=PROTOCOL, code=source_digest(), version=aedit.__version__)
-        )
-    except (HubUnreachable, HubRefused) as error:
-        raise UserError(str(error)) from None
-    finally:
-        client.close()
+    reply = greet(addresses, caller_keys(addresses, keys, insecure), code=source_digest())
     return parse(reply.config, f"the configuration of {addresses}")
 
 

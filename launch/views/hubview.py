@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.credentials import member_keys
 from aedit.launch.rundir.hub_records import Hub, HubAt
 from aedit.launch.rundir.reader import Run
 from aedit.launch.rundir.records import BAD_LINE
@@ -22,6 +21,7 @@ from aedit.launch.views import words
 from aedit.launch.views.hubtable import hub_line, hub_table
 from aedit.launch.views.live import LINE_EVERY_S, REFRESH_S
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hello import caller_keys
 from aedit.proto.wire.hub_pb2 import StatusRequest
 from aedit.types import UserError
 
@@ -35,7 +35,7 @@ class HubView:
 
     def __init__(self, address: str, keys: Path | None = None, *, insecure: bool = False) -> None:
         self.address = address
-        self._client = HubClient(address, member_keys(address, keys, insecure), call_timeout_s=ASK_S)
+        self._client = HubClient(address, caller_keys(address, keys, insecure), call_timeout_s=ASK_S)
 
     def status(self) -> HubAt:
         """What the hub says now. Raises UserError if it does not answer."""
