@@ -165,7 +165,7 @@ def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 def _run(options: Options) -> int:
     from aedit.launch.config.load import load
-    from aedit.launch.config.placement import Placement
+    from aedit.launch.config.placement import Placement, check_hub_start
 
     local = options.local is not None
     if local and (options.master or options.nodes != 1 or options.node):
@@ -173,6 +173,7 @@ def _run(options: Options) -> int:
     nodes = options.local if local else options.nodes
     placement = Placement(nodes=nodes, node=options.node, local=local, master=options.master)
     config = load(options.config, options.flags).config
+    check_hub_start(config, placement)
     if options.dry_run:
         from aedit.launch.local.plan import plan
 
