@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from aedit.edit.buffers import OpenBuffers
-from aedit.edit.exchange import Verdict
+from aedit.edit.exchange import RoundOutcome
 from aedit.edit.shards import Shards
 from aedit.proto.transports.transport import Pending
 from aedit.types import Round
@@ -22,12 +22,12 @@ class Flight:
 
     round: Round
     units: tuple[int, ...]
-    opening: Pending[Verdict]
+    opening: Pending[RoundOutcome]
     unsent: deque[int]  # in forward order
     opened_at: int = 0  # local step
     buffers: OpenBuffers | None = None
     waited_s: float = 0.0
-    verdict: Verdict | None = None
+    verdict: RoundOutcome | None = None
     sent: dict[int, Pending[Tensor]] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)  # answered on every rank: may land in the next forward
 

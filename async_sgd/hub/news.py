@@ -1,4 +1,4 @@
-"""What a hub has to say: to a node at every beat, and to people who look."""
+"""What a hub has to say: to a node at every heartbeat, and to people who look."""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from typing import Any
 
 from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.members import Member, Report, Told, Verdict
+
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ def status(hub: Hub, now: float) -> dict[str, Any]:
         "total_steps": state.total_steps,
         "total_tokens": state.total_tokens,
         "num_samples": state.num_samples,
+        "founder": state.founder if state.is_founded else None,
+        "anchor_bytes": sum(_FP32_BYTES * layout[index].numel for index in state.units),
         "leased_upto": state.pool.watermark,
         "returned_samples": sum(end - start for start, end in state.pool.returned),
         "nodes": [
@@ -122,12 +126,12 @@ def _node_status(hub: Hub, member: Member, pace_steps: int, now: float) -> dict[
         "staleness": member.staleness,
         "accepted": member.accepted,
         "refused": dict(member.refused),
-        "offences": member.offences,
+        "violations": member.violations,
         "leased_samples": sum(end - start for start, end in leases),
     }
 
 
 def _state(member: Member, report: Report) -> str:
-    if member.put_out:
-        return f"put out: {member.gone}"
+    if member.excluded:
+        return f"excluded: {member.gone}"
     return report.state or "joining" if member.live else f"gone: {member.gone}"

@@ -69,8 +69,8 @@ class Reports:
             case records.Joined(name, node):
                 self._names[node] = name
                 self.event("join", node=node, name=name)
-            case records.Left(node, reason, put_out):
-                event = "put_out" if put_out else "leave"
+            case records.Left(node, reason, excluded):
+                event = "excluded" if excluded else "leave"
                 self.event(event, node=node, name=self._names.get(node), reason=reason)
             case records.Refused():
                 self.event(
@@ -125,6 +125,8 @@ def metrics(overview: Mapping[str, Any]) -> dict[str, Any]:
         "steps": overview["total_steps"],
         "tokens": overview["total_tokens"],
         "round": overview["round"],
+        "founder": overview["founder"],
+        "anchor_bytes": overview["anchor_bytes"],
         "nodes": [{name: node[name] for name in _OF_NODES} for node in overview["nodes"]],
         "versions": [unit["version"] for unit in units],
         "pending": sum(unit["pending"] for unit in units),

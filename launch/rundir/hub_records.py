@@ -65,14 +65,16 @@ class NodeAt:
 
     @property
     def reports(self) -> bool:
-        """Whether it has said how it does; not so before its first beat, after it has left, and for a moment
-        after a restart of the hub."""
+        """Return whether the hub has a report of the node.
+
+        It has none before the first heartbeat, after the node has left, and just after a restart of the hub.
+        """
         return self.steps > 0 or self.bytes_up > 0 or self.bytes_down > 0
 
     @property
-    def put_out(self) -> str:
-        """Why it was put out; empty if it was not."""
-        return self.state.removeprefix("put out: ") if self.state.startswith("put out") else ""
+    def excluded(self) -> str:
+        """Why it was excluded; empty if it was not."""
+        return self.state.removeprefix("excluded: ") if self.state.startswith("excluded") else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,12 @@ class HubAt:
     follows: str
     """HOST:PORT of the hub that leads, if this one is its standby."""
 
+    founder: int | None = None
+    """The node that uploaded the initial anchors; None while there are none."""
+
+    anchor_bytes: float = 0.0
+    """Size of the initial anchors of the units that this hub owns, as uploaded."""
+
     @staticmethod
     def of(line: Line) -> "HubAt":
         """A line of a hub's metrics, or the answer to `status`."""
@@ -110,6 +118,8 @@ class HubAt:
             pending=int(line.get("pending") or sum(unit["pending"] for unit in units)),
             journal_bytes=number(line.get("journal_bytes", sum(journal.get(k, 0) for k in JOURNAL))),
             follows=str(line.get("follows") or ""),
+            founder=None if line.get("founder") is None else int(line["founder"]),
+            anchor_bytes=float(line.get("anchor_bytes") or 0.0),
         )
 
 
@@ -134,7 +144,7 @@ class Hub:
 
     lines: tuple[HubAt, ...]
     notices: tuple[Notice, ...]
-    """Of note for a person: who was put out, and hubs that began to lead."""
+    """Of note for a person: who was excluded, and hubs that began to lead."""
 
     @property
     def last(self) -> HubAt:
@@ -159,8 +169,14 @@ class Totals:
     versions: tuple[int, ...]
     bytes_up: float
     bytes_down: float
-    put_out: tuple[tuple[str, str], ...]
+    excluded: tuple[tuple[str, str], ...]
     """Name and reason."""
+
+    founder: str
+    """Name of the node that uploaded the initial anchors; empty while there are none."""
+
+    anchor_bytes: float
+    """Size of these anchors: a part of `bytes_up`."""
 
 
 def totals(hubs: Sequence[Hub]) -> Totals | None:
@@ -183,7 +199,9 @@ def totals(hubs: Sequence[Hub]) -> Totals | None:
         versions=versions,
         bytes_up=sum(gained(up) for up in by_node(told, "bytes_up").values()),
         bytes_down=sum(gained(down) for down in by_node(told, "bytes_down").values()),
-        put_out=tuple(sorted({(node.name, node.put_out) for node in nodes if node.put_out})),
+        excluded=tuple(sorted({(node.name, node.excluded) for node in nodes if node.excluded})),
+        founder=", ".join(sorted({n.name for hub in last for n in hub.nodes if n.node == hub.founder})),
+        anchor_bytes=sum(hub.anchor_bytes for hub in last if hub.founder is not None),
     )
 
 
