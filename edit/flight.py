@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -25,15 +25,18 @@ class Flight:
     opening: Pending[RoundOutcome]
     unsent: deque[int]  # in forward order
     opened_at: int = 0  # local step
+    modes: tuple[Any, ...] = ()
+    """What the parameters were when it was opened: see `InnerOptimizers.modes`."""
     buffers: OpenBuffers | None = None
     waited_s: float = 0.0
     verdict: RoundOutcome | None = None
     sent: dict[int, Pending[Tensor]] = field(default_factory=dict)
-    ready: set[int] = field(default_factory=set)  # answered on every rank: may land in the next forward
+    ready: dict[int, int] = field(default_factory=dict)
+    """Units answered on every rank, which may land in the next forward; since which local step."""
 
 
-def note_answers(flights: Sequence[Flight], shards: Shards) -> list[Flight]:
-    """Note which answers are here on every rank of the node, and land buffers that are.
+def note_answers(flights: Sequence[Flight], shards: Shards, step: int) -> list[Flight]:
+    """Note which answers are here on every rank of the node, and land buffers that are; at local step `step`.
 
     Returns the flights whose verdict has come. Never waits for another node.
     """
@@ -46,7 +49,7 @@ def note_answers(flights: Sequence[Flight], shards: Shards) -> list[Flight]:
     agreed = iter(shards.all(here + [each.done() for each in buffers]))
     for flight, i in asked:
         if next(agreed):
-            flight.ready.add(i)
+            flight.ready[i] = step
     opened = [flight for flight in opening if next(agreed)]
     for each in buffers:
         if next(agreed):
