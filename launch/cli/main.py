@@ -216,42 +216,22 @@ def _keys(options: Options) -> None:
 
 
 def _status(options: Options) -> None:
-    if _is_hub(options.run):
-        from aedit.launch.views.hubview import status as hub_status
-
-        return hub_status(options.run, options.keys, insecure=options.insecure)
     from aedit.launch.views.status import main as status
 
-    status(Path(options.run))
+    status(options.run, options.keys, insecure=options.insecure)
 
 
 def _top(options: Options) -> None:
-    if _is_hub(options.run):
-        from aedit.launch.views.hubview import top as hub_top
-
-        return hub_top(options.run, options.keys, insecure=options.insecure)
     from aedit.launch.views.top import main as top
 
-    top(Path(options.run))
+    top(options.run, options.keys, insecure=options.insecure)
 
 
 def _plot(options: Options) -> None:
-    if _is_hub(options.run):
-        from aedit.launch.views.hubview import plot as hub_plot
+    from aedit.launch.views.plot import main as plot
 
-        paths = hub_plot(options.run, options.keys, insecure=options.insecure)
-    else:
-        from aedit.launch.views.plot import main as plot
-
-        paths = plot(Path(options.run))
-    for path in paths:
+    for path in plot(options.run, options.keys, insecure=options.insecure):
         print(path)
-
-
-def _is_hub(place: str) -> bool:
-    """Whether HOST:PORT is meant; a directory of that name wins."""
-    host, _, port = place.rpartition(":")
-    return bool(host) and port.isdecimal() and not Path(place).exists()
 
 
 def _export(options: Options) -> None:
