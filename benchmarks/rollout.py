@@ -2,9 +2,9 @@
 
     python -m benchmarks.rollout [--task scratchpad|python] [--size 10m] [--batches 1,2,4] [--quick]
 
-Policies and drafters are trained first if they are not there (`benchmarks.policies`). Four parts, in
-rollout_parts/: stream (our arms on a stream of samples), theirs (beside `transformers`), drain (a batch to its
-end), and bars (what is wanted of all that).
+Policies and drafters are trained first if they are not there (`benchmarks.policies`). Four parts, each a file
+of rollout_parts/: stream (our arms on a stream of samples), theirs (beside `transformers`), drain (a batch to
+its end), and bars (what is wanted of all that).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A node's membership at one hub process: join, heartbeat, lose it, find it again, follow it to its standby."""
+"""Membership of a node at one hub process: join, send heartbeats, reconnect, follow it to its standby."""
 
 import logging
 import random
