@@ -51,7 +51,7 @@ address = "127.0.0.1:0"
 quorum = 1
 codec = "{codec}"
 fsync = false
-[hub.screen]
+[hub.push_filter]
 threshold = 1e9
 """
 

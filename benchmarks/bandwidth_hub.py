@@ -35,7 +35,7 @@ quorum = "all"
 weights = "uniform"
 codec = "{codec}"
 codec_down = "{codec}"
-[hub.screen]
+[hub.push_filter]
 threshold = 1e9
 clip = "none"
 cosine = false

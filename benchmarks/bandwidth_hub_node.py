@@ -14,7 +14,7 @@ from torch import nn
 import aedit
 from aedit.edit import canonical
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import Verdict
+from aedit.edit.exchange import RoundOutcome
 from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.pace import OwnPace
 from aedit.edit.sync import LayerSync
@@ -103,7 +103,7 @@ def agent_plan(job: HubJob, model: nn.Module) -> AgentPlan:
 
 def _watched(job: HubJob, sync: LayerSync) -> HubSeen:
     marks: list[Traffic] = []
-    landed: list[Verdict] = []
+    landed: list[RoundOutcome] = []
 
     def mark() -> None:
         counters = psutil.net_io_counters(pernic=True)[job.interface]

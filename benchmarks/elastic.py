@@ -194,7 +194,7 @@ def _phase(
 def _members(ground: Field) -> int:
     status = ground.status()
     states = [node["state"] for node in status["nodes"]] if status else []
-    return sum(not state.startswith(("gone", "put out")) for state in states)
+    return sum(not state.startswith(("gone", "excluded")) for state in states)
 
 
 def _look(ground: Field, change: Change, until_s: float) -> None:

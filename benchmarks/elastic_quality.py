@@ -130,7 +130,7 @@ class Elastic:
     def _at(self, now_s: float) -> None:
         self.clock.advance_to(now_s)
         for node in self.nodes.values():
-            node.link.beat(1 / node.step_s)
+            node.link.heartbeat(1 / node.step_s)
         self.hub.tick()
 
     def _loss(self) -> float:

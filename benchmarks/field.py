@@ -37,14 +37,14 @@ address = "{address}"
 pace = "steps"
 weights = "uniform"
 codec = "fp32"
-beat_s = 0.25
+heartbeat_s = 0.25
 expire_s = {expire_s}
 lease_samples = {lease_samples}
 {more}
 [hub.staleness]
 rule = "constant"
 cutoff = 1000000
-[hub.screen]
+[hub.push_filter]
 threshold = 1e9
 clip = "none"
 cosine = false

@@ -120,10 +120,10 @@ def _push(num_bytes: int, grpc_s: list[float], tcp_s: list[float]) -> tuple[tupl
 
 def _crowd_row(size: Size, seen: Crowd) -> tuple[str, ...]:
     detail = (
-        f"median {1e3 * _quantile(seen, 0.5):.1f} ms, {len(seen.beat_s) / size.seconds:.0f} beats/s,"
+        f"median {1e3 * _quantile(seen, 0.5):.1f} ms, {len(seen.heartbeat_s) / size.seconds:.0f} heartbeats/s,"
         f" {seen.merged / size.seconds:.0f} pushes/s, {seen.refused} refused, {seen.late} late"
     )
-    return f"beat, {size.nodes} nodes, p99", f"{1e3 * _quantile(seen, 0.99):.1f} ms", detail
+    return f"heartbeat, {size.nodes} nodes, p99", f"{1e3 * _quantile(seen, 0.99):.1f} ms", detail
 
 
 def _crowd_bar(size: Size, seen: Crowd) -> Bar:
@@ -133,7 +133,7 @@ def _crowd_bar(size: Size, seen: Crowd) -> Bar:
 
 
 def _quantile(seen: Crowd, share: float) -> float:
-    return seen.beat_s[min(len(seen.beat_s) - 1, int(share * len(seen.beat_s)))]
+    return seen.heartbeat_s[min(len(seen.heartbeat_s) - 1, int(share * len(seen.heartbeat_s)))]
 
 
 def _memory_row(name: str, found: Memory) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class Size:
 class Crowd:
     """What all nodes saw together."""
 
-    beat_s: list[float]
+    heartbeat_s: list[float]
     merged: int
     refused: int
     late: int
@@ -130,7 +130,7 @@ def _crews(size: Size, address: str) -> list[Crew]:
 
 def _together(seen: list[Seen]) -> Crowd:
     return Crowd(
-        sorted(beat_s for one in seen for beat_s in one.beat_s),
+        sorted(heartbeat_s for one in seen for heartbeat_s in one.heartbeat_s),
         sum(one.merged for one in seen),
         sum(one.refused for one in seen),
         sum(one.late for one in seen),

@@ -1,7 +1,7 @@
 """Nodes of `benchmarks.hub`: all that a hub sees of a node, and nothing that takes time itself.
 
 Many fit into one process. Each sleeps through its steps, sends the same pseudo-gradients after every so many
-of them, fetches the anchors once the hub has decided, and reports at every beat. Says "ready" once all are
+of them, fetches the anchors once the hub has decided, and reports at every heartbeat. Says "ready" once all are
 members of a run that is founded, begins when a line comes in, and prints one JSON line at the end.
 """
 
@@ -20,7 +20,7 @@ from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused
 
 RUN = "bench"
-BEAT_S = HubConfig().beat_s
+BEAT_S = HubConfig().heartbeat_s
 WITHIN_S = 120.0
 LATE_S = 0.05
 
@@ -46,8 +46,8 @@ class Crew:
 class Seen:
     """What the nodes of one process saw."""
 
-    beat_s: list[float] = field(default_factory=list)
-    """How long the hub took to answer a beat."""
+    heartbeat_s: list[float] = field(default_factory=list)
+    """How long the hub took to answer a heartbeat."""
     merged: int = 0
     """Pushes of a unit."""
     refused: int = 0
@@ -83,13 +83,13 @@ class Node:
         self._change = threading.Condition()
         self._over = threading.Event()
         self._anchor = memoryview(bytearray(4 * crew.numel))
-        self._beats = threading.Thread(target=self._beat, daemon=True)
+        self._heartbeats = threading.Thread(target=self._heartbeat, daemon=True)
 
     def join(self) -> None:
         """Become a member, and bring the first anchors if nobody else does."""
         reply = self._client.join(_request(self._name, self._crew))
         self._who = pb.Who(run=RUN, term=reply.term, node=reply.node, session=reply.session)
-        self._beats.start()
+        self._heartbeats.start()
         if reply.founder:
             for unit in range(self._crew.units):
                 self._push(unit, "fp32", self._payloads.anchor)
@@ -108,7 +108,7 @@ class Node:
             time.sleep(max(0.0, due_s - time.monotonic()))
             self._exchange()
         self._over.set()
-        self._beats.join()
+        self._heartbeats.join()
         self._client.leave(pb.LeaveRequest(who=self._who))
         self._client.close()
 
@@ -160,12 +160,12 @@ class Node:
                 self._told[news.unit] = news
             self._change.notify_all()
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         """As the node agent does, in a thread of its own."""
         while not self._over.wait(BEAT_S):
             began = time.perf_counter()
-            news = self._client.beat(pb.BeatRequest(who=self._who, steps_per_s=1 / self._step_s))
-            self._seen.beat_s.append(time.perf_counter() - began)
+            news = self._client.heartbeat(pb.HeartbeatRequest(who=self._who, steps_per_s=1 / self._step_s))
+            self._seen.heartbeat_s.append(time.perf_counter() - began)
             self._hear(list(news.units))
 
 
@@ -177,7 +177,7 @@ def run(crew: Crew) -> Seen:
         list(threads.map(Node.join, nodes))
         print("ready", flush=True)
         sys.stdin.readline()
-        seen.beat_s.clear()
+        seen.heartbeat_s.clear()
         list(threads.map(Node.walk, nodes))
     return seen
 

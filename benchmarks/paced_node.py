@@ -55,7 +55,7 @@ class PacedNode:
     samples_per_step: int = 4
     num_samples: int = 1_000_000
     codec: str = "fp32"
-    beat_s: float = 0.25
+    heartbeat_s: float = 0.25
     expire_s: float = 5.0
     call_timeout_s: float = 30.0
     max_steps: int = 10**9
@@ -209,7 +209,7 @@ def agent_plan(plan: PacedNode) -> AgentPlan:
         lease_samples=plan.lease_samples,
         codec=plan.codec,
         donor=plan.donor,
-        beat_s=plan.beat_s,
+        heartbeat_s=plan.heartbeat_s,
         expire_s=plan.expire_s,
         call_timeout_s=plan.call_timeout_s,
         prefers=plan.prefers,

@@ -178,7 +178,7 @@ def train_apart(setting: Setting, start: bytes, method: Method) -> Outcome:
         node = min(nodes, key=lambda node: node.next_s)
         clock.advance_to(node.next_s)
         for other in nodes:  # a node reports far more often than it steps
-            other.link.beat(1 / other.step_s)
+            other.link.heartbeat(1 / other.step_s)
         hub.tick()
         set_lr(node.sync.inner, setting.lr_after(done))
         inner_step(node.sync.model, node.sync.inner, node.shard.take(setting.batch_size))
@@ -247,10 +247,10 @@ def _finish(hub: InProcessHub, clock: VirtualClock, nodes: list[Node]) -> None:
                 sync.schedule.last_id, sync.schedule.last_step = sync.schedule.last_id + 1, sync.local_steps
         clock.advance(1000.0)  # longer than any quorum is waited for, and nobody falls silent
         for node in nodes:
-            node.link.beat(1 / node.step_s)
+            node.link.heartbeat(1 / node.step_s)
         hub.tick()
         for node in nodes:
-            if node.link.is_member:  # nobody answers one that was put out for its last push
+            if node.link.is_member:  # nobody answers one that was excluded for its last push
                 node.sync.finish()
 
 

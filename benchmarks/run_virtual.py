@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from aedit.async_sgd.rules.outer import Nesterov
 from aedit.clock import Turns
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange, Verdict
+from aedit.edit.exchange import MeanExchange, RoundOutcome
 from aedit.edit.schedule import EverySeconds
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import TrainConfig
@@ -109,7 +109,7 @@ class _Run:
     waited_s: float = 0.0
     rounds: int = 0
 
-    def note_round(self, node: int, verdict: Verdict) -> None:
+    def note_round(self, node: int, verdict: RoundOutcome) -> None:
         self.rounds = max(self.rounds, verdict.round.id)
         self.distrusted.extend((verdict.round.id, node) for _ in verdict.distrusted)
 

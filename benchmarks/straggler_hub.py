@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from aedit.async_sgd.rules.config import ScreenConfig
+from aedit.async_sgd.rules.config import PushFilterConfig
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
 from aedit.launch.config.load import load
@@ -88,7 +88,7 @@ def _scaled(preset: str, directory: Path, step_s: float, every_s: float) -> RunC
         hub=replace(
             config.hub,
             address=f"127.0.0.1:{free_port()}",
-            screen=ScreenConfig(threshold=1e9, clip=None, cosine=False),
+            push_filter=PushFilterConfig(threshold=1e9, clip=None, cosine=False),
         ),
     )
 

@@ -23,7 +23,7 @@ from aedit.types import Round
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RoundOutcome:
     """What all nodes agreed on when a round was opened. Per-unit tuples follow `units`."""
 
     round: Round
@@ -78,13 +78,13 @@ class Exchange(Protocol):
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         """Plain mean of `value` over nodes, for the warm-up."""
 
-    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[Verdict]:
+    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
         """Announce `round` for `units`: one small message. Units may be started once the answer is in."""
 
     def start(self, i: int) -> Pending[Tensor]:
         """Send unit `i` of the round opened last and return at once; the answer is its next anchor."""
 
-    def conclude(self, i: int, verdict: Verdict) -> Verdict:
+    def conclude(self, i: int, verdict: RoundOutcome) -> RoundOutcome:
         """Return `verdict`, completed by what the answer to unit `i` says. Called once, just before it
         lands."""
 
@@ -125,7 +125,7 @@ class Exchange(Protocol):
 class _Open:
     """The round under way, as the exchange sees it."""
 
-    verdict: Verdict
+    verdict: RoundOutcome
     history_before: NormHistory
     weight: dict[int, float] = field(default_factory=dict)
     nobody: frozenset[int] = frozenset()
@@ -210,13 +210,13 @@ class MeanExchange:
         return Then(self.transport.weighted_mean(name, value, weight), lambda mean: mean.value)
 
     @torch.no_grad()
-    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[Verdict]:
+    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
         G_L = self._norms(units)
         believed_L, history = judge(self._spread(G_L, units), self.history, self.penalty)
         self.steps_L += round.steps
         self.own_steps += round.steps
         at = list(units)
-        verdict = Verdict(
+        verdict = RoundOutcome(
             round,
             tuple(units),
             norms=tuple(G_L.tolist()),
@@ -228,7 +228,7 @@ class MeanExchange:
         row = torch.cat([torch.tensor(head, dtype=torch.float64), believed_L[at], self.steps_L[at]])
         return Then(self.transport.gather(f"{round.id}/open", row), self._weigh)
 
-    def _weigh(self, rows: Rows) -> Verdict:
+    def _weigh(self, rows: Rows) -> RoundOutcome:
         assert self._open is not None
         verdict, units = self._open.verdict, self._open.verdict.units
         digests_N2, believed_NL, steps_NL = rows.rows[:, 2:4], *rows.rows[:, 4:].chunk(2, dim=1)
@@ -281,7 +281,7 @@ class MeanExchange:
         self.store.write(i, next_anchor, replace(kept, count=state.count) if nobody else kept)
         return next_anchor
 
-    def conclude(self, i: int, verdict: Verdict) -> Verdict:
+    def conclude(self, i: int, verdict: RoundOutcome) -> RoundOutcome:
         return verdict
 
     def leave(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from aedit.edit.exchange import Verdict
+from aedit.edit.exchange import RoundOutcome
 from aedit.proto.transports.transport import Pending
 from aedit.types import Round
 
@@ -16,10 +16,10 @@ class Flight:
 
     round: Round
     units: tuple[int, ...]
-    opening: Pending[Verdict]
+    opening: Pending[RoundOutcome]
     unsent: deque[int]  # in forward order
     opened_at: int = 0  # local step
     waited_s: float = 0.0
-    verdict: Verdict | None = None
+    verdict: RoundOutcome | None = None
     sent: dict[int, Pending[Tensor]] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)  # answered on every rank: may land in the next forward

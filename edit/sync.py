@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from aedit.edit.agreement import described
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import Exchange, Verdict
+from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.flight import Flight
 from aedit.edit.schedule import RoundSchedule, make_schedule
 from aedit.edit.shards import shards_of
@@ -54,7 +54,7 @@ class LayerSync(Waiter):
         if config.fragments > len(self.units):
             what = f"edit.fragments = {config.fragments} is more than the model's {len(self.units)} units"
             raise ValueError(what)
-        self.on_round: Callable[[Verdict, float], None] = lambda verdict, waited_s: None
+        self.on_round: Callable[[RoundOutcome, float], None] = lambda verdict, waited_s: None
         self.steps = 0
         """Inner steps so far, warm-up included."""
         self.round_id = 0
@@ -306,7 +306,7 @@ class LayerSync(Waiter):
         i = flight.unsent.popleft()
         flight.sent[i] = self.exchange.start(i)
 
-    def _verdict(self, flight: Flight) -> Verdict:
+    def _verdict(self, flight: Flight) -> RoundOutcome:
         if flight.verdict is None:
             flight.verdict = self.wait(flight.opening, flight, needed=self.position)
             self.total_steps = flight.verdict.total_steps

@@ -26,11 +26,11 @@ address = "127.0.0.1:0"
 standby = "{standby}"
 weights = "uniform"
 codec = "fp32"
-beat_s = 0.1
+heartbeat_s = 0.1
 expire_s = 3.0
 [hub.staleness]
 rule = "constant"
-[hub.screen]
+[hub.push_filter]
 threshold = 1e9
 cosine = false
 """
@@ -43,7 +43,7 @@ def start_hub(directory, standby=""):
 
 
 def member(address, name, **changes):
-    settings = {"code": source_digest(), "beat_s": 0.1, "expire_s": 3.0, "samples_per_step": 2}
+    settings = {"code": source_digest(), "heartbeat_s": 0.1, "expire_s": 3.0, "samples_per_step": 2}
     return plan([address], name=name, **(settings | changes))
 
 

@@ -35,7 +35,7 @@ def test_a_real_hub_answers_a_small_crowd_and_its_memory_is_seen():
     seen = crowd(size)
     assert seen.merged >= 2 * 3
     assert seen.refused == 0
-    assert len(seen.beat_s) >= 3
+    assert len(seen.heartbeat_s) >= 3
     found = memory(size, ASYNC)
     assert found.params == 80_000
     assert found.idle <= found.peak < 2**30

@@ -138,7 +138,7 @@ def test_a_full_disk_refuses_pushes_and_nothing_else(tmp_path):
         with pytest.raises(HubUnreachable, match=r"no space|Deadline Exceeded"):
             fill(node)
         before = node.anchor(0)
-        assert node.beat().nodes == 1
+        assert node.heartbeat().nodes == 1
         assert hub.events("journal_full")
         hub.kill()
         hub = start(tmp_path)
@@ -222,7 +222,7 @@ def test_a_hub_ends_with_its_run(tmp_path):
         node = Client(hub.address).found()
         for unit in (0, 1, 0, 1):
             node.merged(unit)
-        assert node.beat().finished
+        assert node.heartbeat().finished
         node.leave()
         assert hub.process.wait(20) == 0
 

@@ -14,7 +14,7 @@ from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.journal.journal import Broken, Journal, NoSpace
 from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.service.greeting import Greeting
+from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.memory import give_back_what_is_freed
 from aedit.async_sgd.service.switch import Switch
 from aedit.launch.config.config import RunConfig
@@ -127,7 +127,7 @@ class _Process:
         folder.claim(place.directory, place.config, place.part)
         self._store = Store(place.directory, fsync=place.config.hub.fsync)
         self._reports = Reports(place.directory)
-        self._greeting = Greeting(
+        self._responder = HelloResponder(
             protocol=PROTOCOL,
             code=source_digest(),
             version=aedit.__version__,
@@ -201,7 +201,7 @@ class _Process:
     def verdict(self) -> int:
         """Exit code. UserError if another hub leads."""
         leading, standby = self._leading, self._standby
-        if leading is not None and leading.desk.replaced.is_set():
+        if leading is not None and leading.guard.replaced.is_set():
             raise UserError(
                 f"another hub leads this run under a newer term than this one's: start this one with"
                 f" --standby --address {self._place.address} to follow it"
@@ -215,7 +215,7 @@ class _Process:
         return make_hub(self._config, self._place.part)
 
     def _lead(self, hub: Hub, journal: Journal, term: int | None) -> Leading:
-        leading = Leading(self._config, hub, journal, self._store, self._reports, self._greeting)
+        leading = Leading(self._config, hub, journal, self._store, self._reports, self._responder)
         leading.begin(term)
         if self._config.hub.parent:
             self._join_parent(leading)
@@ -239,7 +239,7 @@ class _Process:
 
     def _follow(self) -> None:
         mirror = Mirror(self._store, self._make)
-        self._standby = Standby(self._place, mirror, self._reports, self._greeting, self._take_over)
+        self._standby = Standby(self._place, mirror, self._reports, self._responder, self._take_over)
         self._serve(self._standby)
         self._standby.start()
 
@@ -269,7 +269,7 @@ class _Process:
         if not other:
             return 0
         client = HubClient(other, self._place.client_keys(), call_timeout_s=_ASK_S)
-        hello = pb.HelloRequest(protocol=PROTOCOL, code=self._greeting.code, version=aedit.__version__)
+        hello = pb.HelloRequest(protocol=PROTOCOL, code=self._responder.code, version=aedit.__version__)
         try:
             return client.hello(hello).term
         except HubRefused as error:

@@ -1,4 +1,4 @@
-"""A hub that is a node of another one (HALoS, arXiv:2506.04531): its seat at the parent.
+"""A hub that is a node of another one (HALoS, arXiv:2506.04531): its membership at the parent.
 
 It has an agent in threads, as a trainer has one: what a region's hub sends up is a push like any other, and
 what comes back is mixed into its anchors. Nobody in the region waits for any of it.
@@ -93,11 +93,11 @@ class Uplink:
             known = self._known()
             for anchor, mine in zip(link.anchors, known, strict=True):
                 anchor[:] = mine
-            seats = [_Seat(version) for version in link.join(JOIN_S)]
+            memberships = [_Seat(version) for version in link.join(JOIN_S)]
             self._take_up(link, known)
             while not self._stopping.wait(LOOK_S):
-                for unit, seat in enumerate(seats):
-                    self._look(link, unit, seat)
+                for unit, membership in enumerate(memberships):
+                    self._look(link, unit, membership)
                 link.tell(Progress(steps=self._hub.state.total_steps))
         finally:
             link.stop()
@@ -130,7 +130,7 @@ class Uplink:
             codec=theirs.codec,
             codec_down=theirs.codec_down,
             keys=str(self._directory or ""),
-            beat_s=theirs.beat_s,
+            heartbeat_s=theirs.heartbeat_s,
             expire_s=theirs.expire_s,
             call_timeout_s=theirs.call_timeout_s,
         )
@@ -154,11 +154,11 @@ class Uplink:
             if not np.array_equal(anchor, mine):
                 self._mix(unit, anchor, share)
 
-    def _look(self, link: AgentLink, unit: int, seat: _Seat) -> None:
-        if seat.waits:
-            answer = link.answer(unit, seat.seq)
+    def _look(self, link: AgentLink, unit: int, membership: _Seat) -> None:
+        if membership.waits:
+            answer = link.answer(unit, membership.seq)
             if answer is not None:
-                self._land(link, unit, seat, answer)
+                self._land(link, unit, membership, answer)
             return
         with self._ledger.lock:
             if unit not in upward.due(self._hub):
@@ -166,12 +166,12 @@ class Uplink:
             self._ledger.commit([upward.send(self._hub, unit)])
             owed, steps = upward.owed(self._hub, unit), self._hub.state.total_steps
         link.outbox[unit][:] = owed
-        seat.seq, seat.waits = seat.seq + 1, True
-        since, seat.steps_sent = max(1, steps - seat.steps_sent), steps
-        link.written(unit, seat.seq)
-        link.send(unit, seat.seq, base=seat.base, steps=since, tokens=0)
+        membership.seq, membership.waits = membership.seq + 1, True
+        since, membership.steps_sent = max(1, steps - membership.steps_sent), steps
+        link.written(unit, membership.seq)
+        link.send(unit, membership.seq, base=membership.base, steps=since, tokens=0)
 
-    def _land(self, link: AgentLink, unit: int, seat: _Seat, answer: Answer) -> None:
+    def _land(self, link: AgentLink, unit: int, membership: _Seat, answer: Answer) -> None:
         if answer.verdict == Verdict.MERGED:
             self._mix(unit, link.anchors[unit], None)
         else:
@@ -179,7 +179,7 @@ class Uplink:
                 self._ledger.commit([upward.withdraw(unit)])
             if answer.verdict == Verdict.DISTRUSTED:
                 self._mix(unit, link.anchors[unit], 1.0)
-        seat.base, seat.waits = answer.version, False
+        membership.base, membership.waits = answer.version, False
 
     def _mix(self, unit: int, anchor: Vector, share: float | None) -> None:
         while not self._stopping.is_set() and not self._engine.mix(unit, anchor, share):

@@ -140,7 +140,7 @@ def agent_plan(
         codec_down=hub.codec_down,
         keys=str(member.keys or ""),
         donor=_donor_address(member),
-        beat_s=hub.beat_s,
+        heartbeat_s=hub.heartbeat_s,
         expire_s=hub.expire_s,
         call_timeout_s=hub.call_timeout_s,
     )

@@ -59,7 +59,7 @@ class AgentPlan:
     """HOST:PORT where this node gives anchors to others, port 0 for a free one; empty: it does not."""
     streams: int = 4
     """Transfers at a time."""
-    beat_s: float = 0.5
+    heartbeat_s: float = 0.5
     expire_s: float = 15.0
     call_timeout_s: float = 30.0
 

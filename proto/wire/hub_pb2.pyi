@@ -133,7 +133,7 @@ class Consumed(_message.Message):
     upto: int
     def __init__(self, start: _Optional[int] = ..., upto: _Optional[int] = ...) -> None: ...
 
-class BeatRequest(_message.Message):
+class HeartbeatRequest(_message.Message):
     __slots__ = ("who", "steps", "tokens", "steps_per_s", "busy_s", "wait_s", "wire_s", "bytes_up", "bytes_down", "consumed", "loss", "state")
     WHO_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]

@@ -142,7 +142,7 @@ class Client:
         if self.join().founder:
             for unit in range(len(self.numels)):
                 assert self.push(unit, base=0).accepted
-            until(lambda: all(news.version for news in self.beat().units), "the first anchors")
+            until(lambda: all(news.version for news in self.heartbeat().units), "the first anchors")
         return self
 
     def push(self, unit, base=None, scale=0.01):
@@ -165,11 +165,13 @@ class Client:
         until(lambda: self.news(unit).seq >= self.seqs[unit], "a merge")
         return self.news(unit)
 
-    def beat(self):
-        return self.hub.beat(pb.BeatRequest(who=self.who, steps=1, steps_per_s=1.0, state="training"))
+    def heartbeat(self):
+        return self.hub.heartbeat(
+            pb.HeartbeatRequest(who=self.who, steps=1, steps_per_s=1.0, state="training")
+        )
 
     def news(self, unit):
-        return next(item for item in self.beat().units if item.unit == unit)
+        return next(item for item in self.heartbeat().units if item.unit == unit)
 
     def version(self, unit):
         return self.news(unit).version

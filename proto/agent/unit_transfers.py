@@ -28,7 +28,7 @@ Vector = NDArray[np.float32]
 
 
 @dataclass(slots=True)
-class Parcel:
+class Transfer:
     """One exchange under way."""
 
     unit: int
@@ -49,66 +49,68 @@ class Parcel:
         return self.arrived and not self.verdict and self.number > last
 
 
-class Carrier:
+class UnitTransfers:
     """All exchanges of a node. The owner calls `start` and hands on what hubs say; answers appear in the
     mailbox. One exchange per unit at a time."""
 
-    def __init__(self, plan: AgentPlan, box: Mailbox, seats: Sequence[Membership], traffic: Traffic) -> None:
-        self._plan, self._box, self._seats, self._traffic = plan, box, seats, traffic
+    def __init__(
+        self, plan: AgentPlan, box: Mailbox, memberships: Sequence[Membership], traffic: Traffic
+    ) -> None:
+        self._plan, self._box, self._memberships, self._traffic = plan, box, memberships, traffic
         self._codec = codec(plan.codec)
         self._lock = threading.Lock()
-        self._parcels: dict[int, Parcel] = {}
+        self._active: dict[int, Transfer] = {}
         self._accepted = [0] * len(plan.units)
         self._news: dict[int, pb.UnitNews] = {}
         self.versions = [0] * len(plan.units)
         """Of box.anchors."""
         self.guards = [threading.Lock() for _ in plan.units]
         """Held while anchors change; a donor reads under it."""
-        self._pools = [ThreadPoolExecutor(plan.streams, f"hub-{k}") for k in range(len(seats))]
+        self._pools = [ThreadPoolExecutor(plan.streams, f"hub-{k}") for k in range(len(memberships))]
         self._failed: Callable[[BaseException], None] = lambda error: None
 
     def on_failure(self, tell: Callable[[BaseException], None]) -> None:
         """Whom to tell when an exchange cannot end."""
         self._failed = tell
 
-    def start(self, parcel: Parcel) -> None:
+    def start(self, transfer: Transfer) -> None:
         """Its slices are in the outbox."""
         with self._lock:
-            assert parcel.unit not in self._parcels, f"unit {parcel.unit}: two exchanges at a time"
-            self._parcels[parcel.unit] = parcel
-        self._submit(self._push, parcel)
+            assert transfer.unit not in self._active, f"unit {transfer.unit}: two exchanges at a time"
+            self._active[transfer.unit] = transfer
+        self._submit(self._push, transfer)
 
     @property
     def under_way(self) -> int:
-        return len(self._parcels)
+        return len(self._active)
 
     def accepted(self, part: int, numbers: Sequence[int]) -> None:
         """A hub said at the join which push of each of its units was the last that it has. What it had and
         has no more is pushed again: its successor may have been told less than it knew."""
-        units = range(part, len(numbers), len(self._seats))
+        units = range(part, len(numbers), len(self._memberships))
         with self._lock:
             for unit in units:
                 self._accepted[unit] = numbers[unit]
-            lost = [p for unit in units if (p := self._parcels.get(unit)) and p.is_lost(numbers[unit])]
-            for parcel in lost:
-                parcel.arrived = False
-        for parcel in lost:
-            log.warning("unit %d, push %d: the hub has forgotten it", parcel.unit, parcel.number)
-            self._submit(self._push, parcel)
+            lost = [p for unit in units if (p := self._active.get(unit)) and p.is_lost(numbers[unit])]
+            for transfer in lost:
+                transfer.arrived = False
+        for transfer in lost:
+            log.warning("unit %d, push %d: the hub has forgotten it", transfer.unit, transfer.number)
+            self._submit(self._push, transfer)
 
     def heard(self, news: Sequence[pb.UnitNews]) -> None:
         """What a hub has decided on."""
         for item in news:
             with self._lock:
                 self._news[item.unit] = item
-                parcel = self._parcels.get(item.unit)
+                transfer = self._active.get(item.unit)
             # Before the push has come back its number may still change.
-            if parcel is not None and parcel.arrived:
-                self._consider(parcel, item)
+            if transfer is not None and transfer.arrived:
+                self._consider(transfer, item)
 
     def found(self, unit: int) -> None:
         """Push anchors[unit] as the run's first; returns when the hub has them, or others are here."""
-        reply = self._deliver(Parcel(unit, 0, 0, 0, 0, payload=_bytes(self._box.anchors[unit])))
+        reply = self._deliver(Transfer(unit, 0, 0, 0, 0, payload=_bytes(self._box.anchors[unit])))
         if reply is None or reply.accepted:
             self.versions[unit] = 1
         else:
@@ -120,111 +122,111 @@ class Carrier:
 
     # --- in the pools' threads
 
-    def _submit(self, work: Callable[[Parcel], None], parcel: Parcel) -> None:
+    def _submit(self, work: Callable[[Transfer], None], transfer: Transfer) -> None:
         def guarded() -> None:
             try:
-                work(parcel)
+                work(transfer)
             except BaseException as error:
                 self._failed(error)
 
-        self._pools[parcel.unit % len(self._seats)].submit(guarded)
+        self._pools[transfer.unit % len(self._memberships)].submit(guarded)
 
-    def _push(self, parcel: Parcel) -> None:
-        if parcel.payload is None:
-            parcel.payload = self._encode(parcel.unit)
-        reply = self._deliver(parcel)
+    def _push(self, transfer: Transfer) -> None:
+        if transfer.payload is None:
+            transfer.payload = self._encode(transfer.unit)
+        reply = self._deliver(transfer)
         with self._lock:
-            parcel.arrived = True
-            said = self._news.get(parcel.unit)
+            transfer.arrived = True
+            said = self._news.get(transfer.unit)
         for news in (reply.news if reply else None, said):
             if news is not None:
-                self._consider(parcel, news)
-        if not parcel.verdict:
-            self._seats[parcel.unit % len(self._seats)].ask_soon()
+                self._consider(transfer, news)
+        if not transfer.verdict:
+            self._memberships[transfer.unit % len(self._memberships)].ask_soon()
 
-    def _deliver(self, parcel: Parcel) -> pb.PushReply | None:
+    def _deliver(self, transfer: Transfer) -> pb.PushReply | None:
         """Push until the hub has answered; None: it has it already, or there is no use any more."""
-        seat = self._seats[parcel.unit % len(self._seats)]
-        while seat.wait():
-            if self._is_there(parcel):
+        membership = self._memberships[transfer.unit % len(self._memberships)]
+        while membership.wait():
+            if self._is_there(transfer):
                 return None
             try:
-                return self._try_push(seat, parcel)
+                return self._try_push(membership, transfer)
             except HubUnreachable as error:
-                log.info("unit %d, push %d: %s", parcel.unit, parcel.number, error)
-                seat.missed()
+                log.info("unit %d, push %d: %s", transfer.unit, transfer.number, error)
+                membership.missed()
             except HubRefused as error:
                 if error.code == grpc.StatusCode.INVALID_ARGUMENT:
-                    log.warning("unit %d, push %d is not believed: %s", parcel.unit, parcel.number, error)
-                    news = pb.UnitNews(unit=parcel.unit, seq=parcel.number, verdict=pb.DISTRUSTED)
+                    log.warning("unit %d, push %d is not believed: %s", transfer.unit, transfer.number, error)
+                    news = pb.UnitNews(unit=transfer.unit, seq=transfer.number, verdict=pb.DISTRUSTED)
                     return pb.PushReply(accepted=False, news=news)
-                _refused(seat, error)
+                _refused(membership, error)
         return None
 
-    def _is_there(self, parcel: Parcel) -> bool:
+    def _is_there(self, transfer: Transfer) -> bool:
         """Whether the hub said at a join that it has this push. Numbers it if it has no number yet, or if
         the hub has lost count."""
         with self._lock:
-            last = self._accepted[parcel.unit]
-            if parcel.number and last >= parcel.number:
+            last = self._accepted[transfer.unit]
+            if transfer.number and last >= transfer.number:
                 return True
-            parcel.number = last + 1
+            transfer.number = last + 1
         return False
 
-    def _try_push(self, seat: Membership, parcel: Parcel) -> pb.PushReply:
-        assert parcel.payload is not None
-        founds = parcel.base == 0
-        head = pb.PushHead(who=seat.who(), unit=parcel.unit, seq=parcel.number, base=parcel.base)
-        head.steps, head.tokens, head.round = parcel.steps, parcel.tokens, parcel.round
-        head.codec, head.num_bytes = "fp32" if founds else self._codec.name, len(parcel.payload)
+    def _try_push(self, membership: Membership, transfer: Transfer) -> pb.PushReply:
+        assert transfer.payload is not None
+        founds = transfer.base == 0
+        head = pb.PushHead(who=membership.who(), unit=transfer.unit, seq=transfer.number, base=transfer.base)
+        head.steps, head.tokens, head.round = transfer.steps, transfer.tokens, transfer.round
+        head.codec, head.num_bytes = "fp32" if founds else self._codec.name, len(transfer.payload)
         with self._traffic.moving():
-            reply = seat.client.push(head, parcel.payload)
+            reply = membership.client.push(head, transfer.payload)
         if not reply.accepted and not reply.news.verdict:
-            reply.news.MergeFrom(pb.UnitNews(unit=parcel.unit, seq=parcel.number, verdict=pb.REFUSED))
-        self._traffic.count(up=len(parcel.payload))
+            reply.news.MergeFrom(pb.UnitNews(unit=transfer.unit, seq=transfer.number, verdict=pb.REFUSED))
+        self._traffic.count(up=len(transfer.payload))
         self._box.sent(self._traffic.bytes_up)
         with self._lock:
-            self._accepted[parcel.unit] = max(self._accepted[parcel.unit], parcel.number)
+            self._accepted[transfer.unit] = max(self._accepted[transfer.unit], transfer.number)
         return reply
 
-    def _consider(self, parcel: Parcel, news: pb.UnitNews) -> None:
-        """Is this the decision that the parcel waits for?"""
+    def _consider(self, transfer: Transfer, news: pb.UnitNews) -> None:
+        """Is this the decision that the transfer waits for?"""
         with self._lock:
-            if parcel.verdict or not news.verdict or news.seq < parcel.number:
+            if transfer.verdict or not news.verdict or news.seq < transfer.number:
                 return
-            parcel.verdict = Verdict(news.verdict)
+            transfer.verdict = Verdict(news.verdict)
         if news.reason:
-            log.warning("unit %d, push %d: %s", parcel.unit, parcel.number, news.reason)
-        self._submit(self._answer, parcel)
+            log.warning("unit %d, push %d: %s", transfer.unit, transfer.number, news.reason)
+        self._submit(self._answer, transfer)
 
-    def _answer(self, parcel: Parcel) -> None:
-        version = self.pull(parcel.unit)
+    def _answer(self, transfer: Transfer) -> None:
+        version = self.pull(transfer.unit)
         if version == 0:
             return
         if self._codec.feedback:
-            self._settle(parcel)
+            self._settle(transfer)
         with self._lock:
-            del self._parcels[parcel.unit]
-        self._box.answer(parcel.unit, Answer(parcel.seq, version, parcel.verdict))
+            del self._active[transfer.unit]
+        self._box.answer(transfer.unit, Answer(transfer.seq, version, transfer.verdict))
 
     # --- anchors
 
     def pull(self, unit: int) -> int:
         """Bring anchors[unit] to the hub's newest version, which is returned; 0: stopped."""
-        seat = self._seats[unit % len(self._seats)]
-        while seat.wait():
+        membership = self._memberships[unit % len(self._memberships)]
+        while membership.wait():
             try:
-                return self._try_pull(seat, unit)
+                return self._try_pull(membership, unit)
             except HubUnreachable as error:
                 log.info("unit %d, pull: %s", unit, error)
-                seat.missed()
+                membership.missed()
             except HubRefused as error:
                 if error.code == grpc.StatusCode.DATA_LOSS:
                     self.versions[unit] = 0  # no good as a delta: ask for the whole
-                _refused(seat, error)
+                _refused(membership, error)
         return 0
 
-    def _try_pull(self, seat: Membership, unit: int) -> int:
+    def _try_pull(self, membership: Membership, unit: int) -> int:
         anchor = self._box.anchors[unit]
         whole = self._plan.codec_down == "fp32" or self.versions[unit] == 0
         with self.guards[unit], self._traffic.moving():
@@ -232,7 +234,9 @@ class Carrier:
             # What comes whole is written where it belongs. A delta is never larger, but needs its base.
             into = _bytes(anchor) if whole else memoryview(bytearray(anchor.nbytes))
             try:
-                head = seat.client.pull(pb.PullRequest(who=seat.who(), unit=unit, base=base), into)
+                head = membership.client.pull(
+                    pb.PullRequest(who=membership.who(), unit=unit, base=base), into
+                )
             except BaseException:
                 self.versions[unit] = base
                 raise
@@ -253,14 +257,14 @@ class Carrier:
             return _bytes(outbox)
         return self._feedback(unit).encode(outbox) if self._codec.feedback else self._codec.encode(outbox)
 
-    def _settle(self, parcel: Parcel) -> None:
+    def _settle(self, transfer: Transfer) -> None:
         """What the hub took is the decoded payload; the rest goes with the next push. A refused push leaves
         all with the trainer, so the residual stays as it was; one that was not believed is given up."""
-        assert parcel.payload is not None
-        if parcel.verdict == Verdict.DISTRUSTED:
-            self._box.residuals[parcel.unit][:] = 0
-        elif parcel.verdict == Verdict.MERGED:
-            self._feedback(parcel.unit).taken(self._box.outbox[parcel.unit], parcel.payload)
+        assert transfer.payload is not None
+        if transfer.verdict == Verdict.DISTRUSTED:
+            self._box.residuals[transfer.unit][:] = 0
+        elif transfer.verdict == Verdict.MERGED:
+            self._feedback(transfer.unit).taken(self._box.outbox[transfer.unit], transfer.payload)
 
     def _feedback(self, unit: int) -> Feedback:
         return Feedback(self._codec, self._box.residuals[unit])
@@ -280,7 +284,7 @@ def _bytes(vector: Vector) -> memoryview:
     return vector.view(np.uint8).data
 
 
-def _refused(seat: Membership, error: HubRefused) -> None:
+def _refused(membership: Membership, error: HubRefused) -> None:
     """Hand the refusal to the membership, and let some time go by."""
-    seat.refused(error)
-    seat.pause(random.uniform(0.5, 1.5) * PAUSE_S)
+    membership.refused(error)
+    membership.pause(random.uniform(0.5, 1.5) * PAUSE_S)

@@ -16,7 +16,7 @@ from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
 
 
-class Desk:
+class RequestGuard:
     """The front of a hub that leads under one term, for all its services."""
 
     def __init__(self, ledger: Ledger, engine: Engine, run: str, *, has_other: bool) -> None:

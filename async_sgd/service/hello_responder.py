@@ -10,7 +10,7 @@ from aedit.proto.wire.service import Refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Greeting:
+class HelloResponder:
     """What everybody may know who asks, in the words of HelloReply; the term is the hub's own."""
 
     protocol: int
