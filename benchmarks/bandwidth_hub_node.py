@@ -19,7 +19,6 @@ from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.pace import OwnPace
 from aedit.edit.sync import LayerSync
 from aedit.edit.units import find_units
-from aedit.launch.rundir.provenance import source_digest
 from aedit.proto.agent.agent_link import start_agent
 from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
 from benchmarks.paced import tower, walk
@@ -92,7 +91,6 @@ def agent_plan(job: HubJob, model: nn.Module) -> AgentPlan:
         addresses=(job.hub,),
         name=job.name,
         run=RUN,
-        code=source_digest(),
         version=aedit.__version__,
         units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in layout),
         num_samples=1_000_000,

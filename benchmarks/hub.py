@@ -120,7 +120,7 @@ def _push(num_bytes: int, grpc_s: list[float], tcp_s: list[float]) -> tuple[tupl
 
 def _crowd_row(size: Size, seen: Crowd) -> tuple[str, ...]:
     detail = (
-        f"median {1e3 * _quantile(seen, 0.5):.1f} ms, {len(seen.heartbeat_s) / size.seconds:.0f} heartbeats/s,"
+        f"median {1e3 * _quantile(seen, 0.5):.1f} ms, {len(seen.heartbeat_s) / size.seconds:.0f} a second,"
         f" {seen.merged / size.seconds:.0f} pushes/s, {seen.refused} refused, {seen.late} late"
     )
     return f"heartbeat, {size.nodes} nodes, p99", f"{1e3 * _quantile(seen, 0.99):.1f} ms", detail

@@ -1,8 +1,8 @@
 """Nodes of `benchmarks.hub`: all that a hub sees of a node, and nothing that takes time itself.
 
 Many fit into one process. Each sleeps through its steps, sends the same pseudo-gradients after every so many
-of them, fetches the anchors once the hub has decided, and reports at every heartbeat. Says "ready" once all are
-members of a run that is founded, begins when a line comes in, and prints one JSON line at the end.
+of them, fetches the anchors once the hub has decided, and reports with each heartbeat. Prints "ready" once
+all are members of a run that is founded, begins when a line comes in, and prints one JSON line at the end.
 """
 
 import json

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from aedit.launch.rundir.provenance import source_digest
 from aedit.proto.agent.agent_link import start_agent
 from aedit.proto.agent.link import Answer, Link, Progress, Verdict
 from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
@@ -201,7 +200,6 @@ def agent_plan(plan: PacedNode) -> AgentPlan:
         standbys=tuple(plan.standby.split(",")) if plan.standby else (),
         name=plan.name,
         run=plan.run,
-        code=source_digest(),
         units=tuple(UnitPlan(f"unit{i}", (TensorPlan("weight", (n,)),)) for i, n in enumerate(plan.numels)),
         num_samples=plan.num_samples,
         samples_per_step=plan.samples_per_step,

@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +20,10 @@ class Flight:
     opening: Pending[RoundOutcome]
     unsent: deque[int]  # in forward order
     opened_at: int = 0  # local step
+    modes: tuple[Any, ...] = ()
+    """What the parameters were when it was opened: see `InnerOptimizers.modes`."""
     waited_s: float = 0.0
     verdict: RoundOutcome | None = None
     sent: dict[int, Pending[Tensor]] = field(default_factory=dict)
-    ready: set[int] = field(default_factory=set)  # answered on every rank: may land in the next forward
+    ready: dict[int, int] = field(default_factory=dict)
+    """Units answered on every rank, which may land in the next forward; since which local step."""

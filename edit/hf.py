@@ -76,9 +76,12 @@ class EditCallback(TrainerCallback):
     ) -> None:
         if self.sync is not None:
             raise ValueError("an EditCallback serves one training: make a new one, with a new schedule")
-        optimizer = _unwrapped(kwargs["optimizer"])
         self.sync = LayerSync.of(
-            kwargs["model"], optimizer, exchange=self.exchange, schedule=self.schedule, config=self.config
+            kwargs["model"],
+            kwargs["optimizer"],
+            exchange=self.exchange,
+            schedule=self.schedule,
+            config=self.config,
         )
         _check(args, self.sync, self.max_grad_norm)
         self.sync.compare()
@@ -157,15 +160,6 @@ class EditCallback(TrainerCallback):
             _log.warning("the nodes share no round to resume from: node 0's weights become new anchors")
             sync.steps = state.global_step
             sync.schedule.last_step = sync.local_steps
-
-
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer whose `step` changes parameters: accelerate wraps it, and hooks on a wrapper never
-    run."""
-    while inner := getattr(optimizer, "optimizer", None):
-        optimizer = inner
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return optimizer
 
 
 def _check(args: TrainingArguments, sync: LayerSync, max_grad_norm: float | None) -> None:

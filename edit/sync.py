@@ -17,13 +17,15 @@ from types import TracebackType
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from aedit.edit.agreement import described
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.flight import Flight
+from aedit.edit.hooks import Hook, forget_graphs_without
+from aedit.edit.landing import reshard, take, warn_of_idle_modules
+from aedit.edit.optimizers import Inner, InnerOptimizers
 from aedit.edit.schedule import RoundSchedule, make_schedule
 from aedit.edit.shards import shards_of
 from aedit.edit.units import SyncUnit, find_units
@@ -39,13 +41,16 @@ class LayerSync(Waiter):
     def __init__(
         self,
         model: nn.Module,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         schedule: RoundSchedule,
         config: EditConfig,
+        weight_states: Sequence[str] | None = None,
     ) -> None:
+        reshard(model.modules())
         super().__init__(shards_of(list(model.parameters())), config.timeout_s)
-        self.model, self.inner = model, inner
+        self.model = model
+        self.optimizers = InnerOptimizers(inner, model, self.shards, weight_states)
         self.exchange, self.schedule, self.config = exchange, schedule, config
         self.free = exchange.asynchronous
         if self.free and config.warmup_steps:
@@ -64,6 +69,9 @@ class LayerSync(Waiter):
         self._flights: list[Flight] = []  # oldest first
         self._hooks: list[RemovableHandle] = []
         self._averaged = False
+        for unit in self.units:
+            unit.states = self.optimizers
+        self._params = [p for unit in self.units for p in unit.params]
         self._compared = False
         self.anchored = False
         """Whether the first local phase has begun."""
@@ -74,18 +82,22 @@ class LayerSync(Waiter):
     def of(
         cls,
         model: nn.Module,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         *,
         exchange: Exchange,
         schedule: RoundSchedule | None = None,
         config: EditConfig | None = None,
+        weight_states: Sequence[str] | None = None,
     ) -> "LayerSync":
         """Make `model` one node of a run.
 
         model: any module; shard it with `fully_shard` first if the node has several ranks.
-        inner: its optimizer. exchange: where new anchors come from, such as `MeanExchange(TorchTransport())`.
+        inner: its optimizer, or a list of all of them.
+        exchange: where new anchors come from, such as `MeanExchange(TorchTransport())`.
         schedule: when; by default as `config` says. config: everything else. By default both are what the
         hub says, with `HubExchange.join`.
+        weight_states: keys of optimizer state that hold weights (fp32 copies, the `z` of schedule-free
+        optimizers), which move with the parameters; by default they are recognised by their values.
 
             sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySeconds(600))
             with sync:
@@ -99,18 +111,27 @@ class LayerSync(Waiter):
         for name in ("penalty", "offload"):
             if getattr(config, name) not in (getattr(EditConfig(), name), getattr(exchange, name, None)):
                 raise ValueError(f"config.{name} has no effect here: give it to the exchange")
-        return cls(model, inner, exchange, schedule or make_schedule(config), config)
+        return cls(model, inner, exchange, schedule or make_schedule(config), config, weight_states)
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The inner optimizer. Raises ValueError if there are several: see `optimizers.outermost`."""
+        if len(self.optimizers.outermost) > 1:
+            raise ValueError(f"there are {len(self.optimizers.outermost)} inner optimizers")
+        return self.optimizers.outermost[0]
 
     # -- attach and detach
 
     def __enter__(self) -> "LayerSync":
         self.compare()
+        forget_graphs_without([module for unit in self.units for module in unit.modules], self.model)
         for i, unit in enumerate(self.units):
-            land = _hook(partial(self._before_forward, i))
+            land = Hook(partial(self._before_forward, i))
             for module in unit.modules:
                 self._hooks.append(module.register_forward_pre_hook(land, prepend=True))
-        self._hooks.append(self.model.register_forward_hook(_hook(self._after_forward)))
-        self._hooks.append(self.inner.register_step_pre_hook(_hook(self.average_gradients)))
+        self._hooks.append(self.model.register_forward_hook(Hook(self._after_forward)))
+        for inner in self.optimizers.stepping:
+            self._hooks.append(inner.register_step_pre_hook(Hook(self.average_gradients)))
         if not self.warming_up and not self.anchored:
             self.anchor()
         return self
@@ -152,6 +173,11 @@ class LayerSync(Waiter):
     def step(self) -> None:
         """Count an inner step, and open a round if one is due. Call it after the inner optimizer has
         stepped."""
+        if not self._hooks:
+            raise ValueError("sync.step() outside the block: wrap the training loop in `with sync:`")
+        self.optimizers.check_unchanged()
+        if not self.optimizers.looked:  # now: right after the first step, weights are nearest to parameters
+            self.optimizers.look(self._params)
         self._averaged = False
         warmed_up = self.warming_up
         self.steps += 1
@@ -183,16 +209,18 @@ class LayerSync(Waiter):
     def begin(self, round: Round, *, leaving: bool = False) -> Flight:
         """Open `round` and return at once; its units land as the next forward passes reach them."""
         units = self._fragment(round.id)
+        warn_of_idle_modules(self._flights, self.units, self.config.landing, self.local_steps)
         for flight in list(self._flights):
             if self.config.landing == "forward" or set(units) & set(flight.units):
                 self._finish(flight)
             else:  # one order of messages on all nodes: this round's behind the older ones'
                 self._send_all(flight)
+        self.optimizers.look(self._params)
         if self.config.landing == "arrival":
             for i in units:
                 self.units[i].sent = self.units[i].flat()
         opening = self.exchange.open(round, units, leaving=leaving)
-        flight = Flight(round, units, opening, deque(units), self.local_steps)
+        flight = Flight(round, units, opening, deque(units), self.local_steps, self.optimizers.modes)
         self._flights.append(flight)
         if self.free:
             self._send_all(flight)
@@ -253,6 +281,7 @@ class LayerSync(Waiter):
         """Take the first anchors, all nodes together. `with` and the end of the warm-up do it by
         themselves."""
         self.compare()
+        self.optimizers.look(self._params)
         self.exchange.anchor()
         self.anchored = True
 
@@ -292,7 +321,7 @@ class LayerSync(Waiter):
         agreed = iter(self.shards.all(here))
         for flight, i in asked:
             if next(agreed):
-                flight.ready.add(i)
+                flight.ready[i] = self.local_steps
         for flight in opening:
             if next(agreed):
                 self._send_all(flight)
@@ -338,9 +367,10 @@ class LayerSync(Waiter):
             return
         anchor = self._answer(flight, i)
         verdict = flight.verdict = self.exchange.conclude(i, verdict)
-        with torch.inference_mode(False), torch.no_grad():
-            self._take(self.units[i], anchor, adopt=i in verdict.distrusted)
-        flight.ready.discard(i)
+        if self.config.landing == "forward":
+            self.optimizers.check_modes(flight.modes, flight.round.id)
+        take(self.units[i], anchor, self.optimizers, self.shards, adopt=i in verdict.distrusted)
+        flight.ready.pop(i, None)
         if not flight.sent and not flight.unsent:
             self._flights.remove(flight)
             self.round_id = flight.round.id
@@ -357,27 +387,3 @@ class LayerSync(Waiter):
             anchor = self.wait(flight.sent[i], flight)
         del flight.sent[i]
         return anchor
-
-    def _take(self, unit: SyncUnit, anchor: Tensor, *, adopt: bool) -> None:
-        if unit.sent is None or adopt:
-            unit.adopt(anchor)
-        else:
-            unit.follow(anchor)
-        unit.sent = None
-        for module in unit.modules:
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward without a backward leaves the root gathered, with the old values
-        if adopt:  # what was learned on the way to an unbelievable place must not steer the next steps
-            for p in unit.params:
-                for moment in self.inner.state.get(p, {}).values():
-                    if isinstance(moment, Tensor):
-                        moment.zero_()
-        if anchor.is_cuda and self.shards.group is not None:
-            # FSDP2 gathers on a stream that waited for this one at the root's forward, not for this copy.
-            torch.cuda.current_stream().synchronize()
-
-
-def _hook(act: Callable[[], None]) -> Callable[..., None]:
-    """`act` as a hook, opaque to torch.compile: what lands must not become part of a graph."""
-    hook: Callable[..., None] = torch.compiler.disable(lambda *_: act())  # type: ignore[no-untyped-call]
-    return hook

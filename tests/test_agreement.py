@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tests.kit.nodes import tower
+from kit.nodes import tower
 from torch import nn
 
 from aedit.async_sgd.rules.outer import Average, Nesterov

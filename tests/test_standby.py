@@ -218,18 +218,18 @@ def test_whoever_waits_for_the_disk_waits_for_the_standby_until_it_is_given_up()
         now[0] += 0.3
         return now[0]
 
-    seat, changes = StandbyTracker(clock), []
-    seat.changed = changes.append
-    seat.wait((1, 100))  # there is none
+    tracker, changes = StandbyTracker(clock), []
+    tracker.changed = changes.append
+    tracker.wait((1, 100))  # there is none
     assert changes == []
-    seat.heard((1, 100), (1, 100))
-    seat.wait((1, 100))
-    assert (changes, seat.attached) == ([True], True)
-    seat.wait((1, 101))
-    assert (changes, seat.attached) == ([True, False], False)
+    tracker.heard((1, 100), (1, 100))
+    tracker.wait((1, 100))
+    assert (changes, tracker.attached) == ([True], True)
+    tracker.wait((1, 101))
+    assert (changes, tracker.attached) == ([True, False], False)
     assert now[0] > 2.0
-    seat.heard((1, 200), (3, 100))  # it lags behind: nobody waits for it yet
-    assert not seat.attached
+    tracker.heard((1, 200), (3, 100))  # it lags behind: nobody waits for it yet
+    assert not tracker.attached
 
 
 def test_a_hub_waits_for_its_standby_before_it_acknowledges(tmp_path):

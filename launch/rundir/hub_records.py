@@ -65,8 +65,10 @@ class NodeAt:
 
     @property
     def reports(self) -> bool:
-        """Whether it has said how it does; not so before its first heartbeat, after it has left, and for a moment
-        after a restart of the hub."""
+        """Return whether the hub has a report of the node.
+
+        It has none before the first heartbeat, after the node has left, and just after a restart of the hub.
+        """
         return self.steps > 0 or self.bytes_up > 0 or self.bytes_down > 0
 
     @property

@@ -1,7 +1,7 @@
-"""`python -m aedit.proto.agent.agent_main FD PARENT TIED`: a node agent as a process. Its trainer starts it.
+"""Run a node agent as a process: `python -m aedit.proto.agent.agent_main FD PARENT TIED`.
 
-FD is the mailbox. Standard input is the wakeups: first the plan, as one line of JSON, then a byte whenever there
-is something to do, and its end when the trainer is gone. NumPy and gRPC, never torch.
+The trainer starts it. FD is the mailbox. Standard input carries first the plan, as one line of JSON, then a
+byte whenever there is something to do; its end means that the trainer is gone. Imports no torch.
 """
 
 import ctypes

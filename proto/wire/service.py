@@ -148,7 +148,7 @@ class Door:
                     with self._watch.over(context.cancel) as stream:
                         data = frames.receive(_counted(messages, stream), begin)
                 except frames.Short:
-                    raise  # Nobody's violation: gRPC may tell of a link that was cut as if the peer had ended.
+                    raise  # Not a violation: gRPC may report a cut link as if the peer had ended the stream.
                 except ValueError as error:
                     _name(core, heads, error)
                     raise
