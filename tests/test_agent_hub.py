@@ -17,6 +17,7 @@ steps = 100000
 [edit]
 every = 10
 landing = "arrival"
+penalty = {{ clip = "none" }}
 [outer]
 kind = "average"
 lr = 1.0

@@ -182,7 +182,7 @@ def test_a_node_that_claims_any_speed_cannot_stop_the_others():
 
 
 def test_rounds_by_the_clock_keep_to_their_grid_and_open_once_after_a_pause():
-    made = world(1, pace="seconds", expire_s=1e6, more={"every": 10})
+    made = world(1, expire_s=1e6, more={"every": 10, "pace": "seconds"})
     opened = []
     for seconds in (9.9, 0.3, 9.6, 0.3, 35.0, 0.1, 9.7, 0.3):
         opened.append([record for record in made.tick(seconds) if isinstance(record, RoundOpened)])

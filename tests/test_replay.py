@@ -34,7 +34,7 @@ RULES = {
         OuterConfig(kind="delayed-nesterov", delay=2, activation=0.1, look_ahead=True),
     ),
     "mean": (
-        HubConfig(address="h:1", quorum="all", weights="penalty", pace="seconds", codec_down="e3m0"),
+        HubConfig(address="h:1", quorum="all", weights="penalty", codec_down="e3m0"),
         OuterConfig(),
     ),
     "rda": (
@@ -53,7 +53,7 @@ def run_config(rule):
     settings = {name: getattr(hub, name) for name in hub.__dataclass_fields__}
     settings |= {"parent": "h:2", "parent_every": 3, "lease_samples": 64, "expire_s": 8.0, "codec": "int8"}
     settings |= {"push_filter": PushFilterConfig(violations=2)}
-    timed = {"schedule": "seconds", "every": 2.0} if hub.pace == "seconds" else {"every": 10}
+    timed = {"schedule": "seconds", "every": 2.0} if rule == "mean" else {"every": 10}
     edit = EditConfig(landing="arrival", **timed)
     return RunConfig(hub=HubConfig(**settings), outer=outer, edit=edit)
 

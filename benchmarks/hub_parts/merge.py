@@ -48,7 +48,8 @@ class Kind:
             codec=self.codec,
             codec_down=self.codec_down,  # type: ignore[arg-type]
         )
-        return HubPlan(hub=hub, outer=outer, penalty=PenaltyConfig(), every=STEPS, steps=10**9)
+        penalty = PenaltyConfig(clip=None) if alone else PenaltyConfig()
+        return HubPlan(hub=hub, outer=outer, penalty=penalty, every=STEPS, steps=10**9)
 
 
 @dataclass(frozen=True, slots=True)

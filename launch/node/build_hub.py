@@ -190,7 +190,7 @@ def _sync(config: RunConfig, model: nn.Module, link: AgentLink) -> LayerSync:
             model,
             make_inner(model, train),
             exchange=exchange,
-            schedule=make_pace(config.hub, config.edit, link.news),
+            schedule=make_pace(config.edit, link.news),
             config=config.edit,
         )
     except ValueError as error:

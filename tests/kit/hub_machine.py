@@ -63,9 +63,8 @@ def config(**settings):
 
 
 def plan(hub=None, outer=AVERAGE, every=10, steps=1000, **more):
-    return HubPlan(
-        hub=hub or config(), outer=outer, penalty=PenaltyConfig(), every=every, steps=steps, **more
-    )
+    penalty = PenaltyConfig(clip=10.0 if hub and hub.weights == "penalty" else None)
+    return HubPlan(hub=hub or config(), outer=outer, penalty=penalty, every=every, steps=steps, **more)
 
 
 class World:
