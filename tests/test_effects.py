@@ -45,7 +45,8 @@ def written(tmp_path, text, name="run.toml"):
 def test_a_key_without_effect_is_named_with_its_line_its_cause_and_the_remedy(tmp_path, name):
     path = written(tmp_path, USELESS[name])
     key = "sizes" if name.startswith("model.sizes") else name.rpartition(".")[2]
-    line = next(n for n, text in enumerate(path.read_text().splitlines(), 1) if text.startswith(f"{key} ="))
+    lines = path.read_text().splitlines()
+    line = max(n for n, text in enumerate(lines, 1) if text.startswith(f"{key} ="))
     with pytest.raises(UserError) as said:
         load(path, [], strict=True)
     cause = re.search(r"with ([\w.]+) = .*: remove .*, or set ([\w.]+) to ", str(said.value))
