@@ -10,7 +10,8 @@ from benchmarks.idle_parts import trainees
 from aedit.spec_rollout.idle.checkpoint import Checkpoints
 from aedit.spec_rollout.idle.publishing import Layout
 from aedit.spec_rollout.idle.trainer_loop import TrainerLoop
-from aedit.spec_rollout.idle.trainer_memory import Board, Desk, State, TrainerPlan, Word, shared_memory
+from aedit.spec_rollout.idle.trainer_memory import Board, Desk, State, TrainerPlan, Word
+from aedit.system import anonymous_memory
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def desk():
             feature_bytes=100,
             **plan,
         )
-        fd = shared_memory(sum(plan.regions.values()))
+        fd = anonymous_memory("aedit-drafter", sum(plan.regions.values()))
         made.append(fd)
         node, trainer = Desk(plan, fd), Desk(plan, fd)
         node.drafter.publish(trainees.weights(), 0)
@@ -145,7 +146,7 @@ def test_a_writer_that_is_stopped_in_the_middle_of_its_figures_hides_none(monkey
     memory = memoryview(bytearray(Board.NUM_BYTES))
     writer, reader = Board(memory), Board(memory)
     writer.tell({"loss": 1.0})
-    monkeypatch.setattr("aedit.spec_rollout.idle.trainer_memory.fence", lambda: 1 / 0)
+    monkeypatch.setattr("aedit.spec_rollout.idle.trainer_memory.memory_fence", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         writer.tell({"loss": 2.0})
     monkeypatch.undo()
@@ -153,7 +154,7 @@ def test_a_writer_that_is_stopped_in_the_middle_of_its_figures_hides_none(monkey
 
 
 def test_the_shared_memory_of_a_trainer_is_in_no_folder():
-    fd = shared_memory(10)
+    fd = anonymous_memory("aedit-drafter", 10)
     try:
         assert os.fstat(fd).st_size == 10
         assert os.fstat(fd).st_nlink == 0

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from aedit.spec_rollout.idle.publishing import Layout, Published
 from aedit.spec_rollout.idle.suspended_process import Order, packed
-from aedit.spec_rollout.idle.trainer_memory import Desk, TrainerPlan, Training, Word, shared_memory
+from aedit.spec_rollout.idle.trainer_memory import Desk, TrainerPlan, Training, Word
 from aedit.spec_rollout.idle.trainer_process import Place
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig, Keeper
 from aedit.spec_rollout.idle.windows import Windows
+from aedit.system import anonymous_memory
 
 MODULE = "aedit.spec_rollout.idle.trainer_process"
 
@@ -38,7 +39,7 @@ class DrafterTraining:
     ) -> None:
         self._clock = clock
         packed(plan)  # what cannot be sent is refused before there is anything to clean up
-        self._fd = shared_memory(sum(plan.regions.values()))
+        self._fd = anonymous_memory("aedit-drafter", sum(plan.regions.values()))
         self._desk = Desk(plan, self._fd)
         order = Order(MODULE, packed(Place(self._fd, plan)), (self._fd,), config.niceness, config.log)
         self._lock = threading.Lock()
