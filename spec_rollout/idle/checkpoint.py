@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 
-class Checkpoints:
+class AsyncCheckpoint:
     """One file that is replaced as a whole. A write that fails leaves the last one as it was."""
 
     def __init__(self, path: Path) -> None:
