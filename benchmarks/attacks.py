@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from aedit.async_sgd.inprocess import ArrayValues, make_push
 from aedit.async_sgd.rules.records import Push, UnitLayout, Vector
-from benchmarks.hub_in_process import Held, push_of
 
 Attack = Callable[[Push, UnitLayout], Push]
 
@@ -18,7 +18,7 @@ def values_of(push: Push, layout: UnitLayout) -> Vector:
 
 def _with(push: Push, layout: UnitLayout, values: Vector) -> Push:
     honest = {name: getattr(push, name) for name in ("node", "unit", "seq", "base", "steps", "tokens")}
-    return push_of(values, layout, **honest)
+    return make_push(values, layout, **honest)
 
 
 def _set(number: float) -> Attack:
@@ -55,11 +55,11 @@ class _Replay:
 
 def _longer(push: Push, layout: UnitLayout) -> Push:
     values = np.concatenate([values_of(push, layout)] * 2)
-    return replace(push, values=Held(values), norms=(*push.norms, 1.0))
+    return replace(push, values=ArrayValues(values), norms=(*push.norms, 1.0))
 
 
 def _other_model(push: Push, layout: UnitLayout) -> Push:
-    return replace(push, norms=push.norms[:-1], values=Held(values_of(push, layout)[:-1]))
+    return replace(push, norms=push.norms[:-1], values=ArrayValues(values_of(push, layout)[:-1]))
 
 
 def _noise(push: Push, layout: UnitLayout) -> Push:

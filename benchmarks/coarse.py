@@ -16,10 +16,10 @@ from typing import Literal
 import numpy as np
 import torch
 
+from aedit.async_sgd.inprocess import ArrayValues, Tamper
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig
 from aedit.async_sgd.rules.records import Push, Vector
 from aedit.proto.codecs.codecs import Feedback, codec
-from benchmarks.hub_in_process import Held, Tamper
 from benchmarks.run_hub import Method, Setting, train_apart, warm_up
 
 FULL = Setting(steps=256, warmup_steps=128)
@@ -39,7 +39,7 @@ class CoarsePushes:
 
     def __call__(self, push: Push) -> Push:
         coder = codec(self.name)
-        assert isinstance(push.values, Held)
+        assert isinstance(push.values, ArrayValues)
         exact = push.values.array
         if coder.feedback:
             feedback = Feedback(coder, self.residuals.setdefault(push.unit, np.zeros_like(exact)))
@@ -47,7 +47,7 @@ class CoarsePushes:
             feedback.taken(exact, payload)
         else:
             payload = coder.encode(exact)
-        return replace(push, values=Held(coder.decode(payload, exact.size, 0, exact.size)))
+        return replace(push, values=ArrayValues(coder.decode(payload, exact.size, 0, exact.size)))
 
 
 def coarse(nodes: int, name: str) -> Mapping[int, Tamper]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from aedit.clock import VirtualClock
 from aedit.launch.node.inner import make_inner, set_lr
 from benchmarks.run_hub import (
     Method,
@@ -79,7 +80,8 @@ class Elastic:
         self.setting, self.method, self.phase_s, self.look_s = of, method, phase_s, look_s
         self.start = warm_up(of)
         self.probe: nn.Module = start_model(of, self.start)[0]
-        self.hub = make_hub(of, method, self.probe)
+        self.clock = VirtualClock()
+        self.hub = make_hub(of, method, self.probe, self.clock)
         self.nodes: dict[int, Node] = {}
         self.done = self.joined = 0
 
@@ -93,7 +95,7 @@ class Elastic:
                 self._walk(look_at_s)
                 curve.append((look_at_s, self._loss()))
             self._walk(end_s)
-        curve.append((self.hub.now_s, self._loss()))
+        curve.append((self.clock.now_s, self._loss()))
         return Curve(tuple(at_s for at_s, _ in curve), tuple(loss for _, loss in curve))
 
     def _change(self, phase: Membership) -> None:
@@ -126,7 +128,7 @@ class Elastic:
         self._at(end_s)
 
     def _at(self, now_s: float) -> None:
-        self.hub.now_s = now_s
+        self.clock.advance_to(now_s)
         for node in self.nodes.values():
             node.link.beat(1 / node.step_s)
         self.hub.tick()

@@ -19,7 +19,7 @@ from rich.progress import track
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, StalenessConfig
 from aedit.async_sgd.rules.records import Layout, Push
 from benchmarks.attacks import Attack, attacks
-from benchmarks.hub_in_process import layout_of
+from benchmarks.kit.hubs import layout_of
 from benchmarks.run_hub import Method, Outcome, Setting, train_apart, warm_up
 from benchmarks.small_llama import llama
 from benchmarks.table import Bar, Report, main, percent
@@ -102,7 +102,7 @@ def shares(outcome: Outcome, bad: bool) -> tuple[float, float]:
     tally = outcome.tally
     refused = count([node for node, _ in tally.refused])
     pushes = max(1, count(tally.accepted) + refused)
-    return refused / pushes, count(tally.away) / pushes
+    return refused / pushes, count(tally.ignored) / pushes
 
 
 def _row(method: str, name: str, results: Results) -> tuple[str, ...]:

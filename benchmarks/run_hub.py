@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.hub.hub import HubPlan
+from aedit.async_sgd.inprocess import InProcessHub, InProcessLink, Tally, Tamper
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig
 from aedit.async_sgd.rules.outer import Average, Nesterov
+from aedit.clock import VirtualClock
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.pace import HubPace, make_pace
@@ -24,7 +26,7 @@ from aedit.launch.config.config import TrainConfig
 from aedit.launch.node.inner import lr_at, make_inner, set_lr
 from aedit.proto.codecs.codecs import codec
 from aedit.types import Round
-from benchmarks.hub_in_process import DirectLink, HubInProcess, Tally, Tamper, layout_of
+from benchmarks.kit.hubs import layout_of
 from benchmarks.small_llama import inner_step, llama
 from benchmarks.two_domains import Shard, held_out_loss
 
@@ -156,7 +158,7 @@ class Node:
     """One node. `next_s`: when its step under way ends."""
 
     sync: LayerSync
-    link: DirectLink
+    link: InProcessLink
     shard: Shard
     step_s: float
     next_s: float
@@ -164,14 +166,17 @@ class Node:
 
 def train_apart(setting: Setting, start: bytes, method: Method) -> Outcome:
     """Every node at its own speed, until all together have done the steps."""
-    hub, nodes = _set_up(setting, start, method)
-    done, now_s = 0, 0.0
+    clock = VirtualClock()
+    models = [start_model(setting, start) for _ in range(setting.nodes)]
+    hub = make_hub(setting, method, models[0][0], clock)
+    nodes = [make_node(hub, setting, method, index, pair) for index, pair in enumerate(models)]
+    done = 0
     for node in nodes:
         node.sync.__enter__()
     while done < setting.steps * setting.nodes:
         nodes = [node for node in nodes if node.link.is_member]
         node = min(nodes, key=lambda node: node.next_s)
-        now_s = hub.now_s = node.next_s
+        clock.advance_to(node.next_s)
         for other in nodes:  # a node reports far more often than it steps
             other.link.beat(1 / other.step_s)
         hub.tick()
@@ -181,20 +186,15 @@ def train_apart(setting: Setting, start: bytes, method: Method) -> Outcome:
         node.sync.step()
         node.next_s += node.step_s
     nodes = [node for node in nodes if node.link.is_member]
-    _finish(hub, nodes)
+    ended_s = clock()
+    _finish(hub, clock, nodes)
     model = copy.deepcopy(nodes[0].sync.model)
     adopt_anchors(model, hub, nodes[0].sync)
     loss = held_out_loss(model, setting.seq_len, setting.held_out)
-    return Outcome(loss, now_s, max(node.sync.schedule.last_id for node in nodes), hub.tally)
+    return Outcome(loss, ended_s, max(node.sync.schedule.last_id for node in nodes), hub.tally)
 
 
-def _set_up(setting: Setting, start: bytes, method: Method) -> tuple[HubInProcess, list[Node]]:
-    models = [start_model(setting, start) for _ in range(setting.nodes)]
-    hub = make_hub(setting, method, models[0][0])
-    return hub, [make_node(hub, setting, method, index, pair) for index, pair in enumerate(models)]
-
-
-def make_hub(setting: Setting, method: Method, model: nn.Module) -> HubInProcess:
+def make_hub(setting: Setting, method: Method, model: nn.Module, clock: VirtualClock) -> InProcessHub:
     """A hub for nodes that train `model`."""
     plan = HubPlan(
         hub=method.hub,
@@ -204,11 +204,11 @@ def make_hub(setting: Setting, method: Method, model: nn.Module) -> HubInProcess
         steps=setting.steps,
     )
     quantiser = None if plan.hub.codec_down == "fp32" else codec(plan.hub.codec_down)
-    return HubInProcess(Hub(plan, quantiser), layout_of(model))
+    return InProcessHub(plan, layout_of(model), quantiser=quantiser, clock=clock)
 
 
 def make_node(
-    hub: HubInProcess,
+    hub: InProcessHub,
     setting: Setting,
     method: Method,
     index: int,
@@ -218,16 +218,16 @@ def make_node(
     """Node number `index` of the setting, a member from now on; its first step begins now. trained: its model
     and optimizer. shard: its data, by default as the setting says."""
     model, inner = trained
-    link = DirectLink(hub, f"node {index}", method.tamper.get(index))
+    link = hub.link(f"node {index}", tamper=method.tamper.get(index))
     exchange = HubExchange(link, tokens_per_step=setting.batch_size * setting.seq_len, penalty=method.penalty)
     every = hub.hub.plan.every
     config = EditConfig(every=every, landing="arrival", schedule="seconds")
     schedule = make_pace(method.hub, config, link.news)
     if isinstance(schedule, HubPace):
-        schedule = HubPace(every, link.news, clock=lambda: hub.now_s)
+        schedule = HubPace(every, link.news, clock=hub.clock)
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=config)
     step_s = setting.step_s[index]
-    return Node(sync, link, shard or setting.shard(index), step_s, hub.now_s + step_s)
+    return Node(sync, link, shard or setting.shard(index), step_s, hub.clock() + step_s)
 
 
 def _every(setting: Setting, method: Method) -> float:
@@ -237,7 +237,7 @@ def _every(setting: Setting, method: Method) -> float:
     return setting.nodes * setting.every / sum(1 / step_s for step_s in setting.step_s)
 
 
-def _finish(hub: HubInProcess, nodes: list[Node]) -> None:
+def _finish(hub: InProcessHub, clock: VirtualClock, nodes: list[Node]) -> None:
     """What is under way is merged, then what has been learned since."""
     for _ in range(2):
         for node in nodes:
@@ -245,7 +245,7 @@ def _finish(hub: HubInProcess, nodes: list[Node]) -> None:
             if not sync.in_flight:
                 sync.begin(Round(sync.schedule.last_id + 1, sync.local_steps - sync.schedule.last_step))
                 sync.schedule.last_id, sync.schedule.last_step = sync.schedule.last_id + 1, sync.local_steps
-        hub.now_s += 1000.0  # longer than any quorum is waited for, and nobody falls silent
+        clock.advance(1000.0)  # longer than any quorum is waited for, and nobody falls silent
         for node in nodes:
             node.link.beat(1 / node.step_s)
         hub.tick()
@@ -254,7 +254,7 @@ def _finish(hub: HubInProcess, nodes: list[Node]) -> None:
                 node.sync.finish()
 
 
-def adopt_anchors(model: nn.Module, hub: HubInProcess, sync: LayerSync) -> None:
+def adopt_anchors(model: nn.Module, hub: InProcessHub, sync: LayerSync) -> None:
     """Have `model` be what the hub has now. sync: of any of its nodes."""
     named = dict(model.named_parameters())
     with torch.no_grad():

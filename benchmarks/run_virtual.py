@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aedit.async_sgd.rules.outer import Nesterov
+from aedit.clock import Turns
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange, Verdict
 from aedit.edit.schedule import EverySeconds
@@ -19,8 +20,8 @@ from aedit.launch.data.samples import Corpus, batch, evaluation_indices
 from aedit.launch.node.inner import lr_at, make_inner, set_lr
 from aedit.launch.node.model import loss
 from aedit.proto.transports.memory import MemoryWorld
+from aedit.proto.transports.virtual import VirtualTransport
 from benchmarks.small_llama import corpus, inner_step, llama
-from benchmarks.virtual import Turns, VirtualTransport
 
 STEP_S = (1.0, 1.0, 1.0, 2.0)
 NODES = len(STEP_S)
@@ -133,7 +134,7 @@ def train_method(method: Method, setting: Setting) -> Outcome:
     with ThreadPoolExecutor(NODES) as threads:
         list(threads.map(_node, [run] * NODES, range(NODES), models))
     final = held_out_loss(models[0], run.data, setting.held_out)
-    waiting = run.waited_s / sum(run.turns.now_s)
+    waiting = run.waited_s / sum(clock() for clock in run.turns.clocks)
     return Outcome(final, run.tokens, run.curve, waiting, run.rounds, run.distrusted)
 
 
@@ -163,10 +164,10 @@ def _sync(run: _Run, node: int, model: nn.Module, transport: VirtualTransport) -
     config = run.method.config(run.setting)
     exchange = MeanExchange(transport, outer=run.method.outer, penalty=config.penalty)
     timed = config.schedule == "seconds"
-    schedule = EverySeconds(config.every, lambda: run.turns.now_s[node]) if timed else None
+    schedule = EverySeconds(config.every, run.turns.clocks[node]) if timed else None
     inner = make_inner(model, _train_config(run.setting))
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=config)
-    sync.clock = lambda: run.turns.now_s[node]
+    sync.clock = run.turns.clocks[node]
     sync.on_round = lambda verdict, _: run.note_round(node, verdict)
     return sync
 

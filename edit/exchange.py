@@ -1,8 +1,4 @@
-"""What a unit's next anchor is. `LayerSync` knows when it is wanted; a transport knows how to ask the others.
-
-`MeanExchange` is EDiT: every node averages the penalised pseudo-gradients of all and takes the same outer
-step, so no node owns the model.
-"""
+"""What the next anchor of a unit is: the `Exchange` interface, and `MeanExchange`, where no node owns it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,11 +10,11 @@ from torch import Tensor
 from aedit.async_sgd.rules import penalty
 from aedit.async_sgd.rules.outer import Average, Nesterov, OuterOptimizer, OuterState
 from aedit.edit.agreement import compare, described, described_layout
-from aedit.edit.config import PenaltyConfig
+from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.digest import digest, halves
-from aedit.edit.named import flat, history, named, named_history
-from aedit.edit.schedule import Notes
+from aedit.edit.named import history, kept_state, named, named_history
+from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
 from aedit.edit.units import SyncUnit
@@ -98,6 +94,15 @@ class Exchange(Protocol):
     def leave(self) -> None:
         """Take leave: everything has landed, and nothing more will be opened."""
 
+    def withdraw(self) -> None:
+        """Leave after an error in the training loop, without the steps of the local phase under way."""
+
+    def defaults(self) -> tuple[EditConfig, RoundSchedule] | None:
+        """Return configuration and schedule for a node whose caller gives none; None: no preference."""
+
+    def note_step(self, steps: int, waited_s: float) -> None:
+        """Take note of an inner step: steps so far, and seconds spent waiting for other nodes."""
+
     def gather(self, key: str, number: float) -> tuple[float, ...]:
         """Return the number of every node, all nodes together; of an asynchronous one, its own alone."""
 
@@ -128,7 +133,8 @@ class _Open:
 
 
 class MeanExchange:
-    """EDiT between nodes that all take part (arXiv:2412.07210, algorithm 2)."""
+    """EDiT between nodes that all take part (arXiv:2412.07210, algorithm 2): each averages the penalised
+    pseudo-gradients of all and takes the same outer step."""
 
     asynchronous = False
     max_steps_ahead = 0
@@ -281,6 +287,15 @@ class MeanExchange:
     def leave(self) -> None:
         """Do nothing: the last round, which all nodes have opened as leaving, was the farewell."""
 
+    def withdraw(self) -> None:
+        """Do nothing: the others find out from the transport."""
+
+    def defaults(self) -> None:
+        """Return None: the caller decides."""
+
+    def note_step(self, steps: int, waited_s: float) -> None:
+        """Do nothing: rounds carry step counts."""
+
     def gather(self, key: str, number: float) -> tuple[float, ...]:
         row = torch.tensor([number], dtype=torch.float64)
         return tuple(self.transport.gather(key, row).result().rows[:, 0].tolist())
@@ -303,7 +318,7 @@ class MeanExchange:
         self.history = history("history", state)
         self.steps_L, self.own_steps = state["history/steps_L"], int(state["own_steps"])
         if f"anchor/{self.units[0].names[0]}" in state:
-            self.keep(_kept(unit, state) for unit in self.units)
+            self.keep(kept_state(unit, state) for unit in self.units)
 
     def abandon(self) -> None:
         assert self._open is not None
@@ -374,17 +389,6 @@ class MeanExchange:
                 yield fetch(f"{unit.name}/anchor", anchor), outer
 
         self.keep(fetched())
-
-
-def _kept(unit: SyncUnit, state: Mapping[str, Tensor]) -> Kept:
-    """Return a unit's anchor and outer state out of a state dict."""
-    anchor = flat("anchor", unit, state)
-    has_momentum = f"momentum/{unit.names[0]}" in state
-    momentum = flat("momentum", unit, state) if has_momentum else anchor.new_zeros(0)
-    if f"pending_count/{unit.name}" not in state:
-        return anchor, OuterState(momentum)
-    count = int(state[f"pending_count/{unit.name}"])
-    return anchor, OuterState(momentum, flat("pending", unit, state), count)
 
 
 def clip_scale(norm: Tensor, clip: float | None) -> Tensor:

@@ -8,29 +8,36 @@ nothing: the unit goes on from anchor - D, so that D is part of the next one.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aedit.edit import canonical
+from aedit.edit.alone import Here, OwnNotes
 from aedit.edit.canonical import SharedVector
-from aedit.edit.config import PenaltyConfig
+from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.exchange import Verdict
+from aedit.edit.hub_join import NodeOptions, open_link
+from aedit.edit.hub_lease import Positions
+from aedit.edit.hub_report import StepReport
 from aedit.edit.named import history, named_history
-from aedit.edit.schedule import Notes
+from aedit.edit.push import POLL_S, Place, Push
+from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
 from aedit.proto.agent import link as wire
-from aedit.proto.agent.link import Answer, Link
+from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused
+from aedit.proto.agent.link import Link
 from aedit.proto.transports.transport import PeersMissing, Pending
 from aedit.types import Round
 
-T = TypeVar("T")
-
-POLL_S = 0.005
+WITHDRAW_S = 10.0
+"""Longest farewell after an error."""
 
 
 class HubExchange:
@@ -59,17 +66,99 @@ class HubExchange:
         self.units: Sequence[SyncUnit] = ()
         self.shards = Shards()
         self.notes: Notes = OwnNotes()
-        self.before_leaving: Callable[[], None] = lambda: None
+        self.before_leaving: Callable[[], None] = self._tell
         """Called when the last answer is here, before the goodbye: what the hub has not been told to be used
         up by then, it gives to others."""
+        self.report: StepReport | None = None
+        """What is told to the hub after each step, if this exchange was made by `join`."""
         self.own_steps = 0
         """Inner steps in the rounds opened so far, in this attempt."""
         self.steps_L = torch.zeros(0, dtype=torch.float64)
         """Inner steps whose progress no push has taken; unit by unit."""
         self.norms = NormHistory.empty(0, self.penalty.window)
         self.norms_per_step = self.norms
-        self._places: list[_Place] = []
+        self._places: list[Place] = []
+        self._under_way: dict[int, Push] = {}
         self._distrusted: frozenset[int] = frozenset()
+
+    @classmethod
+    def join(
+        cls,
+        address: str,
+        model: nn.Module,
+        *,
+        name: str,
+        keys: str | Path | Literal[False] | None = None,
+        num_samples: int = 0,
+        tokens_per_step: int = 0,
+    ) -> "HubExchange":
+        """Return the exchange of a node of the run that the hub at `address` leads.
+
+        The hub says everything else: units, interval, pace, codecs, deadlines. The node becomes a member when
+        `LayerSync` is entered: the parameters of the first node become the anchors of the run, every later
+        node takes over the anchors. All ranks of a node call this together, after `fully_shard`.
+
+            exchange = HubExchange.join("10.0.0.1:7000", model, name="a", keys="keys/nodes")
+            sync = LayerSync.of(model, inner, exchange=exchange)
+
+        Args:
+            address: HOST:PORT of the hub, or of several that split the units, separated by commas.
+            model: Any module. Its trainable parameters must have the names and shapes of the run's.
+            name: Of the node, kept over restarts: the same name gets the same index, data and records.
+            keys: Folder that `aedit keys` wrote for nodes. None: a hub on this machine without TLS. False:
+                no TLS, although the hub is another machine.
+            num_samples: Samples of the data set, equal on all nodes. With it, `lease` gives positions.
+            tokens_per_step: Tokens of the whole node in an inner step, for runs that weigh pushes by them.
+
+        Raises:
+            ValueError: No hub answers within 10 seconds, it refuses this node, the keys cannot be read, or
+                the model does not have the units that the run names.
+        """
+        folder = Path(keys) if isinstance(keys, str) else keys
+        return cls.of(
+            address, model, NodeOptions(name=name, keys=folder, num_samples=num_samples), tokens_per_step
+        )
+
+    @classmethod
+    def of(
+        cls, address: str, model: nn.Module, options: NodeOptions, tokens_per_step: int = 0
+    ) -> "HubExchange":
+        """Return what `join` returns, with all options of the node."""
+        link, settings = open_link(address, model, options)
+        exchange = cls(
+            link,
+            max_steps_ahead=settings.hub.max_steps_ahead,
+            tokens_per_step=tokens_per_step,
+            penalty=settings.edit.penalty,
+            timeout_s=settings.edit.timeout_s,
+        )
+        leases = options.num_samples > 0
+        exchange.report = StepReport(link, settings, tokens_per_step=tokens_per_step, leases_data=leases)
+        if settings.hub.weights == "tokens" and not tokens_per_step:
+            exchange.close()
+            raise ValueError('tokens_per_step must be above 0: this run has hub.weights = "tokens"')
+        return exchange
+
+    @property
+    def node(self) -> int:
+        """Index of this node in the run, once it is a member."""
+        return self.link.node
+
+    @property
+    def loss(self) -> float:
+        """Training loss that the views of the run show. Assign it as often as you like."""
+        return self.report.loss if self.report else float("nan")
+
+    @loss.setter
+    def loss(self, loss: float) -> None:
+        if self.report:
+            self.report.loss = loss
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has used up its budget of steps or time, as the hub said last. Every rank of the
+        node must ask together."""
+        return self.shards.decide([self.link.news().finished])[0] == 1
 
     @property
     def bytes_sent(self) -> int:
@@ -81,8 +170,14 @@ class HubExchange:
         merged, or given up as distrusted. What was drawn for them need not be drawn again."""
         return min(place.used_steps for place in self._places)
 
+    @property
+    def used_samples(self) -> int:
+        """Samples that `lease` gave and that are behind this node for good, as `used_steps` counts steps."""
+        return min(place.used_samples for place in self._places)
+
     def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
         self.units, self.shards = units, shards
+        _check_sizes(units, self.link)
         self.norms = self.norms_per_step = NormHistory.empty(len(units), self.penalty.window)
         self.steps_L = torch.zeros(len(units), dtype=torch.float64)
         device = local(units[0].params[0]).device
@@ -93,7 +188,7 @@ class HubExchange:
             anchors, outbox = (
                 SharedVector(v[i], slices, device) for v in (self.link.anchors, self.link.outbox)
             )
-            self._places.append(_Place(anchors, outbox))
+            self._places.append(Place(anchors, outbox))
 
     def compare(self, settings: Mapping[str, str]) -> None:
         """Do nothing: the hub compares layout and method with its own when the node joins."""
@@ -109,6 +204,41 @@ class HubExchange:
             place.version = version
         for unit, place in zip(self.units, self._places, strict=True):
             unit.adopt(place.anchors.read())
+        if self.report:
+            self.report.begin(self.shards)
+
+    def defaults(self) -> tuple[EditConfig, RoundSchedule] | None:
+        if self.report is None:
+            return None
+        settings = self.report.settings
+        return settings.edit, settings.schedule(self.link)
+
+    def lease(self, n: int) -> Positions:
+        """Draw the positions of the next `n` samples of the run's data; int64, shape [n].
+
+        The hub leases each position of the endless stream 0, 1, 2, ... to one node only: sample
+        `position % num_samples` of epoch `position // num_samples`. Draw the samples of a step between the
+        `sync.step()` before it and its own. They count as used when the step is in a push that the hub has
+        accepted; what a node has drawn and not used when it ends goes to another node.
+
+        All ranks of the node call this together and get the same positions. The result is empty when the run
+        has used up its budget.
+
+        Raises:
+            ValueError: The exchange was made without `num_samples`.
+            PeersMissing: The hub was away, and all that it had leased out is used up.
+        """
+        if self.report is None:
+            raise ValueError("this exchange leases no data: make it with HubExchange.join")
+        return self.report.draw(n)
+
+    def note_step(self, steps: int, waited_s: float) -> None:
+        if self.report:
+            self.report.step(steps, waited_s, self.used_samples)
+
+    def _tell(self) -> None:
+        if self.report:
+            self.report.tell(self.used_samples)
 
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         raise ValueError("nodes of a hub do not meet at every step: set edit.warmup_steps = 0")
@@ -122,6 +252,7 @@ class HubExchange:
         self._distrusted = self._judge(G_L, units)
         for i in units:
             self._places[i].opened_steps = self.own_steps
+            self._places[i].opened_samples = self.report.drawn if self.report else 0
         news = self.link.news()
         nodes, total_steps = self.shards.decide([news.nodes, news.total_steps])
         verdict = Verdict(
@@ -143,19 +274,21 @@ class HubExchange:
             return Here(place.anchors.read)
         place.seq += 1
         place.sent_steps = steps
-        return _Push(self, i, place)
+        push = self._under_way[i] = Push(self, i, self.units[i], place)
+        return push
 
     def conclude(self, i: int, verdict: Verdict) -> Verdict:
         place = self._places[i]
         answer, place.answer = place.answer, None
+        self._under_way.pop(i, None)
         if answer is None:  # nothing was sent
-            place.used_steps = place.opened_steps
+            place.use()
             return verdict
         place.version = answer.version
         if answer.verdict == wire.Verdict.REFUSED:
             self.steps_L[i] += place.sent_steps
             return replace(verdict, refused=(*verdict.refused, i))
-        place.used_steps = place.opened_steps
+        place.use()
         if answer.verdict == wire.Verdict.DISTRUSTED:
             return replace(verdict, distrusted=(*verdict.distrusted, i))
         return verdict
@@ -167,6 +300,24 @@ class HubExchange:
         self.before_leaving()
         if self.shards.leads:
             self.link.leave(self.timeout_s)
+
+    def withdraw(self) -> None:
+        """Say goodbye within 10 seconds, so that the hub need not wait for this node's silence to grow."""
+        if self.report is None:
+            return
+        self.timeout_s = min(self.timeout_s, WITHDRAW_S)
+        with suppress(PeersMissing, TimeoutError, AgentLost, NodeRefused):
+            for i, push in self._under_way.items():
+                if push.verdict() != wire.Verdict.REFUSED:
+                    self._places[i].use()
+            self._tell()
+            if self.shards.leads:
+                self.link.leave(self.timeout_s)
+
+    def close(self) -> None:
+        """End the node's agent, if the exchange is not entered after all. The hub is told nothing."""
+        if isinstance(self.link, AgentLink):
+            self.link.stop()
 
     def gather(self, key: str, number: float) -> tuple[float, ...]:
         return (number,)
@@ -221,89 +372,10 @@ class HubExchange:
         return frozenset(i for i in units if suspect_L[i])
 
 
-@dataclass(slots=True)
-class _Place:
-    """What the node knows of one unit's exchange."""
-
-    anchors: SharedVector
-    outbox: SharedVector
-    version: int = 0
-    """Of the anchor that the next pseudo-gradient is measured from."""
-    seq: int = 0
-    sent_steps: int = 0
-    """Inner steps in the push under way."""
-    opened_steps: int = 0
-    """Inner steps of this attempt when the unit's last round was opened."""
-    used_steps: int = 0
-    answer: Answer | None = None
-
-
-class _Push:
-    """`Pending` until the hub has decided; sends once the outbox is written."""
-
-    def __init__(self, exchange: HubExchange, i: int, place: _Place) -> None:
-        self._exchange, self._i, self._place, self._seq = exchange, i, place, place.seq
-        self._sent = False
-        self.done()
-
-    def done(self) -> bool:
-        place, link = self._place, self._exchange.link
-        if not self._sent and place.outbox.written():
-            self._send(link)
-        if self._sent and place.answer is None:
-            place.answer = link.answer(self._i, self._seq)
-        return place.answer is not None
-
-    def result(self) -> Tensor:
-        _until(self.done, self._exchange.timeout_s, f"the hub's answer for {self._name}")
-        assert self._place.answer is not None
-        anchor = self._place.anchors.read()
-        if self._place.answer.verdict != wire.Verdict.REFUSED:
-            return anchor
-        return self._exchange.units[self._i].representable(anchor) - self._place.outbox.read()
-
-    @property
-    def _name(self) -> str:
-        return f"unit {self._exchange.units[self._i].name}, push {self._seq}"
-
-    def _send(self, link: Link) -> None:
-        steps = self._place.sent_steps
-        link.written(self._i, self._seq)
-        if self._exchange.shards.leads:
-            tokens = steps * self._exchange.tokens_per_step
-            link.send(self._i, self._seq, base=self._place.version, steps=steps, tokens=tokens)
-        self._sent = True
-
-
-class Here(Pending[T]):
-    """An answer that needs nobody."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> T:
-        return self._make()
-
-
-class OwnNotes:
-    """Notes of a node that agrees with nobody."""
-
-    def __init__(self) -> None:
-        self._notes: dict[str, str] = {}
-
-    def post(self, key: str, text: str) -> None:
-        self._notes.setdefault(key, text)
-
-    def read(self, key: str) -> str | None:
-        return self._notes.get(key)
-
-
-def _until(there: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not there():
-        if time.monotonic() > deadline:
-            raise PeersMissing(f"{what} did not come within {timeout_s:g} s")
-        time.sleep(POLL_S)
+def _check_sizes(units: Sequence[SyncUnit], link: Link) -> None:
+    ours, theirs = [unit.numel for unit in units], [len(anchor) for anchor in link.anchors]
+    if ours != theirs:
+        raise ValueError(
+            f"the units have {ours} parameters, and the exchange was made for {theirs}: give LayerSync.of the"
+            " model that was joined with, frozen where it was then, and no EditConfig(units=...) of its own"
+        )

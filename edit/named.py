@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from aedit.async_sgd.rules.outer import OuterState
 from aedit.edit.detector import NormHistory
 from aedit.edit.shards import local
+from aedit.edit.store import Kept
 from aedit.edit.units import SyncUnit
 
 _HISTORY = ("norms_WL", "mean_L", "var_L", "rounds_L", "suspects_L")
@@ -36,6 +38,17 @@ def named_history(kind: str, history: NormHistory) -> dict[str, Tensor]:
 def history(kind: str, state: Mapping[str, Tensor]) -> NormHistory:
     """Return the history that `named_history` has named."""
     return NormHistory(*(state[f"{kind}/{name}"] for name in _HISTORY))
+
+
+def kept_state(unit: SyncUnit, state: Mapping[str, Tensor]) -> Kept:
+    """Return a unit's anchor and outer state out of a state dict."""
+    anchor = flat("anchor", unit, state)
+    has_momentum = f"momentum/{unit.names[0]}" in state
+    momentum = flat("momentum", unit, state) if has_momentum else anchor.new_zeros(0)
+    if f"pending_count/{unit.name}" not in state:
+        return anchor, OuterState(momentum)
+    count = int(state[f"pending_count/{unit.name}"])
+    return anchor, OuterState(momentum, flat("pending", unit, state), count)
 
 
 def _like(p: nn.Parameter, part: Tensor) -> Tensor:

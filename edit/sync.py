@@ -84,7 +84,8 @@ class LayerSync(Waiter):
 
         model: any module; shard it with `fully_shard` first if the node has several ranks.
         inner: its optimizer. exchange: where new anchors come from, such as `MeanExchange(TorchTransport())`.
-        schedule: when; by default as `config` says. config: everything else.
+        schedule: when; by default as `config` says. config: everything else. By default both are what the
+        hub says, with `HubExchange.join`.
 
             sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySeconds(600))
             with sync:
@@ -92,6 +93,8 @@ class LayerSync(Waiter):
                     loss(model, batch).backward(); inner.step(); inner.zero_grad()
                     sync.step()
         """
+        if defaults := exchange.defaults():
+            config, schedule = config or defaults[0], schedule or defaults[1]
         config = config or EditConfig()
         for name in ("penalty", "offload"):
             if getattr(config, name) not in (getattr(EditConfig(), name), getattr(exchange, name, None)):
@@ -118,6 +121,8 @@ class LayerSync(Waiter):
         try:
             if kind is None:
                 self.close()
+            else:
+                self.exchange.withdraw()
         finally:
             while self._hooks:
                 self._hooks.pop().remove()
@@ -150,6 +155,7 @@ class LayerSync(Waiter):
         self._averaged = False
         warmed_up = self.warming_up
         self.steps += 1
+        self.exchange.note_step(self.steps, self.waited_s)
         if self.warming_up:
             return
         if warmed_up:

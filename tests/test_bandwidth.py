@@ -6,9 +6,9 @@ from benchmarks import bandwidth_hub
 from benchmarks.bandwidth_hub import HubRow, Way, long_way
 from benchmarks.bandwidth_hub_node import HubSeen, Traffic
 from benchmarks.coarse import CoarsePushes, coarse, cost
-from benchmarks.hub_in_process import Held
 from benchmarks.netns import Place
 
+from aedit.async_sgd.inprocess import ArrayValues
 from aedit.async_sgd.rules.records import Push
 from aedit.proto.codecs.codecs import codec
 
@@ -43,7 +43,7 @@ def test_ways_are_told_apart_by_name():
 
 
 def push(values, seq=1):
-    held = Held(np.asarray(values, np.float32))
+    held = ArrayValues(np.asarray(values, np.float32))
     return Push(node=0, unit=0, seq=seq, base=1, steps=1, tokens=1, values=held, norms=(1.0,))
 
 

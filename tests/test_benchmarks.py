@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from benchmarks.overhead import Interval, bootstrap, cost
 from benchmarks.paced import Pace, Walk
 from benchmarks.run_virtual import BAD_NODE, METHODS, NODES, Setting, held_out_loss, train
 from benchmarks.small_llama import corpus, llama
-from benchmarks.virtual import Turns
 
 from aedit.launch.data.order import permutation
 
@@ -125,23 +123,6 @@ def test_random_delays_are_the_same_for_the_same_seed_and_as_frequent_as_said():
     assert durations_s != pace.durations_s(seed=4, num_steps=20_000)
     assert set(durations_s) == {0.02, 0.1}
     assert durations_s.count(0.1) / 20_000 == pytest.approx(0.1, abs=0.01)
-
-
-def test_in_virtual_time_the_node_that_is_behind_goes_first():
-    turns, steps_s = Turns(3), (1.0, 2.5, 0.7)
-    seen = []
-
-    def live(node):
-        turns.begin(node)
-        while turns.now_s[node] < 10:
-            seen.append((turns.now_s[node], node))
-            turns.step(node, steps_s[node])
-        turns.leave(node)
-
-    with ThreadPoolExecutor(3) as threads:
-        list(threads.map(live, range(3)))
-    assert seen == sorted(seen)
-    assert [sum(n == node for _, n in seen) for node in range(3)] == [10, 4, 15]
 
 
 def test_the_ddp_baseline_is_plain_training_with_the_joined_batch():

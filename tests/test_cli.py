@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -165,16 +166,20 @@ def test_the_package_is_a_command(tmp_path):
 
 def test_the_views_and_export_are_reached(monkeypatch, tmp_path):
     called = []
-    monkeypatch.setattr("aedit.launch.views.status.main", lambda run: called.append(("status", run)))
-    monkeypatch.setattr("aedit.launch.views.top.main", lambda run: called.append(("top", run)))
-    monkeypatch.setattr("aedit.launch.views.plot.main", lambda run: called.append(("plot", run)) or [])
+    for name in ("status", "top", "plot"):
+
+        def main_of(place, keys, *, insecure, name=name):
+            called.append((name, Path(place)))
+            return []
+
+        monkeypatch.setattr(f"aedit.launch.views.{name}.main", main_of)
     for name in ("status", "top", "plot"):
         assert main([name, str(tmp_path)]) == 0
     assert called == [(name, tmp_path) for name in ("status", "top", "plot")]
 
 
 def test_a_command_may_refuse(monkeypatch, tmp_path, capsys):
-    def refuse(run):
+    def refuse(place, keys, *, insecure):
         raise UserError("no run here")
 
     monkeypatch.setattr("aedit.launch.views.status.main", refuse)

@@ -4,13 +4,15 @@ from copy import deepcopy
 
 import numpy as np
 import pytest
-from benchmarks.hub_in_process import HubInProcess, layout_of, push_of
+from benchmarks.kit.hubs import layout_of
 from kit.nodes import UNITS, follow_script, in_threads, tower
 
-from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.hub.hub import HubPlan
 from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.inprocess import InProcessHub, make_push
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, ScreenConfig
 from aedit.async_sgd.rules.outer import make_outer
+from aedit.clock import VirtualClock
 
 NODES, ROUNDS = 3, 5
 STEPS = [[3, 1, 2, 4, 2], [1, 1, 5, 4, 1], [2, 3, 2, 1, 2]]
@@ -51,21 +53,21 @@ def by_hub(model, script, outer, penalty):
     hub_config = HubConfig(quorum="all", weights="penalty", pace="steps", screen=ScreenConfig(clip=None))
     steps = sum(STEPS[0]) * NODES
     plan = HubPlan(hub=hub_config, outer=outer, penalty=penalty, every=4, steps=steps)
-    hub = HubInProcess(Hub(plan), layout_of(model))
+    hub = InProcessHub(plan, layout_of(model), clock=VirtualClock())
     nodes = [hub.join(f"node {n}") for n in range(NODES)]
     named = dict(model.named_parameters())
     for i, unit in enumerate(hub.layout.units):
         first = np.concatenate([named[t.name].detach().numpy().reshape(-1) for t in unit.tensors])
-        hub.offer(push_of(first, unit, node=nodes[0], unit=i, seq=1, base=0, steps=0, tokens=0))
+        hub.offer(make_push(first, unit, node=nodes[0], unit=i, seq=1, base=0, steps=0, tokens=0))
     for node in nodes:
-        hub.hub.beat(node, Report(state="training"), hub.now_s)
+        hub.beat(node, Report(state="training"))
     for r in range(ROUNDS):
         for i, unit in enumerate(hub.layout.units):
             anchor = hub.hub.anchor(i)[1]
             for n, node in enumerate(nodes):
                 local = anchor + np.concatenate([script[n][r][t.name].reshape(-1) for t in unit.tensors])
                 facts = {"node": node, "unit": i, "seq": r + 1 + (n == 0), "base": r + 1, "tokens": 0}
-                hub.offer(push_of(anchor - local, unit, steps=STEPS[n][r], **facts))
+                hub.offer(make_push(anchor - local, unit, steps=STEPS[n][r], **facts))
         yield {
             tensor.name: part.reshape(tensor.shape)
             for i, unit in enumerate(hub.layout.units)

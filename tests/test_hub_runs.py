@@ -162,35 +162,71 @@ def test_a_run_goes_on_when_its_hub_and_a_node_are_killed(place):
     assert place.events(0)[-1]["reason"] == place.events(1)[-1]["reason"] == "done"
 
 
-def test_nodes_join_with_nothing_but_an_address_and_one_leaves_with_ctrl_c(place):
-    address = f"127.0.0.1:{free_port()}"
-    place.configure(200, address=address)
-    hub = place.aedit("hub", place.toml, f"--dir={place.directory}/hub")
-    until(lambda: (place.directory / "hub/x/hub/address").exists(), "the hub")
-    nodes = [
-        place.aedit("join", address, f"--dir={place.directory}/{name}", "--device=cpu", f"--as={name}")
-        for name in ("a", "b")
-    ]
+def test_nodes_join_with_an_address_and_keys_from_one_directory_and_all_leave_with_ctrl_c(place):
+    """The second of one directory is another node; a hub that hears Ctrl-C with its nodes hears them out."""
+    address, keys = f"127.0.0.1:{free_port()}", place.directory / "keys"
+    ends_well(place.aedit("keys", keys, "--host=127.0.0.1"))
+    place.configure(100_000, address=address)
+    hub = place.aedit("hub", place.toml, f"--dir={place.directory}/hub", f"--keys={keys}/hub")
+    shown = [hub.stdout.readline() for _ in range(3)]
+    assert f"run x: hub at {address}" in shown[0]
+    words = shown[1].partition("joins with  aedit ")[2].split()
+    assert words == ["join", address, "--keys", f"{keys}/nodes"]
+    assert shown[2].split()[-4:] == ["top", *words[1:]]
+    here = place.directory / "joined" / "x"
+    nodes = [place.aedit(*words, f"--dir={here.parent}", "--device=cpu") for _ in range(2)]
 
-    def seen(name):
-        return [n for n in (0, 1) if place.events(n, place.directory / name / "x")]
+    def rounds(index):
+        return steps_in(place.events(index, here), "round")
 
-    until(lambda: seen("a") and seen("b"), "both nodes")
-    assert seen("a") != seen("b"), "each has its own number"
-    (index,) = seen("a")
-    here = place.directory / "a" / "x"
-    until(lambda: steps_in(place.events(index, here), "round"), "a round of the first")
-    status = place.aedit("status", address)
-    shown = ends_well(status)
-    assert "training" in shown or "tra" in shown
+    until(lambda: rounds(0) and rounds(1), "a round of each")
+    names = [(here / f"nodes/{index}/name").read_text() for index in (0, 1)]
+    assert sorted(names) == sorted((here / "node_name").read_text().split())
+    assert ends_well(place.aedit("status", *words[1:])).count("train") >= 2
+    first = next(i for i in (0, 1) if psutil.pid_exists(nodes[0].pid) and started_by(nodes[0], here, i))
     nodes[0].send_signal(signal.SIGINT)
     nodes[0].communicate(timeout=LIMIT_S)
     assert nodes[0].returncode == 130
-    assert place.events(index, here)[-1]["reason"] == "signal"
-    ends_well(nodes[1])
-    ends_well(hub)
-    steps = sum(push.steps for push in pushes_of(place.directory / "hub/x/hub") if push.node == index)
-    assert steps == 3 * place.events(index, here)[-1]["step"], "everything it had learned was pushed"
+    for process in (hub, nodes[1]):
+        process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    nodes[1].communicate(timeout=60)
+    assert "in case the nodes leave as well" in hub.communicate(timeout=60 - (time.monotonic() - began))[1]
+    assert (hub.returncode, nodes[1].returncode) == (0, 130)
+    for index in (first, 1 - first):
+        stop = place.events(index, here)[-1]
+        pushed = sum(p.steps for p in pushes_of(place.directory / "hub/x/hub") if p.node == index)
+        assert stop["reason"] == "signal"
+        assert pushed == 3 * stop["step"], "everything it had learned was pushed"
+
+
+def started_by(process, run_dir, index):
+    """Whether the node of this index is a descendant of the command."""
+    events = [json.loads(line) for line in (run_dir / f"nodes/{index}/events.jsonl").read_text().splitlines()]
+    return any(
+        child.pid == events[0]["pid"] for child in psutil.Process(process.pid).children(recursive=True)
+    )
+
+
+def test_a_run_with_a_hub_starts_it_and_a_second_terminal_joins(place):
+    place.configure(100_000)
+    run = place.aedit("run", place.toml, f"--dir={place.directory}/runs")
+    told = run.stderr.readline()
+    address = told.split()[-1]
+    assert f"hub at {address};" in told
+    run_dir = place.directory / "runs" / "x"
+    until(lambda: steps_in(place.events(0), "round"), "a round of the first")
+    configuration = (run_dir / "run.toml").read_text()
+    joined = place.aedit("join", address, f"--dir={place.directory}/runs", "--device=cpu")
+    until(lambda: steps_in(place.events(1), "round"), "a round of the second")
+    assert (run_dir / "run.toml").read_text() == configuration, "that of the run, not of the second node"
+    for process in (run, joined):
+        process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    for process in (run, joined):
+        _, err = process.communicate(timeout=60 - (time.monotonic() - began))
+        assert process.returncode == 130, err
+    assert place.processes("aedit.launch") == []
 
 
 def test_who_cannot_join_is_told_why_in_one_line(place):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import socket
 import urllib.request
 from pathlib import Path
@@ -10,15 +11,21 @@ import matplotlib.image
 import numpy as np
 import pytest
 from kit.hub_processes import Client, HubProcess, ending, until, write_run
+from matplotlib import style as look
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from aedit.launch.cli import main
 from aedit.launch.rundir.hub_records import Hub, HubAt, gained, totals
 from aedit.launch.rundir.reader import RunFollower, read_run
 from aedit.launch.views import hubview, plot, status
+from aedit.launch.views.bars import bytes_per_round
 from aedit.launch.views.figures import held_out
-from aedit.launch.views.hubtable import hub_line
+from aedit.launch.views.hubplots import hub_nodes, hub_traffic
+from aedit.launch.views.panel import Fitted, panel
+from aedit.launch.views.panel import line as plain_line
 from aedit.launch.views.report import report
+from aedit.launch.views.sources import open_source
 from aedit.types import UserError
 
 HUB_PLOTS = {"hub_nodes.png", "hub_traffic.png"}
@@ -134,8 +141,6 @@ def test_two_hubs_that_took_turns_are_told_as_one_story(tmp_path):
 
 
 def shown_status(run_dir):
-    from aedit.launch.views.panel import panel
-
     return shown(panel, read_run(run_dir), [])
 
 
@@ -161,6 +166,31 @@ def test_status_of_a_run_directory_shows_what_its_hub_said_last_within_80_column
     assert "\u2026" not in text, "nothing is cut off"
 
 
+@pytest.mark.parametrize("num_nodes", [2, 12, 40])
+@pytest.mark.parametrize("files", [False, True])
+def test_top_of_a_hub_fits_a_terminal_of_80_by_24(tmp_path, num_nodes, files):
+    run_dir = tmp_path / "busy"
+    big = {"steps_per_s": 1234.56, "pace_steps": 12_345, "wait_s": 9e3, "busy_s": 1e5, "wire_s": 12_345.6}
+    nodes = [node_at(k, 1_234_567, name=f"machine-of-lab-{k:03}", **big) for k in range(num_nodes)]
+    write(run_dir / "hub", [line(90, nodes, [3, 4])])
+    for k in range(num_nodes if files else 0):
+        node_files(run_dir, k)
+    run = read_run(run_dir)
+    console = Console(file=io.StringIO(), width=80, height=24)
+    console.print(Fitted(run, run.indices))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) <= 24
+    assert all(len(row) <= 80 for row in lines)
+    left_out = sum(int(row.split("and ")[1].split()[0]) for row in lines if " more node" in row)
+    assert max(left_out, 0) < num_nodes
+    assert (left_out > 0) == (num_nodes == 40)
+    assert "versions 3 to 4" in "".join(lines)
+    if not files:
+        rows = [row for row in lines if "mac" in row and "1,234,567 1234.56 12,345" in row]
+        assert all(" 8.3 % 12,345.6 s 27.1 %" in row for row in rows)
+        assert len(rows) + left_out == num_nodes
+
+
 def test_a_name_with_markup_in_it_is_shown_as_it_is(tmp_path):
     write(tmp_path / "odd" / "hub", [line(1, [node_at(0, 10, name="[red]x[/]")], [1])])
     assert "[red]x[/]" in shown_status(tmp_path / "odd")
@@ -174,13 +204,22 @@ def test_the_report_says_what_the_hub_counted_and_draws_it(tmp_path):
     assert text.isascii()
     assert "2 nodes, 0:03, 39 merges" in text
     assert "80 accepted, 11 did not count (9 norm, 2 stale)" in text
-    assert "1.4 kB up, 84.0 kB down" in text
+    assert "28.0 kB up, 84.0 kB down\n" in text
     assert "39 merges, 2 units at version 20 to 21" in text
     assert "box-2: put out after 8 offences" in text
     assert "2 pseudo-gradients distrusted by their own nodes" in text
     drawn = {Path(row.strip()).name for row in text.splitlines() if row.endswith(".png")}
     assert drawn >= HUB_PLOTS | {"norms.png", "bytes_per_round.png"}
     assert "effective_nodes.png" not in drawn, "a node of a hub does not know the others' weights"
+
+
+def test_the_upload_of_the_initial_anchors_is_told_apart_from_pushes(tmp_path):
+    write(tmp_path / "hub", [line(5, [node_at(0, 80)], [2], founder=0, anchor_bytes=6000)])
+    node_files(tmp_path, 0)
+    assert "8.0 kB up (6.0 kB of it the initial anchors, from box-0), 24.0 kB down" in report(tmp_path)
+    assert "6.0 kB that box-0 sent are the initial anchors" in shown_status(tmp_path)
+    label = bytes_per_round(read_run(tmp_path)).axes[0].get_xlabel()
+    assert label == "round (the first of box-0 with the initial anchors, 6.0 kB)"
 
 
 def test_without_the_hubs_folder_a_report_says_what_its_nodes_know(tmp_path):
@@ -212,6 +251,33 @@ def test_plots_of_a_hub_have_something_on_them(tmp_path, few):
         assert np.std(image[..., :3]) > 0.02
 
 
+def ticks(axis):
+    """Labels of the ticks within the view, with the offset that matplotlib may add to all of them."""
+    low, high = sorted(axis.get_view_interval())
+    places = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+    return [label.get_text() for at, label in places if low <= at <= high], axis.get_offset_text().get_text()
+
+
+def drawn(figure):
+    FigureCanvasAgg(figure).draw()
+    return figure
+
+
+def test_ticks_of_flat_series_at_a_hub_are_whole_numbers_from_zero(tmp_path):
+    still = dict.fromkeys(("steps_per_s", "staleness", "bytes_up", "bytes_down", "wait_s", "wire_s"), 0)
+    lines = [line(t, [node_at(0, 8, **still)], [1, 1]) for t in range(1, 5)]
+    write(tmp_path / "hub", lines)
+    run = read_run(tmp_path)
+    with look.context(["default", plot.STYLE]):
+        _, staleness, _ = drawn(hub_nodes(run)).axes
+        wire, sent, versions, _ = drawn(hub_traffic(run)).axes
+    assert ticks(staleness.yaxis) == (["0", "1"], "")
+    assert ticks(versions.yaxis) == (["0", "1"], "")
+    labels, offset = ticks(sent.yaxis)
+    assert (labels[0], labels[-1], offset) == ("0 B", "1 kB", "")
+    assert wire.get_xlim()[0] == 0
+
+
 def test_a_hub_without_nodes_is_shown_but_cannot_be_plotted(tmp_path, capsys):
     write(tmp_path / "young" / "hub", [line(1, [], [])])
     status.main(tmp_path / "young")
@@ -241,11 +307,12 @@ def test_a_real_hub_is_shown_followed_and_drawn(tmp_path, monkeypatch, capsys):
         text = capsys.readouterr().out
         assert "box" in text
         assert "1 future" in text
-        view = hubview.HubView(hub.address)
-        now = view.status()
-        view.close()
+        with open_source(hub.address) as source:
+            run = source.poll()
+        (now,) = run.hubs[0].lines
         assert now.versions == (2, 1)
-        assert "0 training 40 steps, 4.00/s" in hub_line(now)
+        assert now.founder == now.nodes[0].node
+        assert "node 0 training step 40 4.00 steps/s" in plain_line(run, [])
         assert main(["plot", hub.address]) == 0
         assert {Path(row).name for row in capsys.readouterr().out.splitlines()} == HUB_PLOTS
         assert {path.name for path in Path("runs/run/plots").iterdir()} == HUB_PLOTS
@@ -283,4 +350,11 @@ def test_prometheus_reads_a_real_hub(tmp_path):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
     assert 'aedit_version{unit="unit0"} 2.0' in text
-    assert 'aedit_node_accepted_total{node="box"} 3.0' in text
+    assert 'aedit_node_accepted_pushes_total{node="box"} 3.0' in text
+    names = re.findall(r"^# TYPE (aedit_\S+) (\w+)", text, re.MULTILINE)
+    assert {"aedit_steps_total", "aedit_tokens_total", "aedit_node_wait_seconds_total"} <= {
+        n for n, _ in names
+    }
+    for name, kind in names:
+        assert name.count("total") == (kind == "counter"), name
+        assert not re.search(r"_(s|bytes_up|bytes_down)(_total)?$", name), "seconds and bytes are written out"

@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from aedit.launch.config.config import EditConfig, LocalConfig, RunConfig, TrainConfig
-from aedit.launch.config.placement import Placement, torchrun_words
+from aedit.launch.config.config import EditConfig, HubConfig, LocalConfig, RunConfig, TrainConfig
+from aedit.launch.config.placement import Placement, check_hub_start, torchrun_words
 from aedit.launch.node import main as node
 from aedit.launch.rundir.prepare import MIN_FREE_BYTES, claimed, next_attempt, prepare
 from aedit.types import UserError
@@ -249,6 +250,31 @@ def test_a_full_disk_is_told_before_the_run(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"255 MiB free, a run needs 256"):
         prepare(RunConfig(dir=str(tmp_path)))
     assert not (tmp_path / "run/run.toml").exists()
+
+
+def test_a_node_that_joins_finds_its_hub_elsewhere_but_not_another_training(tmp_path):
+    config = RunConfig(dir=str(tmp_path), edit=EditConfig(landing="arrival"))
+    hub = HubConfig(address="127.0.0.1:1")
+    own = prepare(replace(config, hub=hub), "a/b")
+    assert own.name == "join_a_b.toml"
+    prepare(replace(config, hub=replace(hub, address="127.0.0.1:2")), "a/b")
+    assert "127.0.0.1:2" in own.read_text()
+    with pytest.raises(UserError, match=r"seed \(0 -> 1\); choose another --dir"):
+        prepare(replace(config, hub=hub, seed=1), "c")
+
+
+@pytest.mark.parametrize(
+    ("address", "placement", "remedy"),
+    [
+        ("10.0.0.1:7000", Placement(), r"aedit hub CONFIG .* aedit join 10.0.0.1:7000"),
+        ("127.0.0.1:0", Placement(nodes=2, master="a:1"), r"--nodes, --master: .* aedit join HOST:PORT"),
+    ],
+)
+def test_a_run_of_several_machines_with_a_hub_names_their_commands(address, placement, remedy):
+    config = RunConfig(edit=EditConfig(landing="arrival"), hub=HubConfig(address=address))
+    with pytest.raises(UserError, match=remedy):
+        check_hub_start(config, placement)
+    check_hub_start(config, Placement(nodes=2, local=True))
 
 
 def test_attempts_are_numbered_over_all_nodes(tmp_path):

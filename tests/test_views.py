@@ -10,13 +10,18 @@ import sys
 from pathlib import Path
 
 import matplotlib.image
+import matplotlib.style
 import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from aedit.launch.rundir.reader import RunFollower, read_run
 from aedit.launch.views import live, plot, status, top
+from aedit.launch.views.bars import bytes_per_round
+from aedit.launch.views.curves import effective_nodes, loss_by_steps
 from aedit.launch.views.figures import held_out
-from aedit.launch.views.panel import panel, state
+from aedit.launch.views.panel import Fitted, panel, state
 from aedit.launch.views.report import report, summary
 from aedit.types import UserError
 
@@ -328,6 +333,23 @@ def test_a_run_without_rounds_has_only_the_plots_it_can_fill(tmp_path):
     }
 
 
+def test_ticks_of_a_flat_loss_and_of_few_steps_can_be_read(tmp_path):
+    run_dir = new_run(tmp_path)
+    node = Writer(run_dir, 0)
+    for step in (1, 2, 3):
+        node.metric(float(step), step, loss=2.3 + 1e-9 * step)
+    node.round(3.0, 1, 3, bytes=0)
+    run = read_run(run_dir)
+    with matplotlib.style.context(["default", plot.STYLE]):
+        loss, sent, listened = loss_by_steps(run), bytes_per_round(run), effective_nodes(run)
+        for figure in (loss, sent, listened):
+            FigureCanvasAgg(figure).draw()
+    assert loss.axes[0].yaxis.get_offset_text().get_text() == ""
+    for axis in (loss.axes[0].xaxis, sent.axes[0].xaxis, listened.axes[0].xaxis, listened.axes[0].yaxis):
+        assert all(float(at).is_integer() for at in axis.get_majorticklocs())
+    assert sent.axes[0].get_ylim() == (0, 1000), "zero bytes are not thousandths of a byte"
+
+
 def test_an_empty_run_is_shown_and_reported_but_cannot_be_plotted(tmp_path, capsys):
     run_dir = new_run(tmp_path)
     status.main(run_dir)
@@ -471,14 +493,120 @@ class Child:
         live.watch(run_dir, nodes, self.alive, console=console, now=self.now, sleep=self.sleep)
 
 
-def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds_and_one_at_the_end(tmp_path):
+def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds_and_not_the_same_one_at_the_end(tmp_path):
     console = Console(file=io.StringIO(), width=60)
     child = Child(35)
     child.watch(full_run(tmp_path), console)
     lines = console.file.getvalue().splitlines()
-    assert len(lines) == 5  # at 0, 10, 20, 30 s, and the end
+    assert len(lines) == 4  # at 0, 10, 20, 30 s
     assert child.now_s == pytest.approx(35, abs=0.3)
     assert all("\x1b" not in row for row in lines)
+
+
+def test_without_a_terminal_the_end_has_a_line_of_its_own_if_there_is_news(tmp_path):
+    run_dir = full_run(tmp_path)
+
+    class Training(Child):
+        def sleep(self, seconds):
+            if self.now_s < 12 <= self.now_s + seconds:
+                node = Writer.__new__(Writer)
+                node.dir, node.index = run_dir / "nodes" / "0", 0
+                node.metric(61.0, 777, progress=0.9)
+            super().sleep(seconds)
+
+    console = Console(file=io.StringIO(), width=60)
+    Training(15).watch(run_dir, console)
+    *before, last = console.file.getvalue().splitlines()
+    assert len(before) == 2  # at 0 and 10 s
+    assert last.startswith("1:01")
+
+
+def screen_of(run_dir, num_lines=24, width=80):
+    """What `top` shows, line by line."""
+    run = read_run(run_dir)
+    console = Console(file=io.StringIO(), width=width, height=num_lines)
+    shape = console.options.update_dimensions(width, num_lines)
+    picture = Fitted(run, run.indices, subtitle="q ends")
+    lines = console.render_lines(picture, shape, pad=False)
+    return "\n".join("".join(segment.text for segment in line) for line in lines).rstrip().splitlines()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 5, 16, 17, 40])
+def test_top_fits_a_terminal_of_80_by_24_and_counts_the_nodes_it_leaves_out(tmp_path, num_nodes):
+    run_dir = new_run(tmp_path)
+    for index in range(num_nodes):
+        node = Writer(run_dir, index)
+        node.start()
+        node.metric(40_000.0, 1_234_000, tokens=10**11, wait_s=36_000.0)
+        spent = {"busy_s": 41_000.0, "wait_s": 37_000.0, "round": 123_456}
+        node.metric(50_000.0, 1_234_567, tokens=2 * 10**11, **spent)
+    lines = screen_of(run_dir)
+    assert len(lines) <= 24
+    assert all(len(line) <= 80 for line in lines)
+    rows = [line for line in lines if "1,234,567" in line]
+    assert all("123456" in row and "10,000,000" in row and "47.4 %" in row for row in rows)
+    left_out = [int(line.split("and ")[1].split()[0]) for line in lines if " more node" in line]
+    assert len(rows) + sum(left_out) == num_nodes
+    assert len(rows) >= min(num_nodes, 15)
+    assert any("held-out loss" in line for line in lines)
+    assert "q ends" in lines[-1]
+    assert "\u2026" not in "".join(lines), "nothing is cut off"
+
+
+def test_a_line_without_a_new_step_keeps_the_last_training_loss(tmp_path):
+    """At its end a node writes a line although no step followed the last one."""
+    from types import SimpleNamespace
+
+    from aedit.launch.node.meter import StepMeter
+    from aedit.launch.node.train import Node
+
+    told = []
+    shards = SimpleNamespace(sum=lambda value: value, size=1)
+    sync = SimpleNamespace(steps=4, round_id=1, waited_s=0.0, idle_used_s=0.0, shards=shards)
+    node = SimpleNamespace(
+        recorder=SimpleNamespace(
+            clock=SimpleNamespace(busy_s=0, other_s=0), metrics=lambda **v: told.append(v)
+        ),
+        meter=StepMeter(loss=torch.tensor(6.0), num_steps=4),
+        sync=sync,
+        tokens=8,
+        lr=0.1,
+        budget=SimpleNamespace(progress=lambda: 1.0),
+        newest_loss=float("nan"),
+    )
+    Node.note_metrics(node)
+    Node.note_metrics(node)
+    assert [line["loss"] for line in told] == [1.5, 1.5]
+
+
+def test_time_between_two_attempts_is_no_training_time(tmp_path):
+    run_dir = new_run(tmp_path)
+    node = Writer(run_dir, 0)
+    node.start(t=0.5)
+    node.metric(2.0, 10, tokens=1000, busy_s=1.0)
+    node.metric(12.0, 60, tokens=6000, busy_s=10.0)
+    node.start(t=3600.0, attempt=1, step=60)
+    node.metric(3605.0, 70, tokens=7000, busy_s=11.0)
+    node.metric(3615.0, 120, tokens=12000, busy_s=20.0)
+    (only,) = summary(read_run(run_dir)).nodes
+    # 5000 tokens in 10 s twice, 9 s of each busy
+    assert only.pace.tokens_per_s == pytest.approx(500)
+    assert only.pace.solo_tokens_per_s == pytest.approx(10_000 / 18)
+    assert "90.0 % of the sum" in report(run_dir)
+
+
+def test_the_report_says_when_the_end_was_not_evaluated(tmp_path):
+    run_dir = new_run(tmp_path)
+    node = Writer(run_dir, 0)
+    node.start()
+    node.metric(1.0, 10)
+    assert "held-out loss  - (no evaluation ran)" in report(run_dir)
+    node.event("eval", 1.5, step=10, round=0, loss=3.0)
+    assert "held-out loss  3.000 -> 3.000 nats/token\n" in report(run_dir)
+    node.metric(9.0, 1230)
+    assert "3.000 -> 3.000 nats/token at step 10 of 1,230; no evaluation ran at the end\n" in report(run_dir)
+    node.event("eval", 9.5, step=1230, round=3, loss=2.0)
+    assert "held-out loss  3.000 -> 2.000 nats/token\n" in report(run_dir)
 
 
 def test_a_terminal_gets_a_panel_that_ends_with_the_newest_figures(tmp_path):

@@ -223,7 +223,9 @@ class Hub:
         return max(self.state.elapsed_s, now + self._start_clock(now))
 
     def progress(self, now: float) -> float:
-        """Share of the budget that is used up, 0 to 1."""
+        """Share of the budget that is used up, 0 to 1; 0 for a run without one."""
+        if self.config.endless:
+            return 0.0
         share = self.state.mean_steps / self.plan.steps
         if self.plan.seconds:
             share = max(share, self.elapsed_s(now) / self.plan.seconds)

@@ -7,6 +7,8 @@ from typing import Any
 from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.members import Member, Report, Told, Verdict
 
+_FP32_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class UnitNews:
@@ -78,6 +80,8 @@ def status(hub: Hub, now: float) -> dict[str, Any]:
         "total_steps": state.total_steps,
         "total_tokens": state.total_tokens,
         "num_samples": state.num_samples,
+        "founder": state.founder if state.is_founded else None,
+        "anchor_bytes": sum(_FP32_BYTES * layout[index].numel for index in state.units),
         "leased_upto": state.pool.watermark,
         "returned_samples": sum(end - start for start, end in state.pool.returned),
         "nodes": [

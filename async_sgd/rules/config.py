@@ -202,6 +202,10 @@ class HubConfig:
     `edit.every` steps and the others what they can in that time; or when the hub opens a round every
     `edit.every` seconds."""
 
+    endless: bool = False
+    """Keep the run open: `train.steps` and `train.seconds` are no budget, and each node decides when it
+    leaves. For nodes with training loops of their own."""
+
     max_steps_ahead: int = 1024
     """Steps a node trains on without an answer from the hub before it waits."""
 

@@ -27,7 +27,7 @@ class Greeting:
         """Refused, with the difference named, if the other is not of one kind with this hub."""
         for name in ("protocol", "code"):
             ours, theirs = getattr(self, name), getattr(request, name)
-            if ours != theirs:
+            if ours != theirs and (theirs or name == "protocol"):  # who trains its own loop names no code
                 raise Refusal(
                     grpc.StatusCode.INVALID_ARGUMENT,
                     f"{name} {theirs or 'not given'} (aedit {request.version[:32]}), and this hub has {ours}"

@@ -9,10 +9,35 @@ from prometheus_client.registry import Collector
 
 from aedit.types import UserError
 
-_NODE_GAUGES = ("steps_per_s", "pace_steps", "weight", "staleness", "offences", "leased_samples", "loss")
-_NODE_COUNTERS = ("steps", "tokens", "busy_s", "wait_s", "wire_s", "bytes_up", "bytes_down", "accepted")
-_HUB_GAUGES = ("term", "elapsed_s", "progress", "round")
-_HUB_COUNTERS = ("total_steps", "total_tokens", "merges", "merge_s")
+_HUB = (
+    (GaugeMetricFamily, "term", "aedit_term", "Term of the hub that leads."),
+    (GaugeMetricFamily, "elapsed_s", "aedit_elapsed_seconds", "Age of the run, without a hub's outages."),
+    (GaugeMetricFamily, "progress", "aedit_progress", "Share of the run that is done, from 0 to 1."),
+    (GaugeMetricFamily, "round", "aedit_round", "Newest round, if the hub's clock opens rounds."),
+    (CounterMetricFamily, "total_steps", "aedit_steps", "Inner steps of all nodes that were accepted."),
+    (CounterMetricFamily, "total_tokens", "aedit_tokens", "Tokens of these steps."),
+    (CounterMetricFamily, "merges", "aedit_merges", "Anchors made since the hub's process began."),
+    (CounterMetricFamily, "merge_s", "aedit_merge_seconds", "Time these merges took."),
+)
+"""Kind, key in the overview, name (Prometheus appends `_total` to counters), help."""
+
+_NODE = (
+    (GaugeMetricFamily, "steps_per_s", "steps_per_second", "Speed while training, waits left out."),
+    (GaugeMetricFamily, "pace_steps", "pace_steps", "Inner steps asked for before the next push."),
+    (GaugeMetricFamily, "weight", "weight", "Weight of the last push in its merge, from 0 to 1."),
+    (GaugeMetricFamily, "staleness", "staleness", "Versions between the last push's base and its merge."),
+    (GaugeMetricFamily, "offences", "offences", "Refusals that count towards being put out."),
+    (GaugeMetricFamily, "leased_samples", "leased_samples", "Samples the node holds a lease on."),
+    (GaugeMetricFamily, "loss", "loss", "Newest training loss, in nats per token."),
+    (CounterMetricFamily, "steps", "steps", "Inner steps since the node's process began."),
+    (CounterMetricFamily, "tokens", "tokens", "Tokens since the node's process began."),
+    (CounterMetricFamily, "busy_s", "busy_seconds", "Time spent in training steps."),
+    (CounterMetricFamily, "wait_s", "wait_seconds", "Time spent waiting for the hub."),
+    (CounterMetricFamily, "wire_s", "wire_seconds", "Time spent pushing or pulling, hidden or not."),
+    (CounterMetricFamily, "bytes_up", "sent_bytes", "Bytes sent to hubs."),
+    (CounterMetricFamily, "bytes_down", "received_bytes", "Bytes received from hubs."),
+    (CounterMetricFamily, "accepted", "accepted_pushes", "Pushes that were accepted."),
+)
 
 
 class Page:
@@ -42,29 +67,33 @@ class _Numbers(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._overview()
-        for name in _HUB_GAUGES:
-            yield GaugeMetricFamily(f"aedit_{name}", f"{name} of the run", value=now[name])
-        for name in _HUB_COUNTERS:
-            yield CounterMetricFamily(f"aedit_{name}", f"{name} of the run", value=now[name])
+        for kind, key, name, meaning in _HUB:
+            yield kind(name, meaning, value=now[key])
         journal = now["journal"]
-        yield GaugeMetricFamily("aedit_journal_bytes", "of the newest segment", value=journal["bytes"])
-        yield GaugeMetricFamily("aedit_standby", "1: a standby follows", value=float(now["standby"]))
+        yield GaugeMetricFamily(
+            "aedit_journal_bytes", "Size of the newest journal segment.", value=journal["bytes"]
+        )
+        yield GaugeMetricFamily(
+            "aedit_standby", "1 while a standby follows, else 0.", value=float(now["standby"])
+        )
         yield from _of_nodes(now["nodes"])
-        versions = GaugeMetricFamily("aedit_version", "newest anchor of a unit", labels=["unit"])
+        versions = GaugeMetricFamily(
+            "aedit_version", "Version of the newest anchor of a unit.", labels=["unit"]
+        )
         for unit in now["units"]:
             versions.add_metric([unit["name"]], unit["version"])
         yield versions
 
 
 def _of_nodes(nodes: list[Mapping[str, Any]]) -> Iterator[Metric]:
-    kinds = [(GaugeMetricFamily, name) for name in _NODE_GAUGES]
-    for kind, name in [*kinds, *((CounterMetricFamily, name) for name in _NODE_COUNTERS)]:
-        family = kind(f"aedit_node_{name}", f"{name} of a node", labels=["node"])
+    for kind, key, name, meaning in _NODE:
+        family = kind(f"aedit_node_{name}", meaning, labels=["node"])
         for node in nodes:
-            if node[name] is not None:
-                family.add_metric([node["name"]], node[name])
+            if node[key] is not None:
+                family.add_metric([node["name"]], node[key])
         yield family
-    refused = CounterMetricFamily("aedit_node_refused", "pushes that were refused", labels=["node", "reason"])
+    labels = ["node", "reason"]
+    refused = CounterMetricFamily("aedit_node_refused_pushes", "Pushes that were refused.", labels=labels)
     for node in nodes:
         for reason, count in node["refused"].items():
             refused.add_metric([node["name"], reason], count)

@@ -165,7 +165,7 @@ def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 def _run(options: Options) -> int:
     from aedit.launch.config.load import load
-    from aedit.launch.config.placement import Placement
+    from aedit.launch.config.placement import Placement, check_hub_start
 
     local = options.local is not None
     if local and (options.master or options.nodes != 1 or options.node):
@@ -173,6 +173,7 @@ def _run(options: Options) -> int:
     nodes = options.local if local else options.nodes
     placement = Placement(nodes=nodes, node=options.node, local=local, master=options.master)
     config = load(options.config, options.flags).config
+    check_hub_start(config, placement)
     if options.dry_run:
         from aedit.launch.local.plan import plan
 
@@ -215,42 +216,22 @@ def _keys(options: Options) -> None:
 
 
 def _status(options: Options) -> None:
-    if _is_hub(options.run):
-        from aedit.launch.views.hubview import status as hub_status
-
-        return hub_status(options.run, options.keys, insecure=options.insecure)
     from aedit.launch.views.status import main as status
 
-    status(Path(options.run))
+    status(options.run, options.keys, insecure=options.insecure)
 
 
 def _top(options: Options) -> None:
-    if _is_hub(options.run):
-        from aedit.launch.views.hubview import top as hub_top
-
-        return hub_top(options.run, options.keys, insecure=options.insecure)
     from aedit.launch.views.top import main as top
 
-    top(Path(options.run))
+    top(options.run, options.keys, insecure=options.insecure)
 
 
 def _plot(options: Options) -> None:
-    if _is_hub(options.run):
-        from aedit.launch.views.hubview import plot as hub_plot
+    from aedit.launch.views.plot import main as plot
 
-        paths = hub_plot(options.run, options.keys, insecure=options.insecure)
-    else:
-        from aedit.launch.views.plot import main as plot
-
-        paths = plot(Path(options.run))
-    for path in paths:
+    for path in plot(options.run, options.keys, insecure=options.insecure):
         print(path)
-
-
-def _is_hub(place: str) -> bool:
-    """Whether HOST:PORT is meant; a directory of that name wins."""
-    host, _, port = place.rpartition(":")
-    return bool(host) and port.isdecimal() and not Path(place).exists()
 
 
 def _export(options: Options) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -29,7 +29,7 @@ def load(path: Path | None, flags: list[str]) -> Loaded:
     text = _read(path) if path else ""
     tree = _parse(text, path)
     with _blaming(f"{path}: " if path else ""):
-        config = _merge(RunConfig(), tree)
+        config = _merge(RunConfig(), _with_hub_defaults(tree, flag_keys(flags)))
     lines = _line_numbers(text)
     origin = dict.fromkeys((key for key, _ in values(config)), "default")
     for key in _keys(tree):
@@ -43,7 +43,16 @@ def load(path: Path | None, flags: list[str]) -> Loaded:
 def parse(text: str, where: str) -> RunConfig:
     """A configuration that came as TOML text from `where`, such as a hub. UserError as of `load`."""
     with _blaming(f"{where}: "):
-        return _merge(RunConfig(), _parse(text, where))
+        return _merge(RunConfig(), _with_hub_defaults(_parse(text, where)))
+
+
+def _with_hub_defaults(tree: dict[str, Any], flags: Iterable[str] = ()) -> dict[str, Any]:
+    """Return `tree` with the landing that a hub needs, if there is a hub and nothing else is asked for."""
+    hub, edit = tree.get("hub", {}), tree.get("edit", {})
+    has_hub = "hub.address" in flags or (isinstance(hub, dict) and hub.get("address"))
+    if not has_hub or not isinstance(edit, dict) or "landing" in edit:
+        return tree
+    return tree | {"edit": edit | {"landing": "arrival"}}
 
 
 def _read(path: Path) -> str:

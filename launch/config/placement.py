@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
+from aedit.proto.wire.security import is_loopback
 from aedit.types import UserError
 
 NODE_PROGRAM = ("-m", "--", "aedit.launch.node")
@@ -66,6 +67,29 @@ class Membership:
         words += [f"--keys={self.keys}"] if self.keys else []
         words += [f"--prefers={self.prefers}"] if self.prefers is not None else []
         return words + ["--insecure"] * self.insecure
+
+
+def check_hub_start(config: RunConfig, placement: Placement) -> None:
+    """Raise UserError if `aedit run` cannot start a run with this hub; the text says which commands can.
+
+    Without `--local` it starts the hub and one node, and only where the hub is for this machine alone:
+    the machines of a hub have commands of their own.
+    """
+    hub = config.hub
+    if not hub.address or placement.local:
+        return
+    reach = hub.address if not hub.address.endswith(":0") else "HOST:PORT"
+    others = f"aedit hub CONFIG on its machine, aedit join {reach} on each of the others"
+    if placement.nodes > 1 or placement.master:
+        raise UserError(
+            f"--nodes, --master: the nodes of a hub meet at the hub, not at a master; use {others}"
+        )
+    open_to_others = [place for place in (*hub.addresses, hub.standby) if place and not is_loopback(place)]
+    if open_to_others:
+        raise UserError(
+            f"hub.address = {open_to_others[0]} is for several machines: use {others},"
+            " or --hub.address 127.0.0.1:0 to have the hub and a node here alone"
+        )
 
 
 def ranks_per_node(config: RunConfig, placement: Placement) -> int:

@@ -79,6 +79,11 @@ class Leading:
             self._reports.event("snapshot", bytes=self.ledger.snapshot())
         self._reports.event("stop", reason=self.failure)
 
+    def num_members(self) -> int:
+        """Return how many nodes are there now."""
+        with self.ledger.lock:
+            return sum(member.live for member in self.ledger.hub.state.members)
+
     def overview(self) -> dict[str, Any]:
         """How it stands."""
         return overview(self.ledger, self.engine)

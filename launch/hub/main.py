@@ -4,6 +4,7 @@ import logging
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -24,10 +25,11 @@ from aedit.launch.hub.place import Place
 from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
+from aedit.launch.hub.welcome import welcome
 from aedit.launch.rundir.provenance import source_digest
-from aedit.proto.agent.membership import PROTOCOL
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.server import Server, serve
 from aedit.proto.wire.service import HubCore
@@ -41,6 +43,8 @@ log = logging.getLogger(__name__)
 _ASK_S = 3.0
 _GRACE_S = 2.0
 """For calls under way when the hub ends."""
+_LEAVE_S = 15.0
+"""How long a hub waits after Ctrl-C for nodes that leave at the same time."""
 
 
 class Options(TypedDict, total=False):
@@ -72,8 +76,11 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
         process = _Process(place, insecure=options.get("insecure", False))
         try:
             process.start()
+            print(process.welcome(), flush=True)
             while not stop.asked.wait(0.2) and not process.is_over:
                 pass
+            if stop.by_hand:
+                process.let_leave()
         finally:
             process.close()
         return process.verdict()
@@ -98,11 +105,14 @@ class _Stop:
 
     def __init__(self) -> None:
         self.asked = threading.Event()
+        self.by_hand = False
+        """Whether it was Ctrl-C, which often goes to nodes as well; a supervisor sends SIGTERM."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._caught)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
+        self.by_hand = number == signal.SIGINT
         self.asked.set()
         for again in (signal.SIGINT, signal.SIGTERM):
             signal.signal(again, signal.SIG_DFL)
@@ -156,6 +166,22 @@ class _Process:
         if self._leading is not None:
             return self._leading.over
         return self._standby is not None and bool(self._standby.failure)
+
+    def welcome(self) -> str:
+        """Return where this hub is, and the commands by which nodes and readers reach it."""
+        assert self._server is not None
+        return welcome(self._place, self._server.address)
+
+    def let_leave(self) -> None:
+        """Serve on for some seconds while there are members: they may have been asked to leave as well, and
+        what they owe would be lost."""
+        leading, deadline = self._leading, time.monotonic() + _LEAVE_S
+        if leading is None or not leading.num_members():
+            return
+        said = f"waiting up to {_LEAVE_S:.0f} s in case the nodes leave as well; Ctrl-C again ends at once"
+        print(f"aedit hub: {said}", file=sys.stderr, flush=True)
+        while leading.num_members() and not self.is_over and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     def close(self) -> None:
         """Take no more calls, and write everything down."""

@@ -125,6 +125,8 @@ def metrics(overview: Mapping[str, Any]) -> dict[str, Any]:
         "steps": overview["total_steps"],
         "tokens": overview["total_tokens"],
         "round": overview["round"],
+        "founder": overview["founder"],
+        "anchor_bytes": overview["anchor_bytes"],
         "nodes": [{name: node[name] for name in _OF_NODES} for node in overview["nodes"]],
         "versions": [unit["version"] for unit in units],
         "pending": sum(unit["pending"] for unit in units),

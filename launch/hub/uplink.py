@@ -19,9 +19,9 @@ from aedit.launch.config.load import parse
 from aedit.launch.rundir.provenance import source_digest
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, start_agent
 from aedit.proto.agent.link import Answer, Progress, Verdict
-from aedit.proto.agent.membership import PROTOCOL
 from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.hub_pb2 import HelloReply, HelloRequest
 from aedit.proto.wire.security import ClientKeys
 from aedit.types import UserError

@@ -81,6 +81,8 @@ class Cluster:
         program: tuple[str, ...] = NODE_PROGRAM,
     ) -> None:
         self.nodes: list[Child] = []
+        self.address = ""
+        """HOST:PORT of the hub; several, separated by commas, split the units."""
         self._over_since: float | None = None
         self._late: set[int] = set()
         """Nodes that were started again when the run was over."""
@@ -90,9 +92,10 @@ class Cluster:
                 hub.start()
             addresses = [hub.address() for hub in self._hubs]
             num_parts = len(config.hub.addresses)
+            self.address = ",".join(addresses[:num_parts])
             for i in range(placement.nodes):
                 member = Membership(
-                    hub=",".join(addresses[:num_parts]),
+                    hub=self.address,
                     standby=",".join(addresses[num_parts:]),
                     name=f"local-{i}",
                     prefers=i,

@@ -1,25 +1,24 @@
 """`aedit join HOST:PORT`: be a node of a run that is going on, with nothing but the hub's address."""
 
+import contextlib
 import secrets
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import aedit
 from aedit.launch.config.config import LocalConfig, RunConfig
-from aedit.launch.config.credentials import member_keys
 from aedit.launch.config.flags import with_flags
 from aedit.launch.config.load import parse
 from aedit.launch.config.placement import Membership, Placement
 from aedit.launch.local.run import run
-from aedit.launch.rundir.prepare import write_atomically
+from aedit.launch.rundir.prepare import claimed
 from aedit.launch.rundir.provenance import source_digest
-from aedit.proto.agent.membership import PROTOCOL
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.hub_pb2 import HelloReply, HelloRequest
+from aedit.proto.wire.hello import caller_keys, greet
 from aedit.types import UserError
 
-HELLO_LIMIT_S = 10.0
+NAMES = "node_name"
+"""File of the run directory with the names of the nodes that joined from it."""
 
 
 def join(
@@ -30,28 +29,23 @@ def join(
     addresses: HOST:PORT of the hub, or of several that split the units. flags: what this machine has
     otherwise, such as `--device cpu`. name: of the node; by default one that its run directory remembers.
     """
-    config = with_flags(_of_this_machine(_greet(addresses, keys, insecure)), flags)
+    told = _greet(addresses, keys, insecure)
+    config = with_flags(_of_this_machine(told), flags)
+    if config.name != told.name:
+        raise UserError(
+            f"--name: the hub calls this run {told.name}; a node's own name is --as, its folder --dir"
+        )
     config = replace(config, hub=replace(config.hub, address=addresses))
     run_dir = Path(config.dir) / config.name
-    name = name or _remembered_name(run_dir)
-    membership = Membership(
-        hub=addresses, standby=config.hub.standby, name=name, keys=keys, insecure=insecure
-    )
-    return run(config, Placement(), membership=membership)
+    with _named(run_dir, name) as own_name:
+        membership = Membership(
+            hub=addresses, standby=config.hub.standby, name=own_name, keys=keys, insecure=insecure
+        )
+        return run(config, Placement(), membership=membership)
 
 
 def _greet(addresses: str, keys: Path | None, insecure: bool) -> RunConfig:
-    client = HubClient(
-        addresses.split(",")[0], member_keys(addresses, keys, insecure), call_timeout_s=HELLO_LIMIT_S
-    )
-    try:
-        reply: HelloReply = client.hello(
-            HelloRequest(protocol=PROTOCOL, code=source_digest(), version=aedit.__version__)
-        )
-    except (HubUnreachable, HubRefused) as error:
-        raise UserError(str(error)) from None
-    finally:
-        client.close()
+    reply = greet(addresses, caller_keys(addresses, keys, insecure), code=source_digest())
     return parse(reply.config, f"the configuration of {addresses}")
 
 
@@ -63,15 +57,38 @@ def _of_this_machine(config: RunConfig) -> RunConfig:
     return replace(config, dir=own.dir, device=own.device, local=LocalConfig())
 
 
-def _remembered_name(run_dir: Path) -> str:
-    """Equal after a restart, different for two volunteers whose machines have one name."""
-    path = run_dir / "node_name"
+@contextlib.contextmanager
+def _named(run_dir: Path, name: str) -> Iterator[str]:
+    """Hold a name of a node in this directory while the block runs: `name`, or if that is empty the first one
+    that the directory remembers and no running node has, or a new one.
+
+    So a node keeps its name over restarts, and a second `aedit join` in one directory is another node.
+    """
+    with contextlib.ExitStack() as held:
+        for known in [name] if name else _remembered(run_dir):
+            try:
+                held.enter_context(claimed(run_dir, known))
+            except UserError:
+                if name:
+                    raise
+            else:
+                yield known
+                return
+        new = f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        held.enter_context(claimed(run_dir, new))
+        _remember(run_dir, new)
+        yield new
+
+
+def _remembered(run_dir: Path) -> list[str]:
+    path = run_dir / NAMES
+    return path.read_text(encoding="utf-8").split() if path.exists() else []
+
+
+def _remember(run_dir: Path, name: str) -> None:
+    """Two volunteers whose machines have one host name have different names, so it cannot be made again."""
     try:
-        if path.exists():
-            return path.read_text(encoding="utf-8").strip()
-        name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, name)
+        with (run_dir / NAMES).open("a", encoding="utf-8") as names:
+            names.write(f"{name}\n")
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; choose another --dir") from None
-    return name
+        raise UserError(f"{run_dir / NAMES}: {error.strerror}; choose another --dir") from None

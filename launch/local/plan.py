@@ -47,13 +47,17 @@ class Plan:
 
     @property
     def num_rounds(self) -> int | None:
-        """Exchanges in the whole run; None if the nodes' speed decides."""
+        """Exchanges in the whole run, with those at its end, in which every unit takes part once more; None
+        if the nodes' speed decides."""
         edit, train = self.config.edit, self.config.train
         if edit.warmup_steps == "all":
             return train.steps
         if edit.schedule == "steps":
-            return int(max(train.steps - edit.warmup_steps, 0) * edit.fragments // edit.every)
-        return None if train.seconds is None else int(train.seconds * edit.fragments // edit.every)
+            local_steps = max(train.steps - edit.warmup_steps, 0)
+            return int(local_steps * edit.fragments // edit.every) + (edit.fragments if local_steps else 0)
+        if train.seconds is None:
+            return None
+        return int(train.seconds * edit.fragments // edit.every) + edit.fragments
 
     @property
     def round_bytes(self) -> int:
@@ -186,7 +190,8 @@ def _rounds(plan: Plan) -> str:
     number = "as many as fit" if plan.num_rounds is None else f"{plan.num_rounds:,}"
     warmup = f" after {edit.warmup_steps} synchronous steps" if edit.warmup_steps else ""
     group = f", each moves one of {edit.fragments} groups of units" if edit.fragments > 1 else ""
-    return f"{number}: every {edit.every / edit.fragments:g} {edit.schedule}{warmup}{group}"
+    last = "" if plan.num_rounds is None else f", {edit.fragments} of them at the end"
+    return f"{number}: every {edit.every / edit.fragments:g} {edit.schedule}{warmup}{group}{last}"
 
 
 def _bytes_line(plan: Plan) -> str:

@@ -21,7 +21,7 @@ from aedit.launch.config.placement import (
 from aedit.launch.local.child import Child
 from aedit.launch.local.cluster import Cluster
 from aedit.launch.rundir.ending import Ending, indices_of
-from aedit.launch.rundir.prepare import claimed, next_attempt, prepare
+from aedit.launch.rundir.prepare import claimed, file_name, next_attempt, prepare
 from aedit.types import UserError
 
 Watch = Callable[[Path, int, Callable[[], bool]], None]
@@ -48,11 +48,12 @@ def run(
     """
     for warning in warnings(config, placement):
         _say(f"warning: {warning}")
-    run_dir = prepare(config)
     ranks = ranks_per_node(config, placement)
-    with claimed(run_dir, placement.node):
+    run_dir = Path(config.dir) / config.name
+    with contextlib.nullcontext() if membership else claimed(run_dir, placement.node):
+        run_toml = prepare(config, membership.name if membership else "")
         attempt = next_attempt(run_dir)
-        with _start(config, placement, attempt, program, membership) as child:
+        with _start(config, placement, attempt, program, membership, run_toml) as child:
             watcher = Watcher(child)
             with watcher.listening():
                 _watch(watch, run_dir, 0 if membership else placement.nodes, watcher.alive)
@@ -61,7 +62,7 @@ def run(
             failed = child.failed() if isinstance(child, Cluster) else None
     nodes = tuple(range(placement.nodes)) if placement.local else (placement.node,)
     if membership is not None:
-        nodes = indices_of(run_dir, membership.name) or nodes
+        nodes = indices_of(run_dir, membership.name)
     nodes = nodes if failed is None else (failed,)
     ending = Ending(run_dir, nodes, ranks, attempt, output)
     return _conclude(ending, code, watcher, reports=placement.node == 0)
@@ -73,12 +74,16 @@ def _start(
     attempt: int,
     program: tuple[str, ...],
     membership: Membership | None,
+    run_toml: Path,
 ) -> Child | Cluster:
-    run_dir = Path(config.dir) / config.name
-    if placement.local and config.hub.address:
-        return Cluster(config, placement, run_dir, attempt, program)
-    words = torchrun_words(run_dir / "run.toml", config, placement, attempt, program, membership)
-    return Child(words, run_dir / "launch.log")
+    run_dir = run_toml.parent
+    if config.hub.address and membership is None:
+        cluster = Cluster(config, placement, run_dir, attempt, program)
+        _say(f"hub at {cluster.address}; one more node, from another terminal: aedit join {cluster.address}")
+        return cluster
+    words = torchrun_words(run_toml, config, placement, attempt, program, membership)
+    log = f"launch_{file_name(membership.name)}.log" if membership else "launch.log"
+    return Child(words, run_dir / log)
 
 
 class Watcher:

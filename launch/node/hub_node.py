@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from aedit.edit.hub_exchange import HubExchange
 from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.node.checkpoint import Mark
-from aedit.launch.node.stop import LEAVE_WITHIN_S, Stopped
+from aedit.launch.node.stop import LEAVE_HUB_WITHIN_S, Stopped
 from aedit.launch.node.train import Node
 from aedit.proto.agent.link import Link, Progress
 from aedit.proto.transports.transport import PeersMissing
@@ -16,7 +16,7 @@ class HubNode(Node):
     """link: to this node's agent."""
 
     link: Link
-    leaves_by_s: float = field(default=LEAVE_WITHIN_S)
+    leaves_by_s: float = field(default=LEAVE_HUB_WITHIN_S)
 
     def begin(self) -> None:
         Node.begin(self)  # slots: the class is made anew, and super() would look for the first one
@@ -29,8 +29,8 @@ class HubNode(Node):
         self._tell()
 
     def leave_early(self) -> None:
-        """Push what is owed, say goodbye, save. Without a hub within a minute, leave with the rest unsaid: it
-        is in the checkpoint's count, not in the run."""
+        """Push what is owed, say goodbye, save. Without a hub for 20 s, leave with the rest unsaid: it is
+        in the checkpoint's count, not in the run."""
         self.order = self.meter.undo_draw(self.order)
         self.stop.promise(self.sync.position)
         exchange = self.sync.exchange

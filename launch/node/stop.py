@@ -15,6 +15,8 @@ from aedit.edit.shards import Shards
 from aedit.proto.transports.memory import MemoryWorld
 
 LEAVE_WITHIN_S = 60.0
+LEAVE_HUB_WITHIN_S = 20.0
+"""How long a node that leaves waits for a hub that does not answer: it may have been ended as well."""
 
 
 class Stopped(Exception):
@@ -27,6 +29,7 @@ class Stop:
     def __init__(self, node: int, nodes: int, notes: Notes, shards: Shards) -> None:
         self.node, self.nodes, self.notes, self.shards = node, nodes, notes, shards
         self._signalled = False
+        self._leave_within_s = LEAVE_WITHIN_S
         self._leave_by = float("inf")
 
     def listen(self) -> None:
@@ -56,13 +59,13 @@ class Stop:
             raise Stopped
 
     def promise(self, position: int) -> None:
-        """Tell the others that this node goes no further than `position`. From now on it waits a minute
-        for them at most: a dead node must not keep the living from saving."""
+        """Tell the others that this node goes no further than `position`. From now on it waits for them for a
+        limited time: a dead node must not keep the living from saving."""
         self.notes.post(f"stopped/{self.node}", str(position))
-        self._leave_by = time.monotonic() + LEAVE_WITHIN_S
+        self._leave_by = time.monotonic() + self._leave_within_s
 
     def greatest(self, name: str, mine: int) -> int:
-        """The greatest of a number that every stopping node has, of those heard of within a minute."""
+        """Return the greatest of a number that every stopping node has, of those heard of within a minute."""
         return self.shards.decide([max(self._everybodys(name, mine))])[0]
 
     def _everybodys(self, name: str, mine: int) -> list[int]:
@@ -82,9 +85,10 @@ class StopAlone(Stop):
 
     def __init__(self, shards: Shards) -> None:
         super().__init__(0, 1, MemoryWorld(1).node(0), shards)
+        self._leave_within_s = LEAVE_HUB_WITHIN_S
 
     def while_waiting(self, needed: int) -> None:
-        """All ranks of the node together. A node that is leaving already waits a minute for its hub."""
+        """All ranks of the node together. A node that is leaving already waits some seconds for its hub."""
         leaving = self._leave_by < float("inf")
         enough = time.monotonic() > self._leave_by if leaving else self._signalled
         if self.shards.decide([int(enough)])[0]:

@@ -262,7 +262,8 @@ class Node:
     def note_metrics(self) -> None:
         """One line of metrics. All ranks of the node together: the loss is a mean over them."""
         clock = self.recorder.clock
-        self.newest_loss = self.meter.mean_loss(self.sync.shards)
+        if self.meter.num_steps:  # at the end a line may follow the last one without a step in between
+            self.newest_loss = self.meter.mean_loss(self.sync.shards)
         self.recorder.metrics(
             step=self.sync.steps,
             round=self.sync.round_id,

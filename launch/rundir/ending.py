@@ -40,6 +40,8 @@ class Ending:
         if not found:
             return f"torchrun failed; {self._last_lines([])}"
         code, rank = (int(number) for number in found[-1])
+        if not self.nodes:
+            return f"the node failed before it was a member of the run ({_how(code)})"
         node = self.nodes[rank // self.ranks]
         logs = [log for log in self._logs() if log.parent.name == str(node)]
         return f"node {node} failed ({_how(code)}); {self._last_lines(logs)}"
@@ -60,8 +62,9 @@ class Ending:
         return "\n".join([f"the end of {source}:", *lines])
 
     def _logs(self) -> list[Path]:
-        """This start's attempt logs, oldest first."""
-        logs = [(attempt_of(log), log) for log in self.run_dir.glob("nodes/*/attempt_*.log")]
+        """Return this start's attempt logs, oldest first; the directory may have other nodes' as well."""
+        found = [log for node in self.nodes for log in self.run_dir.glob(f"nodes/{node}/attempt_*.log")]
+        logs = [(attempt_of(log), log) for log in found]
         return [log for number, log in sorted(logs) if number >= self.attempt]
 
 

@@ -95,6 +95,12 @@ class HubAt:
     follows: str
     """HOST:PORT of the hub that leads, if this one is its standby."""
 
+    founder: int | None = None
+    """The node that uploaded the initial anchors; None while there are none."""
+
+    anchor_bytes: float = 0.0
+    """Size of the initial anchors of the units that this hub owns, as uploaded."""
+
     @staticmethod
     def of(line: Line) -> "HubAt":
         """A line of a hub's metrics, or the answer to `status`."""
@@ -110,6 +116,8 @@ class HubAt:
             pending=int(line.get("pending") or sum(unit["pending"] for unit in units)),
             journal_bytes=number(line.get("journal_bytes", sum(journal.get(k, 0) for k in JOURNAL))),
             follows=str(line.get("follows") or ""),
+            founder=None if line.get("founder") is None else int(line["founder"]),
+            anchor_bytes=float(line.get("anchor_bytes") or 0.0),
         )
 
 
@@ -162,6 +170,12 @@ class Totals:
     put_out: tuple[tuple[str, str], ...]
     """Name and reason."""
 
+    founder: str
+    """Name of the node that uploaded the initial anchors; empty while there are none."""
+
+    anchor_bytes: float
+    """Size of these anchors: a part of `bytes_up`."""
+
 
 def totals(hubs: Sequence[Hub]) -> Totals | None:
     """The sum over hubs that split the units; None if none has written anything. Bytes are what the nodes
@@ -184,6 +198,8 @@ def totals(hubs: Sequence[Hub]) -> Totals | None:
         bytes_up=sum(gained(up) for up in by_node(told, "bytes_up").values()),
         bytes_down=sum(gained(down) for down in by_node(told, "bytes_down").values()),
         put_out=tuple(sorted({(node.name, node.put_out) for node in nodes if node.put_out})),
+        founder=", ".join(sorted({n.name for hub in last for n in hub.nodes if n.node == hub.founder})),
+        anchor_bytes=sum(hub.anchor_bytes for hub in last if hub.founder is not None),
     )
 
 

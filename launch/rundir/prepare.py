@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -40,22 +41,44 @@ MAY_CHANGE = {
 }
 """Values a resumed run may have anew: how long, how fast and on what it trains, not what."""
 
+MAY_CHANGE_AT_A_HUB = {"hub.address", "hub.standby"}
+"""What a node that joins may have anew besides: its hub may be at another place by now."""
 
-def prepare(config: RunConfig) -> Path:
-    """Make the run directory, or take it up again, and write `run.toml` and `code.txt`; else UserError."""
-    run_dir = Path(config.dir) / config.name
+
+def prepare(config: RunConfig, joins_as: str = "") -> Path:
+    """Make the run directory, or take it up again; return the file with the configuration of its nodes.
+
+    joins_as: the name of the one node that joins a run led by a hub. It has a file of its own, as the
+    directory may also be that of the hub, or of other nodes. Raises UserError if the directory cannot be
+    written, is full, or holds another training.
+    """
+    run_dir, remedy = Path(config.dir) / config.name, "--dir" if joins_as else "--name"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         _check_space(run_dir)
         run_toml = run_dir / "run.toml"
         if run_toml.exists():
-            _check_same_training(load(run_toml, []).config, config, run_dir)
-        write_atomically(run_toml, to_toml(config))
+            may_change = MAY_CHANGE | MAY_CHANGE_AT_A_HUB if joins_as else MAY_CHANGE
+            if listed := _changed(load(run_toml, []).config, config, may_change):
+                raise UserError(
+                    f"{run_dir} holds a run with other values of {listed}; choose another {remedy}"
+                )
+        is_the_hubs = bool(joins_as) and any(run_dir.glob("hub*/part.json"))
+        if not (is_the_hubs and run_toml.exists()):
+            write_atomically(run_toml, to_toml(config))
+        if joins_as:
+            run_toml = run_dir / f"join_{file_name(joins_as)}.toml"
+            write_atomically(run_toml, to_toml(config))
         _note_code(run_dir / "code.txt")
     except OSError as error:
         message = f"{run_dir}: cannot be written: {error.strerror}; choose another --dir or --name"
         raise UserError(message) from None
-    return run_dir
+    return run_toml
+
+
+def file_name(node: str) -> str:
+    """Return the name of a node as a part of a file's name."""
+    return re.sub(r"[^\w.-]", "_", node)
 
 
 def next_attempt(run_dir: Path) -> int:
@@ -64,17 +87,32 @@ def next_attempt(run_dir: Path) -> int:
 
 
 @contextlib.contextmanager
-def claimed(run_dir: Path, node: int) -> Iterator[None]:
-    """Hold the directory for this node while the block runs; UserError if another `aedit run` holds it."""
-    with (run_dir / f".lock_{node}").open("w") as lock:
+def claimed(run_dir: Path, node: int | str) -> Iterator[None]:
+    """Hold the directory for this node while the block runs.
+
+    node: its number, or its name if it joins a hub. Raises UserError if another process holds it.
+    """
+    path = run_dir / f".lock_{node if isinstance(node, int) else file_name(node)}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as error:
+        message = f"{run_dir}: cannot be written: {error.strerror}; choose another --dir or --name"
+        raise UserError(message) from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            message = f"{run_dir}: another aedit run is using it; stop that one or choose another --name"
-            raise UserError(message) from None
+            raise UserError(_in_use(run_dir, node)) from None
         except OSError:
             pass  # some network file systems have no locks: then nobody is warned of a second run
         yield
+
+
+def _in_use(run_dir: Path, node: int | str) -> str:
+    if isinstance(node, str):
+        return f"{run_dir}: node {node} is running already; choose another name with --as"
+    return f"{run_dir}: another aedit run is using it; stop that one or choose another --name"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -104,11 +142,10 @@ def _shown(entries: dict[str, object], name: str) -> str:
     return literal(entries[name]) if name in entries else "-"
 
 
-def _check_same_training(old: RunConfig, new: RunConfig, run_dir: Path) -> None:
-    changed = {name: pair for name, pair in differences(old, new).items() if name not in MAY_CHANGE}
-    if changed:
-        listed = ", ".join(f"{name} ({was} -> {now})" for name, (was, now) in changed.items())
-        raise UserError(f"{run_dir} holds a run with other values of {listed}; choose another --name")
+def _changed(old: RunConfig, new: RunConfig, may_change: set[str]) -> str:
+    """Return the values that differ though they may not, as one text."""
+    changed = {name: pair for name, pair in differences(old, new).items() if name not in may_change}
+    return ", ".join(f"{name} ({was} -> {now})" for name, (was, now) in changed.items())
 
 
 def _check_space(run_dir: Path) -> None:

@@ -58,6 +58,11 @@ class Run:
         return str(self.config.get("name") or self.directory.resolve().name)
 
     @property
+    def indices(self) -> list[int]:
+        """Numbers of the nodes whose files are here."""
+        return [node.index for node in self.nodes]
+
+    @property
     def has_hub(self) -> bool:
         """Whether the nodes go their own ways: then a round is one node's alone."""
         hub = self.config.get("hub")

@@ -1,13 +1,16 @@
 """Where the time of every node went, and how many bytes every round took."""
 
 from math import isfinite
+from typing import cast
 
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from aedit.launch.rundir.hub_records import totals
 from aedit.launch.rundir.reader import Run
 from aedit.launch.rundir.records import Metric
 from aedit.launch.views import words
+from aedit.launch.views.axes import in_bytes, stacked_bars, whole_numbers
 from aedit.launch.views.figures import rounds
 
 WAYS = (("compute", "tab:green"), ("waiting", "tab:orange"), ("waiting, used", "tab:blue"), ("other", "0.7"))
@@ -21,18 +24,15 @@ def time_per_node(run: Run) -> Figure | None:
         return None
     unit_s, unit = words.time_unit(max(sum(_spent(node.metrics[-1])) for node in nodes))
     spent = [tuple(s / unit_s for s in _spent(node.metrics[-1])) for node in nodes]
+    by_way = zip(*spent, strict=True)
+    parts = {name: (colour, times) for (name, colour), times in zip(WAYS, by_way, strict=True)}
     figure = Figure(figsize=(8, 1.7 + 0.42 * len(nodes)))
     axes = figure.add_subplot()
-    begun = [0.0] * len(nodes)
-    for (name, colour), times in zip(WAYS, zip(*spent, strict=True), strict=True):
-        bars = axes.barh(range(len(nodes)), times, left=begun, color=colour, height=0.7, label=name)
+    stacked_bars(axes, [f"node {node.index}" for node in nodes], parts)
+    for bars, (_, times) in zip(axes.containers, parts.values(), strict=True):
         shares = [time / (sum(row) or 1.0) for time, row in zip(times, spent, strict=True)]
         told = [f"{share:.0%}" if share >= LABEL_ABOVE else "" for share in shares]
-        axes.bar_label(bars, told, label_type="center", fontsize=9)
-        begun = [b + s for b, s in zip(begun, times, strict=True)]
-    axes.set_yticks(range(len(nodes)), [f"node {node.index}" for node in nodes])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
+        axes.bar_label(cast(BarContainer, bars), told, label_type="center", fontsize=9)
     axes.set_xlabel(unit)
     figure.suptitle("Where the time went", x=0.01, ha="left", fontsize=12)
     figure.legend(loc="outside upper right", ncols=len(WAYS), fontsize=9)
@@ -68,12 +68,20 @@ def bytes_per_round(run: Run) -> Figure | None:
                 label=f"node {node.index}",
             )
         below = [b + s for b, s in zip(below, sent, strict=True)]
-    axes.set(title="Bytes sent per round", xlabel="round", ylabel="payload")
-    axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(title="Bytes sent per round", xlabel=f"round{_anchors_note(run)}", ylabel="payload")
+    in_bytes(axes)
+    whole_numbers(axes.xaxis)
     axes.grid(visible=False, axis="x")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
+
+
+def _anchors_note(run: Run) -> str:
+    """Why the first round of one node is larger than the others, in a run with a hub."""
+    sent = totals(run.hubs)
+    if sent is None or not sent.founder:
+        return ""
+    return f" (the first of {sent.founder} with the initial anchors, {words.size(sent.anchor_bytes)})"
 
 
 def _known(value: float) -> float:

@@ -6,17 +6,20 @@ from statistics import median
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from aedit.launch.rundir.reader import Run
 from aedit.launch.rundir.records import Evaluation, Metric
 from aedit.launch.views import words
+from aedit.launch.views.axes import whole_numbers
 from aedit.launch.views.figures import held_out, rounds
 
 
 def loss_by_steps(run: Run) -> Figure | None:
     """Training loss of every node and held-out loss of the run, the latter at the nodes' mean step."""
-    return _loss(run, lambda point: point.step, "inner steps of the node")
+    figure = _loss(run, lambda point: point.step, "inner steps of the node")
+    if figure is not None:
+        whole_numbers(figure.axes[0].xaxis)
+    return figure
 
 
 def loss_by_time(run: Run) -> Figure | None:
@@ -44,7 +47,8 @@ def effective_nodes(run: Run) -> Figure | None:
     axes.set(
         title="Effective nodes", xlabel="round", ylabel="effective nodes", ylim=(0, max(took_part) * 1.08)
     )
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_numbers(axes.xaxis)
+    whole_numbers(axes.yaxis)
     _legend(axes)
     return figure
 

@@ -1,5 +1,6 @@
 """The numbers every view shows, worked out of a run's records. Pure functions; NaN means not known."""
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,14 +15,15 @@ LAST_LINES = 10
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What one node did between its first and its last metrics line.
+    """What one node did while its processes trained.
 
-    The time before the first line holds start-up and the first step's compilation, so it counts nowhere.
+    Counts from the first to the last metrics line of each attempt: the time before a first line holds
+    start-up and compilation, and between two attempts no process of the node ran.
     """
 
     tokens: float
     wall_s: float
-    """Training time: evaluation and checkpoints are taken out, time lost to a crash is not."""
+    """Training time: evaluation, checkpoints and the time between two attempts are left out."""
 
     busy_s: float
     wait_s: float
@@ -41,23 +43,32 @@ class Pace:
         return ratio(self.wait_s, self.wall_s)
 
 
-def pace(metrics: Sequence[Metric]) -> Pace:
-    if len(metrics) < 2:
+def pace(node: Node) -> Pace:
+    """Return the node's tokens and seconds over all its attempts; NaN if none has two lines."""
+    spans = [(lines[0], lines[-1]) for lines in _attempts(node) if len(lines) > 1]
+    if not spans:
         return Pace(nan, nan, nan, nan)
-    first, last = metrics[0], metrics[-1]
     return Pace(
-        tokens=last.tokens - first.tokens,
-        wall_s=(last.t - first.t) - (last.other_s - first.other_s),
-        busy_s=last.busy_s - first.busy_s,
-        wait_s=last.wait_s - first.wait_s,
+        tokens=sum(last.tokens - first.tokens for first, last in spans),
+        wall_s=sum((last.t - first.t) - (last.other_s - first.other_s) for first, last in spans),
+        busy_s=sum(last.busy_s - first.busy_s for first, last in spans),
+        wait_s=sum(last.wait_s - first.wait_s for first, last in spans),
     )
+
+
+def _attempts(node: Node) -> list[list[Metric]]:
+    """Return the node's metrics lines by attempt: each begins with a `start` event."""
+    starts_s = sorted(start.t for start in node.starts)
+    found: dict[int, list[Metric]] = defaultdict(list)
+    for metric in node.metrics:
+        found[bisect_right(starts_s, metric.t)].append(metric)
+    return list(found.values())
 
 
 def share_of_solo(paces: Iterable[Pace]) -> float:
     """(sum over nodes of tokens / wall) / (sum over nodes of tokens / busy): 1 if no node ever waited.
 
-    Every node has its own wall, from its first to its last metrics line less evaluation and checkpoints.
-    Nodes with fewer than two lines are left out of both sums.
+    Every node has its own wall, see `Pace`. Nodes with fewer than two lines are left out of both sums.
     """
     known = [pace for pace in paces if isfinite(pace.tokens_per_s) and isfinite(pace.solo_tokens_per_s)]
     return ratio(sum(p.tokens_per_s for p in known), sum(p.solo_tokens_per_s for p in known))
@@ -92,6 +103,18 @@ def held_out(run: Run) -> list[Evaluation]:
         for (_, id, _), group in same.items()
     ]
     return sorted(merged, key=lambda evaluation: evaluation.t)
+
+
+def last_evaluation_step(run: Run) -> tuple[float, float] | None:
+    """Return the step of the run's last evaluation and the last step of the node that made it, if that node
+    has trained on since; None if the run's last evaluation is of its end, or there is none."""
+    ends = [
+        (e.t, e.step, node.metrics[-1].step) for node in run.nodes for e in node.evaluations if node.metrics
+    ]
+    if not ends:
+        return None
+    _, step, last_step = max(ends)
+    return (step, last_step) if step < last_step else None
 
 
 def rounds(run: Run) -> dict[int, list[tuple[int, Landed]]]:

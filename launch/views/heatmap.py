@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from aedit.launch.rundir.reader import Node, Run
+from aedit.launch.views.axes import whole_numbers
 from aedit.launch.views.figures import units_of
 
 MAX_NODES = 8
@@ -46,7 +46,7 @@ def norms(run: Run) -> Figure | None:
         axes.set_title(f"node {node.index}", fontsize=10)
         _name_units(axes, units)
     rows[-1].set_xlabel("round")
-    rows[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_numbers(rows[-1].xaxis)
     figure.colorbar(image, ax=list(rows), label="norm", pad=0.01, fraction=0.03, aspect=40)
     omitted = f" (first {MAX_NODES} of {len(nodes)} nodes)" if len(nodes) > MAX_NODES else ""
     figure.suptitle(f"Pseudo-gradient norms{omitted}", x=0.01, ha="left", fontsize=12)

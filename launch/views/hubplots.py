@@ -6,11 +6,12 @@ from math import isfinite
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
 from aedit.launch.rundir.hub_records import Hub, HubAt, NodeAt, by_node, gained, totals
 from aedit.launch.rundir.reader import Run
 from aedit.launch.views import words
+from aedit.launch.views.axes import from_zero, in_bytes, stacked_bars, whole_numbers
 
 HIDDEN, SHOWN = ("hidden under training", "tab:green"), ("waited for", "tab:orange")
 UP, DOWN = ("up", "tab:blue"), ("down", "tab:purple")
@@ -27,9 +28,11 @@ def hub_nodes(run: Run) -> Figure | None:
     _over_time(speed, lines, unit_s, lambda node: node.steps_per_s)
     _over_time(staleness, lines, unit_s, lambda node: node.staleness)
     _over_time(weight, lines, unit_s, lambda node: node.weight if node.accepted else float("nan"))
-    speed.set(title="Inner steps per second, waits left out", ylim=(0, None))
-    staleness.set(title="Staleness of the last push (versions)", ylim=(-0.1, None))
-    staleness.yaxis.set_major_locator(MaxNLocator(integer=True))
+    speed.set(title="Inner steps per second, waits left out")
+    from_zero(speed, 0.1)
+    staleness.set(title="Staleness of the last push (versions)")
+    staleness.set_ylim(-0.1, max(staleness.get_ylim()[1], 1.1))
+    whole_numbers(staleness.yaxis)
     weight.set(
         title="Weight of the last push in its merge", ylim=(0, 1.05), xlabel=f"age of the run ({unit})"
     )
@@ -51,11 +54,13 @@ def hub_traffic(run: Run) -> Figure | None:
     times = [line.t / unit_s for line in lines]
     for (name, colour), field in ((UP, "bytes_up"), (DOWN, "bytes_down")):
         sent.plot(times, _sum_so_far(lines, field), color=colour, label=name)
-    sent.set(title="Bytes of all nodes", xlabel=f"age of the run ({unit})", ylim=(0, None))
-    sent.yaxis.set_major_formatter(EngFormatter(unit="B"))
+    sent.set(title="Bytes of all nodes", xlabel=f"age of the run ({unit})")
+    in_bytes(sent)
     sent.legend()
     _versions(versions, run.hubs, unit_s)
-    versions.set(title="Newest versions, all units", xlabel=f"age of the run ({unit})", ylim=(0, None))
+    versions.set(title="Newest versions, all units", xlabel=f"age of the run ({unit})")
+    from_zero(versions, 1)
+    whole_numbers(versions.yaxis)
     _refused(refused, found.refused, found.accepted)
     return figure
 
@@ -88,13 +93,11 @@ def _wire(axes: Axes, lines: Sequence[HubAt]) -> None:
     wait_s = [gained(waits.get(i, [])) for i in indices]
     hidden_s = [max(gained(whole.get(i, [])) - s, 0.0) for i, s in zip(indices, wait_s, strict=True)]
     unit_s, unit = words.time_unit(max(a + b for a, b in zip(wait_s, hidden_s, strict=True)))
-    rows = range(len(indices))
-    axes.barh(rows, [s / unit_s for s in hidden_s], color=HIDDEN[1], label=HIDDEN[0])
-    left = [s / unit_s for s in hidden_s]
-    axes.barh(rows, [s / unit_s for s in wait_s], left=left, color=SHOWN[1], label=SHOWN[0])
-    axes.set_yticks(rows, [f"{i} {names[i]}"[:16] for i in indices])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
+    parts = {
+        HIDDEN[0]: (HIDDEN[1], [s / unit_s for s in hidden_s]),
+        SHOWN[0]: (SHOWN[1], [s / unit_s for s in wait_s]),
+    }
+    stacked_bars(axes, [f"{i} {names[i]}"[:16] for i in indices], parts)
     axes.set(title="Time on the wire", xlabel=unit)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=9)
 
@@ -131,7 +134,7 @@ def _refused(axes: Axes, refused: Mapping[str, int], accepted: int) -> None:
     axes.barh([reason for reason, _ in by_count], [count for _, count in by_count], color="tab:red")
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole_numbers(axes.xaxis)
     axes.set(title=f"Did not count: {sum(refused.values()):,} pushes; accepted: {accepted:,}")
     if not by_count:
         axes.set(xticks=[], yticks=[])

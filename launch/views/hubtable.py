@@ -1,8 +1,10 @@
 """What a hub says of its run, for a terminal of 80 columns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -16,43 +18,69 @@ TRUST = ("node", "accepted", "staleness", "weight", "up", "down", "refused")
 MAX_STATE = 22
 
 
-def hub_table(now: HubAt) -> RenderableType:
-    """How fast each node is, what is made of what it brings, and the versions."""
+@dataclass(frozen=True, slots=True)
+class HubDetail:
+    """How much of a hub is shown."""
+
+    spaced: bool = True
+    pace: bool = True
+    """The table of how fast each node is."""
+
+    trust: bool = True
+    """The table of what became of its pushes."""
+
+    max_rows: int | None = None
+
+
+FULL = HubDetail()
+
+
+def hub_table(now: HubAt, detail: HubDetail = FULL) -> Iterator[RenderableType]:
+    """Yield how fast each node is, what is made of what it brings, and the versions."""
     if now.follows:
-        return Text(f"follows the hub at {now.follows}, term {now.term}; versions {spread(now.versions)}")
-    pace, trust = _table(PACE, map(_pace, now.nodes)), _table(TRUST, map(_trust, now.nodes))
+        yield Text(f"follows the hub at {now.follows}, term {now.term}; versions {spread(now.versions)}")
+        return
+    nodes = now.nodes[: detail.max_rows]
+    for wanted, columns, cells in ((detail.pace, PACE, _pace), (detail.trust, TRUST, _trust)):
+        if wanted:
+            yield _table(columns, map(cells, nodes), fold=detail.spaced)
+            if detail.spaced:
+                yield Text()
+    if len(nodes) < len(now.nodes):
+        yield Text(words.more(len(now.nodes) - len(nodes), "node"), style="dim")
+    founder = next((node for node in now.nodes if node.node == now.founder), None)
+    if detail.trust and founder:
+        size = words.size(now.anchor_bytes)
+        yield Text(f"{size} that {founder.name} sent are the initial anchors", style="dim")
     pending = f"{words.some(now.pending, 'push', 'pushes')} waiting for a quorum"
     journal = f"journal {words.size(now.journal_bytes)}"
     facts = [f"term {now.term}", f"versions {spread(now.versions)}", pending, journal]
-    out = [Text(f"node {n.node} {n.name}: {n.put_out}", style="red") for n in now.nodes if n.put_out]
-    return Group(pace, Text(), trust, Text(), Text(", ".join(facts), style="dim"), *out)
+    yield Text(", ".join(facts), style="dim")
+    for node in now.nodes:
+        if node.put_out:
+            yield Text(f"node {node.node} {node.name}: {node.put_out}", style="red")
 
 
-def hub_tables(hubs: Sequence[Hub]) -> list[RenderableType]:
-    """The last lines of the hubs that split the units, and what was of note last."""
-    found: list[RenderableType] = []
+def hub_tables(hubs: Sequence[Hub], detail: HubDetail = FULL) -> Iterator[RenderableType]:
+    """Yield the newest state of the hubs that split the units, and what was of note last."""
     for k, hub in enumerate(hubs):
         part = f" {k} of {len(hubs)}" if len(hubs) > 1 else ""
         last = hub.last
-        found += [
-            Text(),
-            Text(f"hub{part}, {words.clock(last.t)} into the run", style="bold"),
-            hub_table(last),
-        ]
+        if detail.spaced:
+            yield Text()
+        yield Text(f"hub{part}, {words.clock(last.t)} into the run", style="bold")
+        yield from hub_table(last, detail)
         leads = [notice for notice in hub.notices if notice.event == "lead"]
         if len(leads) > 1:
-            found.append(Text(f"another hub took over at {words.clock(leads[-1].t)}", style="yellow"))
-    return found
+            yield Text(f"another hub took over at {words.clock(leads[-1].t)}", style="yellow")
 
 
-def hub_line(now: HubAt) -> str:
-    """The same in one plain line, for logs."""
-    head = f"{words.clock(now.t)}  {words.percent(now.progress)}  term {now.term}"
-    cells = (
-        f"{node.node} {node.state} {words.count(node.steps)} steps, {node.steps_per_s:.2f}/s"
+def hub_cells(now: HubAt) -> list[str]:
+    """Return each node in a few words, for a line of a log."""
+    return [
+        f"node {node.node} {node.state} step {words.count(node.steps)} {node.steps_per_s:.2f} steps/s"
         for node in now.nodes
-    )
-    return " | ".join([head, *cells])
+    ]
 
 
 def spread(versions: Sequence[int]) -> str:
@@ -69,12 +97,18 @@ def reasons(refused: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in ordered)
 
 
-def _table(columns: Sequence[str], rows: "map[list[str]]") -> Table:
+def _table(columns: Sequence[str], rows: "map[list[str]]", *, fold: bool) -> Table:
+    """Return a table in which numbers are always whole; where space is short, words are folded or cut."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name in columns:
-        table.add_column(name, justify="left" if name in LEFT else "right", overflow="fold")
+        words_in_it = name in LEFT
+        table.add_column(
+            name, justify="left" if words_in_it else "right", overflow="fold", no_wrap=not words_in_it
+        )
+    # The columns of words give way, as they may wrap; their cells then do not, unless they shall.
+    cut: dict[str, Any] = {} if fold else {"no_wrap": True, "overflow": "ellipsis"}
     for row in rows:
-        table.add_row(*map(Text, row))  # a node chose its name: no markup in it
+        table.add_row(*(Text(cell, **cut) for cell in row))  # a node chose its name: no markup in it
     return table
 
 

@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from aedit.launch.rundir.reader import Run, RunFollower
-from aedit.launch.views.panel import line, panel
+from aedit.launch.views.panel import Fitted, line
 
 REFRESH_S = 1.0
 LINE_EVERY_S = 10.0
@@ -27,8 +27,9 @@ def watch(
     """Show `nodes` nodes at work, or those there are if that is 0, until `child_alive()` is False: a panel on
     a terminal, else lines.
 
-    The panel is drawn every second, a line is printed every ten. Returns within about a fifth of a second
-    of the child's end. Files that are not there yet, or never come, are no error.
+    The panel is drawn every second, a line is printed every ten, and the last one at the end unless it stands
+    there already. Returns within about a fifth of a second of the child's end. Files that are not there yet,
+    or never come, are no error.
     """
     console = console or Console()
     view = _View(run_dir, nodes)
@@ -36,10 +37,11 @@ def watch(
     if console.is_terminal:
         with Live(view, console=console, auto_refresh=False) as screen:
             pace.each(REFRESH_S, screen.refresh)
+            screen.refresh()
     else:
-        pace.each(
-            LINE_EVERY_S, lambda: console.print(view.line(), markup=False, highlight=False, soft_wrap=True)
-        )
+        lines = _Lines(view, console)
+        pace.each(LINE_EVERY_S, lines.print)
+        lines.print_if_new()
 
 
 class _View:
@@ -52,7 +54,7 @@ class _View:
 
     def __rich__(self) -> RenderableType:
         run = self._follower.poll()
-        return panel(run, self._shown(run), self._starting(run))
+        return Fitted(run, self._shown(run), self._starting(run))
 
     def line(self) -> str:
         run = self._follower.poll()
@@ -69,8 +71,26 @@ class _View:
         }
 
 
+class _Lines:
+    """Prints the view as lines."""
+
+    def __init__(self, view: _View, console: Console) -> None:
+        self._view, self._console = view, console
+        self._last = ""
+
+    def print(self) -> None:
+        """Print how the run stands: a line every so often also says that the program lives."""
+        self._last = self._view.line()
+        self._console.print(self._last, markup=False, highlight=False, soft_wrap=True)
+
+    def print_if_new(self) -> None:
+        """Print how the run stands if that is not what the last line says."""
+        if self._view.line() != self._last:
+            self.print()
+
+
 class _Pace:
-    """Repeats something at a steady pace while the child lives, and once more at its end."""
+    """Repeats something at a steady pace while the child lives."""
 
     def __init__(
         self, alive: Callable[[], bool], now: Callable[[], float], sleep: Callable[[float], None]
@@ -84,4 +104,3 @@ class _Pace:
                 show()
                 next_at = self._now() + period_s
             self._sleep(GLANCE_S)
-        show()

@@ -1,10 +1,12 @@
-"""The one picture of a run that `status`, `top` and the live progress share."""
+"""The panel of a run that `status`, `top` and the live progress share."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -13,7 +15,7 @@ from rich.text import Text
 from aedit.launch.rundir.reader import Node, Run
 from aedit.launch.views import words
 from aedit.launch.views.figures import held_out, recent_tokens_per_s, rounds, total_known
-from aedit.launch.views.hubtable import hub_tables
+from aedit.launch.views.hubtable import HubDetail, hub_cells, hub_tables
 
 SILENT_AFTER_S = 120.0
 COLOURS = {
@@ -28,15 +30,83 @@ COLOURS = {
 STORY = {"round": "evaluating", "eval": "saving"}
 
 
-def panel(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> RenderableType:
-    """Progress, one row per node in `shown` (seen yet or not), and the last round.
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """How much of a run is shown."""
+
+    spaced: bool = True
+    """With blank lines and margins."""
+
+    hub: HubDetail = field(default_factory=HubDetail)
+    max_rows: int | None = None
+    """Rows of a table of nodes; what is left out is counted below it."""
+
+
+DETAILS = (
+    Detail(),
+    Detail(spaced=False, hub=HubDetail(spaced=False)),
+    Detail(spaced=False, hub=HubDetail(spaced=False, trust=False)),
+    Detail(spaced=False, hub=HubDetail(spaced=False, trust=False, pace=False)),
+)
+"""From the most to the least; `Fitted` then leaves out rows of nodes."""
+
+
+def panel(
+    run: Run,
+    shown: Sequence[int],
+    starting: Collection[int] = (),
+    detail: Detail = DETAILS[0],
+    subtitle: str = "",
+) -> RenderableType:
+    """Return progress, one row per node in `shown` (seen yet or not), and the last round or the hub.
 
     Nodes in `starting` are shown as such whatever their files say: those are from before.
     """
-    body = [_progress(run), _table(run, shown, starting), *_footer(run)]
+    body = [_progress(run), *_table(run, shown, starting, detail), *_footer(run, detail)]
     return Panel(
-        Group(*body), title=f"[bold]{run.name}[/]", title_align="left", box=box.ROUNDED, padding=(1, 2)
+        Group(*body),
+        title=f"[bold]{escape(run.name)}[/]",
+        title_align="left",
+        subtitle=subtitle or None,
+        subtitle_align="left",
+        box=box.ROUNDED,
+        padding=(1, 2) if detail.spaced else (0, 1),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The panel with as much detail as the terminal has lines for."""
+
+    run: Run
+    shown: Sequence[int]
+    starting: Collection[int] = ()
+    subtitle: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the most detailed panel that fits; with many nodes, as many of their rows as fit."""
+        height = options.height or console.height
+        free = options.update(height=None)
+        picture: RenderableType = ""
+        over = 0
+        for detail in self._details():
+            picture = panel(self.run, self.shown, self.starting, detail, self.subtitle)
+            over = len(console.render_lines(picture, free, pad=False)) - height
+            if over <= 0:
+                break
+        if over > 0:
+            rows = max(1, self._num_rows - over - 1)  # the line that counts the others takes one
+            cut = replace(detail, max_rows=rows)
+            picture = panel(self.run, self.shown, self.starting, cut, self.subtitle)
+        yield picture
+
+    def _details(self) -> Sequence[Detail]:
+        """Without nodes' own files, a hub's first table is all there is to see."""
+        return DETAILS if self.shown else DETAILS[:-1]
+
+    @property
+    def _num_rows(self) -> int:
+        return len(self.shown) or max((len(hub.last.nodes) for hub in self.run.hubs), default=0)
 
 
 def line(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> str:
@@ -47,6 +117,8 @@ def line(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> str:
     cells = [
         _cell(index, nodes.get(index), _state(run, index, nodes.get(index), starting)) for index in shown
     ]
+    if not shown:
+        cells = [cell for hub in run.hubs for cell in hub_cells(hub.last)]
     return " | ".join(["  ".join(head), *cells])
 
 
@@ -101,25 +173,42 @@ def _progress(run: Run) -> RenderableType:
 def _times(run: Run) -> tuple[float, float, float]:
     """Share of the run that is done, seconds since it began, seconds left at this pace."""
     newest = [node.metrics[-1] for node in run.nodes if node.metrics]
+    if not newest and run.hubs:
+        last = run.hubs[0].last
+        return last.progress, last.t, _left_s(last.progress, last.t)
     done = max((metric.progress for metric in newest if isfinite(metric.progress)), default=float("nan"))
     elapsed_s = max([m.t for m in newest] + [n.latest.t for n in run.nodes if n.latest], default=0.0)
-    return done, elapsed_s, elapsed_s * (1 - done) / done if done > 0 else float("nan")
+    return done, elapsed_s, _left_s(done, elapsed_s)
 
 
-def _table(run: Run, shown: Sequence[int], starting: Collection[int]) -> RenderableType:
+def _left_s(done: float, elapsed_s: float) -> float:
+    return elapsed_s * (1 - done) / done if done > 0 else float("nan")
+
+
+def _table(
+    run: Run, shown: Sequence[int], starting: Collection[int], detail: Detail
+) -> Iterator[RenderableType]:
     if not shown:
-        return Text("\nno node has started yet\n", style="dim")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+        if not any(hub.last.nodes for hub in run.hubs):
+            yield Text("\nno node has started yet\n", style="dim")
+        return
+    style = box.SIMPLE_HEAD if detail.spaced else None
+    # One column of space: eight columns with the largest numbers must fit into a terminal of 80.
+    padding = (0, 0) if detail.spaced else (0, 1, 0, 0)
+    table = Table(box=style, pad_edge=False, padding=padding, header_style="bold")
     table.add_column("node", justify="right")
     table.add_column("state", min_width=10)
     for name in ("step", "round", "train loss", "tokens/s", "waited", "waited %"):
         table.add_column(name, justify="right")
     nodes = {node.index: node for node in run.nodes}
-    for index in shown:
+    rows = shown[: detail.max_rows]
+    for index in rows:
         node = nodes.get(index)
         doing = _state(run, index, node, starting)
         table.add_row(str(index), Text(doing, style=COLOURS.get(doing, "")), *_numbers(node))
-    return table
+    yield table
+    if len(rows) < len(shown):
+        yield Text(words.more(len(shown) - len(rows), "node"), style="dim")
 
 
 def _numbers(node: Node | None) -> list[str]:
@@ -145,8 +234,10 @@ def _cell(index: int, node: Node | None, doing: str) -> str:
     return f"node {index} {doing} step {last.step} loss {words.loss(last.loss)} {speed} tokens/s"
 
 
-def _footer(run: Run) -> list[RenderableType]:
-    facts: list[RenderableType] = [Text(f"held-out loss  {words.loss(_held_out_loss(run))}")]
+def _footer(run: Run, detail: Detail) -> list[RenderableType]:
+    facts: list[RenderableType] = []
+    if run.nodes or not run.hubs:  # a hub does not evaluate
+        facts.append(Text(f"held-out loss  {words.loss(_held_out_loss(run))}"))
     if not run.has_hub and (by_id := rounds(run)):
         id, rows = list(by_id.items())[-1]
         sent = words.size(total_known(landed.bytes for _, landed in rows))
@@ -159,7 +250,8 @@ def _footer(run: Run) -> list[RenderableType]:
             facts.append(
                 Text(f"node {node.index} at {words.clock(notice.t)}: {told}{notice.text}", style="red")
             )
-    return [*facts, *hub_tables(run.hubs)]
+    max_rows = None if run.nodes else detail.max_rows
+    return [*facts, *hub_tables(run.hubs, replace(detail.hub, max_rows=max_rows))]
 
 
 def _judgement(distrusted: list[tuple[int, ...]]) -> str:

@@ -11,11 +11,12 @@ from matplotlib import colormaps, style
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from aedit.launch.rundir.reader import Run, read_run
+from aedit.launch.rundir.reader import Run
 from aedit.launch.views.bars import bytes_per_round, time_per_node
 from aedit.launch.views.curves import effective_nodes, loss_by_steps, loss_by_time
 from aedit.launch.views.heatmap import norms
 from aedit.launch.views.hubplots import hub_nodes, hub_traffic
+from aedit.launch.views.sources import open_source
 from aedit.types import UserError
 
 PLOTS: Mapping[str, Callable[[Run], Figure | None]] = {
@@ -37,6 +38,8 @@ STYLE = {
     "axes.titlelocation": "left",
     "axes.grid": True,
     "axes.axisbelow": True,
+    # A tick names its value: no "+2.3e1" to add to it.
+    "axes.formatter.useoffset": False,
     "grid.alpha": 0.25,
     "font.size": 10,
     "legend.frameon": False,
@@ -44,11 +47,16 @@ STYLE = {
 }
 
 
-def main(run_dir: Path) -> list[Path]:
-    """Draw what the run has written so far; return the files. Raises UserError if there is nothing yet."""
-    paths = draw(read_run(run_dir))
+def main(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> list[Path]:
+    """Draw what is known of the run so far and return the files.
+
+    A directory's plots are drawn into it, those of HOST:PORT into `runs/NAME/plots` here. Raises UserError if
+    there is nothing to plot yet.
+    """
+    with open_source(place, keys, insecure=insecure) as source:
+        paths = draw(source.history())
     if not paths:
-        raise UserError(f"{run_dir} has no metrics yet: there is nothing to plot")
+        raise UserError(f"{place} has no metrics yet: there is nothing to plot")
     return paths
 
 

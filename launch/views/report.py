@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import StringIO
+from math import isfinite
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from aedit.launch.views.figures import (
     Pace,
     first_loss,
     held_out,
+    last_evaluation_step,
     last_loss,
     mean_known,
     pace,
@@ -72,6 +74,10 @@ class Summary:
     num_refused: int
     """Pseudo-gradients that travelled once more, as a hub had refused them; as these nodes counted them."""
 
+    evaluated_at: tuple[float, float] | None
+    """Steps of the last evaluation and of the end, if there was no evaluation at the end; see
+    `figures.last_evaluation_step`."""
+
     has_hub: bool
     hub: Totals | None
     """What the hubs of the run counted, if their folders are here."""
@@ -96,6 +102,7 @@ def summary(run: Run) -> Summary:
         num_distrusted=sum(len(row.distrusted) for row in landed),
         num_rolled_back=sum(len({u for _, row in rows for u in row.rolled_back}) for rows in by_id.values()),
         num_refused=sum(len(row.refused) for row in landed),
+        evaluated_at=last_evaluation_step(run),
         has_hub=run.has_hub,
         hub=totals(run.hubs),
     )
@@ -128,7 +135,7 @@ def _of_node(node: Node) -> NodeSummary:
         index=node.index,
         steps=last.step if last else 0,
         tokens=last.tokens if last else nan,
-        pace=pace(node.metrics),
+        pace=pace(node),
         wait_s=last.wait_s if last else nan,
         idle_used_s=last.idle_used_s if last else nan,
         train_loss=last_loss(node),
@@ -146,7 +153,7 @@ def _headline(out: Summary) -> str:
 
 def _facts(out: Summary) -> Table:
     facts = Table.grid(padding=(0, 2, 0, 0))
-    facts.add_row("", "held-out loss", _change(out.held_out_loss))
+    facts.add_row("", "held-out loss", _held_out(out))
     facts.add_row("", "train loss", _change(out.train_loss))
     facts.add_row(
         "", "speed", f"{words.count(out.tokens_per_s)} tokens/s, {words.percent(out.share_of_solo)} {OF_SOLO}"
@@ -170,7 +177,10 @@ def _of_hub(out: Summary) -> Iterator[tuple[str, str]]:
         again = ", sent once more" if out.num_refused else ""
         yield "refused", words.some(out.num_refused, "push", "pushes") + again
     else:
-        yield "sent", f"{words.size(out.bytes)} up, {words.size(hub.bytes_down)} down"
+        up = max(out.bytes, hub.bytes_up)  # nodes elsewhere, or what was sent after the hub's last line
+        first = f"{words.size(hub.anchor_bytes)} of it the initial anchors, from {hub.founder}"
+        of_it = f" ({first})" if hub.founder else ""
+        yield "sent", f"{words.size(up)} up{of_it}, {words.size(hub.bytes_down)} down"
         why = f" ({reasons(hub.refused)})" if hub.refused else ""
         yield "pushes", f"{hub.accepted:,} accepted, {sum(hub.refused.values()):,} did not count{why}"
         units = words.some(len(hub.versions), "unit")
@@ -185,6 +195,16 @@ OF_SOLO = "of the sum of the nodes' solo speeds"
 
 def _change(loss: tuple[float, float]) -> str:
     return f"{words.loss(loss[0])} -> {words.loss(loss[1])} nats/token"
+
+
+def _held_out(out: Summary) -> str:
+    """Return the held-out loss, and at which step it was measured if that is not the end."""
+    if not isfinite(out.held_out_loss[1]) and not isfinite(out.held_out_loss[0]):
+        return f"{words.UNKNOWN} (no evaluation ran)"
+    if out.evaluated_at is None:
+        return _change(out.held_out_loss)
+    step, last = map(words.count, out.evaluated_at)
+    return f"{_change(out.held_out_loss)} at step {step} of {last}; no evaluation ran at the end"
 
 
 def _per_node(out: Summary) -> Table:

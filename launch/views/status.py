@@ -1,14 +1,15 @@
-"""`aedit status RUN`: where a run stands, once."""
+"""`aedit status PLACE`: where a run stands, once."""
 
 from pathlib import Path
 
 from rich.console import Console
 
-from aedit.launch.rundir.reader import read_run
 from aedit.launch.views.panel import panel
+from aedit.launch.views.sources import open_source
 
 
-def main(run_dir: Path) -> None:
-    """Print progress, every node and the last round. Raises UserError if `run_dir` is not a run."""
-    run = read_run(run_dir)
-    Console().print(panel(run, [node.index for node in run.nodes]))
+def main(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> None:
+    """Print progress, every node, and the hub or the last round. Raises UserError if no run is at `place`."""
+    with open_source(place, keys, insecure=insecure) as source:
+        run = source.poll()
+    Console().print(panel(run, run.indices))

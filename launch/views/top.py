@@ -1,4 +1,4 @@
-"""`aedit top RUN`: a run as it goes, from any terminal that can see its directory."""
+"""`aedit top PLACE`: a run as it goes, from its directory or from its hub."""
 
 import os
 import sys
@@ -6,58 +6,57 @@ import termios
 import time
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from select import select
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
-from aedit.launch.rundir.reader import Run, RunFollower, require_run
+from aedit.launch.rundir.reader import Run
 from aedit.launch.views.live import LINE_EVERY_S, REFRESH_S
-from aedit.launch.views.panel import line, panel, state
+from aedit.launch.views.panel import Fitted, line, state
+from aedit.launch.views.sources import Source, open_source
 
 OVER = ("done", "left", "failed", "silent")
 
 
-def main(run_dir: Path) -> None:
-    """Show the run anew every second until `q` or Ctrl-C. Raises UserError if `run_dir` is not a run.
+def main(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> None:
+    """Show the run anew every second until `q` or Ctrl-C. Raises UserError if no run is at `place`.
 
-    Without a terminal: one plain line every ten seconds, until every node is done, has failed or went silent.
+    Without a terminal: print one plain line every ten seconds, until the run is over.
     """
-    require_run(run_dir)
-    follower = RunFollower(run_dir)
     console = Console()
-    try:
+    with suppress(KeyboardInterrupt), open_source(place, keys, insecure=insecure) as source:
         if console.is_terminal and sys.stdin.isatty():
-            _screen(follower, console)
+            _screen(source, console)
         else:
-            _lines(follower, console)
-    except KeyboardInterrupt:
-        return
+            _lines(source, console)
 
 
-def _screen(follower: RunFollower, console: Console) -> None:
+def _screen(source: Source, console: Console) -> None:
     with _single_keys(), Live(console=console, screen=True, auto_refresh=False) as screen:
         while True:
-            run = follower.poll()
-            screen.update(Group(panel(run, _indices(run)), Text("  q ends", style="dim")), refresh=True)
+            run = source.poll()
+            screen.update(Fitted(run, run.indices, subtitle="q ends"), refresh=True)
             if _quit_pressed(REFRESH_S):
                 return
 
 
-def _lines(follower: RunFollower, console: Console) -> None:
+def _lines(source: Source, console: Console) -> None:
     while True:
-        run = follower.poll()
-        console.print(line(run, _indices(run)), markup=False, highlight=False, soft_wrap=True)
-        if all(state(node) in OVER for node in run.nodes):
+        run = source.poll()
+        console.print(line(run, run.indices), markup=False, highlight=False, soft_wrap=True)
+        if _is_over(run):
             return
         time.sleep(LINE_EVERY_S)
 
 
-def _indices(run: Run) -> list[int]:
-    return [node.index for node in run.nodes]
+def _is_over(run: Run) -> bool:
+    """Return whether no node will go on; without nodes' files, whether the hub has reached the end."""
+    if run.nodes or not run.hubs:
+        return all(state(node) in OVER for node in run.nodes)
+    return all(hub.last.progress >= 1 for hub in run.hubs)
 
 
 @contextmanager

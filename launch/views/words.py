@@ -44,6 +44,11 @@ def size(num_bytes: float) -> str:
     return decimal(int(num_bytes)) if isfinite(num_bytes) else UNKNOWN
 
 
+def more(number: int, noun: str) -> str:
+    """`3, "node"` -> `and 3 more nodes`."""
+    return f"and {number:,} more {noun if number == 1 else f'{noun}s'}"
+
+
 def some(number: int, noun: str, nouns: str = "") -> str:
     """`1, "node"` -> `1 node`, `3, "node"` -> `3 nodes`."""
     return f"{number:,} " + (noun if number == 1 else nouns or f"{noun}s")

@@ -30,6 +30,10 @@ class AgentLost(RuntimeError):
     """The node's agent has ended, and with it all that the node could send or receive."""
 
 
+class NodeRefused(UserError, ValueError):
+    """The hub does not want this node. A person must mend something, or the library's caller."""
+
+
 class AgentLink:
     """A `Link` over a mailbox. Of the first rank if `ringer` is given, else of another one."""
 
@@ -119,7 +123,7 @@ class AgentLink:
         """Raises where there is no use in waiting for the agent."""
         state = self._box.state()
         if state == State.REFUSED:
-            raise UserError(self._box.error())
+            raise NodeRefused(self._box.error())
         if state == State.LOST:
             raise AgentLost(f"the node agent has ended: {self._box.error()}")
         return state

@@ -14,8 +14,8 @@ import grpc
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hello import PROTOCOL
 
-PROTOCOL = 1
 FATAL = frozenset(
     {
         grpc.StatusCode.ABORTED,

@@ -33,14 +33,15 @@ screen = { threshold = 1e9, cosine = false, clip = 1e9 }
 class HubProcess:
     """Started in `folder`; after `kill` it may be started again at the same address."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, config=CONFIG, flags=()):
         self.folder, self.address, self.process = folder, "127.0.0.1:0", None
-        (folder / "run.toml").write_text(CONFIG)
+        self.flags = flags
+        (folder / "run.toml").write_text(config)
 
     def start(self, limit_s=60.0):
         told = self.folder / "hub" / "address"
         told.unlink(missing_ok=True)
-        words = ["hub", "run.toml", "--address", self.address, "--directory", "hub"]
+        words = ["hub", "run.toml", "--address", self.address, "--directory", "hub", *self.flags]
         with (self.folder / "log").open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "aedit.launch.cli", *words],
@@ -62,8 +63,8 @@ class HubProcess:
 
 
 @contextmanager
-def real_hub(folder):
-    hub = HubProcess(folder)
+def real_hub(folder, config=CONFIG, flags=()):
+    hub = HubProcess(folder, config, flags)
     hub.start()
     try:
         yield hub

@@ -1,0 +1,123 @@
+"""How a node of somebody's own loop becomes known to a hub: ask for the settings, then start the agent."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import aedit
+from aedit.edit import canonical
+from aedit.edit.hub_settings import HubSettings
+from aedit.edit.shards import Shards, control_device, shards_of
+from aedit.edit.units import find_units
+from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
+from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.types import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """What a node decides by itself."""
+
+    name: str
+    """Kept over restarts: the same name gets the same index."""
+    keys: Path | Literal[False] | None = None
+    """Folder that `aedit keys` wrote; None: no TLS, on this machine only; False: no TLS anywhere."""
+    num_samples: int = 0
+    """Samples of the data set; 0: the hub leases no data to this node."""
+    agent: Literal["process", "thread"] = "process"
+    """Where the network traffic is done."""
+
+
+def open_link(address: str, model: nn.Module, options: NodeOptions) -> tuple[AgentLink, HubSettings]:
+    """Ask the hub for its settings and start this node's agent; the node is not a member yet.
+
+    All ranks of the node call it together, each with its shard of the model.
+
+    Raises:
+        ValueError: On every rank of the node: there is no such hub, it refuses the node, the keys cannot be
+            read, or the model has no units as the run wants them.
+    """
+    shards = shards_of(list(model.parameters()))
+    reply_text, error = _on_first_rank(shards, lambda: _greeting(address, options))
+    if error:
+        raise ValueError(error)
+    settings = _settings(reply_text, address)
+    plan = node_plan(model, settings, options)
+    link: AgentLink | None = None
+
+    def start() -> str:
+        nonlocal link
+        link = start_agent(plan, ranks=shards.size, mode=options.agent)
+        return link.path
+
+    path, error = _on_first_rank(shards, start)
+    if error:
+        raise ValueError(error)
+    return link or attach(path, shards.rank), settings
+
+
+def node_plan(model: nn.Module, settings: HubSettings, options: NodeOptions) -> AgentPlan:
+    """Return what the agent of this node must know."""
+    hub = settings.hub
+    units = canonical.layout(find_units(model, settings.edit.units))
+    return AgentPlan(
+        addresses=hub.addresses,
+        standbys=tuple(hub.standby.split(",")) if hub.standby else (),
+        name=options.name,
+        run=settings.run,
+        version=aedit.__version__,
+        units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in units),
+        num_samples=options.num_samples or 1,  # a hub wants to know some; who leases none cannot differ
+        samples_per_step=1 if options.num_samples else 0,
+        steps_ahead=hub.max_steps_ahead,
+        lease_samples=hub.lease_samples,
+        codec=hub.codec,
+        codec_down=hub.codec_down,
+        keys=str(options.keys or ""),
+        donor="127.0.0.1:0" if hub.address.startswith("127.") and not options.keys else "",
+        beat_s=hub.beat_s,
+        expire_s=hub.expire_s,
+        call_timeout_s=hub.call_timeout_s,
+    )
+
+
+def _greeting(address: str, options: NodeOptions) -> str:
+    """Return the hub's reply as text that travels to the other ranks."""
+    # Only now: a trainer whose agent is a process needs gRPC for this one call.
+    from aedit.proto.wire.hello import caller_keys, greet
+    from aedit.proto.wire.security import is_loopback
+
+    for place in address.split(","):
+        if options.keys is None and not is_loopback(place):
+            raise ValueError(
+                f"{place} is another machine: pass keys=FOLDER with what `aedit keys` wrote for nodes, or"
+                " keys=False if the network is closed"
+            )
+    keys = caller_keys(address, options.keys or None, insecure=True)
+    return greet(address, keys).SerializeToString().hex()
+
+
+def _settings(reply_text: str, address: str) -> HubSettings:
+    from aedit.proto.wire.hub_pb2 import HelloReply
+
+    return HubSettings.of(HelloReply.FromString(bytes.fromhex(reply_text)), address)
+
+
+def _on_first_rank(shards: Shards, act: Callable[[], str]) -> tuple[str, str]:
+    """Return what `act` returned on the node's first rank, and its error, which is empty if all went well.
+    All ranks get the same, so that none waits for another one that has failed."""
+    told = ["", ""]
+    if shards.leads:
+        try:
+            told = [act(), ""]
+        except (UserError, ValueError) as error:
+            told = ["", str(error)]
+    if shards.size > 1:
+        device = torch.device(control_device(shards.group))
+        dist.broadcast_object_list(told, group=shards.group, group_src=0, device=device)
+    return told[0], told[1]

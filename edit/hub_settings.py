@@ -1,0 +1,77 @@
+"""What a hub's greeting says about its run: all settings that a node needs, so that the node has none."""
+
+import tomllib
+from dataclasses import dataclass, is_dataclass, replace
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from aedit.async_sgd.rules.config import HubConfig
+from aedit.edit.config import EditConfig
+from aedit.edit.pace import make_pace
+from aedit.edit.schedule import RoundSchedule
+from aedit.proto.agent.link import Link
+from aedit.proto.wire.hub_pb2 import HelloReply
+
+T = TypeVar("T")
+
+_NONE = "none"
+"""The text that stands for None in a configuration file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubSettings:
+    """Settings of a run, as its hub reports them."""
+
+    run: str
+    """Name of the run."""
+    edit: EditConfig
+    """Units, fragments, interval and deadline, with `landing` set to "arrival"."""
+    hub: HubConfig
+    """Codecs, pace and timings; `address` and `standby` say where this node reaches the hub."""
+
+    @classmethod
+    def of(cls, reply: HelloReply, addresses: str) -> "HubSettings":
+        """Return the settings in a hub's reply to Hello.
+
+        Keys that this version does not know are ignored, so that a newer hub can be joined.
+
+        Args:
+            reply: The hub's answer.
+            addresses: HOST:PORT under which this node has reached the hub, or several that split the units.
+                One address of a run with several hubs is enough: the reply lists the others.
+
+        Raises:
+            ValueError: The reply holds no configuration, or values of the wrong type.
+        """
+        try:
+            tables = tomllib.loads(reply.config)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{addresses}: its configuration is not valid TOML: {error}") from None
+        hub = _made(HubConfig, tables.get("hub", {}))
+        given = addresses.split(",")
+        known = given if len(given) >= len(reply.addresses) else list(reply.addresses)
+        return cls(
+            run=reply.run,
+            edit=replace(_made(EditConfig, tables.get("edit", {})), landing="arrival"),
+            hub=replace(hub, address=",".join(known), standby=reply.standby or hub.standby),
+        )
+
+    def schedule(self, link: Link) -> RoundSchedule:
+        """Return a new schedule that follows the hub's pace."""
+        return make_pace(self.hub, self.edit, link.news)
+
+
+def _made(kind: type[T], table: dict[str, Any]) -> T:
+    """Return the dataclass `kind` with the values of a TOML table."""
+    types = get_type_hints(kind)
+    known = {name: _value(types[name], value) for name, value in table.items() if name in types}
+    return kind(**known)
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if is_dataclass(hint) and isinstance(hint, type):
+        return _made(hint, value)
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    if value == _NONE and type(None) in options:
+        return None
+    return tuple(value) if isinstance(value, list) else value

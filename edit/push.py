@@ -1,0 +1,100 @@
+"""One push of a unit to the hub, from the outbox to the answer."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from aedit.edit.canonical import SharedVector
+from aedit.edit.shards import Shards
+from aedit.edit.units import SyncUnit
+from aedit.proto.agent import link as wire
+from aedit.proto.agent.link import Answer, Link
+from aedit.proto.transports.transport import PeersMissing, Pending
+
+POLL_S = 0.005
+
+
+@dataclass(slots=True)
+class Place:
+    """What the node knows of one unit's exchange."""
+
+    anchors: SharedVector
+    outbox: SharedVector
+    version: int = 0
+    """Of the anchor that the next pseudo-gradient is measured from."""
+    seq: int = 0
+    sent_steps: int = 0
+    """Inner steps in the push under way."""
+    opened_steps: int = 0
+    """Inner steps of this attempt when the unit's last round was opened."""
+    used_steps: int = 0
+    opened_samples: int = 0
+    """Samples drawn in this attempt when the unit's last round was opened."""
+    used_samples: int = 0
+    answer: Answer | None = None
+
+    def use(self) -> None:
+        """The steps of the unit's last round are behind it for good."""
+        self.used_steps, self.used_samples = self.opened_steps, self.opened_samples
+
+
+class Sender(Protocol):
+    """What a push must know of its exchange."""
+
+    link: Link
+    shards: Shards
+    tokens_per_step: int
+    timeout_s: float
+
+
+class Push(Pending[Tensor]):
+    """`Pending` until the hub has decided; sends once the outbox is written."""
+
+    def __init__(self, sender: Sender, i: int, unit: SyncUnit, place: Place) -> None:
+        self._sender, self._i, self._unit, self._place, self._seq = sender, i, unit, place, place.seq
+        self._sent = False
+        self.done()
+
+    def done(self) -> bool:
+        place, link = self._place, self._sender.link
+        if not self._sent and place.outbox.written():
+            self._send(link)
+        if self._sent and place.answer is None:
+            place.answer = link.answer(self._i, self._seq)
+        return place.answer is not None
+
+    def verdict(self) -> wire.Verdict:
+        """Wait for the answer and return what the hub has decided."""
+        _until(self.done, self._sender.timeout_s, f"the hub's answer for {self._name}")
+        assert self._place.answer is not None
+        return self._place.answer.verdict
+
+    def result(self) -> Tensor:
+        refused = self.verdict() == wire.Verdict.REFUSED
+        anchor = self._place.anchors.read()
+        if not refused:
+            return anchor
+        return self._unit.representable(anchor) - self._place.outbox.read()
+
+    @property
+    def _name(self) -> str:
+        return f"unit {self._unit.name}, push {self._seq}"
+
+    def _send(self, link: Link) -> None:
+        steps = self._place.sent_steps
+        link.written(self._i, self._seq)
+        if self._sender.shards.leads:
+            tokens = steps * self._sender.tokens_per_step
+            link.send(self._i, self._seq, base=self._place.version, steps=steps, tokens=tokens)
+        self._sent = True
+
+
+def _until(there: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not there():
+        if time.monotonic() > deadline:
+            raise PeersMissing(f"{what} did not come within {timeout_s:g} s")
+        time.sleep(POLL_S)

@@ -1,0 +1,59 @@
+"""Where the views read a run from: its directory, or its hub."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from aedit.launch.rundir.reader import Run, RunFollower, require_run
+
+
+class Source(Protocol):
+    """A run that can be read again and again."""
+
+    def poll(self) -> Run:
+        """Return what is known of the run now. Raises UserError if that cannot be read any more."""
+
+    def history(self) -> Run:
+        """Return the run with everything that the source remembers of its past."""
+
+
+class DirectorySource:
+    """Reads a run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        require_run(run_dir)
+        self._follower = RunFollower(run_dir)
+
+    def poll(self) -> Run:
+        """Return what the run has written so far."""
+        return self._follower.poll()
+
+    history = poll
+
+
+@contextmanager
+def open_source(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> Iterator[Source]:
+    """Yield the source of the run at `place`, a directory or HOST:PORT. Raises UserError if there is none.
+
+    Args:
+        place: A run directory, or the address of a hub. A directory of that name wins.
+        keys: Directory of this machine's certificate, for a hub with TLS.
+        insecure: Ask a hub on another machine without TLS.
+    """
+    if not is_hub(place):
+        yield DirectorySource(Path(place))
+        return
+    from aedit.launch.views.hubview import HubSource  # gRPC takes half a second to import
+
+    source = HubSource(str(place), keys, insecure=insecure)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def is_hub(place: Path | str) -> bool:
+    """Return whether `place` is HOST:PORT and no directory."""
+    host, _, port = str(place).rpartition(":")
+    return bool(host) and port.isdecimal() and not Path(place).exists()

@@ -1,0 +1,58 @@
+"""A `Transport` between threads in virtual time: who waits gives the turn to those who are behind."""
+
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from aedit.clock import Turns
+from aedit.proto.transports.memory import MemoryTransport
+from aedit.proto.transports.transport import Mean, Pending, Rows
+
+T = TypeVar("T")
+
+
+class VirtualTransport:
+    """A memory transport whose waits take virtual time and give the turn away."""
+
+    def __init__(self, transport: MemoryTransport, turns: Turns) -> None:
+        self.transport, self.turns = transport, turns
+        self.bytes_sent = 0
+
+    def gather(self, key: str, row: Tensor) -> Pending[Rows]:
+        """See `Transport.gather`."""
+        return self._asked(key, self.transport.gather(key, row))
+
+    def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> Pending[Mean]:
+        """See `Transport.weighted_mean`."""
+        return self._asked(key, self.transport.weighted_mean(key, value, weight))
+
+    def _asked(self, key: str, pending: Pending[T]) -> Pending[T]:
+        self.turns.give(self.transport.node, key)
+        self.bytes_sent = self.transport.bytes_sent
+        return _Turned(self, key, pending)
+
+    def post(self, key: str, text: str) -> None:
+        """See `Transport.post`."""
+        self.transport.post(key, text)
+
+    def read(self, key: str) -> str | None:
+        """See `Transport.read`."""
+        return self.transport.read(key)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self.transport.close()
+
+
+class _Turned(Generic[T]):
+    def __init__(self, transport: VirtualTransport, key: str, pending: Pending[T]) -> None:
+        self._transport, self._key, self._pending = transport, key, pending
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def result(self) -> T:
+        if not self._pending.done():
+            node = self._transport.transport.node
+            self._transport.turns.wait(node, self._key, self._pending.done)
+        return self._pending.result()

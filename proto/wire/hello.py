@@ -1,0 +1,56 @@
+"""The first call to a hub: who may make it, and what the hub replies."""
+
+from pathlib import Path
+
+import aedit
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hub_pb2 import HelloReply, HelloRequest
+from aedit.proto.wire.security import ClientKeys, client_keys, is_loopback
+from aedit.types import UserError
+
+PROTOCOL = 1
+"""Version of the calls in hub.proto and of what they mean."""
+
+HELLO_LIMIT_S = 10.0
+
+
+def caller_keys(addresses: str, keys: Path | None, insecure: bool) -> ClientKeys:
+    """Return what a node shows to the hubs at `addresses`.
+
+    Args:
+        addresses: HOST:PORT, or several separated by commas.
+        keys: Folder with the node's token and certificates; None connects without TLS.
+        insecure: Allow a connection without TLS to another machine.
+
+    Raises:
+        UserError: A file is missing, or the connection would be readable by others.
+    """
+    if keys is not None:
+        return client_keys(keys)
+    open_to_others = [place for place in addresses.split(",") if not is_loopback(place)]
+    if open_to_others and not insecure:
+        raise UserError(
+            f"{open_to_others[0]} is another machine: name what `aedit keys` made for this node with --keys,"
+            " or say --insecure if the network is closed"
+        )
+    return ClientKeys()
+
+
+def greet(addresses: str, keys: ClientKeys, *, code: str = "") -> HelloReply:
+    """Return what the first hub of `addresses` says about its run.
+
+    Args:
+        addresses: HOST:PORT, or several separated by commas.
+        keys: What this node shows, as `caller_keys` returns it.
+        code: Digest of the sources, which the hub compares; empty compares the protocol version only.
+
+    Raises:
+        UserError: No hub answers there within 10 seconds, or it refuses this node.
+    """
+    client = HubClient(addresses.split(",")[0], keys, call_timeout_s=HELLO_LIMIT_S)
+    try:
+        return client.hello(HelloRequest(protocol=PROTOCOL, code=code, version=aedit.__version__))
+    except (HubUnreachable, HubRefused) as error:
+        raise UserError(str(error)) from None
+    finally:
+        client.close()

@@ -1,0 +1,109 @@
+"""A hub in one's own process: nodes train through it as over a wire, on any clock, without torch."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.kit.hubs import layout_of
+from kit.nodes import batches, furthest, parameters, plain_training, tower, train
+
+from aedit.async_sgd.hub.hub import HubPlan
+from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.inprocess import InProcessHub
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
+from aedit.clock import VirtualClock
+from aedit.edit.config import EditConfig
+from aedit.edit.hub_exchange import HubExchange
+from aedit.proto.agent.link import Progress, Verdict
+
+
+def hub(model, clock=None, outer=None, **config):
+    plan = HubPlan(
+        hub=HubConfig(**{"weights": "uniform", "pace": "steps", **config}),
+        outer=outer or OuterConfig(kind="average", lr=1.0),
+        penalty=PenaltyConfig(),
+        every=4,
+        steps=100,
+    )
+    return InProcessHub(plan, layout_of(model), **({"clock": clock} if clock else {}))
+
+
+def test_one_node_of_an_averaging_hub_trains_as_plain_torch():
+    model, data = tower(3), batches(1, 14)
+    expected = plain_training(model, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), data)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    exchange = HubExchange(hub(model).link("alone"))
+    train(model, inner, exchange, data, EditConfig(every=4, landing="arrival"))
+    assert furthest(parameters(model), expected) < 1e-5
+
+
+def test_pushes_of_two_nodes_are_merged_at_the_quorum_and_both_get_the_mean():
+    clock = VirtualClock()
+    here = hub(tower(), clock, quorum="all")
+    first, second = here.link("first"), here.link("second")
+    for anchor in first.anchors:
+        anchor[:] = 1.0
+    versions = first.join(1.0)
+    assert second.join(1.0) == versions == (1,) * len(first.anchors)
+    for link, value in ((first, 0.5), (second, 0.25)):
+        link.beat(1.0)
+        for unit, outbox in enumerate(link.outbox):
+            outbox[:] = value
+            link.send(unit, 1, base=1, steps=4, tokens=40)
+            assert (link.answer(unit, 1) is None) == (link is first)
+    for link in (first, second):
+        found = link.answer(0, 1)
+        assert (found.version, found.verdict) == (2, Verdict.MERGED)
+        np.testing.assert_allclose(link.anchors[0], 1.0 - 0.375, atol=1e-7)
+    assert here.tally.accepted == [0] * 2 * len(versions) + [1] * len(versions)
+    assert (first.news().nodes, first.news().total_tokens) == (2, 80)
+
+
+def test_blocks_of_samples_are_disjoint_and_more_come_as_they_are_drawn():
+    here = hub(tower(), VirtualClock(), lease_samples=32)
+    links = [here.link(name) for name in ("first", "second")]
+    for link in links:
+        link.join(1.0)
+    assert [len(link.leases()) for link in links] == [1, 1]
+    links[0].tell(Progress(steps=4, drawn=31))
+    assert len(links[0].leases()) == 1
+    links[0].tell(Progress(steps=8, drawn=32, used=20))
+    blocks = [block for link in links for block in link.leases()]
+    assert len(blocks) == 3
+    positions = [position for start, end in blocks for position in range(start, end)]
+    assert len(positions) == len(set(positions)) == 96
+    links[0].leave(1.0)
+    again = here.link("third")
+    assert again.leases()[0] == (20, 32)  # what the first one had leased and not used
+
+
+def test_speed_is_measured_on_the_hubs_clock():
+    clock = VirtualClock()
+    here = hub(tower(), clock)
+    link = here.link("node")
+    for _ in range(3):
+        clock.advance(0.5)
+        link.tell(Progress(steps=int(clock() * 4)))
+    assert here.hub.clocks.reports[link.node].steps_per_s == 4.0
+
+
+def test_a_node_that_was_silent_for_too_long_is_no_member_and_cannot_push():
+    clock = VirtualClock()
+    here = hub(tower(), clock)
+    link = here.link("node")
+    link.join(1.0)
+    clock.advance(here.hub.config.expire_s + 1)
+    here.tick()
+    assert not link.is_member
+    link.send(0, 1, base=1, steps=1, tokens=1)
+    assert link.answer(0, 1) is None
+    with pytest.raises(Denied, match="silent"):
+        here.lease(link.node)
+
+
+def test_the_hub_in_process_needs_no_torch():
+    program = "import sys, aedit.async_sgd.inprocess; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
