@@ -112,10 +112,10 @@ class InProcessHub:
             self._apply(self.hub.offer(push, self.clock()))
             self.tick()
 
-    def beat(self, node: int, report: Report) -> None:
+    def heartbeat(self, node: int, report: Report) -> None:
         """Record what a live member says of itself, and that it is there."""
         with self.lock:
-            self.hub.beat(node, report, self.clock())
+            self.hub.heartbeat(node, report, self.clock())
 
     def lease(self, node: int) -> list[tuple[int, int]]:
         """Return new blocks [start, end) of sample positions for a member: `hub.lease_samples` samples."""
@@ -230,15 +230,15 @@ class InProcessLink:
             speed = (progress.steps - steps) / (now - at_s) if now > at_s else 0.0
             self._told = progress.steps, now
             report = Report(steps=progress.steps, tokens=progress.tokens, steps_per_s=speed, state="training")
-            self.hub.beat(self.node, replace(report, loss=progress.loss))
+            self.hub.heartbeat(self.node, replace(report, loss=progress.loss))
             for start, upto in self._leases.consumed(progress.used):
                 self.hub.use(self.node, start, upto)
             if self._leases.num_samples <= progress.drawn:
                 self._leases = self._leases.more(self.hub.lease(self.node))
 
-    def beat(self, steps_per_s: float) -> None:
+    def heartbeat(self, steps_per_s: float) -> None:
         """Say that the node is there and how fast it is."""
-        self.hub.beat(self.node, Report(steps_per_s=steps_per_s, state="training"))
+        self.hub.heartbeat(self.node, Report(steps_per_s=steps_per_s, state="training"))
 
     def leases(self) -> Sequence[tuple[int, int]]:
         """Return all blocks of samples handed to this node so far."""

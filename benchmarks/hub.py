@@ -9,10 +9,10 @@ as `aedit hub` starts it, with its journal on the disk, and nodes that do all a 
 from dataclasses import asdict, dataclass, field
 
 from aedit.async_sgd.rules.config import Codec
-from benchmarks.hub_crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
-from benchmarks.hub_merge import Kind, Speeds, speeds
-from benchmarks.hub_push import push_seconds
-from benchmarks.table import Bar, Report, main, median, percent
+from benchmarks.hub_parts.crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
+from benchmarks.hub_parts.merge import Kind, Speeds, speeds
+from benchmarks.hub_parts.push import push_seconds
+from benchmarks.kit.tables import Bar, Report, main, median, percent
 
 WANTED_GB_S, WANTED_SHARE, WANTED_BEAT_S = 0.3, 0.6, 0.05
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "e3m0", "topk")
@@ -120,10 +120,10 @@ def _push(num_bytes: int, grpc_s: list[float], tcp_s: list[float]) -> tuple[tupl
 
 def _crowd_row(size: Size, seen: Crowd) -> tuple[str, ...]:
     detail = (
-        f"median {1e3 * _quantile(seen, 0.5):.1f} ms, {len(seen.beat_s) / size.seconds:.0f} beats/s,"
+        f"median {1e3 * _quantile(seen, 0.5):.1f} ms, {len(seen.heartbeat_s) / size.seconds:.0f} a second,"
         f" {seen.merged / size.seconds:.0f} pushes/s, {seen.refused} refused, {seen.late} late"
     )
-    return f"beat, {size.nodes} nodes, p99", f"{1e3 * _quantile(seen, 0.99):.1f} ms", detail
+    return f"heartbeat, {size.nodes} nodes, p99", f"{1e3 * _quantile(seen, 0.99):.1f} ms", detail
 
 
 def _crowd_bar(size: Size, seen: Crowd) -> Bar:
@@ -133,7 +133,7 @@ def _crowd_bar(size: Size, seen: Crowd) -> Bar:
 
 
 def _quantile(seen: Crowd, share: float) -> float:
-    return seen.beat_s[min(len(seen.beat_s) - 1, int(share * len(seen.beat_s)))]
+    return seen.heartbeat_s[min(len(seen.heartbeat_s) - 1, int(share * len(seen.heartbeat_s)))]
 
 
 def _memory_row(name: str, found: Memory) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.digest import digest, halves
 from aedit.edit.named import history, kept_state, named, named_history
+from aedit.edit.peers import Peers
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
@@ -23,7 +24,7 @@ from aedit.types import Round
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RoundOutcome:
     """What all nodes agreed on when a round was opened. Per-unit tuples follow `units`."""
 
     round: Round
@@ -47,7 +48,7 @@ class Verdict:
     """Node whose anchors this one had to adopt because its own were different."""
 
 
-class Exchange(Protocol):
+class Exchange(Peers, Protocol):
     """Where next anchors come from."""
 
     asynchronous: bool
@@ -75,16 +76,13 @@ class Exchange(Protocol):
     def anchor(self) -> None:
         """Make the parameters as they are the first anchors. All nodes together."""
 
-    def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
-        """Plain mean of `value` over nodes, for the warm-up."""
-
-    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[Verdict]:
+    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
         """Announce `round` for `units`: one small message. Units may be started once the answer is in."""
 
     def start(self, i: int) -> Pending[Tensor]:
         """Send unit `i` of the round opened last and return at once; the answer is its next anchor."""
 
-    def conclude(self, i: int, verdict: Verdict) -> Verdict:
+    def conclude(self, i: int, verdict: RoundOutcome) -> RoundOutcome:
         """Return `verdict`, completed by what the answer to unit `i` says. Called once, just before it
         lands."""
 
@@ -102,9 +100,6 @@ class Exchange(Protocol):
 
     def note_step(self, steps: int, waited_s: float) -> None:
         """Take note of an inner step: steps so far, and seconds spent waiting for other nodes."""
-
-    def gather(self, key: str, number: float) -> tuple[float, ...]:
-        """Return the number of every node, all nodes together; of an asynchronous one, its own alone."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all that must outlive the process, by name: views, to be saved before the next step.
@@ -125,7 +120,7 @@ class Exchange(Protocol):
 class _Open:
     """The round under way, as the exchange sees it."""
 
-    verdict: Verdict
+    verdict: RoundOutcome
     history_before: NormHistory
     weight: dict[int, float] = field(default_factory=dict)
     nobody: frozenset[int] = frozenset()
@@ -209,14 +204,17 @@ class MeanExchange:
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         return Then(self.transport.weighted_mean(name, value, weight), lambda mean: mean.value)
 
+    def rows(self, key: str, row: Tensor) -> Pending[Rows]:
+        return self.transport.gather(key, row)
+
     @torch.no_grad()
-    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[Verdict]:
+    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
         G_L = self._norms(units)
         believed_L, history = judge(self._spread(G_L, units), self.history, self.penalty)
         self.steps_L += round.steps
         self.own_steps += round.steps
         at = list(units)
-        verdict = Verdict(
+        verdict = RoundOutcome(
             round,
             tuple(units),
             norms=tuple(G_L.tolist()),
@@ -228,7 +226,7 @@ class MeanExchange:
         row = torch.cat([torch.tensor(head, dtype=torch.float64), believed_L[at], self.steps_L[at]])
         return Then(self.transport.gather(f"{round.id}/open", row), self._weigh)
 
-    def _weigh(self, rows: Rows) -> Verdict:
+    def _weigh(self, rows: Rows) -> RoundOutcome:
         assert self._open is not None
         verdict, units = self._open.verdict, self._open.verdict.units
         digests_N2, believed_NL, steps_NL = rows.rows[:, 2:4], *rows.rows[:, 4:].chunk(2, dim=1)
@@ -281,7 +279,7 @@ class MeanExchange:
         self.store.write(i, next_anchor, replace(kept, count=state.count) if nobody else kept)
         return next_anchor
 
-    def conclude(self, i: int, verdict: Verdict) -> Verdict:
+    def conclude(self, i: int, verdict: RoundOutcome) -> RoundOutcome:
         return verdict
 
     def leave(self) -> None:
@@ -295,10 +293,6 @@ class MeanExchange:
 
     def note_step(self, steps: int, waited_s: float) -> None:
         """Do nothing: rounds carry step counts."""
-
-    def gather(self, key: str, number: float) -> tuple[float, ...]:
-        row = torch.tensor([number], dtype=torch.float64)
-        return tuple(self.transport.gather(key, row).result().rows[:, 0].tolist())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return anchors and outer state by parameter, history of norms, and step counts."""

@@ -76,9 +76,12 @@ class EditCallback(TrainerCallback):
     ) -> None:
         if self.sync is not None:
             raise ValueError("an EditCallback serves one training: make a new one, with a new schedule")
-        optimizer = _unwrapped(kwargs["optimizer"])
         self.sync = LayerSync.of(
-            kwargs["model"], optimizer, exchange=self.exchange, schedule=self.schedule, config=self.config
+            kwargs["model"],
+            kwargs["optimizer"],
+            exchange=self.exchange,
+            schedule=self.schedule,
+            config=self.config,
         )
         _check(args, self.sync, self.max_grad_norm)
         self.sync.compare()
@@ -159,15 +162,6 @@ class EditCallback(TrainerCallback):
             sync.schedule.last_step = sync.local_steps
 
 
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer whose `step` changes parameters: accelerate wraps it, and hooks on a wrapper never
-    run."""
-    while inner := getattr(optimizer, "optimizer", None):
-        optimizer = inner
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return optimizer
-
-
 def _check(args: TrainingArguments, sync: LayerSync, max_grad_norm: float | None) -> None:
     """Refuse what would train something else than what was asked for."""
     if args.n_gpu > 1:
@@ -218,4 +212,5 @@ def _read_numbers(directory: Path) -> dict[str, Any] | None:
 def _all_have_it(exchange: Exchange, numbers: dict[str, Any] | None) -> bool:
     """Return whether every node resumes from the same round."""
     mine = -1.0 if numbers is None else float(numbers["last_id"])
-    return set(exchange.gather("trainer/resume", mine)) == {mine} and mine >= 0
+    rows = exchange.rows("trainer/resume", torch.tensor([mine], dtype=torch.float64)).result().rows
+    return bool((rows == mine).all()) and mine >= 0

@@ -21,7 +21,7 @@ from aedit.edit.alone import Here, OwnNotes
 from aedit.edit.canonical import SharedVector
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
-from aedit.edit.exchange import Verdict
+from aedit.edit.exchange import RoundOutcome
 from aedit.edit.hub_join import NodeOptions, open_link
 from aedit.edit.hub_lease import Positions
 from aedit.edit.hub_report import StepReport
@@ -33,7 +33,7 @@ from aedit.edit.units import SyncUnit
 from aedit.proto.agent import link as wire
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused
 from aedit.proto.agent.link import Link
-from aedit.proto.transports.transport import PeersMissing, Pending
+from aedit.proto.transports.transport import PeersMissing, Pending, Rows
 from aedit.types import Round
 
 WITHDRAW_S = 10.0
@@ -243,8 +243,11 @@ class HubExchange:
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         raise ValueError("nodes of a hub do not meet at every step: set edit.warmup_steps = 0")
 
+    def rows(self, key: str, row: Tensor) -> Pending[Rows]:
+        return Here(lambda: Rows(row.unsqueeze(0), 0))
+
     @torch.no_grad()
-    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[Verdict]:
+    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
         """Measure and judge; nothing is asked of the others, so the verdict is there at once."""
         self.own_steps += round.steps
         self.steps_L += round.steps
@@ -255,7 +258,7 @@ class HubExchange:
             self._places[i].opened_samples = self.report.drawn if self.report else 0
         news = self.link.news()
         nodes, total_steps = self.shards.decide([news.nodes, news.total_steps])
-        verdict = Verdict(
+        verdict = RoundOutcome(
             round,
             tuple(units),
             norms=tuple(G_L.tolist()),
@@ -277,7 +280,7 @@ class HubExchange:
         push = self._under_way[i] = Push(self, i, self.units[i], place)
         return push
 
-    def conclude(self, i: int, verdict: Verdict) -> Verdict:
+    def conclude(self, i: int, verdict: RoundOutcome) -> RoundOutcome:
         place = self._places[i]
         answer, place.answer = place.answer, None
         self._under_way.pop(i, None)
@@ -318,9 +321,6 @@ class HubExchange:
         """End the node's agent, if the exchange is not entered after all. The hub is told nothing."""
         if isinstance(self.link, AgentLink):
             self.link.stop()
-
-    def gather(self, key: str, number: float) -> tuple[float, ...]:
-        return (number,)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the node knows of its own norms, and its codec's residuals. The anchors are the hub's.

@@ -43,7 +43,7 @@ def open_link(address: str, model: nn.Module, options: NodeOptions) -> tuple[Age
             read, or the model has no units as the run wants them.
     """
     shards = shards_of(list(model.parameters()))
-    reply_text, error = _on_first_rank(shards, lambda: _greeting(address, options))
+    reply_text, error = _on_first_rank(shards, lambda: _responder(address, options))
     if error:
         raise ValueError(error)
     settings = _settings(reply_text, address)
@@ -80,13 +80,13 @@ def node_plan(model: nn.Module, settings: HubSettings, options: NodeOptions) -> 
         codec_down=hub.codec_down,
         keys=str(options.keys or ""),
         donor="127.0.0.1:0" if hub.address.startswith("127.") and not options.keys else "",
-        beat_s=hub.beat_s,
+        heartbeat_s=hub.heartbeat_s,
         expire_s=hub.expire_s,
         call_timeout_s=hub.call_timeout_s,
     )
 
 
-def _greeting(address: str, options: NodeOptions) -> str:
+def _responder(address: str, options: NodeOptions) -> str:
     """Return the hub's reply as text that travels to the other ranks."""
     # Only now: a trainer whose agent is a process needs gRPC for this one call.
     from aedit.proto.wire.hello import caller_keys, greet

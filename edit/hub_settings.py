@@ -1,4 +1,4 @@
-"""What a hub's greeting says about its run: all settings that a node needs, so that the node has none."""
+"""What a hub's responder says about its run: all settings that a node needs, so that the node has none."""
 
 import tomllib
 from dataclasses import dataclass, is_dataclass, replace

@@ -17,20 +17,23 @@ from types import TracebackType
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from aedit.edit.agreement import described
+from aedit.edit.agreement import described_loop
+from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import Exchange, Verdict
-from aedit.edit.flight import Flight
+from aedit.edit.equal import equalize
+from aedit.edit.exchange import Exchange, RoundOutcome
+from aedit.edit.flight import Flight, note_answers
+from aedit.edit.hooks import Hook, forget_graphs_without
+from aedit.edit.landing import reshard, take, warn_of_idle_modules
+from aedit.edit.optimizers import Inner, InnerOptimizers
 from aedit.edit.schedule import RoundSchedule, make_schedule
-from aedit.edit.shards import shards_of
+from aedit.edit.shards import local, shards_of
 from aedit.edit.units import SyncUnit, find_units
 from aedit.edit.waiting import Waiter
+from aedit.edit.warmup import GradientMean
 from aedit.types import Round
-
-_PROGRESS = ("schedule.last_id", "schedule.last_step")
 
 
 class LayerSync(Waiter):
@@ -39,13 +42,16 @@ class LayerSync(Waiter):
     def __init__(
         self,
         model: nn.Module,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         exchange: Exchange,
         schedule: RoundSchedule,
         config: EditConfig,
+        weight_states: Sequence[str] | None = None,
     ) -> None:
+        reshard(model.modules())
         super().__init__(shards_of(list(model.parameters())), config.timeout_s)
-        self.model, self.inner = model, inner
+        self.model = model
+        self.optimizers = InnerOptimizers(inner, model, self.shards, weight_states)
         self.exchange, self.schedule, self.config = exchange, schedule, config
         self.free = exchange.asynchronous
         if self.free and config.warmup_steps:
@@ -54,7 +60,7 @@ class LayerSync(Waiter):
         if config.fragments > len(self.units):
             what = f"edit.fragments = {config.fragments} is more than the model's {len(self.units)} units"
             raise ValueError(what)
-        self.on_round: Callable[[Verdict, float], None] = lambda verdict, waited_s: None
+        self.on_round: Callable[[RoundOutcome, float], None] = lambda verdict, waited_s: None
         self.steps = 0
         """Inner steps so far, warm-up included."""
         self.round_id = 0
@@ -63,10 +69,20 @@ class LayerSync(Waiter):
         """Inner steps of all nodes up to that round, warm-up not included."""
         self._flights: list[Flight] = []  # oldest first
         self._hooks: list[RemovableHandle] = []
-        self._averaged = False
+        for unit in self.units:
+            unit.states = self.optimizers
+        self._params = [p for unit in self.units for p in unit.params]
         self._compared = False
         self.anchored = False
         """Whether the first local phase has begun."""
+        self._gradients = GradientMean(
+            self.units,
+            self.shards,
+            exchange,
+            wait=lambda pending: self.wait(pending, needed=self.position + 1),
+            steps=lambda: self.steps,
+        )
+        self._buffers = Buffers(model, exchange, self.shards, local(self.units[0].params[0]).device)
         exchange.bind(self.units, self.shards)
         schedule.listen(exchange.notes)
 
@@ -74,18 +90,22 @@ class LayerSync(Waiter):
     def of(
         cls,
         model: nn.Module,
-        inner: torch.optim.Optimizer,
+        inner: Inner,
         *,
         exchange: Exchange,
         schedule: RoundSchedule | None = None,
         config: EditConfig | None = None,
+        weight_states: Sequence[str] | None = None,
     ) -> "LayerSync":
         """Make `model` one node of a run.
 
         model: any module; shard it with `fully_shard` first if the node has several ranks.
-        inner: its optimizer. exchange: where new anchors come from, such as `MeanExchange(TorchTransport())`.
+        inner: its optimizer, or a list of all of them.
+        exchange: where new anchors come from, such as `MeanExchange(TorchTransport())`.
         schedule: when; by default as `config` says. config: everything else. By default both are what the
         hub says, with `HubExchange.join`.
+        weight_states: keys of optimizer state that hold weights (fp32 copies, the `z` of schedule-free
+        optimizers), which move with the parameters; by default they are recognised by their values.
 
             sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySeconds(600))
             with sync:
@@ -99,20 +119,31 @@ class LayerSync(Waiter):
         for name in ("penalty", "offload"):
             if getattr(config, name) not in (getattr(EditConfig(), name), getattr(exchange, name, None)):
                 raise ValueError(f"config.{name} has no effect here: give it to the exchange")
-        return cls(model, inner, exchange, schedule or make_schedule(config), config)
+        return cls(model, inner, exchange, schedule or make_schedule(config), config, weight_states)
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The inner optimizer. Raises ValueError if there are several: see `optimizers.outermost`."""
+        if len(self.optimizers.outermost) > 1:
+            raise ValueError(f"there are {len(self.optimizers.outermost)} inner optimizers")
+        return self.optimizers.outermost[0]
 
     # -- attach and detach
 
     def __enter__(self) -> "LayerSync":
         self.compare()
+        if not self.anchored:
+            equalize(self.model, self.exchange)
+        if self.warming_up:
+            self._gradients.attach(self.optimizers.stepping)
+        elif not self.anchored:
+            self.anchor()
+        forget_graphs_without([module for unit in self.units for module in unit.modules], self.model)
         for i, unit in enumerate(self.units):
-            land = _hook(partial(self._before_forward, i))
+            land = Hook(partial(self._before_forward, i))
             for module in unit.modules:
                 self._hooks.append(module.register_forward_pre_hook(land, prepend=True))
-        self._hooks.append(self.model.register_forward_hook(_hook(self._after_forward)))
-        self._hooks.append(self.inner.register_step_pre_hook(_hook(self.average_gradients)))
-        if not self.warming_up and not self.anchored:
-            self.anchor()
+        self._hooks.append(self.model.register_forward_hook(Hook(self._after_forward)))
         return self
 
     def __exit__(
@@ -126,6 +157,7 @@ class LayerSync(Waiter):
         finally:
             while self._hooks:
                 self._hooks.pop().remove()
+            self._gradients.detach()
 
     # -- what the training loop calls
 
@@ -151,48 +183,59 @@ class LayerSync(Waiter):
 
     def step(self) -> None:
         """Count an inner step, and open a round if one is due. Call it after the inner optimizer has
-        stepped."""
-        self._averaged = False
+        stepped.
+
+        Raises RuntimeError for a step of the warm-up whose gradients were not averaged.
+        """
+        if not self._hooks:
+            raise ValueError("sync.step() outside the block: wrap the training loop in `with sync:`")
+        self.optimizers.check_unchanged()
+        if not self.optimizers.looked:  # now: right after the first step, weights are nearest to parameters
+            self.optimizers.look(self._params)
         warmed_up = self.warming_up
+        if warmed_up:
+            self._gradients.end_step()
         self.steps += 1
         self.exchange.note_step(self.steps, self.waited_s)
         if self.warming_up:
             return
         if warmed_up:
+            self._gradients.detach()
+            self._buffers.exchange(f"warmup/{self.steps}", self.wait)
             return self.anchor()
-        self._look_for_answers()
+        if self.config.landing == "arrival":
+            for flight in note_answers(self._flights, self.shards, self.local_steps):
+                self._send_all(flight)
         self._hold_back()
         if round := self._due():
             self.begin(round)
 
     def average_gradients(self) -> None:
         """Warm-up: replace gradients by their mean over nodes. Called before the inner step by itself;
-        call it before clipping gradients, so that what is clipped is the mean. A node with a NaN or Inf is
-        left out of a unit."""
-        if not self.warming_up or self._averaged:
-            return
-        asked = []
-        for unit in self.units:
-            gradient = unit.gradient()
-            finite = self.shards.sum((~gradient.isfinite()).sum()) == 0
-            asked.append(self.exchange.average(f"warmup/{self.steps}/{unit.name}", gradient, finite.float()))
-        for unit, pending in zip(self.units, asked, strict=True):
-            unit.set_gradient(self.wait(pending, needed=self.position + 1))
-        self._averaged = True
+        call it before clipping gradients, so that what is clipped is the mean, and before a GradScaler looks
+        at them. A node with a NaN or Inf is left out of a unit."""
+        if self.warming_up:
+            self._gradients.average()
 
     def begin(self, round: Round, *, leaving: bool = False) -> Flight:
         """Open `round` and return at once; its units land as the next forward passes reach them."""
         units = self._fragment(round.id)
+        warn_of_idle_modules(self._flights, self.units, self.config.landing, self.local_steps)
         for flight in list(self._flights):
             if self.config.landing == "forward" or set(units) & set(flight.units):
                 self._finish(flight)
             else:  # one order of messages on all nodes: this round's behind the older ones'
                 self._send_all(flight)
+        self.optimizers.look(self._params)
         if self.config.landing == "arrival":
             for i in units:
                 self.units[i].sent = self.units[i].flat()
         opening = self.exchange.open(round, units, leaving=leaving)
-        flight = Flight(round, units, opening, deque(units), self.local_steps)
+        flight = Flight(round, units, opening, deque(units), self.local_steps, self.optimizers.modes)
+        if self.free:
+            self._buffers.warn_if_changed()
+        elif self._buffers:
+            flight.buffers = self._buffers.open(str(round.id), stepped=round.steps > 0)
         self._flights.append(flight)
         if self.free:
             self._send_all(flight)
@@ -224,7 +267,9 @@ class LayerSync(Waiter):
         A node that ends early keeps answering rounds, with weight 0, until all have ended.
         """
         self.finish()
-        if self.warming_up or not self.anchored:
+        if self.warming_up:
+            return self._buffers.exchange(f"warmup/{self.steps}", self.wait)
+        if not self.anchored:
             return
         all_leaving = 0
         while all_leaving < self.config.fragments:  # every fragment once more
@@ -241,18 +286,15 @@ class LayerSync(Waiter):
     def compare(self) -> None:
         """Raise ValueError if model or settings differ between nodes. All nodes together, before anything
         else is exchanged; only the first call does it. `with` does it by itself."""
-        if self._compared:
-            return
-        settings = {f"edit.{name}": str(getattr(self.config, name)) for name in ("fragments", "warmup_steps")}
-        schedule = described("schedule", self.schedule)
-        settings |= {name: text for name, text in schedule.items() if name not in _PROGRESS}
-        self.exchange.compare(settings)
-        self._compared = True
+        if not self._compared:
+            self.exchange.compare(described_loop(self.model, self.config, self.schedule))
+            self._compared = True
 
     def anchor(self) -> None:
         """Take the first anchors, all nodes together. `with` and the end of the warm-up do it by
         themselves."""
         self.compare()
+        self.optimizers.look(self._params)
         self.exchange.anchor()
         self.anchored = True
 
@@ -282,21 +324,6 @@ class LayerSync(Waiter):
         P = self.config.fragments
         return tuple(range((round_id - 1) % P, len(self.units), P))
 
-    def _look_for_answers(self) -> None:
-        """`arrival`: note what has come, as all ranks of the node see it. Never waits for another node."""
-        if self.config.landing == "forward" or not self._flights:
-            return
-        asked = [(flight, i) for flight in self._flights for i in flight.sent if i not in flight.ready]
-        opening = [flight for flight in self._flights if flight.verdict is None]
-        here = [flight.sent[i].done() for flight, i in asked] + [flight.opening.done() for flight in opening]
-        agreed = iter(self.shards.all(here))
-        for flight, i in asked:
-            if next(agreed):
-                flight.ready.add(i)
-        for flight in opening:
-            if next(agreed):
-                self._send_all(flight)
-
     def _send_all(self, flight: Flight) -> None:
         self._verdict(flight)
         while flight.unsent:
@@ -306,10 +333,13 @@ class LayerSync(Waiter):
         i = flight.unsent.popleft()
         flight.sent[i] = self.exchange.start(i)
 
-    def _verdict(self, flight: Flight) -> Verdict:
+    def _verdict(self, flight: Flight) -> RoundOutcome:
         if flight.verdict is None:
             flight.verdict = self.wait(flight.opening, flight, needed=self.position)
             self.total_steps = flight.verdict.total_steps
+            if flight.buffers:
+                trusted = not flight.verdict.distrusted and flight.verdict.healed_from is None
+                flight.buffers.send(self.wait(flight.buffers.rows, flight), trusted=trusted)
         return flight.verdict
 
     # -- landing
@@ -336,11 +366,14 @@ class LayerSync(Waiter):
             self._send(flight)
         if i not in flight.sent:
             return
+        if flight.buffers and (self.config.landing == "forward" or len(flight.sent) == 1):
+            flight.buffers.land(partial(self.wait, flight=flight))
         anchor = self._answer(flight, i)
         verdict = flight.verdict = self.exchange.conclude(i, verdict)
-        with torch.inference_mode(False), torch.no_grad():
-            self._take(self.units[i], anchor, adopt=i in verdict.distrusted)
-        flight.ready.discard(i)
+        if self.config.landing == "forward":
+            self.optimizers.check_modes(flight.modes, flight.round.id)
+        take(self.units[i], anchor, self.optimizers, self.shards, adopt=i in verdict.distrusted)
+        flight.ready.pop(i, None)
         if not flight.sent and not flight.unsent:
             self._flights.remove(flight)
             self.round_id = flight.round.id
@@ -357,27 +390,3 @@ class LayerSync(Waiter):
             anchor = self.wait(flight.sent[i], flight)
         del flight.sent[i]
         return anchor
-
-    def _take(self, unit: SyncUnit, anchor: Tensor, *, adopt: bool) -> None:
-        if unit.sent is None or adopt:
-            unit.adopt(anchor)
-        else:
-            unit.follow(anchor)
-        unit.sent = None
-        for module in unit.modules:
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward without a backward leaves the root gathered, with the old values
-        if adopt:  # what was learned on the way to an unbelievable place must not steer the next steps
-            for p in unit.params:
-                for moment in self.inner.state.get(p, {}).values():
-                    if isinstance(moment, Tensor):
-                        moment.zero_()
-        if anchor.is_cuda and self.shards.group is not None:
-            # FSDP2 gathers on a stream that waited for this one at the root's forward, not for this copy.
-            torch.cuda.current_stream().synchronize()
-
-
-def _hook(act: Callable[[], None]) -> Callable[..., None]:
-    """`act` as a hook, opaque to torch.compile: what lands must not become part of a graph."""
-    hook: Callable[..., None] = torch.compiler.disable(lambda *_: act())  # type: ignore[no-untyped-call]
-    return hook

@@ -2,14 +2,39 @@
 
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from aedit.edit.shards import local
 
 REST = "rest"
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class WeightStates(Protocol):
+    """Weights that an optimizer keeps besides the parameters."""
+
+    def exact(self, p: nn.Parameter) -> Tensor:
+        """Return the most exact value of `p` there is."""
+
+    def shift(self, p: nn.Parameter, to: Tensor) -> None:
+        """Move everything else that has to stay where it is relative to `p`, which is about to become `to`,
+        this rank's part as a vector."""
+
+
+class NoWeightStates:
+    """An optimizer that keeps none."""
+
+    def exact(self, p: nn.Parameter) -> Tensor:
+        """Return `p`."""
+        return p
+
+    def shift(self, p: nn.Parameter, to: Tensor) -> None:
+        """Move nothing."""
 
 
 class SyncUnit:
@@ -25,6 +50,7 @@ class SyncUnit:
         """Names of `params` in the model."""
         self.sent: Tensor | None = None
         """Snapshot of the parameters as the round under way has them (`arrival` landing only)."""
+        self.states: WeightStates = NoWeightStates()
 
     @property
     def numel(self) -> int:
@@ -33,8 +59,9 @@ class SyncUnit:
 
     @torch.no_grad()
     def flat(self) -> Tensor:
-        """A new fp32 vector of this rank's part, parameters in registration order."""
-        return torch.cat([local(p).reshape(-1).float() for p in self.params])
+        """Return a new fp32 vector of this rank's part, parameters in registration order; of the optimizer's
+        master weights where it has them."""
+        return torch.cat([local(self.states.exact(p)).reshape(-1).float() for p in self.params])
 
     def value(self) -> Tensor:
         """What this node brings to the round under way: the snapshot, or the parameters as they are."""
@@ -42,15 +69,20 @@ class SyncUnit:
 
     @torch.no_grad()
     def representable(self, flat: Tensor) -> Tensor:
-        """`flat` as the parameters hold it after `adopt`: rounded where they are not fp32."""
-        if all(p.dtype == torch.float32 for p in self.params):
+        """Return `flat` as `flat()` gives it back after `adopt`: rounded where that is not fp32."""
+        dtypes = [self.states.exact(p).dtype for p in self.params]
+        if all(dtype == torch.float32 for dtype in dtypes):
             return flat
-        return torch.cat([part.to(p.dtype).float() for p, part in self.split(flat)])
+        parts = (part for _, part in self.split(flat))
+        return torch.cat([part.to(dtype).float() for part, dtype in zip(parts, dtypes, strict=True)])
 
     @torch.no_grad()
     def adopt(self, flat: Tensor) -> None:
-        """Make `flat` the parameters."""
+        """Make `flat` the parameters, and let what the optimizer keeps beside them follow."""
         for p, part in self.split(flat):
+            self.states.shift(p, part)
+            exact = local(self.states.exact(p))
+            exact.copy_(part.view_as(exact))
             local(p).copy_(part.view_as(local(p)))
 
     @torch.no_grad()
@@ -64,19 +96,27 @@ class SyncUnit:
     @torch.no_grad()
     def gradient(self) -> Tensor:
         """A new fp32 vector of this rank's gradients, zeros where there are none."""
-        parts = (torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.params)
+        parts = (torch.zeros_like(local(p)) if p.grad is None else _dense(local(p.grad)) for p in self.params)
         return torch.cat([part.reshape(-1).float() for part in parts])
 
     @torch.no_grad()
     def set_gradient(self, flat: Tensor) -> None:
         """Replace the gradients that exist."""
         for p, part in self.split(flat):
-            if p.grad is not None:
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse:  # rows that any node has touched
+                p.grad = part.view_as(p).to(p.grad.dtype).to_sparse(p.grad.sparse_dim())
+            else:
                 local(p.grad).copy_(part.view_as(local(p.grad)))
 
     def split(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """`flat` cut into one vector per parameter."""
         return zip(self.params, torch.split(flat, [local(p).numel() for p in self.params]), strict=True)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def find_units(model: nn.Module, spec: Literal["auto", "model"] | Iterable[str] = "auto") -> list[SyncUnit]:
@@ -97,10 +137,31 @@ def find_units(model: nn.Module, spec: Literal["auto", "model"] | Iterable[str] 
         unit.names.append(param_name)
         unit.params.append(param)
     units[0].modules += _holders(model, set(units[0].params))
+    for unit in units:
+        unit.modules += [m for m in _gatherers(model, unit.names) if m not in unit.modules]
     units = [unit for unit in units if unit.params]
     if not units:
         raise ValueError("nothing to train: every parameter of the model is frozen")
     return units
+
+
+def _supported(name: str, p: nn.Parameter) -> nn.Parameter:
+    """Return `p`, or raise ValueError if an anchor in fp32 cannot stand for it."""
+    if p.layout != torch.strided:
+        raise ValueError(
+            f"parameter {name} is stored as {p.layout}: make it dense, p.to_dense(), or freeze it"
+        )
+    if p.is_complex():
+        remedy = (
+            "keep its real and imaginary parts, torch.view_as_real(p), as the parameter, and view_as_complex"
+        )
+        raise ValueError(f"parameter {name} is {p.dtype}: anchors are fp32; {remedy} in forward")
+    if p.dtype not in _DTYPES:
+        raise ValueError(
+            f"parameter {name} is {p.dtype}: anchors are fp32, so it must be float32, bfloat16 or float16 "
+            "(model.float()), or frozen"
+        )
+    return p
 
 
 def _owners(model: nn.Module, units: list[SyncUnit]) -> Iterator[tuple[SyncUnit, str, nn.Parameter]]:
@@ -110,13 +171,25 @@ def _owners(model: nn.Module, units: list[SyncUnit]) -> Iterator[tuple[SyncUnit,
         first_to_land[p] = min(first_to_land.get(p, len(units)), next(inside, 0))
     for name, p in model.named_parameters():
         if p.requires_grad:
-            yield units[first_to_land[p]], name, p
+            yield units[first_to_land[p]], name, _supported(name, p)
 
 
 def _holders(model: nn.Module, params: set[nn.Parameter]) -> list[nn.Module]:
     """Modules inside `model` that hold any of `params` themselves: somebody may run them without running
     `model`, which may even be a container that cannot run."""
     return [m for m in model.modules() if m is not model and params & set(m.parameters(recurse=False))]
+
+
+def _gatherers(model: nn.Module, param_names: Iterable[str]) -> list[nn.Module]:
+    """Return the FSDP2 modules that gather these parameters: a unit must have landed before they do, and they
+    must gather anew afterwards, also if they keep what they gathered (`reshard_after_forward=False`)."""
+    sharded = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    found: set[str] = set()
+    for name in param_names if sharded else ():
+        while name and (name := name.rpartition(".")[0]) not in sharded:
+            pass
+        found |= {name} & sharded
+    return [model.get_submodule(name) for name in sorted(found)]
 
 
 def _auto(model: nn.Module) -> list[tuple[str, nn.Module]]:

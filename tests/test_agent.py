@@ -80,7 +80,7 @@ def test_all_ranks_of_a_node_see_the_same_and_a_push_waits_for_the_slowest(hub):
         link.outbox[1][:2500] = 1
         link.written(1, 1)
         link.send(1, 1, base=1, steps=1, tokens=1)
-        until(lambda: len(hub.beats) > 5, "beats")
+        until(lambda: len(hub.heartbeats) > 5, "heartbeats")
         assert hub.pushed == []
         other.outbox[1][half] = 2
         other.written(1, 1)
@@ -203,11 +203,11 @@ def test_a_hub_of_an_older_term_is_not_believed():
         second.__dict__.update({k: v for k, v in first.__dict__.items() if k in ("names", "founder", "seqs")})
         second.anchors, second.versions = list(first.anchors), list(first.versions)
         first.leads = False
-        until(lambda: second.beats, "a beat at the second hub")
+        until(lambda: second.heartbeats, "a heartbeat at the second hub")
         first.leads = True  # it comes back and believes that it still leads
         assert exchange(link, 0, 1, 1.0, 1).version == 2
         assert first.pushed == []
-        assert second.beats[-1].who.term == 2
+        assert second.heartbeats[-1].who.term == 2
         second.dead = True
         first.stubborn = True
         until(lambda: first.votes > 1, "the question to the old hub")
@@ -304,13 +304,18 @@ def test_what_the_trainer_tells_reaches_the_hub_and_what_the_hub_tells_reaches_t
         news = link.news()
         assert (news.pace_steps, news.round, news.progress, news.evaluates) == (7, 3, 0.5, True)
         assert news.age_s < 5
-        beat = until(lambda: next((b for b in hub.beats if b.steps == 9), None), "the report")
-        assert (beat.tokens, beat.wait_s, beat.loss, beat.state) == (90, 0.5, 1.25, "training")
-        assert beat.steps_per_s == pytest.approx(9 / 4)
+        heartbeat = until(lambda: next((b for b in hub.heartbeats if b.steps == 9), None), "the report")
+        assert (heartbeat.tokens, heartbeat.wait_s, heartbeat.loss, heartbeat.state) == (
+            90,
+            0.5,
+            1.25,
+            "training",
+        )
+        assert heartbeat.steps_per_s == pytest.approx(9 / 4)
         exchange(link, 1, 1, 1.0, 1)
-        beat = until(lambda: next((b for b in hub.beats if b.bytes_down >= 20000), None), "bytes")
-        assert link.bytes_sent == beat.bytes_up == 4 * (22 + 5000 + 5000)
-        assert beat.wire_s > 0
+        heartbeat = until(lambda: next((b for b in hub.heartbeats if b.bytes_down >= 20000), None), "bytes")
+        assert link.bytes_sent == heartbeat.bytes_up == 4 * (22 + 5000 + 5000)
+        assert heartbeat.wire_s > 0
 
 
 def test_a_node_that_the_hub_does_not_want_is_told_why(hub):

@@ -159,6 +159,6 @@ def test_a_trainer_that_stands_still_is_said_to_be_stalled(hub, monkeypatch):
         for steps in range(1, 4):
             link.tell(Progress(steps=steps))
             time.sleep(0.01)
-        until(lambda: hub.beats and hub.beats[-1].state == "stalled", "the report")
+        until(lambda: hub.heartbeats and hub.heartbeats[-1].state == "stalled", "the report")
         link.tell(Progress(steps=4))
-        until(lambda: hub.beats[-1].state == "training", "the report")
+        until(lambda: hub.heartbeats[-1].state == "training", "the report")

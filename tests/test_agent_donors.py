@@ -75,7 +75,7 @@ def donors(hub, count, dies_at=None):
 
 
 def bytes_down(hub):
-    return until(lambda: hub.beats and hub.beats[-1], "a beat").bytes_down
+    return until(lambda: hub.heartbeats and hub.heartbeats[-1], "a heartbeat").bytes_down
 
 
 def test_a_node_takes_its_anchors_from_another_one_and_gives_them_on(hub):

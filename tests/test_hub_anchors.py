@@ -25,7 +25,7 @@ from kit.hub_machine import (
 from aedit.async_sgd.hub import upward
 from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.news import news, status
-from aedit.async_sgd.rules.config import OuterConfig, ScreenConfig
+from aedit.async_sgd.rules.config import OuterConfig, PushFilterConfig
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.async_sgd.rules.records import Layout, Led, Left, Merged, TensorLayout, Ticked, UnitLayout
 
@@ -184,7 +184,7 @@ def busy(outer=AVERAGE, quantiser=None, **settings):
     rng = np.random.default_rng(0)
     for turn in range(12):
         made.tick(1.3)
-        made.beat(0), made.beat(1)
+        made.heartbeat(0), made.heartbeat(1)
         made.push(turn % 2, rng.normal(size=8))
         made.push(1, rng.normal(size=5), 1)
         made.lease(turn % 2, 5 + turn)
@@ -200,7 +200,7 @@ def busy(outer=AVERAGE, quantiser=None, **settings):
     [
         {"outer": OuterConfig()},
         {"outer": OuterConfig(kind="delayed-nesterov", delay=4, activation=0.1)},
-        {"quorum": 2, "weights": "penalty", "screen": ScreenConfig(offences=3)},
+        {"quorum": 2, "weights": "penalty", "push_filter": PushFilterConfig(violations=3)},
         {"codec_down": "int8", "quantiser": Int8()},
         {"codec_down": "e3m0", "quantiser": Int8(levels=7, feedback=True)},
         {"parent": "p:1", "parent_every": 2},

@@ -1,8 +1,9 @@
 """`benchmarks.hub` measures a real hub; what it feeds to the hub's functions is merged. No timing decides."""
 
 import numpy as np
-from benchmarks import hub_merge, hub_push
-from benchmarks.hub_crowd import ASYNC, Size, crowd, memory
+from benchmarks.hub_parts import merge as hub_merge
+from benchmarks.hub_parts import push as hub_push
+from benchmarks.hub_parts.crowd import ASYNC, Size, crowd, memory
 
 from aedit.async_sgd.journal.journal import Journal
 from aedit.async_sgd.rules.records import Merged
@@ -35,7 +36,7 @@ def test_a_real_hub_answers_a_small_crowd_and_its_memory_is_seen():
     seen = crowd(size)
     assert seen.merged >= 2 * 3
     assert seen.refused == 0
-    assert len(seen.beat_s) >= 3
+    assert len(seen.heartbeat_s) >= 3
     found = memory(size, ASYNC)
     assert found.params == 80_000
     assert found.idle <= found.peak < 2**30

@@ -17,8 +17,8 @@ from aedit.proto.wire.client import channel
 MORE = """
 [hub.limits]
 calls_per_s = 1e9
-[hub.screen]
-offences = 1000000
+[hub.push_filter]
+violations = 1000000
 threshold = 1e9
 """
 """Or most of what comes would be turned away at the door; and the liar has so many names in the end that what
@@ -76,7 +76,9 @@ def test_what_one_node_says_of_itself_stops_no_other(tmp_path):
     with ending():
         good, liar = Client(hub.address, "good").found(), Client(hub.address, "liar")
         liar.join()
-        liar.hub.beat(pb.BeatRequest(who=liar.who, steps_per_s=1e308, busy_s=float("nan"), loss=float("inf")))
+        liar.hub.heartbeat(
+            pb.HeartbeatRequest(who=liar.who, steps_per_s=1e308, busy_s=float("nan"), loss=float("inf"))
+        )
         data = np.full(NUMELS[1], 1e-3, np.float32).data.cast("B")
         head = pb.PushHead(who=liar.who, unit=1, seq=1, base=1, steps=1, codec="fp32", num_bytes=len(data))
         head.tokens = 2**64 - 1
@@ -84,7 +86,7 @@ def test_what_one_node_says_of_itself_stops_no_other(tmp_path):
         with pytest.raises(HubRefused, match="no standby"):  # it would be waited for
             liar.hub.confirm(pb.ConfirmRequest(segment=1))
         assert good.merged(0).verdict == pb.MERGED
-        assert good.beat().pace_steps >= 1
+        assert good.heartbeat().pace_steps >= 1
         assert [node["refused"] for node in good.status()["nodes"]] == [{}, {"tokens": 1}]
 
 

@@ -9,7 +9,7 @@ from kit.hub_machine import FACTS, LAYOUT, World, joiner, kinds, plan, poison, v
 
 from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.news import news, status, unit_news
-from aedit.async_sgd.rules.config import LimitConfig, ScreenConfig, StalenessConfig
+from aedit.async_sgd.rules.config import LimitConfig, PushFilterConfig, StalenessConfig
 from aedit.async_sgd.rules.records import (
     Accepted,
     Founded,
@@ -141,7 +141,7 @@ def test_the_same_push_again_changes_nothing_and_its_answer_can_be_had_again():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words", "distrusted", "offence"),
+    ("changes", "words", "distrusted", "violation"),
     [
         ({"norms": (1.0,)}, "1 norms for 2 parameters", True, True),
         ({"steps": 4097}, "4097 in one push", True, True),
@@ -152,11 +152,11 @@ def test_the_same_push_again_changes_nothing_and_its_answer_can_be_had_again():
         ({"base": 0}, "has an anchor", True, False),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(changes, words, distrusted, offence):
+def test_what_cannot_be_is_refused_with_the_reason(changes, words, distrusted, violation):
     made = world(2)
     (refused,) = made.do(made.hub.offer(replace(made.make(1, 1.0), **changes), made.now))
     assert words in refused.reason
-    assert (refused.distrusted, refused.offence) == (distrusted, offence)
+    assert (refused.distrusted, refused.violation) == (distrusted, violation)
     made.settle()
     assert (values(made) == 0.0).all()
 
@@ -176,7 +176,7 @@ def test_what_is_too_old_is_refused_and_its_node_keeps_its_progress():
     (refused,) = made.push(1, 1.0, base=1)
     assert refused.reason == "stale: measured 3 versions ago"
     assert not refused.distrusted
-    assert not refused.offence
+    assert not refused.violation
     assert kinds(made.push(1, 1.0, base=2)) == [Accepted]
 
 
@@ -220,57 +220,57 @@ def test_who_is_no_member_is_denied_and_told_to_join_again():
         made.hub.member(9, 0)
 
 
-# --- offences
+# --- violations
 
 
 def test_a_node_that_lies_is_put_out_and_does_not_come_back():
-    made = world(2, screen=ScreenConfig(offences=3))
+    made = world(2, push_filter=PushFilterConfig(violations=3))
     for _ in range(2):
         assert kinds(poison(made, 1)) == [Refused]
     _, left = poison(made, 1)
-    assert left.put_out
-    with pytest.raises(Denied, match="put out after 3 offences, the last one not finite") as denied:
+    assert left.excluded
+    with pytest.raises(Denied, match="excluded after 3 violations, the last one not finite") as denied:
         made.join("node1")
-    assert denied.value.kind == "put out"
+    assert denied.value.kind == "excluded"
     assert status(made.hub, made.now)["nodes"][1]["refused"] == {"not finite": 3}
     assert news(made.hub, 0, made.now).nodes == 1
 
 
 def test_bytes_that_come_garbled_are_offences_and_the_push_may_still_come_whole():
-    made = world(2, screen=ScreenConfig(offences=3))
+    made = world(2, push_filter=PushFilterConfig(violations=3))
     for _ in range(2):
         assert kinds(made.do(made.hub.garbled(1, 0, "damaged: chunk at byte 0"))) == [Garbled]
     assert kinds(made.push(1, 1.0)) == [Accepted]
     _, left = made.do(made.hub.garbled(1, 0, "damaged: chunk at byte 0"))
-    assert left.reason == "put out after 3 offences, the last one damaged: chunk at byte 0"
+    assert left.reason == "excluded after 3 violations, the last one damaged: chunk at byte 0"
     assert status(made.hub, made.now)["nodes"][1]["refused"] == {"damaged": 3}
 
 
 def test_a_push_from_far_ahead_does_not_make_the_next_lies_free():
-    made = world(2, screen=ScreenConfig(offences=3))
+    made = world(2, push_filter=PushFilterConfig(violations=3))
     (ahead,) = made.push(1, math.nan, seq=2**62)
-    assert not ahead.offence
+    assert not ahead.violation
     assert [kinds(poison(made, 1, 1)) for _ in range(3)] == [[Refused], [Refused], [Refused, Left]]
 
 
 def test_one_bad_round_is_one_offence_however_many_units_it_has():
-    made = world(2, screen=ScreenConfig(offences=2))
+    made = world(2, push_filter=PushFilterConfig(violations=2))
     assert [kinds(poison(made, 1, unit)) for unit in (0, 1)] == [[Refused], [Refused]]
-    assert made.hub.state.members[1].offences == 1
+    assert made.hub.state.members[1].violations == 1
 
 
 def test_sixteen_accepted_pushes_make_one_offence_forgotten():
-    made = world(2, screen=ScreenConfig(threshold=1e9, cosine=False, clip=None))
+    made = world(2, push_filter=PushFilterConfig(threshold=1e9, cosine=False, clip=None))
     poison(made, 1)
     for count in range(16):
-        assert made.hub.state.members[1].offences == 1, count
+        assert made.hub.state.members[1].violations == 1, count
         made.push(1, 1.0)
         made.settle()
-    assert made.hub.state.members[1].offences == 0
+    assert made.hub.state.members[1].violations == 0
 
 
 def test_a_push_a_thousand_times_too_long_is_refused_by_what_the_others_sent():
-    made = world(2, screen=ScreenConfig())
+    made = world(2, push_filter=PushFilterConfig())
     for _ in range(6):
         made.push(0, 1.0)
         made.settle()
@@ -278,13 +278,13 @@ def test_a_push_a_thousand_times_too_long_is_refused_by_what_the_others_sent():
     (refused,) = made.push(1, 1000.0)
     assert refused.reason.startswith("norm: ")
     assert refused.distrusted
-    assert refused.offence
+    assert refused.violation
     made.settle()
     assert (values(made) == before).all()
 
 
 def test_in_the_first_merge_of_four_the_one_that_is_far_longer_weighs_nothing_and_is_told():
-    made = world(5, quorum=5, screen=ScreenConfig())
+    made = world(5, quorum=5, push_filter=PushFilterConfig())
     for node in range(5):
         for unit in (0, 1):
             made.push(node, 1000.0 if node == 0 else 1.0, unit)
@@ -292,11 +292,11 @@ def test_in_the_first_merge_of_four_the_one_that_is_far_longer_weighs_nothing_an
     assert (values(made) == -1.0).all()
     assert unit_news(made.hub, 0, 0).verdict == "distrusted"
     assert unit_news(made.hub, 1, 0).verdict == "merged"
-    assert made.hub.state.members[0].offences == 1  # for both units together
+    assert made.hub.state.members[0].violations == 1  # for both units together
 
 
 def test_in_a_merge_of_four_the_one_that_points_away_weighs_nothing():
-    made = world(5, quorum=5, screen=ScreenConfig(clip=None))
+    made = world(5, quorum=5, push_filter=PushFilterConfig(clip=None))
     for node in range(5):
         made.push(node, -2.0 if node == 2 else 1.0)
     made.settle()

@@ -17,7 +17,7 @@ from kit.hub_machine import AVERAGE, LAYOUT, Int8, World, config, picture, plan,
 
 from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.news import news, status
-from aedit.async_sgd.rules.config import LimitConfig, ScreenConfig, StalenessConfig
+from aedit.async_sgd.rules.config import LimitConfig, PushFilterConfig, StalenessConfig
 from aedit.async_sgd.rules.records import Accepted, Joined, Leased, Left, Merged, Refused, Used
 from aedit.async_sgd.rules.weights import norm
 
@@ -95,15 +95,15 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         quorum=st.sampled_from([1, 1, 2, 3, "all"]),
         down=st.sampled_from(["fp32", "fp32", "e3m0"]),
-        offences=st.sampled_from([3, 10**9]),
+        violations=st.sampled_from([3, 10**9]),
         members=st.sampled_from([0, 3, 4]),
     )
-    def begin(self, quorum, down, offences, members):
-        trusting = ScreenConfig(threshold=1e9, cosine=False, clip=None, offences=offences)
+    def begin(self, quorum, down, violations, members):
+        trusting = PushFilterConfig(threshold=1e9, cosine=False, clip=None, violations=violations)
         hub = config(
             quorum=quorum,
             codec_down=down,
-            screen=trusting,
+            push_filter=trusting,
             expire_s=5,
             lease_samples=20,
             limits=LimitConfig(nodes=4),
@@ -137,8 +137,8 @@ class Machine(RuleBasedStateMachine):
         live = self.world.hub.state.live.values()
         full = len([member for member in live if member.name != name]) == 4
         node = self.world.hub.state.names.get(name)
-        if full or (node is not None and self.world.hub.state.members[node].put_out):
-            with pytest.raises(Denied, match=r"put out|takes 4 nodes"):
+        if full or (node is not None and self.world.hub.state.members[node].excluded):
+            with pytest.raises(Denied, match=r"excluded|takes 4 nodes"):
                 self.world.join(name, session=session)
         else:
             self.world.join(name, session=session)
@@ -216,10 +216,10 @@ class Machine(RuleBasedStateMachine):
             assert not any(isinstance(record, Accepted) for record in decided)
 
     @rule(i=NODES)
-    def beat(self, i):
+    def heartbeat(self, i):
         node = self.live(i)
         if node is not None:
-            self.world.beat(node, steps_per_s=float(i))
+            self.world.heartbeat(node, steps_per_s=float(i))
             said = news(self.world.hub, node, self.world.now)
             assert 0 <= said.pace_steps <= 10
             for told in said.units:
@@ -234,7 +234,7 @@ class Machine(RuleBasedStateMachine):
     def time_passes_while_all_are_heard(self):
         self.world.now += 4.0
         for node in self.world.hub.state.live:
-            self.world.beat(node)
+            self.world.heartbeat(node)
         self.world.tick()
 
     @rule(i=NODES)

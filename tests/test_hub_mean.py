@@ -10,7 +10,7 @@ from kit.nodes import UNITS, follow_script, in_threads, tower
 from aedit.async_sgd.hub.hub import HubPlan
 from aedit.async_sgd.hub.members import Report
 from aedit.async_sgd.inprocess import InProcessHub, make_push
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, ScreenConfig
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, PushFilterConfig
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.clock import VirtualClock
 
@@ -50,7 +50,9 @@ def by_mean(model, script, outer, penalty):
 
 
 def by_hub(model, script, outer, penalty):
-    hub_config = HubConfig(quorum="all", weights="penalty", pace="steps", screen=ScreenConfig(clip=None))
+    hub_config = HubConfig(
+        quorum="all", weights="penalty", pace="steps", push_filter=PushFilterConfig(clip=None)
+    )
     steps = sum(STEPS[0]) * NODES
     plan = HubPlan(hub=hub_config, outer=outer, penalty=penalty, every=4, steps=steps)
     hub = InProcessHub(plan, layout_of(model), clock=VirtualClock())
@@ -60,7 +62,7 @@ def by_hub(model, script, outer, penalty):
         first = np.concatenate([named[t.name].detach().numpy().reshape(-1) for t in unit.tensors])
         hub.offer(make_push(first, unit, node=nodes[0], unit=i, seq=1, base=0, steps=0, tokens=0))
     for node in nodes:
-        hub.beat(node, Report(state="training"))
+        hub.heartbeat(node, Report(state="training"))
     for r in range(ROUNDS):
         for i, unit in enumerate(hub.layout.units):
             anchor = hub.hub.anchor(i)[1]

@@ -68,11 +68,11 @@ def test_a_silent_node_is_given_up_and_the_merge_goes_on_without_it():
     made = world(2, quorum="all", expire_s=15)
     for _ in range(10):
         made.tick(1)
-        made.beat(0)
+        made.heartbeat(0)
     made.push(0, 1.0)
     for _ in range(5):
         assert Left not in kinds(made.tick(1))
-        made.beat(0)
+        made.heartbeat(0)
     assert kinds(made.tick(0.5))[-3:] == [Left, Merged] or Merged in kinds(made.tick())
     assert made.hub.state.members[1].gone == "silent for 15 s"
     assert (values(made) == -1.0).all()
@@ -83,7 +83,7 @@ def test_one_who_is_alive_but_brings_nothing_does_not_block_the_others_for_ever(
 
     def wait(seconds):
         for _ in range(seconds):
-            made.beat(0), made.beat(1)
+            made.heartbeat(0), made.heartbeat(1)
             made.tick(1)
 
     wait(20)
@@ -102,7 +102,7 @@ def test_nobody_waits_for_one_who_fetches_its_weights_or_is_stuck(state):
     made = world(2, quorum="all")
     made.push(0, 1.0)
     assert Merged not in kinds(made.tick(1))
-    made.beat(1, state)
+    made.heartbeat(1, state)
     assert Merged in kinds(made.tick())
 
 
@@ -119,7 +119,7 @@ def test_patience_begins_with_the_first_who_has_come():
     made = world(4, quorum=3, expire_s=15)
     for second in range(1, 15):
         for node in range(4):
-            made.beat(node)
+            made.heartbeat(node)
         made.push(0, 1.0) if second == 1 else made.push(1, 1.0) if second == 14 else None
         assert Merged not in kinds(made.tick(1)), second
     assert Merged in kinds(made.tick(1.5))
@@ -163,7 +163,7 @@ def test_each_node_does_the_steps_it_can_while_the_fastest_does_all():
     made = world(4, more={"every": 128})
     assert news(made.hub, 0, made.now).pace_steps == 128
     for node, speed in enumerate((1 / 0.58, 1 / 0.75, 1 / 1.51, 1 / 3.33)):
-        made.beat(node, steps_per_s=speed)
+        made.heartbeat(node, steps_per_s=speed)
     assert [made.hub.pace_steps(node) for node in range(4)] == [128, 98, 49, 22]
     made.do(made.hub.leave(0))
     assert [made.hub.pace_steps(node) for node in range(1, 4)] == [128, 63, 28]
@@ -174,10 +174,10 @@ def test_each_node_does_the_steps_it_can_while_the_fastest_does_all():
 def test_a_node_that_claims_any_speed_cannot_stop_the_others():
     made = world(3, more={"every": 128})
     for node, speed in enumerate((1.0, 1.0, 1e30)):
-        made.beat(node, steps_per_s=speed)
+        made.heartbeat(node, steps_per_s=speed)
     assert [made.hub.pace_steps(node) for node in range(3)] == [2, 2, 128]
     for bad in (math.nan, math.inf, -1.0):
-        made.beat(2, steps_per_s=bad)
+        made.heartbeat(2, steps_per_s=bad)
         assert [made.hub.pace_steps(node) for node in range(3)] == [128, 128, 128]
 
 
@@ -290,7 +290,7 @@ def test_a_process_that_was_given_up_too_soon_gets_back_what_nobody_else_has_got
     made.lease(0, 10), made.lease(0, 10)
     made.do(made.hub.use(0, 0, 3))
     made.now += 16
-    made.beat(1)
+    made.heartbeat(1)
     made.tick()
     assert made.lease(1, 4) == [(3, 7)]
     decided = made.do(made.hub.join(joiner("node0", session=session), made.now))

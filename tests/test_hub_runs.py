@@ -41,7 +41,7 @@ momentum = 0.5
 address = "{address}"
 quorum = {quorum}
 pace = "{pace}"
-beat_s = 0.1
+heartbeat_s = 0.1
 expire_s = 3.0
 lease_samples = 64
 """

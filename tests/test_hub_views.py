@@ -75,14 +75,14 @@ def node_files(run_dir, index, evaluations=()):
 
 
 def hub_run(tmp_path):
-    """Two nodes for 20 s: box-1's process begins anew at 10 s, box-2 is put out, both leave; in the middle
+    """Two nodes for 20 s: box-1's process begins anew at 10 s, box-2 is excluded, both leave; in the middle
     the hub has just been restarted and has heard of nobody."""
     run_dir = tmp_path / "wide"
     lines = [line(t, [node_at(0, 10 * t), node_at(1, 5 * t)], [t, t + 1]) for t in range(1, 10)]
     silent = dict.fromkeys(("busy_s", "wait_s", "wire_s", "bytes_up", "bytes_down", "steps_per_s"), 0)
     lines.append(line(10, [node_at(0, 0, "joining", **silent), node_at(1, 0, "joining", **silent)], [10, 11]))
     for t in range(11, 20):
-        out = node_at(2, 0, "put out: put out after 8 offences", refused={"norm": 8}, **silent)
+        out = node_at(2, 0, "excluded: excluded after 8 violations", refused={"norm": 8}, **silent)
         late = node_at(1, 5 * (t - 10), refused={"stale": 2, "norm": 1})
         lines.append(line(t, [node_at(0, 10 * t), late, out], [t, t + 1]))
     gone = [node_at(i, 0, "gone: left", **{**silent, "accepted": 40, "refused": r}) for i, r in GONE]
@@ -109,7 +109,7 @@ def test_the_totals_of_a_run_are_those_worked_out_by_hand(tmp_path):
     assert found.refused == {"norm": 9, "stale": 2}
     assert found.accepted == 80
     assert found.merges == 19 + 20
-    assert found.put_out == (("box-2", "put out after 8 offences"),)
+    assert found.excluded == (("box-2", "excluded after 8 violations"),)
 
 
 def test_a_count_that_begins_anew_is_added_to_what_was_there():
@@ -158,7 +158,7 @@ def test_following_a_hub_gives_what_reading_it_anew_gives(tmp_path):
 def test_status_of_a_run_directory_shows_what_its_hub_said_last_within_80_columns(tmp_path):
     text = shown_status(hub_run(tmp_path))
     assert "2 stale, 1 norm" in text
-    assert "put out after 8 offences" in text
+    assert "excluded after 8 violations" in text
     assert "versions 20 to 21" in text
     (row,) = (row for row in text.splitlines() if "box-0" in row)
     assert row.split()[1:8] == ["0", "box-0", "gone:", "left", "190", "10.00", "16"], "what it said last"
@@ -206,7 +206,7 @@ def test_the_report_says_what_the_hub_counted_and_draws_it(tmp_path):
     assert "80 accepted, 11 did not count (9 norm, 2 stale)" in text
     assert "28.0 kB up, 84.0 kB down\n" in text
     assert "39 merges, 2 units at version 20 to 21" in text
-    assert "box-2: put out after 8 offences" in text
+    assert "box-2: excluded after 8 violations" in text
     assert "2 pseudo-gradients distrusted by their own nodes" in text
     drawn = {Path(row.strip()).name for row in text.splitlines() if row.endswith(".png")}
     assert drawn >= HUB_PLOTS | {"norms.png", "bytes_per_round.png"}
@@ -301,7 +301,7 @@ def test_a_real_hub_is_shown_followed_and_drawn(tmp_path, monkeypatch, capsys):
         node = Client(hub.address, name="box").found()
         node.merged(0)
         assert not node.push(0, base=99).accepted
-        node.hub.beat(beat_of(node))
+        node.hub.heartbeat(heartbeat_of(node))
         until(lambda: any(n["steps"] for at in node.status()["lines"] for n in at["nodes"]), "a line")
         assert main(["status", hub.address]) == 0
         text = capsys.readouterr().out
@@ -326,10 +326,10 @@ def test_a_real_hub_is_shown_followed_and_drawn(tmp_path, monkeypatch, capsys):
     assert (read.last.nodes[0].steps, read.last.nodes[0].refused) == (40, {"future": 1})
 
 
-def beat_of(node):
+def heartbeat_of(node):
     from aedit.proto.wire import hub_pb2 as pb
 
-    return pb.BeatRequest(who=node.who, steps=40, steps_per_s=4.0, wire_s=0.5, state="training")
+    return pb.HeartbeatRequest(who=node.who, steps=40, steps_per_s=4.0, wire_s=0.5, state="training")
 
 
 def test_an_address_where_no_hub_is_ends_in_one_line(capsys, monkeypatch):

@@ -48,7 +48,7 @@ def test_pushes_of_two_nodes_are_merged_at_the_quorum_and_both_get_the_mean():
     versions = first.join(1.0)
     assert second.join(1.0) == versions == (1,) * len(first.anchors)
     for link, value in ((first, 0.5), (second, 0.25)):
-        link.beat(1.0)
+        link.heartbeat(1.0)
         for unit, outbox in enumerate(link.outbox):
             outbox[:] = value
             link.send(unit, 1, base=1, steps=4, tokens=40)

@@ -121,7 +121,7 @@ def test_every_kind_of_record_comes_back_as_it_was(tmp_path):
     batch = [
         records.Founded(LAYOUT, (("seed", "0"), ("model", "x")), 12),
         records.Joined("a \N{SNOWMAN}", 0, 1, "host:1", 0.1),
-        records.Left(0, "left", put_out=True),
+        records.Left(0, "left", excluded=True),
         records.Accepted(push),
         records.Refused(1, 2, 3, "norm: much", True, False),
         records.Garbled(1, 2, "damaged: chunk at byte 0"),

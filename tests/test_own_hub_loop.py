@@ -35,11 +35,11 @@ endless = true
 weights = "uniform"
 pace = "steps"
 codec = "fp32"
-beat_s = 0.05
+heartbeat_s = 0.05
 expire_s = 5.0
 lease_samples = 8
 staleness = { rule = "constant" }
-screen = { threshold = 1e9, cosine = false, clip = 1e9 }
+push_filter = { threshold = 1e9, cosine = false, clip = 1e9 }
 """
 """No table of a model or of data. Every arrival moves the anchor by exactly what it brings."""
 

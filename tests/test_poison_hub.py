@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from benchmarks.attacks import attacks
+from benchmarks.poison_parts.attacks import attacks
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
 
 from aedit.async_sgd.hub.hub import HubPlan
@@ -55,7 +55,7 @@ def run(quorum, tamper=None, nodes=NODES):
         version, anchor = hub.hub.anchor(0)
         noise = rng.normal(size=(NODES, NUMEL))  # the same for the others, whatever one of them does
         for node in hub.hub.state.live:
-            hub.beat(node, Report(state="training"))
+            hub.heartbeat(node, Report(state="training"))
         for node in list(hub.hub.state.live):
             D = 0.2 * (anchor - GOAL) + 0.1 * noise[node]
             facts = {"node": node, "unit": 0, "seq": round + 1 + (node == 0), "base": version}
@@ -96,7 +96,7 @@ def test_what_is_crude_never_reaches_the_anchor(name, quorum):
 
 NUMELS = (5000, 70)
 NO_RATE = "[hub.limits]\ncalls_per_s = 1e9\n"
-PATIENT = "[hub.screen]\noffences = 1000\n"
+PATIENT = "[hub.push_filter]\noffences = 1000\n"
 
 
 def sent(line, head, data, damage=lambda message: message):
@@ -197,8 +197,8 @@ def test_who_sends_damaged_bytes_again_and_again_is_put_out_and_no_other_can_do_
         status = {node["name"]: node for node in good.status()["nodes"]}
         good.merged(0)
     assert code == "PERMISSION_DENIED"
-    assert "put out after 8 offences, the last one damaged" in text
-    assert "put out" in status["bad"]["state"]
+    assert "excluded after 8 violations, the last one damaged" in text
+    assert "excluded" in status["bad"]["state"]
     assert status["bad"]["refused"] == {"damaged": 8}
     assert status["good"]["refused"] == {}
 

@@ -11,7 +11,7 @@ from aedit.async_sgd.hub.joins import Joiner
 from aedit.async_sgd.hub.members import Report
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, ScreenConfig
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PushFilterConfig
 from aedit.async_sgd.rules.records import Layout, Led, Merged, Mixed, Push, Record, TensorLayout, UnitLayout
 from aedit.edit.config import EditConfig
 from aedit.launch.config.config import RunConfig
@@ -52,7 +52,7 @@ def run_config(rule):
     hub, outer = RULES[rule]
     settings = {name: getattr(hub, name) for name in hub.__dataclass_fields__}
     settings |= {"parent": "h:2", "parent_every": 3, "lease_samples": 64, "expire_s": 8.0, "codec": "int8"}
-    settings |= {"screen": ScreenConfig(offences=2)}
+    settings |= {"push_filter": PushFilterConfig(violations=2)}
     timed = {"schedule": "seconds", "every": 2.0} if hub.pace == "seconds" else {"every": 10}
     edit = EditConfig(landing="arrival", **timed)
     return RunConfig(hub=HubConfig(**settings), outer=outer, edit=edit)
@@ -88,7 +88,7 @@ class Life:
 
     def join(self, name):
         state = self.hub.state
-        if name not in state.names or not state.members[state.names[name]].put_out:
+        if name not in state.names or not state.members[state.names[name]].excluded:
             joiner = Joiner(name=name, layout=LAYOUT, facts=(("seed", "0"),), num_samples=99)
             self.commit(self.hub.join(joiner, self.now))
 
@@ -143,7 +143,7 @@ class Life:
             self.now += 0.5
             for node, member in enumerate(self.hub.state.members):
                 if member.live and (node != 3 or self.now < 12):
-                    self.hub.beat(node, Report(state="training", steps_per_s=1.0 + node), self.now)
+                    self.hub.heartbeat(node, Report(state="training", steps_per_s=1.0 + node), self.now)
             for node in range(len(NODES)):
                 self.draw(node)
                 self.push(node, self.chance.randrange(len(SHAPES)), wrong=node == 2 and turn % 8 == 7)
@@ -180,7 +180,7 @@ def test_a_journal_with_every_kind_of_record_gives_the_same_anchors_bit_for_bit(
     wanted = {kind.__name__ for kind in Record.__args__}
     # Without rounds none is opened, and merges tell the time, too.
     assert wanted - kinds <= (set() if rule == "mean" else {"RoundOpened", "Ticked"})
-    assert any(member.put_out for member in life.hub.state.members)
+    assert any(member.excluded for member in life.hub.state.members)
     assert all(unit.version > 10 for unit in life.hub.state.units.values())
     for anchors in (anchors_of(life.folder), anchors_of(life.folder, from_the_beginning=True)):
         for unit, anchor in life.anchors.items():

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from aedit.async_sgd.rules.config import ScreenConfig
+from aedit.async_sgd.rules.config import PushFilterConfig
 from aedit.async_sgd.rules.push_filter import (
     NormHistory,
     clip_scale,
@@ -17,7 +17,7 @@ from aedit.async_sgd.rules.push_filter import (
 )
 from aedit.async_sgd.rules.records import Part, Push, TensorLayout, UnitLayout
 
-SCREEN = ScreenConfig()
+SCREEN = PushFilterConfig()
 NODES = 8
 UNIT = UnitLayout("u", (TensorLayout("m", (100, 90)),))
 
@@ -171,7 +171,7 @@ def test_what_is_long_is_shortened_to_twice_what_is_usual_for_its_steps():
     assert clip_scale(push(0, 5.9), history, SCREEN) == 1
     assert clip_scale(push(0, 12.0), history, SCREEN) == pytest.approx(0.5)
     assert clip_scale(push(0, 12.0 * 16**0.75, steps=256), history, SCREEN) == pytest.approx(0.5)
-    assert clip_scale(push(0, 12.0), history, ScreenConfig(clip=None)) == 1
+    assert clip_scale(push(0, 12.0), history, PushFilterConfig(clip=None)) == 1
     assert clip_scale(push(0, 12.0), founded(), SCREEN) == 1
     assert clip_scale(push(0, 0.0), history, SCREEN) == 1
 
@@ -226,7 +226,7 @@ def test_directions_need_four_with_weight_and_may_be_ignored():
     vectors[2] = -vectors[2]
     assert away(vectors[:3]) == (False,) * 3
     assert away(vectors, [1.0, 0.0, 1.0, 1.0]) == (False,) * 4
-    assert away(vectors, config=ScreenConfig(cosine=False)) == (False,) * 4
+    assert away(vectors, config=PushFilterConfig(cosine=False)) == (False,) * 4
     nans = [*vectors, np.full(9000, np.nan)]
     assert away(nans, [1.0] * 4 + [0.0]) == (False, False, True, False, False)
 

@@ -11,7 +11,7 @@ from kit.hub_processes import Client, HubProcess, HubRefused, ending, hello, sta
 from aedit.async_sgd.journal.encoding import encode
 from aedit.async_sgd.journal.frames import Damaged
 from aedit.async_sgd.journal.journal import Journal
-from aedit.async_sgd.journal.ledger import Ledger, StandbySeat
+from aedit.async_sgd.journal.ledger import Ledger, StandbyTracker
 from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.journal.store import Store, batches
 from aedit.async_sgd.rules import records
@@ -59,7 +59,7 @@ def test_a_standby_takes_over_with_the_same_bits_and_the_old_hub_does_not_lead_a
             assert v == w
             assert np.array_equal(values, again)
         node.merged(0)
-        assert node.beat().elapsed_s < 120  # of the run, not of the machine
+        assert node.heartbeat().elapsed_s < 120  # of the run, not of the machine
 
         old = HubProcess(toml, tmp_path / "run" / "hub")
         assert old.process.wait(20) == 2
@@ -78,7 +78,7 @@ def test_a_node_that_has_found_its_hub_again_has_no_vote_any_more(tmp_path):
         assert not node.vote(standby.address).leads
         found_again_s = time.monotonic()
         while time.monotonic() - found_again_s < 2.0:
-            node.beat(), other.beat()
+            node.heartbeat(), other.heartbeat()
             time.sleep(0.1)
         assert not other.vote(standby.address).leads
         assert node.vote(standby.address).leads
@@ -118,7 +118,7 @@ def test_a_hub_believes_whoever_has_seen_a_higher_term(tmp_path):
         node = Client(primary.address).found()
         node.who.term = 2
         with pytest.raises(HubRefused) as refused:
-            node.beat()
+            node.heartbeat()
         assert refused.value.code == grpc.StatusCode.FAILED_PRECONDITION
         assert primary.process.wait(20) == 2
 
@@ -129,10 +129,10 @@ def test_without_another_hub_nobody_can_know_of_a_higher_term(tmp_path):
         node = Client(hub.address).found()
         node.who.term = 2
         with pytest.raises(HubRefused) as refused:
-            node.beat()
+            node.heartbeat()
         assert refused.value.code == grpc.StatusCode.INVALID_ARGUMENT
         node.who.term = 1
-        assert node.beat().term == 1
+        assert node.heartbeat().term == 1
 
 
 def test_a_silent_standby_is_waited_for_no_longer(tmp_path):
@@ -218,18 +218,18 @@ def test_whoever_waits_for_the_disk_waits_for_the_standby_until_it_is_given_up()
         now[0] += 0.3
         return now[0]
 
-    seat, changes = StandbySeat(clock), []
-    seat.changed = changes.append
-    seat.wait((1, 100))  # there is none
+    tracker, changes = StandbyTracker(clock), []
+    tracker.changed = changes.append
+    tracker.wait((1, 100))  # there is none
     assert changes == []
-    seat.heard((1, 100), (1, 100))
-    seat.wait((1, 100))
-    assert (changes, seat.attached) == ([True], True)
-    seat.wait((1, 101))
-    assert (changes, seat.attached) == ([True, False], False)
+    tracker.heard((1, 100), (1, 100))
+    tracker.wait((1, 100))
+    assert (changes, tracker.attached) == ([True], True)
+    tracker.wait((1, 101))
+    assert (changes, tracker.attached) == ([True, False], False)
     assert now[0] > 2.0
-    seat.heard((1, 200), (3, 100))  # it lags behind: nobody waits for it yet
-    assert not seat.attached
+    tracker.heard((1, 200), (3, 100))  # it lags behind: nobody waits for it yet
+    assert not tracker.attached
 
 
 def test_a_hub_waits_for_its_standby_before_it_acknowledges(tmp_path):

@@ -81,13 +81,13 @@ def packed(chunks):
 def test_every_small_call_reaches_the_hub_and_its_answer_the_node(core, client):
     assert client.hello(hub_pb2.HelloRequest(protocol=7)).protocol == 7
     assert client.join(hub_pb2.JoinRequest(name="four")).node == 4
-    assert client.beat(hub_pb2.BeatRequest(steps=12)).total_steps == 12
+    assert client.heartbeat(hub_pb2.HeartbeatRequest(steps=12)).total_steps == 12
     assert client.lease(hub_pb2.LeaseRequest(samples=9)).blocks[0].end == 9
     assert client.take_over(hub_pb2.TakeOverRequest()).leads
     assert client.status(hub_pb2.StatusRequest()).json == '{"nodes": 2}'
     client.confirm(hub_pb2.ConfirmRequest(segment=5))
     client.leave(hub_pb2.LeaveRequest())
-    assert core.calls == ["hello", "beat", ("confirm", 5), "leave"]
+    assert core.calls == ["hello", "heartbeat", ("confirm", 5), "leave"]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, MIB, 3 * MIB + 5])
@@ -152,7 +152,7 @@ def test_pushes_that_wait_do_not_hold_up_a_beat(core):
             thread.start()
         try:
             until(lambda: core.calls == ["push", "push"])
-            assert client.beat(hub_pb2.BeatRequest(steps=1), timeout_s=5).total_steps == 1
+            assert client.heartbeat(hub_pb2.HeartbeatRequest(steps=1), timeout_s=5).total_steps == 1
             assert core.pushes == {}
         finally:
             core.open.set()
@@ -230,7 +230,7 @@ def test_a_push_that_cannot_be_never_reaches_the_hub(core, server, messages, cod
 def test_whose_push_was_damaged_or_malformed_is_told_to_the_hub(core, server):
     for bad in (flipped(pushed(DATA), 0), flipped(pushed(DATA), 2), without(pushed(DATA), 1)):
         raw_push(server, packed(bad))
-    raw_push(server, packed(pushed(DATA)[:2]))  # as a link that was cut: nobody's offence
+    raw_push(server, packed(pushed(DATA)[:2]))  # as a link that was cut: nobody's violation
     seq = head(len(DATA)).seq
     assert core.calls == [("garbled", seq, why) for why in ("damaged", "damaged", "malformed")]
 
@@ -269,9 +269,9 @@ def test_one_push_above_the_bytes_in_flight_may_come_alone(core):
 
 def test_a_node_that_calls_too_often_is_asked_to_wait_and_others_are_not(core):
     def called(node):
-        beat = hub_pb2.BeatRequest(who=hub_pb2.Who(node=node, session=1)).SerializeToString()
+        heartbeat = hub_pb2.HeartbeatRequest(who=hub_pb2.Who(node=node, session=1)).SerializeToString()
         try:
-            line.unary_unary("/aedit.v1.Membership/Beat")(beat, timeout=10)
+            line.unary_unary("/aedit.v1.Membership/Heartbeat")(heartbeat, timeout=10)
         except grpc.RpcError as error:
             return error.code(), error.details()
 

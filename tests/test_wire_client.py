@@ -94,7 +94,7 @@ def test_patience_ends_when_nothing_moves_and_in_any_case_at_the_deadline():
 @pytest.mark.parametrize(
     ("what", "call"),
     [
-        ("Beat", lambda client: client.beat(hub_pb2.BeatRequest())),
+        ("Heartbeat", lambda client: client.heartbeat(hub_pb2.HeartbeatRequest())),
         ("push unit 4", lambda client: client.push(hub_pb2.PushHead(unit=4), memoryview(noise(3 * MIB)))),
         ("pull unit 4", lambda client: client.pull(hub_pb2.PullRequest(unit=4), memoryview(bytearray(9)))),
     ],
@@ -111,24 +111,24 @@ def test_a_hub_that_says_later_is_asked_again_and_one_that_says_no_is_not(connec
     core = MemoryCore()
     answers = ["RESOURCE_EXHAUSTED", "UNAVAILABLE", "NOT_FOUND"]
 
-    def beat(request):
+    def heartbeat(request):
         raise Refusal(grpc.StatusCode[answers.pop(0)], "as told")
 
-    core.beat = beat
+    core.heartbeat = heartbeat
     pauses = []
     client = connect(start(core).address, sleep=pauses.append, random=lambda: 0.5)
-    with pytest.raises(HubRefused, match="asked to Beat: as told") as refused:
-        client.beat(hub_pb2.BeatRequest())
+    with pytest.raises(HubRefused, match="asked to Heartbeat: as told") as refused:
+        client.heartbeat(hub_pb2.HeartbeatRequest())
     assert (refused.value.code, pauses, answers) == (grpc.StatusCode.NOT_FOUND, [0.05, 0.1], [])
 
 
 def test_a_hub_that_does_not_answer_is_given_up_at_the_deadline(connect, start):
     core = MemoryCore()
     over = threading.Event()
-    core.beat = lambda request: over.wait(30) and hub_pb2.News()
+    core.heartbeat = lambda request: over.wait(30) and hub_pb2.News()
     try:
         with pytest.raises(HubUnreachable, match=r"(?i)deadline"):
-            connect(start(core).address).beat(hub_pb2.BeatRequest(), timeout_s=0.3)
+            connect(start(core).address).heartbeat(hub_pb2.HeartbeatRequest(), timeout_s=0.3)
     finally:
         over.set()
 
@@ -151,7 +151,7 @@ def test_closing_ends_what_others_wait_for(connect):
 
     def call():
         try:
-            client.beat(hub_pb2.BeatRequest())
+            client.heartbeat(hub_pb2.HeartbeatRequest())
         except HubUnreachable as error:
             said.append(str(error))
 
@@ -159,7 +159,7 @@ def test_closing_ends_what_others_wait_for(connect):
     thread.start()
     client.close()
     thread.join(10)
-    assert said == [f"{NOBODY}, asked to Beat: closed here"]
+    assert said == [f"{NOBODY}, asked to Heartbeat: closed here"]
 
 
 # --- it broke, and goes on
@@ -467,11 +467,11 @@ def test_a_hub_that_is_stopped_is_noticed_long_before_the_deadline(hub_process):
     """Its kernel still acknowledges what it is sent."""
     hub = hub_process(0)
     with channel(hub.address, None, quick=True) as line:
-        beat = line.unary_unary("/aedit.v1.Membership/Beat")
-        beat(b"", timeout=10)
+        heartbeat = line.unary_unary("/aedit.v1.Membership/Heartbeat")
+        heartbeat(b"", timeout=10)
         hub.process.send_signal(signal.SIGSTOP)
         with pytest.raises(grpc.RpcError) as failed:
-            beat(b"", timeout=60)
+            heartbeat(b"", timeout=60)
     assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -527,6 +527,6 @@ def test_small_calls_and_every_channel_have_a_connection_of_their_own(connect, s
     client = connect(server.address, channels=2)
     for _ in range(2):
         client.pull(hub_pb2.PullRequest(), memoryview(bytearray(10)))
-        client.beat(hub_pb2.BeatRequest())
+        client.heartbeat(hub_pb2.HeartbeatRequest())
     ours = [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == server.port]
     assert len(ours) == 3

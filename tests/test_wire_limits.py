@@ -130,7 +130,7 @@ def fuzzed(rng):
         [
             hub_pb2.JoinRequest(who=who, name="n"),
             hub_pb2.PullRequest(who=who, unit=rng.choice([0, 5]), version=1, offset=rng.getrandbits(8)),
-            hub_pb2.BeatRequest(who=who),
+            hub_pb2.HeartbeatRequest(who=who),
             hub_pb2.Chunk(
                 offset=rng.choice([0, 2**64 - 1]), data=rng.randbytes(9), head=push.SerializeToString()
             ),
@@ -144,7 +144,7 @@ def fuzzed(rng):
     return bytes(damaged[: rng.randint(0, len(damaged))]) + rng.randbytes(rng.choice([0, 0, 3]))
 
 
-UNARY = ["Membership/Join", "Membership/Beat", "Membership/Lease", "State/Status", "State/Confirm"]
+UNARY = ["Membership/Join", "Membership/Heartbeat", "Membership/Lease", "State/Status", "State/Confirm"]
 SAID = {"OK", "INVALID_ARGUMENT", "DATA_LOSS", "OUT_OF_RANGE"}
 
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from aedit.async_sgd.hub.members import NORM, Member
 from aedit.async_sgd.hub.state import State, Unit
-from aedit.async_sgd.rules import push_filter as screen
-from aedit.async_sgd.rules import staleness
-from aedit.async_sgd.rules.config import HubConfig, PenaltyConfig, ScreenConfig
+from aedit.async_sgd.rules import push_filter, staleness
+from aedit.async_sgd.rules.config import HubConfig, PenaltyConfig, PushFilterConfig
 from aedit.async_sgd.rules.records import Accepted, Left, Part, Push, Record, Refused
 from aedit.async_sgd.rules.weights import weights
 
@@ -16,7 +15,7 @@ _MOST_TOKENS = 2**40
 
 
 def judged(state: State, push: Push, config: HubConfig, most_steps: float) -> list[Record]:
-    """Accepted, or Refused with Left where it was one offence too many; nothing if it was judged before.
+    """Accepted, or Refused with Left where it was one violation too many; nothing if it was judged before.
 
     most_steps: more than a push can hold; who claims so would use up the run's budget for the others.
     """
@@ -26,15 +25,17 @@ def judged(state: State, push: Push, config: HubConfig, most_steps: float) -> li
     refused = _refused(state, member, push, config, most_steps)
     if refused is None:
         return [Accepted(push)]
-    return [refused, *last_straw(member, refused.reason, config.screen)] if refused.offence else [refused]
+    return (
+        [refused, *exclusion(member, refused.reason, config.push_filter)] if refused.violation else [refused]
+    )
 
 
-def last_straw(member: Member, reason: str, config: ScreenConfig) -> list[Record]:
-    """Left, if one offence more is one too many."""
-    if member.offences + 1 < config.offences:
+def exclusion(member: Member, reason: str, config: PushFilterConfig) -> list[Record]:
+    """Left, if one violation more is one too many."""
+    if member.violations + 1 < config.violations:
         return []
-    text = f"put out after {config.offences} offences, the last one {reason}"
-    return [Left(member.node, text, put_out=True)]
+    text = f"excluded after {config.violations} violations, the last one {reason}"
+    return [Left(member.node, text, excluded=True)]
 
 
 def _refused(
@@ -46,16 +47,16 @@ def _refused(
     tensors = state.layout.units[push.unit].tensors
     expected = member.received.get(push.unit, 0) + 1
     if push.seq != expected:
-        # Not an offence, as offences are told apart by this number: one from far ahead would be the last.
+        # Not an violation, as violations are told apart by this number: one from far ahead would be the last.
         return _stale(push, f"gap: push {push.seq} where {expected} was due")
     if len(push.norms) != len(tensors):
-        return _offence(member, push, f"layout: {len(push.norms)} norms for {len(tensors)} parameters")
+        return _violation(member, push, f"layout: {len(push.norms)} norms for {len(tensors)} parameters")
     if not all(math.isfinite(norm) for norm in push.norms):
-        return _offence(member, push, "not finite: a parameter has a NaN or an infinity")
+        return _violation(member, push, "not finite: a parameter has a NaN or an infinity")
     if push.steps > most_steps:
-        return _offence(member, push, f"steps: {push.steps} in one push, and {most_steps:g} are possible")
+        return _violation(member, push, f"steps: {push.steps} in one push, and {most_steps:g} are possible")
     if push.tokens > _MOST_TOKENS:
-        return _offence(member, push, f"tokens: {push.tokens} in one push, and {_MOST_TOKENS} are possible")
+        return _violation(member, push, f"tokens: {push.tokens} in one push, and {_MOST_TOKENS} are possible")
     if any(node == push.node for node, _ in unit.pending):
         return _stale(push, "early: this node's last push of the unit is not merged yet")
     if push.base == 0:
@@ -64,8 +65,8 @@ def _refused(
         return _stale(push, f"future: version {push.base}, and {unit.version} is the newest")
     if staleness.factor(config.staleness, unit.version - push.base) == 0.0:
         return _stale(push, f"stale: measured {unit.version - push.base} versions ago")
-    doubt = screen.judge_push(push, unit.history, config.screen)
-    return _offence(member, push, f"{NORM}: {doubt}") if doubt else None
+    doubt = push_filter.judge_push(push, unit.history, config.push_filter)
+    return _violation(member, push, f"{NORM}: {doubt}") if doubt else None
 
 
 def _refused_founding(state: State, unit: Unit, push: Push) -> Refused | None:
@@ -76,8 +77,8 @@ def _refused_founding(state: State, unit: Unit, push: Push) -> Refused | None:
     return None
 
 
-def _offence(member: Member, push: Push, reason: str) -> Refused:
-    """Not believed. One bad round is one offence, however many units it has."""
+def _violation(member: Member, push: Push, reason: str) -> Refused:
+    """Not believed. One bad round is one violation, however many units it has."""
     return Refused(push.node, push.unit, push.seq, reason, True, push.seq > member.offended)
 
 
@@ -89,7 +90,7 @@ def _stale(push: Push, reason: str) -> Refused:
 def parts(pushes: Sequence[Push], unit: Unit, config: HubConfig, penalty: PenaltyConfig) -> tuple[Part, ...]:
     """How much each push counts in the merge; 0 if it is far longer than the others. Staleness and excess
     length scale the push itself, so that they have effect in a merge of one, too."""
-    crude = screen.outliers(pushes, config.screen)
+    crude = push_filter.outliers(pushes, config.push_filter)
     kept = [push for push, is_crude in zip(pushes, crude, strict=True) if not is_crude]
     found = iter(weights(kept, config.weights, penalty))
     shares = [0.0 if is_crude else next(found) for is_crude in crude]
@@ -97,7 +98,7 @@ def parts(pushes: Sequence[Push], unit: Unit, config: HubConfig, penalty: Penalt
     last = config.staleness.cutoff - 1  # what was accepted counts, if others were merged before it meanwhile
     scales = [
         staleness.factor(config.staleness, min(s, last))
-        * screen.clip_scale(push, unit.history, config.screen)
+        * push_filter.clip_scale(push, unit.history, config.push_filter)
         for push, s in zip(pushes, late, strict=True)
     ]
     return tuple(

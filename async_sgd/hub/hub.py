@@ -9,8 +9,7 @@ meanwhile. Times are those of any monotonic clock, in seconds.
 import math
 from dataclasses import dataclass, replace
 
-from aedit.async_sgd.hub import admission as offers
-from aedit.async_sgd.hub import advance
+from aedit.async_sgd.hub import admission, advance
 from aedit.async_sgd.hub.advance import Computed, Quantiser, Rule
 from aedit.async_sgd.hub.due import is_due
 from aedit.async_sgd.hub.joins import Denied, Joiner, joining
@@ -98,7 +97,7 @@ class Hub:
     def join(self, joiner: Joiner, now: float) -> list[Record]:
         """Become a member. The last record but leases is Joined, with index and session.
 
-        Raises Denied if the node trains something else, was put out, or there are too many.
+        Raises Denied if the node trains something else, was excluded, or there are too many.
         """
         decided = joining(self.state, joiner, self.config, self.elapsed_s(now))
         joined = next(record for record in decided if isinstance(record, Joined))
@@ -107,7 +106,7 @@ class Hub:
         return decided
 
     def member(self, node: int, session: int) -> Member:
-        """The live member who speaks. Raises Denied: unknown (join again), replaced, or put out."""
+        """The live member who speaks. Raises Denied: unknown (join again), replaced, or excluded."""
         if not 0 <= node < len(self.state.members):
             raise Denied("unknown", f"no node {node} has joined this hub")
         member = self._must_be_live(node)
@@ -116,7 +115,7 @@ class Hub:
         return member
 
     def offer(self, push: Push, now: float) -> list[Record]:
-        """Accepted or Refused (and perhaps Left: put out); nothing for what is decided already.
+        """Accepted or Refused (and perhaps Left: excluded); nothing for what is decided already.
 
         The same push may be offered again and again. Raises Denied if the pusher is not a live member, or the
         unit is not this hub's.
@@ -125,16 +124,16 @@ class Hub:
         if push.unit not in self.state.units:  # not journaled: there is no end of such numbers
             raise Denied("different", f"this hub has no unit {push.unit}")
         self.clocks.seen[push.node] = now
-        decided = offers.judged(self.state, push, self.config, self._most_steps)
+        decided = admission.judged(self.state, push, self.config, self._most_steps)
         if any(isinstance(record, Accepted) for record in decided):
             self.clocks.came_s.setdefault((push.unit, push.node, push.seq), now)
         return decided
 
     def garbled(self, node: int, unit: int, reason: str) -> list[Record]:
-        """What came as a push of this unit was none: Garbled (and perhaps Left: put out). Raises Denied if
+        """What came as a push of this unit was none: Garbled (and perhaps Left: excluded). Raises Denied if
         the node is not a live member."""
         member = self._must_be_live(node)
-        return [Garbled(node, unit, reason), *offers.last_straw(member, reason, self.config.screen)]
+        return [Garbled(node, unit, reason), *admission.exclusion(member, reason, self.config.push_filter)]
 
     def tick(self, now: float) -> list[Record]:
         """What time has brought: silent nodes leave, a round opens, merges are due (one per unit at a time:
@@ -180,7 +179,7 @@ class Hub:
         """A node has pushed what it owed and goes."""
         return [Left(node, "left")] if self.state.members[node].live else []
 
-    def beat(self, node: int, report: Report, now: float) -> None:
+    def heartbeat(self, node: int, report: Report, now: float) -> None:
         """A live member says how it does. Nothing of it is journaled."""
         self.clocks.seen[node] = now
         self.clocks.reports[node] = report
@@ -291,8 +290,8 @@ class Hub:
 
     def _must_be_live(self, node: int) -> Member:
         member = self.state.members[node]
-        if member.put_out:
-            raise Denied("put out", f"{member.name} was put out: {member.gone}")
+        if member.excluded:
+            raise Denied("excluded", f"{member.name} was excluded: {member.gone}")
         if not member.live:
             raise Denied("unknown", f"{member.name} is not counted on any more: {member.gone}")
         return member
@@ -301,8 +300,8 @@ class Hub:
         """Who was silent for too long, and who was found out in a merge (not on arrival: that is at once)."""
         goners = []
         for node, member in self.state.live.items():
-            if member.offences >= self.config.screen.offences:
-                goners.append(Left(node, f"put out after {member.offences} offences", put_out=True))
+            if member.violations >= self.config.push_filter.violations:
+                goners.append(Left(node, f"excluded after {member.violations} violations", excluded=True))
             elif now - self.clocks.seen.setdefault(node, now) > self.config.expire_s:
                 goners.append(Left(node, f"silent for {self.config.expire_s:g} s"))
         return goners
@@ -341,7 +340,7 @@ class Hub:
             return Merged(index, 1, (Part(pushes[0].node, pushes[0].seq, 1.0),), elapsed_s)
         if self.config.quorum == 1:
             pushes = pushes[:1]
-        parts = offers.parts(pushes, unit, self.config, self.plan.penalty)
+        parts = admission.parts(pushes, unit, self.config, self.plan.penalty)
         share = self._share_of_one()
         parts = tuple(replace(part, scale=part.scale * share) for part in parts)
         return Merged(index, unit.version + 1, parts, elapsed_s)
@@ -361,7 +360,7 @@ class Hub:
         pushes = [(unit.pending[part.node, part.seq], part) for part in record.parts]
         if unit.anchor is None:
             return advance.founded(pushes[0][0].values, layout, self.rule)
-        away = directions(pushes, layout, self.config.screen)
+        away = directions(pushes, layout, self.config.push_filter)
         believed = [pair for pair, is_away in zip(pushes, away, strict=True) if not is_away]
         computed = advance.merged(unit.anchor, believed, layout, self.rule)
         ignored = [part for (_, part), is_away in zip(pushes, away, strict=True) if is_away]

@@ -16,7 +16,7 @@ class Denied(Exception):
     """What a peer must be told instead of an answer."""
 
     def __init__(
-        self, kind: Literal["unknown", "replaced", "put out", "full", "different"], reason: str
+        self, kind: Literal["unknown", "replaced", "excluded", "full", "different"], reason: str
     ) -> None:
         """kind: join again; end; end; come again later; it can never be right."""
         super().__init__(reason)
@@ -58,8 +58,8 @@ def joining(state: State, joiner: Joiner, config: HubConfig, elapsed_s: float) -
         _compare(state, joiner)
     node = state.names.get(joiner.name, _new_index(state, joiner.prefers, config))
     member = state.members[node] if node < len(state.members) else None
-    if member and member.put_out:
-        raise Denied("put out", f"{joiner.name} was put out: {member.gone}")
+    if member and member.excluded:
+        raise Denied("excluded", f"{joiner.name} was excluded: {member.gone}")
     if len(state.live.keys() - {node}) >= config.limits.nodes:
         raise Denied("full", f"this hub takes {config.limits.nodes} nodes (hub.limits.nodes)")
     same = member is not None and _is_same(member, joiner)

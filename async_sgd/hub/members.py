@@ -11,7 +11,7 @@ from aedit.async_sgd.rules.records import Joined, Push, Refused
 Verdict = Literal["none", "merged", "refused", "distrusted"]
 
 _FORGIVEN_AFTER = 16
-"""Accepted pushes that make one offence forgotten."""
+"""Accepted pushes that make one violation forgotten."""
 
 _FASTEST = 64.0
 """Times the median speed: no node's own word makes the others do less than this would."""
@@ -57,7 +57,7 @@ class Member:
     """As which it last joined."""
     donor: str = ""
     live: bool = False
-    put_out: bool = False
+    excluded: bool = False
     gone: str = ""
     """Why it left."""
     steps: int = 0
@@ -66,9 +66,9 @@ class Member:
     accepted: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     """Refused pushes by kind of reason."""
-    offences: int = 0
+    violations: int = 0
     offended: int = 0
-    """Sequence number of the last offence: one bad round is one offence, however many units it has."""
+    """Sequence number of the last violation: one bad round is one violation, however many units it has."""
     weight: float = 0.0
     """Share of its last push in the merge that took it."""
     staleness: int = 0
@@ -86,7 +86,7 @@ class Member:
         self.tokens += push.tokens
         self.accepted += 1
         if self.accepted % _FORGIVEN_AFTER == 0:
-            self.offences = max(0, self.offences - 1)
+            self.violations = max(0, self.violations - 1)
 
     def refuse(self, record: Refused) -> None:
         self.received[record.unit] = max(record.seq, self.received.get(record.unit, 0))
@@ -94,17 +94,17 @@ class Member:
             record.unit, Told(record.seq, "distrusted" if record.distrusted else "refused", record.reason)
         )
         self.count(record.reason)
-        if record.offence:
-            self.offend(record.seq)
+        if record.violation:
+            self.add_violation(record.seq)
 
     def count(self, reason: str) -> None:
         """One more push that did not count, for `status`."""
         self.refused[kind(reason)] = self.refused.get(kind(reason), 0) + 1
 
-    def offend(self, seq: int) -> None:
-        """One bad round is one offence, however many units it has."""
+    def add_violation(self, seq: int) -> None:
+        """One bad round is one violation, however many units it has."""
         if seq > self.offended:
-            self.offences += 1
+            self.violations += 1
             self.offended = seq
 
     def is_refused(self, unit: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a hub has to say: to a node at every beat, and to people who look."""
+"""What a hub has to say: to a node at every heartbeat, and to people who look."""
 
 import math
 from dataclasses import dataclass
@@ -126,12 +126,12 @@ def _node_status(hub: Hub, member: Member, pace_steps: int, now: float) -> dict[
         "staleness": member.staleness,
         "accepted": member.accepted,
         "refused": dict(member.refused),
-        "offences": member.offences,
+        "violations": member.violations,
         "leased_samples": sum(end - start for start, end in leases),
     }
 
 
 def _state(member: Member, report: Report) -> str:
-    if member.put_out:
-        return f"put out: {member.gone}"
+    if member.excluded:
+        return f"excluded: {member.gone}"
     return report.state or "joining" if member.live else f"gone: {member.gone}"

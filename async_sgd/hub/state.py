@@ -107,7 +107,7 @@ class State:
                 self._refuse(record)
             case records.Garbled(node, _, reason):
                 self.members[node].count(reason)
-                self.members[node].offences += 1
+                self.members[node].violations += 1
             case records.Merged():
                 self._merge(record, _there(computed))
             case records.Mixed():
@@ -148,7 +148,7 @@ class State:
 
     def _leave(self, record: records.Left) -> None:
         member = self.members[record.node]
-        member.live, member.put_out, member.gone = False, record.put_out, record.reason
+        member.live, member.excluded, member.gone = False, record.excluded, record.reason
         self.lost[record.node] = self.pool.outstanding(record.node)
         self.pool.give_back(record.node)
 
@@ -188,7 +188,7 @@ class State:
         told = Told(part.seq, "merged")
         if part.weight == 0 and push.steps > 0:
             told = Told(part.seq, "distrusted", f"{NORM}: far longer than the others of its merge")
-            member.offend(part.seq)
+            member.add_violation(part.seq)
         elif (part.node, part.seq) in computed.ignored:
             told = Told(part.seq, "merged", "away: it points away from the others and did not count")
         if told.reason:

@@ -38,7 +38,7 @@ class Ledger:
         """told: of every record, once it has happened. Called under the lock."""
         self.hub, self.journal, self.store, self._told, self.clock = hub, journal, store, told, clock
         self.lock = threading.RLock()
-        self.standby = StandbySeat(clock)
+        self.standby = StandbyTracker(clock)
         self._saving = threading.Lock()
         # The whole segment counts: a hub that is killed again and again must come to a snapshot, too.
         self._snapshot_at: Position = (journal.position[0], 0)
@@ -90,7 +90,7 @@ class Ledger:
             return self._saved_bytes
 
 
-class StandbySeat:
+class StandbyTracker:
     """The standby, as its primary sees it: there, near, and waited for, or not."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

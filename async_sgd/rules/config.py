@@ -118,7 +118,7 @@ class StalenessConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScreenConfig:
+class PushFilterConfig:
     """What the hub refuses to believe of a node, beyond what is malformed."""
 
     threshold: float = 5.0
@@ -130,13 +130,13 @@ class ScreenConfig:
     clip: float | None = 2.0
     """Scale down what is longer than this many median norms of its unit. None: never."""
 
-    offences: int = 8
-    """Refused pushes, less one for every 16 accepted ones, after which a node is put out."""
+    violations: int = 8
+    """Refused pushes, less one for every 16 accepted ones, after which a node is excluded."""
 
     def __post_init__(self) -> None:
-        check(self.threshold > 0, "hub.screen.threshold", "must be above 0", self.threshold)
-        check(self.clip is None or self.clip > 0, "hub.screen.clip", "must be above 0", self.clip)
-        check(self.offences >= 1, "hub.screen.offences", "must be at least 1", self.offences)
+        check(self.threshold > 0, "hub.push_filter.threshold", "must be above 0", self.threshold)
+        check(self.clip is None or self.clip > 0, "hub.push_filter.clip", "must be above 0", self.clip)
+        check(self.violations >= 1, "hub.push_filter.violations", "must be at least 1", self.violations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ class HubConfig:
     """How anchors travel down: `fp32` sends them whole, the others what has changed since the version the
     node has."""
 
-    beat_s: float = 0.5
+    heartbeat_s: float = 0.5
     """How often a node reports and asks for news."""
 
     expire_s: float = 15.0
@@ -242,7 +242,7 @@ class HubConfig:
     """Deadline of every call but bulk transfers, which have it per MiB."""
 
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
-    screen: ScreenConfig = field(default_factory=ScreenConfig)
+    push_filter: PushFilterConfig = field(default_factory=PushFilterConfig)
     limits: LimitConfig = field(default_factory=LimitConfig)
 
     def __post_init__(self) -> None:
@@ -256,8 +256,10 @@ class HubConfig:
         check(self.grace >= 0, "hub.grace", "must not be negative", self.grace)
         check(self.grace_cap_s >= 0, "hub.grace_cap_s", "must not be negative", self.grace_cap_s)
         check(self.max_steps_ahead >= 1, "hub.max_steps_ahead", "must be at least 1", self.max_steps_ahead)
-        check(self.beat_s > 0, "hub.beat_s", "must be above 0", self.beat_s)
-        check(self.expire_s > 2 * self.beat_s, "hub.expire_s", "must be above 2 beats", self.expire_s)
+        check(self.heartbeat_s > 0, "hub.heartbeat_s", "must be above 0", self.heartbeat_s)
+        check(
+            self.expire_s > 2 * self.heartbeat_s, "hub.expire_s", "must be above 2 heartbeats", self.expire_s
+        )
         check(self.lease_samples >= 1, "hub.lease_samples", "must be at least 1", self.lease_samples)
         check(
             self.snapshot_bytes >= 2**20, "hub.snapshot_bytes", "must be at least 1 MiB", self.snapshot_bytes

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.async_sgd.rules.config import ScreenConfig
+from aedit.async_sgd.rules.config import PushFilterConfig
 from aedit.async_sgd.rules.merge import GRAIN
 from aedit.async_sgd.rules.records import Part, Push, UnitLayout
 from aedit.async_sgd.rules.weights import norm
@@ -99,7 +99,7 @@ def log_size(push: Push) -> float:
     return math.log(length) - GROWTH * math.log(max(1, push.steps)) if length > 0 else -math.inf
 
 
-def judge_push(push: Push, history: NormHistory, config: ScreenConfig) -> str | None:
+def judge_push(push: Push, history: NormHistory, config: PushFilterConfig) -> str | None:
     """Why a push is not believed, by what is known on its arrival: its norm, and against what; None: nothing
     against it."""
     length = norm(push)
@@ -119,7 +119,7 @@ def judge_push(push: Push, history: NormHistory, config: ScreenConfig) -> str | 
     return f"{length:.3g}, {times:.3g} times what is usual for {push.steps} steps"
 
 
-def clip_scale(push: Push, history: NormHistory, config: ScreenConfig) -> float:
+def clip_scale(push: Push, history: NormHistory, config: PushFilterConfig) -> float:
     """By what to shorten a push so that it is at most `clip` usual norms long; looser in the first round,
     when sizes still grow with the learning rate, and most of all while few nodes are known."""
     if config.clip is None or not history.sizes or not norm(push) > 0:
@@ -130,7 +130,7 @@ def clip_scale(push: Push, history: NormHistory, config: ScreenConfig) -> float:
     return math.exp(min(0.0, math.log(allowed) + usual - log_size(push)))
 
 
-def outliers(pushes: Sequence[Push], config: ScreenConfig) -> tuple[bool, ...]:
+def outliers(pushes: Sequence[Push], config: PushFilterConfig) -> tuple[bool, ...]:
     """Which pushes of one merge are far longer than the others of it. It takes four to compare."""
     sizes = [log_size(push) for push in pushes]
     if len(sizes) < ENOUGH:
@@ -144,7 +144,7 @@ def outliers(pushes: Sequence[Push], config: ScreenConfig) -> tuple[bool, ...]:
 
 
 def directions(
-    parts: Sequence[tuple[Push, Part]], layout: UnitLayout, config: ScreenConfig
+    parts: Sequence[tuple[Push, Part]], layout: UnitLayout, config: PushFilterConfig
 ) -> tuple[bool, ...]:
     """Which pushes of one merge point away from every other one: even the largest cosine is below 0.
 

@@ -100,11 +100,11 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A node is no member any more: it said so, was silent too long, or was put out."""
+    """A node is no member any more: it said so, was silent too long, or was excluded."""
 
     node: int
     reason: str
-    put_out: bool = False
+    excluded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Refused:
     reason: str
     distrusted: bool
     """The node is asked to take the anchor as it is; otherwise it keeps its progress."""
-    offence: bool
+    violation: bool
 
 
 @dataclass(frozen=True, slots=True)

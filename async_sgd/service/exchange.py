@@ -12,7 +12,7 @@ from aedit.async_sgd.journal.norms import norms
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules.records import Accepted, Push, UnitLayout, Vector
 from aedit.async_sgd.service import messages
-from aedit.async_sgd.service.access import Desk
+from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.codecs.codecs import Codec, codec
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
@@ -21,7 +21,7 @@ _INVALID, _LATER = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EX
 
 
 @dataclass(frozen=True, slots=True)
-class _Parcel:
+class _Transfer:
     """One push, checked and measured."""
 
     head: pb.PushHead
@@ -41,8 +41,8 @@ class _Unread:
 class Exchange:
     """Push and pull. Arrays are worked on outside the lock."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk, self._ledger, self._hub = desk, desk.ledger, desk.ledger.hub
+    def __init__(self, guard: RequestGuard) -> None:
+        self._guard, self._ledger, self._hub = guard, guard.ledger, guard.ledger.hub
         self._sums: dict[int, tuple[tuple[int, int], bytes]] = {}
         """By unit, the SHA-256 of the last answer: of which version, from which base."""
         self.bytes_in = 0
@@ -50,39 +50,39 @@ class Exchange:
 
     def max_push_bytes(self, unit: int) -> int:
         """Most bytes of a push of this unit."""
-        with self._desk.deciding():
+        with self._guard.deciding():
             numel = self._layout(unit).numel
         return max(4 * numel, codec(self._hub.config.codec).num_bytes(numel))
 
     def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
         """Keep it, or say why not."""
-        with self._desk.deciding():
-            member = self._desk.speaker(head.who)
+        with self._guard.deciding():
+            member = self._guard.speaker(head.who)
             layout = self._layout(head.unit)
             is_new = head.seq > member.received.get(head.unit, 0)
         if is_new:
             self.bytes_in += len(data)
             lengths = norms(data, self._checked(head, data, layout.numel), layout)
-            parcel = _Parcel(head, data, zlib.crc32(data), layout.numel, lengths)
+            transfer = _Transfer(head, data, zlib.crc32(data), layout.numel, lengths)
             payload: Payload | None = None
             # A snapshot may begin a new segment while the payload is on its way into the old one: then again.
-            while not self._offer(parcel, payload):
-                with self._desk.told():
-                    payload = self._ledger.store_payload(head.codec, layout.numel, parcel.crc, data)
+            while not self._offer(transfer, payload):
+                with self._guard.told():
+                    payload = self._ledger.store_payload(head.codec, layout.numel, transfer.crc, data)
         data.release()  # it is in the file, and the disk may take a while to say so
         return self._decided(head)
 
     def garbled(self, head: pb.PushHead, reason: str) -> None:
         """Name whose push was none, once he has shown that he is who he says."""
-        with self._desk.deciding():
-            member = self._desk.speaker(head.who)
+        with self._guard.deciding():
+            member = self._guard.speaker(head.who)
             self._ledger.commit(self._hub.garbled(member.node, head.unit, reason))
 
     def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
         """The newest anchor: whole, or what has changed since `base`, whichever is shorter."""
         unit = request.unit
-        with self._desk.deciding():
-            self._desk.speaker(request.who)
+        with self._guard.deciding():
+            self._guard.speaker(request.who)
             self._layout(unit)
             if self._hub.state.units[unit].anchor is None:
                 raise Refusal(_LATER, f"unit {unit} has no anchor yet: nobody has brought weights")
@@ -93,7 +93,7 @@ class Exchange:
         else:
             version, values = self._hub.anchor(unit)
             data, name, base, chain = values.data.cast("B"), "fp32", 0, ()
-        self._desk.durable(self._ledger.journal.position)
+        self._guard.durable(self._ledger.journal.position)
         self.bytes_out += len(data)
         links = [pb.Link(version=v, num_bytes=len(delta)) for v, delta in chain]
         head = pb.PullHead(version=version, codec=name, chain=links, num_bytes=len(data))
@@ -119,16 +119,16 @@ class Exchange:
             raise Refusal(_INVALID, str(error)) from error
         return found
 
-    def _offer(self, parcel: _Parcel, payload: Payload | None) -> bool:
+    def _offer(self, transfer: _Transfer, payload: Payload | None) -> bool:
         """Decide on the push. False: it would be accepted, but its payload is not in the journal's file."""
-        with self._desk.deciding() as now:
-            self._desk.speaker(parcel.head.who)
-            decided = self._hub.offer(_push(parcel, payload), now)
+        with self._guard.deciding() as now:
+            self._guard.speaker(transfer.head.who)
+            decided = self._hub.offer(_push(transfer, payload), now)
             accepts = any(isinstance(record, Accepted) for record in decided)
             if accepts and (payload is None or not self._ledger.is_current(payload)):
                 return False
             self._ledger.commit(decided)
-        self._desk.engine.wake()
+        self._guard.engine.wake()
         return True
 
     def _decided(self, head: pb.PushHead) -> pb.PushReply:
@@ -138,7 +138,7 @@ class Exchange:
             refused = told.seq == head.seq and told.verdict in ("refused", "distrusted")
             item = messages.unit(news.unit_news(self._hub, head.who.node, head.unit))
             position = self._ledger.journal.position
-        self._desk.durable(position)
+        self._guard.durable(position)
         return pb.PushReply(accepted=not refused, news=item)
 
     def _sum(self, unit: int, which: tuple[int, int], data: memoryview) -> bytes:
@@ -150,8 +150,8 @@ class Exchange:
         return found
 
 
-def _push(parcel: _Parcel, payload: Payload | None) -> Push:
-    head = parcel.head
+def _push(transfer: _Transfer, payload: Payload | None) -> Push:
+    head = transfer.head
     return Push(
         node=head.who.node,
         unit=head.unit,
@@ -160,5 +160,5 @@ def _push(parcel: _Parcel, payload: Payload | None) -> Push:
         steps=head.steps,
         tokens=head.tokens,
         values=payload or _Unread(),
-        norms=parcel.norms,
+        norms=transfer.norms,
     )

@@ -14,7 +14,7 @@ _VERDICTS = {"none": pb.NONE, "merged": pb.MERGED, "refused": pb.REFUSED, "distr
 _CODES = {
     "unknown": grpc.StatusCode.NOT_FOUND,
     "replaced": grpc.StatusCode.ABORTED,
-    "put out": grpc.StatusCode.PERMISSION_DENIED,
+    "excluded": grpc.StatusCode.PERMISSION_DENIED,
     "full": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "different": grpc.StatusCode.INVALID_ARGUMENT,
 }
@@ -53,7 +53,7 @@ def layout(request: pb.JoinRequest) -> Layout:
     )
 
 
-def report(request: pb.BeatRequest) -> Report:
+def report(request: pb.HeartbeatRequest) -> Report:
     """What a node says of itself."""
     return Report(
         steps=request.steps,

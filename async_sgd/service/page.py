@@ -26,7 +26,7 @@ _NODE = (
     (GaugeMetricFamily, "pace_steps", "pace_steps", "Inner steps asked for before the next push."),
     (GaugeMetricFamily, "weight", "weight", "Weight of the last push in its merge, from 0 to 1."),
     (GaugeMetricFamily, "staleness", "staleness", "Versions between the last push's base and its merge."),
-    (GaugeMetricFamily, "offences", "offences", "Refusals that count towards being put out."),
+    (GaugeMetricFamily, "violations", "violations", "Refusals that count towards being excluded."),
     (GaugeMetricFamily, "leased_samples", "leased_samples", "Samples the node holds a lease on."),
     (GaugeMetricFamily, "loss", "loss", "Newest training loss, in nats per token."),
     (CounterMetricFamily, "steps", "steps", "Inner steps since the node's process began."),

@@ -18,8 +18,8 @@ class Switch:
     def join(self, request: pb.JoinRequest) -> pb.JoinReply:
         return self.core.join(request)
 
-    def beat(self, request: pb.BeatRequest) -> pb.News:
-        return self.core.beat(request)
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
+        return self.core.heartbeat(request)
 
     def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
         return self.core.lease(request)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from aedit.async_sgd.journal.frames import File
 from aedit.async_sgd.journal.journal import Position, segment_path
 from aedit.async_sgd.journal.store import numbers, snapshot_path
-from aedit.async_sgd.service.access import Desk
+from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.wire import hub_pb2 as pb
 
 _CHUNK_BYTES = 2**20
@@ -19,12 +19,12 @@ _QUIET_S = 0.5
 class Tailing:
     """What a primary does for its standby."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk, self._ledger = desk, desk.ledger
+    def __init__(self, guard: RequestGuard) -> None:
+        self._guard, self._ledger = guard, guard.ledger
 
     def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk]:
         """From the given byte on if that segment is still there, else a snapshot first."""
-        self._desk.check_term(request.term)
+        self._guard.check_term(request.term)
         directory = self._ledger.store.directory
         segment, offset = request.segment, request.offset
         path = segment_path(directory, segment)
@@ -37,8 +37,8 @@ class Tailing:
 
     def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
         """The standby's disk has everything before this."""
-        self._desk.check_follower()
-        self._desk.check_term(request.term)
+        self._guard.check_follower()
+        self._guard.check_term(request.term)
         newest = self._ledger.journal.complete
         self._ledger.standby.heard((request.segment, request.offset), newest)
         return pb.ConfirmReply()
@@ -48,7 +48,7 @@ class Tailing:
         file = File(segment_path(directory, segment))
         quiet_since_s = 0.0
         while True:
-            self._desk.check_leads()
+            self._guard.check_leads()
             end = self._end(file, segment)
             if offset < end:
                 data = file.read(offset, min(_CHUNK_BYTES, end - offset))

@@ -1,4 +1,4 @@
-"""A hub that leads, put together: ledger, engine, desk, driver, and what people see of it."""
+"""A hub that leads, put together: ledger, engine, guard, driver, and what people see of it."""
 
 import threading
 from typing import TYPE_CHECKING, Any
@@ -8,10 +8,10 @@ from aedit.async_sgd.journal.journal import Journal
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.journal.store import Store
 from aedit.async_sgd.rules.records import Led
-from aedit.async_sgd.service.access import Desk
 from aedit.async_sgd.service.driver import Driver
 from aedit.async_sgd.service.engine import Engine
-from aedit.async_sgd.service.greeting import Greeting
+from aedit.async_sgd.service.hello_responder import HelloResponder
+from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview
 
@@ -29,7 +29,7 @@ class Leading:
         journal: Journal,
         store: Store,
         reports: Reports,
-        greeting: Greeting,
+        responder: HelloResponder,
     ) -> None:
         reports.start(hub.state.elapsed_s, {node: name for name, node in hub.state.names.items()})
         self._reports, self._config = reports, config
@@ -37,8 +37,8 @@ class Leading:
         self.ledger.standby.changed = self._standby_changed
         self.engine = Engine(self.ledger, reports.event, snapshot_bytes=config.hub.snapshot_bytes)
         has_other = bool(config.hub.standby)
-        self.desk = Desk(self.ledger, self.engine, config.name, has_other=has_other)
-        self.driver = Driver(self.desk, greeting, self._status)
+        self.guard = RequestGuard(self.ledger, self.engine, config.name, has_other=has_other)
+        self.driver = Driver(self.guard, responder, self._status)
         self.uplink: Uplink | None = None
         self._stopping = threading.Event()
         self._lines = threading.Thread(target=self._write_lines, name="lines", daemon=True)
@@ -59,8 +59,8 @@ class Leading:
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing more to do here; `failure` or `desk.replaced` say why, if not the end."""
-        return self.engine.over.is_set() or self.desk.replaced.is_set()
+        """Whether there is nothing more to do here; `failure` or `guard.replaced` say why, if not the end."""
+        return self.engine.over.is_set() or self.guard.replaced.is_set()
 
     @property
     def failure(self) -> str:
@@ -75,7 +75,7 @@ class Leading:
         if self._lines.is_alive():
             self._lines.join(timeout=5)
         self._reports.line(metrics(self.overview()))  # the last one: what a report says of the run
-        if not self.failure and not self.desk.replaced.is_set():
+        if not self.failure and not self.guard.replaced.is_set():
             self._reports.event("snapshot", bytes=self.ledger.snapshot())
         self._reports.event("stop", reason=self.failure)
 

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -14,11 +15,12 @@ from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.journal.journal import Broken, Journal, NoSpace
 from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.service.greeting import Greeting
+from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.memory import give_back_what_is_freed
 from aedit.async_sgd.service.switch import Switch
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
+from aedit.launch.config.method import difference, method
 from aedit.launch.hub import folder
 from aedit.launch.hub.leading import Leading
 from aedit.launch.hub.place import Place
@@ -26,8 +28,6 @@ from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.welcome import welcome
-from aedit.launch.rundir.provenance import source_digest
-from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.limits import Limits
@@ -127,12 +127,13 @@ class _Process:
         folder.claim(place.directory, place.config, place.part)
         self._store = Store(place.directory, fsync=place.config.hub.fsync)
         self._reports = Reports(place.directory)
-        self._greeting = Greeting(
+        self._responder = HelloResponder(
             protocol=PROTOCOL,
-            code=source_digest(),
+            method=(own := method(self._config)),
+            difference=partial(difference, own),
             version=aedit.__version__,
             run=self._config.name,
-            config=to_toml(self._config),
+            config=to_toml(self._config, defaults=False),
             addresses=place.addresses,
             standby=lambda: place.other,
         )
@@ -201,7 +202,7 @@ class _Process:
     def verdict(self) -> int:
         """Exit code. UserError if another hub leads."""
         leading, standby = self._leading, self._standby
-        if leading is not None and leading.desk.replaced.is_set():
+        if leading is not None and leading.guard.replaced.is_set():
             raise UserError(
                 f"another hub leads this run under a newer term than this one's: start this one with"
                 f" --standby --address {self._place.address} to follow it"
@@ -215,7 +216,7 @@ class _Process:
         return make_hub(self._config, self._place.part)
 
     def _lead(self, hub: Hub, journal: Journal, term: int | None) -> Leading:
-        leading = Leading(self._config, hub, journal, self._store, self._reports, self._greeting)
+        leading = Leading(self._config, hub, journal, self._store, self._reports, self._responder)
         leading.begin(term)
         if self._config.hub.parent:
             self._join_parent(leading)
@@ -239,7 +240,7 @@ class _Process:
 
     def _follow(self) -> None:
         mirror = Mirror(self._store, self._make)
-        self._standby = Standby(self._place, mirror, self._reports, self._greeting, self._take_over)
+        self._standby = Standby(self._place, mirror, self._reports, self._responder, self._take_over)
         self._serve(self._standby)
         self._standby.start()
 
@@ -269,7 +270,7 @@ class _Process:
         if not other:
             return 0
         client = HubClient(other, self._place.client_keys(), call_timeout_s=_ASK_S)
-        hello = pb.HelloRequest(protocol=PROTOCOL, code=self._greeting.code, version=aedit.__version__)
+        hello = self._responder.question()
         try:
             return client.hello(hello).term
         except HubRefused as error:

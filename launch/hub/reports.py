@@ -69,8 +69,8 @@ class Reports:
             case records.Joined(name, node):
                 self._names[node] = name
                 self.event("join", node=node, name=name)
-            case records.Left(node, reason, put_out):
-                event = "put_out" if put_out else "leave"
+            case records.Left(node, reason, excluded):
+                event = "excluded" if excluded else "leave"
                 self.event(event, node=node, name=self._names.get(node), reason=reason)
             case records.Refused():
                 self.event(

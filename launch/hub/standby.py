@@ -13,7 +13,7 @@ from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.journal.frames import Damaged
 from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.service import messages
-from aedit.async_sgd.service.greeting import Greeting
+from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.launch.hub import folder
 from aedit.launch.hub.leading import Leading
 from aedit.launch.hub.place import Place
@@ -44,7 +44,7 @@ class _Refusing:
     def join(self, request: pb.JoinRequest) -> pb.JoinReply:
         raise self._no()
 
-    def beat(self, request: pb.BeatRequest) -> pb.News:
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
         raise self._no()
 
     def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
@@ -76,10 +76,10 @@ class Standby(_Refusing):
     """`HubCore` of a hub that follows. `start` begins to; `failure` says why it had to give up."""
 
     def __init__(
-        self, place: Place, mirror: Mirror, reports: Reports, greeting: Greeting, lead: Lead
+        self, place: Place, mirror: Mirror, reports: Reports, responder: HelloResponder, lead: Lead
     ) -> None:
         self._place, self._mirror, self._reports = place, mirror, reports
-        self._greeting, self._lead = greeting, lead
+        self._responder, self._lead = responder, lead
         self._votes: dict[int, tuple[int, float]] = {}
         """By node, the session that asked, and when."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
@@ -109,7 +109,7 @@ class Standby(_Refusing):
     # --- what it answers
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
-        return self._greeting.reply(request, self._mirror.hub.state.term)
+        return self._responder.reply(request, self._mirror.hub.state.term)
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         with self._mirror.lock:
@@ -129,9 +129,9 @@ class Standby(_Refusing):
             return pb.TakeOverReply(term=self.leading.ledger.hub.state.term, leads=True)
 
     def _has_won(self, who: pb.Who) -> bool:
-        if who.run != self._greeting.run:
+        if who.run != self._responder.run:
             raise Refusal(
-                grpc.StatusCode.INVALID_ARGUMENT, f"this is not about the run {self._greeting.run!r}"
+                grpc.StatusCode.INVALID_ARGUMENT, f"this is not about the run {self._responder.run!r}"
             )
         with self._mirror.lock:
             try:
@@ -205,9 +205,7 @@ class Standby(_Refusing):
 
     def _greeted(self, client: HubClient) -> int:
         """Term of the one that leads. What was mirrored under another term may not be what it has."""
-        greeting = self._greeting
-        hello = pb.HelloRequest(protocol=greeting.protocol, code=greeting.code, version=greeting.version)
-        term = client.hello(hello).term
+        term = client.hello(self._responder.question()).term
         noted = folder.read(self._place.directory / "mirror.json")
         if not noted or json.loads(noted)["term"] != term:
             self._mirror.forget()

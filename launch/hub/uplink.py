@@ -1,4 +1,4 @@
-"""A hub that is a node of another one (HALoS, arXiv:2506.04531): its seat at the parent.
+"""A hub that is a node of another one (HALoS, arXiv:2506.04531): its connection to the parent.
 
 It has an agent in threads, as a trainer has one: what a region's hub sends up is a push like any other, and
 what comes back is mixed into its anchors. Nobody in the region waits for any of it.
@@ -16,7 +16,6 @@ from aedit.async_sgd.hub import upward
 from aedit.async_sgd.rules.records import Layout, Vector
 from aedit.async_sgd.service.engine import Engine
 from aedit.launch.config.load import parse
-from aedit.launch.rundir.provenance import source_digest
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, start_agent
 from aedit.proto.agent.link import Answer, Progress, Verdict
 from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
@@ -35,7 +34,7 @@ JOIN_S = 60.0
 
 
 @dataclass(slots=True)
-class _Seat:
+class _UnitLink:
     """One unit at the parent. `seq`: of its last push; `base`: the parent's version it is measured from."""
 
     base: int
@@ -93,11 +92,11 @@ class Uplink:
             known = self._known()
             for anchor, mine in zip(link.anchors, known, strict=True):
                 anchor[:] = mine
-            seats = [_Seat(version) for version in link.join(JOIN_S)]
+            links = [_UnitLink(version) for version in link.join(JOIN_S)]
             self._take_up(link, known)
             while not self._stopping.wait(LOOK_S):
-                for unit, seat in enumerate(seats):
-                    self._look(link, unit, seat)
+                for unit, unit_link in enumerate(links):
+                    self._look(link, unit, unit_link)
                 link.tell(Progress(steps=self._hub.state.total_steps))
         finally:
             link.stop()
@@ -105,9 +104,7 @@ class Uplink:
     def _greet(self) -> HelloReply:
         client = HubClient(self._config.parent, self._keys, call_timeout_s=self._config.call_timeout_s)
         try:
-            return client.hello(
-                HelloRequest(protocol=PROTOCOL, code=source_digest(), version=aedit.__version__)
-            )
+            return client.hello(HelloRequest(protocol=PROTOCOL, version=aedit.__version__))
         finally:
             client.close()
 
@@ -119,7 +116,6 @@ class Uplink:
             standbys=(parent.standby,) if parent.standby else (),
             name=self._name,
             run=parent.run,
-            code=source_digest(),
             version=aedit.__version__,
             units=tuple(
                 UnitPlan(unit.name, tuple(TensorPlan(t.name, t.shape) for t in unit.tensors))
@@ -130,7 +126,7 @@ class Uplink:
             codec=theirs.codec,
             codec_down=theirs.codec_down,
             keys=str(self._directory or ""),
-            beat_s=theirs.beat_s,
+            heartbeat_s=theirs.heartbeat_s,
             expire_s=theirs.expire_s,
             call_timeout_s=theirs.call_timeout_s,
         )
@@ -154,11 +150,11 @@ class Uplink:
             if not np.array_equal(anchor, mine):
                 self._mix(unit, anchor, share)
 
-    def _look(self, link: AgentLink, unit: int, seat: _Seat) -> None:
-        if seat.waits:
-            answer = link.answer(unit, seat.seq)
+    def _look(self, link: AgentLink, unit: int, unit_link: _UnitLink) -> None:
+        if unit_link.waits:
+            answer = link.answer(unit, unit_link.seq)
             if answer is not None:
-                self._land(link, unit, seat, answer)
+                self._land(link, unit, unit_link, answer)
             return
         with self._ledger.lock:
             if unit not in upward.due(self._hub):
@@ -166,12 +162,12 @@ class Uplink:
             self._ledger.commit([upward.send(self._hub, unit)])
             owed, steps = upward.owed(self._hub, unit), self._hub.state.total_steps
         link.outbox[unit][:] = owed
-        seat.seq, seat.waits = seat.seq + 1, True
-        since, seat.steps_sent = max(1, steps - seat.steps_sent), steps
-        link.written(unit, seat.seq)
-        link.send(unit, seat.seq, base=seat.base, steps=since, tokens=0)
+        unit_link.seq, unit_link.waits = unit_link.seq + 1, True
+        since, unit_link.steps_sent = max(1, steps - unit_link.steps_sent), steps
+        link.written(unit, unit_link.seq)
+        link.send(unit, unit_link.seq, base=unit_link.base, steps=since, tokens=0)
 
-    def _land(self, link: AgentLink, unit: int, seat: _Seat, answer: Answer) -> None:
+    def _land(self, link: AgentLink, unit: int, unit_link: _UnitLink, answer: Answer) -> None:
         if answer.verdict == Verdict.MERGED:
             self._mix(unit, link.anchors[unit], None)
         else:
@@ -179,7 +175,7 @@ class Uplink:
                 self._ledger.commit([upward.withdraw(unit)])
             if answer.verdict == Verdict.DISTRUSTED:
                 self._mix(unit, link.anchors[unit], 1.0)
-        seat.base, seat.waits = answer.version, False
+        unit_link.base, unit_link.waits = answer.version, False
 
     def _mix(self, unit: int, anchor: Vector, share: float | None) -> None:
         while not self._stopping.is_set() and not self._engine.mix(unit, anchor, share):

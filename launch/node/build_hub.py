@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from aedit.edit.pace import make_pace
 from aedit.edit.sync import LayerSync
 from aedit.edit.units import find_units
 from aedit.launch.config.config import RunConfig
+from aedit.launch.config.method import method
 from aedit.launch.config.placement import Membership
 from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.data.samples import load_corpus
@@ -29,8 +31,8 @@ from aedit.launch.node.inner import make_inner
 from aedit.launch.node.rejoin import known_directory, rejoin, remember
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.world import World
-from aedit.launch.rundir.provenance import source_digest
 from aedit.launch.rundir.recorder import Clock, Recorder
+from aedit.launch.rundir.sinks import Origin, open_sinks
 from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
 from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
 from aedit.proto.wire.security import SERVER, is_loopback
@@ -78,7 +80,9 @@ def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[Hu
             torch.manual_seed(config.seed + 1 + world.node)  # nodes drop out differently
         clock = Clock()
         clock.start(max(link.news().elapsed_s, resumed.elapsed_s if resumed else 0.0))
-        recorder = Recorder(directory, clock, writes=world.leads, tensorboard=config.tensorboard)
+        origin = Origin(config.name, world.node, directory)
+        sinks = partial(open_sinks, config.log, origin)
+        recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
         node = HubNode(
             config=config,
             world=world,
@@ -124,7 +128,7 @@ def agent_plan(
         name=member.name,
         prefers=member.prefers,
         run=config.name,
-        code=source_digest(),
+        method=tuple(method(config).items()),
         version=aedit.__version__,
         units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in units),
         facts=tuple((name, str(value)) for name, value in facts.items()),
@@ -136,7 +140,7 @@ def agent_plan(
         codec_down=hub.codec_down,
         keys=str(member.keys or ""),
         donor=_donor_address(member),
-        beat_s=hub.beat_s,
+        heartbeat_s=hub.heartbeat_s,
         expire_s=hub.expire_s,
         call_timeout_s=hub.call_timeout_s,
     )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from aedit.edit import snapshot
-from aedit.edit.exchange import Verdict
+from aedit.edit.exchange import RoundOutcome
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
 from aedit.launch.data.order import Order
@@ -231,7 +231,7 @@ class Node:
 
     # -- records
 
-    def note_round(self, verdict: Verdict, waited_s: float) -> None:
+    def note_round(self, verdict: RoundOutcome, waited_s: float) -> None:
         sent = self.sync.exchange.bytes_sent
         per_unit = dict(zip(verdict.units, range(len(verdict.units)), strict=True))
 

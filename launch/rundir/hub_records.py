@@ -65,14 +65,16 @@ class NodeAt:
 
     @property
     def reports(self) -> bool:
-        """Whether it has said how it does; not so before its first beat, after it has left, and for a moment
-        after a restart of the hub."""
+        """Return whether the hub has a report of the node.
+
+        It has none before the first heartbeat, after the node has left, and just after a restart of the hub.
+        """
         return self.steps > 0 or self.bytes_up > 0 or self.bytes_down > 0
 
     @property
-    def put_out(self) -> str:
-        """Why it was put out; empty if it was not."""
-        return self.state.removeprefix("put out: ") if self.state.startswith("put out") else ""
+    def excluded(self) -> str:
+        """Why it was excluded; empty if it was not."""
+        return self.state.removeprefix("excluded: ") if self.state.startswith("excluded") else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class Hub:
 
     lines: tuple[HubAt, ...]
     notices: tuple[Notice, ...]
-    """Of note for a person: who was put out, and hubs that began to lead."""
+    """Of note for a person: who was excluded, and hubs that began to lead."""
 
     @property
     def last(self) -> HubAt:
@@ -167,7 +169,7 @@ class Totals:
     versions: tuple[int, ...]
     bytes_up: float
     bytes_down: float
-    put_out: tuple[tuple[str, str], ...]
+    excluded: tuple[tuple[str, str], ...]
     """Name and reason."""
 
     founder: str
@@ -197,7 +199,7 @@ def totals(hubs: Sequence[Hub]) -> Totals | None:
         versions=versions,
         bytes_up=sum(gained(up) for up in by_node(told, "bytes_up").values()),
         bytes_down=sum(gained(down) for down in by_node(told, "bytes_down").values()),
-        put_out=tuple(sorted({(node.name, node.put_out) for node in nodes if node.put_out})),
+        excluded=tuple(sorted({(node.name, node.excluded) for node in nodes if node.excluded})),
         founder=", ".join(sorted({n.name for hub in last for n in hub.nodes if n.node == hub.founder})),
         anchor_bytes=sum(hub.anchor_bytes for hub in last if hub.founder is not None),
     )

@@ -24,7 +24,7 @@ MAY_CHANGE = {
     "dir",
     "device",
     "restarts",
-    "tensorboard",
+    "log",
     "model.activation_checkpointing",
     "model.compile",
     "train.steps",

@@ -18,7 +18,7 @@ from aedit.launch.rundir.records import BAD_LINE, Checkpoint, Evaluation, Landed
 from aedit.types import UserError
 
 WORTH_TELLING = ("error", "checkpoint_failed", "heal")
-WORTH_TELLING_OF_A_HUB = ("put_out", "lead", "standby_lost")
+WORTH_TELLING_OF_A_HUB = ("excluded", "lead", "standby_lost")
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,8 @@ def hub_table(now: HubAt, detail: HubDetail = FULL) -> Iterator[RenderableType]:
     facts = [f"term {now.term}", f"versions {spread(now.versions)}", pending, journal]
     yield Text(", ".join(facts), style="dim")
     for node in now.nodes:
-        if node.put_out:
-            yield Text(f"node {node.node} {node.name}: {node.put_out}", style="red")
+        if node.excluded:
+            yield Text(f"node {node.node} {node.name}: {node.excluded}", style="red")
 
 
 def hub_tables(hubs: Sequence[Hub], detail: HubDetail = FULL) -> Iterator[RenderableType]:
@@ -113,7 +113,7 @@ def _table(columns: Sequence[str], rows: "map[list[str]]", *, fold: bool) -> Tab
 
 
 def _pace(node: NodeAt) -> list[str]:
-    state = "put out" if node.put_out else node.state[:MAX_STATE]
+    state = "excluded" if node.excluded else node.state[:MAX_STATE]
     if not node.reports:
         return [str(node.node), node.name, state, *[words.UNKNOWN] * 6]
     return [

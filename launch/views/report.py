@@ -185,8 +185,8 @@ def _of_hub(out: Summary) -> Iterator[tuple[str, str]]:
         yield "pushes", f"{hub.accepted:,} accepted, {sum(hub.refused.values()):,} did not count{why}"
         units = words.some(len(hub.versions), "unit")
         yield "anchors", f"{words.some(hub.merges, 'merge')}, {units} at version {spread(hub.versions)}"
-        for name, reason in hub.put_out:
-            yield "put out", f"{name}: {reason}"
+        for name, reason in hub.excluded:
+            yield "excluded", f"{name}: {reason}"
     yield "penalty", f"{words.some(out.num_distrusted, 'pseudo-gradient')} distrusted by their own nodes"
 
 

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from aedit.proto.agent.connections import Doors
+from aedit.proto.agent.connections import Connections
 from aedit.proto.agent.donor import Donor
-from aedit.proto.agent.joining import Entrance
+from aedit.proto.agent.joining import InitialSync
 from aedit.proto.agent.leases import Leases
 from aedit.proto.agent.link import News
 from aedit.proto.agent.mailbox import Mailbox, State, Wants, remove
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.agent.traffic import Traffic
-from aedit.proto.agent.unit_transfer import Carrier, Parcel
-from aedit.proto.agent.wakeup import Bell
+from aedit.proto.agent.unit_transfers import Transfer, UnitTransfers
+from aedit.proto.agent.wakeup import WakeReceiver
 from aedit.proto.agent.watchdog import Speed, Watchdog
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.types import UserError
@@ -41,23 +41,25 @@ class _Seen:
 class Agent:
     """`run` is the body of a process or a thread, and returns when the trainer has left or is gone."""
 
-    def __init__(self, plan: AgentPlan, box: Mailbox, bell: Bell, doors: Doors) -> None:
-        self._plan, self._box, self._bell, self._doors = plan, box, bell, doors
+    def __init__(
+        self, plan: AgentPlan, box: Mailbox, wakeups: WakeReceiver, connections: Connections
+    ) -> None:
+        self._plan, self._box, self._wakeups, self._connections = plan, box, wakeups, connections
         self._traffic = Traffic()
         self._leases, self._lease_lock = Leases(), threading.Lock()
         self._news = pb.News()
         self._seen = _Seen()
         self._started = [0] * len(plan.units)
         self._is_alive: Callable[[], bool] = lambda: True
-        self._seats = [Membership(k, plan, doors.hub) for k in range(len(plan.addresses))]
-        self._carrier = Carrier(plan, box, self._seats, self._traffic)
-        self._carrier.on_failure(self._fail)
-        self._entrance = Entrance(plan, box, self._carrier, self._traffic)
+        self._memberships = [Membership(k, plan, connections.hub) for k in range(len(plan.addresses))]
+        self._transfers = UnitTransfers(plan, box, self._memberships, self._traffic)
+        self._transfers.on_failure(self._fail)
+        self._initial_sync = InitialSync(plan, box, self._transfers, self._traffic)
         self._threads: list[threading.Thread] = []
 
     def run(self, is_alive: Callable[[], bool] = lambda: True) -> bool:
         """Serve until the trainer has left (True), is gone, or there is no use in going on (False).
-        is_alive: whether the trainer is, as far as can be told without the bell."""
+        is_alive: whether the trainer is, as far as can be told without the wakeups."""
         self._is_alive = is_alive
         try:
             return self._serve()
@@ -72,7 +74,7 @@ class Agent:
         if not self._until(lambda: self._box.wanted() != Wants.NOTHING):
             return False
         self._begin()
-        if not self._until(lambda: self._box.wanted() == Wants.LEAVE and not self._carrier.under_way):
+        if not self._until(lambda: self._box.wanted() == Wants.LEAVE and not self._transfers.under_way):
             return False
         self._leave()
         return True
@@ -83,7 +85,7 @@ class Agent:
             pending = self._start_ordered()
             if not pending and is_over():
                 return True
-            if not self._bell.wait(SOON_S if pending else LOOK_S) or not self._is_alive():
+            if not self._wakeups.wait(SOON_S if pending else LOOK_S) or not self._is_alive():
                 return False
             if self._box.all_attached():
                 remove(self._box)
@@ -99,24 +101,24 @@ class Agent:
                 waiting = True
                 continue
             self._started[unit] = seq
-            self._carrier.start(Parcel(unit, seq, base, steps, tokens, round=self._news.round))
+            self._transfers.start(Transfer(unit, seq, base, steps, tokens, round=self._news.round))
         return waiting
 
     # --- begin and end
 
     def _begin(self) -> None:
         """Open the door for other nodes, and go through those of the hubs."""
-        donor = Donor(self._plan.run, self._box.anchors, self._carrier.versions, self._carrier.guards)
-        address = self._doors.open(donor, self._plan.donor) if self._plan.donor else ""
-        for seat in self._seats:
-            seat.ranks, seat.donor = self._box.ranks, address
-            self._thread(partial(seat.run, self), f"beats-{seat.part}")
-        self._thread(self._enter, "entrance")
+        donor = Donor(self._plan.run, self._box.anchors, self._transfers.versions, self._transfers.guards)
+        address = self._connections.open(donor, self._plan.donor) if self._plan.donor else ""
+        for membership in self._memberships:
+            membership.ranks, membership.donor = self._box.ranks, address
+            self._thread(partial(membership.run, self), f"heartbeats-{membership.part}")
+        self._thread(self._enter, "initial_sync")
 
     def _enter(self) -> None:
-        versions = self._entrance.enter(self._seats, self._doors.giver)
+        versions = self._initial_sync.enter(self._memberships, self._connections.giver)
         if versions is not None:
-            self._box.admit(self._seats[0].node, versions)
+            self._box.admit(self._memberships[0].node, versions)
 
     def _thread(self, body: Callable[[], None], name: str) -> None:
         def guarded() -> None:
@@ -130,21 +132,21 @@ class Agent:
         self._threads.append(thread)
 
     def _leave(self) -> None:
-        for seat in self._seats:
-            seat.leave(self._consumed() if seat.part == 0 else [])
+        for membership in self._memberships:
+            membership.leave(self._consumed() if membership.part == 0 else [])
         self._box.end(State.GONE)
 
     def _close(self) -> None:
-        for seat in self._seats:
-            seat.stop()
-        self._entrance.close()
-        self._carrier.close()
+        for membership in self._memberships:
+            membership.stop()
+        self._initial_sync.close()
+        self._transfers.close()
         for thread in self._threads:
             thread.join(timeout=1.0)
-        for seat in self._seats:
-            seat.client.close()
-        self._doors.close()
-        self._bell.close()
+        for membership in self._memberships:
+            membership.client.close()
+        self._connections.close()
+        self._wakeups.close()
         remove(self._box)
 
     def _fail(self, error: BaseException) -> None:
@@ -156,34 +158,38 @@ class Agent:
     # --- what the memberships tell and ask (membership.Owner)
 
     def joined(self, part: int, reply: pb.JoinReply) -> None:
-        self._carrier.accepted(part, reply.seqs)
-        self._entrance.joined(part, reply)
+        self._transfers.accepted(part, reply.seqs)
+        self._initial_sync.joined(part, reply)
         self.heard(part, reply.news)
 
     def heard(self, part: int, news: pb.News) -> None:
-        self._carrier.heard(news.units)
+        self._transfers.heard(news.units)
         if part == 0:
             self._news = news
             self._box.publish_news(_news(news), time.monotonic())
 
-    def report(self, part: int) -> pb.BeatRequest:
+    def report(self, part: int) -> pb.HeartbeatRequest:
         progress, now_s = self._box.progress(), time.monotonic()
         seen = self._seen
         if part == 0:
             seen.watchdog = seen.watchdog.see(progress.steps, now_s)
             seen.speed = seen.speed.see(progress.steps, progress.busy_s)
-        beat = pb.BeatRequest(steps=progress.steps, tokens=progress.tokens, loss=progress.loss)
-        beat.steps_per_s, beat.busy_s, beat.wait_s = seen.speed.per_s, progress.busy_s, progress.wait_s
-        beat.wire_s = self._traffic.wire_s
-        beat.bytes_up, beat.bytes_down = self._traffic.bytes_up, self._traffic.bytes_down
-        beat.state = self._state(now_s)
-        beat.consumed.extend(self._consumed() if part == 0 else [])
-        return beat
+        heartbeat = pb.HeartbeatRequest(steps=progress.steps, tokens=progress.tokens, loss=progress.loss)
+        heartbeat.steps_per_s, heartbeat.busy_s, heartbeat.wait_s = (
+            seen.speed.per_s,
+            progress.busy_s,
+            progress.wait_s,
+        )
+        heartbeat.wire_s = self._traffic.wire_s
+        heartbeat.bytes_up, heartbeat.bytes_down = self._traffic.bytes_up, self._traffic.bytes_down
+        heartbeat.state = self._state(now_s)
+        heartbeat.consumed.extend(self._consumed() if part == 0 else [])
+        return heartbeat
 
-    def beaten(self, part: int, beat: pb.BeatRequest) -> None:
+    def beaten(self, part: int, heartbeat: pb.HeartbeatRequest) -> None:
         if part == 0:
             with self._lease_lock:
-                self._leases = self._leases.settle(sum(c.upto - c.start for c in beat.consumed))
+                self._leases = self._leases.settle(sum(c.upto - c.start for c in heartbeat.consumed))
             self._lease()
 
     def refused(self, text: str) -> None:
@@ -213,8 +219,8 @@ class Agent:
         if missing <= 0:
             return
         samples = -(-missing // plan.lease_samples) * plan.lease_samples
-        seat = self._seats[0]
-        reply = seat.client.lease(pb.LeaseRequest(who=seat.who(), samples=samples))
+        membership = self._memberships[0]
+        reply = membership.client.lease(pb.LeaseRequest(who=membership.who(), samples=samples))
         blocks = [(block.start, block.end) for block in reply.blocks]
         with self._lease_lock:
             self._leases = self._leases.more(blocks)

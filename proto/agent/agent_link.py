@@ -17,7 +17,7 @@ from aedit.proto.agent import mailbox
 from aedit.proto.agent.link import Answer, News, Progress
 from aedit.proto.agent.mailbox import Mailbox, State, Wants
 from aedit.proto.agent.plan import AgentPlan, to_json
-from aedit.proto.agent.wakeup import Bell, Ringer
+from aedit.proto.agent.wakeup import WakeReceiver, WakeSender
 from aedit.types import UserError
 
 POLL_S = 0.005
@@ -35,11 +35,13 @@ class NodeRefused(UserError, ValueError):
 
 
 class AgentLink:
-    """A `Link` over a mailbox. Of the first rank if `ringer` is given, else of another one."""
+    """A `Link` over a mailbox. Of the first rank if `waker` is given, else of another one."""
 
-    def __init__(self, box: Mailbox, rank: int, ringer: Ringer | None, end: Callable[[float], bool]) -> None:
+    def __init__(
+        self, box: Mailbox, rank: int, waker: WakeSender | None, end: Callable[[float], bool]
+    ) -> None:
         """end: end the agent, which has so many seconds for it by itself; whether it did."""
-        self._box, self._rank, self._ringer, self._end = box, rank, ringer, end
+        self._box, self._rank, self._waker, self._end = box, rank, waker, end
         self._blocks: list[tuple[int, int]] = []
         self.anchors: Sequence[NDArray[np.float32]] = box.anchors
         self.outbox: Sequence[NDArray[np.float32]] = box.outbox
@@ -61,7 +63,7 @@ class AgentLink:
     def join(self, timeout_s: float) -> tuple[int, ...]:
         """As `Link.join`; ranks but the first may call it too, and only wait. Raises UserError with the hub's
         words if it does not want this node, AgentLost, TimeoutError."""
-        if self._ringer:
+        if self._waker:
             self._ask(Wants.JOIN)
         self._wait(lambda: self._state() == State.MEMBER, timeout_s, "to join: no hub, or no anchors yet")
         return self._box.versions()
@@ -106,14 +108,14 @@ class AgentLink:
 
     def stop(self) -> None:
         """End the agent at once, without a goodbye: the hub finds out by itself."""
-        if self._ringer:
-            self._ringer.close()
+        if self._waker:
+            self._waker.close()
         self._end(STOP_S)
         mailbox.release(self._box)
 
-    def _first(self) -> Ringer:
-        assert self._ringer, "only the first rank of a node speaks to its agent"
-        return self._ringer
+    def _first(self) -> WakeSender:
+        assert self._waker, "only the first rank of a node speaks to its agent"
+        return self._waker
 
     def _ask(self, wants: Wants) -> None:
         self._box.want(wants)
@@ -185,7 +187,7 @@ def _start_process(plan: AgentPlan, box: Mailbox) -> AgentLink:
             return False
         return True
 
-    return AgentLink(box, 0, Ringer(writing), end)
+    return AgentLink(box, 0, WakeSender(writing), end)
 
 
 def _write(fd: int, data: bytes) -> None:
@@ -202,19 +204,19 @@ def _reap(process: "subprocess.Popen[bytes]", box: Mailbox) -> None:
 def _start_thread(plan: AgentPlan, box: Mailbox) -> AgentLink:
     # Only here: a trainer whose agent is a process needs no gRPC.
     from aedit.proto.agent.agent import Agent
-    from aedit.proto.agent.connections import Doors
+    from aedit.proto.agent.connections import Connections
 
     reading, writing = os.pipe()
-    agent = Agent(plan, box, Bell(reading), Doors(plan))
+    agent = Agent(plan, box, WakeReceiver(reading), Connections(plan))
     thread = threading.Thread(target=agent.run, name="agent", daemon=True)
     thread.start()
 
     def end(timeout_s: float) -> bool:
         thread.join(timeout_s)
         if thread.is_alive():
-            ringer.close()
+            waker.close()
             thread.join(STOP_S)
         return not thread.is_alive()
 
-    ringer = Ringer(writing)
-    return AgentLink(box, 0, ringer, end)
+    waker = WakeSender(writing)
+    return AgentLink(box, 0, waker, end)

@@ -1,7 +1,7 @@
-"""`python -m aedit.proto.agent.agent_main FD PARENT TIED`: a node agent as a process. Its trainer starts it.
+"""Run a node agent as a process: `python -m aedit.proto.agent.agent_main FD PARENT TIED`.
 
-FD is the mailbox. Standard input is the bell: first the plan, as one line of JSON, then a byte whenever there
-is something to do, and its end when the trainer is gone. NumPy and gRPC, never torch.
+The trainer starts it. FD is the mailbox. Standard input carries first the plan, as one line of JSON, then a
+byte whenever there is something to do; its end means that the trainer is gone. Imports no torch.
 """
 
 import ctypes
@@ -12,10 +12,10 @@ import sys
 
 from aedit.proto.agent import mailbox
 from aedit.proto.agent.agent import Agent, parent_lives
-from aedit.proto.agent.connections import Doors
+from aedit.proto.agent.connections import Connections
 from aedit.proto.agent.mailbox import State
 from aedit.proto.agent.plan import from_json
-from aedit.proto.agent.wakeup import Bell
+from aedit.proto.agent.wakeup import WakeReceiver
 from aedit.types import UserError
 
 PR_SET_PDEATHSIG = 1
@@ -31,15 +31,17 @@ def main(words: list[str]) -> int:
     plan = from_json(_first_line())
     box = mailbox.attach(fd)
     try:
-        doors = Doors(plan)
+        connections = Connections(plan)
     except UserError as error:
         box.end(State.REFUSED, str(error))
         return 2
-    return 0 if Agent(plan, box, Bell(sys.stdin.fileno()), doors).run(parent_lives(parent)) else 1
+    return (
+        0 if Agent(plan, box, WakeReceiver(sys.stdin.fileno()), connections).run(parent_lives(parent)) else 1
+    )
 
 
 def _first_line() -> str:
-    """Not a byte more than the line: what follows belongs to the bell."""
+    """Not a byte more than the line: what follows belongs to the wakeups."""
     line = bytearray()
     while (byte := os.read(sys.stdin.fileno(), 1)) not in (b"\n", b""):
         line += byte

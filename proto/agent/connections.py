@@ -19,7 +19,7 @@ DONOR_TIMEOUT_S = 4.0
 """Without a byte from a donor for so long, another one is asked: that is sooner than a hub is given up."""
 
 
-class Doors:
+class Connections:
     """Made once per agent; `close` shuts them all. Raises UserError if the keys cannot be read."""
 
     def __init__(self, plan: AgentPlan) -> None:

@@ -12,7 +12,7 @@ from aedit.proto.agent.mailbox import Mailbox
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.agent.traffic import Traffic
-from aedit.proto.agent.unit_transfer import Carrier
+from aedit.proto.agent.unit_transfers import UnitTransfers
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import Download, HubClient, HubRefused, HubUnreachable
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 Giver = Callable[[str], HubClient]
 
 
-class Entrance:
+class InitialSync:
     """From the first Join to anchors for all units. `enter` is the body of a thread."""
 
-    def __init__(self, plan: AgentPlan, box: Mailbox, carrier: Carrier, traffic: Traffic) -> None:
-        self._plan, self._box, self._carrier, self._traffic = plan, box, carrier, traffic
+    def __init__(self, plan: AgentPlan, box: Mailbox, transfers: UnitTransfers, traffic: Traffic) -> None:
+        self._plan, self._box, self._transfers, self._traffic = plan, box, transfers, traffic
         self._replies: dict[int, pb.JoinReply] = {}
         self._change = threading.Condition()
         self._ended = False
@@ -47,32 +47,34 @@ class Entrance:
             self._ended = True
             self._change.notify_all()
 
-    def enter(self, seats: Sequence[Membership], giver: Giver) -> Sequence[int] | None:
+    def enter(self, memberships: Sequence[Membership], giver: Giver) -> Sequence[int] | None:
         """Bring all anchors here. The version of each; None: closed before. giver: a client for another
         node's address."""
-        if not self._wait(lambda: len(self._replies) == len(seats)):
+        if not self._wait(lambda: len(self._replies) == len(memberships)):
             return None
-        with ThreadPoolExecutor(self._plan.streams, "entrance") as pool:
+        with ThreadPoolExecutor(self._plan.streams, "initial_sync") as pool:
             units = range(len(self._plan.units))
-            work = [pool.submit(self._bring, unit, seats[unit % len(seats)], giver) for unit in units]
+            work = [
+                pool.submit(self._bring, unit, memberships[unit % len(memberships)], giver) for unit in units
+            ]
             for done in work:
                 done.result()
-        return None if self._ended else self._carrier.versions
+        return None if self._ended else self._transfers.versions
 
-    def _bring(self, unit: int, seat: Membership, giver: Giver) -> None:
-        while not self._ended and seat.wait():
-            reply = self._replies[seat.part]
+    def _bring(self, unit: int, membership: Membership, giver: Giver) -> None:
+        while not self._ended and membership.wait():
+            reply = self._replies[membership.part]
             if reply.versions[unit]:
-                return self._take(unit, seat, giver, list(reply.donors))
+                return self._take(unit, membership, giver, list(reply.donors))
             if reply.founder:
-                return self._carrier.found(unit)
+                return self._transfers.found(unit)
             # Somebody else founds this run. A new Join tells when it has, and that it never will.
-            self._wait(lambda: self._replies[seat.part] is not reply, ASK_AGAIN_S)  # noqa: B023
-            if self._replies[seat.part] is reply:
-                seat.join_again()
-                self._wait(lambda: self._replies[seat.part] is not reply, ASK_AGAIN_S)  # noqa: B023
+            self._wait(lambda: self._replies[membership.part] is not reply, ASK_AGAIN_S)  # noqa: B023
+            if self._replies[membership.part] is reply:
+                membership.join_again()
+                self._wait(lambda: self._replies[membership.part] is not reply, ASK_AGAIN_S)  # noqa: B023
 
-    def _take(self, unit: int, seat: Membership, giver: Giver, donors: list[str]) -> None:
+    def _take(self, unit: int, membership: Membership, giver: Giver, donors: list[str]) -> None:
         """From other nodes, each unit from another one first so that they share the work; else from the hub.
         What one of them has sent is not asked for again, as long as the next has the same version.
 
@@ -82,26 +84,26 @@ class Entrance:
         # What proves to the hub who we are is no other node's business.
         request = pb.PullRequest(who=pb.Who(run=self._plan.run), unit=unit)
         download = _Counted(request, self._box.anchors[unit].view(np.uint8).data)
-        donors = [donor for donor in donors if donor != seat.donor and donor not in self._silent]
+        donors = [donor for donor in donors if donor != membership.donor and donor not in self._silent]
         random.shuffle(donors)
         for donor in donors[:DONORS]:
             if donor not in self._silent and self._is_taken(unit, download, giver(donor), donor):
                 return
-        while not self._ended and seat.wait():
-            request.who.CopyFrom(seat.who())
-            if self._is_taken(unit, download, seat.client):
+        while not self._ended and membership.wait():
+            request.who.CopyFrom(membership.who())
+            if self._is_taken(unit, download, membership.client):
                 return
-            seat.pause(random.uniform(0.5, 1.5) * self._plan.beat_s)
+            membership.pause(random.uniform(0.5, 1.5) * self._plan.heartbeat_s)
 
     def _is_taken(self, unit: int, download: "_Counted", client: HubClient, donor: str = "") -> bool:
         """donor: its address, if `client` is not the hub's."""
         before = download.num_bytes
         try:
-            with self._traffic.moving(), self._carrier.guards[unit]:
+            with self._traffic.moving(), self._transfers.guards[unit]:
                 head = client.fetch(download, again=not donor)
                 if head.num_bytes != download.room_bytes or head.chain:
                     raise ValueError(f"{head.num_bytes} bytes, where an anchor has {download.room_bytes}")
-                self._carrier.versions[unit] = head.version
+                self._transfers.versions[unit] = head.version
             return True
         except (HubRefused, HubUnreachable, ValueError) as error:
             if donor and isinstance(error, HubUnreachable):

@@ -1,4 +1,4 @@
-"""A node's membership at one hub process: join, beat, lose it, find it again, follow it to its standby."""
+"""Membership of a node at one hub process: join, send heartbeats, reconnect, follow it to its standby."""
 
 import logging
 import random
@@ -27,7 +27,7 @@ FATAL = frozenset(
     }
 )
 SOON_S = 0.05
-"""Between two beats, at least."""
+"""Between two heartbeats, at least."""
 log = logging.getLogger(__name__)
 
 Connect = Callable[[str], HubClient]
@@ -40,10 +40,10 @@ class Owner(Protocol):
 
     def heard(self, part: int, news: pb.News) -> None: ...
 
-    def report(self, part: int) -> pb.BeatRequest:
-        """All of a beat but who sends it."""
+    def report(self, part: int) -> pb.HeartbeatRequest:
+        """All of a heartbeat but who sends it."""
 
-    def beaten(self, part: int, beat: pb.BeatRequest) -> None:
+    def beaten(self, part: int, heartbeat: pb.HeartbeatRequest) -> None:
         """The hub has that report. May call the hub."""
 
     def refused(self, text: str) -> None:
@@ -66,8 +66,8 @@ class Membership:
         self.donor = ""
         """Where this node gives anchors to others; empty: nowhere."""
         self._heard_s = time.monotonic()
-        # A beat that is late is better tried anew than waited for.
-        self._patience_s = min(plan.call_timeout_s, max(2.0, 4 * plan.beat_s))
+        # A heartbeat that is late is better tried anew than waited for.
+        self._patience_s = min(plan.call_timeout_s, max(2.0, 4 * plan.heartbeat_s))
         self._change = threading.Condition()
         self._hurry = threading.Event()
 
@@ -106,11 +106,11 @@ class Membership:
         self._hurry.set()
 
     def ask_soon(self) -> None:
-        """There may be news before the next beat is due."""
+        """There may be news before the next heartbeat is due."""
         self._hurry.set()
 
     def missed(self) -> None:
-        """A call found the hub away. Nobody calls it until a beat gets through."""
+        """A call found the hub away. Nobody calls it until a heartbeat gets through."""
         self._set(here=False)
 
     def refused(self, error: HubRefused) -> None:
@@ -145,7 +145,7 @@ class Membership:
     # --- the thread
 
     def run(self, owner: Owner) -> None:
-        """Stay a member until `stop`: beat, join again when need be, go over to the standby."""
+        """Stay a member until `stop`: heartbeat, join again when need be, go over to the standby."""
         while not self._ended:
             self._hurry.clear()
             try:
@@ -155,27 +155,27 @@ class Membership:
             except HubRefused as error:
                 self._judge(error, owner)
             # Nodes that lost one hub together shall not come back to it together.
-            self.pause(min(SOON_S, self._plan.beat_s))
-            self._hurry.wait(self._plan.beat_s * random.uniform(0.9, 1.1))
+            self.pause(min(SOON_S, self._plan.heartbeat_s))
+            self._hurry.wait(self._plan.heartbeat_s * random.uniform(0.9, 1.1))
 
     def _turn(self, owner: Owner) -> None:
         if not self._member:
             owner.joined(self.part, self._join())
             self._hurry.set()
         else:
-            beat = owner.report(self.part)
-            beat.who.CopyFrom(self.who())
-            news = self.client.beat(beat, timeout_s=self._patience_s)
+            heartbeat = owner.report(self.part)
+            heartbeat.who.CopyFrom(self.who())
+            news = self.client.heartbeat(heartbeat, timeout_s=self._patience_s)
             if not self._is_of_now(news.term):
                 return self._lost(f"{self._address} speaks for term {news.term}, which is over")
             owner.heard(self.part, news)
-            owner.beaten(self.part, beat)
+            owner.beaten(self.part, heartbeat)
         self._heard_s = time.monotonic()
         self._set(here=True, member=True)
 
     def _join(self) -> pb.JoinReply:
         plan = self._plan
-        hello = self.client.hello(pb.HelloRequest(protocol=PROTOCOL, code=plan.code, version=plan.version))
+        hello = self.client.hello(_hello(plan))
         request = pb.JoinRequest(who=self.who(), name=plan.name, num_samples=plan.num_samples)
         request.layout.extend(_layout(plan))
         request.facts.update(dict(plan.facts))
@@ -240,6 +240,11 @@ class Membership:
             self._here = self._here if here is None else here
             self._member = self._member if member is None else member
             self._change.notify_all()
+
+
+def _hello(plan: AgentPlan) -> pb.HelloRequest:
+    method = None if plan.method is None else pb.Method(settings=dict(plan.method))
+    return pb.HelloRequest(protocol=PROTOCOL, version=plan.version, method=method)
 
 
 def _layout(plan: AgentPlan) -> list[pb.Unit]:

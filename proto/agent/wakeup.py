@@ -8,7 +8,7 @@ from contextlib import suppress
 RING = b"!"
 
 
-class Ringer:
+class WakeSender:
     """The trainer's end. Never blocks: a full pipe has woken the agent already."""
 
     def __init__(self, fd: int) -> None:
@@ -29,7 +29,7 @@ class Ringer:
             self._fd = -1
 
 
-class Bell:
+class WakeReceiver:
     """The agent's end."""
 
     def __init__(self, fd: int) -> None:

@@ -35,7 +35,7 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # A connection per channel: a beat does not queue behind an array, and lost packets hold up only one.
+    # A connection per channel: a heartbeat does not queue behind an array, and lost packets hold up only one.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     # The environment decides nothing.
@@ -91,8 +91,8 @@ class HubClient:
     def join(self, request: hub_pb2.JoinRequest, timeout_s: float | None = None) -> hub_pb2.JoinReply:
         return self._call("Membership/Join", request, hub_pb2.JoinReply, timeout_s)
 
-    def beat(self, request: hub_pb2.BeatRequest, timeout_s: float | None = None) -> hub_pb2.News:
-        return self._call("Membership/Beat", request, hub_pb2.News, timeout_s)
+    def heartbeat(self, request: hub_pb2.HeartbeatRequest, timeout_s: float | None = None) -> hub_pb2.News:
+        return self._call("Membership/Heartbeat", request, hub_pb2.News, timeout_s)
 
     def lease(self, request: hub_pb2.LeaseRequest, timeout_s: float | None = None) -> hub_pb2.LeaseReply:
         return self._call("Membership/Lease", request, hub_pb2.LeaseReply, timeout_s)

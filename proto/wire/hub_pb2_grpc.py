@@ -46,9 +46,9 @@ class MembershipStub:
                 request_serializer=aedit_dot_proto_dot_wire_dot_hub__pb2.JoinRequest.SerializeToString,
                 response_deserializer=aedit_dot_proto_dot_wire_dot_hub__pb2.JoinReply.FromString,
                 _registered_method=True)
-        self.Beat = channel.unary_unary(
-                '/aedit.v1.Membership/Beat',
-                request_serializer=aedit_dot_proto_dot_wire_dot_hub__pb2.BeatRequest.SerializeToString,
+        self.Heartbeat = channel.unary_unary(
+                '/aedit.v1.Membership/Heartbeat',
+                request_serializer=aedit_dot_proto_dot_wire_dot_hub__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=aedit_dot_proto_dot_wire_dot_hub__pb2.News.FromString,
                 _registered_method=True)
         self.Lease = channel.unary_unary(
@@ -74,7 +74,7 @@ class MembershipServicer:
     """
 
     def Hello(self, request, context):
-        """Before anything else: are we of one kind? Answers with the run's configuration.
+        """Before anything else: protocol and method are compared. Answers with the run's configuration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,8 +87,8 @@ class MembershipServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Beat(self, request, context):
-        """Every beat_s: how I do; what is new.
+    def Heartbeat(self, request, context):
+        """Every heartbeat_s: how I do; what is new.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,9 +128,9 @@ def add_MembershipServicer_to_server(servicer, server):
                     request_deserializer=aedit_dot_proto_dot_wire_dot_hub__pb2.JoinRequest.FromString,
                     response_serializer=aedit_dot_proto_dot_wire_dot_hub__pb2.JoinReply.SerializeToString,
             ),
-            'Beat': grpc.unary_unary_rpc_method_handler(
-                    servicer.Beat,
-                    request_deserializer=aedit_dot_proto_dot_wire_dot_hub__pb2.BeatRequest.FromString,
+            'Heartbeat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Heartbeat,
+                    request_deserializer=aedit_dot_proto_dot_wire_dot_hub__pb2.HeartbeatRequest.FromString,
                     response_serializer=aedit_dot_proto_dot_wire_dot_hub__pb2.News.SerializeToString,
             ),
             'Lease': grpc.unary_unary_rpc_method_handler(
@@ -216,7 +216,7 @@ class Membership:
             _registered_method=True)
 
     @staticmethod
-    def Beat(request,
+    def Heartbeat(request,
             target,
             options=(),
             channel_credentials=None,
@@ -229,8 +229,8 @@ class Membership:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/aedit.v1.Membership/Beat',
-            aedit_dot_proto_dot_wire_dot_hub__pb2.BeatRequest.SerializeToString,
+            '/aedit.v1.Membership/Heartbeat',
+            aedit_dot_proto_dot_wire_dot_hub__pb2.HeartbeatRequest.SerializeToString,
             aedit_dot_proto_dot_wire_dot_hub__pb2.News.FromString,
             options,
             channel_credentials,

@@ -38,7 +38,7 @@ class HubCore(Protocol):
 
     def join(self, request: hub_pb2.JoinRequest) -> hub_pb2.JoinReply: ...
 
-    def beat(self, request: hub_pb2.BeatRequest) -> hub_pb2.News: ...
+    def heartbeat(self, request: hub_pb2.HeartbeatRequest) -> hub_pb2.News: ...
 
     def lease(self, request: hub_pb2.LeaseRequest) -> hub_pb2.LeaseReply: ...
 
@@ -87,7 +87,7 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
     membership = {
         "Hello": door.call(hub_pb2.HelloRequest, core.hello, small),
         "Join": door.call(hub_pb2.JoinRequest, core.join, small),
-        "Beat": door.call(hub_pb2.BeatRequest, core.beat, small),
+        "Heartbeat": door.call(hub_pb2.HeartbeatRequest, core.heartbeat, small),
         "Lease": door.call(hub_pb2.LeaseRequest, core.lease, small),
         "Leave": door.call(hub_pb2.LeaveRequest, core.leave, small),
         "TakeOver": door.call(hub_pb2.TakeOverRequest, core.take_over, small),
@@ -148,7 +148,7 @@ class Door:
                     with self._watch.over(context.cancel) as stream:
                         data = frames.receive(_counted(messages, stream), begin)
                 except frames.Short:
-                    raise  # Nobody's offence: gRPC may tell of a link that was cut as if the peer had ended.
+                    raise  # Not a violation: gRPC may report a cut link as if the peer had ended the stream.
                 except ValueError as error:
                     _name(core, heads, error)
                     raise

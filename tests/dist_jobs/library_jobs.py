@@ -4,7 +4,7 @@ import torch
 from kit.local_sgd import trainable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from aedit.async_sgd.rules.outer import Average
 from aedit.edit.config import EditConfig, PenaltyConfig
@@ -101,3 +101,40 @@ def land_after_an_evaluation(rank, size):
     plain = Tower()
     plain.load_state_dict({name: p.detach().full_tensor() for name, p in model.named_parameters()})
     return said, plain(x).detach()
+
+
+def train_after_an_evaluation(rank, size, units, sharded):
+    """On a model that keeps what it gathers: an evaluation, a round, and the forward in which it lands.
+    Returns what the model says in that forward, and what a plain model with the anchors says."""
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("sync", "shard"))
+    model, x = Tower(), torch.ones(2, 5)
+    for block in model.blocks if sharded == "blocks" else ():
+        fully_shard(block, mesh=mesh["shard"], reshard_after_forward=False)
+    fully_shard(model, mesh=mesh["shard"], reshard_after_forward=False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    exchange = MeanExchange(transport, penalty=PLAIN)  # Nesterov overshoots: landing moves the parameters
+    config = EditConfig(units=units)
+    model(x)  # and the block is entered with everything gathered
+    sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySteps(1), config=config)
+    with sync:
+        loss(model, x).backward()
+        inner.step()
+        inner.zero_grad()
+        with torch.no_grad():
+            model(x)
+        sync.step()
+        said = model(x)
+        said.sum().backward()
+        reshard(model)
+        anchors = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    transport.close()
+    plain = Tower()
+    plain.load_state_dict(anchors)
+    return said.detach(), plain(x).detach()
+
+
+def reshard(model):
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -12,6 +12,7 @@ from aedit.proto.agent.agent_link import start_agent
 from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
 from aedit.proto.codecs.codecs import codec
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.server import serve
 from aedit.proto.wire.service import Refusal
 
@@ -30,7 +31,7 @@ def plan(addresses, **changes):
         "units": units,
         "num_samples": 100,
         "codec": "fp32",
-        "beat_s": 0.05,
+        "heartbeat_s": 0.05,
     }
     settings |= {"expire_s": 0.5, "call_timeout_s": 2.0, "lease_samples": 16, "steps_ahead": 4}
     return AgentPlan(addresses=tuple(addresses), **(settings | changes))
@@ -71,7 +72,7 @@ def order(link, unit, seq, value, base, *, steps=1):
 
 class MemoryHub:
     """Keeps its state when its server goes, as a hub with a journal does. Merges every arrival at once, or,
-    with `slow`, at a beat, as anchor - push.
+    with `slow`, at a heartbeat, as anchor - push.
 
     pushed: all that was merged, in order, as (node, unit, seq, values). broken: calls, by name, that die
     after they have had their effect, each once, as when the hub is killed before it answers.
@@ -87,7 +88,7 @@ class MemoryHub:
         self.deltas = [{} for _ in self.numels]
         self.names, self.sessions, self.seqs, self.told = {}, {}, {}, {}
         self.founder, self.term, self.position = None, 1, 0
-        self.pushed, self.waiting, self.beats, self.used, self.broken = [], [], [], {}, []
+        self.pushed, self.waiting, self.heartbeats, self.used, self.broken = [], [], [], {}, []
         self.donors, self.left, self.pulled_bytes, self.joins, self.leads = {}, set(), 0, 0, True
         self.refuse = {}
         self.news = {}
@@ -122,7 +123,7 @@ class MemoryHub:
 
     def hello(self, request):
         self._live()
-        return pb.HelloReply(protocol=1, run="test", term=self.term)
+        return pb.HelloReply(protocol=PROTOCOL, run="test", term=self.term)
 
     def join(self, request):
         with self.lock:
@@ -148,10 +149,10 @@ class MemoryHub:
                 news=self._news(node),
             )
 
-    def beat(self, request):
+    def heartbeat(self, request):
         with self.lock:
             self._who(request.who)
-            self.beats.append(request)
+            self.heartbeats.append(request)
             self.used |= {c.start: c.upto for c in request.consumed}
             while self.waiting and not self.keeps:
                 self._merge(*self.waiting.pop(0))

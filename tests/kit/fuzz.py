@@ -10,7 +10,7 @@ from aedit.proto.wire import hub_pb2 as pb
 UNARY = {
     "Membership/Hello": pb.HelloRequest,
     "Membership/Join": pb.JoinRequest,
-    "Membership/Beat": pb.BeatRequest,
+    "Membership/Heartbeat": pb.HeartbeatRequest,
     "Membership/Lease": pb.LeaseRequest,
     "Membership/TakeOver": pb.TakeOverRequest,
     "Membership/Leave": pb.LeaveRequest,

@@ -11,7 +11,13 @@ from aedit.async_sgd.hub.hub import Hub, HubPlan
 from aedit.async_sgd.hub.joins import Joiner
 from aedit.async_sgd.hub.members import Report
 from aedit.async_sgd.hub.saved import Saved
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, ScreenConfig, StalenessConfig
+from aedit.async_sgd.rules.config import (
+    HubConfig,
+    OuterConfig,
+    PenaltyConfig,
+    PushFilterConfig,
+    StalenessConfig,
+)
 from aedit.async_sgd.rules.records import Joined, Layout, Push, TensorLayout, UnitLayout
 
 LAYOUT = Layout(
@@ -22,7 +28,7 @@ LAYOUT = Layout(
 )
 FACTS = (("data.seq_len", "128"), ("seed", "0"))
 AVERAGE = OuterConfig(kind="average", lr=1.0)
-TRUSTING = ScreenConfig(threshold=1e9, cosine=False, clip=None, offences=10**9)
+TRUSTING = PushFilterConfig(threshold=1e9, cosine=False, clip=None, violations=10**9)
 
 
 class Numbers:
@@ -51,7 +57,7 @@ class Int8:
 
 
 def config(**settings):
-    plain = {"address": "h:1", "weights": "uniform", "screen": TRUSTING}
+    plain = {"address": "h:1", "weights": "uniform", "push_filter": TRUSTING}
     plain |= {"staleness": StalenessConfig(rule="constant")}
     return HubConfig(**(plain | settings))
 
@@ -121,8 +127,8 @@ class World:
             self.push(node, value, unit, base=0, steps=0, tokens=0)
         self.settle()
 
-    def beat(self, node, state="training", **numbers):
-        self.hub.beat(node, Report(state=state, **numbers), self.now)
+    def heartbeat(self, node, state="training", **numbers):
+        self.hub.heartbeat(node, Report(state=state, **numbers), self.now)
 
     def lease(self, node, samples):
         decided = self.do(self.hub.lease(node, samples, self.now))

@@ -21,11 +21,11 @@ address = "127.0.0.1:0"
 weights = "uniform"
 pace = "steps"
 codec = "fp32"
-beat_s = 0.05
+heartbeat_s = 0.05
 expire_s = 5.0
 lease_samples = 64
 staleness = { rule = "constant" }
-screen = { threshold = 1e9, cosine = false, clip = 1e9 }
+push_filter = { threshold = 1e9, cosine = false, clip = 1e9 }
 """
 """Every arrival moves the anchor by exactly what it brings."""
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from aedit.launch.rundir.provenance import source_digest
 from aedit.proto.codecs.codecs import codec
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hello import PROTOCOL
 
 LIMIT_S = 30.0
 
@@ -142,7 +142,7 @@ class Client:
         if self.join().founder:
             for unit in range(len(self.numels)):
                 assert self.push(unit, base=0).accepted
-            until(lambda: all(news.version for news in self.beat().units), "the first anchors")
+            until(lambda: all(news.version for news in self.heartbeat().units), "the first anchors")
         return self
 
     def push(self, unit, base=None, scale=0.01):
@@ -165,11 +165,13 @@ class Client:
         until(lambda: self.news(unit).seq >= self.seqs[unit], "a merge")
         return self.news(unit)
 
-    def beat(self):
-        return self.hub.beat(pb.BeatRequest(who=self.who, steps=1, steps_per_s=1.0, state="training"))
+    def heartbeat(self):
+        return self.hub.heartbeat(
+            pb.HeartbeatRequest(who=self.who, steps=1, steps_per_s=1.0, state="training")
+        )
 
     def news(self, unit):
-        return next(item for item in self.beat().units if item.unit == unit)
+        return next(item for item in self.heartbeat().units if item.unit == unit)
 
     def version(self, unit):
         return self.news(unit).version
@@ -215,7 +217,7 @@ def until(true, what, limit_s=LIMIT_S):
 def hello(address):
     client = HubClient(address, call_timeout_s=5.0)
     try:
-        return client.hello(pb.HelloRequest(protocol=1, code=source_digest(), version="test"))
+        return client.hello(pb.HelloRequest(protocol=PROTOCOL, version="test"))
     finally:
         client.close()
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange, Verdict
+from aedit.edit.exchange import MeanExchange, RoundOutcome
 from aedit.edit.shards import local
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.memory import MemoryWorld
@@ -145,7 +145,7 @@ class Seen:
 
     parameters: dict
     fingerprint: str
-    verdict: Verdict
+    verdict: RoundOutcome
 
 
 def follow_script(model, transport, moves, steps, *, outer, penalty, prefetch=1):

@@ -34,8 +34,8 @@ class MemoryCore:
             raise KeyError("secret path")
         return hub_pb2.JoinReply(term=3, node=len(request.name))
 
-    def beat(self, request):
-        self.calls.append("beat")
+    def heartbeat(self, request):
+        self.calls.append("heartbeat")
         return hub_pb2.News(term=3, total_steps=request.steps)
 
     def lease(self, request):

@@ -1,0 +1,86 @@
+"""Who speaks, may they, and what they are told when something is in the way."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.members import Member
+from aedit.async_sgd.journal.journal import Broken, NoSpace, Position
+from aedit.async_sgd.journal.ledger import Ledger
+from aedit.async_sgd.service import messages
+from aedit.async_sgd.service.engine import Engine
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.service import Refusal
+
+
+class RequestGuard:
+    """The front of a hub that leads under one term, for all its services."""
+
+    def __init__(self, ledger: Ledger, engine: Engine, run: str, *, has_other: bool) -> None:
+        """has_other: whether there is another hub that could lead instead: a standby, or who led before."""
+        self.ledger, self.engine, self.run, self._has_other = ledger, engine, run, has_other
+        self.replaced = threading.Event()
+        """Somebody knows of a higher term: this hub has nothing to say any more."""
+
+    @contextmanager
+    def deciding(self) -> Iterator[float]:
+        """The lock, and the time. What goes wrong inside becomes what the peer is told."""
+        with self.told(), self.ledger.lock:
+            self.check_leads()
+            yield self.ledger.clock()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """What goes wrong inside becomes what the peer is told."""
+        try:
+            yield
+        except Denied as denied:
+            raise messages.refusal(denied) from denied
+        except NoSpace as error:
+            self.engine.is_full(error)
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from error
+        except Broken as error:
+            self.engine.fail(error)
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the hub's disk has failed: {error}") from error
+
+    def speaker(self, who: pb.Who) -> Member:
+        """The live member who calls; the lock is held."""
+        self.check_who(who)
+        return self.ledger.hub.member(who.node, who.session)
+
+    def check_who(self, who: pb.Who) -> None:
+        """Is it about this run, and does it believe in this hub?"""
+        if who.run and who.run != self.run:
+            text = f"this hub leads the run {self.run!r}, not {who.run[:64]!r}"
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
+        self.check_term(who.term)
+
+    def check_term(self, term: int) -> None:
+        """A higher one means that another hub leads. Where there is no other hub nobody can know of one."""
+        if term > self.ledger.hub.state.term:
+            if self._has_other:
+                self.replaced.set()
+            else:
+                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no term {term} in this run")
+        self.check_leads()
+
+    def check_follower(self) -> None:
+        """Refusal if no hub can follow this one: whoever says so would only make it wait for him."""
+        if not self._has_other:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "this run has no standby (hub.standby)")
+
+    def check_leads(self) -> None:
+        """Refusal if this hub has been replaced."""
+        if self.replaced.is_set():
+            term = self.ledger.hub.state.term
+            text = f"this hub led under term {term}, which is over: ask the other one"
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
+
+    def durable(self, position: Position) -> None:
+        """Returns when a crash cannot take `position` back; only then may it be spoken of."""
+        with self.told():
+            self.ledger.durable(position)
+        self.check_leads()

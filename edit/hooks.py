@@ -1,0 +1,53 @@
+"""Forward hooks that torch.compile, torch.save and copy.deepcopy can all live with."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Hook:
+    """Call `act` without arguments, whatever the module passes.
+
+    Opaque to torch.compile: what lands must not become part of a graph. A saved or copied model gets
+    `NoHook` in its place, because only the model that is attached takes part in the run.
+    """
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any) -> None:
+        """Run the action."""
+        self._act()
+
+    def __reduce__(self) -> tuple[type["NoHook"], tuple[()]]:
+        """Return what `torch.save` and `copy.deepcopy` put in this hook's place."""
+        return NoHook, ()
+
+
+class NoHook:
+    """Do nothing: the hook of a copy."""
+
+    def __call__(self, *args: Any) -> None:
+        """Ignore the forward pass."""
+
+
+def forget_graphs_without(hooked: Iterable[nn.Module], model: nn.Module) -> None:
+    """Drop compiled code in which the hooks of `hooked` would not run.
+
+    torch.compile inlines submodules and does not look again for hooks that are registered later, so a model
+    that has run compiled before would run on without them.
+    """
+    inside = set(hooked)
+    for module in model.modules():
+        if _is_compiled(module) and any(child in inside for child in module.modules() if child is not module):
+            torch.compiler.reset()
+            return
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    entries = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+    return code is not None and entries is not None and bool(entries(code))

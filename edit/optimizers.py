@@ -1,0 +1,281 @@
+"""The inner optimizers of a training loop, and what they remember of each parameter.
+
+Landing moves a parameter. State in the space of gradients (moments) stays as it is; state in the space of
+weights has to move too, or the optimizer's next step undoes the landing:
+
+- a *master* is a copy of the parameter in a wider type, from which the optimizer writes the parameter. It is
+  the parameter's exact value: pseudo-gradients are measured from it, and the anchor is written to it;
+- a *companion* is another point, such as the `z` of schedule-free optimizers, the slow weights of Lookahead
+  or the average of ASGD. It is shifted by as much as the parameter moves, and stays on its node.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aedit.edit.fresh import renew
+from aedit.edit.shards import Shards, local
+
+Optimizer = torch.optim.Optimizer
+
+Inner = Optimizer | Sequence[Optimizer]
+
+CLOSE = 0.5
+"""State this near to its parameter, relative to the parameter's norm, is a weight."""
+
+FAR = 0.9
+"""State at least this far away is none. Moments are near 1 (small ones) or above."""
+
+_WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+
+
+class InnerOptimizers:
+    """Know all optimizers of a loop, their states that are weights, and how to start one afresh.
+
+    Args:
+        inner: one optimizer or several; wrappers of accelerate and Lightning are taken off.
+        model: the model that they train.
+        shards: the ranks of this node.
+        weight_states: keys of optimizer state that hold weights; None looks for them by value.
+
+    Raises:
+        ValueError: something is no optimizer, or optimizers and model have different parameters.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        model: nn.Module,
+        shards: Shards,
+        weight_states: Sequence[str] | None = None,
+    ) -> None:
+        self.outermost = _listed(inner)
+        """The optimizers that the loop steps."""
+        self._shards, self._weight_states = shards, weight_states
+        self._chains = [list(_chain(optimizer)) for optimizer in self.outermost]
+        self._all = [optimizer for chain in self._chains for optimizer in chain]
+        self._is_weight: dict[tuple[int, str], bool] = {}  # (place in _all, key)
+        self._masters: set[tuple[int, str]] = set()
+        self.looked = False
+        """Whether there has been any state to look at."""
+        _check_parameters(self.outermost, model)
+        self._model = model
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._known = {id(p) for p in model.parameters()}
+        self._num_params = self._count()
+
+    @property
+    def modes(self) -> tuple[Any, ...]:
+        """What the parameters are at the moment, for optimizers with a `train()` and an `eval()`."""
+        return tuple(group.get("train_mode") for o in self._all for group in o.param_groups)
+
+    @property
+    def stepping(self) -> list[Optimizer]:
+        """For each optimizer, the one inside it that changes parameters: the place for step hooks."""
+        return [
+            next(o for o in reversed(chain) if hasattr(o, "_optimizer_step_pre_hooks"))
+            for chain in self._chains
+        ]
+
+    def check_modes(self, before: tuple[Any, ...], round_id: int) -> None:
+        """Raise ValueError if the parameters are no longer what they were when the round was opened."""
+        if before != self.modes:
+            raise ValueError(
+                f"round {round_id} was opened before the optimizer's eval() or train() replaced the "
+                "parameters, and lands after it: call sync.finish() before either"
+            )
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError if a parameter has become trainable since the units were made."""
+        late = [name for name, p in self._frozen if p.requires_grad]
+        if self._count() != self._num_params:
+            names = {id(p): name for name, p in self._model.named_parameters()}
+            added = [p for o in self.outermost for group in o.param_groups for p in group["params"]]
+            late += [names.get(id(p), "a new one") for p in added if id(p) not in self._known]
+        if late:
+            raise ValueError(
+                f"parameter {_some(late)} has become trainable since LayerSync.of: it is in no unit and "
+                "would not be exchanged. Unfreeze before LayerSync.of, or leave the `with` block and make a "
+                "new LayerSync"
+            )
+
+    # -- state that is a weight
+
+    def look(self, params: Sequence[nn.Parameter]) -> None:
+        """Find out which states of `params` are weights. Collective over the ranks of the node.
+
+        Raises ValueError, naming the key, if the values do not tell.
+        """
+        keys = {str(key) for o in self._all for p in params for key in o.state.get(p, {})}
+        self.looked = self._shards.all([bool(keys)])[0]
+        if not self.looked:
+            return
+        if unknown := sorted(set(self._weight_states or ()) - keys):
+            raise ValueError(
+                f"weight_states names {unknown[0]!r}, but the optimizers keep {', '.join(sorted(keys))}"
+            )
+        for place, optimizer in enumerate(self._all):
+            if not _is_builtin(optimizer) or self._weight_states is not None:
+                self._look_at(place, optimizer, params)
+
+    def exact(self, p: nn.Parameter) -> Tensor:
+        """Return the most exact value of `p` there is: its master, or `p` itself."""
+        for place, key, state in self._weights(p):
+            if (place, key) in self._masters:
+                return state
+        return p
+
+    def shift(self, p: nn.Parameter, to: Tensor) -> None:
+        """Move the companions of `p` by as much as `to`, this rank's part as a vector, is away from `p`."""
+        for place, key, state in self._weights(p):
+            if (place, key) not in self._masters:
+                by = to - local(self.exact(p)).reshape(-1)
+                local(state).add_(by.view_as(local(state)))
+
+    def _weights(self, p: nn.Parameter) -> Iterator[tuple[int, str, Tensor]]:
+        for place, optimizer in enumerate(self._all):
+            for key, state in optimizer.state.get(p, {}).items():
+                known = self._is_weight.get((place, key), False)
+                if known or (key == "ax" and _is_builtin(optimizer)):  # of ASGD
+                    yield place, key, state
+
+    def _look_at(self, place: int, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        kept: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}
+        for p in params:
+            for key, state in optimizer.state.get(p, {}).items():
+                if _could_be_weight(p, state):
+                    kept.setdefault(key, []).append((p, state))
+        for key, pairs in sorted(kept.items()):
+            if (place, key) not in self._is_weight:
+                self._classify(place, key, pairs, type(optimizer).__name__)
+            if self._is_weight.get((place, key)):
+                self._masters.discard((place, key))
+                if self._shards.all([all(_rounds_to(p, state) for p, state in pairs)])[0]:
+                    self._masters.add((place, key))
+
+    def _classify(
+        self, place: int, key: str, pairs: Sequence[tuple[nn.Parameter, Tensor]], kind: str
+    ) -> None:
+        if self._weight_states is not None:
+            self._is_weight[place, key] = key in self._weight_states
+            return
+        sums = torch.stack([_squares(p, state) for p, state in pairs]).sum(0)
+        apart, weight, size = self._shards.sum(sums).sqrt().tolist()
+        if weight == 0 or size == 0:  # nothing to compare yet
+            return
+        distance = apart / weight
+        if CLOSE < distance < FAR:
+            raise ValueError(
+                f"state {key!r} of {kind} is {distance:.2f} of the parameters' norm away from them: too near "
+                f"for a moment (>= {FAR}), too far for a copy of the weights (<= {CLOSE}). Say what it is: "
+                f"LayerSync.of(..., weight_states=({key!r},)) if landing has to move it with the parameters, "
+                "weight_states=() if no state is a weight"
+            )
+        self._is_weight[place, key] = distance <= CLOSE
+
+    # -- after a landing
+
+    def restart(self, params: Sequence[nn.Parameter]) -> None:
+        """Let L-BFGS forget its curvature: differences of gradients across a landing are not curvature."""
+        here = set(params)
+        for optimizer in self._all:
+            if isinstance(optimizer, torch.optim.LBFGS) and here & set(optimizer.param_groups[0]["params"]):
+                renew(optimizer, optimizer.param_groups[0]["params"][0])
+
+    def renew(self, params: Sequence[nn.Parameter]) -> None:
+        """Make the state of `params` that of new optimizers."""
+        for optimizer in self._all:
+            for p in params:
+                renew(optimizer, p)
+
+    def _count(self) -> int:
+        return sum(len(group["params"]) for o in self.outermost for group in o.param_groups)
+
+
+def _listed(inner: Any) -> list[Optimizer]:
+    given = list(inner) if isinstance(inner, list | tuple) else [inner]
+    found = [_unwrapped(each) for each in given]
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise ValueError(
+                f"inner is a {type(each).__module__}.{type(each).__qualname__}: LayerSync.of takes a "
+                "torch.optim.Optimizer or a list of them"
+            )
+        if not any(hasattr(o, "_optimizer_step_pre_hooks") for o in _chain(each)):
+            raise ValueError(
+                f"{type(each).__qualname__} has no step hooks: its __init__ must call "
+                "torch.optim.Optimizer.__init__; if it wraps another optimizer, give LayerSync.of that one"
+            )
+    if not found:
+        raise ValueError("inner is an empty list: LayerSync.of takes at least one optimizer")
+    return found
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside wrappers that only forward to it."""
+    while type(optimizer).__module__.partition(".")[0] in _WRAPPERS and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _chain(optimizer: Any) -> Iterator[Optimizer]:
+    """Yield `optimizer` and those it is made of, such as Lookahead's or SAM's base optimizer."""
+    seen = set()
+    while isinstance(optimizer, Optimizer) and id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        yield optimizer
+        optimizer = optimizer.__dict__.get("base_optimizer") or optimizer.__dict__.get("optimizer")
+
+
+def _check_parameters(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    names = {id(p): name for name, p in model.named_parameters()}
+    given = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    strange = [tuple(p.shape) for p in given if id(p) not in names and p.requires_grad]
+    if strange:
+        raise ValueError(
+            f"the optimizer has {len(strange)} parameters that are not in the model, the first of shape "
+            f"{strange[0]}: they would never be exchanged. Make the optimizer after fully_shard and .to(), "
+            "and put everything it trains into one module, such as an nn.ModuleDict"
+        )
+    held = {id(p) for p in given}
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing:
+        raise ValueError(
+            f"parameter {_some(missing)} of the model is in no optimizer: give LayerSync.of all optimizers "
+            "of the loop, as a list, and freeze what none of them trains (requires_grad_(False))"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+
+
+def _is_builtin(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def _could_be_weight(p: nn.Parameter, state: Any) -> bool:
+    if not isinstance(state, Tensor) or not state.is_floating_point() or state.layout != torch.strided:
+        return False
+    return p.numel() > 0 and state.numel() == p.numel() and local(state).numel() == local(p).numel()
+
+
+@torch.no_grad()
+def _squares(p: nn.Parameter, state: Tensor) -> Tensor:
+    """Return |state - p|^2, |p|^2 and |state|^2 of this rank's part."""
+    here = local(p).reshape(-1).float()
+    there = local(state).reshape(-1).to(here)
+    return torch.stack([v.square().sum() for v in (there - here, here, there)])
+
+
+@torch.no_grad()
+def _rounds_to(p: nn.Parameter, state: Tensor) -> bool:
+    """Whether `p` is `state` in a narrower type, rounded in any direction."""
+    if torch.finfo(state.dtype).eps >= torch.finfo(p.dtype).eps:
+        return False
+    here = local(p).reshape(-1).to(state.dtype)
+    there = local(state).reshape(-1)
+    info = torch.finfo(p.dtype)
+    return bool(((there - here).abs() <= info.eps * there.abs() + info.smallest_normal).all())

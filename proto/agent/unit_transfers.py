@@ -1,0 +1,290 @@
+"""One unit there and back: encode, push until the hub has it, wait for the decision, pull, answer."""
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from aedit.proto.agent.link import Answer, Verdict
+from aedit.proto.agent.mailbox import Mailbox
+from aedit.proto.agent.membership import Membership
+from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.agent.traffic import Traffic
+from aedit.proto.codecs.codecs import Feedback, codec, slices
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubRefused, HubUnreachable
+
+PAUSE_S = 1.0
+"""Mean pause before what a hub could not take now is tried again."""
+log = logging.getLogger(__name__)
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One exchange under way."""
+
+    unit: int
+    seq: int
+    """The trainer's number."""
+    base: int
+    steps: int
+    tokens: int
+    round: int = 0
+    number: int = 0
+    """The hub's number: counts the node's pushes of this unit over restarts of the trainer."""
+    payload: memoryview | None = None
+    verdict: Verdict = Verdict.NONE
+    arrived: bool = False
+
+    def is_lost(self, last: int) -> bool:
+        """Whether a hub that had this push, and had not decided on it, now says that `last` was the last."""
+        return self.arrived and not self.verdict and self.number > last
+
+
+class UnitTransfers:
+    """All exchanges of a node. The owner calls `start` and hands on what hubs say; answers appear in the
+    mailbox. One exchange per unit at a time."""
+
+    def __init__(
+        self, plan: AgentPlan, box: Mailbox, memberships: Sequence[Membership], traffic: Traffic
+    ) -> None:
+        self._plan, self._box, self._memberships, self._traffic = plan, box, memberships, traffic
+        self._codec = codec(plan.codec)
+        self._lock = threading.Lock()
+        self._active: dict[int, Transfer] = {}
+        self._accepted = [0] * len(plan.units)
+        self._news: dict[int, pb.UnitNews] = {}
+        self.versions = [0] * len(plan.units)
+        """Of box.anchors."""
+        self.guards = [threading.Lock() for _ in plan.units]
+        """Held while anchors change; a donor reads under it."""
+        self._pools = [ThreadPoolExecutor(plan.streams, f"hub-{k}") for k in range(len(memberships))]
+        self._failed: Callable[[BaseException], None] = lambda error: None
+
+    def on_failure(self, tell: Callable[[BaseException], None]) -> None:
+        """Whom to tell when an exchange cannot end."""
+        self._failed = tell
+
+    def start(self, transfer: Transfer) -> None:
+        """Its slices are in the outbox."""
+        with self._lock:
+            assert transfer.unit not in self._active, f"unit {transfer.unit}: two exchanges at a time"
+            self._active[transfer.unit] = transfer
+        self._submit(self._push, transfer)
+
+    @property
+    def under_way(self) -> int:
+        return len(self._active)
+
+    def accepted(self, part: int, numbers: Sequence[int]) -> None:
+        """A hub said at the join which push of each of its units was the last that it has. What it had and
+        has no more is pushed again: its successor may have been told less than it knew."""
+        units = range(part, len(numbers), len(self._memberships))
+        with self._lock:
+            for unit in units:
+                self._accepted[unit] = numbers[unit]
+            lost = [p for unit in units if (p := self._active.get(unit)) and p.is_lost(numbers[unit])]
+            for transfer in lost:
+                transfer.arrived = False
+        for transfer in lost:
+            log.warning("unit %d, push %d: the hub has forgotten it", transfer.unit, transfer.number)
+            self._submit(self._push, transfer)
+
+    def heard(self, news: Sequence[pb.UnitNews]) -> None:
+        """What a hub has decided on."""
+        for item in news:
+            with self._lock:
+                self._news[item.unit] = item
+                transfer = self._active.get(item.unit)
+            # Before the push has come back its number may still change.
+            if transfer is not None and transfer.arrived:
+                self._consider(transfer, item)
+
+    def found(self, unit: int) -> None:
+        """Push anchors[unit] as the run's first; returns when the hub has them, or others are here."""
+        reply = self._deliver(Transfer(unit, 0, 0, 0, 0, payload=_bytes(self._box.anchors[unit])))
+        if reply is None or reply.accepted:
+            self.versions[unit] = 1
+        else:
+            self.pull(unit)
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # --- in the pools' threads
+
+    def _submit(self, work: Callable[[Transfer], None], transfer: Transfer) -> None:
+        def guarded() -> None:
+            try:
+                work(transfer)
+            except BaseException as error:
+                self._failed(error)
+
+        self._pools[transfer.unit % len(self._memberships)].submit(guarded)
+
+    def _push(self, transfer: Transfer) -> None:
+        if transfer.payload is None:
+            transfer.payload = self._encode(transfer.unit)
+        reply = self._deliver(transfer)
+        with self._lock:
+            transfer.arrived = True
+            said = self._news.get(transfer.unit)
+        for news in (reply.news if reply else None, said):
+            if news is not None:
+                self._consider(transfer, news)
+        if not transfer.verdict:
+            self._memberships[transfer.unit % len(self._memberships)].ask_soon()
+
+    def _deliver(self, transfer: Transfer) -> pb.PushReply | None:
+        """Push until the hub has answered; None: it has it already, or there is no use any more."""
+        membership = self._memberships[transfer.unit % len(self._memberships)]
+        while membership.wait():
+            if self._is_there(transfer):
+                return None
+            try:
+                return self._try_push(membership, transfer)
+            except HubUnreachable as error:
+                log.info("unit %d, push %d: %s", transfer.unit, transfer.number, error)
+                membership.missed()
+            except HubRefused as error:
+                if error.code == grpc.StatusCode.INVALID_ARGUMENT:
+                    log.warning("unit %d, push %d is not believed: %s", transfer.unit, transfer.number, error)
+                    news = pb.UnitNews(unit=transfer.unit, seq=transfer.number, verdict=pb.DISTRUSTED)
+                    return pb.PushReply(accepted=False, news=news)
+                _refused(membership, error)
+        return None
+
+    def _is_there(self, transfer: Transfer) -> bool:
+        """Whether the hub said at a join that it has this push. Numbers it if it has no number yet, or if
+        the hub has lost count."""
+        with self._lock:
+            last = self._accepted[transfer.unit]
+            if transfer.number and last >= transfer.number:
+                return True
+            transfer.number = last + 1
+        return False
+
+    def _try_push(self, membership: Membership, transfer: Transfer) -> pb.PushReply:
+        assert transfer.payload is not None
+        founds = transfer.base == 0
+        head = pb.PushHead(who=membership.who(), unit=transfer.unit, seq=transfer.number, base=transfer.base)
+        head.steps, head.tokens, head.round = transfer.steps, transfer.tokens, transfer.round
+        head.codec, head.num_bytes = "fp32" if founds else self._codec.name, len(transfer.payload)
+        with self._traffic.moving():
+            reply = membership.client.push(head, transfer.payload)
+        if not reply.accepted and not reply.news.verdict:
+            reply.news.MergeFrom(pb.UnitNews(unit=transfer.unit, seq=transfer.number, verdict=pb.REFUSED))
+        self._traffic.count(up=len(transfer.payload))
+        self._box.sent(self._traffic.bytes_up)
+        with self._lock:
+            self._accepted[transfer.unit] = max(self._accepted[transfer.unit], transfer.number)
+        return reply
+
+    def _consider(self, transfer: Transfer, news: pb.UnitNews) -> None:
+        """Is this the decision that the transfer waits for?"""
+        with self._lock:
+            if transfer.verdict or not news.verdict or news.seq < transfer.number:
+                return
+            transfer.verdict = Verdict(news.verdict)
+        if news.reason:
+            log.warning("unit %d, push %d: %s", transfer.unit, transfer.number, news.reason)
+        self._submit(self._answer, transfer)
+
+    def _answer(self, transfer: Transfer) -> None:
+        version = self.pull(transfer.unit)
+        if version == 0:
+            return
+        if self._codec.feedback:
+            self._settle(transfer)
+        with self._lock:
+            del self._active[transfer.unit]
+        self._box.answer(transfer.unit, Answer(transfer.seq, version, transfer.verdict))
+
+    # --- anchors
+
+    def pull(self, unit: int) -> int:
+        """Bring anchors[unit] to the hub's newest version, which is returned; 0: stopped."""
+        membership = self._memberships[unit % len(self._memberships)]
+        while membership.wait():
+            try:
+                return self._try_pull(membership, unit)
+            except HubUnreachable as error:
+                log.info("unit %d, pull: %s", unit, error)
+                membership.missed()
+            except HubRefused as error:
+                if error.code == grpc.StatusCode.DATA_LOSS:
+                    self.versions[unit] = 0  # no good as a delta: ask for the whole
+                _refused(membership, error)
+        return 0
+
+    def _try_pull(self, membership: Membership, unit: int) -> int:
+        anchor = self._box.anchors[unit]
+        whole = self._plan.codec_down == "fp32" or self.versions[unit] == 0
+        with self.guards[unit], self._traffic.moving():
+            base, self.versions[unit] = 0 if whole else self.versions[unit], 0
+            # What comes whole is written where it belongs. A delta is never larger, but needs its base.
+            into = _bytes(anchor) if whole else memoryview(bytearray(anchor.nbytes))
+            try:
+                head = membership.client.pull(
+                    pb.PullRequest(who=membership.who(), unit=unit, base=base), into
+                )
+            except BaseException:
+                self.versions[unit] = base
+                raise
+            self._traffic.count(down=head.num_bytes)
+            if head.chain:
+                add_chain(anchor, into[: head.num_bytes], head)
+            elif not whole:
+                _bytes(anchor)[:] = into[: head.num_bytes]
+            self.versions[unit] = head.version
+        return head.version
+
+    # --- error feedback
+
+    def _encode(self, unit: int) -> memoryview:
+        """What travels: the outbox, with what earlier encodings of this unit have left out."""
+        outbox = self._box.outbox[unit]
+        if self._codec.name == "fp32":
+            return _bytes(outbox)
+        return self._feedback(unit).encode(outbox) if self._codec.feedback else self._codec.encode(outbox)
+
+    def _settle(self, transfer: Transfer) -> None:
+        """What the hub took is the decoded payload; the rest goes with the next push. A refused push leaves
+        all with the trainer, so the residual stays as it was; one that was not believed is given up."""
+        assert transfer.payload is not None
+        if transfer.verdict == Verdict.DISTRUSTED:
+            self._box.residuals[transfer.unit][:] = 0
+        elif transfer.verdict == Verdict.MERGED:
+            self._feedback(transfer.unit).taken(self._box.outbox[transfer.unit], transfer.payload)
+
+    def _feedback(self, unit: int) -> Feedback:
+        return Feedback(self._codec, self._box.residuals[unit])
+
+
+def add_chain(anchor: Vector, data: memoryview, head: pb.PullHead) -> None:
+    """Bring `anchor` from the chain's base to head.version: the hub's own additions, in its order."""
+    decoder, offset = codec(head.codec), 0
+    for link in head.chain:
+        delta = data[offset : offset + link.num_bytes]
+        for start, stop in slices(len(anchor)):
+            anchor[start:stop] += decoder.decode(delta, len(anchor), start, stop)
+        offset += link.num_bytes
+
+
+def _bytes(vector: Vector) -> memoryview:
+    return vector.view(np.uint8).data
+
+
+def _refused(membership: Membership, error: HubRefused) -> None:
+    """Hand the refusal to the membership, and let some time go by."""
+    membership.refused(error)
+    membership.pause(random.uniform(0.5, 1.5) * PAUSE_S)

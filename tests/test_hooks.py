@@ -1,0 +1,126 @@
+"""Hooks on a model that is compiled, saved, copied, or run in parts."""
+
+import copy
+import io
+import re
+
+import pytest
+import torch
+from dist_jobs.library_jobs import Tower, batches, loss
+from kit.deferred import add_one, alone, node
+from kit.local_sgd import furthest, local_sgd, trainable
+from test_library import assert_same_bits, replicas, together
+
+from aedit.async_sgd.rules.outer import Average
+from aedit.types import Round
+
+JOBS = "tests/dist_jobs/library_jobs.py"
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_model_that_has_run_compiled_before_the_block_lands_in_its_next_forward(in_place):
+    model = Tower()
+    runs = model if in_place else torch.compile(model, backend="eager")
+    if in_place:
+        model.compile(backend="eager")
+    x = torch.ones(2, 5)
+    runs(x)
+    sync, _ = node(model, alone(), outer=Average(0.5), prefetch=0)
+    with sync:
+        add_one(model)
+        expected = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in expected.parameters():
+                p.sub_(0.5)
+        sync.begin(Round(1, 1))
+        torch.testing.assert_close(runs(x), expected.forward(x))
+        sync.schedule.last_id = 1
+
+
+def test_training_a_model_compiled_before_the_block_is_local_sgd():
+    models, data = replicas(Tower(), 2), [batches(i, 4) for i in range(2)]
+    compiled = {id(model): torch.compile(model, backend="eager") for model in models}
+    for each in compiled.values():
+        each(torch.ones(2, 5))
+    results = together(models, data, every=2, loss=lambda model, x: loss(compiled[id(model)], x))
+    assert_same_bits(results)
+    assert furthest(results[0][0], local_sgd(Tower(), data, loss, every=2)) < 1e-6
+
+
+def test_a_wrapper_of_torch_compile_can_be_the_model():
+    wrapped = [torch.compile(model, backend="eager") for model in replicas(Tower(), 2)]
+    data = [batches(i, 4) for i in range(2)]
+    results = together(wrapped, data, every=2)
+    expected = local_sgd(Tower(), data, loss, every=2)
+    assert furthest(results[0][0], {f"_orig_mod.{name}": p for name, p in expected.items()}) < 1e-6
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [saved_and_loaded, copy.deepcopy])
+def test_a_copy_of_an_attached_model_is_a_plain_model(copied):
+    model, x = Tower(), torch.ones(2, 5)
+    held = alone()
+    sync, _ = node(model, held, outer=Average(0.5))
+    with sync:
+        add_one(model)
+        other = copied(model)
+        before = {name: p.clone() for name, p in trainable(other)}
+        sync.begin(Round(1, 1))
+        other(x)
+        assert held.asked == [], "a copy lands nothing"
+        assert furthest(dict(trainable(other)), before) == 0
+        model(x)
+        assert not sync.in_flight
+        sync.schedule.last_id = 1
+
+
+class Skips(Tower):
+    """Runs its head, and uses a block's parameters without running it."""
+
+    def hidden(self, x):
+        return self.head(x) * self.blocks[1].up.weight.sum()
+
+
+@pytest.mark.parametrize("landing", ["forward", "arrival"])
+def test_a_unit_that_lands_late_because_its_module_never_runs_is_named(landing, monkeypatch):
+    model = Skips()
+    sync, inner = node(model, alone(), landing=landing, every=3)
+    said = []
+    monkeypatch.setattr("aedit.edit.landing.warnings.warn", lambda text, stacklevel: said.append(text))
+    with sync:
+        for batch in batches(0, 7):
+            model.hidden(batch).sum().backward()
+            inner.step()
+            inner.zero_grad()
+            sync.step()
+    assert re.match(
+        r"unit blocks.0, blocks.1, blocks.2 of round 1 lands only now.*EditConfig\(units=", said[0]
+    )
+    assert len(said) == 1
+
+
+def test_whoever_runs_all_modules_is_not_warned(recwarn):
+    for landing in ("forward", "arrival"):
+        model = Tower()
+        sync, inner = node(model, alone(), landing=landing, every=1)
+        with sync:
+            for batch in batches(0, 4):
+                loss(model, batch).backward()
+                inner.step()
+                inner.zero_grad()
+                sync.step()
+    assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
+
+
+@pytest.mark.parametrize("units", ["model", "auto"])
+@pytest.mark.parametrize("sharded", ["blocks", "root"])
+def test_an_evaluation_before_a_round_leaves_nothing_gathered_that_is_old(world, units, sharded):
+    args = {"units": units, "sharded": sharded}
+    for said, expected in world.run(JOBS, "train_after_an_evaluation", size=2, args=args):
+        assert (said - expected).abs().max() < 1e-6
