@@ -75,7 +75,7 @@ def test_a_writer_that_dies_in_the_middle_has_published_nothing(monkeypatch):
 
 def overtaken_once(writer, monkeypatch, publications):
     """The writer publishes so often while the reader is between copying and looking again."""
-    real, calls = publishing.fence, []
+    real, calls = publishing.memory_fence, []
 
     def fence():
         real()
@@ -84,7 +84,7 @@ def overtaken_once(writer, monkeypatch, publications):
             for n in range(publications):
                 writer.publish(numbers(100 + n), 1)
 
-    monkeypatch.setattr(publishing, "fence", fence)
+    monkeypatch.setattr(publishing, "memory_fence", fence)
 
 
 def test_a_slot_that_is_overwritten_while_it_is_copied_is_not_taken(monkeypatch):
@@ -209,7 +209,7 @@ class Dying(dict):
 def test_a_slot_whose_writer_is_in_the_middle_of_it_is_torn_and_not_corrupt(monkeypatch):
     writer, reader = both_ends()
     writer.publish(numbers(1), 1)
-    real, calls = publishing.fence, []
+    real, calls = publishing.memory_fence, []
 
     def fence():
         real()
@@ -219,7 +219,7 @@ def test_a_slot_whose_writer_is_in_the_middle_of_it_is_torn_and_not_corrupt(monk
             with pytest.raises(ZeroDivisionError):
                 writer.publish(Dying(numbers(3)), 1)
 
-    monkeypatch.setattr(publishing, "fence", fence)
+    monkeypatch.setattr(publishing, "memory_fence", fence)
     assert reader.newest() is None
     assert (reader.torn, reader.corrupt) == (1, 0)
     assert same(reader.newest().tensors, numbers(2))

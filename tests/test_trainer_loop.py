@@ -16,8 +16,8 @@ from aedit.spec_rollout.idle.trainer_memory import (
     TrainerPlan,
     TrainerState,
     TrainerStatus,
-    shared_memory,
 )
+from aedit.system import anonymous_memory
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def memory():
             feature_bytes=100,
             **plan,
         )
-        fd = shared_memory(sum(plan.regions.values()))
+        fd = anonymous_memory("aedit-drafter", sum(plan.regions.values()))
         made.append(fd)
         node, trainer = TrainerMemory(plan, fd), TrainerMemory(plan, fd)
         node.drafter.publish(trainees.weights(), 0)
@@ -162,7 +162,7 @@ def test_a_writer_that_is_stopped_in_the_middle_of_its_figures_hides_none(monkey
     memory = memoryview(bytearray(TrainerStatus.NUM_BYTES))
     writer, reader = TrainerStatus(memory), TrainerStatus(memory)
     writer.set_metrics({"loss": 1.0})
-    monkeypatch.setattr("aedit.spec_rollout.idle.trainer_memory.fence", lambda: 1 / 0)
+    monkeypatch.setattr("aedit.spec_rollout.idle.trainer_memory.memory_fence", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         writer.set_metrics({"loss": 2.0})
     monkeypatch.undo()
@@ -170,7 +170,7 @@ def test_a_writer_that_is_stopped_in_the_middle_of_its_figures_hides_none(monkey
 
 
 def test_the_shared_memory_of_a_trainer_is_in_no_folder():
-    fd = shared_memory(10)
+    fd = anonymous_memory("aedit-drafter", 10)
     try:
         assert os.fstat(fd).st_size == 10
         assert os.fstat(fd).st_nlink == 0

@@ -22,11 +22,11 @@ from aedit.spec_rollout.idle.trainer_memory import (
     TrainerMemory,
     TrainerPlan,
     Training,
-    shared_memory,
 )
 from aedit.spec_rollout.idle.trainer_process import TrainerArguments
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig, TrainerSupervisor
 from aedit.spec_rollout.idle.windows import Windows
+from aedit.system import anonymous_memory
 
 MODULE = "aedit.spec_rollout.idle.trainer_process"
 
@@ -44,7 +44,7 @@ class DrafterTraining:
     ) -> None:
         self._clock = clock
         pickled(plan)  # what cannot be sent is refused before there is anything to clean up
-        self._fd = shared_memory(sum(plan.regions.values()))
+        self._fd = anonymous_memory("aedit-drafter", sum(plan.regions.values()))
         self._memory = TrainerMemory(plan, self._fd)
         spec = ProcessSpec(
             MODULE, pickled(TrainerArguments(self._fd, plan)), (self._fd,), config.niceness, config.log

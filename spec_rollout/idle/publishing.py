@@ -6,7 +6,6 @@ published with, is not taken, and the reader stays with what it has. Neither eve
 writer that is stopped or killed in the middle has published nothing.
 """
 
-import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from aedit.system import memory_fence
 
 ALIGN_BYTES = 64
 BLOCK_BYTES = 4096
@@ -104,14 +105,14 @@ class SharedSlots:
         number = self.newest_number + 1
         header, slot = self._slot_header(number), self._slot(number)
         header[NUMBER] = 0
-        fence()
+        memory_fence()
         for name, view in self.layout.views(slot):
             view.copy_(tensors[name].detach())
         header[VERSION] = version
         header[CHECKSUM] = checksum(slot, number, version)
-        fence()
+        memory_fence()
         header[NUMBER] = number
-        fence()
+        memory_fence()
         self._head[NEWEST] = number
         return number
 
@@ -130,11 +131,11 @@ class SharedSlots:
         return self.newest() or (self._copy(number - 1) if number > 1 else None)
 
     def _copy(self, number: int) -> Publication | None:
-        fence()
+        memory_fence()
         header = self._slot_header(number)
         before, version, expected = header[:3].tolist()
         slot = self._slot(number).clone() if before == number else None
-        fence()
+        memory_fence()
         if slot is None or int(header[NUMBER]) != number:
             self.torn += 1
             return None
@@ -159,16 +160,6 @@ def checksum(slot: Tensor, number: int, version: int) -> int:
     words = slot.numpy().view(np.uint64).reshape(-1, BLOCK_BYTES // 8)
     name = zlib.crc32(np.array([number, version], np.int64).tobytes())
     return zlib.crc32(words.sum(axis=1, dtype=np.uint64).tobytes(), name)
-
-
-def fence() -> None:
-    """Order memory: what this thread wrote (read) before is seen (done) before what it does after. Why two
-    takings of one lock do that on every processor is said in `aedit.proto.agent.mailbox`."""
-    lock = threading.Lock()
-    with lock:
-        pass
-    with lock:
-        pass
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:

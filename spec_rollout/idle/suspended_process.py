@@ -5,7 +5,6 @@ doing, and everything it has stays where it is. Whoever was in the middle of a m
 the next SIGCONT.
 """
 
-import ctypes
 import os
 import pickle
 import signal
@@ -20,7 +19,8 @@ from typing import Any
 
 import psutil
 
-PR_SET_PDEATHSIG = 1
+from aedit.system import end_with_parent
+
 SESSION_TRIES = 10
 ON_LINUX = sys.platform == "linux"
 
@@ -137,11 +137,7 @@ def read_work(arguments: list[str]) -> Any:
     then read what it has to do. words: its arguments."""
     parent = int(arguments[0])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if ON_LINUX:
-        # SIGKILL, as it also ends a process that is stopped.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(parent, signal.SIGKILL)  # SIGKILL also ends a process that is stopped
     os.kill(os.getpid(), signal.SIGSTOP)
     payload = pickle.load(sys.stdin.buffer)
     sys.path[:] = payload["path"]

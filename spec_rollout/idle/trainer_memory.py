@@ -3,9 +3,6 @@
 import json
 import math
 import mmap
-import os
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aedit.spec_rollout.idle.publishing import BLOCK_BYTES, SharedSlots, SlotLayout, fence
+from aedit.spec_rollout.idle.publishing import BLOCK_BYTES, SharedSlots, SlotLayout
+from aedit.system import memory_fence
 
 TEXT_BYTES = 4096
 
@@ -151,16 +149,16 @@ class TrainerStatus:
     def set_metrics(self, figures: Mapping[str, float]) -> None:
         count = self.get(StatusWord.METRICS) + 1
         _write(self._metrics[count % 2], json.dumps(dict(figures)))
-        fence()
+        memory_fence()
         self.words[StatusWord.METRICS] = count
 
     @property
     def metrics(self) -> dict[str, float]:
         """What the trainer told last."""
         while count := self.get(StatusWord.METRICS):
-            fence()
+            memory_fence()
             text = _read(self._metrics[count % 2])
-            fence()
+            memory_fence()
             if self.get(StatusWord.METRICS) == count:
                 return dict(json.loads(text))
         return {}
@@ -197,18 +195,6 @@ class TrainerMemory:
     @kl_nats.setter
     def kl_nats(self, kl_nats: float) -> None:
         self._moved[:] = self.drafter.newest_number, kl_nats
-
-
-def shared_memory(num_bytes: int) -> int:
-    """A descriptor of so many zeros that belong to no folder: when the last process that holds them ends,
-    however it ends, nothing is left."""
-    if sys.platform == "linux":
-        fd = os.memfd_create("aedit-drafter", os.MFD_CLOEXEC)
-    else:
-        fd, path = tempfile.mkstemp(prefix="aedit-drafter-")
-        os.unlink(path)
-    os.ftruncate(fd, num_bytes)
-    return fd
 
 
 def _write(memory: NDArray[np.uint8], text: str) -> None:
