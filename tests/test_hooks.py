@@ -106,11 +106,11 @@ def test_a_unit_that_lands_late_because_its_module_never_runs_is_named(landing, 
 
 
 def test_whoever_runs_all_modules_is_not_warned(recwarn):
-    for landing in ("forward", "arrival"):
+    for landing, every in (("forward", 1), ("arrival", 1), ("arrival", 2)):
         model = Tower()
-        sync, inner = node(model, alone(), landing=landing, every=1)
+        sync, inner = node(model, alone(), landing=landing, every=every)
         with sync:
-            for batch in batches(0, 4):
+            for batch in batches(0, 6):
                 loss(model, batch).backward()
                 inner.step()
                 inner.zero_grad()
