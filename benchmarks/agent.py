@@ -24,11 +24,10 @@ from torch import nn
 import aedit
 from aedit.edit.units import SyncUnit, find_units
 from aedit.launch.data.samples import batch
-from aedit.launch.rundir.provenance import source_digest
 from aedit.proto.agent.agent_link import AgentLink, start_agent
 from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
-from benchmarks.small_llama import corpus, inner_step, llama
-from benchmarks.table import Bar, Report, main, median, percent
+from benchmarks.kit.small_llama import corpus, inner_step, llama
+from benchmarks.kit.tables import Bar, Report, main, median, percent
 
 SEQ_LEN, BATCH_SIZE, LR = 64, 2, 1e-6
 STEPS_ALONE = 6
@@ -168,7 +167,6 @@ def agent_plan(address: str, codec: str, units: Sequence[SyncUnit], name: str) -
         addresses=(address,),
         name=name,
         run="agent",
-        code=source_digest(),
         version=aedit.__version__,
         units=tuple(
             UnitPlan(

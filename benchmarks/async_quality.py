@@ -20,9 +20,9 @@ from rich.progress import track
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, StalenessConfig
 from aedit.async_sgd.rules.outer import Nesterov
 from aedit.edit.config import PenaltyConfig
+from benchmarks.kit.tables import Bar, Report, main
+from benchmarks.kit.virtual_hub import Method, Outcome, Setting, train_apart, train_together, warm_up
 from benchmarks.quality import mean_and_half_width
-from benchmarks.run_hub import Method, Outcome, Setting, train_apart, train_together, warm_up
-from benchmarks.table import Bar, Report, main
 
 FULL, SEEDS = Setting(), 3
 QUICK = Setting(steps=6, warmup_steps=2, every=2, held_out=16)

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import coarse, netns, tun_link
-from benchmarks.bandwidth_hub import HubRow, HubSize, Way, hub_row, long_way
-from benchmarks.bandwidth_node import Job, Seen
-from benchmarks.netns import Place
-from benchmarks.run_hub import Setting
-from benchmarks.table import Bar, Report, main, percent
+from benchmarks.bandwidth_parts import coarse
+from benchmarks.bandwidth_parts.hub import HubRow, HubSize, Way, hub_row, long_way
+from benchmarks.bandwidth_parts.node import Job, Seen
+from benchmarks.kit import netns, tun_link
+from benchmarks.kit.netns import Place
+from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.kit.virtual_hub import Setting
 
 ROOT = Path(__file__).parent.parent
 MOST = 0.02
@@ -191,7 +192,7 @@ def _run(method: str, steps: int, size: Size, places: Sequence[Place]) -> list[S
 
 def _start(job: Job, place: Place, first: Place) -> "subprocess.Popen[str]":
     settings = [f"GLOO_SOCKET_IFNAME={place.interface}", f"MASTER_ADDR={first.address}", "OMP_NUM_THREADS=1"]
-    python = [sys.executable, "-m", "benchmarks.bandwidth_node", json.dumps(asdict(job))]
+    python = [sys.executable, "-m", "benchmarks.bandwidth_parts.node", json.dumps(asdict(job))]
     command = ["ip", "netns", "exec", place.namespace, "env", *settings, *python]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks import netns
-from benchmarks.chaos_books import Books, compare, journal_kept
-from benchmarks.field import Field
-from benchmarks.netns import Place
-from benchmarks.paced_node import PacedNode
-from benchmarks.table import Bar, Report, main, percent
+from benchmarks.chaos_parts.books import Books, compare, journal_kept
+from benchmarks.kit import netns
+from benchmarks.kit.cluster import Field
+from benchmarks.kit.netns import Place
+from benchmarks.kit.paced_node import PacedNode
+from benchmarks.kit.tables import Bar, Report, main, percent
 
 NODES = tuple(f"node-{i}" for i in range(6))
 RATE_MBIT = 100

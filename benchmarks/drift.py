@@ -1,6 +1,6 @@
 """Does a drafter that learns in idle time keep up with a policy that moves?
 
-A policy that was trained to write Python is moved by reinforcement learning (`drift_policy.py`), at a rate
+A policy that was trained to write Python is moved by reinforcement learning, at a rate
 that follows a schedule of its KL to where it began. (That of scratchpad arithmetic is too sure of itself to
 be moved by what it says.) A step is: rollouts by the speculating engine, whose features go into the ring; a
 wait; an update of the policy; a wait. The waits together are a fifth of the step. In them, and at no other
@@ -22,11 +22,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.drift_eval import Checkpoint
-from benchmarks.drift_report import depths, report
-from benchmarks.drift_run import FULL, QUICK, Drift, Size
+from benchmarks.drift_parts.judge import Checkpoint
+from benchmarks.drift_parts.report import depths, report
+from benchmarks.drift_parts.run import FULL, QUICK, Drift, Size
+from benchmarks.kit.tables import WIDTH, machine, show
 from benchmarks.policies import ROOT
-from benchmarks.table import WIDTH, machine, show
 
 
 def checkpoints(size: Size, root: Path, minutes: float) -> list[Checkpoint]:

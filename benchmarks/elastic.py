@@ -19,12 +19,12 @@ import torch
 
 from aedit.launch.config.load import load
 from aedit.launch.hub.replay import records_of
-from benchmarks.elastic_quality import PHASES, Curve, Elastic, jumps, setting
-from benchmarks.field import Field
-from benchmarks.lease_audit import Audit
-from benchmarks.paced_node import LATE_S, PacedNode
-from benchmarks.run_hub import Method
-from benchmarks.table import Bar, Report, main, percent
+from benchmarks.elastic_parts.lease_audit import Audit
+from benchmarks.elastic_parts.quality import PHASES, Curve, Elastic, jumps, setting
+from benchmarks.kit.cluster import Field
+from benchmarks.kit.paced_node import LATE_S, PacedNode
+from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.kit.virtual_hub import Method
 
 JUMP = 0.02
 CONFIG = Path(__file__).parent.parent / "configs" / "async.toml"

@@ -9,10 +9,10 @@ as `aedit hub` starts it, with its journal on the disk, and nodes that do all a 
 from dataclasses import asdict, dataclass, field
 
 from aedit.async_sgd.rules.config import Codec
-from benchmarks.hub_crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
-from benchmarks.hub_merge import Kind, Speeds, speeds
-from benchmarks.hub_push import push_seconds
-from benchmarks.table import Bar, Report, main, median, percent
+from benchmarks.hub_parts.crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
+from benchmarks.hub_parts.merge import Kind, Speeds, speeds
+from benchmarks.hub_parts.push import push_seconds
+from benchmarks.kit.tables import Bar, Report, main, median, percent
 
 WANTED_GB_S, WANTED_SHARE, WANTED_BEAT_S = 0.3, 0.6, 0.05
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "e3m0", "topk")

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import netns, tun_link
-from benchmarks.field import Field
-from benchmarks.netns import Place
-from benchmarks.paced_node import PacedNode
-from benchmarks.table import Bar, Report, main, percent
-from benchmarks.tun_link import Wire
+from benchmarks.kit import netns, tun_link
+from benchmarks.kit.cluster import Field
+from benchmarks.kit.netns import Place
+from benchmarks.kit.paced_node import PacedNode
+from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.kit.tun_link import Wire
 
 OVER_LINE_RATE, EXTRA_S = 1.25, 5.0
 AGAIN = 0.10

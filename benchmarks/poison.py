@@ -18,11 +18,11 @@ from rich.progress import track
 
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, StalenessConfig
 from aedit.async_sgd.rules.records import Layout, Push
-from benchmarks.attacks import Attack, attacks
 from benchmarks.kit.hubs import layout_of
-from benchmarks.run_hub import Method, Outcome, Setting, train_apart, warm_up
-from benchmarks.small_llama import llama
-from benchmarks.table import Bar, Report, main, percent
+from benchmarks.kit.small_llama import llama
+from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.kit.virtual_hub import Method, Outcome, Setting, train_apart, warm_up
+from benchmarks.poison_parts.attacks import Attack, attacks
 
 BAD_NODE = 3
 CLEAN = "none"

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from aedit.launch.cli.export import write_model
 from aedit.launch.data.tokenizer import ByteTokenizer
 from aedit.launch.node.model import num_parameters
-from benchmarks.policy_training import (
+from benchmarks.kit.policy_training import (
     Budget,
     Rows,
     Training,
@@ -31,8 +31,8 @@ from benchmarks.policy_training import (
     text_rows,
     watched,
 )
-from benchmarks.small_llama import corpus
-from benchmarks.tasks import MAX_CHARS, Task, draw_many
+from benchmarks.kit.small_llama import corpus
+from benchmarks.kit.tasks import MAX_CHARS, Task, draw_many
 
 ABOUT = "Train a policy for the rollout benchmarks, unless it is there already."
 ROOT = Path("runs/policies")
@@ -214,7 +214,7 @@ def main() -> None:
     size, loss = story["parameters"] / 1e6, story["held_out_loss"]
     print(f"{out}: {size:.1f} M parameters, {loss:.3f} nats per token held out")
     if args.drafter:
-        from benchmarks.policy_drafter import Recipe, drafter_ready
+        from benchmarks.kit.policy_drafter import Recipe, drafter_ready
 
         path = drafter_ready(Recipe(policy=policy), args.root)
         match = json.loads(path.with_suffix(".json").read_text())

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.run_virtual import METHODS, Outcome, Setting, train
-from benchmarks.table import Bar, Report, main, percent
+from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.quality_parts.virtual import METHODS, Outcome, Setting, train
 
 PLOT = Path(__file__).parent.parent / "docs" / "img" / "quality.png"
 FULL, SEEDS = Setting(), 3

@@ -2,9 +2,9 @@
 
     python -m benchmarks.rollout [--task scratchpad|python] [--size 10m] [--batches 1,2,4] [--quick]
 
-Policies and drafters come from `benchmarks.policies` and `benchmarks.policy_drafter`; what is not there yet
-is trained first. Four parts: rollout_stream (our arms on a stream of samples), rollout_theirs (beside
-`transformers`), rollout_drain (a batch to its end), and rollout_bars (what is wanted of all that).
+Policies and drafters are trained first if they are not there (`benchmarks.policies`). Four parts, each a file
+of rollout_parts/: stream (our arms on a stream of samples), theirs (beside `transformers`), drain (a batch to
+its end), and bars (what is wanted of all that).
 """
 
 import argparse
@@ -22,16 +22,16 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from benchmarks import rollout_tables
+from benchmarks.kit.policy_drafter import Recipe, drafter_ready
+from benchmarks.kit.tables import WIDTH, Bar, Report, machine, print_bars, print_table
 from benchmarks.policies import ROOT, Kind, Policy, load, ready
 from benchmarks.policies import Size as PolicySize
-from benchmarks.policy_drafter import Recipe, drafter_ready
-from benchmarks.rollout_bars import bars, drain_bars
-from benchmarks.rollout_cells import Cell, Size, measure_cell
-from benchmarks.rollout_drain import Drain, drains
-from benchmarks.rollout_stream import Cast, random_layer
-from benchmarks.rollout_theirs import Theirs, without_stop
-from benchmarks.table import WIDTH, Bar, Report, machine, print_bars, print_table
+from benchmarks.rollout_parts import tables as rollout_tables
+from benchmarks.rollout_parts.bars import bars, drain_bars
+from benchmarks.rollout_parts.cells import Cell, Size, measure_cell
+from benchmarks.rollout_parts.drain import Drain, drains
+from benchmarks.rollout_parts.stream import Cast, random_layer
+from benchmarks.rollout_parts.theirs import Theirs, without_stop
 
 ABOUT = "Tokens per second of rollouts: plain, each arm, the choice among them, and transformers."
 METHOD = (

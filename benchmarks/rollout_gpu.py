@@ -2,7 +2,7 @@
 
     python -m benchmarks.rollout_gpu [--size 100m] [--minutes M] [--batches 1,2,4] [--quick]
 
-Three parts: decoding one sample with a model of the shape of Qwen3-0.6B (rollout_gpu_decode); what
+Three parts: decoding one sample with a model of the shape of Qwen3-0.6B (gpu_decode); what
 `benchmarks.rollout` measures, for a policy and a drafter trained here, on the GPU; and the memory of the
 recorded graphs. Needs a CUDA device.
 """
@@ -25,16 +25,16 @@ from aedit.spec_rollout.arms.goodput import Goodput
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.drafts import parse_arm
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from benchmarks import rollout_gpu_decode as decoding
+from benchmarks.kit.policy_drafter import Recipe, drafter_ready
+from benchmarks.kit.tables import WIDTH, Report, machine, print_bars, print_table, show
 from benchmarks.policies import ROOT, Kind, Policy, load
 from benchmarks.policies import Size as PolicySize
-from benchmarks.policy_drafter import Recipe, drafter_ready
 from benchmarks.rollout import Found, whole_numbers
-from benchmarks.rollout_cells import Size, measure_cell
-from benchmarks.rollout_stream import FIXED, Cast, Contestant, engine_of, random_layer, stream
-from benchmarks.rollout_tables import line
-from benchmarks.rollout_theirs import Theirs, without_stop
-from benchmarks.table import WIDTH, Report, machine, print_bars, print_table, show
+from benchmarks.rollout_parts import gpu_decode as decoding
+from benchmarks.rollout_parts.cells import Size, measure_cell
+from benchmarks.rollout_parts.stream import FIXED, Cast, Contestant, engine_of, random_layer, stream
+from benchmarks.rollout_parts.tables import line
+from benchmarks.rollout_parts.theirs import Theirs, without_stop
 
 ABOUT = "Decoding and speculation on one GPU."
 NO_GPU = "needs a CUDA device: not run"

@@ -16,9 +16,9 @@ from statistics import fmean
 
 import psutil
 
-from benchmarks.field import Field
-from benchmarks.paced_node import PacedNode
-from benchmarks.table import Bar, Report, main, percent
+from benchmarks.kit.cluster import Field
+from benchmarks.kit.paced_node import PacedNode
+from benchmarks.kit.tables import Bar, Report, main, percent
 
 GROWTH = 0.05
 LIMIT_S = 60.0

@@ -18,9 +18,9 @@ from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.memory import MemoryWorld
-from benchmarks.paced import Pace, Walk, together, tower, walk
-from benchmarks.straggler_hub import PRESETS, Scene, Seen, run_scene
-from benchmarks.table import Bar, Report, main, percent
+from benchmarks.kit.paced import Pace, Walk, together, tower, walk
+from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.straggler_parts.hub import PRESETS, Scene, Seen, run_scene
 
 STEP_S = 0.02
 WORLD_TIMEOUT_S = 60.0

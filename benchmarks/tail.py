@@ -28,13 +28,13 @@ from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.migration.moving import Reallocator
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from benchmarks.kit.policy_drafter import Recipe, drafter_ready
+from benchmarks.kit.tables import WIDTH, Bar, Report, machine, median, percent, show
 from benchmarks.policies import ROOT, Policy, Size, load, prompts
-from benchmarks.policy_drafter import Recipe, drafter_ready
-from benchmarks.rollout_cells import Interval
-from benchmarks.rollout_same import Same
-from benchmarks.table import WIDTH, Bar, Report, machine, median, percent, show
-from benchmarks.tail_nodes import NODES, Node, PacedTarget, Way, World
-from benchmarks.tail_times import ARMS, Times, measured
+from benchmarks.rollout_parts.cells import Interval
+from benchmarks.rollout_parts.same import Same
+from benchmarks.tail_parts.nodes import NODES, Node, PacedTarget, Way, World
+from benchmarks.tail_parts.times import ARMS, Times, measured
 
 ABOUT = "The last of a batch's rollouts over four engines, with and without moving and speculation."
 METHOD = (

@@ -10,15 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aedit.edit import canonical
+from aedit.edit.config import EditConfig
 from aedit.edit.digest import halves
+from aedit.edit.schedule import RoundSchedule
 from aedit.edit.shards import Shards
+from aedit.edit.tensors import named_buffers
 from aedit.edit.units import SyncUnit
 from aedit.proto.transports.transport import Transport
 
 _MISSING = "nothing"
+_PROGRESS = ("schedule.last_id", "schedule.last_step")
 
 
 def described_layout(units: Sequence[SyncUnit], shards: Shards) -> dict[str, str]:
@@ -26,6 +30,20 @@ def described_layout(units: Sequence[SyncUnit], shards: Shards) -> dict[str, str
     found = {"ranks per node": str(shards.size), "number of units": str(len(units))}
     for unit, parameters in canonical.layout(units):
         found |= {f"parameter {name}": f"shape {shape} in unit {unit}" for name, shape in parameters}
+    return found
+
+
+def described_loop(model: nn.Module, config: EditConfig, schedule: RoundSchedule) -> dict[str, str]:
+    """Return what a training loop has that no exchange knows: settings, frozen parameters and buffers."""
+    found = {f"edit.{name}": str(getattr(config, name)) for name in ("fragments", "warmup_steps")}
+    settings = described("schedule", schedule)
+    found |= {name: text for name, text in settings.items() if name not in _PROGRESS}
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    for name, p in frozen.items():
+        found[f"parameter {name}"] = f"shape {tuple(p.shape)}, frozen"
+    for name, buffer, persistent in named_buffers(model):
+        if persistent:
+            found[f"buffer {name}"] = f"{buffer.dtype} of shape {tuple(buffer.shape)}"
     return found
 
 

@@ -14,6 +14,7 @@ from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.digest import digest, halves
 from aedit.edit.named import history, kept_state, named, named_history
+from aedit.edit.peers import Peers
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
@@ -47,7 +48,7 @@ class RoundOutcome:
     """Node whose anchors this one had to adopt because its own were different."""
 
 
-class Exchange(Protocol):
+class Exchange(Peers, Protocol):
     """Where next anchors come from."""
 
     asynchronous: bool
@@ -75,9 +76,6 @@ class Exchange(Protocol):
     def anchor(self) -> None:
         """Make the parameters as they are the first anchors. All nodes together."""
 
-    def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
-        """Plain mean of `value` over nodes, for the warm-up."""
-
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
         """Announce `round` for `units`: one small message. Units may be started once the answer is in."""
 
@@ -102,9 +100,6 @@ class Exchange(Protocol):
 
     def note_step(self, steps: int, waited_s: float) -> None:
         """Take note of an inner step: steps so far, and seconds spent waiting for other nodes."""
-
-    def gather(self, key: str, number: float) -> tuple[float, ...]:
-        """Return the number of every node, all nodes together; of an asynchronous one, its own alone."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all that must outlive the process, by name: views, to be saved before the next step.
@@ -209,6 +204,9 @@ class MeanExchange:
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         return Then(self.transport.weighted_mean(name, value, weight), lambda mean: mean.value)
 
+    def rows(self, key: str, row: Tensor) -> Pending[Rows]:
+        return self.transport.gather(key, row)
+
     @torch.no_grad()
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
         G_L = self._norms(units)
@@ -295,10 +293,6 @@ class MeanExchange:
 
     def note_step(self, steps: int, waited_s: float) -> None:
         """Do nothing: rounds carry step counts."""
-
-    def gather(self, key: str, number: float) -> tuple[float, ...]:
-        row = torch.tensor([number], dtype=torch.float64)
-        return tuple(self.transport.gather(key, row).result().rows[:, 0].tolist())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return anchors and outer state by parameter, history of norms, and step counts."""

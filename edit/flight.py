@@ -1,14 +1,19 @@
 """A round under way, as the node that opened it sees it."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from aedit.edit.buffers import OpenBuffers
 from aedit.edit.exchange import RoundOutcome
+from aedit.edit.shards import Shards
 from aedit.proto.transports.transport import Pending
 from aedit.types import Round
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -22,8 +27,35 @@ class Flight:
     opened_at: int = 0  # local step
     modes: tuple[Any, ...] = ()
     """What the parameters were when it was opened: see `InnerOptimizers.modes`."""
+    buffers: OpenBuffers | None = None
     waited_s: float = 0.0
     verdict: RoundOutcome | None = None
     sent: dict[int, Pending[Tensor]] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
     """Units answered on every rank, which may land in the next forward; since which local step."""
+
+
+def note_answers(flights: Sequence[Flight], shards: Shards, step: int) -> list[Flight]:
+    """Note which answers are here on every rank of the node, and land buffers that are; at local step `step`.
+
+    Returns the flights whose verdict has come. Never waits for another node.
+    """
+    if not flights:
+        return []
+    asked = [(flight, i) for flight in flights for i in flight.sent if i not in flight.ready]
+    opening = [flight for flight in flights if flight.verdict is None]
+    buffers = [flight.buffers for flight in flights if flight.verdict and flight.buffers]
+    here = [flight.sent[i].done() for flight, i in asked] + [flight.opening.done() for flight in opening]
+    agreed = iter(shards.all(here + [each.done() for each in buffers]))
+    for flight, i in asked:
+        if next(agreed):
+            flight.ready[i] = step
+    opened = [flight for flight in opening if next(agreed)]
+    for each in buffers:
+        if next(agreed):
+            each.land(_result)
+    return opened
+
+
+def _result(pending: Pending[T]) -> T:
+    return pending.result()

@@ -33,7 +33,7 @@ from aedit.edit.units import SyncUnit
 from aedit.proto.agent import link as wire
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused
 from aedit.proto.agent.link import Link
-from aedit.proto.transports.transport import PeersMissing, Pending
+from aedit.proto.transports.transport import PeersMissing, Pending, Rows
 from aedit.types import Round
 
 WITHDRAW_S = 10.0
@@ -243,6 +243,9 @@ class HubExchange:
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
         raise ValueError("nodes of a hub do not meet at every step: set edit.warmup_steps = 0")
 
+    def rows(self, key: str, row: Tensor) -> Pending[Rows]:
+        return Here(lambda: Rows(row.unsqueeze(0), 0))
+
     @torch.no_grad()
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
         """Measure and judge; nothing is asked of the others, so the verdict is there at once."""
@@ -318,9 +321,6 @@ class HubExchange:
         """End the node's agent, if the exchange is not entered after all. The hub is told nothing."""
         if isinstance(self.link, AgentLink):
             self.link.stop()
-
-    def gather(self, key: str, number: float) -> tuple[float, ...]:
-        return (number,)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the node knows of its own norms, and its codec's residuals. The anchors are the hub's.

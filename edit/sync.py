@@ -19,20 +19,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from aedit.edit.agreement import described
+from aedit.edit.agreement import described_loop
+from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
+from aedit.edit.equal import equalize
 from aedit.edit.exchange import Exchange, RoundOutcome
-from aedit.edit.flight import Flight
+from aedit.edit.flight import Flight, note_answers
 from aedit.edit.hooks import Hook, forget_graphs_without
 from aedit.edit.landing import reshard, take, warn_of_idle_modules
 from aedit.edit.optimizers import Inner, InnerOptimizers
 from aedit.edit.schedule import RoundSchedule, make_schedule
-from aedit.edit.shards import shards_of
+from aedit.edit.shards import local, shards_of
 from aedit.edit.units import SyncUnit, find_units
 from aedit.edit.waiting import Waiter
+from aedit.edit.warmup import GradientMean
 from aedit.types import Round
-
-_PROGRESS = ("schedule.last_id", "schedule.last_step")
 
 
 class LayerSync(Waiter):
@@ -68,13 +69,20 @@ class LayerSync(Waiter):
         """Inner steps of all nodes up to that round, warm-up not included."""
         self._flights: list[Flight] = []  # oldest first
         self._hooks: list[RemovableHandle] = []
-        self._averaged = False
         for unit in self.units:
             unit.states = self.optimizers
         self._params = [p for unit in self.units for p in unit.params]
         self._compared = False
         self.anchored = False
         """Whether the first local phase has begun."""
+        self._gradients = GradientMean(
+            self.units,
+            self.shards,
+            exchange,
+            wait=lambda pending: self.wait(pending, needed=self.position + 1),
+            steps=lambda: self.steps,
+        )
+        self._buffers = Buffers(model, exchange, self.shards, local(self.units[0].params[0]).device)
         exchange.bind(self.units, self.shards)
         schedule.listen(exchange.notes)
 
@@ -124,16 +132,18 @@ class LayerSync(Waiter):
 
     def __enter__(self) -> "LayerSync":
         self.compare()
+        if not self.anchored:
+            equalize(self.model, self.exchange)
+        if self.warming_up:
+            self._gradients.attach(self.optimizers.stepping)
+        elif not self.anchored:
+            self.anchor()
         forget_graphs_without([module for unit in self.units for module in unit.modules], self.model)
         for i, unit in enumerate(self.units):
             land = Hook(partial(self._before_forward, i))
             for module in unit.modules:
                 self._hooks.append(module.register_forward_pre_hook(land, prepend=True))
         self._hooks.append(self.model.register_forward_hook(Hook(self._after_forward)))
-        for inner in self.optimizers.stepping:
-            self._hooks.append(inner.register_step_pre_hook(Hook(self.average_gradients)))
-        if not self.warming_up and not self.anchored:
-            self.anchor()
         return self
 
     def __exit__(
@@ -147,6 +157,7 @@ class LayerSync(Waiter):
         finally:
             while self._hooks:
                 self._hooks.pop().remove()
+            self._gradients.detach()
 
     # -- what the training loop calls
 
@@ -172,39 +183,39 @@ class LayerSync(Waiter):
 
     def step(self) -> None:
         """Count an inner step, and open a round if one is due. Call it after the inner optimizer has
-        stepped."""
+        stepped.
+
+        Raises RuntimeError for a step of the warm-up whose gradients were not averaged.
+        """
         if not self._hooks:
             raise ValueError("sync.step() outside the block: wrap the training loop in `with sync:`")
         self.optimizers.check_unchanged()
         if not self.optimizers.looked:  # now: right after the first step, weights are nearest to parameters
             self.optimizers.look(self._params)
-        self._averaged = False
         warmed_up = self.warming_up
+        if warmed_up:
+            self._gradients.end_step()
         self.steps += 1
         self.exchange.note_step(self.steps, self.waited_s)
         if self.warming_up:
             return
         if warmed_up:
+            self._gradients.detach()
+            self._buffers.exchange(f"warmup/{self.steps}", self.wait)
             return self.anchor()
-        self._look_for_answers()
+        if self.config.landing == "arrival":
+            for flight in note_answers(self._flights, self.shards, self.local_steps):
+                self._send_all(flight)
         self._hold_back()
         if round := self._due():
             self.begin(round)
 
     def average_gradients(self) -> None:
         """Warm-up: replace gradients by their mean over nodes. Called before the inner step by itself;
-        call it before clipping gradients, so that what is clipped is the mean. A node with a NaN or Inf is
-        left out of a unit."""
-        if not self.warming_up or self._averaged:
-            return
-        asked = []
-        for unit in self.units:
-            gradient = unit.gradient()
-            finite = self.shards.sum((~gradient.isfinite()).sum()) == 0
-            asked.append(self.exchange.average(f"warmup/{self.steps}/{unit.name}", gradient, finite.float()))
-        for unit, pending in zip(self.units, asked, strict=True):
-            unit.set_gradient(self.wait(pending, needed=self.position + 1))
-        self._averaged = True
+        call it before clipping gradients, so that what is clipped is the mean, and before a GradScaler looks
+        at them. A node with a NaN or Inf is left out of a unit."""
+        if self.warming_up:
+            self._gradients.average()
 
     def begin(self, round: Round, *, leaving: bool = False) -> Flight:
         """Open `round` and return at once; its units land as the next forward passes reach them."""
@@ -221,6 +232,10 @@ class LayerSync(Waiter):
                 self.units[i].sent = self.units[i].flat()
         opening = self.exchange.open(round, units, leaving=leaving)
         flight = Flight(round, units, opening, deque(units), self.local_steps, self.optimizers.modes)
+        if self.free:
+            self._buffers.warn_if_changed()
+        elif self._buffers:
+            flight.buffers = self._buffers.open(str(round.id), stepped=round.steps > 0)
         self._flights.append(flight)
         if self.free:
             self._send_all(flight)
@@ -252,7 +267,9 @@ class LayerSync(Waiter):
         A node that ends early keeps answering rounds, with weight 0, until all have ended.
         """
         self.finish()
-        if self.warming_up or not self.anchored:
+        if self.warming_up:
+            return self._buffers.exchange(f"warmup/{self.steps}", self.wait)
+        if not self.anchored:
             return
         all_leaving = 0
         while all_leaving < self.config.fragments:  # every fragment once more
@@ -269,13 +286,9 @@ class LayerSync(Waiter):
     def compare(self) -> None:
         """Raise ValueError if model or settings differ between nodes. All nodes together, before anything
         else is exchanged; only the first call does it. `with` does it by itself."""
-        if self._compared:
-            return
-        settings = {f"edit.{name}": str(getattr(self.config, name)) for name in ("fragments", "warmup_steps")}
-        schedule = described("schedule", self.schedule)
-        settings |= {name: text for name, text in schedule.items() if name not in _PROGRESS}
-        self.exchange.compare(settings)
-        self._compared = True
+        if not self._compared:
+            self.exchange.compare(described_loop(self.model, self.config, self.schedule))
+            self._compared = True
 
     def anchor(self) -> None:
         """Take the first anchors, all nodes together. `with` and the end of the warm-up do it by
@@ -311,21 +324,6 @@ class LayerSync(Waiter):
         P = self.config.fragments
         return tuple(range((round_id - 1) % P, len(self.units), P))
 
-    def _look_for_answers(self) -> None:
-        """`arrival`: note what has come, as all ranks of the node see it. Never waits for another node."""
-        if self.config.landing == "forward" or not self._flights:
-            return
-        asked = [(flight, i) for flight in self._flights for i in flight.sent if i not in flight.ready]
-        opening = [flight for flight in self._flights if flight.verdict is None]
-        here = [flight.sent[i].done() for flight, i in asked] + [flight.opening.done() for flight in opening]
-        agreed = iter(self.shards.all(here))
-        for flight, i in asked:
-            if next(agreed):
-                flight.ready[i] = self.local_steps
-        for flight in opening:
-            if next(agreed):
-                self._send_all(flight)
-
     def _send_all(self, flight: Flight) -> None:
         self._verdict(flight)
         while flight.unsent:
@@ -339,6 +337,9 @@ class LayerSync(Waiter):
         if flight.verdict is None:
             flight.verdict = self.wait(flight.opening, flight, needed=self.position)
             self.total_steps = flight.verdict.total_steps
+            if flight.buffers:
+                trusted = not flight.verdict.distrusted and flight.verdict.healed_from is None
+                flight.buffers.send(self.wait(flight.buffers.rows, flight), trusted=trusted)
         return flight.verdict
 
     # -- landing
@@ -365,6 +366,8 @@ class LayerSync(Waiter):
             self._send(flight)
         if i not in flight.sent:
             return
+        if flight.buffers and (self.config.landing == "forward" or len(flight.sent) == 1):
+            flight.buffers.land(partial(self.wait, flight=flight))
         anchor = self._answer(flight, i)
         verdict = flight.verdict = self.exchange.conclude(i, verdict)
         if self.config.landing == "forward":

@@ -7,7 +7,6 @@ import numpy as np
 from kit.agents import node, order, plan, until
 from kit.hub_processes import HubProcess, ending
 
-from aedit.launch.rundir.provenance import source_digest
 from aedit.proto.agent.link import Verdict
 
 RUN = """
@@ -43,7 +42,7 @@ def start_hub(directory, standby=""):
 
 
 def member(address, name, **changes):
-    settings = {"code": source_digest(), "heartbeat_s": 0.1, "expire_s": 3.0, "samples_per_step": 2}
+    settings = {"heartbeat_s": 0.1, "expire_s": 3.0, "samples_per_step": 2}
     return plan([address], name=name, **(settings | changes))
 
 

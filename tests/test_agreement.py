@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tests.kit.nodes import tower
+from kit.nodes import tower
 from torch import nn
 
 from aedit.async_sgd.rules.outer import Average, Nesterov
@@ -93,7 +93,7 @@ def test_every_node_names_the_parameter_that_differs():
     frozen.first.bias.requires_grad_(False)
     for other, name, mine, theirs in (
         (wider, "parameter middle.weight", "shape (3, 7) in unit middle", "shape (4, 7) in unit middle"),
-        (frozen, "parameter first.bias", "shape (7,) in unit first", "nothing"),
+        (frozen, "parameter first.bias", "shape (7,) in unit first", "shape (7,), frozen"),
     ):
         models = [other, tower()]
         said = errors(lambda node, transport, models=models: of(models[node], transport), nodes=2)
@@ -101,7 +101,7 @@ def test_every_node_names_the_parameter_that_differs():
         assert said[0][0].startswith(f"{name}: node 0 has {theirs}, node 1 has {mine};")
 
 
-def test_nodes_that_are_equal_exchange_one_row_and_go_on():
+def test_nodes_that_are_equal_exchange_digests_and_go_on():
     """Weights, per-node timeouts and prefetch may differ: they are no settings of the run."""
     world = MemoryWorld(2, timeout_s=20.0)
 
@@ -114,4 +114,4 @@ def test_nodes_that_are_equal_exchange_one_row_and_go_on():
     models = [tower(), tower()]
     with ThreadPoolExecutor(2) as pool:
         for keys in pool.map(run, range(2)):
-            assert keys[:2] == ["settings/digest", "anchor"]
+            assert keys[:4] == ["settings/digest", "start/names", "start/digests", "anchor"]

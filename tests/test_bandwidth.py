@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from benchmarks import bandwidth_hub
-from benchmarks.bandwidth_hub import HubRow, Way, long_way
-from benchmarks.bandwidth_hub_node import HubSeen, Traffic
-from benchmarks.coarse import CoarsePushes, coarse, cost
-from benchmarks.netns import Place
+from benchmarks.bandwidth_parts import hub as bandwidth_hub
+from benchmarks.bandwidth_parts.coarse import CoarsePushes, coarse, cost
+from benchmarks.bandwidth_parts.hub import HubRow, Way, long_way
+from benchmarks.bandwidth_parts.hub_node import HubSeen, Traffic
+from benchmarks.kit.netns import Place
 
 from aedit.async_sgd.inprocess import ArrayValues
 from aedit.async_sgd.rules.records import Push

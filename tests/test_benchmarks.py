@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import netns, quality, table
+from benchmarks import quality
 from benchmarks.bandwidth import Row
-from benchmarks.bandwidth_node import Seen
+from benchmarks.bandwidth_parts.node import Seen
+from benchmarks.kit import netns
+from benchmarks.kit import tables as table
+from benchmarks.kit.paced import Pace, Walk
+from benchmarks.kit.small_llama import corpus, llama
 from benchmarks.overhead import Interval, bootstrap, cost
-from benchmarks.paced import Pace, Walk
-from benchmarks.run_virtual import BAD_NODE, METHODS, NODES, Setting, held_out_loss, train
-from benchmarks.small_llama import corpus, llama
+from benchmarks.quality_parts.virtual import BAD_NODE, METHODS, NODES, Setting, held_out_loss, train
 
 from aedit.launch.data.order import permutation
 

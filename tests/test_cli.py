@@ -3,17 +3,20 @@
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import aedit
 from aedit.launch.cli import main
+from aedit.launch.config.load import load
+from aedit.launch.config.presets import preset_names
 from aedit.types import UserError
 
 COMMANDS = (
     *("run", "hub", "join", "keys", "status", "top", "plot", "export", "generate", "config", "doctor"),
-    "completion",
+    *("init", "completion"),
 )
 
 
@@ -58,6 +61,12 @@ def test_help_lists_the_commands_there_are_and_no_others(capsys):
         (["completion", "bsh"], "did you mean bash?"),
         (["run", "missing.toml", "--dry-rnu"], "--dry-rnu; did you mean --dry-run?"),
         (["run", "missing.toml"], "missing.toml: no such file"),
+        (["run", "configs/tiny.toml"], "configs/tiny.toml: no such file; did you mean preset:tiny"),
+        (["run", "preset:asinc"], "no preset 'asinc'; did you mean async?"),
+        (["run", "preset:tiny", "missing.toml"], "missing.toml: no such file"),
+        (["init", "x", "--preset", "y"], "no preset 'y'; there are a-edit, "),
+        (["init", "a b"], "'a b' cannot name a run"),
+        (["init", "no/x"], "no/x.toml: cannot be written: No such file or directory"),
         (["run", "missing.toml", "--edit.evry", "3"], "did you mean --edit.every?"),
         (["run", "missing.toml", "--fast"], "--fast"),
         (["run", "missing.toml", "--local", "x"], "--local"),
@@ -94,6 +103,32 @@ def test_config_show_prints_every_value_with_its_origin(tmp_path, capsys):
     assert rows["edit.every"] == ["64.0", f"{path}:2"]
     assert rows["seed"] == ["3", "flag"]
     assert rows["train.steps"] == ["1000", "default"]
+
+
+def test_init_writes_every_preset_with_its_comments_under_a_name_of_ones_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert len(preset_names()) >= 11
+    for preset in preset_names():
+        assert main(["init", f"my-{preset}", "--preset", preset]) == 0
+        mine, shipped = Path(f"my-{preset}.toml"), Path(f"preset:{preset}")
+        assert load(mine, []).config == replace(load(shipped, []).config, name=f"my-{preset}")
+        comments = [line.partition("#")[2] for line in mine.read_text().splitlines() if "#" in line]
+        assert len(comments) >= 3
+        assert not any("configs/" in comment for comment in comments)
+    assert "aedit run my-tiny.toml --dry-run" in capsys.readouterr().out
+    assert "aedit hub preset:halos-global\n" in Path("my-halos.toml").read_text()
+    assert main(["init", "async"]) == 0
+    assert load(Path("async.toml"), []).config == load(Path("preset:async"), []).config
+    assert main(["init"]) == 0
+    assert load(Path("run.toml"), []).config == replace(load(Path("preset:tiny"), []).config, name="run")
+
+
+def test_init_overwrites_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("seed = 7\n")
+    assert main(["init"]) == 2
+    assert "run.toml exists already" in capsys.readouterr().err
+    assert Path("run.toml").read_text() == "seed = 7\n"
 
 
 def test_config_diff_prints_what_differs_and_nothing_else(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -43,6 +44,46 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(written):
     assert (origin["edit.every"], origin["train.batch_size"]) == ("flag", "flag")
     assert (origin["edit.prefetch"], origin["train.lr"]) == (f"{path}:4", f"{path}:7")
     assert (origin["seed"], origin["train.steps"]) == (f"{path}:1", "default")
+
+
+def test_later_files_win_key_by_key_and_flags_over_all_of_them(tmp_path):
+    base, more, last = (tmp_path / name for name in ("base.toml", "more.toml", "last.toml"))
+    base.write_text("seed = 1\n[edit]\nevery = 64\nprefetch = 3\n[model]\nsizes = { a = 1, b = 2 }\n")
+    more.write_text("[edit]\nevery = 32\n[model.sizes]\nb = 3\n")
+    last.write_text("[edit]\nevery = 16\n")
+    loaded = load([base, more, last], ["--seed", "5"])
+    edit = loaded.config.edit
+    assert (edit.every, edit.prefetch, loaded.config.seed) == (16, 3, 5)
+    assert loaded.config.model.sizes == {"a": 1, "b": 3}
+    assert loaded.origin["edit.every"] == f"{last}:2"
+    assert loaded.origin["edit.prefetch"] == f"{base}:4"
+    assert loaded.origin["model.sizes.b"] == f"{more}:4"
+    assert loaded.origin["seed"] == "flag"
+    assert load([last, base], []).config.edit.every == 64
+
+
+def test_files_are_judged_together_and_mistakes_with_the_name_of_their_file(tmp_path):
+    hub, quorum, wrong = (tmp_path / name for name in ("hub.toml", "quorum.toml", "wrong.toml"))
+    hub.write_text('[hub]\naddress = "127.0.0.1:0"\n')
+    quorum.write_text('[hub]\nquorum = "all"\n')
+    assert load([quorum, hub], []).config.hub.quorum == "all"
+    with pytest.raises(UserError, match=r"quorum.toml: hub.address"):
+        load(quorum, [])
+    wrong.write_text("[edit]\nevry = 3\n")
+    with pytest.raises(UserError, match=r"wrong.toml: unknown key edit.evry; did you mean edit.every\?"):
+        load([hub, wrong], [])
+    wrong.write_text('[edit]\nevery = "x"\n')
+    with pytest.raises(UserError, match=r"wrong.toml: edit.every: expected a number"):
+        load([wrong, hub], [])
+
+
+def test_a_preset_is_a_file_that_others_and_flags_may_change(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text("[train]\nsteps = 7\n")
+    loaded = load([Path("preset:async"), mine], ["--name", "x"])
+    assert (loaded.config.name, loaded.config.train.steps) == ("x", 7)
+    assert loaded.config.outer.kind == "delayed-nesterov"
+    assert loaded.origin["outer.kind"].startswith("preset:async:")
 
 
 def test_a_file_may_hold_lists_tables_and_the_word_none(written):

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks import drift_drafters
-from benchmarks.drift_drafters import Gate, oracle
-from benchmarks.drift_eval import Checkpoint, Standing
-from benchmarks.drift_policy import AHEAD, Mover, moved, paced, policy_gradient
-from benchmarks.drift_report import depths, recovery, report
-from benchmarks.drift_run import QUICK
+from benchmarks.drift_parts import drafters as drift_drafters
+from benchmarks.drift_parts.drafters import Gate, oracle
+from benchmarks.drift_parts.judge import Checkpoint, Standing
+from benchmarks.drift_parts.policy import AHEAD, Mover, moved, paced, policy_gradient
+from benchmarks.drift_parts.report import depths, recovery, report
+from benchmarks.drift_parts.run import QUICK
 from kit.tiny_policies import drafter, ends, policy, said
 from torch.distributions import Categorical, kl_divergence
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from benchmarks import elastic, joining, soak, tun_link
-from benchmarks.elastic_quality import PHASES, Curve
-from benchmarks.lease_audit import Audit
+from benchmarks import elastic, joining, soak
+from benchmarks.elastic_parts.lease_audit import Audit
+from benchmarks.elastic_parts.quality import PHASES, Curve
+from benchmarks.kit import tun_link
 from kit.hub_machine import LAYOUT, Numbers, World, config, plan, values
 
 from aedit.async_sgd.rules.config import OuterConfig

@@ -6,33 +6,14 @@ from kit.nodes import batches, in_threads, loss, parameters, tower
 from aedit.async_sgd.rules.outer import Nesterov
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.exchange import Exchange, MeanExchange
 from aedit.edit.sync import LayerSync
 
 
 class Foreign:
     """Has what the Exchange protocol names and nothing else, answered by a MeanExchange inside."""
 
-    _NAMES = frozenset(
-        [
-            "notes",
-            "bytes_sent",
-            "max_steps_ahead",
-            "bind",
-            "compare",
-            "anchor",
-            "average",
-            "open",
-            "start",
-            "conclude",
-            "abandon",
-            "leave",
-            "gather",
-            "state_dict",
-            "load_state_dict",
-            "allocate",
-        ]
-    )
+    _NAMES = frozenset(name for name in dir(Exchange) if not name.startswith("_"))
     asynchronous = False
 
     def __init__(self, transport):

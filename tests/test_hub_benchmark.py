@@ -1,8 +1,9 @@
 """`benchmarks.hub` measures a real hub; what it feeds to the hub's functions is merged. No timing decides."""
 
 import numpy as np
-from benchmarks import hub_merge, hub_push
-from benchmarks.hub_crowd import ASYNC, Size, crowd, memory
+from benchmarks.hub_parts import merge as hub_merge
+from benchmarks.hub_parts import push as hub_push
+from benchmarks.hub_parts.crowd import ASYNC, Size, crowd, memory
 
 from aedit.async_sgd.journal.journal import Journal
 from aedit.async_sgd.rules.records import Merged

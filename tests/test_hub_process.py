@@ -13,14 +13,21 @@ import numpy as np
 import pytest
 from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, until, write_run
 
+from aedit.launch.config.load import load
+from aedit.launch.config.method import method
 from aedit.launch.hub.replay import anchors_of, pushes_of
-from aedit.launch.rundir.provenance import source_digest
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient
+from aedit.proto.wire.hello import PROTOCOL
 
 
 def start(tmp_path, *words, more="", file_limit=None, **values):
     return HubProcess(write_run(tmp_path, more, **values), tmp_path / "hub", *words, file_limit=file_limit)
+
+
+def asking(settings):
+    """A greeting of another build that has these settings."""
+    return pb.HelloRequest(protocol=PROTOCOL, version="9.9", method=pb.Method(settings=settings))
 
 
 def test_a_hub_starts_without_torch():
@@ -156,13 +163,20 @@ def test_what_does_not_fit_is_refused_with_the_difference_named(tmp_path):
     with ending():
         Client(hub.address).found()
         stranger = HubClient(hub.address, call_timeout_s=5.0)
+        own = method(load(tmp_path / "run.toml", []).config)
+        every = own.pop("edit.every")
         for request, words in (
-            (pb.HelloRequest(protocol=2, code=source_digest()), "protocol 2"),
-            (pb.HelloRequest(protocol=1, code="abc"), "code abc"),
+            (pb.HelloRequest(protocol=PROTOCOL + 1), f"protocol {PROTOCOL + 1} .*hub has {PROTOCOL} "),
+            (asking(own), f"edit.every is {every} at this hub .* and 128 here"),
+            (asking(own | {"edit.every": "9.0"}), f"edit.every is {every} at this hub .* and 9.0 here"),
+            (asking(own | {"edit.new": "3"}), f"edit.every is {every} at this hub"),
+            (asking(own | {"edit.every": every, "a.new": "3"}), "a.new is its default at this hub .* and 3"),
         ):
             with pytest.raises(HubRefused, match=words) as refused:
                 stranger.hello(request)
             assert refused.value.code == grpc.StatusCode.INVALID_ARGUMENT
+        for request in (asking(own | {"edit.every": every}), pb.HelloRequest(protocol=PROTOCOL)):
+            assert stranger.hello(request).protocol == PROTOCOL
         stranger.close()
         with pytest.raises(HubRefused, match="seed is 0 in this run and 1"):
             Client(hub.address, "b").join(seed="1")

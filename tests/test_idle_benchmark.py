@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 from benchmarks import idle
-from benchmarks.idle_faults import Node, Suffered
-from benchmarks.idle_foreground import OFF, Arm, Pair, Race, Ratio
-from benchmarks.idle_trainees import FAULTS
-from benchmarks.idle_windows import Harvest, Leaving, Messenger
+from benchmarks.idle_parts.faults import Node, Suffered
+from benchmarks.idle_parts.foreground import OFF, Arm, Pair, Race, Ratio
+from benchmarks.idle_parts.trainees import FAULTS
+from benchmarks.idle_parts.windows import Harvest, Leaving, Messenger
 
 from aedit.spec_rollout.idle.publishing import Published
 
@@ -109,7 +109,7 @@ def test_arms_of_a_turn_wait_as_long_and_step_on_the_same_samples_in_a_random_or
         yield
         told.append(f"{name} ends")
 
-    monkeypatch.setattr("benchmarks.idle_foreground.time.sleep", waits.append)
+    monkeypatch.setattr("benchmarks.idle_parts.foreground.time.sleep", waits.append)
     race = Race(Foreground(), (1.0, 2.0))
     arms = {"off": OFF, "on": Arm(partial(window, "on")), "goes on": Arm(partial(window, "all"), True)}
     orders = set()

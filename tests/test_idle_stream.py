@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from benchmarks import idle_trainees as trainees
+from benchmarks.idle_parts import trainees
 from kit import trainers
 
 from aedit.spec_rollout.idle.idle_stream import StreamTraining

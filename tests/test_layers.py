@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "launch.data": ("launch.rundir", "launch.config", "edit", "proto.agent", "types", "system"),
     "launch.rundir": ("launch.config", "types", "system"),
     "launch.config": ("edit", "spec_rollout", "async_sgd.rules", "proto", "types", "system"),
-    "edit": ("async_sgd.rules", "proto", "types", "system"),
+    "edit": ("async_sgd.rules", "proto", "types", "system", "lazy"),
     "spec_rollout.migration": ("spec_rollout.engine", "spec_rollout.sampling", "types", "system"),
     "spec_rollout.engine": (
         *(f"spec_rollout.{part}" for part in ("arms", "sampling", "drafters", "model")),

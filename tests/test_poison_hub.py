@@ -7,7 +7,7 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from benchmarks.attacks import attacks
+from benchmarks.poison_parts.attacks import attacks
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
 
 from aedit.async_sgd.hub.hub import HubPlan

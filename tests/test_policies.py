@@ -6,11 +6,12 @@ from itertools import count
 
 import pytest
 import torch
-from benchmarks import policies, policy_drafter
+from benchmarks import policies
+from benchmarks.kit import policy_drafter
+from benchmarks.kit.policy_drafter import Recipe, collect, drafter_ready, train_drafter
+from benchmarks.kit.policy_training import IGNORED, Budget, Training, mean_loss, task_rows
+from benchmarks.kit.tasks import worked
 from benchmarks.policies import Policy, load, new_model, prompts, ready
-from benchmarks.policy_drafter import Recipe, collect, drafter_ready, train_drafter
-from benchmarks.policy_training import IGNORED, Budget, Training, mean_loss, task_rows
-from benchmarks.tasks import worked
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aedit.launch.data.tokenizer import ByteTokenizer

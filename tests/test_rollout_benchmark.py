@@ -11,11 +11,11 @@ import pytest
 import torch
 from benchmarks import rollout
 from benchmarks.policies import Policy, new_model
-from benchmarks.rollout_bars import bars
-from benchmarks.rollout_cells import OFF, Cell, Spoken
-from benchmarks.rollout_drain import drains, tail
-from benchmarks.rollout_same import Same, gap
-from benchmarks.rollout_stream import (
+from benchmarks.rollout_parts.bars import bars
+from benchmarks.rollout_parts.cells import OFF, Cell, Spoken
+from benchmarks.rollout_parts.drain import drains, tail
+from benchmarks.rollout_parts.same import Same, gap
+from benchmarks.rollout_parts.stream import (
     ADAPTIVE,
     AGAIN,
     FIXED,
@@ -28,8 +28,8 @@ from benchmarks.rollout_stream import (
     random_layer,
     stream,
 )
-from benchmarks.rollout_theirs import OURS, THEIRS, Theirs, without_stop
-from benchmarks.rollout_watch import Foretold, Scores, Watched
+from benchmarks.rollout_parts.theirs import OURS, THEIRS, Theirs, without_stop
+from benchmarks.rollout_parts.watch import Foretold, Scores, Watched
 from transformers import LlamaForCausalLM
 
 from aedit.spec_rollout.arms.arms import Observed, View
@@ -251,7 +251,7 @@ def test_a_calibration_error_is_the_mean_over_bins():
 
 
 def test_a_drain_ends_with_the_same_tokens(cast, monkeypatch):
-    monkeypatch.setattr("benchmarks.rollout_drain.MAX_TOKENS", 150)
+    monkeypatch.setattr("benchmarks.rollout_parts.drain.MAX_TOKENS", 150)
     found = drains(cast, 3, 2, 1.0)
     assert [len(drain.lengths) for drain in found] == [3, 3]
     assert found[0].lengths != found[1].lengths

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks import rollout_gpu
-from benchmarks import rollout_gpu_decode as decoding
+from benchmarks.kit.policy_drafter import Recipe
 from benchmarks.policies import Policy
-from benchmarks.policy_drafter import Recipe
-from benchmarks.rollout_cells import Size
+from benchmarks.rollout_parts import gpu_decode as decoding
+from benchmarks.rollout_parts.cells import Size
 from rich.console import Console
 
 CPU = torch.device("cpu")

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
-from benchmarks.rollout_same import Same
+from benchmarks.rollout_parts.same import Same
 from benchmarks.tail import WAYS, Batch, Plan, deal, measure, report
-from benchmarks.tail_nodes import Node, PacedTarget, Way, World
-from benchmarks.tail_times import Times
+from benchmarks.tail_parts.nodes import Node, PacedTarget, Way, World
+from benchmarks.tail_parts.times import Times
 from kit.rollouts import Stubborn, tiny_policy
 
 from aedit.spec_rollout.arms.arms import Fixed

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from benchmarks.tasks import MAX_CHARS, MEDIAN_SIZE, Task, draw, draw_many, reward, worked
+from benchmarks.kit.tasks import MAX_CHARS, MEDIAN_SIZE, Task, draw, draw_many, reward, worked
 
 
 def result(prompt):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from benchmarks import idle_trainees as trainees
+from benchmarks.idle_parts import trainees
 from kit import trainers
 
 from aedit.spec_rollout.idle.checkpoint import Checkpoints

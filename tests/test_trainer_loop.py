@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from benchmarks import idle_trainees as trainees
+from benchmarks.idle_parts import trainees
 
 from aedit.spec_rollout.idle.checkpoint import Checkpoints
 from aedit.spec_rollout.idle.publishing import Layout

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from benchmarks import idle_trainees as trainees
+from benchmarks.idle_parts import trainees
 from kit import trainers
 from kit.deferred import node
 from kit.nodes import in_threads, tower

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from benchmarks import netns
-from benchmarks.tun_link import Lane, Wire, counted, link, why_not
+from benchmarks.kit import netns
+from benchmarks.kit.tun_link import Lane, Wire, counted, link, why_not
 
 PACKET = bytes(1250)  # 10,000 bits
 

@@ -3,8 +3,8 @@
 import time
 
 import pytest
-from benchmarks.field import Field
-from benchmarks.paced_node import PacedNode
+from benchmarks.kit.cluster import Field
+from benchmarks.kit.paced_node import PacedNode
 
 from aedit.launch.hub.replay import anchors_of
 

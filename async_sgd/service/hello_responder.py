@@ -1,6 +1,6 @@
 """What a hub says to everybody who asks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import grpc
@@ -8,13 +8,19 @@ import grpc
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
 
+_SHOWN = 64
+"""Characters of a text from a stranger that go into an answer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloResponder:
     """What everybody may know who asks, in the words of HelloReply; the term is the hub's own."""
 
     protocol: int
-    code: str
+    method: Mapping[str, str]
+    """The settings that decide the result and are not at their default, by dotted name, as TOML."""
+    difference: Callable[[Mapping[str, str]], tuple[str, str, str] | None]
+    """The first setting that another method has otherwise: its name, its value here and there."""
     version: str
     run: str
     config: str
@@ -23,19 +29,28 @@ class HelloResponder:
     standby: Callable[[], str]
     """Empty: nobody else could lead."""
 
+    def question(self) -> pb.HelloRequest:
+        """Return what this hub asks another one of its run: that hub must have the same method."""
+        method = pb.Method(settings=dict(self.method))
+        return pb.HelloRequest(protocol=self.protocol, version=self.version, method=method)
+
     def reply(self, request: pb.HelloRequest, term: int) -> pb.HelloReply:
-        """Refused, with the difference named, if the other is not of one kind with this hub."""
-        for name in ("protocol", "code"):
-            ours, theirs = getattr(self, name), getattr(request, name)
-            if ours != theirs and (theirs or name == "protocol"):  # who trains its own loop names no code
-                raise Refusal(
-                    grpc.StatusCode.INVALID_ARGUMENT,
-                    f"{name} {theirs or 'not given'} (aedit {request.version[:32]}), and this hub has {ours}"
-                    f" (aedit {self.version}): use the same sources",
-                )
+        """Return the greeting. Raises Refusal, with the difference named, for another protocol or method."""
+        theirs = f"aedit {request.version[:_SHOWN]}"
+        if request.protocol != self.protocol:
+            raise _refusal(
+                f"protocol {request.protocol} ({theirs}), and this hub has {self.protocol}"
+                f" (aedit {self.version}): install a version with the hub's protocol"
+            )
+        differs = self.difference(request.method.settings) if request.HasField("method") else None
+        if differs is not None:
+            name, here, there = (text[:_SHOWN] for text in differs)
+            raise _refusal(
+                f"{name} is {here} at this hub (aedit {self.version}) and {there} here ({theirs}): set it as"
+                " the hub has it, or join with `aedit join`, which takes the hub's configuration"
+            )
         return pb.HelloReply(
             protocol=self.protocol,
-            code=self.code,
             version=self.version,
             run=self.run,
             term=term,
@@ -43,3 +58,7 @@ class HelloResponder:
             addresses=self.addresses(),
             standby=self.standby(),
         )
+
+
+def _refusal(text: str) -> Refusal:
+    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)

@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -34,9 +34,9 @@ class Check:
     advice: str = ""
 
 
-def doctor(config_path: Path | None, console: Console | None = None) -> int:
+def doctor(config_paths: Sequence[Path], console: Console | None = None) -> int:
     """Print a table of checks; 0, or 2 if one of them failed."""
-    checks = [*_machine(), *_torch(), *_extras(), *(_configuration(config_path) if config_path else ())]
+    checks = [*_machine(), *_torch(), *_extras(), *(_configuration(config_paths) if config_paths else ())]
     table = Table(box=None, pad_edge=False)
     for heading in ("check", "state", "found", "what to do"):
         table.add_column(heading, overflow="fold")
@@ -86,15 +86,16 @@ def _extras() -> Iterator[Check]:
         yield _advised(f"extra {extra}", not missing, found, f"if you need it: pip install 'aedit[{extra}]'")
 
 
-def _configuration(path: Path) -> Iterator[Check]:
+def _configuration(paths: Sequence[Path]) -> Iterator[Check]:
     from aedit.launch.config.load import load
 
+    names = ", ".join(map(str, paths))
     try:
-        config = load(path, []).config
+        config = load(paths, []).config
     except UserError as error:
-        yield Check("configuration", "fail", str(path), str(error))
+        yield Check("configuration", "fail", names, str(error))
         return
-    yield Check("configuration", "ok", f"{path}: every key is known and every value fits")
+    yield Check("configuration", "ok", f"{names}: every key is known and every value fits")
     yield from _files(config)
     yield _buildable(config)
 

@@ -55,8 +55,13 @@ def parser() -> Parser:
     export.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     _add_generate(commands)
     _add_config(commands)
+    init = _command(commands, "init", "write a configuration file to start from", _init)
+    init.add_argument("name", metavar="NAME", nargs="?", default="run", help="writes NAME.toml (default run)")
+    init.add_argument(
+        "--preset", metavar="PRESET", default="", help="its values (default: the preset NAME, or tiny)"
+    )
     doctor = _command(commands, "doctor", "check this machine, and a configuration's files", _doctor)
-    doctor.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="TOML file")
+    doctor.add_argument("config", metavar="CONFIG", type=Path, nargs="*", help="TOML files, as for run")
     completion = _command(commands, "completion", "print a script that completes in a shell", _completion)
     completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     return top
@@ -91,10 +96,15 @@ def _with_flags(command: Parser) -> None:
     command.epilog = "Any value is a flag too: --edit.every 64 --model.sizes.hidden_size 128"
 
 
+def _add_configs(command: Parser) -> None:
+    does = "TOML file or preset:NAME; of several, later ones win over earlier ones"
+    command.add_argument("config", metavar="CONFIG", type=Path, nargs="+", help=does)
+
+
 def _add_run(commands: "argparse._SubParsersAction[Parser]") -> None:
     run = _command(commands, "run", "train; the same command goes on where an earlier one stopped", _run)
     _with_flags(run)
-    run.add_argument("config", metavar="CONFIG", type=Path, help="TOML file, such as configs/tiny.toml")
+    _add_configs(run)
     run.add_argument("--local", metavar="N", type=int, help="start all N nodes on this machine")
     run.add_argument("--dry-run", action="store_true", help="print what would happen and start nothing")
     run.add_argument("--nodes", metavar="N", type=int, default=1, help="machines in the run (default 1)")
@@ -105,7 +115,7 @@ def _add_run(commands: "argparse._SubParsersAction[Parser]") -> None:
 def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
     hub = _command(commands, "hub", "own the anchors of a run whose nodes come and go", _hub)
     _with_flags(hub)
-    hub.add_argument("config", metavar="CONFIG", type=Path, help="TOML file, such as configs/async.toml")
+    _add_configs(hub)
     hub.add_argument("--address", metavar="HOST:PORT", default="", help="where to listen instead")
     hub.add_argument("--directory", metavar="DIR", type=Path, help="of its journal; default: the run's hub")
     hub.add_argument("--part", metavar="K/N", default="0/1", help="which of N hub processes this is, from 0")
@@ -157,7 +167,7 @@ def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
     actions = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
     show = _command(actions, "show", "print every value and where it comes from", _config_show)
     _with_flags(show)
-    show.add_argument("config", metavar="FILE", type=Path)
+    _add_configs(show)
     diff = _command(actions, "diff", "print what differs between two files", _config_diff)
     diff.add_argument("a", metavar="A", type=Path)
     diff.add_argument("b", metavar="B", type=Path)
@@ -278,6 +288,13 @@ def _print_columns(rows: list[tuple[str, str, str]]) -> None:
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
     for name, value, origin in rows:
         print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+
+
+def _init(options: Options) -> None:
+    from aedit.launch.cli.init import init
+
+    path = init(options.name, options.preset)
+    print(f"wrote {path}: `aedit run {path} --dry-run` prints its plan, and with --local 2 two nodes start")
 
 
 def _doctor(options: Options) -> int:

@@ -37,9 +37,13 @@ def values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def to_toml(config: RunConfig) -> str:
-    """Return every value of the configuration as TOML text that `load` reads back to an equal value."""
-    return tomli_w.dumps(_tree(config))
+def to_toml(config: RunConfig, *, defaults: bool = True) -> str:
+    """Return the configuration as TOML text that `load` reads back to an equal value.
+
+    defaults: also the values that are at their default. Without them, a build that does not know a setting
+    can read the text as long as nobody uses that setting.
+    """
+    return tomli_w.dumps(_tree(config, None if defaults else RunConfig()))
 
 
 def literal(value: object) -> str:
@@ -81,14 +85,17 @@ def describe(hint: Any) -> str:
     return _WORDS[hint]
 
 
-def _tree(config: Any) -> dict[str, Any]:
-    return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        return _tree(value)
-    return NONE if value is None else value
+def _tree(config: Any, usual: Any) -> dict[str, Any]:
+    """Return the values of `config` that are not those of `usual`; all if that is None."""
+    tree: dict[str, Any] = {}
+    for field in fields(config):
+        value, other = getattr(config, field.name), getattr(usual, field.name, None)
+        if is_dataclass(value):
+            if table := _tree(value, other):
+                tree[field.name] = table
+        elif usual is None or value != other:
+            tree[field.name] = NONE if value is None else value
+    return tree
 
 
 _WORDS = {

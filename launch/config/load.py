@@ -1,9 +1,9 @@
-"""One configuration from defaults, a TOML file and flags; every value remembers where it came from."""
+"""One configuration from defaults, TOML files and flags; every value remembers where it came from."""
 
 import contextlib
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import convert, hints, suggest, values
 from aedit.launch.config.flags import flag_keys, with_flags
+from aedit.launch.config.presets import read_config
 from aedit.types import UserError
 
 T = TypeVar("T")
@@ -24,16 +25,25 @@ class Loaded:
     origin: dict[str, str]
 
 
-def load(path: Path | None, flags: list[str]) -> Loaded:
-    """Defaults < TOML file < flags such as `--edit.every 64`. One line of UserError for whatever is wrong."""
-    text = _read(path) if path else ""
-    tree = _parse(text, path)
-    with _blaming(f"{path}: " if path else ""):
-        config = _merge(RunConfig(), _with_hub_defaults(tree, flag_keys(flags)))
-    lines = _line_numbers(text)
-    origin = dict.fromkeys((key for key, _ in values(config)), "default")
-    for key in _keys(tree):
-        origin[key] = f"{path}:{lines[key]}" if key in lines else str(path)
+def load(files: Path | Sequence[Path] | None, flags: list[str]) -> Loaded:
+    """Return defaults < TOML files < flags such as `--edit.every 64`.
+
+    files: a later file wins over an earlier one, key by key; `preset:NAME` is a shipped one. Raises
+    UserError, one line, for whatever is wrong.
+    """
+    paths = [files] if isinstance(files, Path) else list(files or ())
+    tree: dict[str, Any] = {}
+    lines: dict[str, str] = {}
+    for path in paths:
+        text = read_config(path)
+        layer = _parse(text, path)
+        with _blaming(f"{path}: "):
+            tree = _over(tree, _converted(RunConfig, layer))
+        numbers = _line_numbers(text)
+        lines |= {key: f"{path}:{numbers[key]}" if key in numbers else str(path) for key in _keys(layer)}
+    with _blaming(f"{', '.join(map(str, paths))}: " if paths else ""):
+        config = _replaced(RunConfig(), _with_hub_defaults(tree, flag_keys(flags)))
+    origin = dict.fromkeys((key for key, _ in values(config)), "default") | lines
     with _blaming(""):
         config = with_flags(config, flags)
     origin |= dict.fromkeys((key for key, _ in values(config) if key in flag_keys(flags)), "flag")
@@ -43,25 +53,17 @@ def load(path: Path | None, flags: list[str]) -> Loaded:
 def parse(text: str, where: str) -> RunConfig:
     """A configuration that came as TOML text from `where`, such as a hub. UserError as of `load`."""
     with _blaming(f"{where}: "):
-        return _merge(RunConfig(), _with_hub_defaults(_parse(text, where)))
+        tree = _converted(RunConfig, _parse(text, where))
+        return _replaced(RunConfig(), _with_hub_defaults(tree))
 
 
 def _with_hub_defaults(tree: dict[str, Any], flags: Iterable[str] = ()) -> dict[str, Any]:
     """Return `tree` with the landing that a hub needs, if there is a hub and nothing else is asked for."""
-    hub, edit = tree.get("hub", {}), tree.get("edit", {})
-    has_hub = "hub.address" in flags or (isinstance(hub, dict) and hub.get("address"))
-    if not has_hub or not isinstance(edit, dict) or "landing" in edit:
+    edit = tree.get("edit", {})
+    has_hub = "hub.address" in flags or tree.get("hub", {}).get("address")
+    if not has_hub or "landing" in edit:
         return tree
     return tree | {"edit": edit | {"landing": "arrival"}}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; the shipped ones are in configs/") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
 
 
 def _parse(text: str, path: Path | str | None) -> dict[str, Any]:
@@ -80,9 +82,10 @@ def _blaming(where: str) -> Iterator[None]:
         raise UserError(f"{where}{error}") from None
 
 
-def _merge(config: T, tree: Mapping[str, Any], prefix: str = "") -> T:
-    types = get_type_hints(type(config))
-    changes: dict[str, Any] = {}
+def _converted(cls: Any, tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return what a file says, every value as the configuration class wants it. UserError names the key."""
+    types = get_type_hints(cls)
+    found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if key not in types:
@@ -90,10 +93,28 @@ def _merge(config: T, tree: Mapping[str, Any], prefix: str = "") -> T:
         if is_dataclass(types[key]):
             if not isinstance(value, dict):
                 raise UserError(f"{name}: expected a table [{name}], got {value!r}")
-            changes[key] = _merge(getattr(config, key), value, f"{name}.")
+            found[key] = _converted(types[key], value, f"{name}.")
         else:
-            changes[key] = convert(value, types[key], name)
-    return replace(config, **changes)  # type: ignore[type-var]
+            found[key] = convert(value, types[key], name)
+    return found
+
+
+def _over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `below` with the values of `above`, table by table."""
+    merged = dict(below)
+    for key, value in above.items():
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _over(merged[key], value) if both_tables else value
+    return merged
+
+
+def _replaced(config: T, changes: Mapping[str, Any]) -> T:
+    """Return the configuration with these values; its own checks see it only when all are in."""
+    inner = {
+        key: _replaced(getattr(config, key), value) if is_dataclass(getattr(config, key)) else value
+        for key, value in changes.items()
+    }
+    return replace(config, **inner)  # type: ignore[type-var]
 
 
 def _names(prefix: str) -> list[str]:

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -19,6 +20,7 @@ from aedit.async_sgd.service.memory import give_back_what_is_freed
 from aedit.async_sgd.service.switch import Switch
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
+from aedit.launch.config.method import difference, method
 from aedit.launch.hub import folder
 from aedit.launch.hub.leading import Leading
 from aedit.launch.hub.place import Place
@@ -26,8 +28,6 @@ from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.welcome import welcome
-from aedit.launch.rundir.provenance import source_digest
-from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.limits import Limits
@@ -129,10 +129,11 @@ class _Process:
         self._reports = Reports(place.directory)
         self._responder = HelloResponder(
             protocol=PROTOCOL,
-            code=source_digest(),
+            method=(own := method(self._config)),
+            difference=partial(difference, own),
             version=aedit.__version__,
             run=self._config.name,
-            config=to_toml(self._config),
+            config=to_toml(self._config, defaults=False),
             addresses=place.addresses,
             standby=lambda: place.other,
         )
@@ -269,7 +270,7 @@ class _Process:
         if not other:
             return 0
         client = HubClient(other, self._place.client_keys(), call_timeout_s=_ASK_S)
-        hello = pb.HelloRequest(protocol=PROTOCOL, code=self._responder.code, version=aedit.__version__)
+        hello = self._responder.question()
         try:
             return client.hello(hello).term
         except HubRefused as error:

@@ -205,9 +205,7 @@ class Standby(_Refusing):
 
     def _greeted(self, client: HubClient) -> int:
         """Term of the one that leads. What was mirrored under another term may not be what it has."""
-        responder = self._responder
-        hello = pb.HelloRequest(protocol=responder.protocol, code=responder.code, version=responder.version)
-        term = client.hello(hello).term
+        term = client.hello(self._responder.question()).term
         noted = folder.read(self._place.directory / "mirror.json")
         if not noted or json.loads(noted)["term"] != term:
             self._mirror.forget()

@@ -16,7 +16,6 @@ from aedit.async_sgd.hub import upward
 from aedit.async_sgd.rules.records import Layout, Vector
 from aedit.async_sgd.service.engine import Engine
 from aedit.launch.config.load import parse
-from aedit.launch.rundir.provenance import source_digest
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, start_agent
 from aedit.proto.agent.link import Answer, Progress, Verdict
 from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
@@ -105,9 +104,7 @@ class Uplink:
     def _greet(self) -> HelloReply:
         client = HubClient(self._config.parent, self._keys, call_timeout_s=self._config.call_timeout_s)
         try:
-            return client.hello(
-                HelloRequest(protocol=PROTOCOL, code=source_digest(), version=aedit.__version__)
-            )
+            return client.hello(HelloRequest(protocol=PROTOCOL, version=aedit.__version__))
         finally:
             client.close()
 
@@ -119,7 +116,6 @@ class Uplink:
             standbys=(parent.standby,) if parent.standby else (),
             name=self._name,
             run=parent.run,
-            code=source_digest(),
             version=aedit.__version__,
             units=tuple(
                 UnitPlan(unit.name, tuple(TensorPlan(t.name, t.shape) for t in unit.tensors))

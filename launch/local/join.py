@@ -13,7 +13,6 @@ from aedit.launch.config.load import parse
 from aedit.launch.config.placement import Membership, Placement
 from aedit.launch.local.run import run
 from aedit.launch.rundir.prepare import claimed
-from aedit.launch.rundir.provenance import source_digest
 from aedit.proto.wire.hello import caller_keys, greet
 from aedit.types import UserError
 
@@ -45,7 +44,7 @@ def join(
 
 
 def _greet(addresses: str, keys: Path | None, insecure: bool) -> RunConfig:
-    reply = greet(addresses, caller_keys(addresses, keys, insecure), code=source_digest())
+    reply = greet(addresses, caller_keys(addresses, keys, insecure))
     return parse(reply.config, f"the configuration of {addresses}")
 
 

@@ -17,6 +17,7 @@ from aedit.edit.pace import make_pace
 from aedit.edit.sync import LayerSync
 from aedit.edit.units import find_units
 from aedit.launch.config.config import RunConfig
+from aedit.launch.config.method import method
 from aedit.launch.config.placement import Membership
 from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.data.samples import load_corpus
@@ -29,7 +30,6 @@ from aedit.launch.node.inner import make_inner
 from aedit.launch.node.rejoin import known_directory, rejoin, remember
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.world import World
-from aedit.launch.rundir.provenance import source_digest
 from aedit.launch.rundir.recorder import Clock, Recorder
 from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
 from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
@@ -124,7 +124,7 @@ def agent_plan(
         name=member.name,
         prefers=member.prefers,
         run=config.name,
-        code=source_digest(),
+        method=tuple(method(config).items()),
         version=aedit.__version__,
         units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in units),
         facts=tuple((name, str(value)) for name, value in facts.items()),

@@ -175,7 +175,7 @@ class Membership:
 
     def _join(self) -> pb.JoinReply:
         plan = self._plan
-        hello = self.client.hello(pb.HelloRequest(protocol=PROTOCOL, code=plan.code, version=plan.version))
+        hello = self.client.hello(_hello(plan))
         request = pb.JoinRequest(who=self.who(), name=plan.name, num_samples=plan.num_samples)
         request.layout.extend(_layout(plan))
         request.facts.update(dict(plan.facts))
@@ -240,6 +240,11 @@ class Membership:
             self._here = self._here if here is None else here
             self._member = self._member if member is None else member
             self._change.notify_all()
+
+
+def _hello(plan: AgentPlan) -> pb.HelloRequest:
+    method = None if plan.method is None else pb.Method(settings=dict(plan.method))
+    return pb.HelloRequest(protocol=PROTOCOL, version=plan.version, method=method)
 
 
 def _layout(plan: AgentPlan) -> list[pb.Unit]:

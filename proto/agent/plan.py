@@ -38,9 +38,11 @@ class AgentPlan:
     prefers: int | None = None
     """The index that it would like, if that is free."""
     run: str
-    code: str = ""
-    """Digest of the aedit sources; must be the hub's."""
     version: str = ""
+    """Of the aedit package, for people."""
+    method: tuple[tuple[str, str], ...] | None = None
+    """Settings that decide the result, by dotted name; the hub refuses others than its own. None: whatever
+    the hub has."""
     units: tuple[UnitPlan, ...]
     facts: tuple[tuple[str, str], ...] = ()
     """What must be equal for nodes to train one thing."""
@@ -88,6 +90,8 @@ def from_json(text: str) -> AgentPlan:
     for name in ("addresses", "standbys"):
         fields[name] = tuple(fields[name])
     fields["facts"] = tuple((key, value) for key, value in fields["facts"])
+    if fields["method"] is not None:
+        fields["method"] = tuple((key, value) for key, value in fields["method"])
     fields["units"] = tuple(
         UnitPlan(unit["name"], tuple(TensorPlan(t["name"], tuple(t["shape"])) for t in unit["tensors"]))
         for unit in fields["units"]

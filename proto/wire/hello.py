@@ -8,8 +8,9 @@ from aedit.proto.wire.hub_pb2 import HelloReply, HelloRequest
 from aedit.proto.wire.security import ClientKeys, client_keys, is_loopback
 from aedit.types import UserError
 
-PROTOCOL = 1
-"""Version of the calls in hub.proto and of what they mean."""
+PROTOCOL = 2
+"""Equal on everybody who takes part in one run. It changes with whatever an older build would misunderstand
+or compute otherwise: messages, journal records, arithmetic, defaults of settings that decide the result."""
 
 HELLO_LIMIT_S = 10.0
 
@@ -36,20 +37,19 @@ def caller_keys(addresses: str, keys: Path | None, insecure: bool) -> ClientKeys
     return ClientKeys()
 
 
-def greet(addresses: str, keys: ClientKeys, *, code: str = "") -> HelloReply:
+def greet(addresses: str, keys: ClientKeys) -> HelloReply:
     """Return what the first hub of `addresses` says about its run.
 
     Args:
         addresses: HOST:PORT, or several separated by commas.
         keys: What this node shows, as `caller_keys` returns it.
-        code: Digest of the sources, which the hub compares; empty compares the protocol version only.
 
     Raises:
         UserError: No hub answers there within 10 seconds, or it refuses this node.
     """
     client = HubClient(addresses.split(",")[0], keys, call_timeout_s=HELLO_LIMIT_S)
     try:
-        return client.hello(HelloRequest(protocol=PROTOCOL, code=code, version=aedit.__version__))
+        return client.hello(HelloRequest(protocol=PROTOCOL, version=aedit.__version__))
     except (HubUnreachable, HubRefused) as error:
         raise UserError(str(error)) from None
     finally:

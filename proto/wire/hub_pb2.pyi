@@ -30,20 +30,32 @@ class Who(_message.Message):
     session: int
     def __init__(self, run: _Optional[str] = ..., term: _Optional[int] = ..., node: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
 
+class Method(_message.Message):
+    __slots__ = ("settings",)
+    class SettingsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    settings: _containers.ScalarMap[str, str]
+    def __init__(self, settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol", "code", "version")
+    __slots__ = ("protocol", "version", "method")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    CODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
     protocol: int
-    code: str
     version: str
-    def __init__(self, protocol: _Optional[int] = ..., code: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    method: Method
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., method: _Optional[_Union[Method, _Mapping]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "code", "version", "run", "term", "config", "addresses", "standby")
+    __slots__ = ("protocol", "version", "run", "term", "config", "addresses", "standby")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
-    CODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
@@ -51,14 +63,13 @@ class HelloReply(_message.Message):
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     protocol: int
-    code: str
     version: str
     run: str
     term: int
     config: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
     standby: str
-    def __init__(self, protocol: _Optional[int] = ..., code: _Optional[str] = ..., version: _Optional[str] = ..., run: _Optional[str] = ..., term: _Optional[int] = ..., config: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., standby: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run: _Optional[str] = ..., term: _Optional[int] = ..., config: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., standby: _Optional[str] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape")

@@ -74,7 +74,7 @@ class MembershipServicer:
     """
 
     def Hello(self, request, context):
-        """Before anything else: are we of one kind? Answers with the run's configuration.
+        """Before anything else: protocol and method are compared. Answers with the run's configuration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,10 +4,10 @@ import random
 from collections import Counter
 
 import numpy as np
-from benchmarks import netns
 from benchmarks.chaos import Plan, tell
-from benchmarks.chaos_books import attempts, expected, owed
-from benchmarks.paced_node import PacedNode
+from benchmarks.chaos_parts.books import attempts, expected, owed
+from benchmarks.kit import netns
+from benchmarks.kit.paced_node import PacedNode
 
 PLAN = Plan(seconds=24, calm_s=0, kill_every_s=5, hub_kills=2, cuts=2, cut_s=6)
 

@@ -12,6 +12,7 @@ from aedit.proto.agent.agent_link import start_agent
 from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
 from aedit.proto.codecs.codecs import codec
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.server import serve
 from aedit.proto.wire.service import Refusal
 
@@ -122,7 +123,7 @@ class MemoryHub:
 
     def hello(self, request):
         self._live()
-        return pb.HelloReply(protocol=1, run="test", term=self.term)
+        return pb.HelloReply(protocol=PROTOCOL, run="test", term=self.term)
 
     def join(self, request):
         with self.lock:

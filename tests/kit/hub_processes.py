@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from aedit.launch.rundir.provenance import source_digest
 from aedit.proto.codecs.codecs import codec
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hello import PROTOCOL
 
 LIMIT_S = 30.0
 
@@ -217,7 +217,7 @@ def until(true, what, limit_s=LIMIT_S):
 def hello(address):
     client = HubClient(address, call_timeout_s=5.0)
     try:
-        return client.hello(pb.HelloRequest(protocol=1, code=source_digest(), version="test"))
+        return client.hello(pb.HelloRequest(protocol=PROTOCOL, version="test"))
     finally:
         client.close()
 

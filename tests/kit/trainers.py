@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from benchmarks import idle_trainees as trainees
+from benchmarks.idle_parts import trainees
 
 from aedit.spec_rollout.idle.idle import DrafterTraining
 from aedit.spec_rollout.idle.restarts import Restarts

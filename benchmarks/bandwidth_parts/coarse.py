@@ -1,0 +1,77 @@
+"""What do coarse codecs cost in held-out loss at equal tokens? In virtual time, with the real hub and codecs.
+
+A wire changes no bits, so what counts is what the codecs leave out: of pushes, with error feedback, and of
+the steps that the hub's anchors take. The same setting gives the same bits.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import product
+from multiprocessing import get_context
+from statistics import fmean
+from typing import Literal
+
+import numpy as np
+import torch
+
+from aedit.async_sgd.inprocess import ArrayValues, Tamper
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig
+from aedit.async_sgd.rules.records import Push, Vector
+from aedit.proto.codecs.codecs import Feedback, codec
+from benchmarks.kit.virtual_hub import Method, Setting, train_apart, warm_up
+
+FULL = Setting(steps=256, warmup_steps=128)
+QUICK = Setting(steps=8, warmup_steps=2, every=2, hidden_size=32, num_layers=1, held_out=16)
+OUTER = OuterConfig(kind="delayed-nesterov", lr=0.7, momentum=0.9)
+
+
+Name = Literal["fp32", "bf16", "int8", "e3m0"]
+
+
+@dataclass(slots=True)
+class CoarsePushes:
+    """What arrives of the pushes that a node encodes; it keeps what the codec leaves out."""
+
+    name: str
+    residuals: dict[int, Vector] = field(default_factory=dict)
+
+    def __call__(self, push: Push) -> Push:
+        coder = codec(self.name)
+        assert isinstance(push.values, ArrayValues)
+        exact = push.values.array
+        if coder.feedback:
+            feedback = Feedback(coder, self.residuals.setdefault(push.unit, np.zeros_like(exact)))
+            payload = feedback.encode(exact)
+            feedback.taken(exact, payload)
+        else:
+            payload = coder.encode(exact)
+        return replace(push, values=ArrayValues(coder.decode(payload, exact.size, 0, exact.size)))
+
+
+def coarse(nodes: int, name: str) -> Mapping[int, Tamper]:
+    """For every node one with a memory of its own."""
+    return {} if name == "fp32" else {node: CoarsePushes(name) for node in range(nodes)}
+
+
+def losses(names: Sequence[Name], setting: Setting, seeds: Sequence[int]) -> dict[str, list[float]]:
+    """Held-out loss after equal tokens by codec, up and down, for each seed; one run per core at a time."""
+    settings = [replace(setting, seed=seed) for seed in seeds]
+    jobs = list(product(names, settings))
+    workers = min(len(jobs), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        found = list(pool.map(loss_of, *zip(*jobs, strict=True)))
+    return {name: found[i * len(settings) : (i + 1) * len(settings)] for i, name in enumerate(names)}
+
+
+def loss_of(name: Name, setting: Setting) -> float:
+    """Nodes of unequal pace and a hub that merges every arrival."""
+    hub = HubConfig(weights="uniform", codec=name, codec_down=name)
+    method = Method(hub=hub, outer=OUTER, tamper=coarse(setting.nodes, name))
+    return train_apart(setting, warm_up(setting), method).loss
+
+
+def cost(losses_: Mapping[str, Sequence[float]], name: str) -> float:
+    """Mean loss above that of fp32, as a share of it."""
+    return fmean(losses_[name]) / fmean(losses_["fp32"]) - 1

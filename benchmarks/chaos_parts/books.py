@@ -1,0 +1,155 @@
+"""What a hub's journal, its anchors and the ledgers of paced nodes say, and whether they say the same."""
+
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aedit.launch.hub.replay import anchors_of, pushes_of
+from benchmarks.kit.cluster import Field, answered
+from benchmarks.kit.paced_node import STRIDE, PacedNode
+
+LATE = "past its deadline"
+"""What a client says of a call that ended more than a second too late."""
+
+Steps = Counter[tuple[int, int]]
+"""By node and unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """Nothing but `steps_per_s` is above 0, and `replayed` is true, if all is well."""
+
+    steps_per_s: float
+    """Steps in accepted pushes, mean over units, of all nodes together."""
+    lost: int
+    """Elements of anchors that are not the sum of the accepted pushes: lost, counted twice, or in half."""
+    unknown: int
+    """Steps in pushes that a node saw accepted and that the journal lacks."""
+    twice: int
+    """Steps in the journal above those that their nodes have sent."""
+    owed: int
+    """Steps that a node which has left in good order made, and did not see accepted; or the other way."""
+    late_calls: int
+    """Calls that ended more than a second after their deadline."""
+    replayed: bool
+    """The journal from its beginning gives the same bits as the snapshot."""
+
+
+def compare(ground: Field, ended_s: float) -> Books:
+    """Of a field that has ended. ended_s: when its nodes were asked to, by the monotonic clock."""
+    directory, whole = ground.directory / "hub", ground.directory / "whole"
+    _keep(directory, whole)
+    ledgers = [ground.lines(name) for name in ground.nodes]
+    journal = Steps()
+    for push in pushes_of(whole):
+        journal[push.node, push.unit] += push.steps
+    anchors, again = anchors_of(directory), anchors_of(whole, from_the_beginning=True)
+    seen, unanswered = _seen(ledgers), _unanswered(ledgers)
+    return Books(
+        steps_per_s=sum(journal.values()) / ground.plan.units / _mean_s(ledgers, ended_s),
+        lost=sum(int((anchors[i] != sums).sum()) for i, sums in enumerate(expected(ground.plan, journal))),
+        unknown=sum(max(0, seen[key] - journal[key]) for key in seen),
+        twice=sum(max(0, steps - seen[key] - unanswered[key]) for key, steps in journal.items()),
+        owed=sum(owed(attempt, ground.plan.units) for lines in ledgers for attempt in attempts(lines)),
+        late_calls=(ground.directory / "output.log").read_text(errors="replace").count(LATE),
+        replayed=all(anchors[i].tobytes() == again[i].tobytes() for i in range(ground.plan.units)),
+    )
+
+
+@contextmanager
+def journal_kept(ground: Field) -> Iterator[None]:
+    """For `compare`: what the hub's snapshots let it forget is kept in another folder."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.5):
+            _keep(ground.directory / "hub", ground.directory / "whole")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)
+
+
+def _keep(directory: Path, whole: Path) -> None:
+    """Another name for every segment that is there, so that it stays when its first name goes."""
+    whole.mkdir(exist_ok=True)
+    for path in directory.glob("journal-*"):
+        other = whole / path.name
+        with suppress(FileNotFoundError, FileExistsError):  # gone meanwhile, or kept by the other thread
+            if other.exists() and not other.samefile(path):
+                other.unlink()  # its head was not written when the hub was killed: begun anew
+            if not other.exists():
+                os.link(path, other)
+    for name in ("run.toml", "part.json"):
+        with suppress(FileNotFoundError):
+            shutil.copyfile(directory / name, whole / name)
+
+
+def expected(plan: PacedNode, journal: Steps) -> list[NDArray[np.float32]]:
+    """The anchors, if every push in the journal is in them once and whole."""
+    found = []
+    for unit, numel in enumerate(plan.numels):
+        sums = np.zeros(numel, np.float32)
+        for (node, of), steps in journal.items():
+            if of == unit:
+                sums[node % STRIDE :: STRIDE] += steps
+        found.append(sums)
+    return found
+
+
+def attempts(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """A ledger, cut where its node was started anew."""
+    found: list[list[dict[str, Any]]] = []
+    for line in lines:
+        if line["event"] == "joined" or not found:
+            found.append([])
+        found[-1].append(line)
+    return found
+
+
+def owed(attempt: list[dict[str, Any]], units: int) -> int:
+    """Steps of an attempt that has left, which are not in pushes that it saw accepted, over all units."""
+    if attempt[-1]["event"] != "left":
+        return 0
+    merged = Counter[int]()
+    for push in answered(attempt):
+        merged[push.unit] += push.steps if push.verdict == "MERGED" else 0
+    return sum(abs(attempt[-1]["steps"] - merged[unit]) for unit in range(units))
+
+
+def _seen(ledgers: list[list[dict[str, Any]]]) -> Steps:
+    seen = Steps()
+    for lines in ledgers:
+        for push in answered(lines):
+            seen[push.node, push.unit] += push.steps if push.verdict == "MERGED" else 0
+    return seen
+
+
+def _unanswered(ledgers: list[list[dict[str, Any]]]) -> Steps:
+    """In pushes whose node was killed before it saw the answer: accepted or not."""
+    found = Steps()
+    for attempt in (attempt for lines in ledgers for attempt in attempts(lines)):
+        done = {(line["unit"], line["seq"]) for line in attempt if line["event"] == "answered"}
+        for line in attempt:
+            if line["event"] == "sent" and (line["unit"], line["seq"]) not in done:
+                found[attempt[0]["node"], line["unit"]] += line["steps"]
+    return found
+
+
+def _mean_s(ledgers: list[list[dict[str, Any]]], ended_s: float) -> float:
+    """From a node's first joining to the end, mean over nodes."""
+    began_s = [lines[0]["t"] for lines in ledgers]
+    return float(np.mean([ended_s - t for t in began_s]))

@@ -1,0 +1,123 @@
+"""How good drafters are on a policy as it is now: tokens per step, all with the same prompts and noise."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from aedit.spec_rollout.arms.arms import Fixed
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.drafters.suffix import SuffixDrafter
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.learning.feature_reader import Sample
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from benchmarks.drift_parts.drafters import Gate, IdleTrained, collected, copy_of, ends_of, matched, oracle
+from benchmarks.drift_parts.policy import moved
+
+DEPTH = 4
+ARM, SUFFIX_ARM = f"layer:{DEPTH}", f"suffix:{DEPTH}"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One drafter on one policy."""
+
+    tokens_per_step: float
+    """Of a sample."""
+    accepted_D: tuple[float, ...]
+    """Share of the drafts that were right before this depth that are right here too. Empty: its drafts are of
+    unequal depths."""
+    overlap_D: tuple[float, ...]
+    """The same without the chance of drawing: sum over tokens of min(p, q). Empty: it has no q."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All drafters on one policy."""
+
+    step: int
+    kl_nats: float
+    """Per token, from the policy at first."""
+    entropy_nats: float
+    drafters: Mapping[str, Standing]
+    gate: Gate
+    trainer_s: float
+    """Processor seconds that it has learned for, in waits."""
+    idle_s: float
+    """That it was to have."""
+    oracle_steps: int
+    unlike: int
+    """Rollouts that were not the same with every drafter: ties in fp32."""
+
+
+class Judge:
+    """Asks the same prompts with the same noise every time."""
+
+    def __init__(
+        self,
+        policies: tuple[PreTrainedModel, PreTrainedModel],
+        target: Target,
+        layer: DraftLayer,
+        asked: tuple[Sequence[Prompt], Sequence[Prompt]],
+        oracle_rounds: int,
+    ) -> None:
+        """policies: the one that moves, which `target` is of, and the one it was. layer: the static
+        drafter, where oracles begin too. asked: the prompts to judge by, and those oracles learn from."""
+        self._policies, self._target, self._static = policies, target, layer
+        self._oracle_rounds, (self._asked, self._oracle_asked) = oracle_rounds, asked
+
+    def look(self, step: int, drafters: Mapping[str, DraftLayer], idle: IdleTrained) -> Checkpoint:
+        """At a moment when the target has no live rows."""
+        best, oracle_steps = self._oracle(drafters["idle-trained"])
+        first = self._engine(self._static)
+        said, samples = collected(first, self._asked)
+        kl_nats, entropy_nats = moved(*self._policies, said)
+        standings = {"static": _standing(first, self._overlap(self._static, samples))}
+        unlike: set[int] = set()
+        for name, layer in {**drafters, "oracle": best}.items():
+            engine = self._engine(layer)
+            unlike |= _unlike(said, list(engine.generate(self._asked)))
+            standings[name] = _standing(engine, self._overlap(layer, samples))
+        engine = Engine(self._target, drafters={"suffix": SuffixDrafter()}, chooser=Fixed.of(SUFFIX_ARM))
+        unlike |= _unlike(said, list(engine.generate(self._asked)))
+        standings["suffix"] = Standing(_standing(engine, ()).tokens_per_step, (), ())
+        return Checkpoint(
+            step=step,
+            kl_nats=kl_nats,
+            entropy_nats=entropy_nats,
+            drafters=standings,
+            gate=idle.gate,
+            trainer_s=idle.used_s,
+            idle_s=idle.idle_s,
+            oracle_steps=oracle_steps,
+            unlike=len(unlike),
+        )
+
+    def _oracle(self, quick: DraftLayer) -> tuple[DraftLayer, int]:
+        """quick: drafts while it collects, which changes no token."""
+        _, samples = collected(self._engine(quick), self._oracle_asked)
+        return oracle(self._static, samples, ends_of(self._target), self._oracle_rounds)
+
+    def _overlap(self, layer: DraftLayer, samples: Sequence[Sample]) -> tuple[float, ...]:
+        return matched(layer, samples, ends_of(self._target), DEPTH).overlap_D
+
+    def _engine(self, layer: DraftLayer) -> Engine:
+        drafter = LayerDrafter.of(copy_of(layer), self._target)
+        return Engine(self._target, drafters={"layer": drafter}, chooser=Fixed.of(ARM))
+
+
+def _standing(engine: Engine, overlap_D: tuple[float, ...]) -> Standing:
+    status: dict[str, Any] = engine.meters.status()
+    reached = [1.0, *status["accepted_by_position"]]
+    accepted = tuple(b / a if a else 0.0 for a, b in itertools.pairwise(reached))
+    return Standing(status["accepted_length"], accepted, overlap_D)
+
+
+def _unlike(said: Sequence[Rollout], other: Sequence[Rollout]) -> set[int]:
+    """Samples of which the two differ."""
+    tokens = {rollout.prompt.sample: rollout.tokens for rollout in other}
+    return {one.prompt.sample for one in said if one.tokens != tokens[one.prompt.sample]}

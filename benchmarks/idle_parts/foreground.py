@@ -1,0 +1,112 @@
+"""A node that trains and waits in turn, and whether a trainer in its waits makes its steps longer."""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from aedit.launch.data.samples import batch
+from benchmarks.kit.small_llama import corpus, inner_step, llama
+from benchmarks.kit.tables import median
+
+SEQ_LEN, BATCH_SIZE = 128, 4
+THREADS = 2
+LR = 1e-6
+"""So small that all steps do the same arithmetic on the same numbers."""
+WARM_UP_STEPS = 5
+
+Window = Callable[[], AbstractContextManager[None]]
+
+
+class Foreground:
+    """Real inner steps of a small Llama, on two threads."""
+
+    def __init__(self, quick: bool) -> None:
+        size, layers = (64, 1) if quick else (256, 4)
+        self._model = llama(size, layers, SEQ_LEN)
+        self._inner = torch.optim.AdamW(self._model.parameters(), lr=LR)
+        self._train = corpus(SEQ_LEN).train
+        for number in range(WARM_UP_STEPS):
+            self.step(number)
+
+    def step(self, number: int) -> None:
+        """On samples that are known by their number."""
+        first = BATCH_SIZE * number
+        samples = batch(self._train, np.arange(first, first + BATCH_SIZE) % len(self._train))
+        inner_step(self._model, self._inner, samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What a wait is used for."""
+
+    window: Window = nullcontext
+    goes_on: bool = False
+    """The window stays open during the step, which is what must not be done."""
+
+
+OFF = Arm()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Seconds from the end of a wait to the end of the step after it, with a trainer in the wait and
+    without. The waits are of one length and the steps on the same samples."""
+
+    on_s: float
+    off_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.on_s / self.off_s
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Median of the pairs' ratios, with its 95 % interval by bootstrap."""
+
+    middle: float
+    low: float
+    high: float
+    worst: float
+    """The largest of single pairs."""
+    num_pairs: int
+
+    @staticmethod
+    def of(pairs: Sequence[Pair], draws: int = 2000) -> "Ratio":
+        ratios, chance = np.array([pair.ratio for pair in pairs]), np.random.default_rng(0)
+        drawn = np.median(chance.choice(ratios, (draws, len(ratios))), axis=1)
+        low, high = np.quantile(drawn, (0.025, 0.975)).tolist()
+        return Ratio(median(ratios.tolist()), low, high, float(ratios.max()), len(ratios))
+
+
+class Race:
+    """Waits and steps of several arms in turn, in an order that is drawn for each turn."""
+
+    def __init__(self, foreground: Foreground, waits_s: tuple[float, float], seed: int = 0) -> None:
+        """waits_s: the shortest and the longest wait."""
+        self._foreground, self._waits_s, self._chance = foreground, waits_s, random.Random(seed)
+        self._number = 0
+
+    def turn(self, arms: Mapping[str, Arm]) -> dict[str, float]:
+        """Seconds of each arm, for one wait and one step that are the same for all."""
+        wait_s, names = self._chance.uniform(*self._waits_s), list(arms)
+        self._chance.shuffle(names)
+        self._number += 1
+        return {name: self._one(arms[name], wait_s) for name in names}
+
+    def pair(self, on: Arm) -> Pair:
+        seconds = self.turn({"on": on, "off": OFF})
+        return Pair(seconds["on"], seconds["off"])
+
+    def _one(self, arm: Arm, wait_s: float) -> float:
+        with arm.window() if arm.goes_on else nullcontext():
+            with nullcontext() if arm.goes_on else arm.window():
+                time.sleep(wait_s)
+                over_s = time.perf_counter()
+            self._foreground.step(self._number)
+            return time.perf_counter() - over_s

@@ -1,0 +1,252 @@
+"""A hub and paced nodes as real processes, each in a network namespace of its own if it has one."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hub_pb2 import StatusRequest
+from benchmarks.kit.netns import Place
+from benchmarks.kit.paced_node import PacedNode
+
+ROOT = Path(__file__).parents[2]
+
+TOML = """
+name = "paced"
+dir = "{directory}"
+[train]
+steps = 1000000000
+[edit]
+every = {every}
+landing = "arrival"
+[outer]
+kind = "average"
+lr = 1.0
+[hub]
+address = "{address}"
+pace = "steps"
+weights = "uniform"
+codec = "fp32"
+heartbeat_s = 0.25
+expire_s = {expire_s}
+lease_samples = {lease_samples}
+{more}
+[hub.staleness]
+rule = "constant"
+cutoff = 1000000
+[hub.push_filter]
+threshold = 1e9
+clip = "none"
+cosine = false
+"""
+"""An anchor that is the sum of what has been merged: rate 1, every arrival, no weights, no screens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A push as its node's ledger has it."""
+
+    node: int
+    unit: int
+    steps: int
+    verdict: str
+
+
+class Field:
+    """The processes of one run. Leaving the block ends all that are left."""
+
+    def __init__(
+        self, directory: Path, plan: PacedNode, *, places: Sequence[Place] = (), more: str = ""
+    ) -> None:
+        """plan: of every node; its hub, name and ledger are set here. places: the hub's, then the nodes'."""
+        self.directory, self.places = directory, list(places)
+        address = f"{self.places[0].address}:7000" if self.places else f"127.0.0.1:{free_port()}"
+        self.plan = replace(plan, hub=address)
+        self.toml = directory / "run.toml"
+        settings = {
+            "every": plan.every,
+            "expire_s": plan.expire_s,
+            "lease_samples": plan.lease_samples,
+            "more": more,
+        }
+        self.toml.write_text(TOML.format(directory=directory, address=address, **settings))
+        self.hub: subprocess.Popen[bytes] | None = None
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self.log = (directory / "output.log").open("ab")
+
+    def __enter__(self) -> "Field":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [self.hub, *self.nodes.values()]:
+            if process is not None:
+                process.kill()
+                process.wait(10)
+        self.log.close()
+
+    # -- the hub
+
+    def start_hub(self) -> float:
+        """Start it, and wait until it serves, which it says in its folder; the seconds that took."""
+        words = ["-m", "aedit.launch.cli", "hub", str(self.toml), f"--directory={self.directory}/hub"]
+        told = self.directory / "hub" / "address"
+        told.unlink(missing_ok=True)
+        began = time.monotonic()
+        self.hub = self._popen(0, [*words, "--insecure"])
+        while not told.exists():
+            assert self.hub.poll() is None, f"the hub ended with exit code {self.hub.returncode}"
+            assert time.monotonic() < began + 60, "the hub did not serve within 60 s"
+            time.sleep(0.01)
+        return time.monotonic() - began
+
+    def kill_hub(self) -> None:
+        assert self.hub is not None
+        self.hub.kill()
+        self.hub.wait(10)
+
+    def end_hub(self) -> None:
+        """As a person would; it writes its snapshot."""
+        assert self.hub is not None
+        self.hub.terminate()
+        assert self.hub.wait(30) == 0, f"the hub ended with exit code {self.hub.returncode}"
+
+    def status(self) -> dict[str, Any] | None:
+        """What the hub says of itself; None if it does not answer within a second."""
+        words = [sys.executable, "-m", "benchmarks.kit.cluster", self.plan.hub]
+        if not self.places:
+            return ask(self.plan.hub)
+        done = subprocess.run(
+            [*self._inside(0), *words], cwd=ROOT, capture_output=True, text=True, timeout=30
+        )
+        found: dict[str, Any] | None = json.loads(done.stdout) if done.returncode == 0 else None
+        return found
+
+    # -- nodes
+
+    def start_node(self, name: str, **changes: Any) -> None:
+        plan = replace(self.plan, name=name, ledger=str(self.ledger(name)), **changes)
+        words = ["-m", "benchmarks.kit.paced_node", json.dumps(asdict(plan))]
+        self.nodes[name] = self._popen(self._place(name), words)
+
+    def ledger(self, name: str) -> Path:
+        return self.directory / f"{name}.jsonl"
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Of a node's ledger, all attempts; a line that a kill has torn is left out."""
+        if not self.ledger(name).exists():
+            return []
+        texts = self.ledger(name).read_text().splitlines()
+        return [json.loads(text) for text in texts if text.startswith("{") and text.endswith("}")]
+
+    def latest(self, name: str) -> dict[str, Any]:
+        """The last line of a node's ledger, without reading the others; {} if there is none."""
+        with self.ledger(name).open("rb") as file:
+            file.seek(max(0, self.ledger(name).stat().st_size - 512))
+            texts = file.read().decode().splitlines()
+        found: dict[str, Any] = json.loads(texts[-1]) if texts and texts[-1].endswith("}") else {}
+        return found
+
+    def kill_node(self, name: str) -> None:
+        self.nodes[name].kill()
+        self.nodes[name].wait(10)
+
+    def signal_node(self, name: str, number: signal.Signals) -> None:
+        self.nodes[name].send_signal(number)
+
+    def end_node(self, name: str, timeout_s: float = 60.0) -> int:
+        """Ask one to push what it owes and leave; its exit code."""
+        self.nodes[name].terminate()
+        return self.nodes[name].wait(timeout_s)
+
+    def end_nodes(self, timeout_s: float = 60.0) -> dict[str, int]:
+        """Ask all to push what they owe and leave; their exit codes."""
+        for process in self.nodes.values():
+            process.terminate()
+        return {name: process.wait(timeout_s) for name, process in self.nodes.items()}
+
+    # -- the network
+
+    def cut(self, name: str) -> None:
+        """Silence in both directions: neither end is told."""
+        self._link(name, "down")
+
+    def mend(self, name: str) -> None:
+        self._link(name, "up")
+
+    def _link(self, name: str, state: str) -> None:
+        place = self.places[self._place(name)]
+        switch = place.namespace.rpartition("-")[0] + "-switch"
+        command = f"ip -n {switch} link set port-{place.interface} {state}"
+        subprocess.run(command.split(), check=True, capture_output=True, timeout=20)
+
+    # -- processes
+
+    def left_behind(self) -> list[str]:
+        """Commands of processes of this field that still run."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            line = " ".join(process.info["cmdline"] or [])
+            if str(self.directory) in line and process.pid != os.getpid():
+                found.append(line)
+        return found
+
+    def _popen(self, place: int, words: list[str]) -> "subprocess.Popen[bytes]":
+        command = [*self._inside(place), sys.executable, *words]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, cwd=ROOT, stdout=self.log, stderr=self.log, env=env)
+
+    def _inside(self, place: int) -> list[str]:
+        # `ip netns exec` becomes the command itself, so that a signal reaches it.
+        return ["ip", "netns", "exec", self.places[place].namespace] if self.places else []
+
+    def _place(self, name: str) -> int:
+        """Nodes are called something-0, something-1, ..."""
+        return 1 + int(name.rpartition("-")[2])
+
+
+def answered(lines: Sequence[dict[str, Any]]) -> list[Answered]:
+    """The pushes of one ledger whose answer the node has seen."""
+    found, node = [], -1
+    for line in lines:
+        if line["event"] == "joined":
+            node = line["node"]
+        elif line["event"] == "answered":
+            found.append(Answered(node, line["unit"], line["steps"], line["verdict"]))
+    return found
+
+
+def ask(address: str) -> dict[str, Any] | None:
+    """The status of the hub at `address`; None if it does not answer within a second."""
+    client = HubClient(address, call_timeout_s=1.0)
+    try:
+        # Nobody here wants the lines of the past, which are most of it.
+        request = StatusRequest(metrics_after=2**63)
+        status: dict[str, Any] = json.loads(client.status(request).json)
+    except (HubUnreachable, HubRefused):
+        return None
+    finally:
+        client.close()
+    return status
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    answer = ask(sys.argv[1])
+    print(json.dumps(answer))
+    sys.exit(answer is None)

@@ -1,0 +1,238 @@
+"""A node without a model: steps that last a fixed time, and numbers that can be checked to the last one.
+
+Every step adds 1 to the node's own elements of every unit: each 64th one, so that all parts of a push have
+some. Over a hub that averages with rate 1 and merges every arrival, each of those elements of the anchor is
+therefore the number of steps of this node that have been merged: a push that were lost, counted twice or
+applied in half would show. No torch, so that it starts in half a second and sixty-four of them fit on two
+cores.
+
+    python -m benchmarks.kit.paced_node '{"hub": "127.0.0.1:7000", "name": "a", ...}'     fields of PacedNode
+
+Writes one JSON line per event to its ledger: joined, sent, answered, late, left.
+"""
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from aedit.proto.agent.agent_link import start_agent
+from aedit.proto.agent.link import Answer, Link, Progress, Verdict
+from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+
+LATE_S = 0.1
+"""A step that takes so much longer than it should is put on record."""
+STRIDE = 64
+"""Nodes that have elements of their own, and elements from one of a node's to its next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacedNode:
+    """What a node is told."""
+
+    hub: str
+    name: str
+    ledger: str
+    run: str = "paced"
+    standby: str = ""
+    units: int = 4
+    numel: int = 4096
+    step_s: float = 0.02
+    every: int = 10
+    """Steps between two pushes."""
+    large_numel: int = 0
+    """Elements of unit 0, if it is larger than the others."""
+    large_every: int = 0
+    """Steps between two pushes of unit 0; 0: as of the others."""
+    max_steps_ahead: int = 100_000
+    samples_per_step: int = 4
+    num_samples: int = 1_000_000
+    codec: str = "fp32"
+    heartbeat_s: float = 0.25
+    expire_s: float = 5.0
+    call_timeout_s: float = 30.0
+    max_steps: int = 10**9
+    prefers: int | None = None
+    mode: str = "thread"
+    lease_samples: int = 2048
+    draws: bool = False
+    """Go on only with samples that the hub has leased, as a node with data does."""
+    donor: str = ""
+    """HOST:PORT where it gives anchors to others; empty: it does not."""
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements of each unit."""
+        return [self.large_numel or self.numel, *[self.numel] * (self.units - 1)]
+
+    @property
+    def intervals(self) -> list[int]:
+        """Steps between two pushes of each unit."""
+        return [self.large_every or self.every, *[self.every] * (self.units - 1)]
+
+
+@dataclass(slots=True)
+class Unit:
+    """One unit as the node sees it. `steps`: its own element above the anchor's, whether sent or not."""
+
+    version: int
+    seq: int = 0
+    steps: int = 0
+    sent: int = 0
+    """Of them, those in the push under way; 0: none is."""
+
+
+class Walker:
+    """Steps at a fixed pace, and exchanges whenever `every` steps are there and the last answer too."""
+
+    def __init__(
+        self, plan: PacedNode, link: Link, note: Callable[..., None], ending: threading.Event
+    ) -> None:
+        """ending: set when it is to push what it owes and leave."""
+        self.plan, self.link, self.note = plan, link, note
+        self.steps = 0
+        self.longest_s = 0.0
+        """The longest step: how much a fault elsewhere has held this node up."""
+        self.leased = 0
+        self.ending = ending
+        self.units = [Unit(version) for version in link.join(60.0)]
+        self.own = slice(link.node % STRIDE, None, STRIDE)
+        note("joined", node=link.node)
+
+    def walk(self) -> None:
+        """Until the hub says that it is enough, or a signal; then push what is owed."""
+        ended_at = time.monotonic()
+        while not (self.ending.is_set() or self.link.news().finished or self.steps >= self.plan.max_steps):
+            deadline = ended_at + self.plan.step_s
+            if self._may_go_on():
+                self.steps += 1
+                for unit in self.units:
+                    unit.steps += 1
+            self._exchange(self.plan.intervals)
+            self._tell()
+            time.sleep(max(0.0, deadline - time.monotonic()))
+            took_s = time.monotonic() - ended_at
+            self.longest_s = max(self.longest_s, took_s)
+            if took_s > self.plan.step_s + LATE_S:
+                self.note("late", by_s=took_s - self.plan.step_s)
+            ended_at = time.monotonic()
+
+    def leave(self, timeout_s: float) -> None:
+        """Push the rest, wait for the answers, say goodbye."""
+        deadline = time.monotonic() + timeout_s
+        while any(unit.sent or unit.steps for unit in self.units):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.plan.name}: the hub did not answer within {timeout_s:g} s")
+            self._exchange([1] * self.plan.units)
+            time.sleep(0.01)
+        self._tell()
+        self.link.leave(timeout_s)
+        self.note("left", steps=self.steps, longest_s=self.longest_s)
+
+    def _may_go_on(self) -> bool:
+        has_data = not self.plan.draws or self._leased() >= (self.steps + 1) * self.plan.samples_per_step
+        return has_data and max(unit.steps for unit in self.units) < self.plan.max_steps_ahead
+
+    def _leased(self) -> int:
+        """Samples so far. Asked again only when they are used up."""
+        if self.leased < (self.steps + 1) * self.plan.samples_per_step:
+            self.leased = sum(end - start for start, end in self.link.leases())
+        return self.leased
+
+    def _exchange(self, intervals: list[int]) -> None:
+        for i, unit in enumerate(self.units):
+            if unit.sent:
+                self._land(i, unit, self.link.answer(i, unit.seq))
+            elif unit.steps >= intervals[i]:
+                self._send(i, unit)
+
+    def _send(self, i: int, unit: Unit) -> None:
+        outbox = self.link.outbox[i]
+        outbox.fill(0.0)
+        outbox[self.own] = -float(unit.steps)
+        unit.seq, unit.sent = unit.seq + 1, unit.steps
+        self.note("sent", unit=i, seq=unit.seq, base=unit.version, steps=unit.sent)
+        self.link.written(i, unit.seq)
+        tokens = unit.sent * self.plan.samples_per_step
+        self.link.send(i, unit.seq, base=unit.version, steps=unit.sent, tokens=tokens)
+
+    def _land(self, i: int, unit: Unit, answer: Answer | None) -> None:
+        if answer is None:
+            return
+        lost = answer.verdict == Verdict.REFUSED
+        facts = {"version": answer.version, "verdict": answer.verdict.name}
+        self.note("answered", unit=i, seq=unit.seq, steps=unit.sent, **facts)
+        unit.version = answer.version
+        unit.steps -= 0 if lost else unit.sent
+        unit.sent = 0
+
+    def _tell(self) -> None:
+        busy_s, drawn = self.steps * self.plan.step_s, self.steps * self.plan.samples_per_step
+        self.link.tell(Progress(self.steps, busy_s=busy_s, used=self._used(), drawn=drawn))
+
+    def _used(self) -> int:
+        return (self.steps - max(unit.steps for unit in self.units)) * self.plan.samples_per_step
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What a node says about itself, line by line."""
+
+    path: Path
+    began: float = field(default_factory=time.monotonic)
+
+    def note(self, event: str, **facts: Any) -> None:
+        line = {"t": time.monotonic(), "event": event, **facts}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def agent_plan(plan: PacedNode) -> AgentPlan:
+    """What its agent is told: the same run for everybody."""
+    return AgentPlan(
+        addresses=tuple(plan.hub.split(",")),
+        standbys=tuple(plan.standby.split(",")) if plan.standby else (),
+        name=plan.name,
+        run=plan.run,
+        units=tuple(UnitPlan(f"unit{i}", (TensorPlan("weight", (n,)),)) for i, n in enumerate(plan.numels)),
+        num_samples=plan.num_samples,
+        samples_per_step=plan.samples_per_step,
+        steps_ahead=plan.max_steps_ahead if plan.max_steps_ahead < 100_000 else 256,
+        lease_samples=plan.lease_samples,
+        codec=plan.codec,
+        donor=plan.donor,
+        heartbeat_s=plan.heartbeat_s,
+        expire_s=plan.expire_s,
+        call_timeout_s=plan.call_timeout_s,
+        prefers=plan.prefers,
+    )
+
+
+def main(words: list[str]) -> int:
+    plan = of_json(words[0])
+    ledger, ending = Ledger(Path(plan.ledger)), threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ending.set()
+
+    signal.signal(signal.SIGTERM, end)
+    link = start_agent(agent_plan(plan), ranks=1, mode="thread" if plan.mode == "thread" else "process")
+    walker = Walker(plan, link, ledger.note, ending)
+    walker.walk()
+    walker.leave(60.0)
+    return 0
+
+
+def of_json(text: str) -> PacedNode:
+    fields: Mapping[str, Any] = json.loads(text)
+    return PacedNode(**fields)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,264 @@
+"""Training runs of unequal nodes in virtual time: real gradients, real exchanges, a real hub, no network.
+
+One thread: it is always the turn of the node whose next step ends first. The same setting gives the same
+bits whatever the machine does.
+"""
+
+import copy
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from aedit.async_sgd.hub.hub import HubPlan
+from aedit.async_sgd.inprocess import InProcessHub, InProcessLink, Tally, Tamper
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig
+from aedit.async_sgd.rules.outer import Average, Nesterov
+from aedit.clock import VirtualClock
+from aedit.edit.config import EditConfig, PenaltyConfig
+from aedit.edit.hub_exchange import HubExchange
+from aedit.edit.pace import HubPace, make_pace
+from aedit.edit.sync import LayerSync
+from aedit.launch.config.config import TrainConfig
+from aedit.launch.node.inner import lr_at, make_inner, set_lr
+from aedit.proto.codecs.codecs import codec
+from aedit.types import Round
+from benchmarks.kit.hubs import layout_of
+from benchmarks.kit.small_llama import inner_step, llama
+from benchmarks.kit.two_domains import Shard, held_out_loss
+
+STEP_S = (0.58, 0.75, 1.51, 3.33)
+"""Seconds per step of the four nodes of arXiv:2401.09135."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all methods have in common."""
+
+    seed: int = 0
+    iid: bool = True
+    step_s: tuple[float, ...] = STEP_S
+    warmup_steps: int = 128
+    """Inner steps of one model on the batches of all nodes, before the nodes part."""
+    steps: int = 320
+    """Local inner steps per node, on average."""
+    every: int = 16
+    lr: float = 3e-3
+    hidden_size: int = 32
+    num_layers: int = 1
+    seq_len: int = 64
+    batch_size: int = 4
+    held_out: int = 512
+    """Samples of each domain's held-out text."""
+
+    @property
+    def nodes(self) -> int:
+        return len(self.step_s)
+
+    @property
+    def train(self) -> TrainConfig:
+        return TrainConfig(lr=self.lr)
+
+    def lr_after(self, local_steps: int) -> float:
+        """Inner learning rate when all nodes together have done so many local steps."""
+        done = self.warmup_steps + local_steps / self.nodes
+        return lr_at(done / (self.warmup_steps + self.steps), self.train)
+
+    def shard(self, node: int, *, seed: int = 0) -> Shard:
+        return Shard(self.seq_len, 10 * self.seed + seed, node, self.nodes, mixed=self.iid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """How the nodes of a hub go on. penalty: of the nodes and of the hub."""
+
+    hub: HubConfig
+    outer: OuterConfig
+    penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    tamper: Mapping[int, Tamper] = field(default_factory=dict)
+    """What some nodes send instead of what they have learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """loss: of the last anchors, on held-out text of both domains, nats per byte. seconds: virtual."""
+
+    loss: float
+    seconds: float
+    rounds: int
+    tally: Tally
+
+
+def warm_up(setting: Setting) -> bytes:
+    """The model and its optimizer after the warm-up: where all methods start."""
+    model = llama(setting.hidden_size, setting.num_layers, setting.seq_len, setting.seed)
+    inner = make_inner(model, setting.train)
+    shard = Shard(setting.seq_len, 10 * setting.seed + 1, 0, 1, mixed=True)
+    for step in range(setting.warmup_steps):
+        set_lr(inner, setting.lr_after((step - setting.warmup_steps) * setting.nodes))
+        inner_step(model, inner, shard.take(setting.batch_size * setting.nodes))
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "inner": inner.state_dict()}, buffer)
+    return buffer.getvalue()
+
+
+def start_model(setting: Setting, start: bytes) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and its optimizer as `warm_up` has left them."""
+    saved: dict[str, Any] = torch.load(io.BytesIO(start), weights_only=True)
+    model = llama(setting.hidden_size, setting.num_layers, setting.seq_len, setting.seed)
+    model.load_state_dict(saved["model"])
+    inner = make_inner(model, setting.train)
+    inner.load_state_dict(saved["inner"])
+    return model, inner
+
+
+# --- with everybody waiting for everybody
+
+
+def train_together(setting: Setting, start: bytes, outer: Nesterov) -> Outcome:
+    """DiLoCo (arXiv:2311.08105, algorithm 1), written down straight: the yardstick."""
+    nodes = [start_model(setting, start) for _ in range(setting.nodes)]
+    shards = [setting.shard(node) for node in range(setting.nodes)]
+    anchor = _flat(nodes[0][0])
+    state = outer.init(anchor)
+    rounds = -(-setting.steps // setting.every)
+    for number in range(rounds):
+        begin = number * setting.every
+        end = min(begin + setting.every, setting.steps)
+        for (model, inner), shard in zip(nodes, shards, strict=True):
+            _adopt(model, anchor)
+            for step in range(begin, end):
+                set_lr(inner, setting.lr_after(step * setting.nodes))
+                inner_step(model, inner, shard.take(setting.batch_size))
+        D = anchor - torch.stack([_flat(model) for model, _ in nodes]).mean(0)
+        move, state = (Average() if end == setting.steps else outer).update(D, state)
+        anchor = anchor - move
+    _adopt(nodes[0][0], anchor)
+    loss = held_out_loss(nodes[0][0], setting.seq_len, setting.held_out)
+    return Outcome(loss, setting.steps * max(setting.step_s), rounds, Tally())
+
+
+def _flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def _adopt(model: nn.Module, flat: torch.Tensor) -> None:
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(flat.clone(), model.parameters())  # whose storage they become
+
+
+# --- with a hub and nobody waiting
+
+
+@dataclass(slots=True)
+class Node:
+    """One node. `next_s`: when its step under way ends."""
+
+    sync: LayerSync
+    link: InProcessLink
+    shard: Shard
+    step_s: float
+    next_s: float
+
+
+def train_apart(setting: Setting, start: bytes, method: Method) -> Outcome:
+    """Every node at its own speed, until all together have done the steps."""
+    clock = VirtualClock()
+    models = [start_model(setting, start) for _ in range(setting.nodes)]
+    hub = make_hub(setting, method, models[0][0], clock)
+    nodes = [make_node(hub, setting, method, index, pair) for index, pair in enumerate(models)]
+    done = 0
+    for node in nodes:
+        node.sync.__enter__()
+    while done < setting.steps * setting.nodes:
+        nodes = [node for node in nodes if node.link.is_member]
+        node = min(nodes, key=lambda node: node.next_s)
+        clock.advance_to(node.next_s)
+        for other in nodes:  # a node reports far more often than it steps
+            other.link.heartbeat(1 / other.step_s)
+        hub.tick()
+        set_lr(node.sync.inner, setting.lr_after(done))
+        inner_step(node.sync.model, node.sync.inner, node.shard.take(setting.batch_size))
+        done += 1
+        node.sync.step()
+        node.next_s += node.step_s
+    nodes = [node for node in nodes if node.link.is_member]
+    ended_s = clock()
+    _finish(hub, clock, nodes)
+    model = copy.deepcopy(nodes[0].sync.model)
+    adopt_anchors(model, hub, nodes[0].sync)
+    loss = held_out_loss(model, setting.seq_len, setting.held_out)
+    return Outcome(loss, ended_s, max(node.sync.schedule.last_id for node in nodes), hub.tally)
+
+
+def make_hub(setting: Setting, method: Method, model: nn.Module, clock: VirtualClock) -> InProcessHub:
+    """A hub for nodes that train `model`."""
+    plan = HubPlan(
+        hub=method.hub,
+        outer=method.outer,
+        penalty=method.penalty,
+        every=_every(setting, method),
+        steps=setting.steps,
+    )
+    quantiser = None if plan.hub.codec_down == "fp32" else codec(plan.hub.codec_down)
+    return InProcessHub(plan, layout_of(model), quantiser=quantiser, clock=clock)
+
+
+def make_node(
+    hub: InProcessHub,
+    setting: Setting,
+    method: Method,
+    index: int,
+    trained: tuple[nn.Module, torch.optim.Optimizer],
+    shard: Shard | None = None,
+) -> Node:
+    """Node number `index` of the setting, a member from now on; its first step begins now. trained: its model
+    and optimizer. shard: its data, by default as the setting says."""
+    model, inner = trained
+    link = hub.link(f"node {index}", tamper=method.tamper.get(index))
+    exchange = HubExchange(link, tokens_per_step=setting.batch_size * setting.seq_len, penalty=method.penalty)
+    every = hub.hub.plan.every
+    config = EditConfig(every=every, landing="arrival", schedule="seconds")
+    schedule = make_pace(method.hub, config, link.news)
+    if isinstance(schedule, HubPace):
+        schedule = HubPace(every, link.news, clock=hub.clock)
+    sync = LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=config)
+    step_s = setting.step_s[index]
+    return Node(sync, link, shard or setting.shard(index), step_s, hub.clock() + step_s)
+
+
+def _every(setting: Setting, method: Method) -> float:
+    """In steps, or in the seconds in which the nodes do as many on average."""
+    if method.hub.pace != "seconds":
+        return setting.every
+    return setting.nodes * setting.every / sum(1 / step_s for step_s in setting.step_s)
+
+
+def _finish(hub: InProcessHub, clock: VirtualClock, nodes: list[Node]) -> None:
+    """What is under way is merged, then what has been learned since."""
+    for _ in range(2):
+        for node in nodes:
+            sync = node.sync
+            if not sync.in_flight:
+                sync.begin(Round(sync.schedule.last_id + 1, sync.local_steps - sync.schedule.last_step))
+                sync.schedule.last_id, sync.schedule.last_step = sync.schedule.last_id + 1, sync.local_steps
+        clock.advance(1000.0)  # longer than any quorum is waited for, and nobody falls silent
+        for node in nodes:
+            node.link.heartbeat(1 / node.step_s)
+        hub.tick()
+        for node in nodes:
+            if node.link.is_member:  # nobody answers one that was excluded for its last push
+                node.sync.finish()
+
+
+def adopt_anchors(model: nn.Module, hub: InProcessHub, sync: LayerSync) -> None:
+    """Have `model` be what the hub has now. sync: of any of its nodes."""
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for index, unit in enumerate(sync.units):
+            anchor = torch.from_numpy(hub.hub.anchor(index)[1].copy())
+            for (_, part), name in zip(unit.split(anchor), unit.names, strict=True):
+                named[name].copy_(part.view_as(named[name]))

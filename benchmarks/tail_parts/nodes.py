@@ -1,0 +1,185 @@
+"""Engines in virtual time: they compute for real, one at a time, always the one whose clock is furthest
+behind, and each computation takes what `Times` says. So four of them fit on one core, and the same samples
+give the same figures whatever else the machine does.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from aedit.spec_rollout.arms.arms import ArmChooser
+from aedit.spec_rollout.drafters.drafts import Arm, Begun, By, Draft, Drafter, Noise, Taken
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.meters import Step
+from aedit.spec_rollout.migration.moving import EngineHere, Reallocator
+from aedit.spec_rollout.migration.reallocate import Key
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from benchmarks.tail_parts.times import Times
+
+LOOK_S = 0.05
+"""Virtual time between looks for what should move. One takes 0.3 ms, 4 ms if much moves (measured, for 128
+samples), on one core for all engines: it is not counted.
+"""
+NODES = 8
+"""Most that are drafted."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """A node's own time."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class PacedTarget(Target):
+    """A target whose computations take declared times on a clock."""
+
+    def __init__(self, model: PreTrainedModel, *, rows: int, max_tokens: int, times: Times) -> None:
+        super().__init__(model, rows, max_tokens, NODES, ())
+        self.times, self.clock = times, Clock()
+        self.copies_s: list[float] = []
+        """Of samples that came with their keys and values."""
+
+    def step(
+        self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor, parents_BN: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, q = tokens_Bq.shape
+        self.clock.now_s += self.times.step(num_rows, q - 1)
+        return super().step(tokens_Bq, lengths_B, parents_BN)
+
+    def prefill(self, tokens_T: Tensor, row: int, start: int = 0) -> Tensor:
+        self.clock.now_s += self.times.prefill(len(tokens_T))
+        return super().prefill(tokens_T, row, start)
+
+    def put_kv(self, row: int, kv: Tensor) -> None:
+        super().put_kv(row, kv)
+        self.copies_s.append(kv.shape[3] * self.times.copy_s)
+        self.clock.now_s += self.copies_s[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class PacedDrafter:
+    """A drafter whose guesses take declared times on its engine's clock."""
+
+    inner: Drafter
+    times: Times
+    clock: Clock
+
+    @property
+    def version(self) -> int:
+        return int(getattr(self.inner, "version", 0))
+
+    def begin(self, rows: Sequence[Begun]) -> None:
+        self.inner.begin(rows)
+
+    def take(self, taken: Taken) -> None:
+        self.inner.take(taken)
+
+    def move(self, source: int, target: int) -> None:
+        self.inner.move(source, target)
+
+    def end(self, row: int) -> None:
+        self.inner.end(row)
+
+    def propose(self, arm: Arm, rows: int, noise: Noise, temperature_B: Tensor) -> Draft:
+        self.clock.now_s += self.times.draft(arm, rows)
+        return self.inner.propose(arm, rows, noise, temperature_B)
+
+
+class Node(EngineHere):
+    """One engine of the four."""
+
+    def __init__(self, target: PacedTarget, drafters: Mapping[By, Drafter], chooser: ArmChooser | None):
+        self.clock, self.target = target.clock, target
+        self.clock.now_s, self.busy_s, self.num_emptied = 0.0, 0.0, 0
+        self.target.copies_s.clear()
+        paced: dict[By, Drafter] = {
+            by: PacedDrafter(drafter, target.times, self.clock) for by, drafter in drafters.items()
+        }
+        super().__init__(Engine(target, drafters=paced, chooser=chooser))
+        self.engine.clock = self.clock
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.engine.live or self.engine.waiting)
+
+    def step(self) -> Step:
+        began_s = self.clock.now_s
+        step = super().step()
+        self.busy_s += self.clock.now_s - began_s
+        return step
+
+    def take_out(self, key: Key) -> Prompt | None:
+        prompt = super().take_out(key)
+        self.num_emptied += prompt is not None and not self.has_work
+        return prompt
+
+
+@dataclass(slots=True)
+class Way:
+    """How one batch was made."""
+
+    seconds: float = 0.0
+    """Until the last engine had finished."""
+    rollouts: dict[Key, Rollout] = field(default_factory=dict)
+    moves: Counter[Key] = field(default_factory=Counter)
+    num_emptied: int = 0
+    """Engines that had nothing left when they had given a sample away."""
+    busy_share: float = 0.0
+    copies_s: list[float] = field(default_factory=list)
+    arms: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class World:
+    """The nodes, and the time of the one that is furthest behind."""
+
+    nodes: Sequence[Node]
+    now_s: float = 0.0
+    way: Way = field(default_factory=Way)
+
+    def run(self, reallocator: Reallocator | None) -> Way:
+        """Until all have finished what they have. reallocator: over these nodes, on this world's time."""
+        look_s = LOOK_S
+        while busy := [node for node in self.nodes if node.has_work]:
+            node = min(busy, key=lambda node: node.clock.now_s)
+            self.now_s = max(self.now_s, node.clock.now_s)
+            if reallocator is not None and self.now_s >= look_s:
+                self._look(reallocator)
+                look_s = self.now_s + LOOK_S
+                continue
+            for rollout in node.step().finished:
+                self._ended(rollout, reallocator)
+        return self._told()
+
+    def _look(self, reallocator: Reallocator) -> None:
+        for move in reallocator.look():
+            self.way.moves[move.key] += 1
+            # What has left in the middle of a step is there when the step has ended.
+            source, target = self.nodes[move.source].clock, self.nodes[move.target].clock
+            target.now_s = max(target.now_s, source.now_s, self.now_s)
+
+    def _ended(self, rollout: Rollout, reallocator: Reallocator | None) -> None:
+        key = rollout.prompt.rollout, rollout.prompt.sample
+        if key in self.way.rollouts:
+            raise RuntimeError(f"sample {key} was made twice")
+        self.way.rollouts[key] = rollout
+        if reallocator is not None:
+            reallocator.finished(rollout)
+
+    def _told(self) -> Way:
+        way, nodes = self.way, self.nodes
+        way.seconds = max(node.clock.now_s for node in nodes)
+        way.num_emptied = sum(node.num_emptied for node in nodes)
+        way.busy_share = sum(node.busy_s for node in nodes) / (len(nodes) * way.seconds)
+        way.copies_s = [copy_s for node in nodes for copy_s in node.target.copies_s]
+        for node in nodes:
+            way.arms += node.engine.meters.arms
+        return way

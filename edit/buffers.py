@@ -1,0 +1,175 @@
+"""Buffers of the model, such as the running statistics of BatchNorm, at the rounds of nodes that meet.
+
+A buffer that is equal on all nodes is left alone. One that differs becomes the mean over nodes if it holds
+floating-point numbers, and that of the first node if it holds anything else, such as a counter. Statistics
+are no progress that adds up: what lands is the mean itself, also where the node has trained on meanwhile.
+
+Nodes that have not stepped since the last round, that hold a NaN or Inf, or that the round does not trust
+have no part in the mean. On a node of several ranks the mean over its ranks counts as its value.
+"""
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from aedit.edit.peers import Peers
+from aedit.edit.shards import Shards
+from aedit.edit.tensors import (
+    digest_of,
+    from_floats,
+    from_mean,
+    hash_of,
+    is_averaged,
+    named_buffers,
+    shape_of,
+    to_floats,
+    to_mean,
+)
+from aedit.proto.transports.transport import Pending, Rows
+
+T = TypeVar("T")
+
+
+class Wait(Protocol):
+    """How a node waits for an answer."""
+
+    def __call__(self, pending: Pending[T], /) -> T:
+        """Return the answer once it is here."""
+
+
+class Buffers:
+    """Exchange the buffers of `model` with `peers`. device: where a vector must be to travel."""
+
+    def __init__(self, model: nn.Module, peers: Peers, shards: Shards, device: torch.device) -> None:
+        self._model, self._peers, self._shards, self._device = model, peers, shards, device
+        self._names = [name for name, _, _ in named_buffers(model)]
+        self._began: dict[str, tuple[float, float]] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    @torch.no_grad()
+    def open(self, key: str, *, stepped: bool) -> "OpenBuffers":
+        """Tell the others what the buffers are now. Returns at once; on all ranks of the node together.
+
+        stepped: whether this node has made an inner step since the last round.
+        """
+        now = {name: buffer for name, buffer, _ in named_buffers(self._model)}
+        values = [self._value(now.get(name)) for name in self._names]
+        row = [float(stepped)]
+        for name, value in zip(self._names, values, strict=True):
+            shape = shape_of(now[name]) if name in now else None
+            row += [hash_of((name, shape)), *digest_of(value), float(value.isfinite().all())]
+        rows = self._peers.rows(f"{key}/buffers", torch.tensor(row, dtype=torch.float64))
+        return OpenBuffers(key, [now.get(name) for name in self._names], values, self._peers, rows)
+
+    def exchange(self, key: str, wait: Wait) -> None:
+        """Exchange the buffers now, without a round."""
+        if not self:
+            return
+        opened = self.open(key, stepped=True)
+        opened.send(wait(opened.rows), trusted=True)
+        opened.land(wait)
+
+    def warn_if_changed(self) -> None:
+        """Warn once with the names of floating-point buffers that have changed since the first call: for an
+        exchange over which they do not travel."""
+        if self._began == {}:
+            return
+        now = {
+            name: digest_of(to_floats(buffer))
+            for name, buffer, _ in named_buffers(self._model)
+            if buffer.is_floating_point()
+        }
+        if self._began is None:
+            self._began = now
+            return
+        changed = [name for name, value in now.items() if self._began.get(name, value) != value]
+        if changed:
+            self._began = {}
+            warnings.warn(
+                f"buffers of this model change while it trains ({_few(changed)}), and a hub exchanges "
+                "parameters only: they describe this node's own data. Before you evaluate or export, "
+                "recompute them with torch.optim.swa_utils.update_bn, or use a normalisation without "
+                "running statistics",
+                stacklevel=2,
+            )
+
+    def _value(self, buffer: Tensor | None) -> Tensor:
+        """Return the node's value as an fp32 vector on the device that sends, the same on all its ranks."""
+        if buffer is None:
+            return torch.zeros(0, device=self._device)
+        value = (to_mean(buffer) if is_averaged(buffer) else to_floats(buffer)).to(self._device)
+        if self._shards.size == 1:
+            return value
+        if is_averaged(buffer):
+            return self._shards.sum(value) / self._shards.size
+        return self._shards.sum(value * float(self._shards.leads))
+
+
+@dataclass(slots=True)
+class OpenBuffers:
+    """The buffers of one node in a round under way."""
+
+    key: str
+    buffers: list[Tensor | None]
+    values: list[Tensor]
+    peers: Peers
+    rows: Pending[Rows]
+    _sent: list[tuple[list[int], Pending[Tensor]]] = field(default_factory=list)
+    _landed: bool = False
+
+    def send(self, rows: Rows, *, trusted: bool) -> None:
+        """Send what differs, given everybody's rows. trusted: whether the round trusts this node."""
+        told_NB4 = rows.rows[:, 1:].view(len(rows.rows), -1, 4)
+        same_B4 = (told_NB4 == told_NB4[0]).all(0).tolist()
+        differing = [i for i, (shape, *value, _) in enumerate(same_B4) if shape and not all(value)]
+        finite_N = told_NB4[:, differing, 3].bool().all(1)
+        stepped_N = finite_N & (rows.rows[:, 0] > 0)
+        chosen_N = stepped_N if stepped_N.any() else finite_N
+        if not chosen_N.any():
+            return
+        mine = rows.mine is not None and bool(chosen_N[rows.mine]) and trusted
+        first = rows.mine == int(chosen_N.int().argmax())
+        averaged = [i for i in differing if _mean_of(self.buffers[i])]
+        self._ask("mean", averaged, float(mine))
+        self._ask("first", [i for i in differing if i not in averaged], float(first))
+
+    def _ask(self, kind: str, which: list[int], weight: float) -> None:
+        if not which:
+            return
+        parts = [self.values[i] for i in which]
+        packed = torch.cat([*parts, parts[0].new_ones(1)])  # stays 1 if any node has weight
+        asked = self.peers.average(f"{self.key}/buffers/{kind}", packed, packed.new_tensor(weight))
+        self._sent.append((which, asked))
+
+    def done(self) -> bool:
+        """Return whether `land` would not wait. Never blocks."""
+        return all(asked.done() for _, asked in self._sent)
+
+    @torch.no_grad()
+    def land(self, wait: Wait) -> None:
+        """Write what has come into the buffers, waiting for it. Does nothing the second time."""
+        if self._landed:
+            return
+        for which, asked in self._sent:
+            packed = wait(asked)
+            sizes = [self.values[i].numel() for i in which]
+            new, anybody = packed[:-1], packed[-1] > 0
+            for i, part in zip(which, torch.split(new, sizes), strict=True):
+                buffer = self.buffers[i]
+                assert buffer is not None
+                write = from_mean if is_averaged(buffer) else from_floats
+                write(torch.where(anybody, part, self.values[i]).to(buffer.device), buffer)
+        self._landed = True
+
+
+def _mean_of(buffer: Tensor | None) -> bool:
+    return buffer is not None and is_averaged(buffer)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

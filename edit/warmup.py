@@ -1,0 +1,159 @@
+"""Synchronous data parallelism before the first local phase: gradients are averaged at every inner step.
+
+Every node must bring the same gradients to its optimizers, whatever its own backward passes have reached, so
+nodes first tell each other which parameters have a gradient. A parameter with a gradient on some nodes gets
+the mean over all of them, as in DistributedDataParallel; one without a gradient anywhere is left alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from aedit.edit.peers import Peers
+from aedit.edit.shards import Shards, local
+from aedit.edit.units import SyncUnit
+from aedit.proto.transports.transport import Pending
+
+Wait = Callable[[Pending[Tensor]], Tensor]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class GradientMean:
+    """Replace the gradients of `units` by their mean over nodes.
+
+    wait: how this node waits for an answer. steps: returns the inner steps counted so far.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[SyncUnit],
+        shards: Shards,
+        peers: Peers,
+        wait: Wait,
+        steps: Callable[[], int],
+    ) -> None:
+        self._units, self._shards, self._peers = units, shards, peers
+        self._wait, self._steps = wait, steps
+        self._hooks: list[RemovableHandle] = []
+        self._averaged = False
+        """Whether gradients have been averaged since the last step was counted."""
+        self._fresh = False
+        """Whether a backward pass has added to the gradients since they were averaged."""
+        self._stepped = True
+        """Whether an optimizer has stepped since gradients were averaged."""
+
+    # -- hooks
+
+    def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Register what notices backward passes and averages before each step."""
+        self._hooks = list(self._register(optimizers))
+
+    def detach(self) -> None:
+        """Remove what `attach` has registered."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _register(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[RemovableHandle]:
+        for unit in self._units:
+            for p in unit.params:
+                yield p.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            yield optimizer.register_step_pre_hook(self._before_step)
+            yield optimizer.register_step_post_hook(self._after_step)
+
+    def _note_gradient(self, p: Tensor) -> None:
+        self._fresh = True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Args, kwargs: Kwargs
+    ) -> tuple[Args, Kwargs]:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self.average()
+            return args, kwargs
+        averaging = self._averaging(closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": averaging}
+        return (args[0], averaging, *args[2:]), kwargs
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Args, kwargs: Kwargs) -> None:
+        self._stepped = True
+
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure after which gradients and loss are means over nodes: an optimizer decides by both,
+        and must decide the same on all nodes."""
+
+        def call() -> Any:
+            loss = closure()
+            self._fresh = True
+            self.average()
+            return None if loss is None else self._mean_loss(loss)
+
+        return call
+
+    @torch.no_grad()
+    def _mean_loss(self, loss: Any) -> Any:
+        device = local(self._units[0].params[0]).device
+        value = torch.as_tensor(loss, dtype=torch.float32).detach().reshape(1).to(device)
+        value = self._shards.sum(value) / self._shards.size
+        mean = self._wait(
+            self._peers.average(f"warmup/{self._steps()}/loss", value, torch.ones_like(value[0]))
+        )
+        return mean.reshape(loss.shape).to(loss) if isinstance(loss, Tensor) else float(mean)
+
+    # -- what the loop calls
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average the gradients, unless nothing was added to them since they were averaged.
+
+        Raises RuntimeError if optimizers have stepped on some nodes only.
+        """
+        if self._averaged and not self._fresh:
+            return
+        name = f"warmup/{self._steps()}"
+        gradients = [unit.gradient() for unit in self._units]
+        finite = torch.stack([self._shards.sum((~g.isfinite()).sum()) == 0 for g in gradients]).float()
+        params = [p for unit in self._units for p in unit.params]
+        told = finite.new_tensor([self._stepped, *(p.grad is not None for p in params)])
+        heads = self._peers.average(f"{name}/which", torch.cat([told, finite]), torch.ones_like(told[0]))
+        asked = [
+            self._peers.average(f"{name}/{unit.name}", gradient, weight)
+            for unit, gradient, weight in zip(self._units, gradients, finite, strict=True)
+        ]
+        stepped, *anywhere = self._wait(heads).tolist()
+        if 0.01 < stepped < 0.99:
+            raise RuntimeError(_STEPPED_APART.format(step=self._steps()))
+        for p, share in zip(params, anywhere, strict=False):
+            if share > 0 and p.grad is None:
+                p.grad = torch.zeros_like(p)
+        for unit, pending, share in zip(self._units, asked, anywhere[len(params) :], strict=True):
+            mean = self._wait(pending)
+            # With a finite gradient nowhere, let a GradScaler or the user see it, on all nodes.
+            unit.set_gradient(mean if share > 0 else mean.fill_(torch.nan))
+        self._averaged, self._fresh, self._stepped = True, False, False
+
+    def end_step(self) -> None:
+        """Take note that an inner step is complete. Raises RuntimeError if gradients were not averaged."""
+        if not self._averaged:
+            raise RuntimeError(_NOT_AVERAGED.format(step=self._steps() + 1))
+        self._averaged = False
+
+
+_NOT_AVERAGED = (
+    "step {step} of the warm-up was not averaged over the nodes: since the last sync.step(), none of the "
+    "optimizers given to LayerSync.of has stepped, and sync.average_gradients() was not called. If a "
+    "GradScaler skipped the step, do not call sync.step() for it; if another optimizer trains this model, "
+    "give it to LayerSync.of; otherwise call sync.step() after the optimizer's step"
+)
+
+_STEPPED_APART = (
+    "the optimizer made step {step} of the warm-up on some nodes and not on others, so their weights are no "
+    "longer equal. A GradScaler that finds inf skips the step on its own node: call sync.average_gradients() "
+    "before scaler.unscale_(), so that all nodes find the same"
+)
