@@ -117,6 +117,7 @@ def train_after_an_evaluation(rank, size, units, sharded):
     config = EditConfig(units=units)
     model(x)  # and the block is entered with everything gathered
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySteps(1), config=config)
+    model(x)
     with sync:
         loss(model, x).backward()
         inner.step()
