@@ -90,7 +90,7 @@ def test_what_is_evaluated_or_saved_has_landed(world, tmp_path, options, steps):
 def test_stopping_early_leaves_before_the_best_of_all_nodes_models_is_loaded(world, tmp_path):
     results = run(world, "stop_early", out=str(tmp_path))
     metrics = [metric for *_, metric in results]
-    assert metrics[0] != metrics[1]
+    assert metrics[0] > metrics[1]
     best = results[metrics.index(min(metrics))][3]
     others = results[metrics.index(max(metrics))][3]
     assert any(not torch.equal(value, others[name]) for name, value in best.items()), "there is a choice"

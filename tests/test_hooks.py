@@ -124,3 +124,8 @@ def test_an_evaluation_before_a_round_leaves_nothing_gathered_that_is_old(world,
     args = {"units": units, "sharded": sharded}
     for said, expected in world.run(JOBS, "train_after_an_evaluation", size=2, args=args):
         assert (said - expected).abs().max() < 1e-6
+
+
+def test_nodes_that_have_gathered_their_models_before_they_meet_start_from_one(world):
+    for found in world.run(JOBS, "start_gathered", size=2):
+        assert furthest(found, {name: p.detach() + 1 for name, p in trainable(Tower())}) == 0

@@ -143,7 +143,7 @@ def stop_early(rank, size, out):
     options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     args = arguments(f"{out}/{rank}", max_steps=9, load_best_model_at_end=True, **options)
     added, early = callback(transport, 3), StopAtEvaluation(4)
-    made = trainer(model, samples(rank), args, added, early, held_out=samples(9 + rank, 4))
+    made = trainer(model, samples(rank), args, added, early, held_out=samples(10 - rank, 4))
     made.train()
     transport.close()
     best = saved_under(f"{out}/{rank}")[made.state.best_global_step]
