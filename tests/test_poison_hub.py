@@ -96,7 +96,7 @@ def test_what_is_crude_never_reaches_the_anchor(name, quorum):
 
 NUMELS = (5000, 70)
 NO_RATE = "[hub.limits]\ncalls_per_s = 1e9\n"
-PATIENT = "[hub.push_filter]\noffences = 1000\n"
+PATIENT = "[hub.push_filter]\nviolations = 1000\n"
 
 
 def sent(line, head, data, damage=lambda message: message):

@@ -21,7 +21,12 @@ from aedit.types import UserError
 
 GIB = 2**30
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
-EXTRAS = {"datasets": ("datasets", "pyarrow"), "tensorboard": ("tensorboard",)}
+EXTRAS = {
+    "datasets": ("datasets", "pyarrow"),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +112,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
     else:
         found = source == "stdlib" or bool(glob(source, recursive=True))
         yield _required("data", found, source, "data.source: no file matches")
-    wanted = {"tensorboard": config.tensorboard, "datasets": source.startswith("hf:")}
-    for extra in (extra for extra, needed in wanted.items() if needed):
+    for extra in [*config.log, *(["datasets"] if source.startswith("hf:") else [])]:
         missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
         state = f"no {', '.join(missing)}" if missing else "installed"
         yield _required(f"needs {extra}", not missing, state, f"pip install 'aedit[{extra}]'")

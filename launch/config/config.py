@@ -160,8 +160,8 @@ class RunConfig:
     restarts: int = 3
     """Times a node's processes are started again after one of them died."""
 
-    tensorboard: bool = False
-    """Also write metrics for TensorBoard (needs the `tensorboard` extra)."""
+    log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Trackers that metrics go to besides the run directory; each needs the extra of its name."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -180,6 +180,7 @@ class RunConfig:
             repr(self.name),
         )
         check(self.restarts >= 0, "restarts", "must not be negative", self.restarts)
+        check(len(set(self.log)) == len(self.log), "log", "must name each tracker once", list(self.log))
         timed = self.edit.schedule == "seconds"
         check(
             timed or self.train.seconds is None,

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from aedit.launch.node.stop import Stop
 from aedit.launch.node.train import Node
 from aedit.launch.node.world import World
 from aedit.launch.rundir.recorder import Clock, Recorder
+from aedit.launch.rundir.sinks import Origin, open_sinks
 from aedit.proto.transports.c10d import TorchTransport
 from aedit.types import UserError
 
@@ -55,7 +57,9 @@ def build(
         order = SampleOrder(len(corpus.train), config.seed, world.node, world.nodes)
         resumed = resume(sync, exchange, checkpoints, order, facts)
         clock.start(resumed.elapsed_s if resumed else 0.0)
-        recorder = Recorder(directory, clock, writes=world.leads, tensorboard=config.tensorboard)
+        origin = Origin(config.name, world.node, directory)
+        sinks = partial(open_sinks, config.log, origin)
+        recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
         node = Node(
             config=config,
             world=world,

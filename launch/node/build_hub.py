@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from aedit.launch.node.rejoin import known_directory, rejoin, remember
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.world import World
 from aedit.launch.rundir.recorder import Clock, Recorder
+from aedit.launch.rundir.sinks import Origin, open_sinks
 from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
 from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
 from aedit.proto.wire.security import SERVER, is_loopback
@@ -78,7 +80,9 @@ def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[Hu
             torch.manual_seed(config.seed + 1 + world.node)  # nodes drop out differently
         clock = Clock()
         clock.start(max(link.news().elapsed_s, resumed.elapsed_s if resumed else 0.0))
-        recorder = Recorder(directory, clock, writes=world.leads, tensorboard=config.tensorboard)
+        origin = Origin(config.name, world.node, directory)
+        sinks = partial(open_sinks, config.log, origin)
+        recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
         node = HubNode(
             config=config,
             world=world,
