@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from aedit.spec_rollout.drafters.draft_shape import DraftShape, rotate, turns
+from aedit.spec_rollout.drafters.draft_shape import DraftShape, rotate, rotations
 
 SHARED = ("embed", "lm_head", "head", "wte")
 """Words in the names of tensors that belong to the policy."""
@@ -93,7 +93,7 @@ class DraftLayer(nn.Module):
         mixed = F.scaled_dot_product_attention(
             queries.transpose(1, 2), keys, values, visible_NPS[:, None], enable_gqa=True
         )
-        return self.guess(fused, mixed.transpose(1, 2).flatten(2)), kv
+        return self.predict(fused, mixed.transpose(1, 2).flatten(2)), kv
 
     def fused(self, features_NPw: Tensor, embedded_NPd: Tensor) -> Tensor:
         """(N, P, d): the layer's input."""
@@ -109,10 +109,10 @@ class DraftLayer(nn.Module):
         queries, keys = (x.reshape(*x.shape[:-1], -1, self.shape.head_size) for x in (queries, keys))
         if self.qk_norm is not None:
             queries, keys = self._norm(queries, self.qk_norm[0]), self._norm(keys, self.qk_norm[1])
-        turn = turns(self.shape, positions_NP).unsqueeze(-2)
-        return rotate(queries, turn), torch.cat([rotate(keys, turn).flatten(-2), values], -1)
+        rotation = rotations(self.shape, positions_NP).unsqueeze(-2)
+        return rotate(queries, rotation), torch.cat([rotate(keys, rotation).flatten(-2), values], -1)
 
-    def guess(self, fused_NPd: Tensor, mixed_NPq: Tensor) -> Tensor:
+    def predict(self, fused_NPd: Tensor, mixed_NPq: Tensor) -> Tensor:
         """(N, P, d): the guessed features, from the layer's input and what its heads have seen."""
         x = fused_NPd + self.attended(mixed_NPq)
         gate, up = self.gate_up(self._norm(x, self.middle_norm)).chunk(2, -1)

@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.draft_shape import turns
+from aedit.spec_rollout.drafters.draft_shape import rotations
 
 
-class Pairs(NamedTuple):
+class CachedPairs(NamedTuple):
     """Pairs whose keys and values are in the cache, ready to look at others."""
 
     fused_Pd: Tensor
     queries_Pq: Tensor
 
-    def at(self, index: Tensor) -> "Pairs":
-        return Pairs(self.fused_Pd.index_select(0, index), self.queries_Pq.index_select(0, index))
+    def at(self, index: Tensor) -> "CachedPairs":
+        return CachedPairs(self.fused_Pd.index_select(0, index), self.queries_Pq.index_select(0, index))
 
 
-class DraftPass:
+class DraftRunner:
     """Weights, cache and tables of one draft layer, of the embedding's dtype, on its device."""
 
     def __init__(self, layer: DraftLayer, embedding: Tensor, head: Tensor, *, rows: int, slots: int) -> None:
@@ -38,8 +38,10 @@ class DraftPass:
         exact = torch.complex128 if dtype == torch.float64 else torch.complex64
         with torch.inference_mode(False):  # or nobody outside of that mode could write it
             self.cache = torch.zeros(rows * slots, layer.shape.kv_size, dtype=dtype, device=device)
-            self._turns = turns(layer.shape, torch.arange(slots, device=device)).to(exact).unsqueeze(1)
-            self._places = torch.arange(rows, device=device) * slots
+            self._rotations = (
+                rotations(layer.shape, torch.arange(slots, device=device)).to(exact).unsqueeze(1)
+            )
+            self._row_offsets = torch.arange(rows, device=device) * slots
             self._epsilon = torch.tensor(layer.shape.norm_epsilon, dtype=dtype, device=device)
             self._weights = {k: v.to(device, dtype, copy=True) for k, v in _folded(layer).items()}
         self._is_lean = device.type == "cpu" and dtype in (torch.float32, torch.float64)
@@ -47,7 +49,7 @@ class DraftPass:
     @property
     def num_bytes(self) -> int:
         """Of cache and weights."""
-        held = [self.cache, self._turns, *self._weights.values()]
+        held = [self.cache, self._rotations, *self._weights.values()]
         return sum(tensor.numel() * tensor.itemsize for tensor in held)
 
     def replace(self, layer: DraftLayer) -> None:
@@ -62,7 +64,9 @@ class DraftPass:
         rows = self.cache.view(self.rows, self.slots, -1)
         rows[target, :length] = rows[source, :length]
 
-    def enter(self, tokens_P: Tensor, features_Pw: Tensor, slots_P: Tensor, positions_P: Tensor) -> Pairs:
+    def write_pairs(
+        self, tokens_P: Tensor, features_Pw: Tensor, slots_P: Tensor, positions_P: Tensor
+    ) -> CachedPairs:
         """Fuse pairs, and keep their keys and values. features_Pw: w is the feature size, or d for guesses.
         slots_P: in the cache as a whole, row * slots + slot."""
         weights, (q, k) = self._weights, self.shape.split
@@ -74,26 +78,26 @@ class DraftPass:
         heads = qkv[:, : q + k].view(fused.shape[0], -1, self.shape.head_size)
         if (norm := weights.get("qk_norm")) is not None:
             heads.copy_(self._normed(heads) * norm)
-        turn = self._turns.index_select(0, positions_P)
+        rotation = self._rotations.index_select(0, positions_P)
         if heads.dtype in (torch.float32, torch.float64):
-            torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2)).mul_(turn)
+            torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2)).mul_(rotation)
         else:
-            pairs = torch.view_as_complex(heads.float().view(*heads.shape[:2], -1, 2)) * turn
+            pairs = torch.view_as_complex(heads.float().view(*heads.shape[:2], -1, 2)) * rotation
             heads.copy_(torch.view_as_real(pairs).flatten(-2))
         self.cache.index_copy_(0, slots_P, qkv[:, q:])
-        return Pairs(fused, qkv[:, :q])
+        return CachedPairs(fused, qkv[:, :q])
 
-    def places(self, rows: int) -> Tensor:
+    def row_offsets(self, rows: int) -> Tensor:
         """Where the slots of the rows 0..rows-1 begin in the cache."""
-        return self._places[:rows]
+        return self._row_offsets[:rows]
 
-    def seen(self, rows: int, context: int) -> tuple[Tensor, Tensor]:
+    def kv_views(self, rows: int, context: int) -> tuple[Tensor, Tensor]:
         """Keys and values, (rows, K, context, e), of the first slots of the rows 0..rows-1: views."""
         sizes = (self.rows, self.slots, 2, self.shape.num_kv_heads, self.shape.head_size)
         keys, values = self.cache.view(sizes)[:rows, :context].permute(2, 0, 3, 1, 4).unbind(0)
         return keys, values
 
-    def guess(self, pairs: Pairs, keys: Tensor, values: Tensor, mask_BFC: Tensor | None) -> Tensor:
+    def predict(self, pairs: CachedPairs, keys: Tensor, values: Tensor, mask_BFC: Tensor | None) -> Tensor:
         """(P, d), P = B * F: the guessed features. mask_BFC: 0 for what a node sees, -inf for the rest; None
         if it sees all."""
         weights, rows, num_pairs = self._weights, keys.shape[0], pairs.fused_Pd.shape[0]

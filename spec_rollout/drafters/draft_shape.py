@@ -76,19 +76,19 @@ def tapped(taps: int, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(eagle_3)) if taps else ()
 
 
-def turns(shape: DraftShape, positions: Tensor) -> Tensor:
+def rotations(shape: DraftShape, positions: Tensor) -> Tensor:
     """Complex, (*positions.shape, e / 2): by how much each pair of head dimensions turns at a position."""
     frequencies = torch.tensor(shape.frequencies, dtype=torch.float64, device=positions.device)
     angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
     return torch.polar(torch.full_like(angles, shape.rope_scale), angles)
 
 
-def rotate(x: Tensor, turns: Tensor) -> Tensor:
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """Rotary positions of x (..., e), whose dimensions 2i and 2i + 1 turn together: one product of complex
     numbers. (Policies pair i with i + e / 2, which is the same up to the order of a projection's rows.)"""
     exact = torch.promote_types(x.dtype, torch.float32)
     pairs = torch.view_as_complex(x.to(exact).reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * turns.to(pairs.dtype)).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * rotations.to(pairs.dtype)).flatten(-2).to(x.dtype)
 
 
 def _rotary(config: Any) -> tuple[tuple[float, ...], float]:

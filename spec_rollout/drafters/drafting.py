@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.drafters import tree
-from aedit.spec_rollout.drafters.draft_pass import DraftPass, Pairs
+from aedit.spec_rollout.drafters.draft_pass import CachedPairs, DraftRunner
 from aedit.spec_rollout.drafters.drafts import Arm
 
 
-class Start(NamedTuple):
+class DraftInputs(NamedTuple):
     """Where drafts begin: the last pairs of the rows 0..B-1, which are in the cache, and how to draw."""
 
     fused_Bd: Tensor
@@ -36,28 +36,28 @@ class Start(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class DraftContext:
     """What is the same for all drafts that one recorded graph makes."""
 
-    run: DraftPass
+    runner: DraftRunner
     arm: Arm
     first: int
     """No row sees a slot before this one,"""
-    context: int
+    num_slots: int
     """and none from this one on."""
-    is_alone: bool
+    is_single_row: bool
     """There is one row, and it sees all that is between them, but for what it drafts later."""
 
-    def seen(self, rows: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.run.seen(rows, self.context)
+    def kv_views(self, rows: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.runner.kv_views(rows, self.num_slots)
         return (keys[:, :, self.first :], values[:, :, self.first :]) if self.first else (keys, values)
 
-    def unseen(self, last: Tensor, firsts_B: Tensor) -> Tensor:
+    def history_mask(self, last: Tensor, firsts_B: Tensor) -> Tensor:
         """(*last.shape, context - first): 0 for the slots from firsts_B up to last, -inf for the rest. `last`
         ends in B."""
-        slots = torch.arange(self.first, self.context, device=last.device)
+        slots = torch.arange(self.first, self.num_slots, device=last.device)
         seen = (slots <= last.unsqueeze(-1)) & (slots >= firsts_B[:, None])
-        hidden = torch.zeros(seen.shape, device=last.device, dtype=self.run.cache.dtype)
+        hidden = torch.zeros(seen.shape, device=last.device, dtype=self.runner.cache.dtype)
         return hidden.masked_fill_(~seen, -torch.inf)
 
 
@@ -76,63 +76,67 @@ class Tree(NamedTuple):
     """Float32, of the path to each node."""
 
 
-def draft_chain(frame: Frame, start: Start) -> Chain:
+def draft_chain(context: DraftContext, inputs: DraftInputs) -> Chain:
     """`arm.depth` tokens in a line for every row."""
-    run, depth, rows = frame.run, frame.arm.depth, start.last_B.shape[0]
-    positions_kB = start.last_B + torch.arange(depth, device=start.last_B.device)[:, None]
-    positions, slots = positions_kB.unbind(0), (positions_kB + run.places(rows)).unbind(0)
-    keys, values = frame.seen(rows)
-    masks = None if frame.is_alone else frame.unseen(positions_kB, start.firsts_B).unsqueeze(2).unbind(0)
-    pairs = Pairs(start.fused_Bd, start.queries_Bq)
+    runner, depth, rows = context.runner, context.arm.depth, inputs.last_B.shape[0]
+    positions_kB = inputs.last_B + torch.arange(depth, device=inputs.last_B.device)[:, None]
+    positions, slots = positions_kB.unbind(0), (positions_kB + runner.row_offsets(rows)).unbind(0)
+    keys, values = context.kv_views(rows)
+    masks = (
+        None
+        if context.is_single_row
+        else context.history_mask(positions_kB, inputs.firsts_B).unsqueeze(2).unbind(0)
+    )
+    pairs = CachedPairs(inputs.fused_Bd, inputs.queries_Bq)
     drawn: list[Tensor] = []
     logits: list[Tensor] = []
-    for j, noise_BV in enumerate(start.noise_BkV.unbind(1)):
+    for j, noise_BV in enumerate(inputs.noise_BkV.unbind(1)):
         if masks is None:
             count = keys.shape[2] - depth + 1 + j
-            guessed = run.guess(pairs, keys.narrow(2, 0, count), values.narrow(2, 0, count), None)
+            guessed = runner.predict(pairs, keys.narrow(2, 0, count), values.narrow(2, 0, count), None)
         else:
-            guessed = run.guess(pairs, keys, values, masks[j])
-        logits.append(run.logits(guessed))
-        drawn.append(torch.addcmul(noise_BV, logits[j], start.inverse_B1).max(-1).indices)
+            guessed = runner.predict(pairs, keys, values, masks[j])
+        logits.append(runner.logits(guessed))
+        drawn.append(torch.addcmul(noise_BV, logits[j], inputs.inverse_B1).max(-1).indices)
         if j + 1 < depth:
-            pairs = run.enter(drawn[j], guessed, slots[j + 1], positions[j + 1])
+            pairs = runner.write_pairs(drawn[j], guessed, slots[j + 1], positions[j + 1])
     tokens_Bk = torch.stack(drawn, 1)
-    logq_BkV = torch.log_softmax(torch.stack(logits, 1) * start.inverse_B1.unsqueeze(-1), -1)
+    logq_BkV = torch.log_softmax(torch.stack(logits, 1) * inputs.inverse_B1.unsqueeze(-1), -1)
     scores_Bk = logq_BkV.gather(-1, tokens_Bk.unsqueeze(-1)).squeeze(-1).cumsum(-1)
     return Chain(tokens_Bk, scores_Bk.float(), logq_BkV)
 
 
-def draft_tree(frame: Frame, start: Start) -> Tree:
+def draft_tree(context: DraftContext, inputs: DraftInputs) -> Tree:
     """The best `arm.nodes` of a tree whose levels grow from their `arm.width` best nodes."""
-    run, rows, inverse_B11 = frame.run, start.last_B.shape[0], start.inverse_B1.unsqueeze(-1)
-    growth, (keys, values) = _Growth(frame, start), frame.seen(rows)
-    pairs = Pairs(start.fused_Bd, start.queries_Bq)
-    for level, noise_BV in enumerate(start.noise_BkV.unbind(1)):
-        guessed = run.guess(pairs, keys, values, growth.mask())
-        logits_BFV = run.logits(guessed).view(rows, -1, run.head.shape[0]) * inverse_B11
-        growth.grow(logits_BFV + noise_BV.unsqueeze(1), torch.log_softmax(logits_BFV, -1))
-        if level + 1 == frame.arm.depth:
+    runner, rows, inverse_B11 = context.runner, inputs.last_B.shape[0], inputs.inverse_B1.unsqueeze(-1)
+    builder, (keys, values) = _TreeBuilder(context, inputs), context.kv_views(rows)
+    pairs = CachedPairs(inputs.fused_Bd, inputs.queries_Bq)
+    for level, noise_BV in enumerate(inputs.noise_BkV.unbind(1)):
+        guessed = runner.predict(pairs, keys, values, builder.mask())
+        logits_BFV = runner.logits(guessed).view(rows, -1, runner.head.shape[0]) * inverse_B11
+        builder.grow(logits_BFV + noise_BV.unsqueeze(1), torch.log_softmax(logits_BFV, -1))
+        if level + 1 == context.arm.depth:
             break
-        tokens_BF, origins_BF = growth.advance()
-        slots_BF = growth.slots() + run.places(rows)[:, None]
-        positions_BF = (start.last_B + level + 1)[:, None].expand_as(tokens_BF)
+        tokens_BF, origins_BF = builder.advance()
+        slots_BF = builder.slots() + runner.row_offsets(rows)[:, None]
+        positions_BF = (inputs.last_B + level + 1)[:, None].expand_as(tokens_BF)
         fed_back = guessed.index_select(0, origins_BF.flatten())
-        pairs = run.enter(tokens_BF.flatten(), fed_back, slots_BF.flatten(), positions_BF.flatten())
-    return growth.best(frame.arm.nodes)
+        pairs = runner.write_pairs(tokens_BF.flatten(), fed_back, slots_BF.flatten(), positions_BF.flatten())
+    return builder.best(context.arm.nodes)
 
 
-class _Growth:
+class _TreeBuilder:
     """A tree as it grows: all its nodes, and the frontier of nodes that are looked at. These have the slots
     after a row's last pair, n in all."""
 
-    def __init__(self, frame: Frame, start: Start) -> None:
-        rows, device = start.last_B.shape[0], start.last_B.device
-        self._width, self._first = frame.arm.width, frame.first
-        num_slots = (frame.arm.depth - 1) * frame.arm.width
-        self._past_B1C = frame.unseen(start.last_B, start.firsts_B).unsqueeze(1)
+    def __init__(self, context: DraftContext, inputs: DraftInputs) -> None:
+        rows, device = inputs.last_B.shape[0], inputs.last_B.device
+        self._width, self._first = context.arm.width, context.first
+        num_slots = (context.arm.depth - 1) * context.arm.width
+        self._past_B1C = context.history_mask(inputs.last_B, inputs.firsts_B).unsqueeze(1)
         self._sees_BFn = self._past_B1C.new_full((rows, 1, num_slots), -torch.inf)
         steps = torch.arange(1, num_slots + 1, device=device)
-        self._own_Bn = start.last_B[:, None] + steps
+        self._own_Bn = inputs.last_B[:, None] + steps
         self._scores_BF = torch.zeros(rows, 1, device=device)
         self._frontier_BF = torch.full((rows, 1), -1, device=device)
         self._num_looked_at, self._num_grown = 0, 0

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-By = Literal["none", "layer", "suffix"]
+DrafterKind = Literal["none", "layer", "suffix"]
 _ARM = re.compile(r"(layer|suffix):(?:(\d+)|(\d+)x(\d+)x(\d+))")
 
 
@@ -19,7 +19,7 @@ _ARM = re.compile(r"(layer|suffix):(?:(\d+)|(\d+)x(\d+)x(\d+))")
 class Arm:
     """One way to speculate."""
 
-    by: By = "none"
+    drafter: DrafterKind = "none"
     depth: int = 0
     """Most drafted tokens in a line."""
     width: int = 1
@@ -29,7 +29,7 @@ class Arm:
 
     @property
     def is_off(self) -> bool:
-        return self.by == "none"
+        return self.drafter == "none"
 
     @property
     def is_chain(self) -> bool:
@@ -44,9 +44,9 @@ class Arm:
         if self.is_off:
             return "off"
         return (
-            f"{self.by}:{self.depth}"
+            f"{self.drafter}:{self.depth}"
             if self.is_chain
-            else f"{self.by}:{self.depth}x{self.width}x{self.nodes}"
+            else f"{self.drafter}:{self.depth}x{self.width}x{self.nodes}"
         )
 
 
@@ -61,14 +61,14 @@ def parse_arm(text: str) -> Arm:
     found = _ARM.fullmatch(text)
     if found is None:
         raise ValueError(f"arm {text!r}: write off, layer:4, suffix:8 or layer:4x2x8 (depth x width x nodes)")
-    by: By = "layer" if found[1] == "layer" else "suffix"
+    kind: DrafterKind = "layer" if found[1] == "layer" else "suffix"
     if found[2]:
         depth, width, nodes = int(found[2]), 1, int(found[2])
     else:
         depth, width, nodes = (int(found[i]) for i in (3, 4, 5))
     if not 1 <= depth <= nodes or width < 1 or (width == 1 and nodes != depth):
         raise ValueError(f"arm {text!r}: depth, width and nodes must be 1 or more, and nodes at least depth")
-    return Arm(by, depth, width, nodes)
+    return Arm(kind, depth, width, nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class RowStart:
     """A row that begins, or begins again on another engine."""
 
     row: int
@@ -105,7 +105,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class StepUpdate:
     """What one step has made of the rows 0..B-1, B of before the step."""
 
     tokens: Sequence[Sequence[int]]
@@ -129,9 +129,9 @@ class Drafter(Protocol):
     `move` when a row gets another number, `end`. It may be behind in its own computations, and catches up
     when it is asked to propose."""
 
-    def begin(self, rows: Sequence[Begun]) -> None: ...
+    def begin(self, rows: Sequence[RowStart]) -> None: ...
 
-    def take(self, taken: Taken) -> None: ...
+    def update(self, update: StepUpdate) -> None: ...
 
     def move(self, source: int, target: int) -> None:
         """Row `source` is called `target` from now on; what was there has ended."""
@@ -147,9 +147,9 @@ class FeatureSink(Protocol):
     a drafter does; `version` is that of the policy that made the features. New weights end all rows,
     unfinished, and begin them again."""
 
-    def begin(self, rows: Sequence[Begun], version: int) -> None: ...
+    def begin(self, rows: Sequence[RowStart], version: int) -> None: ...
 
-    def take(self, taken: Taken, version: int) -> None: ...
+    def update(self, update: StepUpdate, version: int) -> None: ...
 
     def move(self, source: int, target: int) -> None: ...
 

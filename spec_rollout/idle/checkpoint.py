@@ -15,7 +15,7 @@ from torch import Tensor
 from aedit.system import sync_directory
 
 
-class Checkpoints:
+class AsyncCheckpoint:
     """One file that is replaced as a whole. A write that fails leaves the last one as it was."""
 
     def __init__(self, path: Path) -> None:

@@ -17,20 +17,20 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     """
     num_rows, num_nodes = parents_BN.shape
     q = num_nodes + 1
-    sees = torch.eye(q, device=parents_BN.device).repeat(num_rows, 1, 1)
-    sees[:, 1:].scatter_(2, (parents_BN + 1)[:, :, None], 1.0)
+    is_ancestor = torch.eye(q, device=parents_BN.device).repeat(num_rows, 1, 1)
+    is_ancestor[:, 1:].scatter_(2, (parents_BN + 1)[:, :, None], 1.0)
     # Each square doubles how many generations are seen.
     for _ in range(math.ceil(math.log2(max(num_nodes, 1)))):
-        sees = torch.bmm(sees, sees).clamp_(max=1.0)
-    return sees > 0
+        is_ancestor = torch.bmm(is_ancestor, is_ancestor).clamp_(max=1.0)
+    return is_ancestor > 0
 
 
-def offsets(ancestors_Bqq: Tensor) -> Tensor:
+def relative_positions(ancestors_Bqq: Tensor) -> Tensor:
     """How far each new token's position is from the root's: its depth, (B, q)."""
     return ancestors_Bqq.sum(-1) - 1
 
 
-def mask_of(lengths_B: Tensor, q: int, context: int, ancestors_Bqq: Tensor | None = None) -> Tensor:
+def attention_mask(lengths_B: Tensor, q: int, context: int, ancestors_Bqq: Tensor | None = None) -> Tensor:
     """What is added to the scores of q new tokens after the first lengths_B of each row: (B, q, C) float32,
     0 for what is seen and -inf for the rest. In a chain each sees all before it."""
     device, hidden = lengths_B.device, float("-inf")

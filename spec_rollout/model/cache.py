@@ -11,22 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.model.attention_mask import mask_of
-from aedit.spec_rollout.model.kv_extent import Reach
-from aedit.spec_rollout.model.layers import Shape
+from aedit.spec_rollout.model.attention_mask import attention_mask
+from aedit.spec_rollout.model.kv_extent import KVExtent
+from aedit.spec_rollout.model.layers import LayerShape
 
-SPARED_BYTES = 64 << 10
+MIN_SAVED_BYTES = 64 << 10
 """Of one layer's keys and values: reading so many takes as long as another piece's calls, on one CPU core."""
 
 
-class Cache:
+class KVCache:
     """Keys and values of `rows` rows with `slots` slots each, for all layers.
 
     One tensor, (layers, 2, rows, K, slots, h): keys lie as the products with queries read them, and a row's
     first slots are one piece per head. `like` gives dtype and device.
     """
 
-    def __init__(self, num_layers: int, shape: Shape, rows: int, slots: int, like: Tensor) -> None:
+    def __init__(self, num_layers: int, shape: LayerShape, rows: int, slots: int, like: Tensor) -> None:
         self.shape, self.rows, self.slots = shape, rows, slots
         sizes = (num_layers, 2, rows, shape.num_kv_heads, slots, shape.head_dim)
         self.kv = torch.zeros(sizes, dtype=like.dtype, device=like.device)
@@ -37,40 +37,42 @@ class Cache:
         self._seen = torch.zeros(1, 1, 1, dtype=self.kv.dtype, device=self.kv.device)
 
     @property
-    def least_spared(self) -> int:
+    def min_saved_slots(self) -> int:
         """Slots of a row that are not to be read for the rows to be looked at in one more piece."""
-        return SPARED_BYTES // (2 * self.shape.num_kv_heads * self.shape.head_dim * self.kv.element_size())
+        return MIN_SAVED_BYTES // (2 * self.shape.num_kv_heads * self.shape.head_dim * self.kv.element_size())
 
     @property
     def num_bytes(self) -> int:
         return self.kv.numel() * self.kv.element_size()
 
-    def open(
-        self, lengths_B: Tensor, q: int, reaches: Sequence[Reach], sees_Bqq: Tensor | None = None
-    ) -> "Past":
+    def prepare(
+        self, lengths_B: Tensor, q: int, kv_extents: Sequence[KVExtent], ancestors_Bqq: Tensor | None = None
+    ) -> "StepAttention":
         """Make room for q tokens after the first lengths_B of each row, and look at what is there. reaches:
         of these rows, in their order. sees_Bqq: who sees whom among the new tokens, where they are a tree
         (`sight.ancestors`)."""
         shape, device = self.shape, self.kv.device
-        num_rows, first_row = lengths_B.shape[0], reaches[0].first_row
+        num_rows, first_row = lengths_B.shape[0], kv_extents[0].first_row
         rows = torch.arange(first_row, first_row + num_rows, device=device)
         heads = torch.arange(shape.num_kv_heads, device=device) * self.slots
         slots_Bq = (rows * (shape.num_kv_heads * self.slots) + lengths_B)[:, None]
         slots_Bq = slots_Bq + torch.arange(q, device=device)
-        looks = []
-        for reach in reaches:
+        views = []
+        for reach in kv_extents:
             of = slice(reach.first_row - first_row, reach.first_row - first_row + reach.num_rows)
-            looks.append(self._look(reach, lengths_B[of], q, None if sees_Bqq is None else sees_Bqq[of]))
-        return Past(self, (num_rows, q), (slots_Bq[:, :, None] + heads).reshape(-1), looks)
+            views.append(
+                self._look(reach, lengths_B[of], q, None if ancestors_Bqq is None else ancestors_Bqq[of])
+            )
+        return StepAttention(self, (num_rows, q), (slots_Bq[:, :, None] + heads).reshape(-1), views)
 
-    def _look(self, reach: Reach, lengths_B: Tensor, q: int, sees_Bqq: Tensor | None) -> "Look":
+    def _look(self, reach: KVExtent, lengths_B: Tensor, q: int, ancestors_Bqq: Tensor | None) -> "KVView":
         num_kv_heads = self.shape.num_kv_heads
         first, end = reach.first_row * num_kv_heads, (reach.first_row + reach.num_rows) * num_kv_heads
         keys, values = self._heads[:, :, first:end, : reach.context].unbind(1)
         mask = self._seen
         if reach.needs_mask:
-            mask = self._for_heads(mask_of(lengths_B, q, reach.context, sees_Bqq))
-        return Look(reach.num_rows, keys.transpose(-1, -2).unbind(0), values.unbind(0), mask)
+            mask = self._for_heads(attention_mask(lengths_B, q, reach.context, ancestors_Bqq))
+        return KVView(reach.num_rows, keys.transpose(-1, -2).unbind(0), values.unbind(0), mask)
 
     def _for_heads(self, mask_BqC: Tensor) -> Tensor:
         """The mask as scores are laid out, (B * K, q * G, C)."""
@@ -84,7 +86,7 @@ class Cache:
         self._flat_keys[layer].index_copy_(0, slots, keys_TKh.reshape(-1, head_dim))
         self._flat_values[layer].index_copy_(0, slots, values_TKh.reshape(-1, head_dim))
 
-    def keep(self, lengths_B: Tensor, path_Bm: Tensor, counts_B: Tensor) -> None:
+    def keep_path(self, lengths_B: Tensor, path_Bm: Tensor, counts_B: Tensor) -> None:
         """Of the tokens after the first lengths_B, let those of the path follow one another.
 
         path_Bm: which of the q tokens are kept, in order, the root (0) first; counts_B: how many after the
@@ -107,12 +109,12 @@ class Cache:
         """The first `length` slots of row `target` become those of row `source`."""
         self.kv[:, :, target, :, :length].copy_(self.kv[:, :, source, :, :length])
 
-    def kv_of(self, row: int, length: int) -> Tensor:
+    def read_kv(self, row: int, length: int) -> Tensor:
         """A copy of a row's first slots, (layers, 2, K, length, h)."""
         return self.kv[:, :, row, :, :length].clone()
 
-    def put_kv(self, row: int, kv: Tensor) -> None:
-        """Put into a row what `kv_of` gave elsewhere. ValueError if it is of another model or too long."""
+    def write_kv(self, row: int, kv: Tensor) -> None:
+        """Put into a row what `read_kv` gave elsewhere. ValueError if it is of another model or too long."""
         layers, two, _, heads, slots, head_dim = self.kv.shape
         if kv.dim() != 5 or (*kv.shape[:3], kv.shape[4]) != (layers, two, heads, head_dim):
             raise ValueError(f"keys and values of shape {tuple(kv.shape)} are of another model")
@@ -124,7 +126,7 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class KVView:
     """What the new tokens of some rows see of the cache."""
 
     num_rows: int
@@ -142,15 +144,15 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class StepAttention:
     """What new tokens see, for one pass through the layers."""
 
-    cache: Cache
+    cache: KVCache
     sizes: tuple[int, int]
     """B, q."""
     slots: Tensor
     """int64, (B * q * K): where the cache takes their keys and values."""
-    looks: Sequence[Look]
+    views: Sequence[KVView]
     """Of the rows in their order."""
 
     def attend(self, layer: int, q_THh: Tensor, k_TKh: Tensor, v_TKh: Tensor) -> Tensor:
@@ -164,11 +166,11 @@ class Past:
         if q > 1:
             q_THh = q_THh.view(sizes).transpose(1, 2)
         q_THh = q_THh.reshape(num_rows * shape.num_kv_heads, q * shape.group, shape.head_dim)
-        if len(self.looks) == 1:
-            read = self.looks[0].read(layer, q_THh, shape.scale)
+        if len(self.views) == 1:
+            read = self.views[0].read(layer, q_THh, shape.scale)
         else:
-            parts = torch.split(q_THh, [look.num_rows * shape.num_kv_heads for look in self.looks])
-            looked = zip(self.looks, parts, strict=True)
+            parts = torch.split(q_THh, [look.num_rows * shape.num_kv_heads for look in self.views])
+            looked = zip(self.views, parts, strict=True)
             read = torch.cat([look.read(layer, part, shape.scale) for look, part in looked])
         if q > 1:
             read = read.view(num_rows, shape.num_kv_heads, q, shape.group, shape.head_dim).transpose(1, 2)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aedit.spec_rollout.model.layers import LayerWeights, Rope, Shape
+from aedit.spec_rollout.model.layers import LayerShape, LayerWeights, Rope
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -15,7 +15,7 @@ ROPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ModelWeights:
     """A model's parameters themselves, and its sizes."""
 
     embedding: Tensor
@@ -24,26 +24,26 @@ class Weights:
     norm: Tensor
     head: Tensor
     """(V, d): the embedding itself where the two are tied."""
-    shape: Shape
+    shape: LayerShape
 
 
-def weights_of(model: nn.Module) -> Weights:
+def read_weights(model: nn.Module) -> ModelWeights:
     """What `Target` computes with. ValueError that names what is not supported."""
     family = type(model).__name__
     if family not in FAMILIES:
         raise ValueError(f"{family} is not supported: one of {', '.join(FAMILIES)} is")
-    _refuse_others(model)
+    _check_supported(model)
     config: Any = model.config
     inner: Any = model.model
     attention = inner.layers[0].self_attn
     heads = config.num_attention_heads, config.num_key_value_heads, attention.head_dim
-    shape = Shape.of(*heads, config.rms_norm_eps, inner.norm.weight)
+    shape = LayerShape.of(*heads, config.rms_norm_eps, inner.norm.weight)
     head: Any = model.lm_head
     layers = tuple(_layer(layer) for layer in inner.layers)
-    return Weights(inner.embed_tokens.weight, layers, inner.norm.weight, head.weight, shape)
+    return ModelWeights(inner.embed_tokens.weight, layers, inner.norm.weight, head.weight, shape)
 
 
-def rope_of(model: nn.Module, num_positions: int) -> Rope:
+def read_rope(model: nn.Module, num_positions: int) -> Rope:
     """The model's own rotations of the positions 0 .. num_positions - 1, in its dtype."""
     rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
     like = next(model.parameters())
@@ -53,7 +53,7 @@ def rope_of(model: nn.Module, num_positions: int) -> Rope:
     return Rope.of(cos[0], sin[0])
 
 
-def _refuse_others(model: nn.Module) -> None:
+def _check_supported(model: nn.Module) -> None:
     """ValueError for what the family could have and our forward pass has not."""
     config: Any = model.config
     inner: Any = model.model

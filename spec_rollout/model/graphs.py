@@ -1,7 +1,8 @@
 """CUDA graphs: the kernels of a step, recorded once for each size and replayed without the CPU's part.
 
 Graphs of one pool share memory (TLT, arXiv 2511.16665, section on its graph pool): what is only needed on the
-way lies in the same pool for all, and so do what goes in and what comes out (`Shelf`). So results are good
+way lies in the same pool for all, and so do what goes in and what comes out (`ReusedBuffers`). So results
+are good
 until the pool's next run.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Run = Callable[..., tuple[Tensor, ...]]
+GraphFunction = Callable[..., tuple[Tensor, ...]]
 """Tensors in, tensors out, and nothing that waits for the GPU, depends on a tensor's values, or changes its
 inputs."""
 Replay = Callable[..., tuple[Tensor, ...]]
@@ -37,7 +38,7 @@ def context_bucket(context: int, slots: int) -> int:
     return min(max(256, -(-context // step) * step), slots)
 
 
-class Shelf:
+class ReusedBuffers:
     """Memory for tensors of which only the last that were put there are needed, by their place in a row of
     tensors. It grows by doubling, and who has had a place in smaller memory keeps that."""
 
@@ -48,11 +49,11 @@ class Shelf:
     def num_bytes(self) -> int:
         return sum(memory.numel() for memory in self._memory.values())
 
-    def places(self, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def buffers_like(self, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Tensors of these shapes and dtypes, on these devices, for values to come."""
-        return tuple(self._place(index, tensor) for index, tensor in enumerate(like))
+        return tuple(self._buffer_like(index, tensor) for index, tensor in enumerate(like))
 
-    def _place(self, index: int, like: Tensor) -> Tensor:
+    def _buffer_like(self, index: int, like: Tensor) -> Tensor:
         num_bytes = like.numel() * like.element_size()
         memory = self._memory.get(index)
         if memory is None or memory.numel() < num_bytes:
@@ -62,11 +63,11 @@ class Shelf:
         return memory[:num_bytes].view(like.dtype).view(like.shape)
 
 
-class Shared:
+class GraphPool:
     """What all graphs of one pool have together."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.inputs, self.results = device, Shelf(), Shelf()
+        self.device, self.inputs, self.results = device, ReusedBuffers(), ReusedBuffers()
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -86,22 +87,22 @@ class Shared:
     @property
     def num_bytes(self) -> int:
         """All of it, of the pool what it has taken from the device."""
-        shelves = self.inputs.num_bytes + self.results.num_bytes
+        buffer_bytes = self.inputs.num_bytes + self.results.num_bytes
         if self._pool is None:
-            return shelves
+            return buffer_bytes
         segments = torch.cuda.memory_snapshot(self._pool, include_traces=False)  # type: ignore[no-untyped-call]
-        return shelves + sum(int(segment["total_size"]) for segment in segments)
+        return buffer_bytes + sum(int(segment["total_size"]) for segment in segments)
 
 
-class Captured:
+class CapturedGraph:
     """One function, recorded for inputs of one size."""
 
-    def __init__(self, function: Run, inputs: Sequence[Tensor], shared: Shared) -> None:
+    def __init__(self, function: GraphFunction, inputs: Sequence[Tensor], shared: GraphPool) -> None:
         """Runs `function` on copies of `inputs` to warm up and to record: it must bear being run again."""
-        self.inputs = shared.inputs.places(inputs)
+        self.inputs = shared.inputs.buffers_like(inputs)
         _copy(self.inputs, inputs)
         with torch.cuda.device(shared.device):
-            self.results = shared.results.places(self._warm_up(function, shared.stream))
+            self.results = shared.results.buffers_like(self._warm_up(function, shared.stream))
             self.graph = torch.cuda.CUDAGraph()
             # Other threads of the process, such as a drafter's trainer, may use the GPU meanwhile.
             with torch.cuda.graph(
@@ -110,7 +111,7 @@ class Captured:
                 # Copies, as a result that is held would keep its part of the pool from all others.
                 _copy(self.results, function(*self.inputs))
 
-    def _warm_up(self, function: Run, stream: torch.cuda.Stream) -> tuple[Tensor, ...]:
+    def _warm_up(self, function: GraphFunction, stream: torch.cuda.Stream) -> tuple[Tensor, ...]:
         """Results of the right sizes; what must be chosen or allocated once has been."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -125,17 +126,18 @@ class Captured:
         return self.results
 
 
-class Graphs:
-    """A pool of recorded functions, by a key that says which and of what sizes. Of more than `most`, the one
+class GraphCache:
+    """A pool of recorded functions, by a key that says which and of what sizes. Of more than `max_graphs`,
+    the one
     that was not used for longest is forgotten."""
 
     def __init__(
         self,
         device: torch.device,
-        most: int = _MOST_GRAPHS,
-        record: Callable[[Run, Sequence[Tensor], Shared], Replay] = Captured,
+        max_graphs: int = _MOST_GRAPHS,
+        record: Callable[[GraphFunction, Sequence[Tensor], GraphPool], Replay] = CapturedGraph,
     ) -> None:
-        self.most, self.shared, self._record = most, Shared(device), record
+        self.max_graphs, self.shared, self._record = max_graphs, GraphPool(device), record
         self._by_key: dict[Hashable, Replay] = {}
         self.too_large: set[Hashable] = set()
         """Keys of what there was no memory to record: that is run as it is."""
@@ -148,18 +150,18 @@ class Graphs:
         """Of everything that is kept for the graphs."""
         return self.shared.num_bytes
 
-    def run(self, key: Hashable, function: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def run(self, key: Hashable, function: GraphFunction, *inputs: Tensor) -> tuple[Tensor, ...]:
         """`function(*inputs)`. The first call with a key records it; later ones replay, so that the function
         must be the same, and inputs of the same shapes. Results are good until the pool's next run."""
         replay = self._by_key.pop(key, None) or self._recorded(key, function, inputs)
         if replay is None:
             return function(*inputs)
         self._by_key[key] = replay
-        if len(self._by_key) > self.most:
+        if len(self._by_key) > self.max_graphs:
             del self._by_key[next(iter(self._by_key))]
         return replay(*inputs)
 
-    def _recorded(self, key: Hashable, function: Run, inputs: Sequence[Tensor]) -> Replay | None:
+    def _recorded(self, key: Hashable, function: GraphFunction, inputs: Sequence[Tensor]) -> Replay | None:
         """None where there is no memory for it."""
         if key in self.too_large:
             return None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def sent(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of these numbers, lists of them, or a NumPy array, as `torch.tensor` makes it.
 
     A GPU takes them out of pinned memory, in its own time: the host waits for nothing it still has to do."""

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class KVExtent:
     """What the new tokens of some rows, one after the other, look at."""
 
     first_row: int
@@ -22,27 +22,27 @@ class Reach:
     """False only where every new token sees all C slots."""
 
 
-def reaches(lengths: Sequence[int], q: int, least_spared: int) -> list[Reach]:
+def kv_extents(lengths: Sequence[int], q: int, min_saved_slots: int) -> list[KVExtent]:
     """Of the rows 0, 1, ... with q new tokens each after these lengths. least_spared: slots of one row that
     are not read for another piece to be worth it."""
-    found: list[Reach] = []
+    found: list[KVExtent] = []
     waiting = [(0, len(lengths))]
     while waiting:
         first, end = waiting.pop()
-        cut = _best_cut(lengths[first:end], least_spared)
+        cut = _best_split(lengths[first:end], min_saved_slots)
         if cut:
             waiting += [(first + cut, end), (first, first + cut)]
             continue
         longest = max(lengths[first:end])
         needs_mask = q > 1 or min(lengths[first:end]) != longest
-        found.append(Reach(first, end - first, longest + q, needs_mask))
+        found.append(KVExtent(first, end - first, longest + q, needs_mask))
     return found
 
 
-def _best_cut(lengths: Sequence[int], least_spared: int) -> int:
+def _best_split(lengths: Sequence[int], min_saved_slots: int) -> int:
     """Before which row to cut so that most is spared; 0: nowhere."""
-    most, cut = least_spared, 0
-    if len(lengths) < 2 or (max(lengths) - min(lengths)) * (len(lengths) - 1) <= least_spared:
+    most, cut = min_saved_slots, 0
+    if len(lengths) < 2 or (max(lengths) - min(lengths)) * (len(lengths) - 1) <= min_saved_slots:
         return 0
     left, right = list(accumulate(lengths, max)), list(accumulate(reversed(lengths), max))[::-1]
     for i in range(1, len(lengths)):

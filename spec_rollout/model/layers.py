@@ -16,7 +16,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LayerShape:
     """The sizes that all layers of a model share."""
 
     num_heads: int
@@ -28,7 +28,7 @@ class Shape:
     """The same as a tensor of one number, where `rms_norm` wants it: on the CPU, but for bfloat16."""
 
     @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, like: Tensor) -> "Shape":
+    def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, like: Tensor) -> "LayerShape":
         """For layers on the device and in the dtype of `like`."""
         is_fused = like.device.type != "cpu" or like.dtype == torch.bfloat16
         eps_1 = None if is_fused else torch.tensor([eps], dtype=like.dtype)
@@ -94,7 +94,7 @@ def rotate(x_THh: Tensor, rope: Rope) -> Tensor:
     return torch.addcmul(x_THh * rope.cos, x_THh.roll(x_THh.shape[-1] // 2, -1), rope.sin)
 
 
-def rms_norm(x: Tensor, weight: Tensor, shape: Shape) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, shape: LayerShape) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
     if shape.eps_1 is None:
         return F.rms_norm(x, weight.shape, weight, shape.eps)
@@ -108,11 +108,11 @@ def gated_mlp(x_Td: Tensor, w: LayerWeights) -> Tensor:
     return F.linear(gate * F.linear(x_Td, w.up, w.up_bias), w.down, w.down_bias)
 
 
-def _heads(x_Td: Tensor, shape: Shape) -> Tensor:
+def _heads(x_Td: Tensor, shape: LayerShape) -> Tensor:
     return x_Td.view(x_Td.shape[0], -1, shape.head_dim)
 
 
-def run_layer(x_Td: Tensor, w: LayerWeights, shape: Shape, rope: Rope, attend: Attend) -> Tensor:
+def run_layer(x_Td: Tensor, w: LayerWeights, shape: LayerShape, rope: Rope, attend: Attend) -> Tensor:
     """The hidden states after one layer: attention and gated MLP, each on normed input, added to x_Td."""
     normed = rms_norm(x_Td, w.input_norm, shape)
     q_Td, k_Td = F.linear(normed, w.q, w.q_bias), F.linear(normed, w.k, w.k_bias)

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aedit.spec_rollout.model.adopting import adopt_weights
-from aedit.spec_rollout.model.attention_mask import ancestors, offsets
-from aedit.spec_rollout.model.cache import Cache, Past
-from aedit.spec_rollout.model.families import rope_of, weights_of
-from aedit.spec_rollout.model.graphs import Graphs, batch_bucket, context_bucket
-from aedit.spec_rollout.model.host_to_device import sent
-from aedit.spec_rollout.model.kv_extent import Reach, reaches
+from aedit.spec_rollout.model.attention_mask import ancestors, relative_positions
+from aedit.spec_rollout.model.cache import KVCache, StepAttention
+from aedit.spec_rollout.model.families import read_rope, read_weights
+from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
+from aedit.spec_rollout.model.host_to_device import to_device
+from aedit.spec_rollout.model.kv_extent import KVExtent, kv_extents
 from aedit.spec_rollout.model.layers import Rope, rms_norm, run_layer
+from aedit.spec_rollout.model.weight_update import copy_weights
 
 PREFILL_SCORES_BYTES = 32 << 20
 """A long prompt is computed in pieces whose attention scores take at most so much."""
@@ -33,15 +33,15 @@ class Target:
     """
 
     def __init__(self, model: nn.Module, rows: int, max_tokens: int, nodes: int, taps: Sequence[int]) -> None:
-        self.weights = weights_of(model)
+        self.weights = read_weights(model)
         self.model, self.rows, self.max_tokens, self.nodes = model, rows, max_tokens, nodes
         self.taps = tuple(taps)
         self.version = 0
         # A draft that begins on a row's last token still has slots.
         slots = max_tokens + nodes + 1
-        self.cache = Cache(self.num_layers, self.weights.shape, rows, slots, self.embedding)
-        self.rope = rope_of(model, slots)
-        self.graphs = Graphs(self.device) if self.device.type == "cuda" else None
+        self.cache = KVCache(self.num_layers, self.weights.shape, rows, slots, self.embedding)
+        self.rope = read_rope(model, slots)
+        self.graphs = GraphCache(self.device) if self.device.type == "cuda" else None
 
     @classmethod
     def of(
@@ -99,11 +99,11 @@ class Target:
     def prefill(self, tokens_T: Tensor, row: int, start: int = 0) -> Tensor:
         """Compute tokens of one row from position `start` on, after what the row has already. Returns their
         hidden states after the final norm, (T, f); `logits` makes logits of those that need them."""
-        self._refuse_beyond(start + len(tokens_T))
+        self._check_capacity(start + len(tokens_T))
         parts, at = [torch.empty(0, self.feature_size, dtype=self.dtype, device=self.device)], start
         while at < start + len(tokens_T):
-            count = min(start + len(tokens_T) - at, self._piece(at))
-            parts.append(self._prefill_piece(tokens_T[at - start : at - start + count], row, at))
+            count = min(start + len(tokens_T) - at, self._chunk_size(at))
+            parts.append(self._prefill_chunk(tokens_T[at - start : at - start + count], row, at))
             at += count
         return torch.cat(parts)
 
@@ -131,19 +131,21 @@ class Target:
         q = tokens_Bq.shape[1]
         if not 1 <= len(lengths) <= self.rows or tokens_Bq.shape[0] != len(lengths):
             raise ValueError(f"{tokens_Bq.shape[0]} rows of tokens, {len(lengths)} lengths, {self.rows} rows")
-        self._refuse_beyond(max(lengths) + q)
+        self._check_capacity(max(lengths) + q)
         if self.graphs is not None:
             return self._captured_step(tokens_Bq, lengths, parents_BN)
-        looks = reaches(lengths, q, self.cache.least_spared)
-        return self._forward(looks, tokens_Bq, self._numbers(lengths), parents_BN)
+        extents = kv_extents(lengths, q, self.cache.min_saved_slots)
+        return self._forward(extents, tokens_Bq, self._lengths_tensor(lengths), parents_BN)
 
     @torch.inference_mode()
-    def keep(self, lengths_B: Sequence[int] | Tensor, path_Bm: Tensor, counts_B: Tensor) -> None:
+    def keep_path(self, lengths_B: Sequence[int] | Tensor, path_Bm: Tensor, counts_B: Tensor) -> None:
         """After a step over a tree: the accepted nodes' keys and values follow one another after lengths_B,
         the lengths of before that step. path_Bm: int64, which of the q tokens, the root (0) first; counts_B:
         how many after the root. (A chain's are in order.)"""
-        lengths = lengths_B.to(self.device) if isinstance(lengths_B, Tensor) else self._numbers(lengths_B)
-        self.cache.keep(lengths, path_Bm, counts_B)
+        lengths = (
+            lengths_B.to(self.device) if isinstance(lengths_B, Tensor) else self._lengths_tensor(lengths_B)
+        )
+        self.cache.keep_path(lengths, path_Bm, counts_B)
 
     @torch.inference_mode()
     def copy_row(self, source: int, target: int, length: int) -> None:
@@ -153,41 +155,41 @@ class Target:
     move_row = copy_row
 
     @torch.inference_mode()
-    def kv_of(self, row: int, length: int) -> Tensor:
+    def read_kv(self, row: int, length: int) -> Tensor:
         """A copy of the keys and values of a row's first tokens, (layers, 2, K, length, h)."""
-        return self.cache.kv_of(row, length)
+        return self.cache.read_kv(row, length)
 
     @torch.inference_mode()
-    def put_kv(self, row: int, kv: Tensor) -> None:
-        """Put what `kv_of` gave, here or on another target of the same model, into a row. ValueError if it
+    def write_kv(self, row: int, kv: Tensor) -> None:
+        """Put what `read_kv` gave, here or on another target of the same model, into a row. ValueError if it
         does not fit."""
-        self.cache.put_kv(row, kv)
+        self.cache.write_kv(row, kv)
 
-    def adopt(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Put new weights, named as in `model.state_dict()`, into the model's parameters, all or none;
         nothing is copied where they are the parameters themselves. What rows hold was made by the old ones:
         whoever wants it to be the new policy's prefills again. ValueError names a tensor that does not fit.
         """
-        adopt_weights(self.model, weights)
+        copy_weights(self.model, weights)
         self.version = version
 
     def _forward(
-        self, looks: list[Reach], tokens_Bq: Tensor, lengths_B: Tensor, parents_BN: Tensor | None
+        self, extents: list[KVExtent], tokens_Bq: Tensor, lengths_B: Tensor, parents_BN: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Nothing but tensor operations: what a CUDA graph records."""
         num_rows, q = tokens_Bq.shape
         if parents_BN is None:
             positions = lengths_B[:, None] + torch.arange(q, device=lengths_B.device)
-            sees = None
+            is_ancestor = None
         else:
-            sees = ancestors(parents_BN)
-            positions = lengths_B[:, None] + offsets(sees)
-        past = self.cache.open(lengths_B, q, looks, sees)
+            is_ancestor = ancestors(parents_BN)
+            positions = lengths_B[:, None] + relative_positions(is_ancestor)
+        past = self.cache.prepare(lengths_B, q, extents, is_ancestor)
         hidden_Tf = self._layers(tokens_Bq.reshape(-1), self.rope.at(positions), past)
         logits = self.logits(hidden_Tf)
         return logits.view(num_rows, q, -1), hidden_Tf.view(num_rows, q, -1)
 
-    def _layers(self, tokens_T: Tensor, rope: Rope, past: Past) -> Tensor:
+    def _layers(self, tokens_T: Tensor, rope: Rope, past: StepAttention) -> Tensor:
         """The hidden states after the final norm, and after them those of the taps: (T, f)."""
         shape = self.weights.shape
         x = F.embedding(tokens_T, self.embedding)
@@ -208,7 +210,7 @@ class Target:
         bucket = batch_bucket(num_rows, self.rows)
         context = context_bucket(max(lengths) + q, self.cache.slots)
         tokens = F.pad(tokens_Bq, (0, 0, 0, bucket - num_rows))
-        inputs = [tokens, self._numbers(lengths + [self.cache.slots - q] * (bucket - num_rows))]
+        inputs = [tokens, self._lengths_tensor(lengths + [self.cache.slots - q] * (bucket - num_rows))]
         if parents_BN is not None:
             inputs.append(F.pad(parents_BN, (0, 0, 0, bucket - num_rows), value=-1))
         assert self.graphs is not None
@@ -217,28 +219,28 @@ class Target:
         return logits[:num_rows], hidden[:num_rows].clone()
 
     def _recorded(self, rows: int, context: int, is_chain: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-        looks = [Reach(0, rows, context)]
+        extents = [KVExtent(0, rows, context)]
         if is_chain:
-            return lambda tokens, lengths: self._forward(looks, tokens, lengths, None)
-        return lambda tokens, lengths, parents: self._forward(looks, tokens, lengths, parents)
+            return lambda tokens, lengths: self._forward(extents, tokens, lengths, None)
+        return lambda tokens, lengths, parents: self._forward(extents, tokens, lengths, parents)
 
-    def _prefill_piece(self, tokens_T: Tensor, row: int, start: int) -> Tensor:
+    def _prefill_chunk(self, tokens_T: Tensor, row: int, start: int) -> Tensor:
         count = len(tokens_T)
         lengths = torch.full((1,), start, device=self.device)
-        past = self.cache.open(lengths, count, [Reach(row, 1, start + count, needs_mask=count > 1)])
+        past = self.cache.prepare(lengths, count, [KVExtent(row, 1, start + count, needs_mask=count > 1)])
         positions = torch.arange(start, start + count, device=self.device)
         return self._layers(tokens_T, self.rope.at(positions), past)
 
-    def _piece(self, start: int) -> int:
+    def _chunk_size(self, start: int) -> int:
         """How many tokens from `start` on are computed at once."""
         row_bytes = self.weights.shape.num_heads * self.embedding.element_size()
         most = PREFILL_SCORES_BYTES // row_bytes  # new tokens x tokens they see
         return max(16, int((start * start / 4 + most) ** 0.5 - start / 2))
 
-    def _refuse_beyond(self, end: int) -> None:
+    def _check_capacity(self, end: int) -> None:
         if end > self.cache.slots:
             raise ValueError(f"{end} tokens in a row: it has room for {self.max_tokens} and a draft")
 
-    def _numbers(self, numbers: Sequence[int]) -> Tensor:
+    def _lengths_tensor(self, numbers: Sequence[int]) -> Tensor:
         """On the device, without waiting for it."""
-        return sent(numbers, self.device, torch.int64)
+        return to_device(numbers, self.device, torch.int64)

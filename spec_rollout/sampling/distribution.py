@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.model.host_to_device import sent
+from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.sampling.samples import Sampling
 
 
@@ -47,14 +47,14 @@ class RowSampling:
         where = torch.device(device)
 
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return sent(values, where, dtype)[:, None, None]
+            return to_device(values, where, dtype)[:, None, None]
 
         top_k = [min(s.top_k or vocabulary, vocabulary) for s in rows]
         top_p = [s.top_p if s.top_p < 1 else 2.0 for s in rows]
         divisors = [s.temperature or 1.0 for s in rows]
         min_new = [s.min_new_tokens for s in rows]
         return cls(
-            temperature_B=sent([s.temperature for s in rows], where, torch.float32),
+            temperature_B=to_device([s.temperature for s in rows], where, torch.float32),
             all_greedy=all(s.temperature == 0 for s in rows),
             divisor_B11=None if set(divisors) == {1.0} else column(divisors, torch.float32),
             forbidden_B1V=_forbidden(rows, vocabulary, device),
@@ -62,7 +62,7 @@ class RowSampling:
             max_top_k=max((k for k in top_k if k < vocabulary), default=0),
             top_p_B11=None if min(top_p) > 1 else column(top_p, torch.float32),
             stops_B1V=_early_stops(rows, vocabulary, device) if any(min_new) else None,
-            min_new_B1=sent(min_new, where)[:, None] if any(min_new) else None,
+            min_new_B1=to_device(min_new, where)[:, None] if any(min_new) else None,
         )
 
 
@@ -82,11 +82,11 @@ def _early_stops(rows: Sequence[Sampling], vocabulary: int, device: torch.device
     return stops.to(device, non_blocking=True)
 
 
-def shaped(logits_BqV: Tensor, rows: RowSampling, drawn_Bq: Tensor | None = None) -> Tensor:
+def warp_logits(logits_BqV: Tensor, rows: RowSampling, drawn_Bq: Tensor | None = None) -> Tensor:
     """(B, q, V), float32 or float64: logits whose softmax is what the next token is drawn from, -inf where it
     is not; the argmax, where the temperature is 0. Not normalised: what nobody asks for costs nothing.
     drawn_Bq: how many new tokens there are before each, needed if a row has min_new_tokens."""
-    x = _wide(logits_BqV)
+    x = _upcast(logits_BqV)
     if rows.forbidden_B1V is not None:
         x = x.masked_fill(rows.forbidden_B1V, -torch.inf)
     if rows.stops_B1V is not None:
@@ -119,11 +119,11 @@ def _top_p(x_BqV: Tensor, p_B11: Tensor) -> Tensor:
 
 def logprobs(logits_BqV: Tensor, tokens_Bq: Tensor, rows: RowSampling) -> Tensor:
     """(B, q): log softmax(logits / T) of the tokens, before mask, top-k and top-p; T is 1 where it is 0."""
-    x = _wide(logits_BqV)
+    x = _upcast(logits_BqV)
     if rows.divisor_B11 is not None:
         x = x / rows.divisor_B11
     return x.log_softmax(-1).gather(-1, tokens_Bq[..., None])[..., 0]
 
 
-def _wide(logits: Tensor) -> Tensor:
+def _upcast(logits: Tensor) -> Tensor:
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()

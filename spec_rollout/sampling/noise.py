@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.model.host_to_device import sent
+from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.types import check
 
 _WORD = 0xFFFFFFFF
@@ -113,8 +113,8 @@ class RowNoise:
         def noise(rollouts: Ids, samples: Ids, positions_Bm: Tensor) -> Tensor:
             return gumbel(rollouts, samples, positions_Bm, vocabulary, dtype)
 
-        self._gumbel = _Ahead(noise, (rows, 2 * block, vocabulary), device, dtype)
-        self._uniforms = _Ahead(uniforms, (rows, 256, 2), device, torch.float64)
+        self._gumbel = _NoiseRing(noise, (rows, 2 * block, vocabulary), device, dtype)
+        self._uniforms = _NoiseRing(uniforms, (rows, 256, 2), device, torch.float64)
 
     @property
     def num_bytes(self) -> int:
@@ -124,28 +124,28 @@ class RowNoise:
         """From now on `row` is this sample. Ids of up to 64 bits (signed); ValueError if they are longer."""
         for name, value in (("rollout", rollout), ("sample", sample)):
             check(-(1 << 63) <= value < 1 << 63, name, "must fit into 64 bits", value)
-        for ahead in (self._gumbel, self._uniforms):
-            ahead.begin(row, rollout, sample)
+        for ring in (self._gumbel, self._uniforms):
+            ring.begin(row, rollout, sample)
 
     def move(self, source: int, target: int) -> None:
         """Row `source` is called `target` from now on; what was there has ended."""
-        for ahead in (self._gumbel, self._uniforms):
-            ahead.move(source, target)
+        for ring in (self._gumbel, self._uniforms):
+            ring.move(source, target)
 
     def end(self, row: int) -> None:
-        for ahead in (self._gumbel, self._uniforms):
-            ahead.end(row)
+        for ring in (self._gumbel, self._uniforms):
+            ring.end(row)
 
     def at(self, rows: Sequence[int], first: Sequence[int], count: int) -> Tensor:
         """(len(rows), count, V): Gumbel noise, as `drafts.Noise` says."""
         return self._gumbel.at(rows, first, count)
 
     def uniforms(self, rows: Sequence[int], first: Sequence[int], count: int) -> Tensor:
-        """(len(rows), count, 2), float64: what `rejection.reject` needs for the same positions."""
+        """(len(rows), count, 2), float64: what `rejection.rejection_accept` needs for the same positions."""
         return self._uniforms.at(rows, first, count)
 
 
-class _Ahead:
+class _NoiseRing:
     """For each row a ring of two blocks of positions. Blocks are computed as a whole, so that no number
     depends on what has been asked for, or when."""
 
@@ -157,27 +157,27 @@ class _Ahead:
         self._block = self._ring // 2
         self._make, self._device = make, torch.device(device)
         self._ids: list[tuple[int, int] | None] = [None] * rows
-        self._held = [[-1, -1] for _ in range(rows)]  # the block in each half
-        self._place = list(range(rows))  # where a row's ring is: rows move without their numbers
+        self._blocks = [[-1, -1] for _ in range(rows)]  # the block in each half
+        self._ring_index = list(range(rows))  # where a row's ring is: rows move without their numbers
         with torch.inference_mode(False):  # or nobody outside of that mode could write it
-            self._kept = torch.empty(rows * self._ring, self._width, device=device, dtype=dtype)
+            self._values = torch.empty(rows * self._ring, self._width, device=device, dtype=dtype)
 
     @property
     def num_bytes(self) -> int:
-        return self._kept.numel() * self._kept.itemsize
+        return self._values.numel() * self._values.itemsize
 
     def begin(self, row: int, rollout: int, sample: int) -> None:
-        self._ids[self._place[row]] = (rollout, sample)
-        self._held[self._place[row]] = [-1, -1]
+        self._ids[self._ring_index[row]] = (rollout, sample)
+        self._blocks[self._ring_index[row]] = [-1, -1]
 
     def move(self, source: int, target: int) -> None:
-        places = self._place
+        places = self._ring_index
         places[source], places[target] = places[target], places[source]
         self.end(source)
 
     def end(self, row: int) -> None:
-        self._ids[self._place[row]] = None
-        self._held[self._place[row]] = [-1, -1]
+        self._ids[self._ring_index[row]] = None
+        self._blocks[self._ring_index[row]] = [-1, -1]
 
     def at(self, rows: Sequence[int], first: Sequence[int], count: int) -> Tensor:
         if count > self._block:
@@ -186,28 +186,28 @@ class _Ahead:
                 self.at(rows, [f + s for f in first], min(self._block, count - s)).clone() for s in starts
             ]
             return torch.cat(parts, dim=1)
-        self._hold(rows, first, count)
+        self._ensure_blocks(rows, first, count)
         if len(rows) == 1:
             offset = first[0] % self._ring
             if offset + count <= self._ring:
-                return self._kept.narrow(0, self._place[rows[0]] * self._ring + offset, count)[None]
-        places_B1 = np.array([[self._place[row]] for row in rows])
+                return self._values.narrow(0, self._ring_index[rows[0]] * self._ring + offset, count)[None]
+        places_B1 = np.array([[self._ring_index[row]] for row in rows])
         offsets_Bm = (np.array(first)[:, None] + np.arange(count)) % self._ring
-        index = sent((places_B1 * self._ring + offsets_Bm).ravel(), self._device)
-        return self._kept.index_select(0, index).view(len(rows), count, self._width)
+        index = to_device((places_B1 * self._ring + offsets_Bm).ravel(), self._device)
+        return self._values.index_select(0, index).view(len(rows), count, self._width)
 
-    def _hold(self, rows: Sequence[int], first: Sequence[int], count: int) -> None:
+    def _ensure_blocks(self, rows: Sequence[int], first: Sequence[int], count: int) -> None:
         """Both blocks of each row, which may be one, are in its ring."""
         missing: list[tuple[int, int]] = []
         for row, start in zip(rows, first, strict=True):
-            place = self._place[row]
-            held = self._held[place]
+            place = self._ring_index[row]
+            blocks_of_row = self._blocks[place]
             for block in (start // self._block, (start + count - 1) // self._block):
-                if held[block & 1] != block:
+                if blocks_of_row[block & 1] != block:
                     if self._ids[place] is None:
                         raise ValueError(f"noise is asked for row {row}, which has not begun")
                     missing.append((place, block))
-                    held[block & 1] = block
+                    blocks_of_row[block & 1] = block
         most = _AT_ONCE_CUDA if self._device.type == "cuda" else _AT_ONCE
         at_once = max(1, most // (self._block * self._width))
         for i in range(0, len(missing), at_once):
@@ -216,13 +216,13 @@ class _Ahead:
     def _fill(self, missing: Sequence[tuple[int, int]]) -> None:
         """Places and the blocks they lack."""
         ids = [numbers for place, _ in missing if (numbers := self._ids[place])]
-        rollouts, samples = (_column([pair[i] for pair in ids], self._device) for i in (0, 1))
-        starts = sent([block * self._block for _, block in missing], self._device)
+        rollouts, samples = (_ids_tensor([pair[i] for pair in ids], self._device) for i in (0, 1))
+        starts = to_device([block * self._block for _, block in missing], self._device)
         positions_Bm = starts[:, None] + torch.arange(self._block, device=self._device)
-        halves = sent([2 * place + (block & 1) for place, block in missing], self._device)
-        blocks = self._kept.view(-1, self._block, self._width)
+        halves = to_device([2 * place + (block & 1) for place, block in missing], self._device)
+        blocks = self._values.view(-1, self._block, self._width)
         blocks.index_copy_(0, halves, self._make(rollouts, samples, positions_Bm))
 
 
-def _column(ids: list[int], device: torch.device) -> Ids:
-    return ids[0] if len(ids) == 1 else sent(ids, device)
+def _ids_tensor(ids: list[int], device: torch.device) -> Ids:
+    return ids[0] if len(ids) == 1 else to_device(ids, device)

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.drafts import Draft
-from aedit.spec_rollout.sampling.verify import Accepted
+from aedit.spec_rollout.sampling.verify import AcceptedTokens
 
 
-def reject(
-    draft: Draft, shaped_BqV: Tensor, uniforms_Bq2: Tensor, temperature_B: Tensor | None = None
-) -> Accepted:
-    """What stays of a chain, and what comes after it. shaped_BqV: `distribution.shaped`. The draft's logq:
+def rejection_accept(
+    draft: Draft, warped_BqV: Tensor, uniforms_Bq2: Tensor, temperature_B: Tensor | None = None
+) -> AcceptedTokens:
+    """What stays of a chain, and what comes after it. shaped_BqV: `distribution.warp_logits`. The draft's
+    logq:
     what its tokens were really drawn from. uniforms_Bq2: `noise.uniforms` at the positions of the q tokens
     that may be emitted. temperature_B: rows at 0 emit the argmax; None if there are none. ValueError if the
     draft is a tree."""
@@ -30,21 +31,23 @@ def reject(
         raise ValueError("rejection verifies chains only, and this draft is a tree")
     guesses_BN = draft.tokens_BN
     if temperature_B is not None:
-        shaped_BqV = _certain_where_greedy(shaped_BqV, temperature_B)
-    stays_BN = _stays(uniforms_Bq2[:, :-1, 0], _p_of_guesses(guesses_BN, shaped_BqV), _q_of_guesses(draft))
+        warped_BqV = _one_hot_where_greedy(warped_BqV, temperature_B)
+    is_accepted_BN = _is_accepted(
+        uniforms_Bq2[:, :-1, 0], _p_of_guesses(guesses_BN, warped_BqV), _q_of_guesses(draft)
+    )
     is_real_BN = _is_real(draft)
-    counts_B1 = (stays_BN & is_real_BN).long().cumprod(1).sum(1, keepdim=True)
-    p_BV = _rows_at(shaped_BqV, counts_B1).double().softmax(-1)
-    left_BV = _residual(p_BV, _q_against(draft, is_real_BN, counts_B1, p_BV))
+    counts_B1 = (is_accepted_BN & is_real_BN).long().cumprod(1).sum(1, keepdim=True)
+    p_BV = _rows_at(warped_BqV, counts_B1).double().softmax(-1)
+    left_BV = _residual(p_BV, _q_of_rejected(draft, is_real_BN, counts_B1, p_BV))
     next_B1 = _draw(left_BV, uniforms_Bq2[..., 1].gather(1, counts_B1))
     emitted_Bq = torch.cat((guesses_BN, next_B1), dim=1).scatter(1, counts_B1, next_B1)
     path = torch.arange(emitted_Bq.shape[1], device=emitted_Bq.device)
-    return Accepted(path.expand_as(emitted_Bq), counts_B1[:, 0], emitted_Bq)
+    return AcceptedTokens(path.expand_as(emitted_Bq), counts_B1[:, 0], emitted_Bq)
 
 
-def _certain_where_greedy(shaped_BqV: Tensor, temperature_B: Tensor) -> Tensor:
-    best_BqV = torch.full_like(shaped_BqV, -torch.inf).scatter(-1, shaped_BqV.argmax(-1, keepdim=True), 0.0)
-    return shaped_BqV.where((temperature_B > 0)[:, None, None], best_BqV)
+def _one_hot_where_greedy(warped_BqV: Tensor, temperature_B: Tensor) -> Tensor:
+    best_BqV = torch.full_like(warped_BqV, -torch.inf).scatter(-1, warped_BqV.argmax(-1, keepdim=True), 0.0)
+    return warped_BqV.where((temperature_B > 0)[:, None, None], best_BqV)
 
 
 def _is_real(draft: Draft) -> Tensor:
@@ -55,8 +58,8 @@ def _is_real(draft: Draft) -> Tensor:
     return nodes_N < draft.counts_B[:, None]
 
 
-def _p_of_guesses(guesses_BN: Tensor, shaped_BqV: Tensor) -> Tensor:
-    x_BNV = shaped_BqV[:, :-1]
+def _p_of_guesses(guesses_BN: Tensor, warped_BqV: Tensor) -> Tensor:
+    x_BNV = warped_BqV[:, :-1]
     chosen_BN = x_BNV.gather(-1, guesses_BN[..., None])[..., 0]
     return (chosen_BN.double() - x_BNV.logsumexp(-1)).exp()
 
@@ -67,12 +70,12 @@ def _q_of_guesses(draft: Draft) -> Tensor:
     return draft.logq_BNV.gather(-1, draft.tokens_BN[..., None])[..., 0].double().exp()
 
 
-def _stays(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
+def _is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
     """With probability min(1, p / q), and never if p is 0."""
     return u * q < p
 
 
-def _q_against(draft: Draft, is_real_BN: Tensor, counts_B1: Tensor, p_BV: Tensor) -> Tensor:
+def _q_of_rejected(draft: Draft, is_real_BN: Tensor, counts_B1: Tensor, p_BV: Tensor) -> Tensor:
     """(B, V): q of the guess that did not stay; zeros after a chain that stayed as a whole."""
     num_nodes = draft.tokens_BN.shape[1]
     if num_nodes == 0:

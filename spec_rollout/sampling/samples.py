@@ -7,7 +7,7 @@ from torch import Tensor
 
 from aedit.types import check
 
-Finish = Literal["", "stop", "length"]
+FinishReason = Literal["", "stop", "length"]
 """Why a rollout has ended; empty as long as it has not."""
 
 
@@ -51,12 +51,12 @@ class Prompt:
     """Samples of one group have the same prompt, which is computed once, and learn from each other's text
     (suffix drafter). Below 0: of no group."""
     sampling: Sampling = Sampling()
-    begun: "Rollout | None" = None
+    partial: "Rollout | None" = None
     """What another engine has made of it already: this one goes on from there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptKV:
+class SampleKV:
     """Keys and values of all tokens of a sample but the last: what an engine that goes on with it need not
     compute again."""
 
@@ -85,13 +85,13 @@ class Rollout:
     is 1 where the temperature is 0."""
     versions: list[int] = field(default_factory=list)
     """The policy's version that drew each token."""
-    finish: Finish = ""
+    finish_reason: FinishReason = ""
     passes: int = 0
     """Forward passes of the policy that drew tokens of it: tokens / passes is the accepted length."""
 
-    kv: KeptKV | None = field(default=None, repr=False, compare=False)
+    kv: SampleKV | None = field(default=None, repr=False, compare=False)
     """What it has brought along from another engine, until it has a row."""
 
-    def to_move(self, kv: KeptKV | None = None) -> Prompt:
+    def to_prompt(self, kv: SampleKV | None = None) -> Prompt:
         """A prompt that lets another engine go on where this one stops."""
-        return replace(self.prompt, begun=replace(self, kv=kv))
+        return replace(self.prompt, partial=replace(self, kv=kv))

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-NUM_BEFORE = 5
+NUM_CONTEXT_TOKENS = 5
 """Tokens before the text that are decoded with it: what a word looks like may depend on what it follows."""
 
-HALF = "\ufffd"
+REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are no whole character (yet)."""
 
-MOST_HALVES = 64
+MAX_INCOMPLETE_TOKENS = 64
 """After so many tokens in a row that make no whole character, what has come is no half of anything."""
 
 
@@ -32,14 +32,14 @@ class StopStrings:
         self._longest = max(map(len, self._strings))
         self._tail = ""  # in which a string may have begun
         self._num_chars = 0  # of the window's text, that have been read
-        self._begin_window(list(before[-NUM_BEFORE:]))
+        self._begin_window(list(before[-NUM_CONTEXT_TOKENS:]))
 
     def completes(self, token: int) -> bool:
         """Whether one of the strings ends in what this token adds to the text."""
         self._window.append(token)
         text = self._text()
-        whole = text.rstrip(HALF)
-        if len(self._window) - self._num_old >= MOST_HALVES:
+        whole = text.rstrip(REPLACEMENT)
+        if len(self._window) - self._num_old >= MAX_INCOMPLETE_TOKENS:
             whole = text
         new, self._num_chars = whole[self._num_chars :], max(self._num_chars, len(whole))
         if whole == text:

@@ -18,7 +18,7 @@ from aedit.spec_rollout.drafters.drafts import Draft
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class AcceptedTokens:
     """What one step emits. Of row b the first counts_B[b] + 1 entries count, what follows them is filler."""
 
     path_BM: Tensor
@@ -29,18 +29,20 @@ class Accepted:
     """int64: the token after each of them."""
 
 
-def coupled(shaped_BqV: Tensor, noise_BqV: Tensor | None, temperature_B: Tensor | None = None) -> Tensor:
-    """(B, q) int64: the token after each verified one, the lowest id among equals. shaped_BqV: `shaped`.
+def coupled_tokens(
+    warped_BqV: Tensor, noise_BqV: Tensor | None, temperature_B: Tensor | None = None
+) -> Tensor:
+    """(B, q) int64: the token after each verified one, the lowest id among equals. shaped_BqV: `warp_logits`.
     noise_BqV: of the position of the token that is drawn: t + 1 + j at depth j under a root at t; None if all
     rows are greedy. temperature_B: None if none is."""
     if noise_BqV is None:
-        return shaped_BqV.argmax(-1)
+        return warped_BqV.argmax(-1)
     if temperature_B is not None:
         noise_BqV = noise_BqV * (temperature_B > 0)[:, None, None]
-    return (shaped_BqV + noise_BqV).argmax(-1)
+    return (warped_BqV + noise_BqV).argmax(-1)
 
 
-def walk(draft: Draft, tokens_Bq: Tensor, depth: int | None = None) -> Accepted:
+def accept_path(draft: Draft, tokens_Bq: Tensor, depth: int | None = None) -> AcceptedTokens:
     """From the root to the child that says what was drawn, as long as there is one. tokens_Bq: the token
     drawn after each verified one. depth: no node of a tree is deeper, if that is known. Of two children that
     say the same, the first."""
@@ -50,18 +52,18 @@ def walk(draft: Draft, tokens_Bq: Tensor, depth: int | None = None) -> Accepted:
     if draft.counts_B is not None:
         guesses_BN = guesses_BN.where(nodes_N < draft.counts_B[:, None], -1)
     if draft.parents_BN is None:
-        return _along_a_chain(guesses_BN, tokens_Bq)
-    return _down_a_tree(guesses_BN, draft.parents_BN, tokens_Bq, depth or num_nodes)
+        return _accept_chain(guesses_BN, tokens_Bq)
+    return _accept_tree(guesses_BN, draft.parents_BN, tokens_Bq, depth or num_nodes)
 
 
-def _along_a_chain(guesses_BN: Tensor, tokens_Bq: Tensor) -> Accepted:
+def _accept_chain(guesses_BN: Tensor, tokens_Bq: Tensor) -> AcceptedTokens:
     stands_BN = guesses_BN == tokens_Bq[:, :-1]
     counts_B = stands_BN.long().cumprod(1).sum(1)
     path = torch.arange(tokens_Bq.shape[1], device=tokens_Bq.device)
-    return Accepted(path.expand_as(tokens_Bq), counts_B, tokens_Bq)
+    return AcceptedTokens(path.expand_as(tokens_Bq), counts_B, tokens_Bq)
 
 
-def _down_a_tree(guesses_BN: Tensor, parents_BN: Tensor, tokens_Bq: Tensor, depth: int) -> Accepted:
+def _accept_tree(guesses_BN: Tensor, parents_BN: Tensor, tokens_Bq: Tensor, depth: int) -> AcceptedTokens:
     """For each verified token the child that stands; then along these from the root."""
     num_rows, q = tokens_Bq.shape
     tokens_1q1 = torch.arange(q, device=tokens_Bq.device)[:, None]
@@ -76,7 +78,7 @@ def _down_a_tree(guesses_BN: Tensor, parents_BN: Tensor, tokens_Bq: Tensor, dept
     path_BM = torch.cat(path, dim=1)
     counts_B = (path_BM < nowhere).sum(1) - 1
     path_BM = path_BM.clamp_(max=q - 1)
-    return Accepted(path_BM, counts_B, tokens_Bq.gather(1, path_BM))
+    return AcceptedTokens(path_BM, counts_B, tokens_Bq.gather(1, path_BM))
 
 
 def node_depths(parents_BN: Tensor, depth: int | None = None) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-def adopt_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy `weights`, named as in `model.state_dict()`, into the model. A tensor that is the model's own is
     not copied; of tied tensors one name is enough.
 
