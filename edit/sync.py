@@ -132,8 +132,10 @@ class LayerSync(Waiter):
 
     def __enter__(self) -> "LayerSync":
         self.compare()
-        if not self.anchored:
-            equalize(self.model, self.exchange)
+        reshard(self.model.modules())
+        self.optimizers.look(self._params)
+        if not self.anchored and (changed := equalize(self.model, self.exchange)):
+            self.optimizers.replaced([p for unit in self.units for p in unit.named(changed)])
         if self.warming_up:
             self._gradients.attach(self.optimizers.stepping)
         elif not self.anchored:
