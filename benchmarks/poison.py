@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.progress import track
 
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
-from aedit.async_sgd.rules.records import Layout, Push
+from aedit.async_sgd.rules.records import Push
+from aedit.types import Layout
 from benchmarks.kit.hubs import layout_of
 from benchmarks.kit.small_llama import llama
 from benchmarks.kit.tables import Bar, Report, main, percent

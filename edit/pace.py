@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from aedit.edit.config import EditConfig
 from aedit.edit.schedule import Notes, RoundSchedule
-from aedit.proto.agent.link import News
-from aedit.types import Round
+from aedit.types import News, Round
 
 SILENCE = 2.0
 """Intervals without a word from the hub after which a node keeps time by itself."""

@@ -7,7 +7,7 @@ import numpy as np
 from kit.agents import node, order, plan, until
 from kit.hub_processes import HubProcess, ending
 
-from aedit.proto.agent.link import Verdict
+from aedit.types import Verdict
 
 RUN = """
 name = "test"

@@ -11,8 +11,8 @@ from aedit.edit.shards import Shards
 from aedit.edit.waiting import Waiter
 from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.data.order import SampleOrder
-from aedit.proto.agent.link import News
 from aedit.proto.transports.transport import PeersMissing
+from aedit.types import News
 
 
 def opened(schedule, steps, before=lambda step: None):

@@ -14,11 +14,11 @@ from aedit.async_sgd.hub.hub import HubPlan
 from aedit.async_sgd.hub.members import Report
 from aedit.async_sgd.inprocess import InProcessHub, make_push
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
-from aedit.async_sgd.rules.records import Layout, TensorLayout, UnitLayout
 from aedit.clock import VirtualClock
 from aedit.proto.wire import frames
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import channel
+from aedit.types import Layout, TensorLayout, UnitLayout
 
 NODES, BAD, ROUNDS, NUMEL = 8, 7, 12, 6000
 UNIT = UnitLayout("u", (TensorLayout("m", (50, 100)), TensorLayout("b", (1000,))))

@@ -12,13 +12,13 @@ from aedit.async_sgd.hub.members import Report
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.journal.store import Store
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PushFilterConfig
-from aedit.async_sgd.rules.records import Layout, Led, Merged, Mixed, Push, Record, TensorLayout, UnitLayout
+from aedit.async_sgd.rules.records import Led, Merged, Mixed, Push, Record
 from aedit.edit.config import EditConfig
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.folder import claim
 from aedit.launch.hub.replay import anchors_of, make_hub, records_of, replayed
 from aedit.proto.codecs.codecs import codec
-from aedit.types import UserError
+from aedit.types import Layout, TensorLayout, UnitLayout, UserError
 
 SHAPES = (((60, 50), (50,)), ((7, 11),))
 LAYOUT = Layout(

@@ -20,9 +20,10 @@ from aedit.async_sgd.journal.journal import Journal
 from aedit.async_sgd.journal.norms import norms
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules.config import Codec, HubConfig, OuterConfig, PenaltyConfig
-from aedit.async_sgd.rules.records import Layout, Merged, Push, Record, TensorLayout, UnitLayout
+from aedit.async_sgd.rules.records import Merged, Push, Record
 from aedit.proto.codecs import codecs
 from aedit.proto.codecs.codecs import codec
+from aedit.types import Layout, TensorLayout, UnitLayout
 
 STEPS, TOKENS = 64, 64 * 2048
 

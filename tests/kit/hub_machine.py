@@ -18,7 +18,8 @@ from aedit.async_sgd.rules.config import (
     PushFilterConfig,
     StalenessConfig,
 )
-from aedit.async_sgd.rules.records import Joined, Layout, Push, TensorLayout, UnitLayout
+from aedit.async_sgd.rules.records import Joined, Push
+from aedit.types import Layout, TensorLayout, UnitLayout
 
 LAYOUT = Layout(
     (
