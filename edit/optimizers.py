@@ -134,6 +134,13 @@ class InnerOptimizers:
                 by = to - local(self.exact(p)).reshape(-1)
                 local(state).add_(by.view_as(local(state)))
 
+    @torch.no_grad()
+    def replaced(self, params: Sequence[nn.Parameter]) -> None:
+        """Let states that are weights start again from `params`, which have got another node's values."""
+        for p in params:
+            for _, _, state in self._weights(p):
+                local(state).copy_(local(p).view_as(local(state)))
+
     def _weights(self, p: nn.Parameter) -> Iterator[tuple[int, str, Tensor]]:
         for place, optimizer in enumerate(self._all):
             for key, state in optimizer.state.get(p, {}).items():
