@@ -179,7 +179,7 @@ def _engine(target: Target, wanted: Wanted, layer: DraftLayer | None) -> Engine:
     if layer is not None:
         drafters["layer"] = LayerDrafter.of(layer, target)
     if is_import_path(str(wanted.drafter)):
-        methods = ("begin", "take", "move", "end", "propose")
+        methods = ("begin", "update", "move", "end", "propose")
         drafters["custom"] = _imported(str(wanted.drafter), "--drafter", methods)(target)
     return Engine(target, drafters=drafters, chooser=_chooser(wanted.arm, drafters))
 
