@@ -237,3 +237,9 @@ def _is_list_member(model: nn.Module, name: str) -> bool:
 
 def _runs(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
+
+
+def fragment(round_id: int, P: int, num_units: int) -> tuple[int, ...]:
+    """Return the units of one round, every P-th: a fragment is spread over the depth (Streaming DiLoCo,
+    arXiv:2501.18512)."""
+    return tuple(range((round_id - 1) % P, num_units, P))
