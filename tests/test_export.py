@@ -197,24 +197,24 @@ class ModelClient(Client):
     def of(self, config):
         model = measured(config)
         self.layout = canonical.layout(find_units(model, config.edit.units))
-        self.numels = tuple(sum(math.prod(shape) for _, shape in tensors) for _, tensors in self.layout)
+        self.numels = tuple(unit.numel for unit in self.layout.units)
         return self
 
     def request(self, **others):
         request = super().request(**others)
         del request.layout[:]
-        for name, tensors in self.layout:
-            request.layout.append(
-                pb.Unit(name=name, tensors=[pb.Tensor(name=n, shape=s) for n, s in tensors])
-            )
+        for unit in self.layout.units:
+            told = [pb.Tensor(name=tensor.name, shape=tensor.shape) for tensor in unit.tensors]
+            request.layout.append(pb.Unit(name=unit.name, tensors=told))
         return request
 
     def tensors(self, anchors):
         """The parameters by name, cut out of one vector per unit."""
         found = {}
-        for (_, tensors), anchor in zip(self.layout, anchors, strict=True):
-            parts = np.split(anchor, np.cumsum([math.prod(shape) for _, shape in tensors])[:-1])
-            found |= {n: torch.tensor(p.reshape(s)) for (n, s), p in zip(tensors, parts, strict=True)}
+        for unit, anchor in zip(self.layout.units, anchors, strict=True):
+            parts = np.split(anchor, np.cumsum([math.prod(one.shape) for one in unit.tensors])[:-1])
+            for one, part in zip(unit.tensors, parts, strict=True):
+                found[one.name] = torch.tensor(part.reshape(one.shape))
         return found
 
 

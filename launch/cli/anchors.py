@@ -11,14 +11,13 @@ from transformers import PreTrainedModel
 
 from aedit.async_sgd.hub.hub import Hub
 from aedit.edit import canonical
-from aedit.edit.canonical import Layout
 from aedit.edit.units import find_units
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.replay import replayed
 from aedit.proto.wire.client import HubClient
 from aedit.proto.wire.hub_pb2 import PullRequest, Who
 from aedit.proto.wire.security import ClientKeys
-from aedit.types import UserError
+from aedit.types import Layout, UserError
 
 TIMEOUT_S = 10.0
 """Without an answer for so long, a hub is given up."""
@@ -43,10 +42,10 @@ def from_folders(model: PreTrainedModel, config: RunConfig, folders: Iterable[Pa
                 found[index] = hub.anchor(index)[1]
     if not found:
         return ""
-    if missing := sorted(set(range(len(layout))) - found.keys()):
-        names = ", ".join(layout[index][0] for index in missing)
+    if missing := sorted(set(range(len(layout.units))) - found.keys()):
+        names = ", ".join(layout.units[index].name for index in missing)
         raise UserError(f"no anchors of {names}: the folders of all hubs that split the units must be here")
-    _copy(model, layout, (found[index] for index in range(len(layout))))
+    _copy(model, layout, (found[index] for index in range(len(layout.units))))
     return f"anchors of {', '.join(str(folder) for _, folder in newest.values())}"
 
 
@@ -66,12 +65,12 @@ def from_network(
 
 
 def _pulled(layout: Layout, run: str, clients: Sequence[HubClient]) -> Iterator[NDArray[np.float32]]:
-    for index, (name, tensors) in enumerate(layout):
-        values = np.empty(sum(int(np.prod(shape)) for _, shape in tensors), dtype=np.float32)
+    for index, unit in enumerate(layout.units):
+        values = np.empty(unit.numel, dtype=np.float32)
         request = PullRequest(who=Who(run=run), unit=index)
         head = clients[index % len(clients)].pull(request, values.data.cast("B"))
         if head.codec != "fp32" or head.num_bytes != values.nbytes:
-            raise UserError(f"the hub's unit {name} has another size: is it of another model?")
+            raise UserError(f"the hub's unit {unit.name} has another size: is it of another model?")
         yield values
 
 
@@ -85,11 +84,10 @@ def _layout(model: PreTrainedModel, config: RunConfig) -> Layout:
 def _copy(model: PreTrainedModel, layout: Layout, anchors: Iterable[NDArray[np.float32]]) -> None:
     """Write one anchor after the other into the parameters of its unit."""
     own = dict(model.named_parameters())
-    for (name, tensors), anchor in zip(layout, anchors, strict=True):
-        sizes = [own[tensor].numel() for tensor, _ in tensors]
-        if anchor.size != sum(sizes):
-            raise UserError(f"the hub's unit {name} has not the size that run.toml describes: was it edited?")
-        parts = torch.split(torch.from_numpy(np.asarray(anchor).copy()), sizes)
-        for (tensor, shape), part in zip(tensors, parts, strict=True):
+    for unit, anchor in zip(layout.units, anchors, strict=True):
+        if anchor.size != unit.numel:
+            raise UserError(f"the hub's unit {unit.name} is not as run.toml describes it: was it edited?")
+        parts = torch.split(torch.from_numpy(np.asarray(anchor).copy()), [one.numel for one in unit.tensors])
+        for tensor, part in zip(unit.tensors, parts, strict=True):
             with torch.no_grad():
-                own[tensor].copy_(part.view(shape))
+                own[tensor.name].copy_(part.view(tensor.shape))
