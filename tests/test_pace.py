@@ -90,8 +90,8 @@ def test_a_node_whose_hub_is_silent_keeps_time_by_itself():
 
 
 def test_a_hub_whose_round_numbers_go_back_opens_none_until_they_have_caught_up():
-    """A standby may lead on from an older round. Its rounds 6 and 7 are not new to this node, which was in them;
-    in between the node keeps time by itself."""
+    """A standby may lead on from an older round. Its rounds 6 and 7 are not new to this node, which was in
+    them; in between the node keeps time by itself."""
     told, now = Told(round=1, age_s=0.0), [0.0]
     pace = HubPace(10, told, clock=lambda: now[0])
     says = {1: (1, 0), 2: (8, 0), 3: (5, 0), 4: (5, 25), 5: (6, 0), 6: (7, 0), 7: (8, 0), 8: (9, 0)}
