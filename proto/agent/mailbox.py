@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.proto.agent.link import Answer, News, Progress, Verdict
+from aedit.proto.agent.link import Answer, Progress
 from aedit.system import anonymous_memory, memory_fence
+from aedit.types import News, Verdict
 
 MAGIC = 0x41454449_54000001
 MAX_BLOCKS = 2**20
