@@ -10,8 +10,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, StalenessConfig
-from aedit.async_sgd.rules.records import Layout, Push
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
+from aedit.async_sgd.rules.records import Push
+from aedit.types import Layout
 from benchmarks.kit.hubs import layout_of
 from benchmarks.kit.processes import in_parallel
 from benchmarks.kit.small_llama import llama
@@ -29,11 +30,13 @@ CLOSE, HONEST_REFUSED = 0.01, 0.01
 
 METHODS = {
     "quorum": Method(
-        hub=HubConfig(quorum="all", pace="steps", weights="penalty"),
+        hub=HubConfig(quorum="all", weights="penalty"),
+        pace="steps",
         outer=OuterConfig(kind="nesterov", lr=0.7, momentum=0.5),
     ),
     "async": Method(
-        hub=HubConfig(weights="uniform", pace="dylu", staleness=StalenessConfig(rule="constant")),
+        hub=HubConfig(weights="uniform", staleness=StalenessConfig(rule="constant")),
+        penalty=PenaltyConfig(clip=None),
         outer=OuterConfig(kind="delayed-nesterov", lr=1.3, momentum=0.0, delay=NODES),
     ),
 }

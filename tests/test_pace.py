@@ -5,15 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aedit.async_sgd.rules.config import HubConfig
 from aedit.edit.config import EditConfig
 from aedit.edit.pace import HubPace, OwnPace, make_pace
 from aedit.edit.shards import Shards
 from aedit.edit.waiting import Waiter
 from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.data.order import SampleOrder
-from aedit.proto.agent.link import News
 from aedit.proto.transports.transport import PeersMissing
+from aedit.types import News
 
 
 def opened(schedule, steps, before=lambda step: None):
@@ -49,7 +48,7 @@ def test_a_round_that_was_put_off_is_due_at_once_and_the_next_one_a_whole_interv
 
 def test_the_hub_says_how_many_steps_a_node_does():
     told = Told()
-    pace = make_pace(HubConfig(pace="dylu"), EditConfig(every=4), told)
+    pace = make_pace(EditConfig(schedule="dylu", every=4), told)
 
     def before(step):
         told.say(pace_steps={1: 0, 5: 2, 9: 6}.get(step, told.news.pace_steps))
@@ -59,7 +58,7 @@ def test_the_hub_says_how_many_steps_a_node_does():
 
 @pytest.mark.parametrize("pace", ["steps", "dylu"])
 def test_with_fragments_rounds_come_as_much_more_often(pace):
-    schedule = make_pace(HubConfig(pace=pace), EditConfig(every=12, fragments=3), Told(pace_steps=6))
+    schedule = make_pace(EditConfig(schedule=pace, every=12, fragments=3), Told(pace_steps=6))
     assert [step for step, *_ in opened(schedule, 12)] == (
         [4, 8, 12] if pace == "steps" else [2, 4, 6, 8, 10, 12]
     )
@@ -89,9 +88,23 @@ def test_a_node_whose_hub_is_silent_keeps_time_by_itself():
     assert [step for step, *_ in opened(pace, 20, before)] == [10, 15, 20]
 
 
+def test_a_hub_whose_round_numbers_go_back_opens_none_until_they_have_caught_up():
+    """A standby may lead on from an older round. Its rounds 6 and 7 are not new to this node, which was in
+    them; in between the node keeps time by itself."""
+    told, now = Told(round=1, age_s=0.0), [0.0]
+    pace = HubPace(10, told, clock=lambda: now[0])
+    says = {1: (1, 0), 2: (8, 0), 3: (5, 0), 4: (5, 25), 5: (6, 0), 6: (7, 0), 7: (8, 0), 8: (9, 0)}
+
+    def before(step):
+        now[0] += 5
+        told.say(round=says[step][0], age_s=says[step][1])
+
+    assert [step for step, *_ in opened(pace, 8, before)] == [2, 4, 8]
+
+
 def test_the_other_fragments_follow_before_the_hubs_next_round():
     told, now = Told(round=0, age_s=0.0), [0.0]
-    pace = make_pace(HubConfig(pace="seconds"), EditConfig(schedule="seconds", every=9, fragments=3), told)
+    pace = make_pace(EditConfig(schedule="seconds", every=9, fragments=3), told)
     pace.clock = lambda: now[0]
 
     def before(step):

@@ -1,9 +1,17 @@
 import json
+import sqlite3
+import struct
 import sys
+import tomllib
+from functools import partial
+from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
+from aedit.launch.config.config import RunConfig
 from aedit.launch.rundir.recorder import Clock, Recorder
+from aedit.launch.rundir.sinks import SINKS, Origin, open_sinks
 from aedit.types import UserError
 
 
@@ -37,19 +45,115 @@ def test_ranks_that_do_not_lead_write_nothing(tmp_path):
     assert not (tmp_path / "node").exists()
 
 
-def test_tensorboard_gets_the_metrics(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    recorder = Recorder(tmp_path, Clock(), writes=True, tensorboard=True)
-    recorder.metrics(step=3, loss=2.5)
-    recorder.event("eval", step=3, loss=2.25)
+def origin(tmp_path):
+    return Origin("wide", 2, tmp_path)
+
+
+def recorded(tmp_path, *names):
+    """A node's recorder that has written two lines and an evaluation, and is closed."""
+    sinks = partial(open_sinks, names, origin(tmp_path))
+    recorder = Recorder(tmp_path, Clock(), writes=True, sinks=sinks)
+    recorder.metrics(step=3, loss=2.5, lr=float("nan"), state="fine")
+    recorder.metrics(step=5, loss=1.5)
+    recorder.event("eval", step=5, loss=2.25)
     recorder.close()
-    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+
+
+EXPECTED = {"loss": [(3, 2.5), (5, 1.5)], "held_out_loss": [(5, 2.25)]}
+
+
+def test_tensorboard_gets_the_metrics(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recorded(tmp_path, "tensorboard")
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
-    assert [(e.step, e.value) for e in found.Scalars("loss")] == [(3, 2.5)]
-    assert [(e.step, e.value) for e in found.Scalars("held_out_loss")] == [(3, 2.25)]
+    assert set(found.Tags()["scalars"]) == {*EXPECTED, "step"}
+    assert {name: [(e.step, e.value) for e in found.Scalars(name)] for name in EXPECTED} == EXPECTED
 
 
-def test_tensorboard_without_its_extra_is_told_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"pip install 'aedit\[tensorboard\]'"):
-        Recorder(tmp_path, Clock(), writes=True, tensorboard=True)
+def wandb_entries(directory):
+    """The numbers in the files that `wandb` leaves behind offline."""
+    from wandb.proto import wandb_internal_pb2
+
+    for file in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
+        for data in log_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                yield {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items}
+
+
+def log_records(data, block=32768, header=7, whole=1, last=4):
+    """Records of a LevelDB log, as `wandb` writes them behind a header of its own.
+
+    Blocks of 32 KiB hold chunks: checksum (4 bytes), length (2), kind (1: whole, 2 to 4: parts), data.
+    """
+    at, record = header, b""
+    while at < len(data):
+        if block - at % block < header:  # too little room for a chunk: filled with zeros
+            at += block - at % block
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + header : at + header + size]
+        at += header + size
+        if kind in (whole, last):
+            yield record
+            record = b""
+
+
+def test_weights_and_biases_gets_the_metrics_offline(tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    recorded(tmp_path, "wandb")
+    recorded(tmp_path, "wandb")  # as after a resume: the same steps come again
+    wandb.teardown()
+    entries = list(wandb_entries(tmp_path))
+    found = {name: [(e["step"], e[name]) for e in entries if name in e] for name in EXPECTED}
+    assert found == {name: 2 * points for name, points in EXPECTED.items()}
+    assert len({path.name.split("-")[-1] for path in tmp_path.glob("wandb/offline-run-*")}) == 1, "one run"
+
+
+def test_trackio_gets_the_metrics_on_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which it reads when it is imported
+    pytest.importorskip("trackio")  # it wants other versions of what is pinned: not in the test extra
+    recorded(tmp_path, "trackio")
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    rows = sqlite3.connect(database).execute("select step, metrics from metrics order by id").fetchall()
+    entries = [(step, json.loads(text)) for step, text in rows]
+    assert {n: [(step, e[n]) for step, e in entries if n in e] for n in EXPECTED} == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")],
+)
+def test_a_tracker_without_its_extra_is_told_in_one_line(tmp_path, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=rf"^log: \"{name}\" needs its extra: pip install 'aedit\[{name}\]'$"):
+        open_sinks([name], origin(tmp_path))
+
+
+def test_a_tracker_that_fails_is_left_out_and_told_once(tmp_path, capsys):
+    class Broken:
+        calls = 0
+
+        def add(self, values, step):
+            Broken.calls += 1
+            raise OSError("no space left")
+
+    recorder = Recorder(tmp_path, Clock(), writes=True, sinks=lambda: [Broken()])
+    for step in (1, 2, 3):
+        recorder.metrics(step=step, loss=1.0)
+    recorder.close()
+    assert Broken.calls == 1
+    assert capsys.readouterr().out == "aedit: Broken: no space left; training goes on without it\n"
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_every_tracker_has_an_extra_of_its_name():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert set(SINKS) <= set(project["project"]["optional-dependencies"])
+    assert set(SINKS) == set(get_args(get_args(get_type_hints(RunConfig)["log"])[0]))

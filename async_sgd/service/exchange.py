@@ -10,12 +10,13 @@ from aedit.async_sgd.hub import news
 from aedit.async_sgd.hub.members import Told
 from aedit.async_sgd.journal.norms import norms
 from aedit.async_sgd.journal.payload import Payload
-from aedit.async_sgd.rules.records import Accepted, Push, UnitLayout, Vector
+from aedit.async_sgd.rules.records import Accepted, Push, Vector
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.codecs.codecs import Codec, codec
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
+from aedit.types import UnitLayout, Verdict
 
 _INVALID, _LATER = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -79,10 +80,16 @@ class Exchange:
             self._ledger.commit(self._hub.garbled(member.node, head.unit, reason))
 
     def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
-        """The newest anchor: whole, or what has changed since `base`, whichever is shorter."""
+        """The newest anchor: whole, or what has changed since `base`, whichever is shorter.
+
+        Who names no session is a reader, such as `aedit export`, and no member.
+        """
         unit = request.unit
         with self._guard.deciding():
-            self._guard.speaker(request.who)
+            if request.who.session:
+                self._guard.speaker(request.who)
+            else:
+                self._guard.check_who(request.who)
             self._layout(unit)
             if self._hub.state.units[unit].anchor is None:
                 raise Refusal(_LATER, f"unit {unit} has no anchor yet: nobody has brought weights")
@@ -135,7 +142,7 @@ class Exchange:
         """The answer to a push that has been decided on, once that is on the disk."""
         with self._ledger.lock:
             told = self._hub.state.members[head.who.node].told.get(head.unit, Told())
-            refused = told.seq == head.seq and told.verdict in ("refused", "distrusted")
+            refused = told.seq == head.seq and told.verdict in (Verdict.REFUSED, Verdict.DISTRUSTED)
             item = messages.unit(news.unit_news(self._hub, head.who.node, head.unit))
             position = self._ledger.journal.position
         self._guard.durable(position)

@@ -11,10 +11,11 @@ from benchmarks.hub_parts.process import hub_process, memory_bytes
 from benchmarks.kit.processes import HubProcess, run_jobs
 
 ASYNC = """
-pace = "steps"
 weights = "uniform"
 [hub.staleness]
 cutoff = 100_000
+[edit.penalty]
+clip = "none"
 [outer]
 kind = "delayed-nesterov"
 lr = 0.7
@@ -23,7 +24,6 @@ momentum = 0.9
 """The preset `async`, made for any number of nodes."""
 
 QUORUM = """
-pace = "steps"
 quorum = {nodes}
 [outer]
 kind = "nesterov"

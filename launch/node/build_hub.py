@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from aedit.launch.node.rejoin import known_directory, rejoin, remember
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.world import World
 from aedit.launch.rundir.recorder import Clock, Recorder
+from aedit.launch.rundir.sinks import Origin, open_sinks
 from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
-from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.wire.security import SERVER, is_loopback
 from aedit.types import UserError
 
@@ -78,7 +80,9 @@ def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[Hu
             torch.manual_seed(config.seed + 1 + world.node)  # nodes drop out differently
         clock = Clock()
         clock.start(max(link.news().elapsed_s, resumed.elapsed_s if resumed else 0.0))
-        recorder = Recorder(directory, clock, writes=world.leads, tensorboard=config.tensorboard)
+        origin = Origin(config.name, world.node, directory)
+        sinks = partial(open_sinks, config.log, origin)
+        recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
         node = HubNode(
             config=config,
             world=world,
@@ -116,7 +120,7 @@ def agent_plan(
 ) -> AgentPlan:
     """What the node's agent must know."""
     hub = config.hub
-    units = canonical.layout(_units(model, config))
+    units = canonical.layout(_units(model, config)).units
     per_step = config.train.batch_size * config.train.accumulate
     return AgentPlan(
         addresses=tuple(member.hub.split(",")),
@@ -126,7 +130,7 @@ def agent_plan(
         run=config.name,
         method=tuple(method(config).items()),
         version=aedit.__version__,
-        units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in units),
+        units=units,
         facts=tuple((name, str(value)) for name, value in facts.items()),
         num_samples=num_samples,
         samples_per_step=per_step,
@@ -186,7 +190,7 @@ def _sync(config: RunConfig, model: nn.Module, link: AgentLink) -> LayerSync:
             model,
             make_inner(model, train),
             exchange=exchange,
-            schedule=make_pace(config.hub, config.edit, link.news),
+            schedule=make_pace(config.edit, link.news),
             config=config.edit,
         )
     except ValueError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from aedit.types import UserError
+from aedit.launch.rundir.sinks import Sink, numbers_of
 
 LINE_EVERY_S = 1.0
 
@@ -37,17 +37,27 @@ class Recorder:
     A full disk must not end the training: what cannot be written is lost, and said once on stderr.
     """
 
-    def __init__(self, directory: Path, clock: Clock, *, writes: bool, tensorboard: bool = False) -> None:
+    def __init__(
+        self, directory: Path, clock: Clock, *, writes: bool, sinks: Callable[[], list[Sink]] = list
+    ) -> None:
+        """Open the files of a node.
+
+        Args:
+            directory: Of the node; made if it is not there.
+            clock: Gives each line its time.
+            writes: Whether this rank is the one that writes.
+            sinks: Opens what the numbers go to besides; called on the rank that writes.
+        """
         self.directory = directory
         self.clock = clock
         self._files: dict[str, TextIO] = {}
         self._line_at = -LINE_EVERY_S
         self._failed = False
-        self._board: Any = None
+        self._sinks: list[Sink] = []
         if writes:
             directory.mkdir(parents=True, exist_ok=True)
             self._files = {name: _open(directory / f"{name}.jsonl") for name in ("metrics", "events")}
-            self._board = _board(directory) if tensorboard else None
+            self._sinks = sinks()
 
     def line_is_due(self) -> bool:
         """Whether a second has passed since the last metrics line. Decide once per node."""
@@ -57,22 +67,33 @@ class Recorder:
         """Write one line of metrics."""
         self._line_at = self.clock.elapsed_s
         self._write("metrics", values)
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(name, value, values["step"])
+        self._tell(numbers_of(values))
 
     def event(self, event: str, **values: Any) -> None:
         """Write one event."""
         self._write("events", {"event": event, **values})
-        if self._board is not None and event == "eval":
-            self._board.add_scalar("held_out_loss", values["loss"], values["step"])
+        if event == "eval":
+            self._tell(numbers_of({"held_out_loss": values["loss"], "step": values["step"]}))
 
     def close(self) -> None:
+        """Close the files and the sinks."""
         for file in self._files.values():
             file.close()
-        if self._board is not None:
-            self._board.close()
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception as error:
+                print(f"aedit: {type(sink).__name__}: {error}", flush=True)
+
+    def _tell(self, values: dict[str, float]) -> None:
+        """Pass numbers on. A tracker that fails is left out from then on: training does not depend on it."""
+        step = int(values.get("step", 0))
+        for sink in list(self._sinks):
+            try:
+                sink.add(values, step)
+            except Exception as error:
+                print(f"aedit: {type(sink).__name__}: {error}; training goes on without it", flush=True)
+                self._sinks.remove(sink)
 
     def _write(self, name: str, values: dict[str, Any]) -> None:
         if name not in self._files:
@@ -92,14 +113,6 @@ def _open(path: Path) -> TextIO:
     if torn and path.stat().st_size:  # a crash in the middle of a line must not spoil the next one
         file.write("\n")
     return file
-
-
-def _board(directory: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError("tensorboard = true needs the extra: pip install 'aedit[tensorboard]'") from error
-    return SummaryWriter(directory / "tensorboard")
 
 
 def _finite(value: Any) -> Any:

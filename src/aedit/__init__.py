@@ -10,6 +10,7 @@ from aedit.lazy import exports
 
 if TYPE_CHECKING:
     from aedit import async_sgd, edit, proto, spec_rollout
+    from aedit.clock import VirtualClock
     from aedit.edit.config import EditConfig, PenaltyConfig
     from aedit.edit.exchange import MeanExchange
     from aedit.edit.hf import EditCallback
@@ -30,6 +31,7 @@ __all__ = [
     "MeanExchange",
     "PenaltyConfig",
     "TorchTransport",
+    "VirtualClock",
     "async_sgd",
     "edit",
     "proto",
@@ -49,6 +51,7 @@ if not TYPE_CHECKING:  # so that type checkers know which names there are
             "MeanExchange": "aedit.edit.exchange",
             "PenaltyConfig": "aedit.edit.config",
             "TorchTransport": "aedit.proto.transports.c10d",
+            "VirtualClock": "aedit.clock",
             "async_sgd": "aedit.async_sgd",
             "edit": "aedit.edit",
             "proto": "aedit.proto",

@@ -1,0 +1,153 @@
+"""Experiment trackers that a node's metrics go to besides its own files: `log = ["tensorboard", ...]`.
+
+One run of the tracker per node, all nodes of one run in one group. Each tracker has settings of its own:
+`WANDB_MODE=offline` keeps Weights & Biases on this machine, Trackio stays there by itself.
+"""
+
+import math
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from aedit.types import UserError
+
+PROJECT = "aedit"
+
+
+class Sink(Protocol):
+    """Takes numbers with the step they belong to. May raise: the recorder then goes on without it."""
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Record `values`, all finite, as those of inner step `step` of the node."""
+
+    def close(self) -> None:
+        """Write out what is still in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose metrics these are."""
+
+    run: str
+    node: int
+    directory: Path
+    """Of the node: a tracker that writes files writes them below it."""
+
+    @property
+    def name(self) -> str:
+        """Name of this node's run in a tracker."""
+        return f"{self.run}-node-{self.node}"
+
+    def identity(self) -> str:
+        """Return the same unique name at every start of this node in this run directory."""
+        path = self.directory / "sink_id"
+        if not path.exists():
+            path.write_text(f"{self.name}-{uuid.uuid4().hex[:8]}", encoding="utf-8")
+        return path.read_text(encoding="utf-8")
+
+
+class TensorBoard:
+    """Event files in the node's `tensorboard` directory."""
+
+    def __init__(self, origin: Origin) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(origin.directory / "tensorboard")
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Add one scalar per value."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases, as its environment variables say: `WANDB_MODE`, `WANDB_PROJECT`, ..."""
+
+    def __init__(self, origin: Origin) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=origin.name,
+            group=origin.run,
+            id=origin.identity(),
+            resume="allow",
+            dir=origin.directory,
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # Its own step only rises, but a node that resumes repeats some of its steps.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Log one entry."""
+        self._run.log({**values, "step": step})
+
+    def close(self) -> None:
+        """Finish the run; what could not be sent stays in the node's directory."""
+        self._run.finish()
+
+
+class Trackio:
+    """Trackio, on this machine unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` name another place."""
+
+    def __init__(self, origin: Origin) -> None:
+        import trackio
+
+        self._run: Any = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=origin.identity(),
+            group=origin.run,
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def add(self, values: Mapping[str, float], step: int) -> None:
+        """Log one entry."""
+        self._run.log({name: value for name, value in values.items() if name != "step"}, step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+SINKS: Mapping[str, Callable[[Origin], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "trackio": Trackio,
+}
+"""By name in `log`; the extra that installs it has the same name."""
+
+
+def open_sinks(names: Sequence[str], origin: Origin) -> list[Sink]:
+    """Return the sinks that `log` names. Raises UserError if the package of one is not installed or refuses.
+
+    Args:
+        names: Keys of `SINKS`.
+        origin: Whose metrics they will get; its directory exists.
+    """
+    opened: list[Sink] = []
+    for name in names:
+        try:
+            opened.append(SINKS[name](origin))
+        except ImportError as error:
+            raise UserError(f"log: \"{name}\" needs its extra: pip install 'aedit[{name}]'") from error
+        except Exception as error:  # each tracker has its own, from no login to no network
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f'log: "{name}" cannot start: {reason}') from error
+    return opened
+
+
+def numbers_of(values: Mapping[str, object]) -> dict[str, float]:
+    """Return the finite numbers among `values`: a tracker draws nothing else."""
+    known = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    return {name: value for name, value in known.items() if math.isfinite(value)}
