@@ -193,9 +193,7 @@ def _check(args: TrainingArguments, sync: LayerSync, max_grad_norm: float | None
     if not (sync.exchange.rows("trainer/wants", wants).result().rows == wants).all():
         raise ValueError("load_best_model_at_end differs between the nodes: give it to all or to none")
     if max_grad_norm is not None and args.fp16:
-        raise ValueError(
-            "max_grad_norm would clip gradients that fp16 has scaled: use bf16, or clip in the Trainer"
-        )
+        raise ValueError("max_grad_norm would clip what fp16 has scaled: use bf16, or clip in the Trainer")
     if max_grad_norm is not None and args.max_grad_norm:
         raise ValueError("max_grad_norm is given twice: set TrainingArguments(max_grad_norm=0)")
     if sync.warming_up and args.max_grad_norm:
@@ -244,10 +242,10 @@ def _compare_checkpoints(
 ) -> tuple[bool, int]:
     """Return whether every node resumes from the same round or step of the warm-up, and the fewest steps that
     any Trainer has made."""
-    mine = (
-        [-1, -1] if numbers is None else [numbers["last_id"], 0 if numbers["anchored"] else numbers["steps"]]
-    )
-    row = torch.tensor([*mine, global_step], dtype=torch.float64)
+    last_id, warm_up_steps = -1, -1
+    if numbers is not None:
+        last_id, warm_up_steps = numbers["last_id"], 0 if numbers["anchored"] else numbers["steps"]
+    row = torch.tensor([last_id, warm_up_steps, global_step], dtype=torch.float64)
     rows = exchange.rows("trainer/resume", row).result().rows
     same = bool((rows[:, :2] == row[:2]).all()) and numbers is not None
     return same, int(rows[:, 2].min())

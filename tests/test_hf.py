@@ -17,6 +17,7 @@ from aedit.proto.transports.memory import MemoryWorld
 
 JOBS = "tests/dist_jobs/trainer_jobs.py"
 USUAL = {
+    "fp16": False,
     "n_gpu": 1, "world_size": 1, "auto_find_batch_size": False, "max_grad_norm": 0.0,
     "load_best_model_at_end": False,
 }  # fmt: skip
