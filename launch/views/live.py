@@ -26,9 +26,9 @@ def watch(
 ) -> None:
     """Show nodes at work until `child_alive()` is False: a panel on a terminal, else lines.
 
-    `nodes` says how many to show, 0 those that there are. The panel is drawn every second, a line is printed every ten, and the last one at the end unless it stands
-    there already. Returns within about a fifth of a second of the child's end. Files that are not there yet,
-    or never come, are no error.
+    `nodes` says how many to show, 0 those that there are. The panel is drawn every second. A line is printed
+    every ten, and one at the end unless it stands there already. Returns within about a fifth of a second of
+    the child's end. Files that are not there yet, or never come, are no error.
     """
     console = console or Console()
     view = _View(run_dir, nodes)
