@@ -58,7 +58,7 @@ def _of_this_machine(config: RunConfig) -> RunConfig:
     own = RunConfig()
     if config.name in (".", ".."):
         raise UserError(f"the hub's run is called {config.name!r}, which is no directory name")
-    return replace(config, dir=own.dir, device=own.device, local=LocalConfig())
+    return replace(config, dir=own.dir, device=own.device, log=own.log, local=LocalConfig())
 
 
 @contextlib.contextmanager
