@@ -1,17 +1,14 @@
 """When a unit lands: layer-wise synchronisation, hidden behind the forward pass.
 
-`forward` landing: after a round is opened, each unit's forward pre-hook starts the exchange of the units
-up to `prefetch` places ahead, waits for its own, and lets the module run on the new anchor (EDiT,
-arXiv:2412.07210, figure 1). `arrival` landing: nothing waits; when a unit's answer is here, the next
-forward adds `anchor - sent` to the parameters, so the inner steps made meanwhile are kept and travel in
-the next round.
-
-With an asynchronous exchange a round is put off while one of its units is still under way, and its progress
-goes on growing; a node that would be too many steps ahead of an answer waits for it.
+`forward` landing (EDiT, arXiv:2412.07210, figure 1): each unit's forward pre-hook starts the exchange of the
+units up to `prefetch` places ahead, waits for its own, and lets the module run on the new anchor. `arrival`
+landing: nothing waits; when an answer is here, the next forward adds `anchor - sent` to the parameters. With
+an asynchronous exchange a round is put off while one of its units is under way, and its progress goes on
+growing; a node that would be too many steps ahead of an answer waits for it.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -19,16 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from aedit.edit import snapshot
 from aedit.edit.agreement import described_loop
 from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
+from aedit.edit.defaults import chosen
 from aedit.edit.equal import equalize
 from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.flight import Flight, note_answers
 from aedit.edit.hooks import Hook, forget_graphs_without
 from aedit.edit.landing import reshard, take, warn_of_idle_modules
 from aedit.edit.optimizers import Inner, InnerOptimizers
-from aedit.edit.schedule import RoundSchedule, make_schedule
+from aedit.edit.schedule import RoundSchedule
 from aedit.edit.shards import local, shards_of
 from aedit.edit.units import SyncUnit, find_units
 from aedit.edit.waiting import Waiter
@@ -72,7 +71,7 @@ class LayerSync(Waiter):
         for unit in self.units:
             unit.states = self.optimizers
         self._params = [p for unit in self.units for p in unit.params]
-        self._compared = False
+        self._compared, self._resumed_at = False, 0
         self.anchored = False
         """Whether the first local phase has begun."""
         self._gradients = GradientMean(
@@ -102,8 +101,7 @@ class LayerSync(Waiter):
         model: any module; shard it with `fully_shard` first if the node has several ranks.
         inner: its optimizer, or a list of all of them.
         exchange: where new anchors come from, such as `MeanExchange(TorchTransport())`.
-        schedule: when; by default as `config` says. config: everything else. By default both are what the
-        hub says, with `HubExchange.join`.
+        schedule: when. config: everything else. By default what a joined hub says, else `EditConfig()`.
         weight_states: keys of optimizer state that hold weights (fp32 copies, the `z` of schedule-free
         optimizers), which move with the parameters; by default they are recognised by their values.
 
@@ -113,13 +111,8 @@ class LayerSync(Waiter):
                     loss(model, batch).backward(); inner.step(); inner.zero_grad()
                     sync.step()
         """
-        if defaults := exchange.defaults():
-            config, schedule = config or defaults[0], schedule or defaults[1]
-        config = config or EditConfig()
-        for name in ("penalty", "offload"):
-            if getattr(config, name) not in (getattr(EditConfig(), name), getattr(exchange, name, None)):
-                raise ValueError(f"config.{name} has no effect here: give it to the exchange")
-        return cls(model, inner, exchange, schedule or make_schedule(config), config, weight_states)
+        schedule, config = chosen(exchange, schedule, config)
+        return cls(model, inner, exchange, schedule, config, weight_states)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -128,10 +121,27 @@ class LayerSync(Waiter):
             raise ValueError(f"there are {len(self.optimizers.outermost)} inner optimizers")
         return self.optimizers.outermost[0]
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return anchors, outer state, norms and counters by name: all that must outlive the process besides
+        model and inner optimizers. `torch.distributed.checkpoint` takes a `LayerSync` as it is. Views: save
+        before the next step. Raises ValueError while a round is under way without a hub: `finish` first.
+        """
+        return snapshot.state_dict(self)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state` was taken, all nodes at one round; load model and inner optimizers too. With a
+        hub each node is on its own, and takes the hub's newest anchors. Raises ValueError inside `with`,
+        and if names or shapes differ."""
+        if self._hooks:
+            raise ValueError("sync.load_state_dict() must be called before `with sync:`")
+        snapshot.load_state_dict(self, state)
+        self._resumed_at = self.position
+
     # -- attach and detach
 
     def __enter__(self) -> "LayerSync":
         self.compare()
+        snapshot.check_same_round(self.exchange, self._resumed_at)
         if not self.anchored:
             equalize(self.model, self.exchange)
         if self.warming_up:
@@ -300,7 +310,8 @@ class LayerSync(Waiter):
 
     def _due(self) -> Round | None:
         """Decided by the node's first rank, so that all its ranks open the round after the same step."""
-        if self.free and self._under_way(self._fragment(self.schedule.last_id + 1)):
+        wanted = self._fragment(self.schedule.last_id + 1)
+        if self.free and any(i in f.sent and i not in f.ready for f in self._flights for i in wanted):
             return None  # put off: the schedule is asked again, and finds its last round longer ago
         round = self.schedule.due(self.local_steps) if self.shards.leads else None
         id, steps = self.shards.decide([round.id, round.steps] if round else [0, 0])
@@ -308,10 +319,6 @@ class LayerSync(Waiter):
             return None
         self.schedule.last_id, self.schedule.last_step = id, self.local_steps
         return Round(id, steps)
-
-    def _under_way(self, units: Sequence[int]) -> bool:
-        """Whether any of `units` has been sent and not answered."""
-        return any(i in flight.sent and i not in flight.ready for flight in self._flights for i in units)
 
     def _hold_back(self) -> None:
         """Wait for answers that this node has gone on without for too long."""
