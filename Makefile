@@ -11,13 +11,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 BENCHMARKS := overhead straggler quality async_quality bandwidth hub agent chaos poison elastic joining soak rollout drift idle tail \
 	offload_gpu rollout_gpu
 
-.PHONY: help install run proto lint types test test-slow bench clean
+.PHONY: help install run proto lint types test test-slow bench docs clean
 
 help:
 	@echo "make run        train a small model on an unequal cluster of three nodes on this machine"
 	@echo "make test       ruff, mypy and all tests but the slow ones and those that need a GPU"
 	@echo "make test-slow  the slow tests"
 	@echo "make bench      every benchmark, one after the other"
+	@echo "make docs       the documentation site, in build/site"
 	@echo "make proto      generate the code for proto/*.proto anew"
 	@echo "make clean      remove .venv, caches and build folders; runs/ stays"
 
@@ -28,7 +29,7 @@ install: $(VENV)/installed
 
 # From src, so that the generated modules import each other as aedit.proto.
 proto: $(VENV)/installed-test
-	cd src && ../$(BIN)/python -m grpc_tools.protoc -I . $(foreach kind,python pyi grpc_python,--$(kind)_out=.) aedit/proto/wire/*.proto
+	cd src && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. aedit/proto/wire/*.proto
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check
@@ -50,6 +51,11 @@ bench: $(VENV)/installed
 		echo "== python -m benchmarks.$$name"; \
 		$(BIN)/python -m "benchmarks.$$name"; \
 	done
+
+# Warnings are errors. Nothing is fetched: the pages use no fonts or scripts of others.
+docs: $(VENV)/installed-test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,21 +18,10 @@ from aedit.async_sgd.hub.advance import Quantiser
 from aedit.async_sgd.hub.hub import Hub, HubPlan
 from aedit.async_sgd.hub.joins import Joiner
 from aedit.async_sgd.hub.members import Report
-from aedit.async_sgd.rules.records import (
-    Accepted,
-    Layout,
-    Leased,
-    Merged,
-    Push,
-    Record,
-    Refused,
-    UnitLayout,
-    Vector,
-)
+from aedit.async_sgd.rules.records import Accepted, Leased, Merged, Push, Record, Refused, Vector
 from aedit.proto.agent.leases import Leases
-from aedit.proto.agent.link import Answer, News, Progress, Verdict
-
-_VERDICTS = {"merged": Verdict.MERGED, "refused": Verdict.REFUSED, "distrusted": Verdict.DISTRUSTED}
+from aedit.proto.agent.link import Answer, Progress
+from aedit.types import Layout, News, UnitLayout, Verdict
 
 _SAMPLES = 1 << 40
 """Training samples of a corpus that the hub knows nothing of."""
@@ -199,9 +188,9 @@ class InProcessLink:
         with self.hub.lock:
             self.hub.tick()
             told = self.hub.hub.state.members[self.node].told.get(unit)
-            if told is None or told.seq != seq + self._before.get(unit, 0) or told.verdict == "none":
+            if told is None or told.seq != seq + self._before.get(unit, 0) or told.verdict == Verdict.NONE:
                 return None
-            return Answer(seq, self._fetch(unit), _VERDICTS[told.verdict])
+            return Answer(seq, self._fetch(unit), told.verdict)
 
     def news(self) -> News:
         """Return what the hub says now."""

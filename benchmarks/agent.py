@@ -22,10 +22,11 @@ import torch
 from torch import nn
 
 import aedit
+from aedit.edit import canonical
 from aedit.edit.units import SyncUnit, find_units
 from aedit.launch.data.samples import batch
 from aedit.proto.agent.agent_link import AgentLink, start_agent
-from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.agent.plan import AgentPlan
 from benchmarks.kit.small_llama import corpus, inner_step, llama
 from benchmarks.kit.tables import Bar, Report, main, median, percent
 
@@ -168,12 +169,7 @@ def agent_plan(address: str, codec: str, units: Sequence[SyncUnit], name: str) -
         name=name,
         run="agent",
         version=aedit.__version__,
-        units=tuple(
-            UnitPlan(
-                u.name, tuple(TensorPlan(n, tuple(p.shape)) for n, p in zip(u.names, u.params, strict=True))
-            )
-            for u in units
-        ),
+        units=canonical.layout(units).units,
         num_samples=1,
         codec=codec,
     )

@@ -37,20 +37,23 @@ def _asynchronous(rule: Rule, lr: float = 2.0, momentum: float = 0.0) -> Method:
     """Found on seeds 10 and 11 for these speeds. Four nodes of one speed arrive together and know least of
     each other: they want lr 1 and momentum 0.3, and end 3.7 % above `diloco` (seed 10)."""
     outer = OuterConfig(kind="delayed-nesterov", lr=lr, momentum=momentum, delay=4)
-    hub = HubConfig(weights="uniform", pace="dylu", staleness=StalenessConfig(rule=rule))
-    return Method(hub=hub, outer=outer)
+    hub = HubConfig(weights="uniform", staleness=StalenessConfig(rule=rule))
+    return Method(hub=hub, outer=outer, penalty=PenaltyConfig(clip=None))
 
 
 METHODS: dict[str, Method | None] = {
     "diloco": None,
     "naive": Method(
-        hub=HubConfig(weights="uniform", pace="steps", staleness=StalenessConfig(rule="constant")),
+        hub=HubConfig(weights="uniform", staleness=StalenessConfig(rule="constant")),
         outer=OuterConfig(kind="nesterov", lr=0.7 / 4, momentum=0.9),
+        penalty=PenaltyConfig(clip=None),
+        pace="steps",
     ),
     "async": _asynchronous("constant"),
     "async, momentum 0.3": _asynchronous("constant", 1.5, 0.3),
     "a-edit, quorum": Method(
-        hub=HubConfig(weights="penalty", pace="seconds", quorum="all"),
+        hub=HubConfig(weights="penalty", quorum="all"),
+        pace="seconds",
         outer=OuterConfig(kind="nesterov", lr=0.8, momentum=0.85),
         penalty=PenaltyConfig(step_weight=0.5),
     ),

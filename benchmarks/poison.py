@@ -16,8 +16,9 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, StalenessConfig
-from aedit.async_sgd.rules.records import Layout, Push
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
+from aedit.async_sgd.rules.records import Push
+from aedit.types import Layout
 from benchmarks.kit.hubs import layout_of
 from benchmarks.kit.small_llama import llama
 from benchmarks.kit.tables import Bar, Report, main, percent
@@ -33,11 +34,13 @@ CLOSE, HONEST_REFUSED = 0.01, 0.01
 
 METHODS = {
     "quorum": Method(
-        hub=HubConfig(quorum="all", pace="steps", weights="penalty"),
+        hub=HubConfig(quorum="all", weights="penalty"),
+        pace="steps",
         outer=OuterConfig(kind="nesterov", lr=0.7, momentum=0.5),
     ),
     "async": Method(
-        hub=HubConfig(weights="uniform", pace="dylu", staleness=StalenessConfig(rule="constant")),
+        hub=HubConfig(weights="uniform", staleness=StalenessConfig(rule="constant")),
+        penalty=PenaltyConfig(clip=None),
         outer=OuterConfig(kind="delayed-nesterov", lr=1.3, momentum=0.0, delay=NODES),
     ),
 }

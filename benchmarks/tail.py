@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from aedit.launch.data.tokenizer import ByteTokenizer
 from aedit.spec_rollout.arms.goodput import Goodput
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import By, Drafter, parse_arm
+from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, parse_arm
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.migration.moving import Reallocator
@@ -89,7 +89,7 @@ class Field:
         target = Target.of(self.model, rows=self.plan.rows, max_tokens=MAX_TOKENS, nodes=NODES)
         return measured(target, self._drafters(target))
 
-    def _drafters(self, target: Target) -> dict[By, Drafter]:
+    def _drafters(self, target: Target) -> dict[DrafterKind, Drafter]:
         return {"layer": LayerDrafter.of(self.layer, target), "suffix": SuffixDrafter()}
 
     def make(self, name: str, dealt: Sequence[Sequence[Prompt]]) -> Way:
@@ -107,7 +107,7 @@ class Field:
             return world.run(None)
         reallocator = Reallocator(nodes, clock=lambda: world.now_s)
         for rollout in self.past:
-            reallocator.finished(rollout)
+            reallocator.record_finished(rollout)
         return world.run(reallocator)
 
 

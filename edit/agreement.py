@@ -28,8 +28,8 @@ _PROGRESS = ("schedule.last_id", "schedule.last_step")
 def described_layout(units: Sequence[SyncUnit], shards: Shards) -> dict[str, str]:
     """Return number of units, ranks per node, and each parameter's unit and whole shape, in their order."""
     found = {"ranks per node": str(shards.size), "number of units": str(len(units))}
-    for unit, parameters in canonical.layout(units):
-        found |= {f"parameter {name}": f"shape {shape} in unit {unit}" for name, shape in parameters}
+    for unit in canonical.layout(units).units:
+        found |= {f"parameter {t.name}": f"shape {t.shape} in unit {unit.name}" for t in unit.tensors}
     return found
 
 

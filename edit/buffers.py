@@ -51,6 +51,11 @@ class Buffers:
     def __bool__(self) -> bool:
         return bool(self._names)
 
+    @property
+    def holders(self) -> list[nn.Module]:
+        """Return the modules that hold buffers themselves."""
+        return [m for m in self._model.modules() if any(True for _ in m.buffers(recurse=False))]
+
     @torch.no_grad()
     def open(self, key: str, *, stepped: bool) -> "OpenBuffers":
         """Tell the others what the buffers are now. Returns at once; on all ranks of the node together.
@@ -120,7 +125,8 @@ class OpenBuffers:
     peers: Peers
     rows: Pending[Rows]
     _sent: list[tuple[list[int], Pending[Tensor]]] = field(default_factory=list)
-    _landed: bool = False
+    landed: bool = False
+    """Whether the buffers have their new values."""
 
     def send(self, rows: Rows, *, trusted: bool) -> None:
         """Send what differs, given everybody's rows. trusted: whether the round trusts this node."""
@@ -150,10 +156,11 @@ class OpenBuffers:
         """Return whether `land` would not wait. Never blocks."""
         return all(asked.done() for _, asked in self._sent)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def land(self, wait: Wait) -> None:
         """Write what has come into the buffers, waiting for it. Does nothing the second time."""
-        if self._landed:
+        if self.landed:
             return
         for which, asked in self._sent:
             packed = wait(asked)
@@ -164,7 +171,7 @@ class OpenBuffers:
                 assert buffer is not None
                 write = from_mean if is_averaged(buffer) else from_floats
                 write(torch.where(anybody, part, self.values[i]).to(buffer.device), buffer)
-        self._landed = True
+        self.landed = True
 
 
 def _mean_of(buffer: Tensor | None) -> bool:

@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
-
-Layout = tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
+from aedit.types import Layout, TensorLayout, UnitLayout
 
 
 def layout(units: Sequence[SyncUnit]) -> Layout:
-    """What is trained: (unit, ((parameter, whole shape), ...)) for each unit, equal on all nodes of a run."""
-    return tuple(
-        (unit.name, tuple((name, tuple(p.shape)) for name, p in zip(unit.names, unit.params, strict=True)))
-        for unit in units
-    )
+    """Return names and whole shapes of all parameters, unit by unit: equal on all nodes of a run."""
+    return Layout(tuple(UnitLayout(unit.name, _tensors(unit)) for unit in units))
+
+
+def _tensors(unit: SyncUnit) -> tuple[TensorLayout, ...]:
+    return tuple(TensorLayout(name, tuple(p.shape)) for name, p in zip(unit.names, unit.params, strict=True))
 
 
 def owned(unit: SyncUnit, shards: Shards) -> list[slice]:

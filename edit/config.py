@@ -11,8 +11,10 @@ from aedit.types import check
 class EditConfig:
     """When nodes exchange, what travels together, and when it lands."""
 
-    schedule: Literal["steps", "seconds"] = "steps"
-    """`steps` is EDiT: a round every so many inner steps; `seconds` is A-EDiT: each node at its own pace."""
+    schedule: Literal["steps", "seconds", "dylu"] = "steps"
+    """`steps` is EDiT: a round every so many inner steps; `seconds` is A-EDiT: each node at its own pace,
+    and with a hub when the hub opens a round. `dylu` (arXiv:2401.09135) needs a hub: the fastest node does
+    `every` steps, the others what they can in that time."""
 
     every: float = 128
     """Length of a local phase, in inner steps or seconds as `schedule` says."""

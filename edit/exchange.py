@@ -47,6 +47,11 @@ class RoundOutcome:
     healed_from: int | None = None
     """Node whose anchors this one had to adopt because its own were different."""
 
+    @property
+    def trusts_node(self) -> bool:
+        """Whether this node had the run's anchors and pseudo-gradients that can be believed."""
+        return not self.distrusted and self.healed_from is None
+
 
 class Exchange(Peers, Protocol):
     """Where next anchors come from."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from aedit.edit.buffers import OpenBuffers
-from aedit.edit.exchange import RoundOutcome
+from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.shards import Shards
 from aedit.proto.transports.transport import Pending
 from aedit.types import Round
@@ -34,6 +34,17 @@ class Flight:
     ready: dict[int, int] = field(default_factory=dict)
     """Units answered on every rank, which may land in the next forward; since which local step."""
 
+    def send(self, exchange: Exchange) -> None:
+        """Start the exchange of the next unit."""
+        i = self.unsent.popleft()
+        self.sent[i] = exchange.start(i)
+
+    @property
+    def landed(self) -> bool:
+        """Whether all of it has landed."""
+        buffers_landed = self.buffers is None or self.buffers.landed
+        return buffers_landed and not self.sent and not self.unsent
+
 
 def note_answers(flights: Sequence[Flight], shards: Shards, step: int) -> list[Flight]:
     """Note which answers are here on every rank of the node, and land buffers that are; at local step `step`.
@@ -55,6 +66,11 @@ def note_answers(flights: Sequence[Flight], shards: Shards, step: int) -> list[F
         if next(agreed):
             each.land(_result)
     return opened
+
+
+def under_way(flights: Sequence[Flight], units: Sequence[int]) -> bool:
+    """Return whether any of `units` has been sent and not answered."""
+    return any(i in flight.sent and i not in flight.ready for flight in flights for i in units)
 
 
 def _result(pending: Pending[T]) -> T:

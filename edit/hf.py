@@ -6,6 +6,7 @@ counts after the optimizer, not after a micro-batch; what is evaluated or saved 
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
+from aedit.edit.equal import equalize
 from aedit.edit.exchange import Exchange
 from aedit.edit.schedule import RoundSchedule
 from aedit.edit.sync import LayerSync
@@ -38,9 +40,10 @@ class EditCallback(TrainerCallback):
         callback = EditCallback(exchange=MeanExchange(transport), schedule=EverySeconds(600))
         Trainer(model=model, args=args, train_dataset=mine, callbacks=[callback]).train()
 
-    exchange, schedule, config: as for `LayerSync.of`. max_grad_norm: clip gradients here instead of in the
-    Trainer (whose own must then be 0): during a warm-up this clips the mean over nodes, as one large batch
-    would be clipped; the Trainer clips each node's gradients before they can be averaged.
+    exchange, schedule, config, weight_states: as for `LayerSync.of`.
+    max_grad_norm: clip gradients here instead of in the Trainer (whose own must then be 0): during a warm-up
+    this clips the mean over nodes, as one large batch would be clipped; the Trainer clips each node's
+    gradients before they can be averaged.
 
     One callback serves one `train()` of one process, which is a node. ValueError if the Trainer would join
     processes or GPUs by itself: start it without torchrun, and the process group with
@@ -56,9 +59,10 @@ class EditCallback(TrainerCallback):
         schedule: RoundSchedule | None = None,
         config: EditConfig | None = None,
         max_grad_norm: float | None = None,
+        weight_states: Sequence[str] | None = None,
     ) -> None:
         self.exchange, self.schedule, self.config = exchange, schedule, config
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.weight_states = max_grad_norm, weight_states
         self.sync: LayerSync | None = None
         """The node, from the beginning of the training on."""
         self._attached = False
@@ -82,6 +86,7 @@ class EditCallback(TrainerCallback):
             exchange=self.exchange,
             schedule=self.schedule,
             config=self.config,
+            weight_states=self.weight_states,
         )
         _check(args, self.sync, self.max_grad_norm)
         self.sync.compare()
@@ -134,6 +139,8 @@ class EditCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._leave()
+        if args.load_best_model_at_end:
+            _share_best(self._node.model, self.exchange, args, state)
 
     # -- the node
 
@@ -176,6 +183,14 @@ def _check(args: TrainingArguments, sync: LayerSync, max_grad_norm: float | None
         )
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size starts over on one node alone: give the batch size instead")
+    if args.load_best_model_at_end and sync.free:
+        raise ValueError(
+            "load_best_model_at_end would end every node of a hub with other weights: set it to False, and "
+            "load the best checkpoint where you need it"
+        )
+    wants = torch.tensor([float(args.load_best_model_at_end)], dtype=torch.float64)
+    if not (sync.exchange.rows("trainer/wants", wants).result().rows == wants).all():
+        raise ValueError("load_best_model_at_end differs between the nodes: give it to all or to none")
     if max_grad_norm is not None and args.max_grad_norm:
         raise ValueError("max_grad_norm is given twice: set TrainingArguments(max_grad_norm=0)")
     if sync.warming_up and args.max_grad_norm:
@@ -183,6 +198,16 @@ def _check(args: TrainingArguments, sync: LayerSync, max_grad_norm: float | None
             "the Trainer clips each node's gradient before the warm-up averages it; to clip the average, use "
             "TrainingArguments(max_grad_norm=0) and EditCallback(max_grad_norm=...)"
         )
+
+
+def _share_best(model: nn.Module, exchange: Exchange, args: TrainingArguments, state: TrainerState) -> None:
+    """Give all nodes the best of the models that their Trainers have just loaded, each its own best."""
+    score = -torch.inf if state.best_metric is None else float(state.best_metric)
+    if not args.greater_is_better and state.best_metric is not None:
+        score = -score
+    scores = exchange.rows("trainer/best", torch.tensor([score], dtype=torch.float64)).result().rows[:, 0]
+    if scores.max() > -torch.inf:
+        equalize(model, exchange, source=int(scores.argmax()), key="trainer/best")
 
 
 def _directory(args: TrainingArguments, state: TrainerState) -> Path:

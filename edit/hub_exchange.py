@@ -30,11 +30,10 @@ from aedit.edit.push import POLL_S, Place, Push
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
-from aedit.proto.agent import link as wire
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused
 from aedit.proto.agent.link import Link
 from aedit.proto.transports.transport import PeersMissing, Pending, Rows
-from aedit.types import Round
+from aedit.types import Round, Verdict
 
 WITHDRAW_S = 10.0
 """Longest farewell after an error."""
@@ -288,11 +287,11 @@ class HubExchange:
             place.use()
             return verdict
         place.version = answer.version
-        if answer.verdict == wire.Verdict.REFUSED:
+        if answer.verdict == Verdict.REFUSED:
             self.steps_L[i] += place.sent_steps
             return replace(verdict, refused=(*verdict.refused, i))
         place.use()
-        if answer.verdict == wire.Verdict.DISTRUSTED:
+        if answer.verdict == Verdict.DISTRUSTED:
             return replace(verdict, distrusted=(*verdict.distrusted, i))
         return verdict
 
@@ -311,7 +310,7 @@ class HubExchange:
         self.timeout_s = min(self.timeout_s, WITHDRAW_S)
         with suppress(PeersMissing, TimeoutError, AgentLost, NodeRefused):
             for i, push in self._under_way.items():
-                if push.verdict() != wire.Verdict.REFUSED:
+                if push.verdict() != Verdict.REFUSED:
                     self._places[i].use()
             self._tell()
             if self.shards.leads:

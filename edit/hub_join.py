@@ -15,7 +15,7 @@ from aedit.edit.hub_settings import HubSettings
 from aedit.edit.shards import Shards, control_device, shards_of
 from aedit.edit.units import find_units
 from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
-from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.agent.plan import AgentPlan
 from aedit.types import UserError
 
 
@@ -64,14 +64,14 @@ def open_link(address: str, model: nn.Module, options: NodeOptions) -> tuple[Age
 def node_plan(model: nn.Module, settings: HubSettings, options: NodeOptions) -> AgentPlan:
     """Return what the agent of this node must know."""
     hub = settings.hub
-    units = canonical.layout(find_units(model, settings.edit.units))
+    units = canonical.layout(find_units(model, settings.edit.units)).units
     return AgentPlan(
         addresses=hub.addresses,
         standbys=tuple(hub.standby.split(",")) if hub.standby else (),
         name=options.name,
         run=settings.run,
         version=aedit.__version__,
-        units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in units),
+        units=units,
         num_samples=options.num_samples or 1,  # a hub wants to know some; who leases none cannot differ
         samples_per_step=1 if options.num_samples else 0,
         steps_ahead=hub.max_steps_ahead,

@@ -27,7 +27,7 @@ class HubSettings:
     edit: EditConfig
     """Units, fragments, interval and deadline, with `landing` set to "arrival"."""
     hub: HubConfig
-    """Codecs, pace and timings; `address` and `standby` say where this node reaches the hub."""
+    """Codecs and timings; `address` and `standby` say where this node reaches the hub."""
 
     @classmethod
     def of(cls, reply: HelloReply, addresses: str) -> "HubSettings":
@@ -58,7 +58,7 @@ class HubSettings:
 
     def schedule(self, link: Link) -> RoundSchedule:
         """Return a new schedule that follows the hub's pace."""
-        return make_pace(self.hub, self.edit, link.news)
+        return make_pace(self.edit, link.news)
 
 
 def _made(kind: type[T], table: dict[str, Any]) -> T:

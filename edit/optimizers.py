@@ -66,6 +66,12 @@ class InnerOptimizers:
         self._known = {id(p) for p in model.parameters()}
         self._num_params = self._count()
 
+    def single(self) -> torch.optim.Optimizer:
+        """Return the optimizer. Raises ValueError if there are several."""
+        if len(self.outermost) > 1:
+            raise ValueError(f"there are {len(self.outermost)} inner optimizers")
+        return self.outermost[0]
+
     @property
     def modes(self) -> tuple[Any, ...]:
         """What the parameters are at the moment, for optimizers with a `train()` and an `eval()`."""
@@ -133,6 +139,13 @@ class InnerOptimizers:
             if (place, key) not in self._masters:
                 by = to - local(self.exact(p)).reshape(-1)
                 local(state).add_(by.view_as(local(state)))
+
+    @torch.no_grad()
+    def replaced(self, params: Sequence[nn.Parameter]) -> None:
+        """Let states that are weights start again from `params`, which have got another node's values."""
+        for p in params:
+            for _, _, state in self._weights(p):
+                local(state).copy_(local(p).view_as(local(state)))
 
     def _weights(self, p: nn.Parameter) -> Iterator[tuple[int, str, Tensor]]:
         for place, optimizer in enumerate(self._all):

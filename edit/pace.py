@@ -7,11 +7,9 @@ next round is still under way, so all of these say "now" to whoever comes late.
 import time
 from collections.abc import Callable
 
-from aedit.async_sgd.rules.config import HubConfig
 from aedit.edit.config import EditConfig
 from aedit.edit.schedule import Notes, RoundSchedule
-from aedit.proto.agent.link import News
-from aedit.types import Round
+from aedit.types import News, Round
 
 SILENCE = 2.0
 """Intervals without a word from the hub after which a node keeps time by itself."""
@@ -76,9 +74,9 @@ class HubPace:
         pass
 
 
-def make_pace(hub: HubConfig, edit: EditConfig, news: Callable[[], News]) -> RoundSchedule:
-    """The schedule that `hub.pace` names, with `edit.every` as the interval."""
-    match hub.pace:
+def make_pace(edit: EditConfig, news: Callable[[], News]) -> RoundSchedule:
+    """Return the schedule of a node with a hub that `edit.schedule` names."""
+    match edit.schedule:
         case "steps":
             return OwnPace(int(edit.every), share=1 / edit.fragments)
         case "dylu":

@@ -10,9 +10,9 @@ from torch import Tensor
 from aedit.edit.canonical import SharedVector
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
-from aedit.proto.agent import link as wire
 from aedit.proto.agent.link import Answer, Link
 from aedit.proto.transports.transport import PeersMissing, Pending
+from aedit.types import Verdict
 
 POLL_S = 0.005
 
@@ -66,14 +66,14 @@ class Push(Pending[Tensor]):
             place.answer = link.answer(self._i, self._seq)
         return place.answer is not None
 
-    def verdict(self) -> wire.Verdict:
+    def verdict(self) -> Verdict:
         """Wait for the answer and return what the hub has decided."""
         _until(self.done, self._sender.timeout_s, f"the hub's answer for {self._name}")
         assert self._place.answer is not None
         return self._place.answer.verdict
 
     def result(self) -> Tensor:
-        refused = self.verdict() == wire.Verdict.REFUSED
+        refused = self.verdict() == Verdict.REFUSED
         anchor = self._place.anchors.read()
         if not refused:
             return anchor

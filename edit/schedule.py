@@ -97,3 +97,5 @@ def make_schedule(config: EditConfig) -> RoundSchedule:
             return EverySteps(int(config.every) // config.fragments)
         case "seconds":
             return EverySeconds(config.every / config.fragments)
+        case "dylu":
+            raise ValueError('edit.schedule = "dylu" needs a hub; without one use "steps" or "seconds"')

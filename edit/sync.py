@@ -10,7 +10,6 @@ growing; a node that would be too many steps ahead of an answer waits for it.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +22,13 @@ from aedit.edit.config import EditConfig
 from aedit.edit.defaults import chosen
 from aedit.edit.equal import equalize
 from aedit.edit.exchange import Exchange, RoundOutcome
-from aedit.edit.flight import Flight, note_answers
+from aedit.edit.flight import Flight, note_answers, under_way
 from aedit.edit.hooks import Hook, forget_graphs_without
 from aedit.edit.landing import reshard, take, warn_of_idle_modules
 from aedit.edit.optimizers import Inner, InnerOptimizers
 from aedit.edit.schedule import RoundSchedule
 from aedit.edit.shards import local, shards_of
-from aedit.edit.units import SyncUnit, find_units
+from aedit.edit.units import SyncUnit, find_units, fragment
 from aedit.edit.waiting import Waiter
 from aedit.edit.warmup import GradientMean
 from aedit.types import Round
@@ -56,9 +55,8 @@ class LayerSync(Waiter):
         if self.free and config.warmup_steps:
             raise ValueError("edit.warmup_steps must be 0 with a hub: its nodes do not meet at every step")
         self.units: Sequence[SyncUnit] = find_units(model, config.units)
-        if config.fragments > len(self.units):
-            what = f"edit.fragments = {config.fragments} is more than the model's {len(self.units)} units"
-            raise ValueError(what)
+        if config.fragments > (most := len(self.units)):
+            raise ValueError(f"edit.fragments = {config.fragments} is more than the model's {most} units")
         self.on_round: Callable[[RoundOutcome, float], None] = lambda verdict, waited_s: None
         self.steps = 0
         """Inner steps so far, warm-up included."""
@@ -74,13 +72,7 @@ class LayerSync(Waiter):
         self._compared, self._resumed_at = False, 0
         self.anchored = False
         """Whether the first local phase has begun."""
-        self._gradients = GradientMean(
-            self.units,
-            self.shards,
-            exchange,
-            wait=lambda pending: self.wait(pending, needed=self.position + 1),
-            steps=lambda: self.steps,
-        )
+        self._gradients = GradientMean(self.units, self.shards, exchange, self)
         self._buffers = Buffers(model, exchange, self.shards, local(self.units[0].params[0]).device)
         exchange.bind(self.units, self.shards)
         schedule.listen(exchange.notes)
@@ -117,15 +109,12 @@ class LayerSync(Waiter):
     @property
     def inner(self) -> torch.optim.Optimizer:
         """The inner optimizer. Raises ValueError if there are several: see `optimizers.outermost`."""
-        if len(self.optimizers.outermost) > 1:
-            raise ValueError(f"there are {len(self.optimizers.outermost)} inner optimizers")
-        return self.optimizers.outermost[0]
+        return self.optimizers.single()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return anchors, outer state, norms and counters by name: all that must outlive the process besides
         model and inner optimizers. `torch.distributed.checkpoint` takes a `LayerSync` as it is. Views: save
-        before the next step. Raises ValueError while a round is under way without a hub: `finish` first.
-        """
+        before the next step. Raises ValueError while a round is under way without a hub: `finish` first."""
         return snapshot.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -142,8 +131,10 @@ class LayerSync(Waiter):
     def __enter__(self) -> "LayerSync":
         self.compare()
         snapshot.check_same_round(self.exchange, self._resumed_at)
-        if not self.anchored:
-            equalize(self.model, self.exchange)
+        reshard(self.model.modules())
+        self.optimizers.look(self._params)
+        if not self.anchored and (changed := equalize(self.model, self.exchange)):
+            self.optimizers.replaced([p for unit in self.units for p in unit.named(changed)])
         if self.warming_up:
             self._gradients.attach(self.optimizers.stepping)
         elif not self.anchored:
@@ -153,12 +144,13 @@ class LayerSync(Waiter):
             land = Hook(partial(self._before_forward, i))
             for module in unit.modules:
                 self._hooks.append(module.register_forward_pre_hook(land, prepend=True))
+        for module in self._buffers.holders if self.config.landing == "forward" else ():
+            land = Hook(self._before_buffers)
+            self._hooks.append(module.register_forward_pre_hook(land, prepend=True))
         self._hooks.append(self.model.register_forward_hook(Hook(self._after_forward)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if kind is None:
                 self.close()
@@ -216,6 +208,8 @@ class LayerSync(Waiter):
         if self.config.landing == "arrival":
             for flight in note_answers(self._flights, self.shards, self.local_steps):
                 self._send_all(flight)
+            for flight in list(self._flights):
+                self._conclude(flight)
         self._hold_back()
         if round := self._due():
             self.begin(round)
@@ -310,8 +304,7 @@ class LayerSync(Waiter):
 
     def _due(self) -> Round | None:
         """Decided by the node's first rank, so that all its ranks open the round after the same step."""
-        wanted = self._fragment(self.schedule.last_id + 1)
-        if self.free and any(i in f.sent and i not in f.ready for f in self._flights for i in wanted):
+        if self.free and under_way(self._flights, self._fragment(self.schedule.last_id + 1)):
             return None  # put off: the schedule is asked again, and finds its last round longer ago
         round = self.schedule.due(self.local_steps) if self.shards.leads else None
         id, steps = self.shards.decide([round.id, round.steps] if round else [0, 0])
@@ -320,33 +313,27 @@ class LayerSync(Waiter):
         self.schedule.last_id, self.schedule.last_step = id, self.local_steps
         return Round(id, steps)
 
+    def _fragment(self, round_id: int) -> tuple[int, ...]:
+        return fragment(round_id, self.config.fragments, len(self.units))
+
     def _hold_back(self) -> None:
         """Wait for answers that this node has gone on without for too long."""
         for flight in list(self._flights) if self.free else ():
             if self.local_steps - flight.opened_at >= self.exchange.max_steps_ahead:
                 self._finish(flight)
 
-    def _fragment(self, round_id: int) -> tuple[int, ...]:
-        """Every P-th unit: a fragment is spread over the depth (Streaming DiLoCo, arXiv:2501.18512)."""
-        P = self.config.fragments
-        return tuple(range((round_id - 1) % P, len(self.units), P))
-
     def _send_all(self, flight: Flight) -> None:
         self._verdict(flight)
         while flight.unsent:
-            self._send(flight)
-
-    def _send(self, flight: Flight) -> None:
-        i = flight.unsent.popleft()
-        flight.sent[i] = self.exchange.start(i)
+            flight.send(self.exchange)
 
     def _verdict(self, flight: Flight) -> RoundOutcome:
         if flight.verdict is None:
             flight.verdict = self.wait(flight.opening, flight, needed=self.position)
             self.total_steps = flight.verdict.total_steps
             if flight.buffers:
-                trusted = not flight.verdict.distrusted and flight.verdict.healed_from is None
-                flight.buffers.send(self.wait(flight.buffers.rows, flight), trusted=trusted)
+                rows = self.wait(flight.buffers.rows, flight)
+                flight.buffers.send(rows, trusted=flight.verdict.trusts_node)
         return flight.verdict
 
     # -- landing
@@ -364,27 +351,40 @@ class LayerSync(Waiter):
     def _finish(self, flight: Flight) -> None:
         for i in flight.units:
             self._land(flight, i)
+        self._land_buffers(flight)
+
+    def _before_buffers(self) -> None:
+        """`forward`: autograd saves buffers, so all land before the first module that has any runs."""
+        for flight in list(self._flights):
+            self._land_buffers(flight)
+
+    def _land_buffers(self, flight: Flight) -> None:
+        if flight.buffers and not flight.buffers.landed:
+            self._verdict(flight)
+            flight.buffers.land(partial(self.wait, flight=flight))
+            self._conclude(flight)
 
     def _land(self, flight: Flight, i: int) -> None:
         """Idempotent: a recomputed or repeated forward finds nothing left to do."""
         verdict = self._verdict(flight)
         place = flight.units.index(i)
         while flight.unsent and flight.units.index(flight.unsent[0]) <= place + self.config.prefetch:
-            self._send(flight)
+            flight.send(self.exchange)
         if i not in flight.sent:
             return
-        if flight.buffers and (self.config.landing == "forward" or len(flight.sent) == 1):
-            flight.buffers.land(partial(self.wait, flight=flight))
         anchor = self._answer(flight, i)
         verdict = flight.verdict = self.exchange.conclude(i, verdict)
         if self.config.landing == "forward":
             self.optimizers.check_modes(flight.modes, flight.round.id)
         take(self.units[i], anchor, self.optimizers, self.shards, adopt=i in verdict.distrusted)
         flight.ready.pop(i, None)
-        if not flight.sent and not flight.unsent:
+        self._conclude(flight)
+
+    def _conclude(self, flight: Flight) -> None:
+        if flight.verdict and flight.landed:
             self._flights.remove(flight)
             self.round_id = flight.round.id
-            self.on_round(verdict, flight.waited_s)
+            self.on_round(flight.verdict, flight.waited_s)
 
     def _answer(self, flight: Flight, i: int) -> Tensor:
         """Unit `i`'s next anchor, waited for if it must be. A wait that is broken off leaves it under way."""

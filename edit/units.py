@@ -1,6 +1,6 @@
 """What travels together: one transformer block each, and `rest` for what no block owns."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol
 
@@ -51,6 +51,10 @@ class SyncUnit:
         self.sent: Tensor | None = None
         """Snapshot of the parameters as the round under way has them (`arrival` landing only)."""
         self.states: WeightStates = NoWeightStates()
+
+    def named(self, names: Collection[str]) -> list[nn.Parameter]:
+        """Return the parameters that have one of these names in the model."""
+        return [p for p, name in zip(self.params, self.names, strict=True) if name in names]
 
     @property
     def numel(self) -> int:
@@ -233,3 +237,9 @@ def _is_list_member(model: nn.Module, name: str) -> bool:
 
 def _runs(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
+
+
+def fragment(round_id: int, P: int, num_units: int) -> tuple[int, ...]:
+    """Return the units of one round, every P-th: a fragment is spread over the depth (Streaming DiLoCo,
+    arXiv:2501.18512)."""
+    return tuple(range((round_id - 1) % P, num_units, P))

@@ -6,7 +6,7 @@ the mean over all of them, as in DistributedDataParallel; one without a gradient
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,27 +17,32 @@ from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
 from aedit.proto.transports.transport import Pending
 
-Wait = Callable[[Pending[Tensor]], Tensor]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+
+class WarmUpNode(Protocol):
+    """What is needed of a `LayerSync`."""
+
+    steps: int
+    """Inner steps so far."""
+
+    @property
+    def position(self) -> int:
+        """Return how many meetings with other nodes this one has gone to."""
+
+    def wait(self, pending: Pending[Tensor], flight: None = None, needed: int | None = None) -> Tensor:
+        """Return the answer once it is here."""
 
 
 class GradientMean:
     """Replace the gradients of `units` by their mean over nodes.
 
-    wait: how this node waits for an answer. steps: returns the inner steps counted so far.
+    node: the node that counts steps and waits.
     """
 
-    def __init__(
-        self,
-        units: Sequence[SyncUnit],
-        shards: Shards,
-        peers: Peers,
-        wait: Wait,
-        steps: Callable[[], int],
-    ) -> None:
-        self._units, self._shards, self._peers = units, shards, peers
-        self._wait, self._steps = wait, steps
+    def __init__(self, units: Sequence[SyncUnit], shards: Shards, peers: Peers, node: WarmUpNode) -> None:
+        self._units, self._shards, self._peers, self._node = units, shards, peers, node
         self._hooks: list[RemovableHandle] = []
         self._averaged = False
         """Whether gradients have been averaged since the last step was counted."""
@@ -101,10 +106,13 @@ class GradientMean:
         device = local(self._units[0].params[0]).device
         value = torch.as_tensor(loss, dtype=torch.float32).detach().reshape(1).to(device)
         value = self._shards.sum(value) / self._shards.size
-        mean = self._wait(
-            self._peers.average(f"warmup/{self._steps()}/loss", value, torch.ones_like(value[0]))
+        mean = self._wait_for(
+            self._peers.average(f"warmup/{self._node.steps}/loss", value, torch.ones_like(value[0]))
         )
         return mean.reshape(loss.shape).to(loss) if isinstance(loss, Tensor) else float(mean)
+
+    def _wait_for(self, pending: Pending[Tensor]) -> Tensor:
+        return self._node.wait(pending, needed=self._node.position + 1)
 
     # -- what the loop calls
 
@@ -116,7 +124,7 @@ class GradientMean:
         """
         if self._averaged and not self._fresh:
             return
-        name = f"warmup/{self._steps()}"
+        name = f"warmup/{self._node.steps}"
         gradients = [unit.gradient() for unit in self._units]
         finite = torch.stack([self._shards.sum((~g.isfinite()).sum()) == 0 for g in gradients]).float()
         params = [p for unit in self._units for p in unit.params]
@@ -126,14 +134,14 @@ class GradientMean:
             self._peers.average(f"{name}/{unit.name}", gradient, weight)
             for unit, gradient, weight in zip(self._units, gradients, finite, strict=True)
         ]
-        stepped, *anywhere = self._wait(heads).tolist()
+        stepped, *anywhere = self._wait_for(heads).tolist()
         if 0.01 < stepped < 0.99:
-            raise RuntimeError(_STEPPED_APART.format(step=self._steps()))
+            raise RuntimeError(_STEPPED_APART.format(step=self._node.steps))
         for p, share in zip(params, anywhere, strict=False):
             if share > 0 and p.grad is None:
                 p.grad = torch.zeros_like(p)
         for unit, pending, share in zip(self._units, asked, anywhere[len(params) :], strict=True):
-            mean = self._wait(pending)
+            mean = self._wait_for(pending)
             # With a finite gradient nowhere, let a GradScaler or the user see it, on all nodes.
             unit.set_gradient(mean if share > 0 else mean.fill_(torch.nan))
         self._averaged, self._fresh, self._stepped = True, False, False
@@ -141,7 +149,7 @@ class GradientMean:
     def end_step(self) -> None:
         """Take note that an inner step is complete. Raises RuntimeError if gradients were not averaged."""
         if not self._averaged:
-            raise RuntimeError(_NOT_AVERAGED.format(step=self._steps() + 1))
+            raise RuntimeError(_NOT_AVERAGED.format(step=self._node.steps + 1))
         self._averaged = False
 
 

@@ -35,11 +35,11 @@ def make_model() -> nn.Module:
     )  # fmt: skip
 
 
-def main(address: str, name: str) -> None:
+def main(address: str, name: str, keys: str | None = None) -> None:
     """Train on the samples that the hub leases to this node."""
     model = make_model()
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    exchange = HubExchange.join(address, model, name=name, num_samples=NUM_SAMPLES)
+    exchange = HubExchange.join(address, model, name=name, keys=keys, num_samples=NUM_SAMPLES)
     sync = LayerSync.of(model, inner, exchange=exchange)
     with sync:
         try:
@@ -63,4 +63,4 @@ def main(address: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

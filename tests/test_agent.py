@@ -9,10 +9,10 @@ import pytest
 from kit.agents import SHAPES, MemoryHub, exchange, node, order, plan, until
 
 from aedit.proto.agent.agent_link import AgentLost, attach
-from aedit.proto.agent.link import Progress, Verdict
+from aedit.proto.agent.link import Progress
 from aedit.proto.codecs.codecs import codec
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.types import UserError
+from aedit.types import UserError, Verdict
 
 MODES = ("process", "thread")
 

@@ -7,7 +7,7 @@ import numpy as np
 from kit.agents import node, order, plan, until
 from kit.hub_processes import HubProcess, ending
 
-from aedit.proto.agent.link import Verdict
+from aedit.types import Verdict
 
 RUN = """
 name = "test"
@@ -17,6 +17,7 @@ steps = 100000
 [edit]
 every = 10
 landing = "arrival"
+penalty = {{ clip = "none" }}
 [outer]
 kind = "average"
 lr = 1.0

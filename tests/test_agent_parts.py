@@ -7,10 +7,11 @@ import pytest
 
 from aedit.proto.agent import mailbox
 from aedit.proto.agent.leases import Leases
-from aedit.proto.agent.link import Answer, News, Progress, Verdict
+from aedit.proto.agent.link import Answer, Progress
 from aedit.proto.agent.mailbox import State, Wants
-from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan, from_json, to_json
+from aedit.proto.agent.plan import AgentPlan, from_json, to_json
 from aedit.proto.agent.watchdog import Speed, Watchdog
+from aedit.types import News, TensorLayout, UnitLayout, Verdict
 
 
 @pytest.fixture
@@ -154,7 +155,7 @@ def test_speed_counts_computing_only():
 
 
 def test_a_plan_survives_the_way_to_another_process():
-    units = (UnitPlan("a", (TensorPlan("w", (2, 3)), TensorPlan("b", ()))),)
+    units = (UnitLayout("a", (TensorLayout("w", (2, 3)), TensorLayout("b", ()))),)
     made = AgentPlan(
         addresses=("h:1", "h:2"),
         standbys=("", "h:3"),

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from aedit.spec_rollout.arms.arms import Fixed, View, bucket
+from aedit.spec_rollout.arms.arms import EngineView, Fixed, bucket
 from aedit.spec_rollout.drafters.drafts import OFF, Draft, parse_arm
 
-VIEW = View(rows=4, context=100, versions={"layer": 3})
+VIEW = EngineView(rows=4, context=100, versions={"layer": 3})
 
 
 def draft(*, rows=1, nodes=4, counts=None):

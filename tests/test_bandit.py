@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from aedit.spec_rollout.arms.arms import BUCKETS, Observed, View
+from aedit.spec_rollout.arms.arms import BUCKETS, EngineView, StepObservation
 from aedit.spec_rollout.arms.bandit import Bandit, by_bucket
 from aedit.spec_rollout.drafters.drafts import OFF, parse_arm
 
@@ -15,11 +15,11 @@ READY = {"layer": 0, "suffix": 0}
 
 
 def view(rows, ready=READY):
-    return View(rows, 100 * rows, ready)
+    return EngineView(rows, 100 * rows, ready)
 
 
 def step(rows, arm, emitted, total_s, draft_s=0.0):
-    return Observed(view(rows), arm, emitted, total_s, draft_s, arm.nodes)
+    return StepObservation(view(rows), arm, emitted, total_s, draft_s, arm.nodes)
 
 
 def played(bandit, rows, worth, steps):
@@ -66,7 +66,7 @@ def test_off_wins_where_drafts_are_worth_nothing():
 def test_the_reward_counts_all_seconds_of_the_step():
     bandit = Bandit(ARMS)
     bandit.learn(step(3, ARMS[2], 6, 0.5, draft_s=0.2))
-    assert bandit.worth(2, ARMS[2]) == 12
+    assert bandit.median_reward(2, ARMS[2]) == 12
 
 
 def test_rows_of_a_bucket_learn_together():
@@ -74,14 +74,14 @@ def test_rows_of_a_bucket_learn_together():
     bandit.learn(step(2, ARMS[2], 10, 1.0))
     bandit.learn(step(4, OFF, 5, 1.0))
     assert bandit.choose(view(3)) == ARMS[2]
-    assert bandit.worth(5, ARMS[2]) == float("inf")
+    assert bandit.median_reward(5, ARMS[2]) == float("inf")
 
 
 def test_old_rewards_are_forgotten():
     bandit = Bandit(ARMS, window=5)
     for emitted in (100, 100, 100, 1, 2, 3, 4, 5):
         bandit.learn(step(1, OFF, emitted, 1.0))
-    assert bandit.worth(1, OFF) == 3
+    assert bandit.median_reward(1, OFF) == 3
 
 
 def test_an_arm_without_its_drafter_is_not_played():
@@ -135,12 +135,12 @@ def test_as_a_guard_it_refuses_what_was_worse_than_off_and_forgets_that_one_day(
     for _ in range(40):
         guard.learn(step(1, ARMS[0], 3, 4.0))
         guard.learn(step(1, ARMS[1], 3, 2.0))
-        assert not guard.refuses(1, ARMS[0]), "off was never seen"
+        assert not guard.rejects(1, ARMS[0]), "off was never seen"
     guard.learn(step(1, OFF, 1, 1.0))
-    assert not guard.refuses(1, ARMS[1])
-    assert not guard.refuses(1, OFF)
-    assert not guard.refuses(5, ARMS[0]), "elsewhere it has not been played"
-    assert [guard.refuses(1, ARMS[0]) for _ in range(12)] == [True] * 9 + [False] * 3
+    assert not guard.rejects(1, ARMS[1])
+    assert not guard.rejects(1, OFF)
+    assert not guard.rejects(5, ARMS[0]), "elsewhere it has not been played"
+    assert [guard.rejects(1, ARMS[0]) for _ in range(12)] == [True] * 9 + [False] * 3
 
 
 def test_a_guard_waits_until_it_has_seen_enough_and_forgets_a_drafter_that_is_replaced():
@@ -149,12 +149,12 @@ def test_a_guard_waits_until_it_has_seen_enough_and_forgets_a_drafter_that_is_re
     played = []
     for _ in range(40):
         guard.learn(step(1, ARMS[0], 1, 2.0))
-        played.append(not guard.refuses(1, ARMS[0]))
+        played.append(not guard.rejects(1, ARMS[0]))
     assert played[:31] == [True] * 31
     assert not all(played[31:])
-    guard.forget("layer")
-    assert not guard.refuses(1, ARMS[0])
-    assert guard.worth(1, OFF) == 1
+    guard.forget_drafter("layer")
+    assert not guard.rejects(1, ARMS[0])
+    assert guard.median_reward(1, OFF) == 1
 
 
 def test_settings_without_sense_are_refused():

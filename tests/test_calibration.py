@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.spec_rollout.arms.calibration import NUM_LEVELS, Calibration, Nodes, accepted_nodes
+from aedit.spec_rollout.arms.calibration import NUM_LEVELS, Calibration, DraftNodes, accepted_nodes
 from aedit.spec_rollout.drafters.drafts import Draft
 
 
@@ -47,7 +47,7 @@ def taught(worth, steps, *, seed=0, verified=lambda rng, nodes: 6, calibration=N
     rng = np.random.default_rng(seed)
     calibration = calibration or Calibration()
     for _ in range(steps):
-        nodes = Nodes.of(chains(rng, 4, 6, short=True))
+        nodes = DraftNodes.of(chains(rng, 4, 6, short=True))
         count = verified(rng, nodes)
         accepted = judged(rng, nodes, count, worth)
         calibration.learn(nodes, up_to(nodes, count), accepted_nodes(nodes.real_BN.shape, accepted, None))
@@ -58,7 +58,7 @@ def expected_error(calibration, worth, seed=99):
     """On drafts that it has not seen: expected calibration error, in 20 bins of what it says."""
     rng = np.random.default_rng(seed)
     draft = chains(rng, 20_000, 1)
-    promised = calibration.chances(Nodes.of(draft))[:, 0]
+    promised = calibration.probabilities(DraftNodes.of(draft))[:, 0]
     came = rng.random(len(promised)) < worth(said(draft)[:, 0])
     bins = (promised * 20).astype(int)
     off = [abs(promised[bins == b].mean() - came[bins == b].mean()) * (bins == b).mean() for b in set(bins)]
@@ -85,15 +85,15 @@ def test_verifying_only_what_looks_good_does_not_bias_the_map(verified):
 
 def test_before_anything_is_known_scores_are_taken_at_their_word():
     draft = chains(np.random.default_rng(0), 3, 4)
-    chances = Calibration().chances(Nodes.of(draft))
+    chances = Calibration().probabilities(DraftNodes.of(draft))
     assert chances == pytest.approx(said(draft), abs=0.5 / NUM_LEVELS + 1e-6)
 
 
 def test_a_new_version_of_the_drafter_starts_from_the_old_map_and_soon_has_its_own():
     calibration = taught(overconfident, 400)
-    calibration.see(1)
+    calibration.set_version(1)
     before = expected_error(calibration, overconfident)
-    calibration.see(2)
+    calibration.set_version(2)
     assert expected_error(calibration, overconfident) == before
     taught(humble, 60, calibration=calibration)
     assert expected_error(calibration, humble) <= 0.06
@@ -119,7 +119,7 @@ PARENTS, CHANCE = [-1, 0, -1, 1, 2, 0], [0.6, 0.5, 0.3, 0.9, 0.8, 0.2]
 
 
 def test_a_tree_is_read_by_its_parents():
-    nodes = Nodes.of(tree(PARENTS, CHANCE))
+    nodes = DraftNodes.of(tree(PARENTS, CHANCE))
     later = nodes.levels_BN[0] >= NUM_LEVELS
     assert later.tolist() == [False, False, True, False, False, True]
     assert nodes.levels_BN[0] % NUM_LEVELS == pytest.approx(np.array(CHANCE) * NUM_LEVELS, abs=1)
@@ -128,18 +128,18 @@ def test_a_tree_is_read_by_its_parents():
 
 
 def test_only_nodes_of_accepted_parents_are_judged():
-    nodes = Nodes.of(tree(PARENTS, CHANCE))
+    nodes = DraftNodes.of(tree(PARENTS, CHANCE))
     accepted = accepted_nodes((1, 6), [2], [[0, 1, 2, 5]])
     assert accepted[0].tolist() == [True, True, False, False, False, False]
-    assert nodes.seen(up_to(nodes, 6), accepted)[0].tolist() == [True, True, True, True, False, True]
-    assert nodes.seen(up_to(nodes, 3), accepted)[0].tolist() == [True, True, True, False, False, False]
+    assert nodes.observed(up_to(nodes, 6), accepted)[0].tolist() == [True, True, True, True, False, True]
+    assert nodes.observed(up_to(nodes, 3), accepted)[0].tolist() == [True, True, True, False, False, False]
 
 
 def test_a_chain_is_judged_up_to_the_first_refusal():
     draft = chains(np.random.default_rng(0), 3, 4)
-    nodes = Nodes.of(Draft(draft.tokens_BN, None, torch.tensor([4, 4, 1]), draft.scores_BN))
+    nodes = DraftNodes.of(Draft(draft.tokens_BN, None, torch.tensor([4, 4, 1]), draft.scores_BN))
     accepted = accepted_nodes((3, 4), [2, 4, 1], None)
-    assert nodes.seen(up_to(nodes, 4), accepted).astype(int).tolist() == [
+    assert nodes.observed(up_to(nodes, 4), accepted).astype(int).tolist() == [
         [1, 1, 1, 0],
         [1, 1, 1, 1],
         [1, 0, 0, 0],
@@ -148,13 +148,13 @@ def test_a_chain_is_judged_up_to_the_first_refusal():
 
 def test_a_later_sibling_has_a_map_of_its_own():
     rng, calibration = np.random.default_rng(0), Calibration()
-    nodes = Nodes.of(tree([-1, -1], [0.53, 0.4]))
+    nodes = DraftNodes.of(tree([-1, -1], [0.53, 0.4]))
     for _ in range(400):
         draw = rng.random()
         path = [0, 1] if draw < 0.8 else [0, 2] if draw < 0.9 else [0, 0]
         accepted = accepted_nodes((1, 2), [int(path[1] > 0)], [path])
         calibration.learn(nodes, up_to(nodes, 2), accepted)
-    assert calibration.chances(nodes)[0] == pytest.approx([0.8, 0.1], abs=0.06)
+    assert calibration.probabilities(nodes)[0] == pytest.approx([0.8, 0.1], abs=0.06)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 30])
@@ -165,14 +165,14 @@ def test_what_a_draft_will_bring_is_the_same_by_loops_and_by_arrays(rows, short)
     forest = Draft(lines.tokens_BN, torch.tensor([PARENTS] * rows), lines.counts_B, lines.scores_BN)
     calibration = taught(overconfident, 40)
     for draft in (lines, forest):
-        nodes = Nodes.of(draft)
-        expected = nodes.along_paths(calibration.chances(nodes)).sum(0)
-        assert calibration.gains(draft) == pytest.approx(expected)
+        nodes = DraftNodes.of(draft)
+        expected = nodes.along_paths(calibration.probabilities(nodes)).sum(0)
+        assert calibration.expected_accepted(draft) == pytest.approx(expected)
 
 
 def test_a_draft_that_is_used_again_changes_nothing():
     draft = chains(np.random.default_rng(0), 2, 3)
-    nodes = Nodes.of(draft)
+    nodes = DraftNodes.of(draft)
     before = nodes.levels_BN.copy()
     draft.scores_BN.zero_()
     assert (nodes.levels_BN == before).all()
@@ -185,7 +185,7 @@ def test_what_is_no_node_counts_for_nothing_whatever_stands_there():
         torch.tensor([1, 0]),
         torch.tensor([[-0.1, -torch.inf, -torch.inf], [-torch.inf] * 3]),
     )
-    nodes = Nodes.of(draft)
+    nodes = DraftNodes.of(draft)
     assert nodes.real_BN.tolist() == [[True, False, False], [False] * 3]
-    assert (Calibration().chances(nodes) > 0).tolist() == nodes.real_BN.tolist()
-    assert not nodes.seen(up_to(nodes, 3), np.ones((2, 3), dtype=bool))[1].any()
+    assert (Calibration().probabilities(nodes) > 0).tolist() == nodes.real_BN.tolist()
+    assert not nodes.observed(up_to(nodes, 3), np.ones((2, 3), dtype=bool))[1].any()

@@ -88,7 +88,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, capfd, tmp_path, 
 
 
 def test_ctrl_c_is_exit_code_130(monkeypatch, tmp_path):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("aedit.launch.config.load.load", interrupted)

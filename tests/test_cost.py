@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from aedit.spec_rollout.arms.arms import Observed, View
+from aedit.spec_rollout.arms.arms import EngineView, StepObservation
 from aedit.spec_rollout.arms.cost import StepCost
-from aedit.spec_rollout.arms.time_model import WINDOW, Times, nonnegative
+from aedit.spec_rollout.arms.time_model import WINDOW, TimeModel, nonnegative
 from aedit.spec_rollout.drafters.drafts import OFF, parse_arm
 
 # Measured on two CPU cores: by rows, milliseconds of a plain step, then its multiples for 2, 4, 8, 16 and 32
@@ -40,7 +40,7 @@ def places(table):
 
 def step(rows, nodes, context, total_s, *, arm=None, draft_s=0.0):
     arm = arm or (parse_arm(f"suffix:{nodes}") if nodes else OFF)
-    return Observed(View(rows, context), arm, rows, total_s, draft_s, nodes)
+    return StepObservation(EngineView(rows, context), arm, rows, total_s, draft_s, nodes)
 
 
 def noisy(rng, seconds):
@@ -123,11 +123,11 @@ def test_a_slow_minute_of_the_machine_says_nothing_about_the_arm_it_met():
     plain, chain = cost.verify_s(1, 0, 256), cost.verify_s(1, 7, 256)
     for _ in range(30):
         cost.learn(step(1, 7, 256, 2.5 * chain))
-    assert cost.pace > 1.8
+    assert cost.slowdown > 1.8
     assert cost.verify_s(1, 7, 256) / cost.verify_s(1, 0, 256) == pytest.approx(chain / plain, rel=0.25)
     for _ in range(60):
         cost.learn(step(1, 7, 256, chain))
-    assert cost.pace == pytest.approx(1, abs=0.1)
+    assert cost.slowdown == pytest.approx(1, abs=0.1)
     assert cost.verify_s(1, 0, 256) == pytest.approx(plain, rel=0.1)
 
 
@@ -169,7 +169,7 @@ def test_what_a_step_took_is_told_in_terms_of_what_was_foreseen():
     cost = learnt(SMALL, places(SMALL), 800)
     assert cost.learn(step(1, 4, 256, 1.0)) is None, "what a new place takes more is the place's"
     foreseen_s = cost.verify_s(1, 3, 256) + cost.draft_s(parse_arm("suffix:3"), 1)
-    assert cost.learn(step(1, 3, 256, 1.1 * foreseen_s)) == pytest.approx(1.1 / cost.pace)
+    assert cost.learn(step(1, 3, 256, 1.1 * foreseen_s)) == pytest.approx(1.1 / cost.slowdown)
 
 
 def test_what_a_token_in_the_cache_takes_is_told_by_steps_of_one_place():
@@ -193,7 +193,7 @@ def test_coefficients_are_the_best_that_are_not_negative(seed):
 
 
 def test_times_of_a_place_are_believed_more_the_more_there_are():
-    times = Times((1.0, 0.1), 1.0, inner=1)
+    times = TimeModel((1.0, 0.1), 1.0, inner=1)
     place, features = (1, 0, 0, 0), (1.0, 0.0)
     for _ in range(WINDOW):
         times.learn((2, 0, 0, 0), features, 1.0)

@@ -56,7 +56,7 @@ class Recorder:
                 version,
             ]
 
-    def take(self, taken, version):
+    def update(self, taken, version):
         for row, tokens in enumerate(taken.tokens):
             assert self.rows[row][3] == version
             self.rows[row][0] += tokens
@@ -81,7 +81,7 @@ def test_five_lines_are_enough(policy):
     asked = [Prompt(tokens=(1, 2, 3), sampling=Sampling(max_new_tokens=5, temperature=0.0))]
     rollouts = list(engine.generate(asked))
     assert [rollout.tokens for rollout in rollouts] == decode_plainly(policy, asked)
-    assert rollouts[0].finish == "length"
+    assert rollouts[0].finish_reason == "length"
 
 
 def test_rollouts_come_as_they_finish_and_nobody_waits_for_a_long_one(policy):
@@ -107,9 +107,9 @@ def test_a_place_is_refilled_at_once_and_the_last_row_moves_into_an_empty_one(po
     for prompt in asked:
         engine.add(prompt)
     here = []
-    while engine.live or engine.waiting:
+    while engine.running or engine.waiting:
         engine.step()
-        here.append([rollout.prompt.sample for rollout in engine.live])
+        here.append([rollout.prompt.sample for rollout in engine.running])
     assert here == [[0, 1, 2], [3, 1, 2], [3, 1, 2], [4, 1, 2], [4, 1, 2], [4], [4], []]
 
 
@@ -183,7 +183,7 @@ def test_new_weights_make_every_later_token_theirs(policy):
         engine.step()
     before = [list(rollout.tokens) for rollout in made]
     assert all(before[:3])
-    engine.adopt(new.state_dict(), version=7)
+    engine.update_weights(new.state_dict(), version=7)
     finish(engine)
     for prompt, rollout, tokens in zip(asked, made, before, strict=True):
         sampling = replace(prompt.sampling, max_new_tokens=16 - len(tokens))
@@ -208,7 +208,7 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(policy):
     weights = dict(policy.state_dict())
     name = next(name for name in weights if "q_proj" in name)
     with pytest.raises(ValueError, match="q_proj"):
-        engine.adopt({**weights, name: weights[name][:, :-1]}, version=1)
+        engine.update_weights({**weights, name: weights[name][:, :-1]}, version=1)
     finish(engine)
     assert [rollout.tokens for rollout in made] == decode_plainly(policy, asked)
     assert {version for rollout in made for version in rollout.versions} == {0}
@@ -220,7 +220,7 @@ def test_the_policy_s_own_weights_are_used_in_place(policy):
     with torch.no_grad():
         for mine, other in zip(policy.parameters(), tiny_policy(seed=4).parameters(), strict=True):
             mine.copy_(other)
-    engine.adopt(policy.state_dict(), version=1)
+    engine.update_weights(policy.state_dict(), version=1)
     asked = prompts_of(2, max_new_tokens=8)
     assert [rollout.tokens for rollout in engine.generate(asked)] == decode_plainly(
         tiny_policy(seed=4), asked
@@ -233,7 +233,7 @@ def test_the_policy_s_own_weights_are_used_in_place(policy):
         ({"tokens": ()}, "empty"),
         ({"tokens": (1, VOCABULARY)}, "token 64 is outside"),
         ({"tokens": (1, -1)}, "token -1 is outside"),
-        ({"tokens": tuple([1] * 57)}, "57 tokens and max_new_tokens 8 are more than max_tokens 64"),
+        ({"tokens": tuple([1] * 57)}, "57 tokens and max_new_tokens 8 exceed max_tokens 64"),
         ({"rollout": 1 << 64}, "64 bits"),
         ({"sampling": {"stop_tokens": (64,)}}, "stop token 64 is outside"),
         ({"sampling": {"stop_strings": ("x",)}}, "tokenizer"),
@@ -244,9 +244,9 @@ def test_the_policy_s_own_weights_are_used_in_place(policy):
             {"sampling": {"allowed": torch.arange(64) == 3, "stop_tokens": (3,), "min_new_tokens": 1}},
             "only stop tokens",
         ),
-        ({"begun": Rollout(Prompt(tokens=(1,)), [1] * 8, [0.0] * 8, [0] * 8)}, "ended already"),
-        ({"begun": Rollout(Prompt(tokens=(1,)), [1], [], [])}, "another number"),
-        ({"begun": Rollout(Prompt(tokens=(1,)), [99], [0.0], [0])}, "token 99 is outside"),
+        ({"partial": Rollout(Prompt(tokens=(1,)), [1] * 8, [0.0] * 8, [0] * 8)}, "ended already"),
+        ({"partial": Rollout(Prompt(tokens=(1,)), [1], [], [])}, "another number"),
+        ({"partial": Rollout(Prompt(tokens=(1,)), [99], [0.0], [0])}, "token 99 is outside"),
     ],
 )
 def test_a_bad_prompt_is_refused_in_a_line_and_harms_no_other_sample(policy, changes, says):
@@ -313,21 +313,21 @@ def test_status_tells_what_was_done_and_memory_does_not_grow(policy):
     asked = prompts_of(8, group_size=4, max_new_tokens=10)
     engine = engine_of(policy, drafter=Stubborn(), arms=("layer:2", "off"))
     fresh = engine.status()
-    assert (fresh["tokens_per_s"], fresh["accepted_length"], fresh["live"]) == (0, 0, 0)
+    assert (fresh["tokens_per_s"], fresh["accepted_length"], fresh["running"]) == (0, 0, 0)
     times = iter(range(1000))
     engine.clock = lambda: float(next(times))
     for prompt in asked:
         engine.add(prompt)
     engine.step()
     during = engine.status()
-    assert (during["live"], during["waiting"], during["tokens"]) == (4, 4, during["tokens"])
+    assert (during["running"], during["waiting"], during["tokens"]) == (4, 4, during["tokens"])
     assert during["feature_bytes"] > 0
     assert during["features"] == {}
     finish(engine)
     after = engine.status()
     assert after["tokens"] == 80
     assert after["kv_bytes"] == during["kv_bytes"] == fresh["kv_bytes"] == engine.target.cache.num_bytes
-    assert (after["live"], after["waiting"], after["feature_bytes"]) == (0, 0, 0)
+    assert (after["running"], after["waiting"], after["feature_bytes"]) == (0, 0, 0)
     assert sum(after["arms"].values()) == after["steps"]
     assert len(after["accepted_by_position"]) == 2
     assert 0 < after["draft_share"] < 1
@@ -363,12 +363,12 @@ def test_an_engine_that_is_closed_or_has_nothing_to_do_does_nothing(policy):
         engine.add(prompt)
     engine.step()
     engine.close()
-    assert (engine.live, engine.waiting, engine.step().counts) == ([], [], ())
+    assert (engine.running, engine.waiting, engine.step().counts) == ([], [], ())
 
 
 def test_a_sink_is_not_changed_under_live_samples(policy):
     engine = engine_of(policy)
     engine.add(prompts_of(1)[0])
     engine.step()
-    with pytest.raises(ValueError, match="before samples are live"):
+    with pytest.raises(ValueError, match="only while no sample is running"):
         engine.sink = Recorder()

@@ -112,10 +112,10 @@ def test_new_weights_of_the_policy_are_at_once_those_of_its_drafter(mixed, train
     for _ in range(3):
         engine.step()
     said = [list(rollout.tokens) for rollout in made]
-    engine.adopt(new.state_dict(), version=1)
+    engine.update_weights(new.state_dict(), version=1)
     drafter = engine.drafters["layer"]
-    assert torch.equal(drafter._pass.embedding, new.model.embed_tokens.weight)
-    assert torch.equal(drafter._pass.head, new.lm_head.weight)
+    assert torch.equal(drafter._runner.embedding, new.model.embed_tokens.weight)
+    assert torch.equal(drafter._runner.head, new.lm_head.weight)
     list(engine.generate([]))
     rest = [
         replace(

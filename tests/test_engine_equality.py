@@ -121,17 +121,21 @@ def test_a_moved_sample_goes_on_as_if_nothing_had_happened(policy, mixed, plain,
     here, there = engine_of(policy, 4, Insider(texts), *FLIPS), engine_of(policy, 3, Stubborn(), "layer:2")
     made = [here.add(prompt) for prompt in mixed]
     moved = []
-    while here.live or here.waiting:
+    while here.running or here.waiting:
         here.step()
-        candidates = (here.live[1:2] + here.waiting[-1:]) if len(here.meters.arms) % 2 else here.live[:1]
+        candidates = (
+            (here.running[1:2] + here.waiting[-1:]) if len(here.meters.arms) % 2 else here.running[:1]
+        )
         for rollout in candidates[: 1 + len(moved) % 2]:
-            moved.append(there.add(here.take_out(rollout)))
+            moved.append(there.add(here.remove(rollout)))
         there.step()
-    back = [here.add(there.take_out(rollout)) for rollout in [*there.live, *there.waiting]]
+    back = [here.add(there.remove(rollout)) for rollout in [*there.running, *there.waiting]]
     for engine in (here, there):
         list(engine.generate([]))
     ended = {
-        (each.prompt.rollout, each.prompt.sample): each for each in [*made, *moved, *back] if each.finish
+        (each.prompt.rollout, each.prompt.sample): each
+        for each in [*made, *moved, *back]
+        if each.finish_reason
     }
     assert len(moved) > 8
     assert back
@@ -146,9 +150,9 @@ def test_a_moved_sample_goes_on_as_if_nothing_had_happened(policy, mixed, plain,
 def test_who_is_not_here_cannot_be_taken_out(policy, mixed):
     engine = engine_of(policy, 4)
     rollout = engine.add(mixed[0])
-    engine.take_out(rollout)
+    engine.remove(rollout)
     with pytest.raises(ValueError, match="rollout 0/0 is not in this engine"):
-        engine.take_out(rollout)
+        engine.remove(rollout)
 
 
 @pytest.mark.timeout(400)  # of a machine that has other things to do while torch is imported
@@ -158,8 +162,8 @@ def test_a_sample_goes_on_in_another_process(mixed, plain, texts):
     made = [engine.add(prompt) for prompt in mixed[:4]]
     for _ in range(3):
         engine.step()
-    prompts = [engine.take_out(rollout) for rollout in made if not rollout.finish]
-    assert any(prompt.begun.tokens for prompt in prompts)
+    prompts = [engine.remove(rollout) for rollout in made if not rollout.finish_reason]
+    assert any(prompt.partial.tokens for prompt in prompts)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=go_on_elsewhere, args=(theirs, seed), daemon=True)
@@ -185,5 +189,5 @@ def test_greedy_decoding_is_the_same_in_rejection_mode_which_knows_no_trees(poli
     assert engine.status()["accepted_length"] > 1.3
     engine = engine_of(policy, 3, Insider(texts), "layer:3x2x6", mode="rejection")
     engine.add(prompts[0])
-    with pytest.raises(ValueError, match="layer:3x2x6: rejection verifies chains only"):
+    with pytest.raises(ValueError, match="layer:3x2x6: rejection mode verifies chains only"):
         engine.step()

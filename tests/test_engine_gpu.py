@@ -13,7 +13,7 @@ from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine import verification as verdict
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.graphs import Graphs
+from aedit.spec_rollout.model.graphs import GraphCache
 from aedit.spec_rollout.model.target import Target
 
 GPU = pytest.param(
@@ -83,7 +83,9 @@ def test_recordings_are_few_however_long_it_goes_on(device):
     engine = engine_on(device, "off")
     drafter = engine.drafters["layer"]
     if device == "cpu":
-        engine.target.graphs, drafter.graphs = (Graphs(torch.device("cpu"), record=Replayed) for _ in "ab")
+        engine.target.graphs, drafter.graphs = (
+            GraphCache(torch.device("cpu"), record=Replayed) for _ in "ab"
+        )
     for turn, arm in enumerate(["layer:4", "off", "layer:3x2x6", "layer:1", "suffix:4", "layer:4"]):
         engine.chooser = Fixed.of(arm)
         tokens_of(engine, prompts_of(9, seed=turn, max_new_tokens=12))
@@ -100,7 +102,7 @@ def test_a_step_waits_for_the_device_once_when_it_asks_what_stands(device, arm, 
         engine.add(prompt)
     for _ in range(4):
         engine.step()
-    asked, real = [], verdict._on_host
+    asked, real = [], verdict._to_host
 
     def on_host(*args, **more):
         asked.append(1)
@@ -109,7 +111,7 @@ def test_a_step_waits_for_the_device_once_when_it_asks_what_stands(device, arm, 
         let_wait(device, "error")
         return made
 
-    monkeypatch.setattr(verdict, "_on_host", on_host)
+    monkeypatch.setattr(verdict, "_to_host", on_host)
     try:
         for _ in range(20):
             let_wait(device, "error")

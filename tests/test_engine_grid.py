@@ -46,7 +46,7 @@ class Played:
     def replace(self, version):
         if self.drafter == "suffix":
             for group in range(4):
-                self.engine.drafters["suffix"].forget(group)
+                self.engine.drafters["suffix"].forget_group(group)
         elif self.drafter == "constant":
             self.engine.drafters["layer"].token = version % 60
         else:
@@ -55,7 +55,7 @@ class Played:
     def said(self, prompts, is_replaced):
         made = [self.engine.add(prompt) for prompt in prompts]
         for step in count(1):
-            if not (self.engine.live or self.engine.waiting):
+            if not (self.engine.running or self.engine.waiting):
                 return [rollout.tokens for rollout in made]
             self.engine.step()
             if is_replaced and step % 3 == 0:

@@ -18,7 +18,7 @@ from kit.rollouts import FLIPS, KINDS, Insider, decode_plainly, engine_of, sampl
 
 from aedit.spec_rollout.engine import rows
 from aedit.spec_rollout.engine import verification as verdict
-from aedit.spec_rollout.engine.rows import Live
+from aedit.spec_rollout.engine.rows import RunningSample
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.noise import RowNoise
 
@@ -35,12 +35,12 @@ def a_sample_goes_on_behind_its_length(patch):
         new = len(self.rollout.tokens) + len(tokens)
         return len(tokens), "length" if new >= self.rollout.prompt.sampling.max_new_tokens else ""
 
-    patch.setattr(Live, "end_of", wrong)
+    patch.setattr(RunningSample, "find_end", wrong)
 
 
 @mistake
 def the_noise_is_that_of_the_root_s_position(patch):
-    patch.setattr(verdict._Pass, "_first", lambda self: self.lengths)
+    patch.setattr(verdict._VerifyPass, "_first", lambda self: self.lengths)
 
 
 @mistake
@@ -56,7 +56,7 @@ def the_noise_of_a_tree_goes_by_node_and_not_by_depth(patch):
 
 @mistake
 def the_path_of_a_tree_stays_where_it_was_in_the_cache(patch):
-    patch.setattr(Target, "keep", lambda *_: None)
+    patch.setattr(Target, "keep_path", lambda *_: None)
 
 
 @mistake
@@ -88,18 +88,18 @@ def how_to_draw_is_not_looked_up_again_when_rows_change(patch):
 
 @mistake
 def a_shortest_length_is_not_counted_inside_a_draft(patch):
-    right = verdict.shaped
+    right = verdict.warp_logits
 
     def wrong(logits, sampling, drawn=None):
         return right(logits, sampling, None if drawn is None else drawn[:, :1].expand_as(drawn))
 
-    patch.setattr(verdict, "shaped", wrong)
+    patch.setattr(verdict, "warp_logits", wrong)
 
 
 @mistake
 def the_policy_is_asked_at_another_temperature(patch):
-    right = verdict.shaped
-    patch.setattr(verdict, "shaped", lambda logits, *rest: right(logits * 0.9, *rest))
+    right = verdict.warp_logits
+    patch.setattr(verdict, "warp_logits", lambda logits, *rest: right(logits * 0.9, *rest))
 
 
 @pytest.fixture(scope="module")

@@ -117,8 +117,8 @@ def drafts_are_said_to_be_drawn_at_another_temperature(patch):
 
 @mistake
 def the_policy_is_asked_at_another_temperature(patch):
-    right = verdict.shaped
-    patch.setattr(verdict, "shaped", lambda logits, *rest: right(logits * 0.8, *rest))
+    right = verdict.warp_logits
+    patch.setattr(verdict, "warp_logits", lambda logits, *rest: right(logits * 0.8, *rest))
 
 
 @pytest.mark.parametrize("name", mistake)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.stops import HALF, StopStrings
+from aedit.spec_rollout.sampling.stops import REPLACEMENT, StopStrings
 
 WORDS = ["a", "b", "ab", "ba", " ", " a", "stop", "st", "op", "\n", "<", ">", "</s>"]
 
@@ -38,7 +38,7 @@ def first_end(tokenizer, tokens, strings, at_least=0):
     `at_least`; found by decoding all of the text every time."""
     before = ""
     for i in range(1, len(tokens) + 1):
-        text = decoded(tokenizer, tokens[:i]).rstrip(HALF)
+        text = decoded(tokenizer, tokens[:i]).rstrip(REPLACEMENT)
         ends = [at + len(s) for s in strings for at in range(len(text)) if text.startswith(s, at)]
         if i >= at_least and any(end > len(before) for end in ends):
             return i
@@ -80,7 +80,7 @@ def test_a_string_may_lie_across_tokens_and_a_character_across_bytes(tokenizer):
     assert ends([word("a"), word("ba")], "ab") == [False, True]
     character = [len(WORDS) + PARTS.index(bytes([byte])) for byte in "\u4e2d".encode()]
     assert ends(character, "\u4e2d") == [False, False, True]
-    assert ends([*character[:2], word("a")], HALF) == [False, False, True]
+    assert ends([*character[:2], word("a")], REPLACEMENT) == [False, False, True]
 
 
 class Letters:
@@ -121,9 +121,9 @@ def test_a_rollout_ends_with_the_token_that_completes_a_string(said, arms, at_le
     for i, tokens in enumerate(whole):
         end = first_end(letters, tokens, strings, at_least)
         assert rollouts[i].tokens == tokens[:end]
-        assert rollouts[i].finish == ("stop" if end else "length")
+        assert rollouts[i].finish_reason == ("stop" if end else "length")
         assert len(rollouts[i].logprobs) == len(rollouts[i].versions) == len(rollouts[i].tokens)
-    assert {rollout.finish for rollout in rollouts.values()} == {"stop", "length"}
+    assert {rollout.finish_reason for rollout in rollouts.values()} == {"stop", "length"}
     assert engine.status()["tokens"] == sum(len(rollout.tokens) for rollout in rollouts.values())
 
 
@@ -137,9 +137,9 @@ def test_a_moved_sample_ends_where_it_would_have_ended(said):
         rollout = here.add(asked)
         for _ in range(steps):
             here.step()
-        moved = there.add(here.take_out(rollout))
+        moved = there.add(here.remove(rollout))
         list(there.generate([]))
-        assert (moved.tokens, moved.finish) == (tokens[:end], "stop")
+        assert (moved.tokens, moved.finish_reason) == (tokens[:end], "stop")
 
 
 def test_a_stop_token_in_the_middle_of_an_accepted_draft_is_the_last_token(said):
@@ -152,6 +152,6 @@ def test_a_stop_token_in_the_middle_of_an_accepted_draft_is_the_last_token(said)
     rollout = engine.add(asked)
     step = engine.step()
     assert (step.accepted, step.counts, step.finished) == ((7,), (stop + 1,), (rollout,))
-    assert (rollout.tokens, rollout.finish, rollout.passes) == (tokens[: stop + 1], "stop", 1)
+    assert (rollout.tokens, rollout.finish_reason, rollout.passes) == (tokens[: stop + 1], "stop", 1)
     assert engine.status()["tokens"] == stop + 1
-    assert engine.live == []
+    assert engine.running == []

@@ -13,7 +13,7 @@ from kit.drafters import engine_of, fresh
 from kit.rollouts import KINDS, samples, tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aedit.spec_rollout.engine.verification import _on_host
+from aedit.spec_rollout.engine.verification import _to_host
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
 SENDING = "aedit.spec_rollout.model.host_to_device"
@@ -53,11 +53,11 @@ def watch(monkeypatch):
 
         monkeypatch.setattr(owner, name, noted)
 
-    verdict = (_on_host.__module__, _on_host.__name__)
+    verdict = (_to_host.__module__, _to_host.__name__)
     for name in ("tolist", "numpy", "cpu", "item"):
         note(torch.Tensor, name, {verdict} if name == "tolist" else set())
     for name in ("tensor", "as_tensor", "from_numpy"):
-        note(torch, name, {(SENDING, "sent")})
+        note(torch, name, {(SENDING, "to_device")})
     return mode
 
 
@@ -68,7 +68,7 @@ def seen_by(watch, policy, arms):
         engine.add(prompt)
     watch.seen.clear()
     with watch:
-        while engine.live or engine.waiting:
+        while engine.running or engine.waiting:
             engine.step()
     assert engine.status()["steps"] > 3 * len(arms)
     return set(watch.seen)
@@ -87,14 +87,14 @@ def test_a_step_waits_for_nothing_but_its_verdict(policy, watch):
     ("place", "wait"),
     [
         (
-            "aedit.spec_rollout.engine.verification.walk",
+            "aedit.spec_rollout.engine.verification.accept_path",
             lambda draft, tokens, depth=None: bool((tokens >= 0).all()),
         ),
         (
             "aedit.spec_rollout.engine.verification.node_depths",
             lambda parents, depth=None: parents[parents > 0],
         ),
-        ("aedit.spec_rollout.engine.verification.shaped", lambda logits, *rest: torch.tensor(0.0)),
+        ("aedit.spec_rollout.engine.verification.warp_logits", lambda logits, *rest: torch.tensor(0.0)),
         ("aedit.spec_rollout.engine.verification.logprobs", lambda logits, *rest: logits[0, 0, 0].item()),
     ],
 )

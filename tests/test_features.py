@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from aedit.spec_rollout.drafters.drafts import Begun, Taken
+from aedit.spec_rollout.drafters.drafts import RowStart, StepUpdate
 from aedit.spec_rollout.learning.feature_reader import FeatureReader
 from aedit.spec_rollout.learning.feature_ring import SEQUENCE, FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
@@ -78,7 +78,7 @@ class Rows:
     def begin(self, *prompts, version=1):
         begun = []
         for tokens in prompts:
-            begun.append(Begun(len(self.rows), -1, list(tokens), features_of(tokens), len(tokens)))
+            begun.append(RowStart(len(self.rows), -1, list(tokens), features_of(tokens), len(tokens)))
             self.rows.append(list(tokens))
         self.sink.begin(begun, version)
 
@@ -90,7 +90,7 @@ class Rows:
             for i, token in enumerate(tokens):
                 features[row, i] = feature(self.rows[row][-1], len(self.rows[row]) - 1)
                 self.rows[row].append(token)
-        self.sink.take(Taken(emitted, features), version)
+        self.sink.update(StepUpdate(emitted, features), version)
         features.fill_(float("nan"))
 
     def end(self, row, finished=True):

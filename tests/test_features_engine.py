@@ -5,13 +5,13 @@ import torch
 from kit.tiny_policies import drafter, ends, policy
 
 from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.drafts import Begun, parse_arm
+from aedit.spec_rollout.drafters.drafts import RowStart, parse_arm
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.learning.feature_reader import FeatureReader, Sample
+from aedit.spec_rollout.learning.feature_reader import FeatureReader, FeatureSample
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.learning.feedback import guesses
+from aedit.spec_rollout.learning.feedback import predict_features
 from aedit.spec_rollout.learning.packing import pack
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
@@ -71,8 +71,8 @@ def test_new_weights_begin_samples_of_the_new_version():
         engine.add(prompt)
     engine.step()
     weights = {name: value * 1.01 for name, value in model.state_dict().items()}
-    engine.adopt(weights, 5)
-    while engine.live:
+    engine.update_weights(weights, 5)
+    while engine.running:
         engine.step()
     by_version = {0: [], 5: []}
     for entry in reader.entries():
@@ -89,7 +89,7 @@ def test_the_bytes_of_keys_values_and_features_are_in_the_status_and_do_not_grow
     seen = []
     for prompt in prompts():
         engine.add(prompt)
-    while engine.live or engine.waiting:
+    while engine.running or engine.waiting:
         engine.step()
         seen.append(engine.status())
     assert {status["kv_bytes"] for status in seen} == {engine.target.cache.num_bytes}
@@ -107,7 +107,7 @@ def test_a_sample_that_leaves_stays_to_be_learned_from():
     engine.add(prompts()[6])
     for _ in range(5):
         engine.step()
-    engine.take_out(engine.live[0])
+    engine.remove(engine.running[0])
     (entry,) = reader.entries()
     assert (entry.num_tokens, entry.finished) == (3 + 5, False)
 
@@ -120,7 +120,7 @@ def test_training_asks_what_the_drafter_computes_when_it_drafts():
     texts = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2]]
     with torch.no_grad():
         hidden = [model.model(input_ids=torch.tensor([text])).last_hidden_state[0] for text in texts]
-    drafts.begin([Begun(i, -1, texts[i], hidden[i][:-1], 2) for i in range(2)])
+    drafts.begin([RowStart(i, -1, texts[i], hidden[i][:-1], 2) for i in range(2)])
     drafted = drafts.propose(parse_arm("layer:4"), 2, Silence(), torch.zeros(2))
     for i, text in enumerate(texts):
         root = len(text) - 2
@@ -137,7 +137,7 @@ def passes_along(layer, text, hidden_Td, policy_ends):
     """log q of each pass at each pair of a text, whose features beyond those given nobody looks at."""
     unknown = torch.full((len(text) - 1 - (len(hidden_Td) - 1), hidden_Td.shape[1]), 7.0, dtype=torch.float64)
     features = torch.cat((hidden_Td[:-1], unknown))
-    (row,) = pack([Sample(torch.tensor(text), features, 2, 1, 0, 0, True)], 64)
-    passes = guesses(layer, row, policy_ends.embedding_Vd, 4)
-    logq = [(made.guess_Cd @ policy_ends.head_Vd.T).log_softmax(-1) for made in passes]
+    (row,) = pack([FeatureSample(torch.tensor(text), features, 2, 1, 0, 0, True)], 64)
+    passes = predict_features(layer, row, policy_ends.embedding_Vd, 4)
+    logq = [(made.predicted_Cd @ policy_ends.head_Vd.T).log_softmax(-1) for made in passes]
     return [dict(zip(made.at_C.tolist(), each, strict=True)) for made, each in zip(passes, logq, strict=True)]

@@ -6,17 +6,17 @@ import pytest
 import torch
 from kit.tiny_policies import drafter, ends, policy, said
 
-from aedit.spec_rollout.learning.feedback import guesses
+from aedit.spec_rollout.learning.feedback import predict_features
 from aedit.spec_rollout.learning.gate import (
     GateConfig,
+    GateState,
     Match,
-    Standing,
-    awake,
     decide,
     held_out_match,
-    rests,
+    reset_after_move,
     row_noise,
-    watched,
+    should_pause,
+    with_measurement,
 )
 from aedit.spec_rollout.learning.packing import pack
 
@@ -24,67 +24,67 @@ CONFIG = GateConfig()
 
 
 def test_a_drafter_that_matches_better_is_published():
-    verdict, standing = decide(0.500, 0.506, Standing(lr_factor=0.25, refusals=2), CONFIG)
-    assert verdict == "publish"
-    assert standing == Standing(lr_factor=0.5, refusals=0, average=0.506, peak=0.506)
-    assert decide(0.5, 0.506, Standing(), CONFIG)[1].lr_factor == 1.0
+    decision, state = decide(0.500, 0.506, GateState(lr_factor=0.25, num_rejected=2), CONFIG)
+    assert decision == "publish"
+    assert state == GateState(lr_factor=0.5, num_rejected=0, average=0.506, peak=0.506)
+    assert decide(0.5, 0.506, GateState(), CONFIG)[1].lr_factor == 1.0
 
 
 def test_one_that_is_hardly_better_is_kept_back_and_learns_at_half_the_rate():
     for candidate in (0.504, 0.5, 0.485):
-        verdict, standing = decide(0.5, candidate, Standing(average=0.5, peak=0.5), CONFIG)
-        assert verdict == "keep"
-        assert (standing.lr_factor, standing.refusals, standing.average) == (0.5, 1, 0.5)
+        decision, state = decide(0.5, candidate, GateState(average=0.5, peak=0.5), CONFIG)
+        assert decision == "keep"
+        assert (state.lr_factor, state.num_rejected, state.average) == (0.5, 1, 0.5)
 
 
 def test_one_that_was_spoilt_goes_back_to_what_was_published():
-    assert decide(0.5, 0.47, Standing(), CONFIG)[0] == "go back"
+    assert decide(0.5, 0.47, GateState(), CONFIG)[0] == "go back"
 
 
 def test_the_rate_is_not_halved_for_ever():
-    standing = Standing()
+    state = GateState()
     for _ in range(20):
-        _, standing = decide(0.5, 0.5, standing, CONFIG)
-    assert standing.lr_factor == CONFIG.smallest_lr
+        _, state = decide(0.5, 0.5, state, CONFIG)
+    assert state.lr_factor == CONFIG.smallest_lr
 
 
-def settled(refusals=3):
+def settled(num_rejected=3):
     """A drafter that was published at 0.6, and nothing better has been found since."""
-    _, standing = decide(0.5, 0.6, Standing(), CONFIG)
-    for _ in range(refusals):
-        _, standing = decide(0.6, 0.6, standing, CONFIG)
-    return standing
+    _, state = decide(0.5, 0.6, GateState(), CONFIG)
+    for _ in range(num_rejected):
+        _, state = decide(0.6, 0.6, state, CONFIG)
+    return state
 
 
 def test_training_rests_only_when_it_finds_nothing_better():
-    assert rests(settled(), 0.0, CONFIG)
-    assert not rests(settled(refusals=2), 0.0, CONFIG)
-    assert not rests(Standing(), 0.0, CONFIG)
+    assert should_pause(settled(), 0.0, CONFIG)
+    assert not should_pause(settled(num_rejected=2), 0.0, CONFIG)
+    assert not should_pause(GateState(), 0.0, CONFIG)
 
 
 def test_training_wakes_when_the_policy_has_moved():
-    assert rests(settled(), 0.049, CONFIG)
+    assert should_pause(settled(), 0.049, CONFIG)
     for kl_nats in (0.05, 1.0, math.inf, math.nan):
-        assert not rests(settled(), kl_nats, CONFIG)
+        assert not should_pause(settled(), kl_nats, CONFIG)
 
 
 def test_training_wakes_when_the_drafter_in_use_matches_less_than_at_its_best():
-    standing = settled()
+    state = settled()
     for _ in range(10):
-        standing = watched(0.59, standing, CONFIG)
-    assert rests(standing, 0.0, CONFIG)
+        state = with_measurement(0.59, state, CONFIG)
+    assert should_pause(state, 0.0, CONFIG)
     for _ in range(10):
-        standing = watched(0.58, standing, CONFIG)
-    assert not rests(standing, 0.0, CONFIG)
+        state = with_measurement(0.58, state, CONFIG)
+    assert not should_pause(state, 0.0, CONFIG)
 
 
 def test_one_bad_measurement_does_not_wake_it():
-    assert rests(watched(0.565, settled(), CONFIG), 0.0, CONFIG)
+    assert should_pause(with_measurement(0.565, settled(), CONFIG), 0.0, CONFIG)
 
 
 def test_who_is_woken_learns_at_the_full_rate():
-    assert awake(settled()).lr_factor == 1.0
-    assert not rests(awake(settled()), 0.0, CONFIG)
+    assert reset_after_move(settled()).lr_factor == 1.0
+    assert not should_pause(reset_after_move(settled()), 0.0, CONFIG)
 
 
 def test_the_rate_of_a_match_is_the_share_of_a_chain_that_is_accepted():
@@ -103,9 +103,9 @@ def test_a_match_is_what_rejection_and_coupled_drafting_would_accept():
     (row,) = rows
     noise = row_noise(0, row, policy_ends)
     with torch.no_grad():
-        passes = guesses(layer, row, policy_ends.embedding_Vd, 2)
+        passes = predict_features(layer, row, policy_ends.embedding_Vd, 2)
     for depth, made in enumerate(passes):
-        guess = dict(zip(made.at_C.tolist(), made.guess_Cd, strict=True))
+        guess = dict(zip(made.at_C.tolist(), made.predicted_Cd, strict=True))
         overlaps, same = [], []
         for number, sample in enumerate(samples):
             logits = model(input_ids=sample.tokens_N[None]).logits[0].detach()

@@ -213,9 +213,9 @@ def test_samples_are_written_one_after_the_other_however_they_end():
         return out.getvalue()
 
     assert step(a="He", b="Wo") == "--- one\nHe"
-    second.finish = "stop"
+    second.finish_reason = "stop"
     assert step(a="l", b="rld") == "--- one\nHel"
-    first.finish = "length"
+    first.finish_reason = "length"
     assert step(a="lo") == "--- one\nHello\n--- two\nWorld\n"
 
 

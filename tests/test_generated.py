@@ -9,7 +9,7 @@ SRC = Path(__file__).resolve().parent.parent / "src"
 
 def test_the_generated_code_is_that_of_the_proto_files(tmp_path):
     protos = [str(file.relative_to(SRC)) for file in (SRC / "aedit/proto/wire").glob("*.proto")]
-    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi")]
     words = (sys.executable, "-m", "grpc_tools.protoc", "-I", ".", *outputs, *protos)
     done = subprocess.run(words, cwd=SRC, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -17,5 +17,5 @@ def test_the_generated_code_is_that_of_the_proto_files(tmp_path):
     ours = {
         file.name: file.read_text() for file in (SRC / "aedit/proto/wire").glob("*_pb2*") if file.is_file()
     }
-    assert len(protos) == len(ours) / 3 > 0
+    assert len(protos) == len(ours) / 2 > 0
     assert ours == made, "run `make proto`"

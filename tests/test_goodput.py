@@ -7,8 +7,8 @@ import pytest
 import torch
 from kit.arms import World, verify_s
 
-from aedit.spec_rollout.arms.arms import Fixed, Observed, View
-from aedit.spec_rollout.arms.drafter_stats import Known
+from aedit.spec_rollout.arms.arms import EngineView, Fixed, StepObservation
+from aedit.spec_rollout.arms.drafter_stats import DrafterStats
 from aedit.spec_rollout.arms.goodput import PLAIN_STEPS, Goodput
 from aedit.spec_rollout.drafters.drafts import OFF, Draft, parse_arm
 
@@ -140,8 +140,8 @@ def test_a_log_replays_it_and_ranks_that_are_told_the_same_choose_the_same():
 def test_what_trying_may_cost_is_bounded():
     chooser, here = Goodput(ARMS), world(USELESS)
     here.run(chooser, 1, 400)
-    assert chooser.credit_s <= 0.01 * here.now_s + 3 * 3.2e-3
-    assert chooser.credit_s >= -8 * 3.2e-3
+    assert chooser.exploration_budget_s <= 0.01 * here.now_s + 3 * 3.2e-3
+    assert chooser.exploration_budget_s >= -8 * 3.2e-3
 
 
 class Ending(Goodput):
@@ -179,7 +179,7 @@ def test_nodes_that_do_not_pay_are_not_verified_unless_they_were_drawn_to_be_rej
     here.run(chooser, 16, 120)
     while chooser._trial is not None:
         here.run(chooser, 16, 1)
-    view, arm = View(16, 1600, {"layer": 0, "suffix": 0}), parse_arm("layer:8")
+    view, arm = EngineView(16, 1600, {"layer": 0, "suffix": 0}), parse_arm("layer:8")
     surely = drafted([[-0.01 * n for n in range(1, 9)]] * 16)
     hardly = drafted([[-0.01] + [-9.0 - n for n in range(7)]] * 16)
     never = drafted([[-9.0 - n for n in range(8)]] * 16)
@@ -207,8 +207,8 @@ def test_what_plain_decoding_takes_is_not_told_by_steps_right_after_drafted_ones
     here, chooser = World(always(GOOD), noise=0.02, lame=0.5), Listening(Goodput(ARMS[:4]))
     here.run(chooser, 1, 1500)
     assert chooser.arms[100:].count(OFF) >= 12
-    told = chooser.chooser.value(View(1, 256, {"layer": 0, "suffix": 0}), OFF)
-    assert told / chooser.chooser.cost.pace == pytest.approx(1 / verify_s(1, 0, 256), rel=0.08)
+    told = chooser.chooser.value(EngineView(1, 256, {"layer": 0, "suffix": 0}), OFF)
+    assert told / chooser.chooser.cost.slowdown == pytest.approx(1 / verify_s(1, 0, 256), rel=0.08)
 
 
 @pytest.mark.parametrize(("played", "worth", "then"), [(ARMS[0], 1.005, OFF), (ARMS[0], 1.02, ARMS[0])])
@@ -217,9 +217,9 @@ def test_an_arm_that_is_hardly_better_than_plain_decoding_is_not_kept(monkeypatc
     here.run(chooser, 1, PLAIN_STEPS)
     chooser.arm = played
     monkeypatch.setattr(
-        chooser, "value", lambda view, arm, hopeful=False: 100.0 if arm.is_off else 100 * worth
+        chooser, "value", lambda view, arm, optimistic=False: 100.0 if arm.is_off else 100 * worth
     )
-    chooser.choose(View(1, 64, {"layer": 0}))
+    chooser.choose(EngineView(1, 64, {"layer": 0}))
     assert chooser.arm == then
 
 
@@ -229,20 +229,20 @@ def test_a_drafter_that_rests_falls_behind_by_what_is_said():
     plain_step = observed(OFF, emitted=4)
     for _ in range(10):
         chooser.learn(plain_step)
-    before = chooser.drafters["layer"].behind
+    before = chooser.drafters["layer"].missing_tokens
     chooser.learn(plain_step)
-    assert chooser.drafters["layer"].behind == before + 4
+    assert chooser.drafters["layer"].missing_tokens == before + 4
     chooser.learn(replace(plain_step, arm=ARMS[0], nodes=1, draft=chain(1), accepted_B=[1] * 4))
-    assert chooser.drafters["layer"].behind == 0
+    assert chooser.drafters["layer"].missing_tokens == 0
 
 
 def test_nodes_that_were_cut_do_not_count_as_refused():
     """Else an arm whose drafts are cut would seem worse, and be cut the more."""
-    arm, whole, cut = parse_arm("layer:4"), Known(), Known()
+    arm, whole, cut = parse_arm("layer:4"), DrafterStats(), DrafterStats()
     for step in range(64):
         made = observed(arm, emitted=20, nodes=4, draft=chain(4), accepted_B=[4] * 4)
-        whole.add(made, step, now=True)
-        cut.add(replace(made, nodes=1, accepted_B=[1] * 4) if step % 2 else made, step, now=True)
+        whole.add(made, step, immediately=True)
+        cut.add(replace(made, nodes=1, accepted_B=[1] * 4) if step % 2 else made, step, immediately=True)
     assert cut.survival.expected(arm) > 0.9 * whole.survival.expected(arm) > 4
 
 
@@ -253,8 +253,8 @@ def chain(depth):
 
 
 def observed(arm, *, emitted, nodes=0, draft=None, accepted_B=(0, 0, 0, 0)):
-    view = View(4, 256, {"layer": 0, "suffix": 0})
-    return Observed(
+    view = EngineView(4, 256, {"layer": 0, "suffix": 0})
+    return StepObservation(
         view=view,
         arm=arm,
         emitted=emitted,
@@ -285,12 +285,16 @@ def test_arms_are_compared_at_once_when_rows_or_drafters_are_others(monkeypatch)
     compare = chooser._compare
     monkeypatch.setattr(chooser, "_compare", lambda view: (compared.append(view), compare(view))[1])
     versions = {"layer": 0, "suffix": 0}
-    chooser.credit_s = -1.0
-    chooser.choose(View(1, 100, versions))
+    chooser.exploration_budget_s = -1.0
+    chooser.choose(EngineView(1, 100, versions))
     compared.clear()
-    changed = [View(2, 200, versions), View(1, 100, versions), View(1, 100, {**versions, "layer": 1})]
+    changed = [
+        EngineView(2, 200, versions),
+        EngineView(1, 100, versions),
+        EngineView(1, 100, {**versions, "layer": 1}),
+    ]
     for view in changed:
-        chooser.credit_s = -1.0  # nothing is tried
+        chooser.exploration_budget_s = -1.0  # nothing is tried
         chooser.choose(view)
         chooser.choose(view)
     assert compared == changed

@@ -8,22 +8,23 @@ from test_draft_layer import layer_for
 from aedit.spec_rollout.arms.arms import Fixed
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.graphs import Graphs, Shelf
+from aedit.spec_rollout.model.graphs import GraphCache, ReusedBuffers
 from aedit.spec_rollout.model.target import Target
 
 CPU = torch.device("cpu")
 
 
 class Replayed:
-    """In the place of `Captured`: what goes in and what comes out lies where a graph's would. What a replay
+    """In the place of `CapturedGraph`: what goes in and what comes out lies where a graph's would. What a
+    replay
     leaves behind on its way is gone before the next."""
 
     num_recorded = 0
 
     def __init__(self, function, inputs, shared):
         type(self).num_recorded += 1
-        self.function, self.inputs = function, shared.inputs.places(inputs)
-        self.results = shared.results.places(function(*[x.clone() for x in inputs]))
+        self.function, self.inputs = function, shared.inputs.buffers_like(inputs)
+        self.results = shared.results.buffers_like(function(*[x.clone() for x in inputs]))
 
     def __call__(self, *inputs):
         for mine, given in zip(self.inputs, inputs, strict=True):
@@ -34,9 +35,9 @@ class Replayed:
 
 
 def test_a_shelf_gives_every_tensor_of_one_place_the_same_memory():
-    shelf = Shelf()
-    large, other = shelf.places([torch.empty(4, 300), torch.empty(3, dtype=torch.bool)])
-    small, _ = shelf.places([torch.empty(7, dtype=torch.int64), torch.empty(2, 1)])
+    shelf = ReusedBuffers()
+    large, other = shelf.buffers_like([torch.empty(4, 300), torch.empty(3, dtype=torch.bool)])
+    small, _ = shelf.buffers_like([torch.empty(7, dtype=torch.int64), torch.empty(2, 1)])
     assert (large.shape, large.dtype, small.shape, small.dtype) == (
         (4, 300),
         torch.float32,
@@ -48,18 +49,18 @@ def test_a_shelf_gives_every_tensor_of_one_place_the_same_memory():
 
 
 def test_who_has_a_place_keeps_it_when_the_shelf_grows():
-    shelf = Shelf()
-    (first,) = shelf.places([torch.empty(100)])
+    shelf = ReusedBuffers()
+    (first,) = shelf.buffers_like([torch.empty(100)])
     first.fill_(3.0)
-    (second,) = shelf.places([torch.empty(1000)])
+    (second,) = shelf.buffers_like([torch.empty(1000)])
     second.fill_(5.0)
     assert first.eq(3.0).all()
-    grown = [shelf.places([torch.empty(n)])[0] for n in range(1001, 1024)]
+    grown = [shelf.buffers_like([torch.empty(n)])[0] for n in range(1001, 1024)]
     assert {x.data_ptr() for x in grown} == {second.data_ptr()}, "it grows by doubling"
 
 
 def test_of_too_many_recordings_the_one_least_used_is_forgotten():
-    graphs, x = Graphs(CPU, most=2, record=Replayed), torch.arange(3.0)
+    graphs, x = GraphCache(CPU, max_graphs=2, record=Replayed), torch.arange(3.0)
     before = Replayed.num_recorded
     for key, expected in (("a", 1), ("b", 2), ("a", 2), ("c", 3), ("a", 3), ("b", 4)):
         assert graphs.run(key, lambda x: (x * 2,), x)[0].tolist() == [0, 2, 4]
@@ -73,7 +74,7 @@ def test_what_there_is_no_memory_to_record_is_run_as_it_is_and_not_tried_again()
         tried.append(1)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    graphs = Graphs(CPU, record=record)
+    graphs = GraphCache(CPU, record=record)
     for _ in range(3):
         assert graphs.run("large", lambda x: (x + 1,), torch.ones(2))[0].tolist() == [2, 2]
     assert (len(tried), len(graphs), graphs.too_large) == (1, 0, {"large"})
@@ -84,7 +85,7 @@ def test_other_errors_of_a_recording_are_errors():
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        Graphs(CPU, record=record).run("step", lambda x: (x,), torch.ones(2))
+        GraphCache(CPU, record=record).run("step", lambda x: (x,), torch.ones(2))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def recorded_engine(policy, arm):
     """Target and drafter as on a GPU, each with a pool of its own; more slots than most graphs look at."""
     target = Target.of(policy, rows=7, max_tokens=400, nodes=8)
     drafter = LayerDrafter.of(layer_for(policy), target)
-    target.graphs, drafter.graphs = (Graphs(CPU, record=Replayed) for _ in range(2))
+    target.graphs, drafter.graphs = (GraphCache(CPU, record=Replayed) for _ in range(2))
     return Engine(target, drafters={"layer": drafter}, chooser=Fixed.of(arm))
 
 
@@ -120,7 +121,7 @@ def test_hidden_states_outlive_the_next_step_and_logits_do_not(policy):
 
 def test_rejection_of_drafts_out_of_shared_memory_is_the_same(policy):
     asked, layer, engines = samples(KINDS), layer_for(policy), []
-    for graphs in (None, Graphs(CPU, record=Replayed)):
+    for graphs in (None, GraphCache(CPU, record=Replayed)):
         target = Target.of(policy, rows=7, max_tokens=400, nodes=8)
         drafter = LayerDrafter.of(layer, target, mode="rejection")
         drafter.graphs = graphs

@@ -7,15 +7,19 @@ import pytest
 import torch
 from dist_jobs.trainer_jobs import arguments, callback, parameters, samples, tiny_llama, trainer
 from kit.local_sgd import furthest, local_sgd
+from kit.nodes import in_threads
 from transformers import TrainerCallback
 
 from aedit.edit.config import EditConfig
-from aedit.edit.hf import EditCallback
+from aedit.edit.hf import EditCallback, _check
 from aedit.edit.schedule import EverySteps
 from aedit.proto.transports.memory import MemoryWorld
 
 JOBS = "tests/dist_jobs/trainer_jobs.py"
-USUAL = {"n_gpu": 1, "world_size": 1, "auto_find_batch_size": False, "max_grad_norm": 0.0}
+USUAL = {
+    "n_gpu": 1, "world_size": 1, "auto_find_batch_size": False, "max_grad_norm": 0.0,
+    "load_best_model_at_end": False,
+}  # fmt: skip
 
 
 def run(world, function="train_together", size=2, **args):
@@ -83,8 +87,14 @@ def test_what_is_evaluated_or_saved_has_landed(world, tmp_path, options, steps):
         assert all(torch.equal(value, others[step][name]) for name, value in saved[step].items())
 
 
-def test_stopping_early_leaves_before_the_best_model_is_loaded(world, tmp_path):
-    for stopped_at, rounds, found, best in run(world, "stop_early", out=str(tmp_path)):
+def test_stopping_early_leaves_before_the_best_of_all_nodes_models_is_loaded(world, tmp_path):
+    results = run(world, "stop_early", out=str(tmp_path))
+    metrics = [metric for *_, metric in results]
+    assert metrics[0] > metrics[1]
+    best = results[metrics.index(min(metrics))][3]
+    others = results[metrics.index(max(metrics))][3]
+    assert any(not torch.equal(value, others[name]) for name, value in best.items()), "there is a choice"
+    for stopped_at, rounds, found, _, _ in results:
         assert (stopped_at, rounds) == (4, 2)
         assert all(torch.equal(value, best[name]) for name, value in found.items())
 
@@ -194,3 +204,18 @@ def test_clipping_before_the_warm_ups_average_is_said(tmp_path, monkeypatch):
     trainer(copy.deepcopy(tiny_llama()), samples(0), args, added).train()
     assert len(said) == 1
     assert "max_grad_norm=0" in said[0]
+
+
+def test_the_best_model_of_one_node_of_a_hub_is_refused():
+    args = SimpleNamespace(**(USUAL | {"load_best_model_at_end": True}))
+    with pytest.raises(ValueError, match="load_best_model_at_end would end every node of a hub"):
+        _check(args, SimpleNamespace(free=True), None)
+
+
+def test_nodes_that_disagree_about_loading_the_best_model_are_refused():
+    def job(transport, n):
+        args = SimpleNamespace(**(USUAL | {"load_best_model_at_end": n == 0}))
+        with pytest.raises(ValueError, match="load_best_model_at_end differs between the nodes"):
+            _check(args, SimpleNamespace(free=False, exchange=callback(transport).exchange), None)
+
+    in_threads(2, job)

@@ -106,11 +106,11 @@ def test_a_unit_that_lands_late_because_its_module_never_runs_is_named(landing, 
 
 
 def test_whoever_runs_all_modules_is_not_warned(recwarn):
-    for landing in ("forward", "arrival"):
+    for landing, every in (("forward", 1), ("arrival", 1), ("arrival", 2)):
         model = Tower()
-        sync, inner = node(model, alone(), landing=landing, every=1)
+        sync, inner = node(model, alone(), landing=landing, every=every)
         with sync:
-            for batch in batches(0, 4):
+            for batch in batches(0, 6):
                 loss(model, batch).backward()
                 inner.step()
                 inner.zero_grad()
@@ -124,3 +124,8 @@ def test_an_evaluation_before_a_round_leaves_nothing_gathered_that_is_old(world,
     args = {"units": units, "sharded": sharded}
     for said, expected in world.run(JOBS, "train_after_an_evaluation", size=2, args=args):
         assert (said - expected).abs().max() < 1e-6
+
+
+def test_nodes_that_have_gathered_their_models_before_they_meet_start_from_one(world):
+    for found in world.run(JOBS, "start_gathered", size=2):
+        assert furthest(found, {name: p.detach() + 1 for name, p in trainable(Tower())}) == 0

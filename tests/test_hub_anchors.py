@@ -27,7 +27,8 @@ from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.news import news, status
 from aedit.async_sgd.rules.config import OuterConfig, PushFilterConfig
 from aedit.async_sgd.rules.outer import make_outer
-from aedit.async_sgd.rules.records import Layout, Led, Left, Merged, TensorLayout, Ticked, UnitLayout
+from aedit.async_sgd.rules.records import Led, Left, Merged, Ticked
+from aedit.types import Layout, TensorLayout, UnitLayout
 
 # --- the way down
 

@@ -16,8 +16,8 @@ from kit.nodes import batches, furthest, loss, parameters, plain_training, tower
 from aedit.edit import snapshot
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.pace import OwnPace
-from aedit.proto.agent.link import Verdict
 from aedit.proto.transports.transport import PeersMissing
+from aedit.types import Verdict
 
 X = torch.ones(1, 5)
 

@@ -10,18 +10,8 @@ from kit.hub_machine import FACTS, LAYOUT, World, joiner, kinds, plan, poison, v
 from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.news import news, status, unit_news
 from aedit.async_sgd.rules.config import LimitConfig, PushFilterConfig, StalenessConfig
-from aedit.async_sgd.rules.records import (
-    Accepted,
-    Founded,
-    Garbled,
-    Joined,
-    Layout,
-    Left,
-    Merged,
-    Refused,
-    TensorLayout,
-    UnitLayout,
-)
+from aedit.async_sgd.rules.records import Accepted, Founded, Garbled, Joined, Left, Merged, Refused
+from aedit.types import Layout, TensorLayout, UnitLayout, Verdict
 
 # --- joining
 
@@ -136,7 +126,7 @@ def test_the_same_push_again_changes_nothing_and_its_answer_can_be_had_again():
     assert made.hub.offer(push, made.now) == []
     assert made.hub.offer(replace(push, seq=1), made.now) == []
     assert (values(made) == -1.0).all()
-    assert unit_news(made.hub, 0, 0).verdict == "merged"
+    assert unit_news(made.hub, 0, 0).verdict == Verdict.MERGED
     assert unit_news(made.hub, 0, 0).seq == push.seq
 
 
@@ -164,7 +154,7 @@ def test_what_cannot_be_is_refused_with_the_reason(changes, words, distrusted, v
 def test_after_a_gap_a_node_goes_on_from_its_own_count():
     made = world(2)
     made.push(1, 1.0, seq=9)
-    assert unit_news(made.hub, 1, 0).verdict == "refused"
+    assert unit_news(made.hub, 1, 0).verdict == Verdict.REFUSED
     assert kinds(made.push(1, 1.0, seq=10)) == [Accepted]
 
 
@@ -205,7 +195,7 @@ def test_one_unit_has_one_push_of_a_node_at_a_time():
     made.push(1, 1.0)
     made.settle()  # the first one is merged, but the last word is about the second
     assert unit_news(made.hub, 0, 0).seq == refused.seq
-    assert unit_news(made.hub, 0, 0).verdict == "refused"
+    assert unit_news(made.hub, 0, 0).verdict == Verdict.REFUSED
 
 
 def test_who_is_no_member_is_denied_and_told_to_join_again():
@@ -290,8 +280,8 @@ def test_in_the_first_merge_of_four_the_one_that_is_far_longer_weighs_nothing_an
             made.push(node, 1000.0 if node == 0 else 1.0, unit)
     made.settle()
     assert (values(made) == -1.0).all()
-    assert unit_news(made.hub, 0, 0).verdict == "distrusted"
-    assert unit_news(made.hub, 1, 0).verdict == "merged"
+    assert unit_news(made.hub, 0, 0).verdict == Verdict.DISTRUSTED
+    assert unit_news(made.hub, 1, 0).verdict == Verdict.MERGED
     assert made.hub.state.members[0].violations == 1  # for both units together
 
 

@@ -20,6 +20,7 @@ from aedit.async_sgd.hub.news import news, status
 from aedit.async_sgd.rules.config import LimitConfig, PushFilterConfig, StalenessConfig
 from aedit.async_sgd.rules.records import Accepted, Joined, Leased, Left, Merged, Refused, Used
 from aedit.async_sgd.rules.weights import norm
+from aedit.types import Verdict
 
 NAMES = "abcde"
 NODES = st.integers(0, len(NAMES) - 1)
@@ -223,7 +224,7 @@ class Machine(RuleBasedStateMachine):
             said = news(self.world.hub, node, self.world.now)
             assert 0 <= said.pace_steps <= 10
             for told in said.units:
-                if told.verdict == "merged":
+                if told.verdict == Verdict.MERGED:
                     assert self.ledger.merged[node, told.unit, told.seq] == 1
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 0.5, 2.0, 6.0]))

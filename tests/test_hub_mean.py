@@ -50,11 +50,9 @@ def by_mean(model, script, outer, penalty):
 
 
 def by_hub(model, script, outer, penalty):
-    hub_config = HubConfig(
-        quorum="all", weights="penalty", pace="steps", push_filter=PushFilterConfig(clip=None)
-    )
+    hub_config = HubConfig(quorum="all", weights="penalty", push_filter=PushFilterConfig(clip=None))
     steps = sum(STEPS[0]) * NODES
-    plan = HubPlan(hub=hub_config, outer=outer, penalty=penalty, every=4, steps=steps)
+    plan = HubPlan(hub=hub_config, outer=outer, penalty=penalty, every=4, pace="steps", steps=steps)
     hub = InProcessHub(plan, layout_of(model), clock=VirtualClock())
     nodes = [hub.join(f"node {n}") for n in range(NODES)]
     named = dict(model.named_parameters())

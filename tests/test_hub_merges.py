@@ -10,6 +10,7 @@ from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.news import news, status, unit_news
 from aedit.async_sgd.rules.config import OuterConfig
 from aedit.async_sgd.rules.records import Leased, Left, Merged, RoundOpened
+from aedit.types import Verdict
 
 # --- quorum
 
@@ -142,7 +143,7 @@ def test_a_merge_of_nothing_but_pushes_without_steps_leaves_the_anchor_as_it_is(
     after = made.hub.state.units[0].anchor
     assert (after.version, after.values is before.values) == (before.version + 1, True)
     assert after.outer is before.outer
-    assert unit_news(made.hub, 0, 0).verdict == "merged"
+    assert unit_news(made.hub, 0, 0).verdict == Verdict.MERGED
 
 
 def test_an_outer_step_that_overflows_leaves_the_anchor_as_it_is():
@@ -182,7 +183,7 @@ def test_a_node_that_claims_any_speed_cannot_stop_the_others():
 
 
 def test_rounds_by_the_clock_keep_to_their_grid_and_open_once_after_a_pause():
-    made = world(1, pace="seconds", expire_s=1e6, more={"every": 10})
+    made = world(1, expire_s=1e6, more={"every": 10, "pace": "seconds"})
     opened = []
     for seconds in (9.9, 0.3, 9.6, 0.3, 35.0, 0.1, 9.7, 0.3):
         opened.append([record for record in made.tick(seconds) if isinstance(record, RoundOpened)])

@@ -33,6 +33,7 @@ batch_size = 2
 eval_samples = 4
 [edit]
 every = 4
+schedule = "{pace}"
 landing = "arrival"
 [outer]
 lr = 0.7
@@ -40,7 +41,6 @@ momentum = 0.5
 [hub]
 address = "{address}"
 quorum = {quorum}
-pace = "{pace}"
 heartbeat_s = 0.1
 expire_s = 3.0
 lease_samples = 64

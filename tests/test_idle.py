@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit import trainers
 
-from aedit.spec_rollout.idle import trainer_supervisor as trainer_keeper
+from aedit.spec_rollout.idle import trainer_supervisor
 from aedit.spec_rollout.idle.restarts import Restarts
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from aedit.spec_rollout.idle.windows import Windows
@@ -78,52 +78,52 @@ def test_a_configuration_that_cannot_be_is_refused(wrong):
 
 
 class Recorded:
-    """A process that only notes what it is told."""
+    """A process that only notes which signals it gets."""
 
     def __init__(self, order):
-        self.pid, self.told, self.is_born = 1, [], True
+        self.pid, self.signals, self.is_ready = 1, [], True
         Recorded.last = self
 
-    def let(self):
-        self.told.append("let")
+    def resume(self):
+        self.signals.append("resume")
 
-    def hold(self):
-        self.told.append("hold")
+    def suspend(self):
+        self.signals.append("suspend")
 
     def exit_code(self):
         return None
 
     def kill(self):
-        self.told.append("kill")
+        self.signals.append("kill")
 
 
 @pytest.fixture
 def recorded(monkeypatch):
-    monkeypatch.setattr(trainer_keeper, "HeldProcess", Recorded)
+    monkeypatch.setattr(trainer_supervisor, "SuspendedProcess", Recorded)
     with trainers.training() as work:
         trainers.until(lambda: work.status()["pid"] == 1)
-        yield work, Recorded.last.told
+        yield work, Recorded.last.signals
 
 
-def test_the_trainer_is_let_by_the_first_window_and_held_by_the_last(recorded):
-    work, told = recorded
+def test_the_trainer_is_resumed_by_the_first_window_and_suspended_by_the_last(recorded):
+    work, signals = recorded
     with work.window("round"):
         with work.window("tail"):
-            assert told == ["let"]
-        assert told == ["let"]
-    assert told == ["let", "hold"]
+            assert signals == ["resume"]
+        assert signals == ["resume"]
+    assert signals == ["resume", "suspend"]
     assert work.status()["windows"] == 2
 
 
-def test_a_wait_that_is_broken_off_holds_the_trainer_too(recorded):
-    work, told = recorded
+def test_a_wait_that_is_broken_off_suspends_the_trainer_too(recorded):
+    work, signals = recorded
     with pytest.raises(KeyboardInterrupt), work.window("round"):
         raise KeyboardInterrupt
-    assert told == ["let", "hold"]
+    assert signals == ["resume", "suspend"]
 
 
-def test_windows_of_many_threads_leave_the_trainer_held(recorded):
-    work, told = recorded
+def test_windows_of_many_threads_leave_the_trainer_suspended(recorded):
+    work, signals = recorded
 
     def wait_often():
         for _ in range(200):
@@ -135,24 +135,24 @@ def test_windows_of_many_threads_leave_the_trainer_held(recorded):
         thread.start()
     for thread in waiting:
         thread.join(30)
-    assert told == ["let", "hold"] * (len(told) // 2)
+    assert signals == ["resume", "suspend"] * (len(signals) // 2)
     assert work.status()["windows"] == 1600
     assert work.status()["state"] == "stopped"
 
 
 def test_a_drafter_that_needs_no_training_is_left_alone(recorded):
-    work, told = recorded
+    work, signals = recorded
     with work.window("round"):
-        work.rest()
-        assert told == ["let", "hold"]
+        work.pause()
+        assert signals == ["resume", "suspend"]
     with work.window("round"):
-        assert told == ["let", "hold"]
-        work.wake()
-        assert told == ["let", "hold", "let"]
-    work.wake()
-    assert told == ["let", "hold", "let", "hold"]
+        assert signals == ["resume", "suspend"]
+        work.unpause()
+        assert signals == ["resume", "suspend", "resume"]
+    work.unpause()
+    assert signals == ["resume", "suspend", "resume", "suspend"]
     status = work.status()
-    assert status["lent_s"] < status["idle_s"]
+    assert status["allowed_s"] < status["idle_s"]
 
 
 def test_windows_do_not_wait_for_a_trainer_that_is_being_started(monkeypatch):
@@ -163,7 +163,7 @@ def test_windows_do_not_wait_for_a_trainer_that_is_being_started(monkeypatch):
             may_start.wait(60)
             super().__init__(order)
 
-    monkeypatch.setattr(trainer_keeper, "HeldProcess", Slow)
+    monkeypatch.setattr(trainer_supervisor, "SuspendedProcess", Slow)
     with trainers.training() as work:
         for _ in range(3):
             with work.window("round"):
@@ -171,8 +171,8 @@ def test_windows_do_not_wait_for_a_trainer_that_is_being_started(monkeypatch):
         with work.window("round"):
             may_start.set()
             trainers.until(lambda: work.status()["pid"] == 1)
-            assert Slow.last.told == ["let"]
-        assert Slow.last.told == ["let", "hold"]
+            assert Slow.last.signals == ["resume"]
+        assert Slow.last.signals == ["resume", "suspend"]
 
 
 def test_a_machine_that_cannot_start_a_process_is_told_so_and_tried_again(monkeypatch):
@@ -185,7 +185,7 @@ def test_a_machine_that_cannot_start_a_process_is_told_so_and_tried_again(monkey
                 raise OSError(11, "Resource temporarily unavailable")
             super().__init__(order)
 
-    monkeypatch.setattr(trainer_keeper, "HeldProcess", Refused)
+    monkeypatch.setattr(trainer_supervisor, "SuspendedProcess", Refused)
     with trainers.training() as work, work.window("round"):
         trainers.until(lambda: work.status()["pid"] == 1, work)
         assert work.status()["deaths"] == 2

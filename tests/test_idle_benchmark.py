@@ -13,7 +13,7 @@ from benchmarks.idle_parts.foreground import OFF, Arm, Pair, Race, Ratio
 from benchmarks.idle_parts.trainees import FAULTS
 from benchmarks.idle_parts.windows import Harvest, Leaving, Messenger
 
-from aedit.spec_rollout.idle.publishing import Published
+from aedit.spec_rollout.idle.publishing import Publication
 
 PRIORITY = ("SCHED_IDLE", "session nice 19", "autogroup off")
 SURE = Ratio(1.0, 0.995, 1.005, 1.1, 100)
@@ -171,7 +171,7 @@ class Steps:
 def test_what_a_node_takes_after_a_fault_is_looked_at(tmp_path, monkeypatch, value, kept, bad):
     def dies(work):
         work.counts["deaths"] += 1
-        work.offers = [Published(2, 0, {"fc.weight": torch.tensor([value])})]
+        work.offers = [Publication(2, 0, {"fc.weight": torch.tensor([value])})]
 
     work = Work()
     node = Node(work, Steps(work, dies))

@@ -53,7 +53,7 @@ def test_what_it_learns_is_published_as_by_a_process():
     training = trainees.Regression(None)
     with streamed(training) as work:
         assert work.newest() is None
-        work.refresh(trainees.policy(3.0), version=4)
+        work.update_policy(trainees.policy(3.0), version=4)
         with work.window("round"):
             trainers.until(lambda: work.newest() is not None, work)
         found = work.newest()
@@ -70,10 +70,10 @@ def test_what_it_learns_is_published_as_by_a_process():
 def test_it_rests_and_wakes():
     training = Gated()
     with streamed(training) as work:
-        work.rest()
+        work.pause()
         with work.window("round"):
             assert not training.began.acquire(timeout=0.05)
-            work.wake()
+            work.unpause()
             assert training.began.acquire(timeout=trainers.PATIENCE_S)
             training.may_end.release(2)
 

@@ -16,7 +16,8 @@ from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
 from aedit.clock import VirtualClock
 from aedit.edit.config import EditConfig
 from aedit.edit.hub_exchange import HubExchange
-from aedit.proto.agent.link import Progress, Verdict
+from aedit.proto.agent.link import Progress
+from aedit.types import Verdict
 
 
 def hub(model, clock=None, outer=None, **config):

@@ -19,12 +19,12 @@ from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.journal.store import Store, batches, numbers, snapshot_path
 from aedit.async_sgd.rules import records
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig
-from aedit.async_sgd.rules.records import Layout, Part, Push, TensorLayout, UnitLayout
+from aedit.async_sgd.rules.records import Part, Push
 from aedit.edit.config import EditConfig
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.replay import make_hub
 from aedit.proto.codecs.codecs import codec
-from aedit.types import UserError
+from aedit.types import Layout, TensorLayout, UnitLayout, UserError
 
 NUMELS = (3000, 50)
 LAYOUT = Layout(tuple(UnitLayout(f"u{i}", (TensorLayout("w", (n,)),)) for i, n in enumerate(NUMELS)))

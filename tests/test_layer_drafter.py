@@ -8,7 +8,7 @@ from test_draft_layer import causal, checksum, layer_for, policy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import OFF, Begun, Taken, parse_arm
+from aedit.spec_rollout.drafters.drafts import OFF, RowStart, StepUpdate, parse_arm
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.model.target import Target
 
@@ -56,14 +56,14 @@ class World:
             sample = Sample(self.seed, count, temperatures[i % len(temperatures)], width)
             at = len(self.samples) if row is None else row
             self.samples[at : at + 1] = [sample]
-            begun.append(Begun(at, -1, list(sample.tokens), sample.features, count))
+            begun.append(RowStart(at, -1, list(sample.tokens), sample.features, count))
         self.drafter.begin(begun)
 
-    def take(self, *counts):
+    def update(self, *counts):
         said = [sample.says(n) for sample, n in zip(self.samples, counts, strict=True)]
         longest = max(counts)
         padded = [torch.cat([f, f.new_zeros(longest - len(f), f.shape[1])]) for _, f in said]
-        self.drafter.take(Taken([tokens for tokens, _ in said], torch.stack(padded)))
+        self.drafter.update(StepUpdate([tokens for tokens, _ in said], torch.stack(padded)))
 
     def end(self, row):
         """The sample has ended, and the last row takes its place."""
@@ -165,7 +165,7 @@ def test_chains_of_ragged_rows_are_those_of_a_plain_recomputation(family):
     rows.begin(9, 4, 17, temperatures=(1.0, 0.0, 0.7))
     rows.check("layer:4")
     for counts in ([1, 1, 1], [3, 1, 5], [1, 4, 2]):
-        rows.take(*counts)
+        rows.update(*counts)
         rows.check("layer:4")
 
 
@@ -175,7 +175,7 @@ def test_trees_of_ragged_rows_are_those_of_a_plain_recomputation(arm):
     rows = world("qwen3")
     rows.begin(9, 4, 17, temperatures=(1.0, 0.0, 0.7))
     rows.check(arm)
-    rows.take(2, 1, 4)
+    rows.update(2, 1, 4)
     draft = rows.check(arm)
     assert (draft.parents_BN < torch.arange(draft.tokens_BN.shape[1])).all()
 
@@ -185,7 +185,7 @@ def test_one_row_alone_is_drafted_as_in_a_batch():
     rows.begin(12)
     for count in (1, 3, 1):
         rows.check("layer:5")
-        rows.take(count)
+        rows.update(count)
     rows.check("layer:4x2x6")
 
 
@@ -193,39 +193,39 @@ def test_what_was_only_drafted_does_not_outlive_its_draft():
     rows = world()
     rows.begin(9, 6)
     rows.check("layer:8")
-    rows.take(1, 2)
+    rows.update(1, 2)
     rows.check("layer:5x3x9")
-    rows.take(2, 1)
+    rows.update(2, 1)
     rows.check("layer:2")
-    rows.take(1, 1)
+    rows.update(1, 1)
     rows.check("layer:8")
 
 
 def test_a_drafter_that_was_off_catches_up_with_all_it_has_missed():
     rows = world()
     rows.begin(9, 4, 6)
-    rows.take(1, 1, 1)
+    rows.update(1, 1, 1)
     rows.check("layer:3")
     for _ in range(5):
-        rows.take(1, 3, 1)
+        rows.update(1, 3, 1)
     rows.end(0)  # the third sample moves into row 0
-    rows.take(2, 1)
+    rows.update(2, 1)
     rows.begin(11)
     for _ in range(4):
-        rows.take(1, 2, 1)
+        rows.update(1, 2, 1)
     rows.check("layer:4")
-    rows.take(1, 2, 1)
+    rows.update(1, 2, 1)
     rows.check("layer:3x2x4")
 
 
 def test_off_costs_a_place_in_a_list_and_no_computation(monkeypatch):
     rows = world()
     calls = []
-    enter = rows.drafter._pass.enter
-    monkeypatch.setattr(rows.drafter._pass, "enter", lambda *given: calls.append(1) or enter(*given))
+    enter = rows.drafter._runner.write_pairs
+    monkeypatch.setattr(rows.drafter._runner, "write_pairs", lambda *given: calls.append(1) or enter(*given))
     rows.begin(9, 4, 6)
     for _ in range(10):
-        rows.take(1, 1, 1)
+        rows.update(1, 1, 1)
     rows.end(1)
     assert not calls
     rows.check("layer:1")
@@ -236,18 +236,18 @@ def test_rows_move_end_and_begin_while_it_drafts():
     rows = world()
     rows.begin(9, 4, 6, 12, temperatures=(1.0, 0.7))
     rows.check("layer:3")
-    rows.take(1, 2, 3, 4)
+    rows.update(1, 2, 3, 4)
     rows.end(1)
     rows.check("layer:3")
-    rows.take(1, 1, 1)
+    rows.update(1, 1, 1)
     rows.end(2)  # the last row: nobody moves
     rows.check("layer:2x2x4")
-    rows.take(2, 1)
+    rows.update(2, 1)
     rows.drafter.end(0)
     rows.begin(7, row=0)
     rows.check("layer:3")
     rows.begin(5)
-    rows.take(1, 1, 1)
+    rows.update(1, 1, 1)
     rows.check("layer:3")
 
 
@@ -257,7 +257,7 @@ def test_a_prompt_of_one_token_is_drafted_for_and_then_forgotten():
     draft = rows.propose("layer:3")
     assert ((draft.tokens_BN >= 0) & (draft.tokens_BN < V)).all()
     assert draft.tokens_BN[1].tolist() == rows.chain(rows.samples[1], 3)[0]
-    rows.take(2, 1)
+    rows.update(2, 1)
     rows.check("layer:3")
 
 
@@ -268,17 +268,17 @@ def test_what_waits_is_bounded_and_a_row_goes_on_with_what_it_still_has():
         sample.forgotten = max(0, len(sample.tokens) - 1 - 4)
     rows.check("layer:2")
     for _ in range(20):
-        rows.take(1, 2, 1)
-        assert rows.drafter._pending.num_pairs <= 6 * 4
+        rows.update(1, 2, 1)
+        assert rows.drafter._backlog.num_pairs <= 6 * 4
     for row, sample in enumerate(rows.samples):
-        sample.forgotten = rows.drafter._pending.lines[row].first
+        sample.forgotten = rows.drafter._backlog.rows[row].first
         assert 4 <= len(sample.tokens) - sample.forgotten <= 2 * 8
     rows.check("layer:3")
-    rows.take(1, 2, 1)
+    rows.update(1, 2, 1)
     rows.check("layer:3x2x4")
     rows.end(1)
     rows.end(1)
-    rows.take(1)
+    rows.update(1)
     rows.check("layer:3")
 
 
@@ -286,7 +286,7 @@ def test_three_taps_are_fused_and_guesses_take_their_place():
     rows = world(taps=3)
     rows.begin(9, 4)
     rows.check("layer:3")
-    rows.take(2, 1)
+    rows.update(2, 1)
     rows.check("layer:3x2x4")
 
 
@@ -358,9 +358,9 @@ def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match=r"must be layer.*, got off"):
         rows.drafter.propose(OFF, 1, rows, torch.ones(1))
     rows.propose("layer:2")
-    with pytest.raises(ValueError, match="row 0 has made no step since its last draft"):
+    with pytest.raises(ValueError, match="row 0 has no step since its last draft"):
         rows.propose("layer:2")
-    with pytest.raises(ValueError, match="2 rows are asked for, and only 1 of them have begun"):
+    with pytest.raises(ValueError, match="2 rows is requested, but only 1 of them have a sample"):
         rows.drafter.propose(parse_arm("layer:2"), 2, rows, torch.ones(2))
     with pytest.raises(ValueError, match=r"the policy's head must be of shape \(40, 24\)"):
         LayerDrafter(rows.layer, (rows.ends[0], rows.ends[1][1:]), rows=1, max_tokens=9)
@@ -376,7 +376,7 @@ def test_the_feature_of_each_position_meets_the_token_after_it():
     rows.samples = [Sample(seed, count) for seed, count in ((1, 8), (2, 5))]
     prompts = [torch.tensor(sample.tokens) for sample in rows.samples]
     rows.drafter.begin(
-        [Begun(i, -1, s.tokens[:], target.prefill(prompts[i][:-1], i)) for i, s in enumerate(rows.samples)]
+        [RowStart(i, -1, s.tokens[:], target.prefill(prompts[i][:-1], i)) for i, s in enumerate(rows.samples)]
     )
     for accepted in ((0, 2), (3, 1)):
         offline(rows)
@@ -390,7 +390,7 @@ def test_the_feature_of_each_position_meets_the_token_after_it():
         kept = torch.arange(longest) <= torch.tensor(accepted)[:, None]
         for sample, tokens in zip(rows.samples, emitted, strict=True):
             sample.tokens += tokens
-        rows.drafter.take(Taken(emitted, hidden[:, :longest] * kept[:, :, None]))
+        rows.drafter.update(StepUpdate(emitted, hidden[:, :longest] * kept[:, :, None]))
     offline(rows)
     rows.check("layer:3")
 
@@ -409,7 +409,7 @@ def test_half_precision_drafts_much_like_double():
         rows.begin(9, 5, 12)
     for begun in rough.samples:
         begun.features = begun.features.bfloat16()
-    rough.drafter.begin([Begun(i, -1, s.tokens, s.features) for i, s in enumerate(rough.samples)])
+    rough.drafter.begin([RowStart(i, -1, s.tokens, s.features) for i, s in enumerate(rough.samples)])
     a, b = (rows.propose("layer:1") for rows in (exact, rough))
     assert (a.tokens_BN == b.tokens_BN).sum() >= 2
     torch.testing.assert_close(a.scores_BN[:, 0], b.scores_BN[:, 0], rtol=0.2, atol=0.3)

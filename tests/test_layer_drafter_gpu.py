@@ -15,7 +15,7 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 class Unrecorded:
-    """In the place of `Graphs`: runs what would be recorded."""
+    """In the place of `GraphCache`: runs what would be recorded."""
 
     def __init__(self):
         self.keys = []
@@ -38,8 +38,8 @@ class OnGpu:
     def begin(self, rows):
         self.drafter.begin([replace(row, features_Td=row.features_Td.cuda()) for row in rows])
 
-    def take(self, taken):
-        self.drafter.take(replace(taken, features=taken.features.cuda()))
+    def update(self, taken):
+        self.drafter.update(replace(taken, features=taken.features.cuda()))
 
     def propose(self, arm, rows, noise, temperature_B):
         self.noise = noise
@@ -54,14 +54,14 @@ class OnGpu:
 def check_a_few_steps(rows):
     """Chains and trees of five, then four rows, of which one has begun late."""
     rows.begin(9, 1, 17, 12, temperatures=(1.0, 0.0, 0.7))
-    rows.take(1, 2, 1, 3)
+    rows.update(1, 2, 1, 3)
     rows.begin(6)
     for arm in ("layer:4", "layer:3x2x5", "layer:4"):
         rows.check(arm)
-        rows.take(1, 2, 1, 3, 1)
+        rows.update(1, 2, 1, 3, 1)
     rows.end(0)
     rows.check("layer:4")
-    rows.take(1, 1, 1, 2)
+    rows.update(1, 1, 1, 2)
     rows.check("layer:3x2x5")
 
 

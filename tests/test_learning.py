@@ -15,13 +15,18 @@ from aedit.spec_rollout.learning.draft_training import DraftTrainingConfig
 from aedit.spec_rollout.learning.feature_reader import FeatureReader
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.gate import GateConfig, held_out_match
-from aedit.spec_rollout.learning.learning import Learning, LearningConfig, shared, train_when_idle
+from aedit.spec_rollout.learning.learning import (
+    LayerTraining,
+    LearningConfig,
+    policy_tensors,
+    train_when_idle,
+)
 from aedit.spec_rollout.learning.packing import pack
 
 QUICK = LearningConfig(
     training=DraftTrainingConfig(lr=2e-3, warmup_steps=5, batch_pairs=512),
-    judge_every_steps=8,
-    judged_depth=2,
+    evaluate_every_steps=8,
+    evaluation_depth=2,
 )
 
 
@@ -51,8 +56,8 @@ def beginner(model):
 def learning_of(model, samples, config=QUICK, **more):
     shape = shape_of(model)
     memory = bytearray(shape.num_bytes)
-    learning = Learning(beginner(model), memory, config, **more)
-    learning.follow(shared(ends(model)), 1)
+    learning = LayerTraining(beginner(model), memory, config, **more)
+    learning.set_policy(policy_tensors(ends(model)), 1)
     learning.begin(beginner(model).state_dict())
     ring = FeatureRing(memory, shape)
     write(ring, samples)
@@ -83,44 +88,50 @@ def test_what_is_published_is_better_on_samples_that_nobody_has_learned_from(wor
         rates.append(held_out_match(layer, pack(apart, 256), ends(model), 2).rate)
     assert rates == sorted(rates)
     assert rates[-1] > 1.2 * rates[0]
-    assert learning.figures()["match_published"] <= rates[-1]
+    assert learning.metrics()["match_published"] <= rates[-1]
     assert learning._uses.keys().isdisjoint(e.serial for e in reader.entries() if is_held_out(e))
 
 
 def test_what_is_not_better_is_kept_back_and_learns_at_half_the_rate(world):
     model, samples = world
     config = LearningConfig(
-        training=QUICK.training, gate=GateConfig(gain=2.0, harm=2.0), judge_every_steps=2, judged_depth=1
+        training=QUICK.training,
+        gate=GateConfig(gain=2.0, harm=2.0),
+        evaluate_every_steps=2,
+        evaluation_depth=1,
     )
     learning, _, _ = learning_of(model, samples, config)
     assert published(learning, 70) == []
-    assert learning.figures()["lr_factor"] == 1 / 16
-    assert learning.figures()["refusals"] > 3
+    assert learning.metrics()["lr_factor"] == 1 / 16
+    assert learning.metrics()["rejected"] > 3
 
 
 def test_it_rests_when_it_finds_nothing_better_and_wakes_when_the_policy_has_moved(world):
     model, samples = world
     kl_nats = [0.0]
     config = LearningConfig(
-        training=QUICK.training, gate=GateConfig(gain=2.0, harm=2.0), judge_every_steps=1, judged_depth=1
+        training=QUICK.training,
+        gate=GateConfig(gain=2.0, harm=2.0),
+        evaluate_every_steps=1,
+        evaluation_depth=1,
     )
     learning, _, _ = learning_of(model, samples, config, kl_nats=lambda: kl_nats[0])
     assert any(not learning.microbatch() for _ in range(200))
-    steps = learning.figures()["steps"]
+    steps = learning.metrics()["steps"]
     assert not any(learning.microbatch() for _ in range(10))
     kl_nats[0] = 0.2
-    learning.follow(shared(ends(model)), 2)
+    learning.set_policy(policy_tensors(ends(model)), 2)
     assert all(learning.microbatch() for _ in range(5))
-    assert learning.figures()["steps"] > steps
-    assert learning.figures()["lr_factor"] == 1.0
+    assert learning.metrics()["steps"] > steps
+    assert learning.metrics()["lr_factor"] == 1.0
 
 
 def test_without_features_there_is_nothing_to_learn(world):
     model, samples = world
     memory = bytearray(shape_of(model).num_bytes)
-    learning = Learning(beginner(model), memory, QUICK)
+    learning = LayerTraining(beginner(model), memory, QUICK)
     assert not learning.microbatch()
-    learning.follow(shared(ends(model)), 1)
+    learning.set_policy(policy_tensors(ends(model)), 1)
     assert not any(learning.microbatch() for _ in range(50))
     ring = FeatureRing(memory, shape_of(model))
     assert not any(learning.microbatch() for _ in range(50))
@@ -131,24 +142,24 @@ def test_without_features_there_is_nothing_to_learn(world):
 def test_features_of_another_policy_teach_but_judge_nobody(world):
     model, samples = world
     learning, _, _ = learning_of(model, samples)
-    learning.follow(shared(ends(model)), 9)
+    learning.set_policy(policy_tensors(ends(model)), 9)
     assert published(learning, 50) == []
-    assert learning.figures()["steps"] > 8
-    assert "match_published" not in learning.figures()
+    assert learning.metrics()["steps"] > 8
+    assert "match_published" not in learning.metrics()
 
 
 def test_who_has_learned_for_a_moved_policy_is_judged_at_once_and_not_when_it_is_late(world):
     model, samples = world
-    config = replace(QUICK, judge_every_steps=1000, judge_moved_steps=2, held_out_tokens=64)
+    config = replace(QUICK, evaluate_every_steps=1000, evaluate_moved_steps=2, held_out_tokens=64)
     learning, ring, _ = learning_of(model, samples, config)
 
     def judged_after(pieces):
         for _ in range(pieces):
             learning.microbatch()
-        return learning.figures().get("judged", 0)
+        return learning.metrics().get("evaluations", 0)
 
     assert judged_after(40) == judged_after(40) == 1
-    learning.follow(shared(ends(model)), 2)
+    learning.set_policy(policy_tensors(ends(model)), 2)
     assert judged_after(40) == 1  # nothing is there yet that the new policy has said
     write(ring, samples, version=2)
     assert judged_after(40) == judged_after(40) == 2
@@ -162,7 +173,7 @@ def test_it_goes_on_from_a_checkpoint(world):
     state = learning.state()
     again, _, _ = learning_of(model, samples)
     again.resume(state)
-    assert again.figures()["steps"] == learning.figures()["steps"]
+    assert again.metrics()["steps"] == learning.metrics()["steps"]
     assert all(torch.equal(again.state()[name], state[name]) for name in state)
 
 
@@ -181,5 +192,5 @@ def test_a_process_of_its_own_learns_in_windows_and_the_node_adopts_the_result(w
         assert held_out_match(layer, pack(samples, 256), ends(model), 2).rate > first
         assert found.version == 1
         assert work.status()["feature_bytes"] == shape.num_bytes
-        work.refresh(shared(ends(model)), 2, kl_nats=0.01)
+        work.update_policy(policy_tensors(ends(model)), 2, kl_nats=0.01)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states are Linu
 
 LEARNING = LearningConfig(
     training=DraftTrainingConfig(lr=2e-3, warmup_steps=5, batch_pairs=512),
-    judge_every_steps=8,
-    judged_depth=2,
+    evaluate_every_steps=8,
+    evaluation_depth=2,
 )
 
 
@@ -94,7 +94,7 @@ def test_it_learns_while_an_engine_waits_for_the_long_samples_of_another(world):
     plain = {rollout.prompt.rollout: rollout.tokens for rollout in plainly}
     from_another, rollouts = queue.SimpleQueue(), engine.generate(prompts())
     finished = [next(rollouts) for _ in range(13)]
-    assert engine.live, "it waits in the middle of its own long ones"
+    assert engine.running, "it waits in the middle of its own long ones"
     assert world.is_stopped()
     watching = world.once(lambda: work.status()["published"], lambda: from_another.put("long ones"))
     with work.window("tail"):

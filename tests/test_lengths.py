@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aedit.spec_rollout.migration.lengths import Lengths
+from aedit.spec_rollout.migration.lengths import LengthDistribution
 
 sizes = st.integers(1, 60)
 
@@ -14,7 +14,7 @@ sizes = st.integers(1, 60)
 def test_when_all_have_ended_it_is_the_mean_of_those_that_were_longer(ended, emitted, most):
     most = max(most, emitted)
     longer = [min(length, most) - emitted for length in ended if length > emitted]
-    found = Lengths.of(ended).remainder(emitted, most)
+    found = LengthDistribution.of(ended).expected_remaining(emitted, most)
     if longer:
         assert found == pytest.approx(np.mean(longer))
     else:
@@ -23,7 +23,7 @@ def test_when_all_have_ended_it_is_the_mean_of_those_that_were_longer(ended, emi
 
 @given(st.lists(sizes, min_size=1), st.lists(sizes))
 def test_the_curve_is_the_product_over_the_ends_of_those_who_lived_on(ended, growing):
-    lengths = Lengths.of(ended, growing)
+    lengths = LengthDistribution.of(ended, growing)
     for length in range(61):
         share = 1.0
         for end in sorted(set(ended)):
@@ -35,28 +35,38 @@ def test_the_curve_is_the_product_over_the_ends_of_those_who_lived_on(ended, gro
 
 def test_those_that_are_still_growing_make_all_look_longer():
     ended = [10, 12, 15]
-    assert Lengths.of(ended, [80] * 3).remainder(5, 100) > 2 * Lengths.of(ended).remainder(5, 100)
+    assert LengthDistribution.of(ended, [80] * 3).expected_remaining(5, 100) > 2 * LengthDistribution.of(
+        ended
+    ).expected_remaining(5, 100)
 
 
 def test_beyond_all_that_was_seen_it_is_as_many_again_within_the_limit():
-    lengths = Lengths.of([10, 20])
-    assert lengths.remainder(50, 1000) == 50
-    assert lengths.remainder(50, 60) == 10
+    lengths = LengthDistribution.of([10, 20])
+    assert lengths.expected_remaining(50, 1000) == 50
+    assert lengths.expected_remaining(50, 60) == 10
 
 
 def test_as_long_as_none_has_ended_it_is_half_of_what_is_allowed():
-    assert Lengths.of([]).remainder(10, 110) == Lengths.of([], [3, 10]).remainder(10, 110) == 50
+    assert (
+        LengthDistribution.of([]).expected_remaining(10, 110)
+        == LengthDistribution.of([], [3, 10]).expected_remaining(10, 110)
+        == 50
+    )
 
 
 def test_samples_that_wait_change_nothing():
-    assert Lengths.of([4, 9], [0, 0]).remainder(2, 50) == Lengths.of([4, 9]).remainder(2, 50)
+    assert LengthDistribution.of([4, 9], [0, 0]).expected_remaining(2, 50) == LengthDistribution.of(
+        [4, 9]
+    ).expected_remaining(2, 50)
 
 
 def test_the_estimate_is_right_for_lengths_with_a_long_tail():
     rng = np.random.default_rng(0)
     lengths = np.minimum(np.ceil(rng.lognormal(4, 0.8, 4000)), 1000).astype(int)
     limits = rng.integers(20, 1000, 4000)  # half of them are seen only so far
-    lengths_seen = Lengths.of(lengths[lengths <= limits].tolist(), limits[lengths > limits].tolist())
+    lengths_seen = LengthDistribution.of(
+        lengths[lengths <= limits].tolist(), limits[lengths > limits].tolist()
+    )
     for emitted in (0, 50, 150):
         true = (lengths[lengths > emitted] - emitted).mean()
-        assert lengths_seen.remainder(emitted, 1000) == pytest.approx(true, rel=0.1)
+        assert lengths_seen.expected_remaining(emitted, 1000) == pytest.approx(true, rel=0.1)

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from kit.tiny_policies import SIZES, drafter, ends, policy, said
 
-from aedit.spec_rollout.learning.feature_reader import Sample
-from aedit.spec_rollout.learning.feedback import chained, guesses
+from aedit.spec_rollout.learning.feature_reader import FeatureSample
+from aedit.spec_rollout.learning.feedback import chained, predict_features
 from aedit.spec_rollout.learning.losses import (
     LossConfig,
-    PolicyEnds,
+    PolicyEmbeddings,
     draft_losses,
     overlap,
     teacher,
@@ -43,7 +43,7 @@ def test_each_pass_is_what_the_drafter_computes_so_deep_in_a_chain(kind, respons
     samples = said(model, [[1, 2, 3], [4, 5, 6]], 7)
     layer, embedding = drafter(model), ends(model).embedding_Vd
     (row,) = pack(samples, 64, response_only=response_only)
-    passes = guesses(layer, row, embedding, 4)
+    passes = predict_features(layer, row, embedding, 4)
     length, first = len(samples[0].features_MF), 1 if response_only else 0
     compared = 0
     for number, sample in enumerate(samples):
@@ -51,7 +51,7 @@ def test_each_pass_is_what_the_drafter_computes_so_deep_in_a_chain(kind, respons
             chain = drafted(layer, sample, embedding, root, min(4, length - 1 - root))
             for s, guess in enumerate(chain):
                 (place,) = (passes[s].at_C == number * length + root + s).nonzero()
-                torch.testing.assert_close(passes[s].guess_Cd[place[0]], guess, rtol=0, atol=1e-12)
+                torch.testing.assert_close(passes[s].predicted_Cd[place[0]], guess, rtol=0, atol=1e-12)
                 compared += 1
     assert compared == sum(len(made.at_C) for made in passes) == 2 * (4 * (length - 1 - first) - 6)
 
@@ -120,9 +120,9 @@ def test_features_of_an_older_policy_are_not_put_through_the_new_head():
     (row,) = pack([sample], 64)
     layer, config = drafter(new), LossConfig(feature_weight=0.0, token_weight=1.0, num_passes=1)
     losses = draft_losses(layer, row, ends(new, version=2), config)
-    (made,) = guesses(layer, row, ends(new).embedding_Vd, 1)
+    (made,) = predict_features(layer, row, ends(new).embedding_Vd, 1)
     assert made.at_C.tolist() == row.counts_P.nonzero()[:, 0].tolist()
-    logits = F.linear(made.guess_Cd, ends(new).head_Vd)
+    logits = F.linear(made.predicted_Cd, ends(new).head_Vd)
     drawn = F.cross_entropy(logits, row.targets_P[made.at_C], reduction="sum")
     torch.testing.assert_close(losses.total, drawn)
     assert losses.num_overlap_S.tolist() == [0]
@@ -133,7 +133,7 @@ def test_gradients_reach_the_layer_and_nothing_of_the_policy():
     (row,) = pack(said(model, [[1, 2, 3]], 8), 64)
     layer = drafter(model)
     embedding, head = (torch.nn.Parameter(x) for x in (ends(model).embedding_Vd, ends(model).head_Vd))
-    draft_losses(layer, row, PolicyEnds(embedding, head, 1), LossConfig()).total.backward()
+    draft_losses(layer, row, PolicyEmbeddings(embedding, head, 1), LossConfig()).total.backward()
     assert embedding.grad is None
     assert head.grad is None
     assert all(value.grad is not None and value.grad.abs().sum() > 0 for value in layer.parameters())
@@ -163,7 +163,7 @@ def test_a_feature_with_taps_is_judged_by_its_last_hidden_state():
     (plain,) = said(model, [[1, 2, 3]], 8)
     taps = torch.randn(len(plain.features_MF), 3 * SIZES["hidden_size"], dtype=torch.float64)
     wide = torch.cat((plain.features_MF, taps), 1)
-    sample = Sample(plain.tokens_N, wide, 3, 1, 0, 1, True)
+    sample = FeatureSample(plain.tokens_N, wide, 3, 1, 0, 1, True)
     layer = drafter(model, taps=3)
     config = LossConfig(num_passes=2, token_weight=0.5)
     (row,) = pack([sample], 64)

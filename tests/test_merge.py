@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aedit.async_sgd.rules.merge import GRAIN, SLICE, merge, norm
-from aedit.async_sgd.rules.records import Part, Push, TensorLayout, UnitLayout
+from aedit.async_sgd.rules.records import Part, Push
+from aedit.types import TensorLayout, UnitLayout
 
 SMALL = UnitLayout("u", (TensorLayout("m", (3, 4)), TensorLayout("b", (5,)), TensorLayout("s", ())))
 LARGE = UnitLayout(

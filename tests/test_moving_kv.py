@@ -17,10 +17,10 @@ from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.learning.feature_reader import FeatureReader
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.migration.moving import EngineHere
-from aedit.spec_rollout.migration.sample_transfer import _read, _written
+from aedit.spec_rollout.migration.moving import LocalEngine
+from aedit.spec_rollout.migration.sample_transfer import _decode, _encode
 from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.samples import KeptKV, Prompt, Rollout, Sampling
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout, SampleKV, Sampling
 
 JOBS = "tests/dist_jobs/handing_jobs.py"
 
@@ -52,7 +52,7 @@ def begun(engine, prompts, steps=3):
 
 
 def num_kept(prompt):
-    return len(prompt.tokens) + len(prompt.begun.tokens) - 1
+    return len(prompt.tokens) + len(prompt.partial.tokens) - 1
 
 
 # --- inside one process
@@ -62,14 +62,16 @@ def test_samples_that_bring_their_keys_and_values_are_not_computed_again(model, 
     """From any row into any row, also of engines of other sizes."""
     here, there = engine_of(model, 5), engine_of(model, 3)
     made = begun(here, asked)
-    moving = [here.take_out(rollout, kv=True) for rollout in [here.live[4], here.live[0], here.live[1]]]
+    moving = [
+        here.remove(rollout, kv=True) for rollout in [here.running[4], here.running[0], here.running[1]]
+    ]
     expected = sum(map(num_kept, moving))
     moved = [there.add(prompt) for prompt in moving]
     for engine in (there, here):
         list(engine.generate([]))
-    assert there.status()["carried"] == expected > 20
-    assert there.status()["prefilled"] == 0
-    ended = {name_of(each.prompt): each.tokens for each in [*made, *moved] if each.finish}
+    assert there.status()["restored_tokens"] == expected > 20
+    assert there.status()["prefilled_tokens"] == 0
+    ended = {name_of(each.prompt): each.tokens for each in [*made, *moved] if each.finish_reason}
     assert ended == plain
 
 
@@ -77,12 +79,12 @@ def test_a_sample_moves_on_from_every_engine_it_comes_to(model, asked, plain):
     engines = [engine_of(model, rows) for rows in (8, 1, 4)]
     rollout = begun(engines[0], asked[:4], 1)[2]
     for i in range(1, 9):
-        prompt = engines[(i - 1) % 3].take_out(rollout, kv=True)
+        prompt = engines[(i - 1) % 3].remove(rollout, kv=True)
         rollout = engines[i % 3].add(prompt)
         engines[i % 3].step()
     (rollout,) = (r for r in engines[8 % 3].generate([]) if name_of(r.prompt) == name_of(asked[2]))
     assert rollout.tokens == plain[name_of(asked[2])]
-    assert engines[1].status()["prefilled"] == 0
+    assert engines[1].status()["prefilled_tokens"] == 0
 
 
 @pytest.mark.parametrize("what", ["version", "shape", "dtype", "tokens"])
@@ -92,24 +94,26 @@ def test_keys_and_values_that_do_not_fit_are_computed_anew(model, asked, what):
     if what == "version":
         model_there = tiny_policy(seed=1)
         there = engine_of(model_there, 4)
-        there.adopt(model_there.state_dict(), 1)
+        there.update_weights(model_there.state_dict(), 1)
     rollout = begun(here, asked[:1])[0]
-    prompt = here.take_out(rollout, kv=True)
-    kept = prompt.begun.kv
+    prompt = here.remove(rollout, kv=True)
+    kept = prompt.partial.kv
     other = {
         "version": kept,
-        "shape": KeptKV(kept.kv[:1].clone(), 0),
-        "dtype": KeptKV(kept.kv.float(), 0),
-        "tokens": KeptKV(kept.kv[:, :, :, :-1].clone(), 0),
+        "shape": SampleKV(kept.kv[:1].clone(), 0),
+        "dtype": SampleKV(kept.kv.float(), 0),
+        "tokens": SampleKV(kept.kv[:, :, :, :-1].clone(), 0),
     }[what]
-    moved = there.add(replace(prompt, begun=replace(prompt.begun, kv=other)))
+    moved = there.add(replace(prompt, partial=replace(prompt.partial, kv=other)))
     list(there.generate([]))
-    assert (there.status()["carried"], there.status()["prefilled"]) == (0, num_kept(prompt))
-    text = (*prompt.tokens, *prompt.begun.tokens)
-    left = replace(prompt.sampling, max_new_tokens=prompt.sampling.max_new_tokens - len(prompt.begun.tokens))
-    anew = replace(prompt, tokens=text, begun=None, sampling=left)
+    assert (there.status()["restored_tokens"], there.status()["prefilled_tokens"]) == (0, num_kept(prompt))
+    text = (*prompt.tokens, *prompt.partial.tokens)
+    left = replace(
+        prompt.sampling, max_new_tokens=prompt.sampling.max_new_tokens - len(prompt.partial.tokens)
+    )
+    anew = replace(prompt, tokens=text, partial=None, sampling=left)
     (expected,) = decode_plainly(there.target.model, [anew])
-    assert moved.tokens == [*prompt.begun.tokens, *expected]
+    assert moved.tokens == [*prompt.partial.tokens, *expected]
 
 
 def test_new_weights_while_it_waits_make_them_useless(model, asked):
@@ -117,45 +121,45 @@ def test_new_weights_while_it_waits_make_them_useless(model, asked):
     there.add(asked[1])
     there.step()
     rollout = begun(here, asked[:1])[0]
-    there.add(here.take_out(rollout, kv=True))
-    assert there.status()["brought_bytes"] > 0
-    there.adopt(model.state_dict(), 1)
+    there.add(here.remove(rollout, kv=True))
+    assert there.status()["transferred_kv_bytes"] > 0
+    there.update_weights(model.state_dict(), 1)
     list(there.generate([]))
-    assert there.status()["carried"] == 0
+    assert there.status()["restored_tokens"] == 0
 
 
 def test_one_that_waits_keeps_them_until_it_has_a_row_and_nobody_after_that(model, asked):
     here, full, there = engine_of(model, 2), engine_of(model, 1), engine_of(model, 2)
     begun(full, asked[1:2], 1)
     rollout = begun(here, asked[:1])[0]
-    prompt = here.take_out(rollout, kv=True)
-    size = prompt.begun.kv.num_bytes
-    memory = weakref.ref(prompt.begun.kv.kv)
+    prompt = here.remove(rollout, kv=True)
+    size = prompt.partial.kv.num_bytes
+    memory = weakref.ref(prompt.partial.kv.kv)
     waits = full.add(prompt)
-    assert full.status()["brought_bytes"] == size
-    prompt = full.take_out(waits, kv=True)
-    assert full.take_out(full.live[0]).begun.kv is None  # nobody asked for them
+    assert full.status()["transferred_kv_bytes"] == size
+    prompt = full.remove(waits, kv=True)
+    assert full.remove(full.running[0]).partial.kv is None  # nobody asked for them
     moved = there.add(prompt)
     there.step()
     del prompt
     gc.collect()
     assert memory() is None  # though all of its rollouts are still there
-    assert (waits.finish, moved.finish) == ("", "")
-    assert there.status()["brought_bytes"] == 0
-    assert there.status()["carried"] > 0
+    assert (waits.finish_reason, moved.finish_reason) == ("", "")
+    assert there.status()["transferred_kv_bytes"] == 0
+    assert there.status()["restored_tokens"] > 0
 
 
 def test_engines_of_one_process_move_them_unless_told_otherwise(model, asked):
     for kv, carried in ((True, True), (False, False)):
-        engines = [EngineHere(engine_of(model, 4), kv=kv) for _ in range(2)]
+        engines = [LocalEngine(engine_of(model, 4), kv=kv) for _ in range(2)]
         begun(engines[0].engine, asked[:2])
         for live in (1, 4):
             engines[0]._meter.add(live, 0.01 + 0.001 * live)
-        engines[1].add(engines[0].take_out(name_of(asked[0])))
+        engines[1].add(engines[0].remove(name_of(asked[0])))
         engines[1].step()
         status = engines[1].engine.status()
-        assert (status["carried"] > 0, status["prefilled"] == 0) == (carried, carried)
-        assert (engines[0].load().pace.prefill_s == 0) == kv
+        assert (status["restored_tokens"] > 0, status["prefilled_tokens"] == 0) == (carried, carried)
+        assert (engines[0].load().speed.prefill_s == 0) == kv
 
 
 # --- who follows the rows
@@ -180,16 +184,16 @@ def long_prompts():
 
 def test_drafter_and_ring_go_on_with_the_last_features(monkeypatch):
     """Five tokens are read again; features of earlier ones stay behind. One of the group begins after it."""
-    monkeypatch.setattr(engine_rows, "READ_AGAIN", 5)
+    monkeypatch.setattr(engine_rows, "RECOMPUTED_TOKENS", 5)
     model = policy()
     expected = {r.prompt.sample: r.tokens for r in drafting(model)[0].generate(long_prompts())}
     (here, _), (there, reader) = drafting(model), drafting(model)
     first, _, third = long_prompts()
     begun(here, [first], 4)
-    prompt = here.take_out(here.live[0], kv=True)
+    prompt = here.remove(here.running[0], kv=True)
     moved = there.add(prompt)
     there.step()
-    assert (there.status()["carried"], there.status()["prefilled"]) == (num_kept(prompt), 5)
+    assert (there.status()["restored_tokens"], there.status()["prefilled_tokens"]) == (num_kept(prompt), 5)
     late = there.add(third)
     list(there.generate([]))
     assert (moved.tokens, late.tokens) == (expected[0], expected[2])
@@ -214,13 +218,13 @@ def test_what_is_sent_is_what_is_read():
     sampling = Sampling(temperature=0.7, stop_tokens=(3, 4), stop_strings=("\n\u00e9",), allowed=allowed)
     prompt = Prompt(tokens=(1, 2), rollout=-(1 << 63), sample=7, group=3, sampling=sampling)
     rollout = Rollout(prompt, [5, 6], [-0.1, float("-inf")], [0, 1], passes=2)
-    for sent in (prompt, rollout.to_move(), *samples(KINDS)):
-        read = _read(_written(sent))
-        assert read == replace(sent, begun=read.begun)
+    for sent in (prompt, rollout.to_prompt(), *samples(KINDS)):
+        read = _decode(_encode(sent))
+        assert read == replace(sent, partial=read.partial)
         assert (read.sampling.allowed is None) == (sent.sampling.allowed is None)
-    read = _read(_written(rollout.to_move()))
+    read = _decode(_encode(rollout.to_prompt()))
     assert torch.equal(read.sampling.allowed, allowed)
-    assert read.begun == rollout
+    assert read.partial == rollout
 
 
 def test_a_rank_goes_on_with_what_another_sends_without_computing_it_again(world, asked, plain):

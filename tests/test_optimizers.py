@@ -263,6 +263,35 @@ def test_fp32_copies_of_bf16_parameters_are_what_travels(landing):
         assert not torch.equal(one.bfloat16().float(), one), "there is something that bf16 does not hold"
 
 
+@pytest.mark.parametrize("warmup_steps", [0, "all"])
+def test_weights_of_an_optimizer_that_has_stepped_before_start_from_the_common_model(warmup_steps):
+    models = [tower(seed).bfloat16() for seed in range(2)]
+
+    def job(transport, n):
+        inner = master_sgd(models[n])
+        one_step(models[n], inner, DATA[n][0])
+        exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN)
+        config = EditConfig(every=1, warmup_steps=warmup_steps)
+        with LayerSync.of(models[n], inner, exchange=exchange, config=config) as sync:
+            first = [p.detach().clone() for p in models[n].parameters()]
+            one_step(models[n], inner, DATA[n][1])
+            sync.step()
+        return first, [inner.state[p]["master"].clone() for p in models[n].parameters()]
+
+    (first, masters), (other_first, other_masters) = in_threads(2, job)
+    for ours, theirs in zip([*first, *masters], [*other_first, *other_masters], strict=True):
+        if warmup_steps == 0 or ours.dtype == torch.bfloat16:
+            assert torch.equal(ours, theirs)
+        else:  # their momentum differs, from their first steps
+            assert (ours - theirs).abs().max() < 0.05
+
+
+def one_step(model, inner, batch):
+    loss(model, batch.to(model.scale.dtype)).backward()
+    inner.step()
+    inner.zero_grad()
+
+
 def schedule_free(model):
     return ScheduleFree(model.parameters(), lr=0.1)
 

@@ -31,11 +31,11 @@ lr = 1.0
 [edit]
 every = 3
 timeout_s = 60
+penalty = { clip = "none" }
 [hub]
 address = "127.0.0.1:0"
 endless = true
 weights = "uniform"
-pace = "steps"
 codec = "fp32"
 heartbeat_s = 0.05
 expire_s = 5.0

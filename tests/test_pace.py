@@ -5,15 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from aedit.async_sgd.rules.config import HubConfig
 from aedit.edit.config import EditConfig
 from aedit.edit.pace import HubPace, OwnPace, make_pace
 from aedit.edit.shards import Shards
 from aedit.edit.waiting import Waiter
 from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.data.order import SampleOrder
-from aedit.proto.agent.link import News
 from aedit.proto.transports.transport import PeersMissing
+from aedit.types import News
 
 
 def opened(schedule, steps, before=lambda step: None):
@@ -49,7 +48,7 @@ def test_a_round_that_was_put_off_is_due_at_once_and_the_next_one_a_whole_interv
 
 def test_the_hub_says_how_many_steps_a_node_does():
     told = Told()
-    pace = make_pace(HubConfig(pace="dylu"), EditConfig(every=4), told)
+    pace = make_pace(EditConfig(schedule="dylu", every=4), told)
 
     def before(step):
         told.say(pace_steps={1: 0, 5: 2, 9: 6}.get(step, told.news.pace_steps))
@@ -59,7 +58,7 @@ def test_the_hub_says_how_many_steps_a_node_does():
 
 @pytest.mark.parametrize("pace", ["steps", "dylu"])
 def test_with_fragments_rounds_come_as_much_more_often(pace):
-    schedule = make_pace(HubConfig(pace=pace), EditConfig(every=12, fragments=3), Told(pace_steps=6))
+    schedule = make_pace(EditConfig(schedule=pace, every=12, fragments=3), Told(pace_steps=6))
     assert [step for step, *_ in opened(schedule, 12)] == (
         [4, 8, 12] if pace == "steps" else [2, 4, 6, 8, 10, 12]
     )
@@ -91,7 +90,7 @@ def test_a_node_whose_hub_is_silent_keeps_time_by_itself():
 
 def test_the_other_fragments_follow_before_the_hubs_next_round():
     told, now = Told(round=0, age_s=0.0), [0.0]
-    pace = make_pace(HubConfig(pace="seconds"), EditConfig(schedule="seconds", every=9, fragments=3), told)
+    pace = make_pace(EditConfig(schedule="seconds", every=9, fragments=3), told)
     pace.clock = lambda: now[0]
 
     def before(step):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.tiny_policies import drafter, ends, policy, said
 
-from aedit.spec_rollout.learning.feature_reader import Sample
+from aedit.spec_rollout.learning.feature_reader import FeatureSample
 from aedit.spec_rollout.learning.losses import LossConfig, draft_losses
 from aedit.spec_rollout.learning.packing import pack, visible
 
@@ -14,7 +14,7 @@ from aedit.spec_rollout.learning.packing import pack, visible
 def sample(num_tokens, num_prompt=1, number=1, version=1):
     """Token i of sample n is 1000 n + i, and so is the feature of position i."""
     tokens = torch.arange(num_tokens) + 1000 * number
-    return Sample(tokens, tokens[:-1, None].double(), num_prompt, version, 0, number, True)
+    return FeatureSample(tokens, tokens[:-1, None].double(), num_prompt, version, 0, number, True)
 
 
 def pairs(rows):

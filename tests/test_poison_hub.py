@@ -14,11 +14,11 @@ from aedit.async_sgd.hub.hub import HubPlan
 from aedit.async_sgd.hub.members import Report
 from aedit.async_sgd.inprocess import InProcessHub, make_push
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
-from aedit.async_sgd.rules.records import Layout, TensorLayout, UnitLayout
 from aedit.clock import VirtualClock
 from aedit.proto.wire import frames
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import channel
+from aedit.types import Layout, TensorLayout, UnitLayout
 
 NODES, BAD, ROUNDS, NUMEL = 8, 7, 12, 6000
 UNIT = UnitLayout("u", (TensorLayout("m", (50, 100)), TensorLayout("b", (1000,))))
@@ -40,10 +40,10 @@ def run(quorum, tamper=None, nodes=NODES):
     """Nodes that pull the anchor towards the goal, each with noise of its own; the anchor's way there."""
     weights = "penalty" if quorum == "all" else "uniform"
     staleness = StalenessConfig(rule="constant")
-    hub_config = HubConfig(quorum=quorum, weights=weights, pace="steps", staleness=staleness)
+    hub_config = HubConfig(quorum=quorum, weights=weights, staleness=staleness)
     outer = OuterConfig(kind="average", lr=1.0 if quorum == "all" else 1 / NODES)
     penalty = PenaltyConfig(clip=None)
-    plan = HubPlan(hub=hub_config, outer=outer, penalty=penalty, every=16, steps=16 * ROUNDS)
+    plan = HubPlan(hub=hub_config, outer=outer, penalty=penalty, every=16, pace="steps", steps=16 * ROUNDS)
     clock = VirtualClock()
     hub = InProcessHub(plan, LAYOUT, clock=clock)
     for node in range(nodes):
@@ -96,7 +96,7 @@ def test_what_is_crude_never_reaches_the_anchor(name, quorum):
 
 NUMELS = (5000, 70)
 NO_RATE = "[hub.limits]\ncalls_per_s = 1e9\n"
-PATIENT = "[hub.push_filter]\noffences = 1000\n"
+PATIENT = "[hub.push_filter]\nviolations = 1000\n"
 
 
 def sent(line, head, data, damage=lambda message: message):

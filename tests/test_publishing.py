@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from aedit.spec_rollout.idle import publishing
-from aedit.spec_rollout.idle.publishing import Layout, Slots
+from aedit.spec_rollout.idle.publishing import SharedSlots, SlotLayout
 
 FORMS = {"fc.weight": torch.zeros(3, 5), "norm": torch.zeros(7, dtype=torch.bfloat16)}
 
 
 def both_ends(like=None):
     """The slots as the writer and as the reader have them."""
-    layout = Layout.of(like or FORMS)
+    layout = SlotLayout.of(like or FORMS)
     memory = memoryview(bytearray(layout.num_bytes))
-    return Slots(layout, memory), Slots(layout, memory)
+    return SharedSlots(layout, memory), SharedSlots(layout, memory)
 
 
 def numbers(seed):
@@ -75,7 +75,7 @@ def test_a_writer_that_dies_in_the_middle_has_published_nothing(monkeypatch):
 
 def overtaken_once(writer, monkeypatch, publications):
     """The writer publishes so often while the reader is between copying and looking again."""
-    real, calls = publishing.fence, []
+    real, calls = publishing.memory_fence, []
 
     def fence():
         real()
@@ -84,7 +84,7 @@ def overtaken_once(writer, monkeypatch, publications):
             for n in range(publications):
                 writer.publish(numbers(100 + n), 1)
 
-    monkeypatch.setattr(publishing, "fence", fence)
+    monkeypatch.setattr(publishing, "memory_fence", fence)
 
 
 def test_a_slot_that_is_overwritten_while_it_is_copied_is_not_taken(monkeypatch):
@@ -128,7 +128,7 @@ def test_a_mixture_of_two_publications_is_seen():
 def test_the_right_bytes_under_a_wrong_version_are_not_taken():
     writer, reader = both_ends()
     writer.publish(numbers(1), 1)
-    writer._own(1)[publishing.VERSION] = 2
+    writer._slot_header(1)[publishing.VERSION] = 2
     assert reader.newest() is None
     assert reader.corrupt == 1
 
@@ -161,7 +161,7 @@ def test_tensors_of_another_kind_are_refused_before_anything_is_written(tensors,
 
 def test_too_little_memory_is_refused():
     with pytest.raises(ValueError, match="slots need 12,288 bytes of shared memory, got 100"):
-        Slots(Layout.of(FORMS), memoryview(bytearray(100)))
+        SharedSlots(SlotLayout.of(FORMS), memoryview(bytearray(100)))
 
 
 def test_whoever_reads_while_another_thread_writes_never_sees_a_mixture():
@@ -209,7 +209,7 @@ class Dying(dict):
 def test_a_slot_whose_writer_is_in_the_middle_of_it_is_torn_and_not_corrupt(monkeypatch):
     writer, reader = both_ends()
     writer.publish(numbers(1), 1)
-    real, calls = publishing.fence, []
+    real, calls = publishing.memory_fence, []
 
     def fence():
         real()
@@ -219,7 +219,7 @@ def test_a_slot_whose_writer_is_in_the_middle_of_it_is_torn_and_not_corrupt(monk
             with pytest.raises(ZeroDivisionError):
                 writer.publish(Dying(numbers(3)), 1)
 
-    monkeypatch.setattr(publishing, "fence", fence)
+    monkeypatch.setattr(publishing, "memory_fence", fence)
     assert reader.newest() is None
     assert (reader.torn, reader.corrupt) == (1, 0)
     assert same(reader.newest().tensors, numbers(2))

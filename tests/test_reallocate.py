@@ -12,21 +12,28 @@ from kit.simulated_engines import MOST, PACE, Simulated, World, prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.migration.lengths import Lengths, group_scales
-from aedit.spec_rollout.migration.moving import REMEMBERED, EngineHere, PaceMeter, Reallocator
-from aedit.spec_rollout.migration.reallocate import Load, Pace, Rule, Sample, drain_s, plan
+from aedit.spec_rollout.migration.lengths import LengthDistribution, group_scales
+from aedit.spec_rollout.migration.moving import HISTORY_ROLLOUTS, LocalEngine, Reallocator, SpeedMeter
+from aedit.spec_rollout.migration.reallocate import (
+    EngineLoad,
+    EngineSpeed,
+    MigrationRule,
+    UnfinishedSample,
+    drain_s,
+    plan,
+)
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 
 PROMPT_OF_NONE = Prompt(tokens=(1,))
-KNOWN = Lengths.of([100])  # every sample has 100 tokens
+KNOWN = LengthDistribution.of([100])  # every sample has 100 tokens
 
 
 def sample(name, emitted=0, context=None, **more):
-    return Sample((name, 0), emitted + 10 if context is None else context, emitted, 1000, **more)
+    return UnfinishedSample((name, 0), emitted + 10 if context is None else context, emitted, 1000, **more)
 
 
 def load(*samples, rows=4, **more):
-    return Load(samples, rows, PACE, **more)
+    return EngineLoad(samples, rows, PACE, **more)
 
 
 # --- the prediction
@@ -52,7 +59,7 @@ def test_the_prediction_is_close_to_what_engines_do():
     took_s = World([engine], [prompts(lengths)]).run()
     fresh = Simulated(rows=8)
     World([fresh], [prompts(lengths)])
-    assert drain_s(fresh.load(), Lengths.of(lengths)) == pytest.approx(took_s, rel=0.1)
+    assert drain_s(fresh.load(), LengthDistribution.of(lengths)) == pytest.approx(took_s, rel=0.1)
 
 
 def test_a_group_whose_samples_are_long_is_expected_to_stay_so():
@@ -79,9 +86,9 @@ def test_nothing_moves_between_engines_that_finish_together():
 
 
 def test_a_donor_keeps_its_last_sample():
-    fast = Pace(PACE.fixed_s / 10, 0.0, 0.0)
-    assert plan({0: load(sample(1)), 1: replace(load(), pace=fast)}, KNOWN) == []
-    moves = plan({0: load(sample(1), sample(2)), 1: load()}, KNOWN, Rule(pause_s=0.001))
+    fast = EngineSpeed(PACE.fixed_s / 10, 0.0, 0.0)
+    assert plan({0: load(sample(1)), 1: replace(load(), speed=fast)}, KNOWN) == []
+    moves = plan({0: load(sample(1), sample(2)), 1: load()}, KNOWN, MigrationRule(overhead_s=0.001))
     assert len(moves) == 1
 
 
@@ -89,26 +96,29 @@ def test_what_costs_more_than_it_gains_stays():
     far = replace(PACE, prefill_s=1.0)
     busy = load(*map(sample, range(4)))
     assert plan({0: busy, 1: load()}, KNOWN) != []
-    assert plan({0: busy, 1: replace(load(), pace=far)}, KNOWN) == []
-    assert plan({0: busy, 1: load()}, KNOWN, Rule(pause_s=5.0)) == []
+    assert plan({0: busy, 1: replace(load(), speed=far)}, KNOWN) == []
+    assert plan({0: busy, 1: load()}, KNOWN, MigrationRule(overhead_s=5.0)) == []
 
 
 def test_a_slow_engine_gives_to_a_fast_one_and_not_the_other_way_round():
-    slow = replace(load(sample(0), sample(1)), pace=Pace(0.1, 0.01, 0.0))
-    fast = replace(load(sample(2), sample(3)), pace=Pace(0.001, 0.0001, 0.0))
+    slow = replace(load(sample(0), sample(1)), speed=EngineSpeed(0.1, 0.01, 0.0))
+    fast = replace(load(sample(2), sample(3)), speed=EngineSpeed(0.001, 0.0001, 0.0))
     assert {(move.source, move.target) for move in plan({0: slow, 1: fast}, KNOWN)} == {(0, 1)}
 
 
 def test_engines_that_have_not_rested_stay_out_of_it():
     busy, idle = load(*map(sample, range(8))), load()
-    for tired in ({0: replace(busy, rested_s=0.05), 1: idle}, {0: busy, 1: replace(idle, rested_s=0.05)}):
+    for tired in (
+        {0: replace(busy, since_move_s=0.05), 1: idle},
+        {0: busy, 1: replace(idle, since_move_s=0.05)},
+    ):
         assert plan(tired, KNOWN) == []
 
 
 def test_a_sample_moves_twice_at_most_and_never_back():
-    moved = [sample(i, been=(7, 8)) for i in range(8)]
+    moved = [sample(i, visited=(7, 8)) for i in range(8)]
     assert plan({0: load(*moved), 1: load()}, KNOWN) == []
-    left = [sample(i, been=(1,)) for i in range(8)]
+    left = [sample(i, visited=(1,)) for i in range(8)]
     assert plan({0: load(*left), 1: load()}, KNOWN) == []
     assert plan({0: load(*left), 2: load()}, KNOWN) != []
 
@@ -141,7 +151,7 @@ def world(seed, rule):
 def test_all_are_done_sooner_and_each_exactly_once():
     ratios = []
     for seed in range(8):
-        alone, together = world(seed, None), world(seed, Rule())
+        alone, together = world(seed, None), world(seed, MigrationRule())
         ratios.append(together.run() / alone.run())
         for each in (alone, together):
             keys = Counter((one.prompt.rollout, one.prompt.sample) for one in each.ended)
@@ -158,7 +168,7 @@ def test_all_are_done_sooner_and_each_exactly_once():
 def test_with_one_engine_full_and_three_idle_it_takes_little_more_than_half():
     full = prompts([300] * 64)
     alone = World([Simulated() for _ in range(4)], [full, {}, {}, {}]).run()
-    together = World([Simulated() for _ in range(4)], [full, {}, {}, {}], Rule())
+    together = World([Simulated() for _ in range(4)], [full, {}, {}, {}], MigrationRule())
     assert together.run() <= 0.6 * alone
 
 
@@ -171,7 +181,7 @@ class Away(Simulated):
     refuses = OSError("no route")
 
     def add(self, prompt):
-        if prompt.begun is not None and self.refuses:
+        if prompt.partial is not None and self.refuses:
             raise self.refuses
         super().add(prompt)
 
@@ -180,7 +190,7 @@ class Away(Simulated):
 def test_a_sample_that_is_refused_goes_back(refuses):
     engines = [Simulated(), Away()]
     engines[1].refuses = refuses
-    there = World(engines, [prompts([300] * 40), {}], Rule())
+    there = World(engines, [prompts([300] * 40), {}], MigrationRule())
     there.run()
     assert len(there.ended) == 40
     assert there.reallocator.num_refused > 0
@@ -189,10 +199,10 @@ def test_a_sample_that_is_refused_goes_back(refuses):
 
 def test_a_sample_that_can_go_nowhere_is_kept_until_it_can():
     engines = [Away(), Away()]
-    there = World(engines, [prompts([300] * 40), {}], Rule())
+    there = World(engines, [prompts([300] * 40), {}], MigrationRule())
     engines[0].step()
     there.now = 1.0
-    there.reallocator.look()
+    there.reallocator.rebalance()
     assert len(engines[0].samples) < 40
     for engine in engines:
         engine.refuses = None
@@ -205,7 +215,7 @@ def test_an_engine_that_cannot_be_asked_is_left_alone():
         def load(self):
             raise OSError("gone")
 
-    there = World([Simulated(), Gone()], [prompts([300] * 20), {}], Rule())
+    there = World([Simulated(), Gone()], [prompts([300] * 20), {}], MigrationRule())
     there.run()
     assert there.moves == []
     assert len(there.ended) == 20
@@ -213,41 +223,41 @@ def test_an_engine_that_cannot_be_asked_is_left_alone():
 
 def test_a_sample_that_has_finished_meanwhile_does_not_move():
     class Late(Simulated):
-        def take_out(self, key):
+        def remove(self, key):
             return None
 
-    there = World([Late(), Simulated()], [prompts([300] * 20), {}], Rule())
+    there = World([Late(), Simulated()], [prompts([300] * 20), {}], MigrationRule())
     there.run()
     assert there.moves == []
     assert len(there.ended) == 20
 
 
 def test_the_pace_of_an_engine_is_what_its_steps_took():
-    meter = PaceMeter()
-    assert meter.pace() is None
+    meter = SpeedMeter()
+    assert meter.speed() is None
     rng = np.random.default_rng(0)
     for i in range(300):
         live = int(rng.integers(1, 17))
         meter.add(live, PACE.token_s(live) * (50 if i == 250 else rng.uniform(0.9, 1.1)))
-    found = meter.pace()
+    found = meter.speed()
     for live in (1, 8, 16):
         assert found.token_s(live) == pytest.approx(PACE.token_s(live), rel=0.1)
 
 
 def test_an_engine_that_has_always_been_full_has_a_pace_too():
-    meter = PaceMeter()
+    meter = SpeedMeter()
     for _ in range(10):
         meter.add(4, 0.02)
-    assert meter.pace().token_s(4) == pytest.approx(0.02)
-    assert math.isfinite(meter.pace().token_s(1))
+    assert meter.speed().token_s(4) == pytest.approx(0.02)
+    assert math.isfinite(meter.speed().token_s(1))
 
 
 def test_lengths_of_long_ago_are_forgotten():
     """A long run holds no more of them than it looks at."""
-    there = Reallocator([], Rule())
-    for length in [10] * 5000 + [500] * REMEMBERED:
-        rollout = Rollout(PROMPT_OF_NONE, [0] * length, finish="stop")
-        there.finished(rollout)
+    there = Reallocator([], MigrationRule())
+    for length in [10] * 5000 + [500] * HISTORY_ROLLOUTS:
+        rollout = Rollout(PROMPT_OF_NONE, [0] * length, finish_reason="stop")
+        there.record_finished(rollout)
     assert set(there._ended) == {(-1, 500)}
 
 
@@ -274,22 +284,22 @@ def test_samples_that_move_between_engines_get_the_same_tokens():
     model = tiny()
     alone = Engine.of(model, rows=8, max_tokens=96)
     expected = {r.prompt.sample: (r.tokens, r.logprobs) for r in alone.generate(asked())}
-    engines = [EngineHere(Engine.of(model, rows=4, max_tokens=96)) for _ in range(2)]
+    engines = [LocalEngine(Engine.of(model, rows=4, max_tokens=96)) for _ in range(2)]
     for prompt in asked():
         engines[0].add(prompt)
-    there = Reallocator(engines, Rule(pause_s=0.0, margin=0.0), clock=iter(range(10**6)).__next__)
+    there = Reallocator(engines, MigrationRule(overhead_s=0.0, margin=0.0), clock=iter(range(10**6)).__next__)
     # The pace is given, not measured: a timing must not decide what moves.
     for engine in engines:
         engine._meter.add(1, 0.011)
         engine._meter.add(4, 0.014)
         engine._meter.add = lambda *_: None
     found, moves = {}, []
-    while any(engine.engine.live or engine.engine.waiting for engine in engines):
+    while any(engine.engine.running or engine.engine.waiting for engine in engines):
         for engine in engines:
             for rollout in engine.step().finished:
                 found[rollout.prompt.sample] = rollout
-                there.finished(rollout)
-        moves += there.look()
+                there.record_finished(rollout)
+        moves += there.rebalance()
     assert len(moves) >= 2
     assert there.num_moves == len(moves)
     assert found.keys() == expected.keys()
@@ -299,7 +309,7 @@ def test_samples_that_move_between_engines_get_the_same_tokens():
 
 
 def test_an_engine_here_tells_what_it_has_to_do():
-    engine = EngineHere(Engine.of(tiny(), rows=4, max_tokens=96))
+    engine = LocalEngine(Engine.of(tiny(), rows=4, max_tokens=96))
     assert engine.load() is None
     for prompt in asked():
         engine.add(prompt)
@@ -309,7 +319,7 @@ def test_an_engine_here_tells_what_it_has_to_do():
     assert [one.key for one in told.samples] == [(1, i) for i in range(8)]
     assert [one.emitted for one in told.samples] == [1] * 4 + [0] * 4
     assert [one.context for one in told.samples] == [4] * 4 + [3] * 4
-    assert engine.take_out((9, 9)) is None
-    assert isinstance(engine.take_out((1, 0)).begun, Rollout)
-    assert isinstance(engine.take_out((1, 7)), Prompt)
+    assert engine.remove((9, 9)) is None
+    assert isinstance(engine.remove((1, 0)).partial, Rollout)
+    assert isinstance(engine.remove((1, 7)), Prompt)
     assert len(engine.load().samples) == 6

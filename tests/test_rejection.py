@@ -21,8 +21,8 @@ from kit.markov import (
 
 from aedit.spec_rollout.drafters.drafts import Draft
 from aedit.spec_rollout.sampling.noise import gumbel, uniforms
-from aedit.spec_rollout.sampling.rejection import reject
-from aedit.spec_rollout.sampling.verify import coupled
+from aedit.spec_rollout.sampling.rejection import rejection_accept
+from aedit.spec_rollout.sampling.verify import coupled_tokens
 
 WORLD = world()
 NUM = 200_000
@@ -72,7 +72,7 @@ def test_the_first_token_of_a_million_is_distributed_as_the_policy():
         guesses = torch.multinomial(logq.exp(), len(ids), replacement=True, generator=generator)[:, None]
         draft = Draft(guesses, None, None, guesses.double(), logq.expand(len(ids), 1, size))
         numbers = uniforms(ids, 0 * ids, torch.tensor([[7, 8]]).expand(len(ids), 2))
-        return reject(draft, logits.expand(len(ids), 2, size), numbers).emitted_BM[:, 0]
+        return rejection_accept(draft, logits.expand(len(ids), 2, size), numbers).emitted_BM[:, 0]
 
     assert_is_distributed(counted(draw, size, num), logits, num)
 
@@ -83,7 +83,7 @@ def test_coupled_tokens_are_distributed_as_the_policy_in_float32():
 
     def draw(ids):
         noise = gumbel(ids, 0 * ids, torch.full((len(ids), 1), 9), size)
-        return coupled(logits.float().expand(len(ids), 1, size), noise)[:, 0]
+        return coupled_tokens(logits.float().expand(len(ids), 1, size), noise)[:, 0]
 
     assert_is_distributed(counted(draw, size, num), logits, num)
 
@@ -113,7 +113,7 @@ def test_each_row_is_judged_as_the_paper_says(seed):
     counts = torch.randint(DEPTH + 1, (3,), generator=generator)
     numbers = torch.rand(3, DEPTH + 1, 2, generator=generator, dtype=torch.float64)
     draft = Draft(tokens, None, counts, torch.zeros(3, DEPTH), logq)
-    accepted = reject(draft, logits, numbers)
+    accepted = rejection_accept(draft, logits, numbers)
     for b in range(3):
         row = Draft(tokens[b : b + 1], None, counts[b : b + 1], draft.scores_BN, logq[b : b + 1])
         wanted = one_by_one(row, logits[b], numbers[b])
@@ -133,9 +133,9 @@ def test_a_token_that_may_not_be_drawn_never_stays_and_never_comes():
     for u in (2.0**-33, 0.5, 1 - 2.0**-33):
         numbers = torch.full((1, 2, 2), u, dtype=torch.float64)
         for draft in (few([1], logq), few([1], None), few([2], logq)):
-            assert reject(draft, logits, numbers).counts_B.item() == 0
-            assert reject(draft, logits, numbers).emitted_BM[0, 0] == 0
-        accepted = reject(few([0], None), logits, numbers)
+            assert rejection_accept(draft, logits, numbers).counts_B.item() == 0
+            assert rejection_accept(draft, logits, numbers).emitted_BM[0, 0] == 0
+        accepted = rejection_accept(few([0], None), logits, numbers)
         assert (accepted.counts_B.item(), accepted.emitted_BM.tolist()) == (1, [[0, 1]])
 
 
@@ -144,7 +144,7 @@ def test_where_rounding_leaves_nothing_of_the_residual_the_policy_speaks():
     logq = logits[:, :1].log_softmax(-1) + 1e-8  # as from another order of additions
     for u in (0.1, 0.9):
         numbers = torch.tensor([[[1 - 2.0**-33, u], [0.5, 0.5]]], dtype=torch.float64)
-        accepted = reject(few([0], logq), logits, numbers)
+        accepted = rejection_accept(few([0], logq), logits, numbers)
         assert (accepted.counts_B.item(), accepted.emitted_BM[0, 0].item()) == (0, int(u > 0.5))
 
 
@@ -154,7 +154,7 @@ def test_greedy_rows_emit_the_argmax_whatever_was_drafted():
     numbers = torch.rand(4, 3, 2, dtype=torch.float64)
     for logq in (None, torch.zeros(4, 2, 3).log_softmax(-1)):
         draft = Draft(guesses, None, None, guesses.float(), logq)
-        accepted = reject(draft, logits, numbers, torch.zeros(4))
+        accepted = rejection_accept(draft, logits, numbers, torch.zeros(4))
         assert accepted.counts_B.tolist() == [2, 1, 0, 0]
         kept = [
             row[: count + 1] for row, count in zip(accepted.emitted_BM.tolist(), (2, 1, 0, 0), strict=True)
@@ -166,7 +166,7 @@ def test_without_guesses_one_token_is_drawn_from_the_policy():
     logits = torch.tensor([[[0.0, 0.0, -torch.inf]]])
     draft = few([], None)
     assert [
-        reject(draft, logits, torch.tensor([[[0.9, u]]], dtype=torch.float64)).emitted_BM.tolist()
+        rejection_accept(draft, logits, torch.tensor([[[0.9, u]]], dtype=torch.float64)).emitted_BM.tolist()
         for u in (0.1, 0.49, 0.51, 0.99)
     ] == [[[0]], [[0]], [[1]], [[1]]]
 
@@ -174,4 +174,4 @@ def test_without_guesses_one_token_is_drawn_from_the_policy():
 def test_a_tree_is_refused():
     draft = Draft(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[-1]]), None, torch.zeros(1, 1))
     with pytest.raises(ValueError, match="chains only"):
-        reject(draft, torch.zeros(1, 2, 4), torch.full((1, 2, 2), 0.5))
+        rejection_accept(draft, torch.zeros(1, 2, 4), torch.full((1, 2, 2), 0.5))

@@ -12,13 +12,13 @@ from aedit.async_sgd.hub.members import Report
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.journal.store import Store
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PushFilterConfig
-from aedit.async_sgd.rules.records import Layout, Led, Merged, Mixed, Push, Record, TensorLayout, UnitLayout
+from aedit.async_sgd.rules.records import Led, Merged, Mixed, Push, Record
 from aedit.edit.config import EditConfig
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.folder import claim
 from aedit.launch.hub.replay import anchors_of, make_hub, records_of, replayed
 from aedit.proto.codecs.codecs import codec
-from aedit.types import UserError
+from aedit.types import Layout, TensorLayout, UnitLayout, UserError
 
 SHAPES = (((60, 50), (50,)), ((7, 11),))
 LAYOUT = Layout(
@@ -34,7 +34,7 @@ RULES = {
         OuterConfig(kind="delayed-nesterov", delay=2, activation=0.1, look_ahead=True),
     ),
     "mean": (
-        HubConfig(address="h:1", quorum="all", weights="penalty", pace="seconds", codec_down="e3m0"),
+        HubConfig(address="h:1", quorum="all", weights="penalty", codec_down="e3m0"),
         OuterConfig(),
     ),
     "rda": (
@@ -53,7 +53,7 @@ def run_config(rule):
     settings = {name: getattr(hub, name) for name in hub.__dataclass_fields__}
     settings |= {"parent": "h:2", "parent_every": 3, "lease_samples": 64, "expire_s": 8.0, "codec": "int8"}
     settings |= {"push_filter": PushFilterConfig(violations=2)}
-    timed = {"schedule": "seconds", "every": 2.0} if hub.pace == "seconds" else {"every": 10}
+    timed = {"schedule": "seconds", "every": 2.0} if rule == "mean" else {"every": 10}
     edit = EditConfig(landing="arrival", **timed)
     return RunConfig(hub=HubConfig(**settings), outer=outer, edit=edit)
 

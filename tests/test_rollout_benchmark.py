@@ -32,8 +32,8 @@ from benchmarks.rollout_parts.theirs import OURS, THEIRS, Theirs, without_stop
 from benchmarks.rollout_parts.watch import Foretold, Scores, Watched
 from transformers import LlamaForCausalLM
 
-from aedit.spec_rollout.arms.arms import Observed, View
-from aedit.spec_rollout.arms.calibration import Nodes
+from aedit.spec_rollout.arms.arms import EngineView, StepObservation
+from aedit.spec_rollout.arms.calibration import DraftNodes
 from aedit.spec_rollout.arms.goodput import Goodput
 from aedit.spec_rollout.drafters.drafts import Arm, Draft, parse_arm
 from aedit.spec_rollout.engine.engine import Engine
@@ -207,8 +207,8 @@ def test_prompts_of_unequal_length_are_one_batch_of_generate(model):
 
 
 def observed(total_s, rows=2, arm=OFF, **more):
-    return Observed(
-        view=View(rows, 40, {"suffix": 0}), arm=parse_arm(arm), emitted=rows, total_s=total_s, **more
+    return StepObservation(
+        view=EngineView(rows, 40, {"suffix": 0}), arm=parse_arm(arm), emitted=rows, total_s=total_s, **more
     )
 
 
@@ -231,7 +231,7 @@ def test_chances_are_judged_as_they_were_before_they_were_learnt():
         torch.zeros(2, 2, dtype=torch.int64), None, None, torch.tensor([[0.9, 0.9], [0.9, 0.3]]).log()
     )
     step = observed(1e-3, arm="suffix:2", draft=draft, nodes=2, accepted_B=(0, 2))
-    chances_BN = other.inner.drafters["suffix"].calibration.chances(Nodes.of(draft))
+    chances_BN = other.inner.drafters["suffix"].calibration.probabilities(DraftNodes.of(draft))
     watch.learn(step)
     # The second node of the first row was not judged: its parent was not accepted.
     assert watch.foretold.chance_nodes == {"suffix": 3}

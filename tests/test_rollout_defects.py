@@ -3,7 +3,7 @@
  1  the step of the RL loop never advances       test_features: a new policy begins a step unasked
  2  by default, nothing is trained on            here
  3  features are collected by nobody, quietly    here
- 4  training ends before the long wait begins    test_idle: let by the first window and held by the last
+ 4  training ends before the long wait begins    test_idle: resumed by the first window, suspended by the last
  5  the rollout waits for the trainer            test_idle: windows wait for no trainer; benchmarks.idle
  6  features are wiped with every session        here; test_batches: one step off
  7  a feature with its own token, not the next   test_packing, test_features_engine, test_layer_drafter
@@ -27,11 +27,11 @@ import torch
 from kit.rollouts import Stubborn, engine_of, prompts_of, tiny_policy
 from kit.tiny_policies import drafter, ends, policy, said
 
-from aedit.spec_rollout.drafters.drafts import Begun, Taken
+from aedit.spec_rollout.drafters.drafts import RowStart, StepUpdate
 from aedit.spec_rollout.learning.feature_reader import FeatureReader
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.learning.learning import Learning, LearningConfig, shared
+from aedit.spec_rollout.learning.learning import LayerTraining, LearningConfig, policy_tensors
 
 
 def ring_for(model, num_bytes=2**20):
@@ -43,18 +43,18 @@ def ring_for(model, num_bytes=2**20):
 def test_d02_with_nothing_configured_what_an_engine_says_is_learned_from():
     model = tiny_policy(dtype=torch.float32)
     ring, memory = ring_for(model)
-    learning = Learning(drafter(model), memory, LearningConfig())
-    learning.follow(shared(ends(model)), 0)
+    learning = LayerTraining(drafter(model), memory, LearningConfig())
+    learning.set_policy(policy_tensors(ends(model)), 0)
     learning.begin(drafter(model).state_dict())
     engine = engine_of(model, 4)
     engine.sink = RowFeatures(ring)
     list(engine.generate(prompts_of(16, max_new_tokens=24)))
     assert all(learning.microbatch() for _ in range(8))
-    assert learning.figures()["steps"] >= 1
+    assert learning.metrics()["steps"] >= 1
 
 
 class Broken(RowFeatures):
-    def take(self, taken, version):
+    def update(self, taken, version):
         raise RuntimeError("no features today")
 
 
@@ -70,8 +70,8 @@ def test_d03_who_cannot_keep_features_says_so_and_the_engine_does_not_go_on_with
 def test_d06_what_was_said_before_a_window_is_still_there_after_it_and_in_the_next_step():
     model = policy(dtype=torch.float32)
     ring, memory = ring_for(model)
-    learning = Learning(drafter(model), memory, LearningConfig())
-    learning.follow(shared(ends(model)), 1)
+    learning = LayerTraining(drafter(model), memory, LearningConfig())
+    learning.set_policy(policy_tensors(ends(model)), 1)
     learning.begin(drafter(model).state_dict())
     for step in range(2):
         if step:
@@ -96,8 +96,8 @@ def test_d11_features_become_no_python_numbers_on_their_way(monkeypatch):
         return to_list(self)
 
     monkeypatch.setattr(torch.Tensor, "tolist", refuse)
-    sink.begin([Begun(0, -1, [3, 4, 5], torch.randn(2, width), 3)], 1)
-    sink.take(Taken([[6, 7]], torch.randn(1, 2, width)), 1)
+    sink.begin([RowStart(0, -1, [3, 4, 5], torch.randn(2, width), 3)], 1)
+    sink.update(StepUpdate([[6, 7]], torch.randn(1, 2, width)), 1)
     sink.end(0, True)
     reader = FeatureReader(memory)
     (entry,) = reader.entries()

@@ -15,7 +15,8 @@ from aedit.async_sgd.rules.push_filter import (
     log_size,
     outliers,
 )
-from aedit.async_sgd.rules.records import Part, Push, TensorLayout, UnitLayout
+from aedit.async_sgd.rules.records import Part, Push
+from aedit.types import TensorLayout, UnitLayout
 
 SCREEN = PushFilterConfig()
 NODES = 8

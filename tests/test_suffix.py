@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aedit.spec_rollout.drafters.automaton import MOST_LINKS, NOWHERE, ROOT, Automaton
-from aedit.spec_rollout.drafters.drafts import Begun, Taken, parse_arm
-from aedit.spec_rollout.drafters.suffix import DOUBT, OVERLAP, SuffixDrafter
+from aedit.spec_rollout.drafters.automaton import MAX_LINKS, NO_STATE, ROOT, Automaton
+from aedit.spec_rollout.drafters.drafts import RowStart, StepUpdate, parse_arm
+from aedit.spec_rollout.drafters.suffix import OVERLAP, SMOOTHING, SuffixDrafter
 
 NOTHING = torch.zeros(0, 4)
 
@@ -52,7 +52,7 @@ class Search:
         length, found = self.longest(text)
         while length >= min_match and len(tokens) < depth:
             token = min(found, key=lambda t: (-found[t], t))
-            score += math.log(found[token] / (sum(found.values()) + DOUBT / length))
+            score += math.log(found[token] / (sum(found.values()) + SMOOTHING / length))
             tokens.append(token)
             scores.append(score)
             matched = [*text[len(text) - length :], token]
@@ -62,22 +62,22 @@ class Search:
 
 
 def begun(row, tokens, group=0):
-    return Begun(row, group, tokens, NOTHING)
+    return RowStart(row, group, tokens, NOTHING)
 
 
 def take(drafter, *tokens):
-    drafter.take(Taken(tokens, NOTHING))
+    drafter.update(StepUpdate(tokens, NOTHING))
 
 
 def guess(drafter, row=0, arm="suffix:4"):
-    return [token for token, _, _ in drafter.guess(row, parse_arm(arm))]
+    return [token for token, _, _ in drafter.draft_row(row, parse_arm(arm))]
 
 
 def count_of(automaton, words):
     state = ROOT
     for word in words:
         state = automaton.step(state, word)
-        if state == NOWHERE:
+        if state == NO_STATE:
             return 0
     return automaton.count(state)
 
@@ -96,14 +96,14 @@ def test_every_string_is_counted_as_often_as_it_was_read_however_texts_take_turn
     states, done = [ROOT] * len(texts), [0] * len(texts)
     turns = data.draw(st.permutations([i for i, text in enumerate(texts) for _ in text]))
     for i in turns:
-        states[i] = automaton.read(states[i], texts[i][done[i]])
+        states[i] = automaton.append(states[i], texts[i][done[i]])
         done[i] += 1
         search.read(texts[i][: done[i]])
     for words in substrings(texts):
         assert count_of(automaton, words) == search.count(words)
     assert count_of(automaton, [0, 3]) == 0
     for text, state in zip(texts, states, strict=True):
-        found, length = automaton.continued(state, automaton.length(state))
+        found, length = automaton.longest_continued(state, automaton.length(state))
         expected, followers = search.longest(text)
         assert length == expected
         if followers:
@@ -116,11 +116,11 @@ def test_a_text_that_is_only_compared_is_matched_by_its_longest_known_suffix(kno
     automaton = Automaton()
     state = ROOT
     for token in known:
-        state = automaton.read(state, token)
+        state = automaton.append(state, token)
     at, length = ROOT, 0
     strings = substrings([known])
     for end, token in enumerate(text, start=1):
-        at, length = automaton.follow(at, length, token)
+        at, length = automaton.advance_match(at, length, token)
         suffixes = [n for n in range(end + 1) if n == 0 or tuple(text[end - n : end]) in strings]
         assert length == max(suffixes)
 
@@ -145,7 +145,7 @@ def test_what_is_drafted_is_what_a_search_finds(prompt, steps, min_match):
                 search.read(text)
     for row, text in enumerate(texts):
         tokens, scores = search.line(text, 5, min_match)
-        found = drafter.guess(row, parse_arm("suffix:5"))
+        found = drafter.draft_row(row, parse_arm("suffix:5"))
         assert [g[0] for g in found] == tokens
         assert [g[1] for g in found] == list(range(-1, len(tokens) - 1))
         assert [g[2] for g in found] == pytest.approx(scores)
@@ -205,7 +205,7 @@ def test_a_tree_of_width_one_would_be_the_line():
     drafter = SuffixDrafter()
     drafter.begin([begun(0, [1, 2, 3, 1, 2, 4, 1, 2])])
     arm = parse_arm("suffix:3x2x9")
-    best = [g for g in drafter.guess(0, arm) if g[0] in (3, 4) and g[1] == -1]
+    best = [g for g in drafter.draft_row(0, arm) if g[0] in (3, 4) and g[1] == -1]
     assert best[0][0] == guess(drafter)[0] == 3
 
 
@@ -253,7 +253,7 @@ def test_groups_used_last_are_remembered():
 def test_a_forgotten_group_begins_anew():
     drafter = SuffixDrafter()
     drafter.begin([begun(0, [1, 2, 3, 4])])
-    drafter.forget(0)
+    drafter.forget_group(0)
     drafter.begin([begun(1, [1, 2])])
     assert guess(drafter, 1) == []
     take(drafter, [1, 2], [3])
@@ -263,10 +263,10 @@ def test_a_forgotten_group_begins_anew():
 def test_one_token_over_and_over_is_read_in_bounded_time_and_still_foreseen():
     automaton = Automaton()
     state = ROOT
-    for _ in range(10 * MOST_LINKS):
-        state = automaton.read(state, 5)
-    at, length = automaton.continued(state, automaton.length(state))
-    assert length == 10 * MOST_LINKS - 1
+    for _ in range(10 * MAX_LINKS):
+        state = automaton.append(state, 5)
+    at, length = automaton.longest_continued(state, automaton.length(state))
+    assert length == 10 * MAX_LINKS - 1
     assert [token for token, _ in automaton.continuations(at)] == [5]
 
 
@@ -276,7 +276,7 @@ def test_a_token_takes_less_than_300_bytes(vocabulary):
     automaton = Automaton()
     state = ROOT
     for token in torch.randint(vocabulary, (6000,), generator=random).tolist():
-        state = automaton.read(state, token)
+        state = automaton.append(state, token)
     assert automaton.num_bytes <= 300 * automaton.num_tokens
 
 

@@ -46,8 +46,10 @@ def test_a_tree_starts_from_the_chain_of_its_depth_and_soon_has_a_mean_of_its_ow
 def test_hope_is_larger_the_less_is_known():
     knows, hardly = taught(EIGHT, lines(2)), taught(EIGHT, lines(2), times=2)
     nothing = Survival()
-    assert nothing.expected(EIGHT, hopeful=True) == 9
-    extra = [each.expected(EIGHT, hopeful=True) - each.expected(EIGHT) for each in (knows, hardly, nothing)]
+    assert nothing.expected(EIGHT, optimistic=True) == 9
+    extra = [
+        each.expected(EIGHT, optimistic=True) - each.expected(EIGHT) for each in (knows, hardly, nothing)
+    ]
     assert 0 < extra[0] < 0.3 < extra[1] < extra[2]
 
 
@@ -71,11 +73,11 @@ def test_rows_that_are_learnt_together_fade_as_one_by_one():
 
 def test_a_new_version_is_doubted_and_the_same_one_is_not():
     survival = taught(EIGHT, lines(8))
-    survival.see(3)
+    survival.set_version(3)
     known = survival.num_rows
-    survival.see(3)
+    survival.set_version(3)
     assert survival.num_rows == known, "the first version that is seen is that of all so far"
-    survival.see(4)
+    survival.set_version(4)
     assert 0.05 * known < survival.num_rows < 0.2 * known
     for _ in range(30):
         survival.learn(EIGHT, lines(0))
@@ -89,8 +91,8 @@ def test_a_new_version_is_doubted_and_the_same_one_is_not():
 def test_at_rest_trust_fades_and_the_estimate_stays():
     survival = taught(EIGHT, lines(2))
     known, expected = survival.num_rows, survival.expected(EIGHT)
-    survival.rest(3000)
+    survival.decay_idle(3000)
     assert survival.num_rows == pytest.approx(known / np.e)
     assert survival.expected(EIGHT) == pytest.approx(expected, rel=0.05)
-    survival.rest(100_000)
-    assert survival.expected(EIGHT, hopeful=True) == pytest.approx(9, rel=0.01)
+    survival.decay_idle(100_000)
+    assert survival.expected(EIGHT, optimistic=True) == pytest.approx(9, rel=0.01)

@@ -12,7 +12,7 @@ from kit.rollouts import Stubborn, tiny_policy
 
 from aedit.spec_rollout.arms.arms import Fixed
 from aedit.spec_rollout.migration.moving import Reallocator
-from aedit.spec_rollout.migration.reallocate import Move
+from aedit.spec_rollout.migration.reallocate import Migration
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 
 TIMES = Times(
@@ -95,9 +95,9 @@ def test_what_moves_is_there_when_it_has_left_and_been_copied(targets):
     assert old_s < left_s
 
     class Once:
-        def look(self):
-            nodes[1].add(nodes[0].take_out((0, 1)))
-            return [Move((0, 1), 0, 1, 0.0)]
+        def rebalance(self):
+            nodes[1].add(nodes[0].remove((0, 1)))
+            return [Migration((0, 1), 0, 1, 0.0)]
 
     world._look(Once())
     nodes[1].step()
@@ -118,7 +118,7 @@ def test_each_prompt_goes_to_one_engine_with_all_its_samples():
 
 def test_bars_are_those_of_the_issue_and_are_missed_aloud():
     def way(seconds, *copies_s, most=0):
-        rollouts = {(0, 0): Rollout(samples(1, 9)[0], [1] * 9, finish="length")}
+        rollouts = {(0, 0): Rollout(samples(1, 9)[0], [1] * 9, finish_reason="length")}
         return Way(seconds, rollouts, Counter({(0, 0): most}), int(most > 2), 0.5, list(copies_s))
 
     seconds = {"plain": way(1.0), "plain, moving": way(0.8, 0.004, most=2)}

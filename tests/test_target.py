@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from aedit.spec_rollout.model import cache
-from aedit.spec_rollout.model.attention_mask import ancestors, offsets
+from aedit.spec_rollout.model.attention_mask import ancestors, relative_positions
 from aedit.spec_rollout.model.target import Target
 
 V = 61
@@ -81,7 +81,7 @@ def own(model, tokens):
 def looks(request, monkeypatch):
     """Whether rows of unequal length are read apart."""
     if request.param == "apart":
-        monkeypatch.setattr(cache, "SPARED_BYTES", 0)
+        monkeypatch.setattr(cache, "MIN_SAVED_BYTES", 0)
 
 
 def close(ours, theirs, tolerance=1e-10):
@@ -149,7 +149,7 @@ def test_ancestors_and_depths_are_those_of_walking_up():
         for node in range(-1, 7):
             path = path_to(parents, node)
             assert sees[row, node + 1].nonzero()[:, 0].tolist() == path
-            assert offsets(sees)[row, node + 1] == len(path) - 1
+            assert relative_positions(sees)[row, node + 1] == len(path) - 1
 
 
 @pytest.mark.usefixtures("looks")
@@ -180,7 +180,7 @@ def test_after_a_tree_the_rows_go_on_from_the_accepted_path():
     target.step(tokens, lengths, TREES)
     path = torch.tensor([[0, 2, 5, 6], [0, 1, 0, 0], [0, 6, 7, 0]])
     counts = torch.tensor([3, 1, 2])
-    target.keep(lengths, path, counts)
+    target.keep_path(lengths, path, counts)
     logits, _ = target.step(
         next_token, [n + 1 + int(count) for n, count in zip(lengths, counts, strict=True)]
     )
@@ -205,7 +205,7 @@ def test_a_prompt_is_computed_in_pieces_of_bounded_scores(monkeypatch):
     monkeypatch.setattr("aedit.spec_rollout.model.target.PREFILL_SCORES_BYTES", 30_000)
     pieces = []
     monkeypatch.setattr(
-        target, "_prefill_piece", lambda tokens, row, at: pieces.append((len(tokens), at)) or tokens
+        target, "_prefill_chunk", lambda tokens, row, at: pieces.append((len(tokens), at)) or tokens
     )
     monkeypatch.setattr("aedit.spec_rollout.model.target.torch.cat", lambda parts: parts)
     target.prefill(drawn(70), 0)
@@ -233,9 +233,9 @@ def test_keys_and_values_move_between_two_engines():
     source, other = Target.of(model, rows=2, max_tokens=20), Target.of(model, rows=3, max_tokens=40)
     text = drawn(12, seed=8)
     source.prefill(text[:-1], 1)
-    moved = source.kv_of(1, 11)
+    moved = source.read_kv(1, 11)
     source.prefill(drawn(20, seed=1), 1)
-    other.put_kv(0, moved)
+    other.write_kv(0, moved)
     close(other.step(text[None, -1:], [11])[0][0], own(model, text)[0][-1:])
 
 
@@ -243,13 +243,13 @@ def test_keys_and_values_that_do_not_fit_are_refused():
     model = made()
     target = Target.of(model, rows=1, max_tokens=10, nodes=0)
     for kv, words in (
-        (torch.zeros(3, 2, 2, 12, 8, dtype=torch.float64), "12 tokens: a row has room for 11"),
-        (torch.zeros(3, 2, 2, 4, 8), "torch.float32: this cache is in torch.float64"),
+        (torch.zeros(3, 2, 2, 12, 8, dtype=torch.float64), "12 tokens exceed the 11 slots"),
+        (torch.zeros(3, 2, 2, 4, 8), "this cache's torch.float64, got torch.float32"),
         (torch.zeros(2, 2, 2, 4, 8, dtype=torch.float64), "another model"),
         (torch.zeros(3), "another model"),
     ):
         with pytest.raises(ValueError, match=words):
-            target.put_kv(0, kv)
+            target.write_kv(0, kv)
 
 
 def test_an_optimizer_step_is_seen_at_once_and_nothing_is_a_copy():
@@ -273,7 +273,7 @@ def test_adopted_weights_are_the_new_policy(name):
             parameter.mul_(1.1)
     target = Target.of(model, rows=1, max_tokens=20)
     places = [parameter.data_ptr() for parameter in model.parameters()]
-    target.adopt(other.state_dict(), version=7)
+    target.update_weights(other.state_dict(), version=7)
     assert target.version == 7
     assert places == [parameter.data_ptr() for parameter in model.parameters()]
     close(target.prefill(drawn(6), 0), own(other, drawn(6))[1])
@@ -283,7 +283,7 @@ def test_weights_that_are_the_models_own_are_not_copied():
     model = made("qwen2 tied")
     target = Target.of(model, rows=1, max_tokens=20)
     changes = [parameter._version for parameter in model.parameters()]
-    target.adopt(model.state_dict(), version=1)
+    target.update_weights(model.state_dict(), version=1)
     assert changes == [parameter._version for parameter in model.parameters()]
 
 
@@ -292,10 +292,10 @@ def test_one_name_of_tied_weights_is_enough_and_two_that_differ_are_refused():
     target = Target.of(model, rows=1, max_tokens=20)
     weights = {name: tensor * 1.1 for name, tensor in model.state_dict().items()}
     head = weights.pop("lm_head.weight")
-    target.adopt(weights, version=1)
+    target.update_weights(weights, version=1)
     torch.testing.assert_close(target.head, head, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"lm_head.weight is tied .* differs"):
-        target.adopt(weights | {"lm_head.weight": head * 2}, version=2)
+        target.update_weights(weights | {"lm_head.weight": head * 2}, version=2)
     assert target.version == 1
 
 
@@ -303,9 +303,9 @@ def test_one_name_of_tied_weights_is_enough_and_two_that_differ_are_refused():
     ("change", "words"),
     [
         (lambda w: w.pop("model.norm.weight"), "model.norm.weight is missing"),
-        (lambda w: w.update(more=torch.ones(1)), "more is not a tensor of this model"),
-        (lambda w: w.update({"lm_head.weight": torch.ones(3, 3)}), r"lm_head.weight has shape \(3, 3\)"),
-        (lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}), "in torch.int8"),
+        (lambda w: w.update(more=torch.ones(1)), "more is not in this model's state_dict"),
+        (lambda w: w.update({"lm_head.weight": torch.ones(3, 3)}), r"lm_head.weight must .* got \(3, 3\)"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}), "got torch.int8"),
     ],
 )
 def test_weights_that_do_not_fit_change_nothing(change, words):
@@ -315,7 +315,7 @@ def test_weights_that_do_not_fit_change_nothing(change, words):
     weights = {name: tensor + 1 for name, tensor in before.items()}
     change(weights)
     with pytest.raises(ValueError, match=words):
-        target.adopt(weights, version=5)
+        target.update_weights(weights, version=5)
     assert target.version == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -378,12 +378,15 @@ def test_what_is_not_supported_is_named():
 def test_rows_and_tokens_beyond_the_cache_are_refused():
     target = Target.of(made(), rows=2, max_tokens=20, nodes=3)
     for call, words in (
-        (lambda: target.prefill(drawn(25), 0), "25 tokens in a row: it has room for 20 and a draft"),
+        (lambda: target.prefill(drawn(25), 0), "25 tokens in a row exceed max_tokens 20 and a draft"),
         (lambda: target.step(drawn(1, 4), [21]), "25 tokens in a row"),
-        (lambda: target.step(drawn(3, 1), [1, 1, 1]), "3 rows of tokens, 3 lengths, 2 rows"),
-        (lambda: target.step(drawn(1, 1), [1, 1]), "1 rows of tokens, 2 lengths, 2 rows"),
-        (lambda: Target.of(made(), rows=0, max_tokens=20), "rows 0"),
-        (lambda: Target.of(made(), rows=1, max_tokens=20, taps=(3,)), r"taps \[3\]: .* layers 0 to 2"),
+        (lambda: target.step(drawn(3, 1), [1, 1, 1]), "3 rows of tokens and 3 lengths: must .* at most 2"),
+        (lambda: target.step(drawn(1, 1), [1, 1]), "1 rows of tokens and 2 lengths"),
+        (lambda: Target.of(made(), rows=0, max_tokens=20), "got 0, 20, 16"),
+        (
+            lambda: Target.of(made(), rows=1, max_tokens=20, taps=(3,)),
+            r"taps \[3\] do not exist: .* layers 0 to 2",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()

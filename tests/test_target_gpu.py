@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_target import made
 
-from aedit.spec_rollout.model.graphs import Graphs, batch_bucket, context_bucket
+from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
 from aedit.spec_rollout.model.target import Target
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -16,7 +16,7 @@ TREES = torch.tensor(
 
 
 class Unrecorded:
-    """In the place of `Graphs`: runs what would be recorded."""
+    """In the place of `GraphCache`: runs what would be recorded."""
 
     def __init__(self):
         self.keys = []
@@ -154,7 +154,7 @@ class TestOnAGpu:
             torch.cuda.set_sync_debug_mode("default")
 
     def test_of_too_many_recordings_the_one_least_used_is_forgotten(self):
-        graphs, made_of = Graphs(torch.device("cuda"), most=2), []
+        graphs, made_of = GraphCache(torch.device("cuda"), max_graphs=2), []
 
         def doubled(x):
             made_of.append(x)

@@ -8,7 +8,7 @@ import torch
 from benchmarks.idle_parts import trainees
 from kit import trainers
 
-from aedit.spec_rollout.idle.checkpoint import Checkpoints
+from aedit.spec_rollout.idle.checkpoint import AsyncCheckpoint
 from aedit.spec_rollout.idle.restarts import Restarts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and states are Linux's")
@@ -76,7 +76,7 @@ def test_a_trainer_that_is_gone_is_started_again_and_goes_on(suffering, fault, m
     saved = suffering.status("checkpoints")
     with suffering.work.window("test"):
         trainers.until(lambda: suffering.status("checkpoints") > saved, suffering.work)
-    steps = Checkpoints(suffering.checkpoint).load()["num_steps"].item()
+    steps = AsyncCheckpoint(suffering.checkpoint).load()["num_steps"].item()
     deaths, last_good = suffering.status("deaths"), suffering.work.newest()
     suffering.suffer(fault, lambda: suffering.status("deaths") == deaths + 1)
     assert message in suffering.status("error")
@@ -92,14 +92,14 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_training_alone(suffering
     failed, deaths = suffering.status("checkpoints_failed"), suffering.status("deaths")
     suffering.suffer("disk full", lambda: suffering.status("checkpoints_failed") >= failed + 2)
     assert "File too large" in suffering.status("checkpoint_error")
-    before = Checkpoints(suffering.checkpoint).load()
+    before = AsyncCheckpoint(suffering.checkpoint).load()
     assert before["fc.weight"].isfinite().all()
     # It may have been stopped while it wrote one; that one goes, too, when it finds the disk full.
     suffering.suffer("disk full", lambda: not list(suffering.checkpoint.parent.glob("*.partial")))
     suffering.learn()
     written = suffering.status("checkpoints")
     suffering.suffer("disk empty", lambda: suffering.status("checkpoints") > written)
-    assert Checkpoints(suffering.checkpoint).load()["num_steps"] > before["num_steps"]
+    assert AsyncCheckpoint(suffering.checkpoint).load()["num_steps"] > before["num_steps"]
     assert suffering.status("deaths") == deaths
 
 
@@ -130,7 +130,7 @@ def test_a_trainer_that_cannot_even_begin_is_given_up():
 
 
 def test_a_checkpoint_is_a_copy_of_the_moment_it_was_asked_for(tmp_path):
-    checkpoints, tensors = Checkpoints(tmp_path / "new" / "drafter.safetensors"), {"w": torch.ones(1000)}
+    checkpoints, tensors = AsyncCheckpoint(tmp_path / "new" / "drafter.safetensors"), {"w": torch.ones(1000)}
     assert checkpoints.load() == {}
     assert checkpoints.save(tensors)
     tensors["w"].zero_()
@@ -141,7 +141,7 @@ def test_a_checkpoint_is_a_copy_of_the_moment_it_was_asked_for(tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_written_keeps_the_one_before(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(tmp_path / "drafter.safetensors")
+    checkpoints = AsyncCheckpoint(tmp_path / "drafter.safetensors")
     checkpoints.save({"w": torch.ones(2)})
     checkpoints.wait(30)
 
@@ -162,4 +162,4 @@ def test_a_damaged_checkpoint_is_named(tmp_path, damage):
     path = tmp_path / "drafter.safetensors"
     path.write_bytes(damage)
     with pytest.raises(ValueError, match="is no checkpoint of a drafter's training"):
-        Checkpoints(path).load()
+        AsyncCheckpoint(path).load()

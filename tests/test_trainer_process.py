@@ -17,7 +17,7 @@ from kit.deferred import node
 from kit.nodes import in_threads, tower
 
 from aedit.spec_rollout.idle import suspended_process as held_process
-from aedit.spec_rollout.idle.suspended_process import HeldProcess, Order, packed
+from aedit.spec_rollout.idle.suspended_process import ProcessSpec, SuspendedProcess, pickled
 from aedit.types import Round
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def test_it_is_born_stopped_at_the_lowest_priority():
 
 def test_it_is_the_least_of_all_processes_before_it_has_done_anything():
     """To load Python is work, too; and on a desktop each session has a share, which is lowered as well."""
-    child = HeldProcess(Order("aedit.spec_rollout.idle.trainer_process", packed(None)))
+    child = SuspendedProcess(ProcessSpec("aedit.spec_rollout.idle.trainer_process", pickled(None)))
     try:
         assert os.getpriority(os.PRIO_PROCESS, child.pid) == 19
         assert os.sched_getscheduler(child.pid) == os.SCHED_IDLE
@@ -102,13 +102,13 @@ def test_what_it_learns_is_published_and_gets_better(work):
 
 
 def test_it_follows_the_policy_that_it_is_given(work):
-    work.refresh(trainees.policy(2.5), version=7)
+    work.update_policy(trainees.policy(2.5), version=7)
     trainers.learn(work, 20)
     figures = work.status()["training"]
     assert (figures["head"], figures["version"]) == (2.5, 7)
     assert work.newest().version == 7
     with pytest.raises(ValueError, match=r"head must be torch.float32 \(8, 4\), got"):
-        work.refresh({"embedding": torch.zeros(8, 4), "head": torch.zeros(9, 4)}, version=8)
+        work.update_policy({"embedding": torch.zeros(8, 4), "head": torch.zeros(9, 4)}, version=8)
 
 
 def test_its_time_and_the_nodes_are_in_the_status(work):
@@ -116,7 +116,7 @@ def test_its_time_and_the_nodes_are_in_the_status(work):
     status = work.status()
     assert set(status["idle_by_cause_s"]) == {"test", "tail"}
     assert 0 < status["cpu_s"] < status["idle_s"]
-    assert status["harvest"] == pytest.approx(status["cpu_s"] / status["idle_s"])
+    assert status["utilization"] == pytest.approx(status["cpu_s"] / status["idle_s"])
     assert (status["deaths"], status["error"], status["state"]) == (0, "", "stopped")
 
 
@@ -161,9 +161,9 @@ def test_it_trains_while_layer_sync_waits_for_another_node(work):
 def test_it_ends_with_its_node_even_while_it_is_stopped():
     program = (
         "import os, signal, sys, time\n"
-        "from aedit.spec_rollout.idle.suspended_process import HeldProcess, Order, packed\n"
-        "child = HeldProcess(Order('aedit.spec_rollout.idle.trainer_process', packed(None)))\n"
-        "while not child.is_born: time.sleep(0.005)\n"
+        "from aedit.spec_rollout.idle.suspended_process import ProcessSpec, SuspendedProcess, pickled\n"
+        "child = SuspendedProcess(ProcessSpec('aedit.spec_rollout.idle.trainer_process', pickled(None)))\n"
+        "while not child.is_ready: time.sleep(0.005)\n"
         "print(child.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

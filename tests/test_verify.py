@@ -13,9 +13,9 @@ from transformers import (
 )
 
 from aedit.spec_rollout.drafters.drafts import Draft
-from aedit.spec_rollout.sampling.distribution import RowSampling, logprobs, shaped
+from aedit.spec_rollout.sampling.distribution import RowSampling, logprobs, warp_logits
 from aedit.spec_rollout.sampling.samples import Sampling
-from aedit.spec_rollout.sampling.verify import coupled, node_depths, walk
+from aedit.spec_rollout.sampling.verify import accept_path, coupled_tokens, node_depths
 
 V = 40
 
@@ -63,7 +63,7 @@ def by_transformers(logits_V, sampling, drawn):
 def test_every_row_is_shaped_as_transformers_would_shape_it(kinds):
     logits = draw_logits(len(kinds), 5, V)
     drawn = torch.arange(5).expand(len(kinds), 5) + torch.arange(len(kinds))[:, None] % 2
-    result = shaped(logits, RowSampling.of(kinds, V), drawn)
+    result = warp_logits(logits, RowSampling.of(kinds, V), drawn)
     for row, sampling in enumerate(kinds):
         for i in range(5):
             wanted = by_transformers(logits[row, i], sampling, int(drawn[row, i]))
@@ -74,26 +74,26 @@ def test_a_row_is_shaped_alike_alone_and_among_others():
     for dtype in (torch.float32, torch.float64):
         logits = draw_logits(len(ALL_KINDS), 3, V, dtype=dtype)
         drawn = torch.tensor([[1, 2, 3]])
-        together = shaped(logits, RowSampling.of(ALL_KINDS, V), drawn.expand(len(ALL_KINDS), 3))
+        together = warp_logits(logits, RowSampling.of(ALL_KINDS, V), drawn.expand(len(ALL_KINDS), 3))
         for row, sampling in enumerate(ALL_KINDS):
-            alone = shaped(logits[row : row + 1, 1:2], RowSampling.of([sampling], V), drawn[:, 1:2])
+            alone = warp_logits(logits[row : row + 1, 1:2], RowSampling.of([sampling], V), drawn[:, 1:2])
             assert torch.equal(alone[0, 0], together[row, 1]), sampling
 
 
 def test_a_row_that_asks_for_nothing_costs_nothing():
     logits = draw_logits(2, 3, V)
-    assert shaped(logits, RowSampling.of([PLAIN, Sampling(temperature=0)], V)) is logits
+    assert warp_logits(logits, RowSampling.of([PLAIN, Sampling(temperature=0)], V)) is logits
 
 
 def test_low_precision_logits_are_shaped_in_float32():
     logits = draw_logits(1, 2, V).bfloat16()
     rows = RowSampling.of([Sampling(top_p=0.9)], V)
-    assert shaped(logits, rows).dtype == torch.float32
-    assert torch.equal(shaped(logits, rows), shaped(logits.float(), rows))
+    assert warp_logits(logits, rows).dtype == torch.float32
+    assert torch.equal(warp_logits(logits, rows), warp_logits(logits.float(), rows))
 
 
 def test_of_equally_likely_tokens_top_p_takes_the_first():
-    result = shaped(torch.zeros(1, 1, 8), RowSampling.of([Sampling(top_p=0.5)], 8))
+    result = warp_logits(torch.zeros(1, 1, 8), RowSampling.of([Sampling(top_p=0.5)], 8))
     assert torch.isfinite(result[0, 0]).tolist() == [True] * 4 + [False] * 4
 
 
@@ -109,12 +109,12 @@ def test_the_log_probability_is_that_at_the_temperature_before_any_mask():
 def test_a_token_is_the_argmax_with_the_noise_and_without_it_where_greedy():
     logits, noise = draw_logits(3, 4, V), draw_logits(3, 4, V, seed=1)
     temperature = torch.tensor([1.0, 0.0, 0.5])
-    tokens = coupled(logits, noise, temperature)
+    tokens = coupled_tokens(logits, noise, temperature)
     for row in (0, 2):
         assert torch.equal(tokens[row], (logits + noise)[row].argmax(-1))
     assert torch.equal(tokens[1], logits[1].argmax(-1))
-    assert torch.equal(coupled(logits, None), logits.argmax(-1))
-    assert coupled(torch.zeros(1, 1, 5), None).item() == 0
+    assert torch.equal(coupled_tokens(logits, None), logits.argmax(-1))
+    assert coupled_tokens(torch.zeros(1, 1, 5), None).item() == 0
 
 
 def draft_of(tokens, parents=None, counts=None):
@@ -166,7 +166,7 @@ def test_the_walk_down_any_trees_is_that_of_a_plain_loop(seed):
     draft = draft_of(guesses, parents, counts if seed % 2 else None)
     deepest = max(max(tree[1]) for tree in trees)
     for depth in (None, deepest):
-        accepted = walk(draft, torch.tensor(drawn), depth)
+        accepted = accept_path(draft, torch.tensor(drawn), depth)
         assert_walks_as_by_hand(accepted, guesses, parents, counts, drawn)
         assert node_depths(draft.parents_BN, depth).tolist() == [tree[1] for tree in trees]
 
@@ -181,21 +181,21 @@ def test_the_walk_along_chains_is_that_of_a_plain_loop(seed):
     chain = [list(range(-1, num_nodes - 1))] * num_rows
     tokens = torch.tensor(guesses, dtype=torch.long)
     kept = torch.tensor(counts) if seed % 2 else None
-    accepted = walk(Draft(tokens, None, kept, tokens.float()), torch.tensor(drawn))
+    accepted = accept_path(Draft(tokens, None, kept, tokens.float()), torch.tensor(drawn))
     assert_walks_as_by_hand(accepted, guesses, chain, counts, drawn)
     if num_nodes:
-        as_tree = walk(Draft(tokens, torch.tensor(chain), kept, tokens.float()), torch.tensor(drawn))
+        as_tree = accept_path(Draft(tokens, torch.tensor(chain), kept, tokens.float()), torch.tensor(drawn))
         assert torch.equal(as_tree.counts_B, accepted.counts_B)
 
 
 def test_of_two_children_that_say_the_same_the_first_stands():
     draft = draft_of([[5, 5, 6, 7]], parents=[[-1, -1, 1, 0]])
-    accepted = walk(draft, torch.tensor([[5, 7, 6, 0, 9]]))
+    accepted = accept_path(draft, torch.tensor([[5, 7, 6, 0, 9]]))
     assert accepted.counts_B.tolist() == [2]
     assert accepted.path_BM[0, :3].tolist() == [0, 1, 4]
     assert accepted.emitted_BM[0, :3].tolist() == [5, 7, 9]
 
 
 def test_nothing_stands_of_an_empty_draft():
-    accepted = walk(draft_of([[3, 4]], counts=[0]), torch.tensor([[3, 4, 5]]))
+    accepted = accept_path(draft_of([[3, 4]], counts=[0]), torch.tensor([[3, 4, 5]]))
     assert (accepted.counts_B.tolist(), accepted.emitted_BM[0, 0].item()) == ([0], 3)

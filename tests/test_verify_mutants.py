@@ -133,9 +133,9 @@ def test_rejection_of_the_best_tokens_as_if_they_were_drawn_is_killed():
     [
         ("_residual", lambda p, q: p),  # SPEC-RL
         ("_residual", lambda p, q: (p - q).abs()),
-        ("_stays", lambda u, p, q: u * q < p / 0.9),  # lenience
-        ("_stays", lambda u, p, q: p == p),
-        ("_q_against", lambda draft, is_real, counts, p: torch.zeros_like(p)),
+        ("_is_accepted", lambda u, p, q: u * q < p / 0.9),  # lenience
+        ("_is_accepted", lambda u, p, q: p == p),
+        ("_q_of_rejected", lambda draft, is_real, counts, p: torch.zeros_like(p)),
     ],
 )
 @MODES
@@ -192,7 +192,7 @@ def noise_by_the_order_of_nodes(parents, depth=None):
 
 
 def test_noise_by_the_order_of_the_nodes_instead_of_their_depth_is_killed(monkeypatch):
-    monkeypatch.setattr("markov.node_depths", noise_by_the_order_of_nodes)
+    monkeypatch.setattr("kit.markov.node_depths", noise_by_the_order_of_nodes)
     assert num_changed(draft=draw_tree) > 0
 
 
@@ -220,13 +220,13 @@ def test_a_lenient_walk_is_killed(monkeypatch, draft):
         likely = likely.gather(-1, guess.tokens_BN[..., None])[..., 0] > 0.3
         here = tokens.gather(1, at.expand_as(guess.tokens_BN))
         said = tokens.scatter(1, at.expand_as(likely), guess.tokens_BN.where(likely, here))
-        return verify.walk(guess, said, depth)
+        return verify.accept_path(guess, said, depth)
 
     def remember(rows, guess, logits):
         drawn_from.append(logits)
         return guess, logits
 
-    monkeypatch.setattr("markov.walk", keeps)
+    monkeypatch.setattr("kit.markov.accept_path", keeps)
     assert num_changed(remember, draft) > 0
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from aedit.async_sgd.rules.merge import merge, norm, slices
 from aedit.async_sgd.rules.outer import OuterOptimizer, OuterState
-from aedit.async_sgd.rules.records import Part, Push, UnitLayout, Values, Vector
+from aedit.async_sgd.rules.records import Part, Push, Values, Vector
+from aedit.types import UnitLayout
 
 
 class Quantiser(Protocol):

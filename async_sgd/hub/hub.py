@@ -8,6 +8,7 @@ meanwhile. Times are those of any monotonic clock, in seconds.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from aedit.async_sgd.hub import admission, advance
 from aedit.async_sgd.hub.advance import Computed, Quantiser, Rule
@@ -61,6 +62,8 @@ class HubPlan:
     penalty: PenaltyConfig
     every: float
     """Length of a local phase, in steps or, with pace "seconds", in seconds."""
+    pace: Literal["steps", "dylu", "seconds"] = "dylu"
+    """What decides when a node pushes: `edit.schedule` of the run."""
     steps: int
     """The budget: inner steps per node, as the mean over those who are members."""
     seconds: float | None = None
@@ -87,8 +90,7 @@ class Hub:
         """quantiser: of `hub.codec_down`; None for "fp32"."""
         assert (quantiser is None) == (plan.hub.codec_down == "fp32"), "a codec that nobody uses, or none"
         self.plan, self.config = plan, plan.hub
-        clip = plan.penalty.clip if plan.hub.weights == "penalty" else None
-        self.rule = Rule(make_outer(plan.outer), plan.hub.merge, clip, quantiser)
+        self.rule = Rule(make_outer(plan.outer), plan.hub.merge, plan.penalty.clip, quantiser)
         self.state = State(part=plan.part, has_parent=bool(plan.hub.parent))
         self.clocks = Clocks()
 
@@ -232,15 +234,15 @@ class Hub:
 
     def pace_steps(self, node: int) -> int:
         """Steps that this node should do before its next push; 0 with pace "seconds"."""
-        if self.config.pace == "seconds":
+        if self.plan.pace == "seconds":
             return 0
-        if self.config.pace == "steps":
+        if self.plan.pace == "steps":
             return int(self.plan.every)
         return dylu(int(self.plan.every), self._speed(node), self._speeds())
 
     def paces(self) -> dict[int, int]:
         """`pace_steps` of every live member."""
-        if self.config.pace != "dylu":
+        if self.plan.pace != "dylu":
             return {node: self.pace_steps(node) for node in self.state.live}
         speeds, every = self._speeds(), int(self.plan.every)
         return {node: dylu(every, self._speed(node), speeds) for node in self.state.live}
@@ -276,7 +278,7 @@ class Hub:
     @property
     def _most_steps(self) -> float:
         """What an outage and refused pushes can bring together, with room to spare."""
-        if self.config.pace == "seconds":
+        if self.plan.pace == "seconds":
             return math.inf
         return _LONGEST * max(self.config.max_steps_ahead, self.plan.every)
 
@@ -307,7 +309,7 @@ class Hub:
         return goners
 
     def _round_is_due(self, elapsed_s: float) -> bool:
-        if self.config.pace != "seconds" or not self.state.is_founded:
+        if self.plan.pace != "seconds" or not self.state.is_founded:
             return False
         return elapsed_s >= self.state.round_at_s + self.plan.every
 

@@ -7,7 +7,8 @@ from aedit.async_sgd.hub.members import Member
 from aedit.async_sgd.hub.pool import Block
 from aedit.async_sgd.hub.state import COUNT_BITS, State
 from aedit.async_sgd.rules.config import HubConfig
-from aedit.async_sgd.rules.records import Founded, Joined, Layout, Leased, Left, Record
+from aedit.async_sgd.rules.records import Founded, Joined, Leased, Left, Record
+from aedit.types import Layout
 
 _LONGEST_NAME = 128
 

@@ -4,11 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Literal
 
 from aedit.async_sgd.rules.records import Joined, Push, Refused
-
-Verdict = Literal["none", "merged", "refused", "distrusted"]
+from aedit.types import Verdict
 
 _FORGIVEN_AFTER = 16
 """Accepted pushes that make one violation forgotten."""
@@ -26,7 +24,7 @@ class Told:
     """The last decision about a node's pushes of one unit."""
 
     seq: int = 0
-    verdict: Verdict = "none"
+    verdict: Verdict = Verdict.NONE
     reason: str = ""
 
 
@@ -90,9 +88,8 @@ class Member:
 
     def refuse(self, record: Refused) -> None:
         self.received[record.unit] = max(record.seq, self.received.get(record.unit, 0))
-        self.tell(
-            record.unit, Told(record.seq, "distrusted" if record.distrusted else "refused", record.reason)
-        )
+        verdict = Verdict.DISTRUSTED if record.distrusted else Verdict.REFUSED
+        self.tell(record.unit, Told(record.seq, verdict, record.reason))
         self.count(record.reason)
         if record.violation:
             self.add_violation(record.seq)
@@ -110,7 +107,7 @@ class Member:
     def is_refused(self, unit: int) -> bool:
         """Whether its last push of the unit was not accepted: others need not wait for the next one."""
         last = self.told.get(unit, Told())
-        return last.verdict in ("refused", "distrusted") and last.seq == self.received.get(unit)
+        return last.verdict in (Verdict.REFUSED, Verdict.DISTRUSTED) and last.seq == self.received.get(unit)
 
     def tell(self, unit: int, told: Told) -> None:
         if told.seq > self.told.get(unit, Told()).seq:

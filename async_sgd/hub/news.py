@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.members import Member, Report, Told, Verdict
+from aedit.async_sgd.hub.members import Member, Report, Told
+from aedit.types import Verdict
 
 _FP32_BYTES = 4
 
@@ -24,7 +25,7 @@ class UnitNews:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
+class HeartbeatReply:
     """What one node should know now."""
 
     term: int
@@ -47,11 +48,11 @@ def unit_news(hub: Hub, node: int, unit: int) -> UnitNews:
     return UnitNews(unit, hub.state.units[unit].version, told.seq, told.verdict, told.reason)
 
 
-def news(hub: Hub, node: int, now: float) -> News:
+def news(hub: Hub, node: int, now: float) -> HeartbeatReply:
     """For a member."""
     state, live = hub.state, hub.state.live
     progress = hub.progress(now)
-    return News(
+    return HeartbeatReply(
         term=state.term,
         units=tuple(unit_news(hub, node, unit) for unit in state.units),
         round=state.round,

@@ -11,7 +11,8 @@ from aedit.async_sgd.hub.pool import Pool
 from aedit.async_sgd.hub.state import State, Unit
 from aedit.async_sgd.rules.outer import OuterState
 from aedit.async_sgd.rules.push_filter import NormHistory
-from aedit.async_sgd.rules.records import Layout, Push, TensorLayout, UnitLayout, Vector
+from aedit.async_sgd.rules.records import Push, Vector
+from aedit.types import Layout, TensorLayout, UnitLayout, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def _member_out(member: Member) -> dict[str, Any]:
     numbers = {name: getattr(member, name) for name in _MEMBER}
     numbers["refused"] = dict(member.refused)
     numbers["received"] = [[unit, seq] for unit, seq in member.received.items()]
-    numbers["told"] = [[unit, told.seq, told.verdict, told.reason] for unit, told in member.told.items()]
+    numbers["told"] = [[unit, told.seq, int(told.verdict), told.reason] for unit, told in member.told.items()]
     return numbers
 
 
@@ -107,7 +108,9 @@ def _member_in(numbers: dict[str, Any]) -> Member:
     member = Member(**{name: numbers[name] for name in _MEMBER})
     member.refused = dict(numbers["refused"])
     member.received = dict(numbers["received"])
-    member.told = {unit: Told(*told) for unit, *told in numbers["told"]}
+    member.told = {
+        unit: Told(seq, Verdict(verdict), reason) for unit, seq, verdict, reason in numbers["told"]
+    }
     return member
 
 

@@ -8,7 +8,8 @@ from aedit.async_sgd.hub.members import NORM, Member, Told, kind
 from aedit.async_sgd.hub.pool import Block, Pool
 from aedit.async_sgd.rules import records
 from aedit.async_sgd.rules.push_filter import NormHistory
-from aedit.async_sgd.rules.records import Layout, Push, Vector
+from aedit.async_sgd.rules.records import Push, Vector
+from aedit.types import Layout, Verdict
 
 COUNT_BITS = 20
 """Of a session: the joins of the run. The bits above are nobody's to guess."""
@@ -185,12 +186,12 @@ class State:
         self._pass(record.at_s)
 
     def _tell_merged(self, member: Member, push: Push, part: records.Part, computed: Computed) -> None:
-        told = Told(part.seq, "merged")
+        told = Told(part.seq, Verdict.MERGED)
         if part.weight == 0 and push.steps > 0:
-            told = Told(part.seq, "distrusted", f"{NORM}: far longer than the others of its merge")
+            told = Told(part.seq, Verdict.DISTRUSTED, f"{NORM}: far longer than the others of its merge")
             member.add_violation(part.seq)
         elif (part.node, part.seq) in computed.ignored:
-            told = Told(part.seq, "merged", "away: it points away from the others and did not count")
+            told = Told(part.seq, Verdict.MERGED, "away: it points away from the others and did not count")
         if told.reason:
             member.count(told.reason)
         member.tell(push.unit, told)

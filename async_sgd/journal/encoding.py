@@ -7,7 +7,8 @@ from typing import Any
 
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules import records
-from aedit.async_sgd.rules.records import Layout, Part, Push, Record, TensorLayout, UnitLayout, Values
+from aedit.async_sgd.rules.records import Part, Push, Record, Values
+from aedit.types import Layout, TensorLayout, UnitLayout
 
 Locate = Callable[[dict[str, Any]], Values]
 """Finds the payload that `place` has described."""

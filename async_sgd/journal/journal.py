@@ -23,6 +23,7 @@ from aedit.async_sgd.journal.frames import (
     frame_header,
     read_head,
 )
+from aedit.system import sync_directory
 
 Position = tuple[int, int]
 """Segment and byte. What was written before it comes before it."""
@@ -200,12 +201,3 @@ class Journal:
 
 def segment_path(directory: Path, number: int) -> Path:
     return directory / f"journal-{number:08d}"
-
-
-def sync_directory(directory: Path) -> None:
-    """Names in it are on the disk."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

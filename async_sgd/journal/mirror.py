@@ -11,9 +11,10 @@ from aedit.async_sgd.hub.saved import load, save
 from aedit.async_sgd.journal import snapshot
 from aedit.async_sgd.journal.encoding import decode
 from aedit.async_sgd.journal.frames import FILE_BYTES, RECORDS, Damaged, File, Short, frame_at, read_head
-from aedit.async_sgd.journal.journal import Journal, Position, segment_path, sync_directory
+from aedit.async_sgd.journal.journal import Journal, Position, segment_path
 from aedit.async_sgd.journal.store import Store, locate, numbers, snapshot_path
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.system import sync_directory
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from math import sqrt
 
 import numpy as np
 
-from aedit.async_sgd.rules.records import UnitLayout
 from aedit.proto.codecs.codecs import Codec, Payload, slices
+from aedit.types import UnitLayout
 
 
 def norms(data: Payload, codec: Codec, layout: UnitLayout) -> tuple[float, ...]:

@@ -28,9 +28,9 @@ from aedit.async_sgd.journal.frames import (
     frame_header,
     read_head,
 )
-from aedit.async_sgd.journal.journal import sync_directory
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules.records import Push, Values, Vector
+from aedit.system import sync_directory
 
 
 def write(path: Path, saved: Saved, *, fsync: bool = True) -> int:

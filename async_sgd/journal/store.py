@@ -29,9 +29,10 @@ from aedit.async_sgd.journal.frames import (
     is_vouched_for,
     read_head,
 )
-from aedit.async_sgd.journal.journal import Journal, segment_path, sync_directory
+from aedit.async_sgd.journal.journal import Journal, segment_path
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules.records import Accepted, Record, Values
+from aedit.system import sync_directory
 from aedit.types import UserError
 
 log = logging.getLogger(__name__)

@@ -197,11 +197,6 @@ class HubConfig:
     """Of a push in its merge: equal; its steps; tokens^2 / steps (arXiv:2604.21428); or EDiT's, by norm and
     steps as `edit.penalty` says."""
 
-    pace: Literal["steps", "dylu", "seconds"] = "dylu"
-    """When a node pushes: every `edit.every` steps; DyLU (arXiv:2401.09135), where the fastest does
-    `edit.every` steps and the others what they can in that time; or when the hub opens a round every
-    `edit.every` seconds."""
-
     endless: bool = False
     """Keep the run open: `train.steps` and `train.seconds` are no budget, and each node decides when it
     leaves. For nodes with training loops of their own."""

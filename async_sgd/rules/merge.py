@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.async_sgd.rules.records import Part, Push, UnitLayout, Vector
+from aedit.async_sgd.rules.records import Part, Push, Vector
+from aedit.types import UnitLayout
 
 SLICE = 2**16
 """Elements worked on at a time: what a core keeps in its cache. A multiple of 4096, as `Values` wants it."""

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from aedit.async_sgd.rules.config import PushFilterConfig
 from aedit.async_sgd.rules.merge import GRAIN
-from aedit.async_sgd.rules.records import Part, Push, UnitLayout
+from aedit.async_sgd.rules.records import Part, Push
 from aedit.async_sgd.rules.weights import norm
+from aedit.types import UnitLayout
 
 GROWTH = 0.75
 """Exponent of a norm over steps: 0.6 to 0.9 in small Llamas under AdamW, 1 in the learning rate's rise."""

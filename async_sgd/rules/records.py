@@ -4,50 +4,15 @@ A hub decides (reading the time and its state), writes the decision down as reco
 them. The journal is the list of records; a restart, a replay and a standby do nothing but apply it.
 """
 
-import hashlib
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aedit.types import Layout
+
 Vector = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLayout:
-    """One parameter inside a unit."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class UnitLayout:
-    """A unit's canonical form: its parameters in registration order, whole, row-major, fp32."""
-
-    name: str
-    tensors: tuple[TensorLayout, ...]
-
-    @property
-    def numel(self) -> int:
-        return sum(tensor.numel for tensor in self.tensors)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """What is trained: equal on all nodes of a run."""
-
-    units: tuple[UnitLayout, ...]
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
 class Values(Protocol):

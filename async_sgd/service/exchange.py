@@ -10,12 +10,13 @@ from aedit.async_sgd.hub import news
 from aedit.async_sgd.hub.members import Told
 from aedit.async_sgd.journal.norms import norms
 from aedit.async_sgd.journal.payload import Payload
-from aedit.async_sgd.rules.records import Accepted, Push, UnitLayout, Vector
+from aedit.async_sgd.rules.records import Accepted, Push, Vector
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.codecs.codecs import Codec, codec
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
+from aedit.types import UnitLayout, Verdict
 
 _INVALID, _LATER = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -135,7 +136,7 @@ class Exchange:
         """The answer to a push that has been decided on, once that is on the disk."""
         with self._ledger.lock:
             told = self._hub.state.members[head.who.node].told.get(head.unit, Told())
-            refused = told.seq == head.seq and told.verdict in ("refused", "distrusted")
+            refused = told.seq == head.seq and told.verdict in (Verdict.REFUSED, Verdict.DISTRUSTED)
             item = messages.unit(news.unit_news(self._hub, head.who.node, head.unit))
             position = self._ledger.journal.position
         self._guard.durable(position)

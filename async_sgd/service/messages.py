@@ -1,16 +1,17 @@
 """The hub's own words in protobuf, and back."""
 
+from typing import cast
+
 import grpc
 
 from aedit.async_sgd.hub import news
 from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.joins import Denied, Joiner
 from aedit.async_sgd.hub.members import Member, Report
-from aedit.async_sgd.rules.records import Layout, TensorLayout, UnitLayout
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
+from aedit.types import Layout, TensorLayout, UnitLayout
 
-_VERDICTS = {"none": pb.NONE, "merged": pb.MERGED, "refused": pb.REFUSED, "distrusted": pb.DISTRUSTED}
 _CODES = {
     "unknown": grpc.StatusCode.NOT_FOUND,
     "replaced": grpc.StatusCode.ABORTED,
@@ -112,6 +113,6 @@ def unit(item: news.UnitNews) -> pb.UnitNews:
         unit=item.unit,
         version=item.version,
         seq=item.seq,
-        verdict=_VERDICTS[item.verdict],
+        verdict=cast(pb.Verdict, int(item.verdict)),
         reason=item.reason,
     )

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from aedit.async_sgd.inprocess import ArrayValues, Tamper
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
 from aedit.async_sgd.rules.records import Push, Vector
 from aedit.proto.codecs.codecs import Feedback, codec
 from benchmarks.kit.virtual_hub import Method, Setting, train_apart, warm_up
@@ -68,7 +68,8 @@ def losses(names: Sequence[Name], setting: Setting, seeds: Sequence[int]) -> dic
 def loss_of(name: Name, setting: Setting) -> float:
     """Nodes of unequal pace and a hub that merges every arrival."""
     hub = HubConfig(weights="uniform", codec=name, codec_down=name)
-    method = Method(hub=hub, outer=OUTER, tamper=coarse(setting.nodes, name))
+    plain = PenaltyConfig(clip=None)
+    method = Method(hub=hub, outer=OUTER, penalty=plain, tamper=coarse(setting.nodes, name))
     return train_apart(setting, warm_up(setting), method).loss
 
 

@@ -28,9 +28,9 @@ steps = 1000000000
 [edit]
 every = {every}
 landing = "arrival"
+penalty = {{ clip = "none" }}
 [hub]
 address = "{address}"
-pace = "steps"
 quorum = "all"
 weights = "uniform"
 codec = "{codec}"

@@ -20,7 +20,7 @@ from aedit.edit.pace import OwnPace
 from aedit.edit.sync import LayerSync
 from aedit.edit.units import find_units
 from aedit.proto.agent.agent_link import start_agent
-from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.agent.plan import AgentPlan
 from benchmarks.kit.paced import tower, walk
 
 RUN = "bandwidth"
@@ -92,7 +92,7 @@ def agent_plan(job: HubJob, model: nn.Module) -> AgentPlan:
         name=job.name,
         run=RUN,
         version=aedit.__version__,
-        units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in layout),
+        units=layout.units,
         num_samples=1_000_000,
         codec=job.codec,
         codec_down=job.codec,

@@ -12,12 +12,17 @@ from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from aedit.spec_rollout.learning.batches import HELD_OUT_EVERY
 from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig
-from aedit.spec_rollout.learning.feature_reader import FeatureReader, Sample
+from aedit.spec_rollout.learning.feature_reader import FeatureReader, FeatureSample
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
 from aedit.spec_rollout.learning.gate import Match, held_out_match
-from aedit.spec_rollout.learning.learning import Learning, LearningConfig, shared, train_when_idle
-from aedit.spec_rollout.learning.losses import PolicyEnds
+from aedit.spec_rollout.learning.learning import (
+    LayerTraining,
+    LearningConfig,
+    policy_tensors,
+    train_when_idle,
+)
+from aedit.spec_rollout.learning.losses import PolicyEmbeddings
 from aedit.spec_rollout.learning.packing import pack
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
@@ -84,7 +89,7 @@ class IdleTrained:
 
     def follow(self, target: Target) -> None:
         """The policy has moved."""
-        self._work.refresh(shared(ends_of(target)), target.version)
+        self._work.update_policy(policy_tensors(ends_of(target)), target.version)
         self.sink.ring.begin_step()
 
     def adopt(self) -> bool:
@@ -108,7 +113,7 @@ class IdleTrained:
     @property
     def gate(self) -> Gate:
         status = self._work.status()
-        return Gate(int(status["published"]), int(status["training"].get("judged", 0)))
+        return Gate(int(status["published"]), int(status["training"].get("evaluations", 0)))
 
     def close(self) -> None:
         self._work.close()
@@ -122,8 +127,8 @@ class Control:
         shape = RingShape.within(RING_BYTES, target.feature_size, torch.float32)
         features = bytearray(shape.num_bytes)
         self.sink = RowFeatures(FeatureRing(features, shape))
-        self._learning = Learning(copy_of(layer), features, learning)
-        self._learning.follow(shared(ends_of(target)), target.version)
+        self._learning = LayerTraining(copy_of(layer), features, learning)
+        self._learning.set_policy(policy_tensors(ends_of(target)), target.version)
         self._learning.begin(layer.state_dict())
         self.microbatches = 0
 
@@ -136,7 +141,7 @@ class Control:
                 self.layer.load_state_dict(better)
 
 
-def collected(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Rollout], list[Sample]]:
+def collected(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Rollout], list[FeatureSample]]:
     """What the policy says to `prompts`, and that with its features."""
     width = engine.target.feature_size
     num_tokens = sum(len(p.tokens) + p.sampling.max_new_tokens for p in prompts)
@@ -150,7 +155,7 @@ def collected(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Rollout],
 
 
 def oracle(
-    layer: DraftLayer, samples: Sequence[Sample], ends: PolicyEnds, most_rounds: int
+    layer: DraftLayer, samples: Sequence[FeatureSample], ends: PolicyEmbeddings, most_rounds: int
 ) -> tuple[DraftLayer, int]:
     """The layer after training on a policy's samples until their held-out part says that it learns no more,
     at a rate that is halved whenever it seems so; and how many steps that took."""
@@ -175,13 +180,13 @@ def oracle(
     return best, steps
 
 
-def matched(layer: DraftLayer, samples: Sequence[Sample], ends: PolicyEnds, depth: int) -> Match:
+def matched(layer: DraftLayer, samples: Sequence[FeatureSample], ends: PolicyEmbeddings, depth: int) -> Match:
     """How a drafter matches the policy on samples, without the chance of drawing."""
     return held_out_match(layer, pack(samples, ORACLE_ROW_PAIRS), ends, depth)
 
 
-def ends_of(target: Target) -> PolicyEnds:
-    return PolicyEnds(target.embedding.detach(), target.head.detach(), target.version)
+def ends_of(target: Target) -> PolicyEmbeddings:
+    return PolicyEmbeddings(target.embedding.detach(), target.head.detach(), target.version)
 
 
 def copy_of(layer: DraftLayer) -> DraftLayer:
@@ -190,9 +195,9 @@ def copy_of(layer: DraftLayer) -> DraftLayer:
     return made
 
 
-def _batch(samples: Sequence[Sample], num_pairs: int, rng: torch.Generator) -> list[Sample]:
+def _batch(samples: Sequence[FeatureSample], num_pairs: int, rng: torch.Generator) -> list[FeatureSample]:
     """Random samples of together so many pairs or a little more."""
-    chosen: list[Sample] = []
+    chosen: list[FeatureSample] = []
     while sum(len(sample.features_MF) for sample in chosen) < num_pairs:
         chosen.append(samples[int(torch.randint(len(samples), (), generator=rng))])
     return chosen

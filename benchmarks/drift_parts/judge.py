@@ -12,7 +12,7 @@ from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.learning.feature_reader import Sample
+from aedit.spec_rollout.learning.feature_reader import FeatureSample
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from benchmarks.drift_parts.drafters import Gate, IdleTrained, collected, copy_of, ends_of, matched, oracle
@@ -80,10 +80,10 @@ class Judge:
         unlike: set[int] = set()
         for name, layer in {**drafters, "oracle": best}.items():
             engine = self._engine(layer)
-            unlike |= _unlike(said, list(engine.generate(self._asked)))
+            unlike |= _distinct_candidates(said, list(engine.generate(self._asked)))
             standings[name] = _standing(engine, self._overlap(layer, samples))
         engine = Engine(self._target, drafters={"suffix": SuffixDrafter()}, chooser=Fixed.of(SUFFIX_ARM))
-        unlike |= _unlike(said, list(engine.generate(self._asked)))
+        unlike |= _distinct_candidates(said, list(engine.generate(self._asked)))
         standings["suffix"] = Standing(_standing(engine, ()).tokens_per_step, (), ())
         return Checkpoint(
             step=step,
@@ -102,7 +102,7 @@ class Judge:
         _, samples = collected(self._engine(quick), self._oracle_asked)
         return oracle(self._static, samples, ends_of(self._target), self._oracle_rounds)
 
-    def _overlap(self, layer: DraftLayer, samples: Sequence[Sample]) -> tuple[float, ...]:
+    def _overlap(self, layer: DraftLayer, samples: Sequence[FeatureSample]) -> tuple[float, ...]:
         return matched(layer, samples, ends_of(self._target), DEPTH).overlap_D
 
     def _engine(self, layer: DraftLayer) -> Engine:
@@ -117,7 +117,7 @@ def _standing(engine: Engine, overlap_D: tuple[float, ...]) -> Standing:
     return Standing(status["accepted_length"], accepted, overlap_D)
 
 
-def _unlike(said: Sequence[Rollout], other: Sequence[Rollout]) -> set[int]:
+def _distinct_candidates(said: Sequence[Rollout], other: Sequence[Rollout]) -> set[int]:
     """Samples of which the two differ."""
     tokens = {rollout.prompt.sample: rollout.tokens for rollout in other}
     return {one.prompt.sample for one in said if one.tokens != tokens[one.prompt.sample]}

@@ -145,7 +145,7 @@ class Drift:
         self._pace(rollouts)
         with foreground() as used:
             self._mover.learn(policy_gradient(rollouts))
-            self._engine.adopt(self._policies[0].state_dict(), self._step)
+            self._engine.update_weights(self._policies[0].state_dict(), self._step)
         self._idle.follow(self._target)
         self._wait("sync", used)
         self._control.sink.ring.begin_step(kl_nats=0.0)

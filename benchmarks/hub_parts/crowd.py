@@ -9,10 +9,11 @@ from benchmarks.hub_parts.member import Crew, Seen
 from benchmarks.hub_parts.process import HubProcess, hub_process, walk_together
 
 ASYNC = """
-pace = "steps"
 weights = "uniform"
 [hub.staleness]
 cutoff = 100_000
+[edit.penalty]
+clip = "none"
 [outer]
 kind = "delayed-nesterov"
 lr = 0.7
@@ -21,7 +22,6 @@ momentum = 0.9
 """The preset `async`, made for any number of nodes."""
 
 QUORUM = """
-pace = "steps"
 quorum = {nodes}
 [outer]
 kind = "nesterov"

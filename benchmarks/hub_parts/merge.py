@@ -20,9 +20,10 @@ from aedit.async_sgd.journal.journal import Journal
 from aedit.async_sgd.journal.norms import norms
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules.config import Codec, HubConfig, OuterConfig, PenaltyConfig
-from aedit.async_sgd.rules.records import Layout, Merged, Push, Record, TensorLayout, UnitLayout
+from aedit.async_sgd.rules.records import Merged, Push, Record
 from aedit.proto.codecs import codecs
 from aedit.proto.codecs.codecs import codec
+from aedit.types import Layout, TensorLayout, UnitLayout
 
 STEPS, TOKENS = 64, 64 * 2048
 
@@ -48,7 +49,8 @@ class Kind:
             codec=self.codec,
             codec_down=self.codec_down,  # type: ignore[arg-type]
         )
-        return HubPlan(hub=hub, outer=outer, penalty=PenaltyConfig(), every=STEPS, steps=10**9)
+        penalty = PenaltyConfig(clip=None) if alone else PenaltyConfig()
+        return HubPlan(hub=hub, outer=outer, penalty=penalty, every=STEPS, steps=10**9)
 
 
 @dataclass(frozen=True, slots=True)

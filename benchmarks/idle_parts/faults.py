@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from aedit.spec_rollout.idle.idle import DrafterTraining
-from aedit.spec_rollout.idle.publishing import Published
+from aedit.spec_rollout.idle.publishing import Publication
 from aedit.spec_rollout.idle.restarts import Restarts
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from benchmarks.idle_parts.foreground import Arm, Foreground, Pair, Race
@@ -72,7 +72,7 @@ class Node:
         self._work, self._race = work, race
         self.pairs: list[Pair] = []
         self.kept, self.bad_drafters = 0, 0
-        self._drafter: Published | None = None
+        self._drafter: Publication | None = None
 
     def recovers_from(self, fault: str, orders: Path) -> bool:
         counter = COUNTERS.get(fault, "deaths")
@@ -130,5 +130,5 @@ def _is_whole(tensor: Tensor) -> bool:
     return bool(tensor.isfinite().all()) and float(tensor.abs().max()) < LARGEST
 
 
-def _same(found: Published, held: Published | None) -> bool:
+def _same(found: Publication, held: Publication | None) -> bool:
     return held is not None and all(tensor.equal(held.tensors[n]) for n, tensor in found.tensors.items())

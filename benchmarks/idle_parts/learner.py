@@ -12,7 +12,7 @@ from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.gate import GateConfig
 from aedit.spec_rollout.learning.learning import LearningConfig, train_when_idle
-from aedit.spec_rollout.learning.losses import PolicyEnds
+from aedit.spec_rollout.learning.losses import PolicyEmbeddings
 
 HIDDEN_SIZE, VOCABULARY = 256, 512
 BEGINS_WITHIN_S = 120.0
@@ -33,7 +33,7 @@ def learner(config: IdleConfig) -> DrafterTraining:
     ring = RingShape.within(32 * 2**20, HIDDEN_SIZE, torch.float32)
     never = LearningConfig(gate=GateConfig(gain=2.0, harm=2.0, patience=10**9))
     work = train_when_idle(
-        DraftLayer.of(sizes), PolicyEnds(embedding, embedding, 1), ring, learning=never, idle=config
+        DraftLayer.of(sizes), PolicyEmbeddings(embedding, embedding, 1), ring, learning=never, idle=config
     )
     features = FeatureRing(work.features, ring)
     for _ in range(NUM_SAMPLES):

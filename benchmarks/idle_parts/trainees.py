@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from aedit.spec_rollout.idle.publishing import CHECKSUM, NEWEST, NUMBER
-from aedit.spec_rollout.idle.trainer_memory import Desk
+from aedit.spec_rollout.idle.trainer_memory import TrainerMemory
 
 WIDTH = 64
 LR = 0.5
@@ -37,13 +37,15 @@ def policy(value: float = 1.0) -> dict[str, Tensor]:
 class Regression:
     """Learns to be a fixed matrix; every microbatch makes it better, and it publishes every so many."""
 
-    def __init__(self, desk: Desk, width: int = WIDTH, rows: int = 64, publish_every: int = 5) -> None:
+    def __init__(
+        self, memory: TrainerMemory, width: int = WIDTH, rows: int = 64, publish_every: int = 5
+    ) -> None:
         self._layer = nn.Linear(width, width, bias=False)
         self._rows, self._publish_every = rows, publish_every
         self._wanted = torch.eye(width)
         self.num_steps, self.loss, self.followed = 0, 0.0, (0.0, -1)
 
-    def follow(self, policy: Mapping[str, Tensor], version: int) -> None:
+    def set_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
         self.followed = (float(policy["head"][0, 0]), version)
 
     def begin(self, drafter: Mapping[str, Tensor]) -> None:
@@ -72,7 +74,7 @@ class Regression:
         self.begin(state)
         self.num_steps = int(state["num_steps"])
 
-    def figures(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         value, version = self.followed
         return {"num_steps": self.num_steps, "loss": self.loss, "head": value, "version": version}
 
@@ -80,9 +82,9 @@ class Regression:
 class Faulty(Regression):
     """The same; when the file `orders` names a fault, it has it once."""
 
-    def __init__(self, desk: Desk, orders: Path, width: int = WIDTH) -> None:
-        super().__init__(desk, width)
-        self._desk, self._orders, self._holds_back = desk, orders, False
+    def __init__(self, memory: TrainerMemory, orders: Path, width: int = WIDTH) -> None:
+        super().__init__(memory, width)
+        self._memory, self._orders, self._holds_back = memory, orders, False
 
     def microbatch(self) -> bool:
         if self._orders.exists():
@@ -106,24 +108,24 @@ class Faulty(Regression):
         elif order == "disk empty":
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         elif order == "corrupt publish":
-            spoil_newest(self._desk)
+            spoil_newest(self._memory)
             # Or it might be gone before anybody has looked at it.
             self._holds_back = True
         elif order == "publish":
             self._holds_back = False
 
 
-def spoil_newest(desk: Desk) -> None:
+def spoil_newest(memory: TrainerMemory) -> None:
     """Publish noise under a checksum that is not its own."""
-    slots = desk.drafter
+    slots = memory.drafter
     number = slots.newest_number + 1
     slots._slot(number).random_()
-    slots._own(number)[CHECKSUM] = 1
-    slots._own(number)[NUMBER] = number
+    slots._slot_header(number)[CHECKSUM] = 1
+    slots._slot_header(number)[NUMBER] = number
     slots._head[NEWEST] = number
 
 
-def busy(width: int = WIDTH, rows: int = 64) -> Callable[[Desk], Regression]:
+def busy(width: int = WIDTH, rows: int = 64) -> Callable[[TrainerMemory], Regression]:
     """Makes a training whose microbatches take longer the wider it is."""
     return partial(Regression, width=width, rows=rows)
 
@@ -135,7 +137,7 @@ def give(orders: Path, order: str) -> None:
     part.rename(orders)
 
 
-def faulty(orders: Path, width: int = WIDTH) -> Callable[[Desk], Faulty]:
+def faulty(orders: Path, width: int = WIDTH) -> Callable[[TrainerMemory], Faulty]:
     return partial(Faulty, orders=orders, width=width)
 
 

@@ -29,12 +29,12 @@ steps = 1000000000
 [edit]
 every = {every}
 landing = "arrival"
+penalty = {{ clip = "none" }}
 [outer]
 kind = "average"
 lr = 1.0
 [hub]
 address = "{address}"
-pace = "steps"
 weights = "uniform"
 codec = "fp32"
 heartbeat_s = 0.25

@@ -23,8 +23,9 @@ from types import FrameType
 from typing import Any
 
 from aedit.proto.agent.agent_link import start_agent
-from aedit.proto.agent.link import Answer, Link, Progress, Verdict
-from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.agent.link import Answer, Link, Progress
+from aedit.proto.agent.plan import AgentPlan
+from aedit.types import TensorLayout, UnitLayout, Verdict
 
 LATE_S = 0.1
 """A step that takes so much longer than it should is put on record."""
@@ -200,7 +201,9 @@ def agent_plan(plan: PacedNode) -> AgentPlan:
         standbys=tuple(plan.standby.split(",")) if plan.standby else (),
         name=plan.name,
         run=plan.run,
-        units=tuple(UnitPlan(f"unit{i}", (TensorPlan("weight", (n,)),)) for i, n in enumerate(plan.numels)),
+        units=tuple(
+            UnitLayout(f"unit{i}", (TensorLayout("weight", (n,)),)) for i, n in enumerate(plan.numels)
+        ),
         num_samples=plan.num_samples,
         samples_per_step=plan.samples_per_step,
         steps_ahead=plan.max_steps_ahead if plan.max_steps_ahead < 100_000 else 256,

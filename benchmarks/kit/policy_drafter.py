@@ -21,11 +21,11 @@ from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.learning.batches import HELD_OUT_EVERY
 from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig
-from aedit.spec_rollout.learning.feature_reader import FeatureReader, Sample
+from aedit.spec_rollout.learning.feature_reader import FeatureReader, FeatureSample
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
 from aedit.spec_rollout.learning.gate import Match, held_out_match
-from aedit.spec_rollout.learning.losses import PolicyEnds
+from aedit.spec_rollout.learning.losses import PolicyEmbeddings
 from aedit.spec_rollout.learning.packing import pack
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 from benchmarks.policies import ROOT, Policy, load, prompts, ready
@@ -73,7 +73,7 @@ def drafter_ready(recipe: Recipe, root: Path = ROOT) -> Path:
     return out
 
 
-def collect(model: PreTrainedModel, recipe: Recipe) -> list[Sample]:
+def collect(model: PreTrainedModel, recipe: Recipe) -> list[FeatureSample]:
     """The policy's rollouts with its hidden states, `num_tokens` of them or a little more."""
     engine = Engine.of(model, rows=ROWS, max_tokens=MAX_TOKENS)
     width = engine.target.feature_size
@@ -85,7 +85,7 @@ def collect(model: PreTrainedModel, recipe: Recipe) -> list[Sample]:
     made = 0
     for prompt in _asked(recipe):
         engine.add(prompt)
-        while len(engine.live) + len(engine.waiting) >= ROWS and made < recipe.num_tokens:
+        while len(engine.running) + len(engine.waiting) >= ROWS and made < recipe.num_tokens:
             made += sum(len(one.tokens) + len(one.prompt.tokens) for one in engine.step().finished)
         if made >= recipe.num_tokens:
             break
@@ -96,7 +96,7 @@ def collect(model: PreTrainedModel, recipe: Recipe) -> list[Sample]:
 
 def train_drafter(
     model: PreTrainedModel,
-    samples: Sequence[Sample],
+    samples: Sequence[FeatureSample],
     recipe: Recipe,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[DraftLayer, Match]:
@@ -129,15 +129,15 @@ def _asked(recipe: Recipe) -> Iterator[Prompt]:
             yield Prompt(tokens=tokens, rollout=recipe.seed, sample=ROWS * chunk + i, sampling=sampling)
 
 
-def _batch(samples: Sequence[Sample], num_pairs: int, rng: random.Random) -> list[Sample]:
+def _batch(samples: Sequence[FeatureSample], num_pairs: int, rng: random.Random) -> list[FeatureSample]:
     """Random samples of together so many pairs or a little more."""
-    chosen: list[Sample] = []
+    chosen: list[FeatureSample] = []
     while sum(len(sample.features_MF) for sample in chosen) < num_pairs:
         chosen.append(rng.choice(samples))
     return chosen
 
 
-def _ends(model: PreTrainedModel) -> PolicyEnds:
+def _ends(model: PreTrainedModel) -> PolicyEmbeddings:
     untyped: Any = model  # its methods carry no types
     embedding, head = untyped.get_input_embeddings().weight, untyped.get_output_embeddings().weight
-    return PolicyEnds(embedding.detach(), head.detach(), version=0)
+    return PolicyEmbeddings(embedding.detach(), head.detach(), version=0)

@@ -8,7 +8,7 @@ import copy
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -73,11 +73,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """How the nodes of a hub go on. penalty: of the nodes and of the hub."""
+    """How the nodes of a hub go on. penalty: of the nodes and of the hub. pace: when a node pushes."""
 
     hub: HubConfig
     outer: OuterConfig
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    pace: Literal["steps", "dylu", "seconds"] = "dylu"
     tamper: Mapping[int, Tamper] = field(default_factory=dict)
     """What some nodes send instead of what they have learned."""
 
@@ -201,6 +202,7 @@ def make_hub(setting: Setting, method: Method, model: nn.Module, clock: VirtualC
         outer=method.outer,
         penalty=method.penalty,
         every=_every(setting, method),
+        pace=method.pace,
         steps=setting.steps,
     )
     quantiser = None if plan.hub.codec_down == "fp32" else codec(plan.hub.codec_down)
@@ -221,8 +223,8 @@ def make_node(
     link = hub.link(f"node {index}", tamper=method.tamper.get(index))
     exchange = HubExchange(link, tokens_per_step=setting.batch_size * setting.seq_len, penalty=method.penalty)
     every = hub.hub.plan.every
-    config = EditConfig(every=every, landing="arrival", schedule="seconds")
-    schedule = make_pace(method.hub, config, link.news)
+    config = EditConfig(every=every, landing="arrival", schedule=method.pace)
+    schedule = make_pace(config, link.news)
     if isinstance(schedule, HubPace):
         schedule = HubPace(every, link.news, clock=hub.clock)
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=config)
@@ -232,7 +234,7 @@ def make_node(
 
 def _every(setting: Setting, method: Method) -> float:
     """In steps, or in the seconds in which the nodes do as many on average."""
-    if method.hub.pace != "seconds":
+    if method.pace != "seconds":
         return setting.every
     return setting.nodes * setting.every / sum(1 / step_s for step_s in setting.step_s)
 

@@ -19,8 +19,8 @@ from aedit.launch.data.order import SampleOrder
 from aedit.launch.data.samples import Corpus, batch, evaluation_indices
 from aedit.launch.node.inner import lr_at, make_inner, set_lr
 from aedit.launch.node.model import loss
+from aedit.proto import VirtualTransport
 from aedit.proto.transports.memory import MemoryWorld
-from aedit.proto.transports.virtual import VirtualTransport
 from benchmarks.kit.small_llama import corpus, inner_step, llama
 
 STEP_S = (1.0, 1.0, 1.0, 2.0)

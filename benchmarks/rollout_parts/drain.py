@@ -53,7 +53,7 @@ class Draining:
 
     @property
     def is_done(self) -> bool:
-        return not (self.engine.live or self.engine.waiting)
+        return not (self.engine.running or self.engine.waiting)
 
     def turn(self) -> None:
         chooser = self.engine.chooser

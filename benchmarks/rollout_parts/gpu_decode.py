@@ -190,7 +190,7 @@ class _Engine:
         self._engine.add(Prompt(tokens=tokens, sample=next(self._samples), sampling=self._sampling))
         self._engine.step()
         with _timed(self.target.device) as took_s:
-            while self._engine.live:
+            while self._engine.running:
                 self._engine.step()
         return (self._length.new - 1) / took_s[0]
 

@@ -22,7 +22,7 @@ from aedit.launch.data.tokenizer import ByteTokenizer
 from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
 from aedit.spec_rollout.arms.goodput import Goodput
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.drafts import Arm, By, Drafter, parse_arm
+from aedit.spec_rollout.drafters.drafts import Arm, Drafter, DrafterKind, parse_arm
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
@@ -114,7 +114,7 @@ def contestants(cast: Cast, rows: int, temperature: float, seed: int) -> list[Co
         return Contestant(name, engine, stream(cast.policy, temperature, seed))
 
     arms = [parse_arm(name) for name in FIXED]
-    of_layer = [arm for arm in arms if arm.by == "layer"]
+    of_layer = [arm for arm in arms if arm.drafter == "layer"]
     return [
         one(PLAIN, None, None),
         one(AGAIN, None, None),
@@ -138,7 +138,7 @@ def engine_of(
     sampling = Sampling(temperature=0.0, max_new_tokens=2)
     for _ in plain.generate([Prompt(tokens=(10,) * MAX_PROMPT, sampling=sampling)] * rows):
         pass
-    drafters: dict[By, Drafter] = {}
+    drafters: dict[DrafterKind, Drafter] = {}
     asked = _asked(chooser)
     if "suffix" in asked:
         drafters["suffix"] = SuffixDrafter(device=str(target.device))
@@ -172,11 +172,11 @@ def random_layer(model: PreTrainedModel, seed: int = 0) -> DraftLayer:
     return layer
 
 
-def _asked(chooser: ArmChooser | None) -> set[By]:
+def _asked(chooser: ArmChooser | None) -> set[DrafterKind]:
     match chooser:
         case Watched(inner=Goodput(arms=arms)) | Goodput(arms=arms):
-            return {arm.by for arm in arms}
-        case Fixed(arm=Arm(by=by)):
+            return {arm.drafter for arm in arms}
+        case Fixed(arm=Arm(drafter=by)):
             return {by}
     return set()
 

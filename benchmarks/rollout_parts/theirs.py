@@ -118,6 +118,6 @@ def without_stop(model: PreTrainedModel) -> PreTrainedModel:
 
 def _ours(engine: Engine, batch: Sequence[Prompt]) -> list[list[int]]:
     rollouts = [engine.add(prompt) for prompt in batch]
-    while engine.live or engine.waiting:
+    while engine.running or engine.waiting:
         engine.step()
     return [rollout.tokens for rollout in rollouts]

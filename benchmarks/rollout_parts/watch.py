@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from aedit.spec_rollout.arms.arms import Observed, View
-from aedit.spec_rollout.arms.calibration import Floats, Nodes, accepted_nodes
+from aedit.spec_rollout.arms.arms import EngineView, StepObservation
+from aedit.spec_rollout.arms.calibration import DraftNodes, Floats, accepted_nodes
 from aedit.spec_rollout.arms.goodput import Goodput
 from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft
 
@@ -71,13 +71,13 @@ class Watched:
     _plain_s: float = 0.0
     """Plain decoding's for what the arms were expected to make in `_seconds`."""
 
-    def choose(self, view: View) -> Arm:
+    def choose(self, view: EngineView) -> Arm:
         return self.inner.choose(view)
 
-    def trim(self, view: View, arm: Arm, draft: Draft) -> int:
+    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
         return self.inner.trim(view, arm, draft)
 
-    def learn(self, observed: Observed) -> None:
+    def learn(self, observed: StepObservation) -> None:
         began_s = self.clock()
         self._note_time(observed)
         self._note_chances(observed)
@@ -100,25 +100,25 @@ class Watched:
             steps=len(self._errors),
         )
 
-    def _note_time(self, observed: Observed) -> None:
+    def _note_time(self, observed: StepObservation) -> None:
         view, arm, cost = observed.view, observed.arm, self.inner.cost
-        known = self.inner.drafters.get(arm.by)
-        behind = 0 if known is None else min(known.behind, view.context)
+        known = self.inner.drafters.get(arm.drafter)
+        behind = 0 if known is None else min(known.missing_tokens, view.context)
         foretold_s = cost.verify_s(view.rows, observed.nodes, view.context)
         foretold_s += cost.draft_s(arm, view.rows, behind)
-        self._errors.append(abs(foretold_s * cost.pace / observed.total_s - 1))
+        self._errors.append(abs(foretold_s * cost.slowdown / observed.total_s - 1))
         self._seconds += observed.total_s
         gain = self.inner.value(view, arm) / self.inner.value(view, OFF)
         self._plain_s += observed.total_s * gain
 
-    def _note_chances(self, observed: Observed) -> None:
-        draft, known = observed.draft, self.inner.drafters.get(observed.arm.by)
+    def _note_chances(self, observed: StepObservation) -> None:
+        draft, known = observed.draft, self.inner.drafters.get(observed.arm.drafter)
         if draft is None or known is None or draft.tokens_BN.shape[1] == 0:
             return
-        nodes = Nodes.of(draft)
+        nodes = DraftNodes.of(draft)
         rows, num_nodes = nodes.real_BN.shape
         accepted_BN = accepted_nodes((rows, num_nodes), observed.accepted_B, observed.path_Bm)
         verified_BN = np.broadcast_to(np.arange(num_nodes) < observed.nodes, (rows, num_nodes))
-        seen_BN = nodes.seen(verified_BN, accepted_BN)
-        chances = known.calibration.chances(nodes)[seen_BN]
-        self._scores[observed.arm.by].add(chances, accepted_BN[seen_BN].astype(np.float64))
+        seen_BN = nodes.observed(verified_BN, accepted_BN)
+        chances = known.calibration.probabilities(nodes)[seen_BN]
+        self._scores[observed.arm.drafter].add(chances, accepted_BN[seen_BN].astype(np.float64))

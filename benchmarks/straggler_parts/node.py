@@ -81,7 +81,7 @@ def _link(job: Job, config: RunConfig, model: torch.nn.Module) -> AgentLink:
 
 def _sync(config: RunConfig, model: torch.nn.Module, link: AgentLink) -> LayerSync:
     exchange = HubExchange(link, max_steps_ahead=config.hub.max_steps_ahead, penalty=config.edit.penalty)
-    schedule = make_pace(config.hub, config.edit, link.news)
+    schedule = make_pace(config.edit, link.news)
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
     return LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=config.edit)
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from aedit.spec_rollout.arms.arms import ArmChooser
-from aedit.spec_rollout.drafters.drafts import Arm, Begun, By, Draft, Drafter, Noise, Taken
+from aedit.spec_rollout.drafters.drafts import Arm, Draft, Drafter, DrafterKind, Noise, RowStart, StepUpdate
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.engine.meters import Step
-from aedit.spec_rollout.migration.moving import EngineHere, Reallocator
-from aedit.spec_rollout.migration.reallocate import Key
+from aedit.spec_rollout.migration.moving import LocalEngine, Reallocator
+from aedit.spec_rollout.migration.reallocate import SampleKey
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from benchmarks.tail_parts.times import Times
@@ -58,8 +58,8 @@ class PacedTarget(Target):
         self.clock.now_s += self.times.prefill(len(tokens_T))
         return super().prefill(tokens_T, row, start)
 
-    def put_kv(self, row: int, kv: Tensor) -> None:
-        super().put_kv(row, kv)
+    def write_kv(self, row: int, kv: Tensor) -> None:
+        super().write_kv(row, kv)
         self.copies_s.append(kv.shape[3] * self.times.copy_s)
         self.clock.now_s += self.copies_s[-1]
 
@@ -76,11 +76,11 @@ class PacedDrafter:
     def version(self) -> int:
         return int(getattr(self.inner, "version", 0))
 
-    def begin(self, rows: Sequence[Begun]) -> None:
+    def begin(self, rows: Sequence[RowStart]) -> None:
         self.inner.begin(rows)
 
-    def take(self, taken: Taken) -> None:
-        self.inner.take(taken)
+    def update(self, taken: StepUpdate) -> None:
+        self.inner.update(taken)
 
     def move(self, source: int, target: int) -> None:
         self.inner.move(source, target)
@@ -93,14 +93,16 @@ class PacedDrafter:
         return self.inner.propose(arm, rows, noise, temperature_B)
 
 
-class Node(EngineHere):
+class Node(LocalEngine):
     """One engine of the four."""
 
-    def __init__(self, target: PacedTarget, drafters: Mapping[By, Drafter], chooser: ArmChooser | None):
+    def __init__(
+        self, target: PacedTarget, drafters: Mapping[DrafterKind, Drafter], chooser: ArmChooser | None
+    ):
         self.clock, self.target = target.clock, target
         self.clock.now_s, self.busy_s, self.num_emptied = 0.0, 0.0, 0
         self.target.copies_s.clear()
-        paced: dict[By, Drafter] = {
+        paced: dict[DrafterKind, Drafter] = {
             by: PacedDrafter(drafter, target.times, self.clock) for by, drafter in drafters.items()
         }
         super().__init__(Engine(target, drafters=paced, chooser=chooser))
@@ -108,7 +110,7 @@ class Node(EngineHere):
 
     @property
     def has_work(self) -> bool:
-        return bool(self.engine.live or self.engine.waiting)
+        return bool(self.engine.running or self.engine.waiting)
 
     def step(self) -> Step:
         began_s = self.clock.now_s
@@ -116,8 +118,8 @@ class Node(EngineHere):
         self.busy_s += self.clock.now_s - began_s
         return step
 
-    def take_out(self, key: Key) -> Prompt | None:
-        prompt = super().take_out(key)
+    def remove(self, key: SampleKey) -> Prompt | None:
+        prompt = super().remove(key)
         self.num_emptied += prompt is not None and not self.has_work
         return prompt
 
@@ -128,8 +130,8 @@ class Way:
 
     seconds: float = 0.0
     """Until the last engine had finished."""
-    rollouts: dict[Key, Rollout] = field(default_factory=dict)
-    moves: Counter[Key] = field(default_factory=Counter)
+    rollouts: dict[SampleKey, Rollout] = field(default_factory=dict)
+    moves: Counter[SampleKey] = field(default_factory=Counter)
     num_emptied: int = 0
     """Engines that had nothing left when they had given a sample away."""
     busy_share: float = 0.0
@@ -160,7 +162,7 @@ class World:
         return self._told()
 
     def _look(self, reallocator: Reallocator) -> None:
-        for move in reallocator.look():
+        for move in reallocator.rebalance():
             self.way.moves[move.key] += 1
             # What has left in the middle of a step is there when the step has ended.
             source, target = self.nodes[move.source].clock, self.nodes[move.target].clock
@@ -172,7 +174,7 @@ class World:
             raise RuntimeError(f"sample {key} was made twice")
         self.way.rollouts[key] = rollout
         if reallocator is not None:
-            reallocator.finished(rollout)
+            reallocator.record_finished(rollout)
 
     def _told(self) -> Way:
         way, nodes = self.way, self.nodes

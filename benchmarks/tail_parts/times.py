@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from aedit.spec_rollout.arms.arms import Fixed
-from aedit.spec_rollout.drafters.drafts import OFF, Arm, By, Drafter, parse_arm
+from aedit.spec_rollout.drafters.drafts import OFF, Arm, Drafter, DrafterKind, parse_arm
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
@@ -46,7 +46,7 @@ class Times:
     def draft(self, arm: Arm, rows: int) -> float:
         """At the end of a text chains are shorter than what was measured."""
         known = {parse_arm(name): times for name, times in self.draft_s.items()}
-        same = sorted((one.depth, times) for one, times in known.items() if one.by == arm.by)
+        same = sorted((one.depth, times) for one, times in known.items() if one.drafter == arm.drafter)
         by_depth = [float(np.interp(rows, self.rows, times)) for _, times in same]
         return float(np.interp(arm.depth, [depth for depth, _ in same], by_depth))
 
@@ -56,13 +56,13 @@ class Times:
         return max(0.0, self.prefill_s[0] + (tokens - short) * slope)
 
 
-def measured(target: Target, drafters: Mapping[By, Drafter]) -> Times:
+def measured(target: Target, drafters: Mapping[DrafterKind, Drafter]) -> Times:
     """The least of several steps each, in this thread's time on a core, as what else the machine does only
     makes them longer: torch must compute on one thread. The drafters must follow no other engine; nothing of
     it stays in the target."""
     engine = Engine(target, drafters=drafters)
     engine.clock = time.thread_time
-    arms = [OFF, *(arm for arm in map(parse_arm, ARMS) if arm.by in drafters)]
+    arms = [OFF, *(arm for arm in map(parse_arm, ARMS) if arm.drafter in drafters)]
     rows = tuple(count for count in ROWS if count <= target.rows)
     found = {count: dict(_steps(engine, arms, count)) for count in rows}
     nodes = sorted({arm.nodes for arm in arms})
@@ -73,7 +73,7 @@ def measured(target: Target, drafters: Mapping[By, Drafter]) -> Times:
         pass_s=tuple(tuple(found[count][of_nodes[n]][0] for n in nodes) for count in rows),
         draft_s={str(arm): tuple(found[count][arm][1] for count in rows) for arm in arms[1:]},
         prefill_s=(_prefill(target, PREFILLS[0]), _prefill(target, PREFILLS[1])),
-        copy_s=_least(lambda: target.put_kv(0, target.kv_of(0, CONTEXT))) / CONTEXT,
+        copy_s=_least(lambda: target.write_kv(0, target.read_kv(0, CONTEXT))) / CONTEXT,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from aedit.spec_rollout.model.target import Target
-from aedit.spec_rollout.sampling.distribution import RowSampling, shaped
+from aedit.spec_rollout.sampling.distribution import RowSampling, warp_logits
 from aedit.spec_rollout.sampling.noise import gumbel
 from aedit.spec_rollout.sampling.samples import Rollout
 
@@ -39,7 +39,9 @@ def gap(target: Target, mine: Rollout, theirs: Rollout, at: int) -> float:
     prompt = mine.prompt
     text_T = torch.tensor([*prompt.tokens, *mine.tokens[:at]], device=target.device)
     logits_11V = target.logits(target.prefill(text_T, 0)[-1:])[None]
-    scores_V = shaped(logits_11V, RowSampling.of([prompt.sampling], target.vocabulary, target.device))[0, 0]
+    scores_V = warp_logits(logits_11V, RowSampling.of([prompt.sampling], target.vocabulary, target.device))[
+        0, 0
+    ]
     if prompt.sampling.temperature > 0:
         place = torch.tensor([[len(text_T)]], device=target.device)
         scores_V = scores_V + gumbel(prompt.rollout, prompt.sample, place, target.vocabulary)[0, 0]

@@ -17,7 +17,7 @@ from aedit.spec_rollout.arms.bandit import Bandit
 from aedit.spec_rollout.arms.goodput import Goodput
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.draft_shape import tapped
-from aedit.spec_rollout.drafters.drafts import By, Drafter, parse_arm
+from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, parse_arm
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
@@ -162,21 +162,21 @@ def _target(policy: Policy, prompts: Sequence[Prompt], layer: DraftLayer | None)
 
 def _engine(target: Target, wanted: Wanted, layer: DraftLayer | None) -> Engine:
     """With drafters and a chooser that have seen nothing."""
-    drafters: dict[By, Drafter] = {"suffix": SuffixDrafter(device=str(target.device))}
+    drafters: dict[DrafterKind, Drafter] = {"suffix": SuffixDrafter(device=str(target.device))}
     if layer is not None:
         drafters["layer"] = LayerDrafter.of(layer, target)
     return Engine(target, drafters=drafters, chooser=_chooser(wanted.arm, drafters))
 
 
-def _chooser(arm: str, drafters: Mapping[By, Drafter]) -> ArmChooser:
+def _chooser(arm: str, drafters: Mapping[DrafterKind, Drafter]) -> ArmChooser:
     if arm in (AUTO, BANDIT):
-        arms = [each for each in map(parse_arm, ARMS) if each.by in drafters]
+        arms = [each for each in map(parse_arm, ARMS) if each.drafter in drafters]
         return Goodput(arms) if arm == AUTO else Bandit(arms)
     try:
         fixed = parse_arm(arm)
     except ValueError as error:
         raise UserError(f"--arm: {error}, or auto or bandit") from None
-    if fixed.by == "layer" and "layer" not in drafters:
+    if fixed.drafter == "layer" and "layer" not in drafters:
         raise UserError(f"--arm {arm}: needs --drafter, the file of a trained drafter")
     if fixed.nodes > NODES:
         raise UserError(f"--arm {arm}: at most {NODES} drafted tokens can be verified at once")
@@ -191,7 +191,7 @@ def _warm_up(engine: Engine, prompt: Prompt) -> None:
 def _run(engine: Engine, follow: Callable[[Step], None]) -> float:
     """Seconds that the engine has worked until all have finished; those of `follow` do not count."""
     seconds = 0.0
-    while engine.live or engine.waiting:
+    while engine.running or engine.waiting:
         began = time.perf_counter()
         step = engine.step()
         seconds += time.perf_counter() - began

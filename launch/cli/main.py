@@ -182,7 +182,7 @@ def _run(options: Options) -> int:
         raise UserError("--local: starts all nodes here and goes without --nodes, --node and --master")
     nodes = options.local if local else options.nodes
     placement = Placement(nodes=nodes, node=options.node, local=local, master=options.master)
-    config = load(options.config, options.flags).config
+    config = load(options.config, options.flags, strict=True).config
     check_hub_start(config, placement)
     if options.dry_run:
         from aedit.launch.local.plan import plan
@@ -198,7 +198,7 @@ def _hub(options: Options) -> int:
     from aedit.launch.config.load import load
     from aedit.launch.hub.main import hub
 
-    config = load(options.config, options.flags).config
+    config = load(options.config, options.flags, strict=True).config
     part, _, parts = options.part.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
         raise UserError(f"--part: expected K/N with K below N, got {options.part}")
@@ -271,7 +271,7 @@ def _config_show(options: Options) -> None:
     from aedit.launch.config.fields import literal, values
     from aedit.launch.config.load import load
 
-    loaded = load(options.config, options.flags)
+    loaded = load(options.config, options.flags, strict=True)
     rows = [(name, literal(value), loaded.origin[name]) for name, value in values(loaded.config)]
     _print_columns(rows)
 

@@ -7,7 +7,7 @@ from typing import TextIO
 from aedit.spec_rollout.engine.meters import Step
 from aedit.spec_rollout.sampling.samples import Rollout
 
-HALF = "\ufffd"
+REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are no whole character (yet)."""
 
 Decode = Callable[[Sequence[int]], str]
@@ -32,7 +32,7 @@ class Detokenizer:
         self._tokens += tokens
         before = self.decode(self._tokens[self._first : self._said])
         text = self.decode(self._tokens[self._first :])
-        if text.endswith(HALF) and not last:
+        if text.endswith(REPLACEMENT) and not last:
             return ""
         self._first, self._said = self._said, len(self._tokens)
         return text[len(before) :]
@@ -56,9 +56,9 @@ class TextStream:
             rollout, _ = self._names[self._turn]
             new = rollout.tokens[self._shown :]
             self._shown += len(new)
-            self._out.write(self._words.add(new, last=bool(rollout.finish)))
+            self._out.write(self._words.add(new, last=bool(rollout.finish_reason)))
             self._out.flush()
-            if not rollout.finish:
+            if not rollout.finish_reason:
                 return
             self._next()
 

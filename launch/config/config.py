@@ -196,10 +196,8 @@ class RunConfig:
         if not hub.address:
             check(hub == HubConfig(), "hub.address", "must be HOST:PORT for [hub] to have an effect", "''")
             check(not self.outer.look_ahead, "outer.look_ahead", "needs a hub", self.outer.look_ahead)
+            check(edit.schedule != "dylu", "edit.schedule", "needs a hub ([hub] address), not", edit.schedule)
             return
-        timed = edit.schedule == "seconds"
-        rule = f'must {"" if timed else "not "}be "seconds" with edit.schedule = "{edit.schedule}"'
-        check((hub.pace == "seconds") == timed, "hub.pace", rule, hub.pace)
         check(edit.landing == "arrival", "edit.landing", 'must be "arrival" with a hub', edit.landing)
         check(edit.warmup_steps == 0, "edit.warmup_steps", "must be 0 with a hub", edit.warmup_steps)
         check(not edit.offload, "edit.offload", "has no effect with a hub", edit.offload)

@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import tomli_w
 
 from aedit.launch.config.config import RunConfig
+from aedit.launch.config.effects import without_effect
 from aedit.types import UserError
 
 NONE = "none"
@@ -40,10 +41,16 @@ def values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def to_toml(config: RunConfig, *, defaults: bool = True) -> str:
     """Return the configuration as TOML text that `load` reads back to an equal value.
 
+    A key that is at its default and can have no effect is left out: a person may load the text as well.
     defaults: also the values that are at their default. Without them, a build that does not know a setting
     can read the text as long as nobody uses that setting.
     """
-    return tomli_w.dumps(_tree(config, None if defaults else RunConfig()))
+    tree = _tree(config, None if defaults else RunConfig())
+    usual = dict(values(RunConfig()))
+    for name, value in values(config):
+        if usual.get(name) == value and any(without_effect(config, name)):
+            _drop(tree, name.split("."))
+    return tomli_w.dumps(tree)
 
 
 def literal(value: object) -> str:
@@ -96,6 +103,15 @@ def _tree(config: Any, usual: Any) -> dict[str, Any]:
         elif usual is None or value != other:
             tree[field.name] = NONE if value is None else value
     return tree
+
+
+def _drop(tree: dict[str, Any], path: list[str]) -> None:
+    """Remove a key from nested tables, and the tables that it leaves empty."""
+    first, *rest = path
+    if rest and first in tree:
+        _drop(tree[first], rest)
+    if not rest or not tree.get(first, True):
+        tree.pop(first, None)
 
 
 _WORDS = {

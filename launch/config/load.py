@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from aedit.launch.config.config import RunConfig
+from aedit.launch.config.effects import check_effects
 from aedit.launch.config.fields import convert, hints, suggest, values
 from aedit.launch.config.flags import flag_keys, with_flags
 from aedit.launch.config.presets import read_config
@@ -25,28 +26,34 @@ class Loaded:
     origin: dict[str, str]
 
 
-def load(files: Path | Sequence[Path] | None, flags: list[str]) -> Loaded:
+def load(files: Path | Sequence[Path] | None, flags: list[str], *, strict: bool = False) -> Loaded:
     """Return defaults < TOML files < flags such as `--edit.every 64`.
 
     files: a later file wins over an earlier one, key by key; `preset:NAME` is a shipped one. Raises
-    UserError, one line, for whatever is wrong.
+    UserError, one line, for whatever is wrong. strict: also for a key that can have no effect; for what a
+    person has written, not for what `to_toml` has.
     """
     paths = [files] if isinstance(files, Path) else list(files or ())
     tree: dict[str, Any] = {}
     lines: dict[str, str] = {}
-    for path in paths:
+    layers: dict[str, int] = {}
+    for layer_number, path in enumerate(paths, start=1):
         text = read_config(path)
         layer = _parse(text, path)
         with _blaming(f"{path}: "):
             tree = _over(tree, _converted(RunConfig, layer))
         numbers = _line_numbers(text)
         lines |= {key: f"{path}:{numbers[key]}" if key in numbers else str(path) for key in _keys(layer)}
+        layers |= dict.fromkeys(_keys(layer), layer_number)
     with _blaming(f"{', '.join(map(str, paths))}: " if paths else ""):
         config = _replaced(RunConfig(), _with_hub_defaults(tree, flag_keys(flags)))
     origin = dict.fromkeys((key for key, _ in values(config)), "default") | lines
     with _blaming(""):
         config = with_flags(config, flags)
-    origin |= dict.fromkeys((key for key, _ in values(config) if key in flag_keys(flags)), "flag")
+    flagged = [key for key, _ in values(config) if key in flag_keys(flags)]
+    origin |= dict.fromkeys(flagged, "flag")
+    if strict:
+        check_effects(config, layers | dict.fromkeys(flagged, len(paths) + 1), origin)
     return Loaded(config, origin)
 
 

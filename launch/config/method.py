@@ -32,7 +32,6 @@ _DECIDES = (
     "outer.",
     "hub.merge",
     "hub.weights",
-    "hub.pace",
     "hub.codec",
     "hub.codec_down",
 )

@@ -1,10 +1,6 @@
 """Tokens of many documents as rows of one length, in a .npy file whose length is known only at the end."""
 
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import IO
 
 import numpy as np
@@ -41,18 +37,3 @@ class RowWriter:
         descr = npy.dtype_to_descr(self._rest.dtype)
         shape = (self.num_rows, self._width)
         npy.write_array_header_1_0(self._file, {"descr": descr, "fortran_order": False, "shape": shape})
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under `path` complete and on disk, or not at all. The last of many writers wins."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)  # temporary files are private; a cache is for everybody
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise

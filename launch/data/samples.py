@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from aedit.launch.config.config import DataConfig
 from aedit.launch.data.corpus import documents, is_held_out, source_files
 from aedit.launch.data.order import SampleOrder
-from aedit.launch.data.packing import RowWriter, written_whole
+from aedit.launch.data.packing import RowWriter
 from aedit.launch.data.tokenizer import Tokenizer, token_dtype
+from aedit.system import atomic_file
 from aedit.types import UserError
 
 __all__ = ["Corpus", "SampleOrder", "batch", "evaluation_indices", "load_corpus"]
@@ -65,7 +66,7 @@ def _pack(config: DataConfig, tokenizer: Tokenizer, train: Path, held_out: Path)
     dtype, width = token_dtype(tokenizer.vocab_size), config.seq_len + 1
     eos = np.array([tokenizer.eos_id], dtype=dtype)
     try:
-        with written_whole(train) as train_file, written_whole(held_out) as held_out_file:
+        with atomic_file(train) as train_file, atomic_file(held_out) as held_out_file:
             rows = {False: RowWriter(train_file, width, dtype), True: RowWriter(held_out_file, width, dtype)}
             for document in documents(config):
                 side = rows[is_held_out(document, config.held_out)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml, values
 from aedit.launch.config.load import load
+from aedit.system import write_atomically
 from aedit.types import UserError
 
 _DECIDES = ("outer.", "edit.penalty.clip", "hub.merge", "hub.codec_down", "hub.weights", "hub.parent", "name")
@@ -40,8 +41,8 @@ def claim(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
     """Write down what run this is. UserError if the folder is another's, or was written under other rules."""
     if (directory / "part.json").exists():
         _compare(directory, config, part)
-    write(directory / "run.toml", to_toml(config))
-    write(directory / "part.json", json.dumps(part))
+    write_atomically(directory / "run.toml", to_toml(config))
+    write_atomically(directory / "part.json", json.dumps(part))
 
 
 def _compare(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
@@ -57,17 +58,7 @@ def _compare(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
             )
 
 
-def write(path: Path, text: str) -> None:
-    """Whole and on the disk, or not at all."""
-    beside = path.with_name(f".{path.name}.new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-
-
-def read(path: Path) -> str:
+def read_line(path: Path) -> str:
     """Empty if there is none."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8").strip()
@@ -77,4 +68,4 @@ def read(path: Path) -> str:
 def found_at(configured: str, directory: Path) -> str:
     """Where a hub is that is configured to be at HOST:PORT: with port 0 the one that it has taken, as its
     folder says; empty if that is not known yet."""
-    return read(directory / "address") if configured.endswith(":0") else configured
+    return read_line(directory / "address") if configured.endswith(":0") else configured

@@ -33,6 +33,7 @@ from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.server import Server, serve
 from aedit.proto.wire.service import HubCore
+from aedit.system import write_atomically
 from aedit.types import UserError
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class _Process:
         hub = self._make()
         journal = self._store.recover(hub)
         term, newest = hub.state.term, self._newest_term()
-        has_led = int(folder.read(self._place.directory / "led") or 0) == term > 0
+        has_led = int(folder.read_line(self._place.directory / "led") or 0) == term > 0
         if newest > term and not self._place.standby:
             raise UserError(
                 f"{self._place.other} leads this run by now, under term {newest}: start this hub with"
@@ -159,7 +160,7 @@ class _Process:
         else:
             self._lead(hub, journal, None if term else 1)
         assert self._server is not None
-        folder.write(self._place.directory / "address", self._server.address)
+        write_atomically(self._place.directory / "address", self._server.address)
 
     @property
     def is_over(self) -> bool:
@@ -220,7 +221,7 @@ class _Process:
         leading.begin(term)
         if self._config.hub.parent:
             self._join_parent(leading)
-        folder.write(self._place.directory / "led", str(hub.state.term))
+        write_atomically(self._place.directory / "led", str(hub.state.term))
         self._leading = leading
         if self._config.hub.metrics_port is not None:
             # Only now: most hubs go without, and start sooner.

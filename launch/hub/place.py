@@ -25,7 +25,7 @@ class Place:
     @property
     def listens_at(self) -> str:
         """Where it was before, so that those who know it find it again, if it may choose its port."""
-        before = folder.read(self.directory / "address")
+        before = folder.read_line(self.directory / "address")
         same_host = before.rpartition(":")[0] == self.address.rpartition(":")[0]
         return before if self.address.endswith(":0") and same_host else self.address
 
@@ -45,7 +45,7 @@ class Place:
 
     def addresses(self) -> tuple[str, ...]:
         """Of all hubs that split the units, this one being the one that leads its part."""
-        mine, own = self.part[0], folder.read(self.directory / "address") or self.address
+        mine, own = self.part[0], folder.read_line(self.directory / "address") or self.address
         configured = self.config.hub.addresses
         found = [folder.found_at(place, self._beside(k)) or place for k, place in enumerate(configured)]
         host = configured[mine].rpartition(":")[0] if mine < len(found) else ""

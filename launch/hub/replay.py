@@ -21,6 +21,7 @@ def make_hub(config: RunConfig, part: tuple[int, int]) -> Hub:
         outer=config.outer,
         penalty=config.edit.penalty,
         every=config.edit.every,
+        pace=config.edit.schedule,
         steps=config.train.steps,
         seconds=config.train.seconds,
         part=part,

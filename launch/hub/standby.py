@@ -21,6 +21,7 @@ from aedit.launch.hub.reports import Reports
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.service import Refusal
+from aedit.system import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -206,10 +207,10 @@ class Standby(_Refusing):
     def _greeted(self, client: HubClient) -> int:
         """Term of the one that leads. What was mirrored under another term may not be what it has."""
         term = client.hello(self._responder.question()).term
-        noted = folder.read(self._place.directory / "mirror.json")
+        noted = folder.read_line(self._place.directory / "mirror.json")
         if not noted or json.loads(noted)["term"] != term:
             self._mirror.forget()
-            folder.write(self._place.directory / "mirror.json", json.dumps({"term": term}))
+            write_atomically(self._place.directory / "mirror.json", json.dumps({"term": term}))
         return term
 
     def _confirm(self) -> None:

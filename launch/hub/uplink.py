@@ -13,17 +13,17 @@ import numpy as np
 
 import aedit
 from aedit.async_sgd.hub import upward
-from aedit.async_sgd.rules.records import Layout, Vector
+from aedit.async_sgd.rules.records import Vector
 from aedit.async_sgd.service.engine import Engine
 from aedit.launch.config.load import parse
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, start_agent
-from aedit.proto.agent.link import Answer, Progress, Verdict
-from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.agent.link import Answer, Progress
+from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.hub_pb2 import HelloReply, HelloRequest
 from aedit.proto.wire.security import ClientKeys
-from aedit.types import UserError
+from aedit.types import Layout, UserError, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -117,10 +117,7 @@ class Uplink:
             name=self._name,
             run=parent.run,
             version=aedit.__version__,
-            units=tuple(
-                UnitPlan(unit.name, tuple(TensorPlan(t.name, t.shape) for t in unit.tensors))
-                for unit in layout.units
-            ),
+            units=layout.units,
             facts=tuple(state.facts.items()),
             num_samples=state.num_samples,
             codec=theirs.codec,

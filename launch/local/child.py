@@ -1,18 +1,17 @@
 """A command as a child that never outlives us and leaves nobody behind: torchrun, or a hub."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
-PR_SET_PDEATHSIG = 1
+from aedit.system import end_with_parent
 
 
 class Child:
@@ -30,7 +29,7 @@ class Child:
                 env=env,
                 # Ctrl-C in the terminal reaches us alone; we decide what the nodes hear.
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
         self._log = log
         self._output = ""
@@ -89,17 +88,3 @@ class Child:
         for known in list(self._seen.values()):
             with contextlib.suppress(psutil.Error):
                 self._seen |= {p.pid: p for p in known.children() if p.pid not in self._seen}
-
-
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """Run in the child before the command: the kernel ends it, so that it ends its workers, when we die."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-
-    def bind() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return bind

@@ -3,12 +3,14 @@
 import contextlib
 import secrets
 import socket
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from aedit.launch.config.config import LocalConfig, RunConfig
-from aedit.launch.config.flags import with_flags
+from aedit.launch.config.effects import check_effects
+from aedit.launch.config.flags import flag_keys, with_flags
 from aedit.launch.config.load import parse
 from aedit.launch.config.placement import Membership, Placement
 from aedit.launch.local.run import run
@@ -30,6 +32,7 @@ def join(
     """
     told = _greet(addresses, keys, insecure)
     config = with_flags(_of_this_machine(told), flags)
+    check_effects(config, dict.fromkeys(flag_keys(flags), 1), defaultdict(lambda: "flag"))
     if config.name != told.name:
         raise UserError(
             f"--name: the hub calls this run {told.name}; a node's own name is --as, its folder --dir"

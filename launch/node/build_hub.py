@@ -34,7 +34,7 @@ from aedit.launch.node.world import World
 from aedit.launch.rundir.recorder import Clock, Recorder
 from aedit.launch.rundir.sinks import Origin, open_sinks
 from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
-from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.wire.security import SERVER, is_loopback
 from aedit.types import UserError
 
@@ -120,7 +120,7 @@ def agent_plan(
 ) -> AgentPlan:
     """What the node's agent must know."""
     hub = config.hub
-    units = canonical.layout(_units(model, config))
+    units = canonical.layout(_units(model, config)).units
     per_step = config.train.batch_size * config.train.accumulate
     return AgentPlan(
         addresses=tuple(member.hub.split(",")),
@@ -130,7 +130,7 @@ def agent_plan(
         run=config.name,
         method=tuple(method(config).items()),
         version=aedit.__version__,
-        units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in units),
+        units=units,
         facts=tuple((name, str(value)) for name, value in facts.items()),
         num_samples=num_samples,
         samples_per_step=per_step,
@@ -190,7 +190,7 @@ def _sync(config: RunConfig, model: nn.Module, link: AgentLink) -> LayerSync:
             model,
             make_inner(model, train),
             exchange=exchange,
-            schedule=make_pace(config.hub, config.edit, link.news),
+            schedule=make_pace(config.edit, link.news),
             config=config.edit,
         )
     except ValueError as error:

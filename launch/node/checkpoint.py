@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from aedit.edit.shards import Shards
+from aedit.system import sync_directory
 from aedit.types import UserError
 
 _NAME = re.compile(r"round_(\d{6,})(?:_(\d+))?$")
@@ -129,7 +130,7 @@ class Checkpoints:
         _write_whole(writing / "meta.json", json.dumps(meta, indent=1))
         shutil.rmtree(self.path(mark), ignore_errors=True)  # from a future that a resume has undone
         os.rename(writing, self.path(mark))
-        _sync_directory(self.directory)
+        sync_directory(self.directory)
         self._prune()
 
     def _prune(self) -> None:
@@ -160,14 +161,6 @@ def _write_whole(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _reason(error: BaseException) -> str:

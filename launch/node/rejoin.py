@@ -11,7 +11,7 @@ from aedit.edit import snapshot
 from aedit.edit.sync import LayerSync
 from aedit.launch.node.checkpoint import Checkpoints
 from aedit.launch.node.resume import Resumed, check_facts, training_state
-from aedit.launch.rundir.prepare import write_atomically
+from aedit.system import write_atomically
 
 NAME = "name"
 

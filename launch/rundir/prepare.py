@@ -2,10 +2,8 @@
 
 import contextlib
 import fcntl
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from aedit.launch.config.fields import literal, to_toml, values
 from aedit.launch.config.load import load
 from aedit.launch.rundir.ending import attempt_of
 from aedit.launch.rundir.provenance import provenance
+from aedit.system import write_atomically
 from aedit.types import UserError
 
 MIN_FREE_BYTES = 256 * 2**20
@@ -113,21 +112,6 @@ def _in_use(run_dir: Path, node: int | str) -> str:
     if isinstance(node, str):
         return f"{run_dir}: node {node} is running already; choose another name with --as"
     return f"{run_dir}: another aedit run is using it; stop that one or choose another --name"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Whole and on disk, or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[str, str]]:

@@ -12,7 +12,6 @@ from aedit.proto.agent.connections import Connections
 from aedit.proto.agent.donor import Donor
 from aedit.proto.agent.joining import InitialSync
 from aedit.proto.agent.leases import Leases
-from aedit.proto.agent.link import News
 from aedit.proto.agent.mailbox import Mailbox, State, Wants, remove
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
@@ -21,7 +20,7 @@ from aedit.proto.agent.unit_transfers import Transfer, UnitTransfers
 from aedit.proto.agent.wakeup import WakeReceiver
 from aedit.proto.agent.watchdog import Speed, Watchdog
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.types import UserError
+from aedit.types import News, UserError
 
 LOOK_S = 0.25
 """How often the agent looks around without having been woken."""

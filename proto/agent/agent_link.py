@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aedit.proto.agent import mailbox
-from aedit.proto.agent.link import Answer, News, Progress
+from aedit.proto.agent.link import Answer, Progress
 from aedit.proto.agent.mailbox import Mailbox, State, Wants
 from aedit.proto.agent.plan import AgentPlan, to_json
 from aedit.proto.agent.wakeup import WakeReceiver, WakeSender
-from aedit.types import UserError
+from aedit.types import News, UserError
 
 POLL_S = 0.005
 STOP_S = 5.0

@@ -4,7 +4,6 @@ The trainer starts it. FD is the mailbox. Standard input carries first the plan,
 byte whenever there is something to do; its end means that the trainer is gone. Imports no torch.
 """
 
-import ctypes
 import logging
 import os
 import signal
@@ -16,9 +15,8 @@ from aedit.proto.agent.connections import Connections
 from aedit.proto.agent.mailbox import State
 from aedit.proto.agent.plan import from_json
 from aedit.proto.agent.wakeup import WakeReceiver
+from aedit.system import end_with_parent
 from aedit.types import UserError
-
-PR_SET_PDEATHSIG = 1
 
 
 def main(words: list[str]) -> int:
@@ -26,7 +24,10 @@ def main(words: list[str]) -> int:
     # A person's Ctrl-C and a launcher's SIGTERM are for the trainer, who leaves through us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _die_with(parent, tied)
+    if tied:
+        end_with_parent(parent, signal.SIGKILL)
+    elif os.getppid() != parent:
+        os._exit(1)
     logging.basicConfig(level=logging.WARNING, format="node agent: %(message)s")
     plan = from_json(_first_line())
     box = mailbox.attach(fd)
@@ -46,14 +47,6 @@ def _first_line() -> str:
     while (byte := os.read(sys.stdin.fileno(), 1)) not in (b"\n", b""):
         line += byte
     return line.decode()
-
-
-def _die_with(parent: int, tied: bool) -> None:
-    """Have the kernel end us with the trainer, even if it has left the pipe to children of its own."""
-    if sys.platform == "linux" and tied:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,12 @@ Between `send` and the Answer the trainer touches neither vector, and after it t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-class Verdict(IntEnum):
-    """What became of a push; the numbers are those of hub.proto."""
-
-    NONE = 0
-    MERGED = 1
-    REFUSED = 2
-    DISTRUSTED = 3
+from aedit.types import News, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +29,6 @@ class Answer:
     seq: int
     version: int
     verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """What the hub said last. `age_s`: how long ago that was."""
-
-    age_s: float = float("inf")
-    round: int = 0
-    pace_steps: int = 0
-    nodes: int = 1
-    total_steps: int = 0
-    total_tokens: int = 0
-    elapsed_s: float = 0.0
-    progress: float = 0.0
-    """Share of the run's budget that is used up, 0 to 1; `finished` comes with 1."""
-    finished: bool = False
-    evaluates: bool = False
 
 
 @dataclass(frozen=True, slots=True)

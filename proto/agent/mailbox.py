@@ -1,7 +1,7 @@
 """The memory that the ranks of a node and its agent share: vectors, and control words read without locks.
 
 Every word has one writer. What belongs together is published by one 8-byte word, written last: the reader
-looks at that word first. In between, on both sides, stands `_fence`.
+looks at that word first. In between, on both sides, stands `memory_fence`.
 
 On Linux the memory belongs to no folder (memfd): when the last process that holds it ends, however it ends,
 nothing is left. Elsewhere it is a file in the temporary folder, removed once all ranks have it.
@@ -12,7 +12,6 @@ import mmap
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from enum import IntEnum
@@ -23,7 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.proto.agent.link import Answer, News, Progress, Verdict
+from aedit.proto.agent.link import Answer, Progress
+from aedit.system import anonymous_memory, memory_fence
+from aedit.types import News, Verdict
 
 MAGIC = 0x41454449_54000001
 MAX_BLOCKS = 2**20
@@ -72,20 +73,6 @@ class Wants(IntEnum):
     LEAVE = 2
 
 
-def _fence() -> None:
-    """Order memory: what this thread wrote (read) before is seen (done) before what it does after.
-
-    x86 keeps stores in order by itself; ARM does not. Letting a lock go is a store-release that nothing
-    before it passes; taking it again is a load-acquire that nothing after it passes; and ARM keeps a
-    load-acquire behind an earlier store-release (RCsc). Between two releases and takings of one lock,
-    therefore, stands a full barrier. Taking it once would not do: both sides could move inside.
-    """
-    lock = threading.Lock()
-    for _ in range(2):
-        with lock:
-            pass
-
-
 class Mailbox:
     """Plain arrays over one mapping; the methods are the only order in which words may be touched."""
 
@@ -112,34 +99,34 @@ class Mailbox:
     # --- the trainer's words
 
     def want(self, wants: Wants) -> None:
-        _fence()
+        memory_fence()
         self._head[Head.WANTS] = wants
 
     def wanted(self) -> Wants:
         wants = Wants(int(self._head[Head.WANTS]))
-        _fence()
+        memory_fence()
         return wants
 
     def written(self, unit: int, rank: int, seq: int) -> None:
         """Rank `rank` has written its slices for exchange `seq`."""
-        _fence()
+        memory_fence()
         self._written[unit, rank] = seq
 
     def all_written(self, unit: int, seq: int) -> bool:
         there = bool((self._written[unit] >= seq).all())
-        _fence()
+        memory_fence()
         return there
 
     def order(self, unit: int, seq: int, numbers: tuple[int, int, int]) -> None:
         """numbers: base, steps, tokens."""
         self._orders[unit, 1:] = numbers
-        _fence()
+        memory_fence()
         self._orders[unit, 0] = seq
 
     def orders(self) -> Ints:
         """Per unit the last exchange ordered: seq, base, steps, tokens. A row whose seq is new is whole."""
         seqs = self._orders[:, 0].copy()
-        _fence()
+        memory_fence()
         rows = self._orders.copy()
         rows[:, 0] = seqs
         return rows
@@ -169,13 +156,13 @@ class Mailbox:
     def answer(self, unit: int, answer: Answer) -> None:
         """Publish; anchors[unit] has been written before."""
         self._answers[unit, 1:] = (answer.version, answer.verdict)
-        _fence()
+        memory_fence()
         self._answers[unit, 0] = answer.seq
 
     def answered(self, unit: int, seq: int) -> Answer | None:
         if int(self._answers[unit, 0]) != seq:
             return None
-        _fence()
+        memory_fence()
         return Answer(seq, int(self._answers[unit, 1]), Verdict(int(self._answers[unit, 2])))
 
     def publish_news(self, news: News, at_s: float) -> None:
@@ -199,13 +186,13 @@ class Mailbox:
             )
         for i, block in enumerate(blocks):
             self._blocks[count + i] = block
-        _fence()
+        memory_fence()
         self._head[Head.BLOCKS] = count + len(blocks)
 
     def blocks(self, start: int) -> list[tuple[int, int]]:
         """The blocks from number `start` on."""
         count = int(self._head[Head.BLOCKS])
-        _fence()
+        memory_fence()
         return [(int(first), int(end)) for first, end in self._blocks[start:count]]
 
     def sent(self, num_bytes: int) -> None:
@@ -219,7 +206,7 @@ class Mailbox:
         """This node is a member and all anchors are there."""
         self._versions[:] = versions
         self._head[Head.NODE] = node
-        _fence()
+        memory_fence()
         self._head[Head.STATE] = State.MEMBER
 
     @property
@@ -237,12 +224,12 @@ class Mailbox:
         text = error.encode()[:MAX_ERROR_BYTES]
         self._error[:] = 0
         self._error[: len(text)] = np.frombuffer(text, dtype=np.uint8)
-        _fence()
+        memory_fence()
         self._head[Head.STATE] = state
 
     def state(self) -> State:
         state = State(int(self._head[Head.STATE]))
-        _fence()
+        memory_fence()
         return state
 
     def error(self) -> str:
@@ -262,28 +249,34 @@ class _Published:
     def write(self, numbers: tuple[float, ...]) -> None:
         count = int(self._count[0]) + 1
         self._slots[count % 2] = numbers
-        _fence()
+        memory_fence()
         self._count[0] = count
-        _fence()
+        memory_fence()
 
     def read(self) -> tuple[float, ...]:
         while True:
             count = int(self._count[0])
-            _fence()
+            memory_fence()
             numbers = self._slots[count % 2].copy()
-            _fence()
+            memory_fence()
             if int(self._count[0]) == count:
                 return tuple(numbers.tolist())
 
 
 def create(numels: Sequence[int], ranks: int, feedback: bool) -> Mailbox:
     """A fresh mailbox, all zeros. feedback: whether there are residuals."""
-    fd, path = _anonymous() if sys.platform == "linux" else tempfile.mkstemp(prefix="aedit-mailbox-")
-    os.ftruncate(fd, _size(_places(numels, ranks, feedback)))
+    num_bytes = _size(_places(numels, ranks, feedback))
+    if sys.platform == "linux":
+        fd = anonymous_memory("aedit-mailbox", num_bytes)
+        # Other processes of the same user open it through its owner, which keeps it while the run lasts.
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+    else:
+        fd, path = tempfile.mkstemp(prefix="aedit-mailbox-")
+        os.ftruncate(fd, num_bytes)
     box = Mailbox(fd, path, numels, (len(numels), ranks, feedback))
     box._head[[Head.UNITS, Head.RANKS, Head.FEEDBACK]] = (len(numels), ranks, feedback)
     box._head[Head.NUMELS :][: len(numels)] = numels
-    _fence()
+    memory_fence()
     box._head[Head.MAGIC] = MAGIC
     return box
 
@@ -312,13 +305,6 @@ def release(box: Mailbox) -> None:
     if box.fd >= 0:
         os.close(box.fd)
         box.fd = -1
-
-
-def _anonymous() -> tuple[int, str]:
-    assert sys.platform == "linux"
-    fd = os.memfd_create("aedit-mailbox", os.MFD_CLOEXEC)
-    # Other processes of the same user open it through its owner, who keeps it for as long as the run lasts.
-    return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
 Places = dict[str, tuple[Any, tuple[int, ...]]]

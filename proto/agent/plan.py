@@ -2,27 +2,8 @@
 
 import json
 from dataclasses import asdict, dataclass
-from math import prod
 
-
-@dataclass(frozen=True, slots=True)
-class TensorPlan:
-    """One parameter, whole."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class UnitPlan:
-    """A unit in its canonical form: its parameters in registration order."""
-
-    name: str
-    tensors: tuple[TensorPlan, ...]
-
-    @property
-    def numel(self) -> int:
-        return sum(prod(tensor.shape) for tensor in self.tensors)
+from aedit.types import TensorLayout, UnitLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +24,7 @@ class AgentPlan:
     method: tuple[tuple[str, str], ...] | None = None
     """Settings that decide the result, by dotted name; the hub refuses others than its own. None: whatever
     the hub has."""
-    units: tuple[UnitPlan, ...]
+    units: tuple[UnitLayout, ...]
     facts: tuple[tuple[str, str], ...] = ()
     """What must be equal for nodes to train one thing."""
     num_samples: int
@@ -93,7 +74,7 @@ def from_json(text: str) -> AgentPlan:
     if fields["method"] is not None:
         fields["method"] = tuple((key, value) for key, value in fields["method"])
     fields["units"] = tuple(
-        UnitPlan(unit["name"], tuple(TensorPlan(t["name"], tuple(t["shape"])) for t in unit["tensors"]))
+        UnitLayout(unit["name"], tuple(TensorLayout(t["name"], tuple(t["shape"])) for t in unit["tensors"]))
         for unit in fields["units"]
     )
     return AgentPlan(**fields)

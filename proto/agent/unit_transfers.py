@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.proto.agent.link import Answer, Verdict
+from aedit.proto.agent.link import Answer
 from aedit.proto.agent.mailbox import Mailbox
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
@@ -19,6 +19,7 @@ from aedit.proto.agent.traffic import Traffic
 from aedit.proto.codecs.codecs import Feedback, codec, slices
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubRefused, HubUnreachable
+from aedit.types import Verdict
 
 PAUSE_S = 1.0
 """Mean pause before what a hub could not take now is tried again."""

@@ -1,6 +1,7 @@
 """Which arm each step of the engine uses: what is known before the step, what came of it, and who decides.
 
-A decision may depend on the past only. Before the drafter has spoken that is so by construction: a `View`
+A decision may depend on the past only. Before the drafter has spoken that is so by construction: a
+`EngineView`
 has neither logits nor noise of the step to come. After it has spoken (`ArmChooser.trim`, RLHFSpec's "draft
 once, choose n afterwards") it depends on the draft, and whether it may depends on how drafts are verified:
 
@@ -31,7 +32,7 @@ def bucket(rows: int) -> int:
     return max(first for first in BUCKETS if first <= max(rows, 1))
 
 
-def worth_verifying(draft: Draft) -> int:
+def num_real_nodes(draft: Draft) -> int:
     """The drafted nodes that some row has: what lies beyond is never accepted. All of them on a GPU, where to
     ask would be to wait."""
     if draft.counts_B is None or draft.counts_B.is_cuda:
@@ -40,7 +41,7 @@ def worth_verifying(draft: Draft) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class EngineView:
     """What an engine knows before a step."""
 
     rows: int
@@ -48,17 +49,18 @@ class View:
     context: int
     """Tokens of all live rows together that are in the cache: what attention reads."""
     versions: Mapping[str, int] = field(default_factory=dict)
-    """Drafters that can be asked, by `Arm.by`, with the version of their weights (0 if they have none)."""
+    """Drafters that can be asked, by `Arm.drafter`, with the version of their weights (0 if they have
+    none)."""
 
     def has(self, arm: Arm) -> bool:
-        return arm.is_off or arm.by in self.versions
+        return arm.is_off or arm.drafter in self.versions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Observed:
+class StepObservation:
     """What one step did."""
 
-    view: View
+    view: EngineView
     """Of before the step."""
     arm: Arm
     """That was chosen."""
@@ -84,14 +86,14 @@ class ArmChooser(Protocol):
     """Decides by what it has been told, and by nothing else: the same observations in the same order give the
     same arms on every rank."""
 
-    def choose(self, view: View) -> Arm:
+    def choose(self, view: EngineView) -> Arm:
         """For the step to come."""
 
-    def trim(self, view: View, arm: Arm, draft: Draft) -> int:
+    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
         """How many of the drafted nodes are worth verifying: the first so many of each row, 0 is plain
         decoding. All of them if `draft.logq_BNV` is given: see above."""
 
-    def learn(self, observed: Observed) -> None:
+    def learn(self, observed: StepObservation) -> None:
         """Once after each step, in order."""
 
 
@@ -106,11 +108,11 @@ class Fixed:
         """`Fixed.of("layer:4")`. ValueError as `parse_arm`."""
         return cls(parse_arm(text))
 
-    def choose(self, view: View) -> Arm:
+    def choose(self, view: EngineView) -> Arm:
         return self.arm if view.has(self.arm) else OFF
 
-    def trim(self, view: View, arm: Arm, draft: Draft) -> int:
-        return worth_verifying(draft)
+    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
+        return num_real_nodes(draft)
 
-    def learn(self, observed: Observed) -> None:
+    def learn(self, observed: StepObservation) -> None:
         """Nothing to learn."""

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from aedit.spec_rollout.arms.arms import BUCKETS, Observed, View, bucket, worth_verifying
-from aedit.spec_rollout.arms.time_model import LEAST_S
+from aedit.spec_rollout.arms.arms import BUCKETS, EngineView, StepObservation, bucket, num_real_nodes
+from aedit.spec_rollout.arms.time_model import MIN_S
 from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft
 from aedit.types import check
 
@@ -22,10 +22,10 @@ EPSILON = 0.1
 WINDOW = 300
 """Newest rewards of an arm that count."""
 
-REFUSED = 0.95
+REJECT_RATIO = 0.95
 """Of plain decoding's worth: an arm below is refused by a guard."""
 
-PLAYED = 32
+MIN_REWARDS = 32
 """Rewards that an arm must have got before it can be refused."""
 
 
@@ -47,45 +47,45 @@ class Bandit:
         self._epsilon, self._window, self._random = epsilon, window, random.Random(seed)
         self._rewards: dict[tuple[int, Arm], deque[float]] = {}
 
-    def choose(self, view: View) -> Arm:
+    def choose(self, view: EngineView) -> Arm:
         first = bucket(view.rows)
         arms = [arm for arm in self.arms[first] if view.has(arm)]
         if len(arms) == 1:
             return arms[0]
         if self._random.random() < self._epsilon:
             return self._random.choice(arms)
-        return max(arms, key=lambda arm: self.worth(first, arm))
+        return max(arms, key=lambda arm: self.median_reward(first, arm))
 
-    def trim(self, view: View, arm: Arm, draft: Draft) -> int:
+    def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
         """A bandit's arm is verified as it is, but for nodes that no row has."""
-        return worth_verifying(draft)
+        return num_real_nodes(draft)
 
-    def learn(self, observed: Observed) -> None:
-        self.add(bucket(observed.view.rows), observed.arm, observed.emitted / max(observed.total_s, LEAST_S))
+    def learn(self, observed: StepObservation) -> None:
+        self.add(bucket(observed.view.rows), observed.arm, observed.emitted / max(observed.total_s, MIN_S))
 
     def add(self, first: int, arm: Arm, reward: float) -> None:
         """What a step of the arm has brought in the bucket."""
         self._rewards.setdefault((first, arm), deque(maxlen=self._window)).append(reward)
 
-    def worth(self, first: int, arm: Arm) -> float:
+    def median_reward(self, first: int, arm: Arm) -> float:
         """Tokens per second in the bucket of so many rows; infinite for an arm that was never played."""
         rewards = self._rewards.get((first, arm))
         return median(rewards) if rewards else float("inf")
 
-    def refuses(self, first: int, arm: Arm) -> bool:
+    def rejects(self, first: int, arm: Arm) -> bool:
         """As a guard of another chooser: whether the arm was clearly worse than off here. With each time that
         it is refused its oldest reward is forgotten, so that it is played again one day."""
         rewards = self._rewards.get((first, arm), ())
-        if arm.is_off or len(rewards) < PLAYED or (first, OFF) not in self._rewards:
+        if arm.is_off or len(rewards) < MIN_REWARDS or (first, OFF) not in self._rewards:
             return False
-        refused = self.worth(first, arm) < REFUSED * self.worth(first, OFF)
-        if refused:
+        rejected = self.median_reward(first, arm) < REJECT_RATIO * self.median_reward(first, OFF)
+        if rejected:
             self._rewards[first, arm].popleft()
-        return refused
+        return rejected
 
-    def forget(self, by: str) -> None:
+    def forget_drafter(self, kind: str) -> None:
         """Rewards of a drafter's arms."""
-        self._rewards = {key: rewards for key, rewards in self._rewards.items() if key[1].by != by}
+        self._rewards = {key: rewards for key, rewards in self._rewards.items() if key[1].drafter != kind}
 
 
 def by_bucket(arms: Sequence[Arm]) -> dict[int, list[Arm]]:
@@ -96,8 +96,8 @@ def by_bucket(arms: Sequence[Arm]) -> dict[int, list[Arm]]:
     groups = [[arm for arm in arms if arm.nodes == size and not arm.is_off] for size in sizes]
     found = {}
     for i, first in enumerate(BUCKETS):
-        mine = groups[min(i, len(groups) - 1)]
+        bucket_arms = groups[min(i, len(groups) - 1)]
         if i == len(BUCKETS) - 1:
-            mine = [arm for group in groups[min(i, len(groups) - 1) :] for arm in group]
-        found[first] = [*mine, OFF]
+            bucket_arms = [arm for group in groups[min(i, len(groups) - 1) :] for arm in group]
+        found[first] = [*bucket_arms, OFF]
     return found

@@ -30,14 +30,14 @@ Ints = NDArray[np.int64]
 NUM_LEVELS = 256
 """Of a probability."""
 
-NOTHING = 2 * NUM_LEVELS
+NO_NODE = 2 * NUM_LEVELS
 """The level of no node: first children have levels below `NUM_LEVELS`, later siblings those above it."""
 
 NUM_BINS = 16
 CENTRES: Floats = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
 LEVELS: Floats = (np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS
 
-LEAST_SCORE = -1e4
+MIN_SCORE = -1e4
 """Scores below are as good as never, and -inf cannot be reckoned with."""
 
 PRIOR_NODES = 2.0
@@ -47,19 +47,19 @@ usually too sure or unsure."""
 MEMORY_NODES = 4000.0
 """Seen nodes after which the weight of an old one is 1 / e."""
 
-KEPT = 0.02
+VERSION_DECAY = 0.02
 """Weight of what an older version of the drafter has shown."""
 
-FIT_EVERY = 4
+UPDATES_PER_FIT = 4
 """Lessons after which the map is fitted anew."""
 
 
-FEW = 40
+LOOP_MAX_NODES = 40
 """Nodes of all rows up to which loops are faster than arrays."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Nodes:
+class DraftNodes:
     """A draft as arrays of this machine."""
 
     levels_BN: Ints
@@ -68,9 +68,9 @@ class Nodes:
     """None for chains."""
 
     @classmethod
-    def of(cls, draft: Draft) -> "Nodes":
+    def of(cls, draft: Draft) -> "DraftNodes":
         """Copies: the draft's tensors may be used again."""
-        scores = np.maximum(draft.scores_BN.numpy(force=True), LEAST_SCORE)
+        scores = np.maximum(draft.scores_BN.numpy(force=True), MIN_SCORE)
         parents = None
         if draft.parents_BN is None:
             gains = scores.copy()
@@ -83,33 +83,33 @@ class Nodes:
             levels += NUM_LEVELS * _is_later(parents)
         if draft.counts_B is not None:
             counts = draft.counts_B.numpy(force=True)
-            levels[np.arange(levels.shape[1]) >= counts[:, None]] = NOTHING
+            levels[np.arange(levels.shape[1]) >= counts[:, None]] = NO_NODE
         return cls(levels, parents)
 
     @property
     def real_BN(self) -> Bools:
-        real: Bools = self.levels_BN != NOTHING
+        real: Bools = self.levels_BN != NO_NODE
         return real
 
-    def along_paths(self, chances_BN: Floats) -> Floats:
+    def along_paths(self, probabilities_BN: Floats) -> Floats:
         """(B, N): products from the root to each node, of chances that hold given the parent."""
         if self.parents_BN is None:
-            return np.cumprod(chances_BN, axis=1, dtype=np.float64)
+            return np.cumprod(probabilities_BN, axis=1, dtype=np.float64)
         up = self.parents_BN
         while (up >= 0).any():  # each turn goes up twice as far
-            chances_BN = chances_BN * _of_parent(chances_BN, up, 1.0)
+            probabilities_BN = probabilities_BN * _of_parent(probabilities_BN, up, 1.0)
             up = _of_parent(up, up, -1)
-        return chances_BN
+        return probabilities_BN
 
-    def seen(self, verified_BN: Bools, accepted_BN: Bools) -> Bools:
+    def observed(self, verified_BN: Bools, accepted_BN: Bools) -> Bools:
         """(B, N): nodes that the policy has judged: verified, of an accepted parent."""
         if self.parents_BN is None:
             reached = np.ones_like(accepted_BN)
             reached[:, 1:] = accepted_BN[:, :-1]
         else:
             reached = _of_parent(accepted_BN, self.parents_BN, True)
-        seen: Bools = reached & verified_BN & self.real_BN
-        return seen
+        observed: Bools = reached & verified_BN & self.real_BN
+        return observed
 
 
 def _of_parent(values_BN: NDArray[Any], parents_BN: Ints, of_root: float) -> NDArray[Any]:
@@ -132,7 +132,7 @@ def _is_later(parents_BN: Ints) -> Bools:
 def accepted_nodes(
     shape: tuple[int, int], accepted_B: Sequence[int], path_Bm: Sequence[Sequence[int]] | None
 ) -> Bools:
-    """(B, N): nodes that were accepted, from `Observed.accepted_B` and `Observed.path_Bm`."""
+    """(B, N): nodes that were accepted, from `StepObservation.accepted_B` and `StepObservation.path_Bm`."""
     if path_Bm is None:
         return np.arange(shape[1]) < np.asarray(accepted_B)[:, None]
     accepted = np.zeros(shape, dtype=bool)
@@ -146,65 +146,65 @@ class Calibration:
 
     def __init__(self) -> None:
         # First children, then later siblings.
-        self._seen: Floats = np.zeros((2, NUM_BINS))
-        self._accepted: Floats = np.zeros((2, NUM_BINS))
+        self._num_observed: Floats = np.zeros((2, NUM_BINS))
+        self._num_accepted: Floats = np.zeros((2, NUM_BINS))
         self._table: Floats = np.concatenate([LEVELS, LEVELS, [0.0]])
         self._levels: list[float] = self._table.tolist()
         self._version: int | None = None
-        self._lessons = 0
+        self._num_updates = 0
 
-    def chances(self, nodes: Nodes) -> Floats:
+    def probabilities(self, nodes: DraftNodes) -> Floats:
         """(B, N): how likely each node is accepted if its parent is; 0 where there is no node."""
         return self._table[nodes.levels_BN]
 
-    def gains(self, draft: Draft) -> list[float]:
+    def expected_accepted(self, draft: Draft) -> list[float]:
         """By node, over all rows, the chances that the path to it is accepted."""
         rows, num_nodes = draft.scores_BN.shape
-        if rows * num_nodes > FEW:
-            nodes = Nodes.of(draft)
-            found: list[float] = nodes.along_paths(self.chances(nodes)).sum(axis=0).tolist()
+        if rows * num_nodes > LOOP_MAX_NODES:
+            nodes = DraftNodes.of(draft)
+            found: list[float] = nodes.along_paths(self.probabilities(nodes)).sum(axis=0).tolist()
             return found
         chain = [range(-1, num_nodes - 1)] * rows
         parents = chain if draft.parents_BN is None else draft.parents_BN.tolist()
         counts = [num_nodes] * rows if draft.counts_B is None else draft.counts_B.tolist()
         gains = [0.0] * num_nodes
         for scores, parents_of, count in zip(draft.scores_BN.tolist(), parents, counts, strict=True):
-            for n, chance in enumerate(self._along_path(scores[:count], parents_of)):
-                gains[n] += chance
+            for n, probability in enumerate(self._along_path(scores[:count], parents_of)):
+                gains[n] += probability
         return gains
 
     def _along_path(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
-        """Of one row, what `Nodes.along_paths` is of many."""
+        """Of one row, what `DraftNodes.along_paths` is of many."""
         table, later = self._levels, set[int]()
-        paths, said = [1.0], [0.0]  # the root's first, so that a node is its number and 1
+        paths, path_scores = [1.0], [0.0]  # the root's first, so that a node is its number and 1
         for score, parent in zip(scores, parents, strict=False):
-            score = max(score, LEAST_SCORE)
-            level = min(int(math.exp(score - said[parent + 1]) * NUM_LEVELS), NUM_LEVELS - 1)
+            score = max(score, MIN_SCORE)
+            level = min(int(math.exp(score - path_scores[parent + 1]) * NUM_LEVELS), NUM_LEVELS - 1)
             if parent in later:
                 level += NUM_LEVELS
             later.add(parent)
             paths.append(paths[parent + 1] * table[level])
-            said.append(score)
+            path_scores.append(score)
         return paths[1:]
 
-    def see(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         """The drafter's version from now on. What was learnt of another is a beginning."""
         if self._version is not None and version != self._version:
-            self._seen *= KEPT
-            self._accepted *= KEPT
+            self._num_observed *= VERSION_DECAY
+            self._num_accepted *= VERSION_DECAY
         self._version = version
 
-    def learn(self, nodes: Nodes, verified_BN: Bools, accepted_BN: Bools) -> None:
+    def learn(self, nodes: DraftNodes, verified_BN: Bools, accepted_BN: Bools) -> None:
         """What came of drafts."""
-        seen = nodes.seen(verified_BN, accepted_BN)
+        seen = nodes.observed(verified_BN, accepted_BN)
         bins = nodes.levels_BN[seen] // (NUM_LEVELS // NUM_BINS)
         counts = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
         kept = np.exp(counts.sum(axis=1, keepdims=True) / -MEMORY_NODES)
-        self._seen = kept * self._seen + counts
+        self._num_observed = kept * self._num_observed + counts
         accepted = np.bincount(bins, accepted_BN[seen], 2 * NUM_BINS).reshape(2, NUM_BINS)
-        self._accepted = kept * self._accepted + accepted
-        self._lessons += 1
-        if self._lessons % FIT_EVERY == 0 or self._lessons < FIT_EVERY:
+        self._num_accepted = kept * self._num_accepted + accepted
+        self._num_updates += 1
+        if self._num_updates % UPDATES_PER_FIT == 0 or self._num_updates < UPDATES_PER_FIT:
             self._fit(0)
             if nodes.parents_BN is not None:
                 self._fit(1)
@@ -212,10 +212,10 @@ class Calibration:
 
     def _fit(self, kind: int) -> None:
         """0: first children; 1: later siblings."""
-        seen, accepted = self._seen[kind], self._accepted[kind]
-        usual = (accepted.sum() + 1) / (seen @ CENTRES + 1)
+        seen, accepted = self._num_observed[kind], self._num_accepted[kind]
+        bias = (accepted.sum() + 1) / (seen @ CENTRES + 1)
         weights = seen + PRIOR_NODES
-        supposed = np.minimum(usual * CENTRES, 1.0)
-        shares = (accepted + PRIOR_NODES * supposed) / weights
+        prior = np.minimum(bias * CENTRES, 1.0)
+        shares = (accepted + PRIOR_NODES * prior) / weights
         fitted = isotonic_regression(shares, weights=weights).x
         self._table[kind * NUM_LEVELS : (kind + 1) * NUM_LEVELS] = np.interp(LEVELS, CENTRES, fitted)

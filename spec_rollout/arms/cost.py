@@ -16,23 +16,23 @@ Letters: B live rows, Ntok = B (1 + nodes) verified tokens, Nctx tokens in the c
 import math
 from collections import deque
 
-from aedit.spec_rollout.arms.arms import Observed
-from aedit.spec_rollout.arms.time_model import LEAST_S, Key, Times, Vector
+from aedit.spec_rollout.arms.arms import StepObservation
+from aedit.spec_rollout.arms.time_model import MIN_S, FeatureVector, MeasurementKey, TimeModel
 from aedit.spec_rollout.drafters.drafts import Arm
 
-FIRST_STEP_S = 3e-3
+DEFAULT_STEP_S = 3e-3
 """Of one row, before anything is known."""
 
-PACE_RATE = 1 / 4
+SLOWDOWN_RATE = 1 / 4
 """How fast the pace follows: what lasts some steps is the machine's; what lasts, the arm's."""
 
-PACE_REST = 1 / 128
+SLOWDOWN_DECAY = 1 / 128
 """How fast the pace goes back to 1, and what it said becomes the places' own."""
 
-NEW = 2
+MIN_KEY_STEPS = 2
 """Steps of a place before its times are foreseen by its own."""
 
-KNOWN = 16
+MIN_SLOWDOWN_STEPS = 16
 """Steps of a place after which it can say something about the machine's pace."""
 
 POLICY_PRIOR = (0.92, 0.05, 0.03, 2e-4, 0.0, 0.0)
@@ -46,78 +46,85 @@ class StepCost:
     """Predicts the time of a step and learns from each. The same observations give the same predictions."""
 
     def __init__(self) -> None:
-        self._policy = Times(POLICY_PRIOR, FIRST_STEP_S, inner=3)
-        self._drafters: dict[str, Times] = {}
-        self._log_pace = 0.0
-        self._slower: deque[float] = deque((0.0, 0.0), maxlen=3)
+        self._policy = TimeModel(POLICY_PRIOR, DEFAULT_STEP_S, inner=3)
+        self._drafters: dict[str, TimeModel] = {}
+        self._log_slowdown = 0.0
+        self._log_ratios: deque[float] = deque((0.0, 0.0), maxlen=3)
 
     @property
-    def pace(self) -> float:
+    def slowdown(self) -> float:
         """How much longer than usual everything takes at the moment."""
-        return math.exp(self._log_pace)
+        return math.exp(self._log_slowdown)
 
     def verify_s(self, rows: int, nodes: int, context: int) -> float:
         """All of a step but the drafting, at the usual pace: `nodes` drafted nodes of each row verified."""
-        return self._policy.predict(_place(rows, nodes), _policy_features(rows, nodes, context))
+        return self._policy.predict(_verify_key(rows, nodes), _policy_features(rows, nodes, context))
 
-    def draft_s(self, arm: Arm, rows: int, behind: int = 0) -> float:
+    def draft_s(self, arm: Arm, rows: int, missing_tokens: int = 0) -> float:
         """The drafting, at the usual pace. behind: tokens that the drafter has not seen."""
         if arm.is_off:
             return 0.0
-        return self._times_of(arm).predict(_draft_place(arm, rows), _draft_features(arm, rows, behind))
+        return self._drafter_model(arm).predict(
+            _draft_key(arm, rows), _draft_features(arm, rows, missing_tokens)
+        )
 
-    def learn(self, observed: Observed, behind: int = 0) -> float | None:
+    def learn(self, observed: StepObservation, missing_tokens: int = 0) -> float | None:
         """After each step. behind: tokens that its drafter had to catch up. Returns what the step has taken
         over what was foreseen, at the machine's pace; None while its place is new: what it takes more there
         is its place's."""
         rows, arm = observed.view.rows, observed.arm
-        rest_s = max(observed.total_s - observed.draft_s, LEAST_S)
+        rest_s = max(observed.total_s - observed.draft_s, MIN_S)
         context = observed.view.context
-        predicted_s = self.verify_s(rows, observed.nodes, context) + self.draft_s(arm, rows, behind)
-        is_new = self._policy.visits(_place(rows, observed.nodes)) < NEW
-        self._notice(observed, predicted_s)
+        predicted_s = self.verify_s(rows, observed.nodes, context) + self.draft_s(arm, rows, missing_tokens)
+        is_new = self._policy.num_measurements(_verify_key(rows, observed.nodes)) < MIN_KEY_STEPS
+        self._update_slowdown(observed, predicted_s)
         features = _policy_features(rows, observed.nodes, context)
-        self._policy.learn(_place(rows, observed.nodes), features, rest_s / self.pace)
+        self._policy.learn(_verify_key(rows, observed.nodes), features, rest_s / self.slowdown)
         draft = observed.draft
         whole = draft is None or draft.tokens_BN.shape[1] >= arm.nodes  # at the end less is asked for
         if observed.draft_s > 0 and whole:
-            times, features = self._times_of(arm), _draft_features(arm, rows, behind)
-            times.learn(_draft_place(arm, rows), features, observed.draft_s / self.pace)
-        return None if is_new else observed.total_s / (self.pace * predicted_s)
+            model, features = self._drafter_model(arm), _draft_features(arm, rows, missing_tokens)
+            model.learn(_draft_key(arm, rows), features, observed.draft_s / self.slowdown)
+        return None if is_new else observed.total_s / (self.slowdown * predicted_s)
 
-    def _times_of(self, arm: Arm) -> Times:
-        if arm.by not in self._drafters:
-            self._drafters[arm.by] = Times(DRAFTER_PRIORS[arm.by], self._policy.unit_s, inner=4)
-        return self._drafters[arm.by]
+    def _drafter_model(self, arm: Arm) -> TimeModel:
+        if arm.drafter not in self._drafters:
+            self._drafters[arm.drafter] = TimeModel(DRAFTER_PRIORS[arm.drafter], self._policy.unit_s, inner=4)
+        return self._drafters[arm.drafter]
 
-    def _notice(self, observed: Observed, predicted_s: float) -> None:
+    def _update_slowdown(self, observed: StepObservation, predicted_s: float) -> None:
         """The pace follows places that are known, by the middle one of three steps."""
-        measured_s = max(observed.total_s, LEAST_S)
-        if self._policy.visits(_place(observed.view.rows, observed.nodes)) >= KNOWN:
-            self._slower.append(math.log(measured_s / predicted_s))
-            self._log_pace += PACE_RATE * (sorted(self._slower)[len(self._slower) // 2] - self._log_pace)
-        self._log_pace *= 1 - PACE_REST
+        measured_s = max(observed.total_s, MIN_S)
+        if (
+            self._policy.num_measurements(_verify_key(observed.view.rows, observed.nodes))
+            >= MIN_SLOWDOWN_STEPS
+        ):
+            self._log_ratios.append(math.log(measured_s / predicted_s))
+            self._log_slowdown += SLOWDOWN_RATE * (
+                sorted(self._log_ratios)[len(self._log_ratios) // 2] - self._log_slowdown
+            )
+        self._log_slowdown *= 1 - SLOWDOWN_DECAY
 
 
-def _policy_features(rows: int, nodes: int, context: int) -> Vector:
+def _policy_features(rows: int, nodes: int, context: int) -> FeatureVector:
     tokens = rows * (1 + nodes)
     return (1.0, rows, tokens, context, max(0, tokens - 32), max(0, tokens - 128))
 
 
-def _draft_features(arm: Arm, rows: int, behind: int) -> Vector:
+def _draft_features(arm: Arm, rows: int, missing_tokens: int) -> FeatureVector:
     depth = arm.depth
-    return (1.0, depth, depth * rows, arm.nodes * rows, behind)
+    return (1.0, depth, depth * rows, arm.nodes * rows, missing_tokens)
 
 
-def _place(rows: int, nodes: int) -> Key:
-    return (_near(rows), nodes, 0, 0)
+def _verify_key(rows: int, nodes: int) -> MeasurementKey:
+    return (_rounded_rows(rows), nodes, 0, 0)
 
 
-def _draft_place(arm: Arm, rows: int) -> Key:
-    return (_near(rows), arm.depth, arm.width, arm.nodes)
+def _draft_key(arm: Arm, rows: int) -> MeasurementKey:
+    return (_rounded_rows(rows), arm.depth, arm.width, arm.nodes)
 
 
-def _near(rows: int) -> int:
+def _rounded_rows(rows: int) -> int:
     """Numbers of rows that are one place: 1 to 4 each for itself, then four to each doubling or so."""
     if rows <= 4:
         return rows

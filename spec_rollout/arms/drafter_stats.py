@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from aedit.spec_rollout.arms.arms import Observed
-from aedit.spec_rollout.arms.calibration import Calibration, Nodes, accepted_nodes
+from aedit.spec_rollout.arms.arms import StepObservation
+from aedit.spec_rollout.arms.calibration import Calibration, DraftNodes, accepted_nodes
 from aedit.spec_rollout.arms.survival import Survival
 from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft
 
-LESSON_ROWS, LESSONS = 32, 16
+BATCH_ROWS, BATCH_DRAFTS = 32, 16
 """Drafted rows, and drafts, that are learnt from together, whichever come first: one costs as much as all."""
 
-REST = 64
+IDLE_STEPS = 64
 """Steps at rest that are counted together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lesson:
+class DraftOutcome:
     """What came of one draft."""
 
     draft: Draft
@@ -30,66 +30,70 @@ class Lesson:
 
 
 @dataclass(slots=True)
-class Known:
+class DrafterStats:
     """One drafter."""
 
     survival: Survival = field(default_factory=Survival)
     calibration: Calibration = field(default_factory=Calibration)
-    behind: int = 1 << 30
+    missing_tokens: int = 1 << 30
     """Tokens emitted since it was last asked; it may have to read as many as are live."""
-    _asked: int = 0
+    _last_used: int = 0
     """Step at which it was."""
-    _lessons: list[Lesson] = field(default_factory=list)
+    _outcomes: list[DraftOutcome] = field(default_factory=list)
     """Not learnt yet; all of one arm and size."""
     _arm: Arm = OFF
     """Theirs."""
 
-    def see(self, version: int | None, step: int) -> bool:
+    def begin_step(self, version: int | None, step: int) -> bool:
         """Before a step. version: of its weights from now on, None if it is not there. Returns whether it is
         a new one. What is known of a drafter at rest fades."""
         is_new = version is not None and version != self.survival.version
         if version is not None and is_new:
             self._learn()
-            self.survival.see(version)
-            self.calibration.see(version)
-        if step - self._asked >= REST:
-            self.survival.rest(REST)
-            self._asked = step
+            self.survival.set_version(version)
+            self.calibration.set_version(version)
+        if step - self._last_used >= IDLE_STEPS:
+            self.survival.decay_idle(IDLE_STEPS)
+            self._last_used = step
         return is_new
 
-    def add(self, observed: Observed, step: int, *, now: bool) -> None:
+    def add(self, observed: StepObservation, step: int, *, immediately: bool) -> None:
         """After a step of one of its arms. now: there will be questions at once."""
-        self.behind, self._asked = 0, step
+        self.missing_tokens, self._last_used = 0, step
         draft = observed.draft
         if draft is None or draft.tokens_BN.shape[1] == 0:
             return
-        waiting = self._lessons
-        if waiting and (
-            observed.arm != self._arm or waiting[0].draft.tokens_BN.shape[1] != draft.tokens_BN.shape[1]
+        pending = self._outcomes
+        if pending and (
+            observed.arm != self._arm or pending[0].draft.tokens_BN.shape[1] != draft.tokens_BN.shape[1]
         ):
             self._learn()
         self._arm = observed.arm
-        self._lessons.append(Lesson(_copied(draft), observed.nodes, observed.accepted_B, observed.path_Bm))
-        rows = len(self._lessons) * len(observed.accepted_B)
-        if now or rows >= LESSON_ROWS or len(self._lessons) >= LESSONS:
+        self._outcomes.append(
+            DraftOutcome(_copied(draft), observed.nodes, observed.accepted_B, observed.path_Bm)
+        )
+        rows = len(self._outcomes) * len(observed.accepted_B)
+        if immediately or rows >= BATCH_ROWS or len(self._outcomes) >= BATCH_DRAFTS:
             self._learn()
 
     def _learn(self) -> None:
         """What waits."""
-        if not self._lessons:
+        if not self._outcomes:
             return
-        lessons, self._lessons = self._lessons, []
-        nodes = Nodes.of(_joined([each.draft for each in lessons]))
+        outcomes, self._outcomes = self._outcomes, []
+        nodes = DraftNodes.of(_joined([outcome.draft for outcome in outcomes]))
         rows, num_nodes = nodes.levels_BN.shape
-        counts = [count for each in lessons for count in each.accepted_B]
-        paths = [path for each in lessons for path in each.path_Bm or ()]
-        verified = np.repeat([each.verified for each in lessons], [len(each.accepted_B) for each in lessons])
+        counts = [count for outcome in outcomes for count in outcome.accepted_B]
+        paths = [path for outcome in outcomes for path in outcome.path_Bm or ()]
+        verified = np.repeat(
+            [outcome.verified for outcome in outcomes], [len(outcome.accepted_B) for outcome in outcomes]
+        )
         accepted_BN = accepted_nodes((rows, num_nodes), counts, paths or None)
         verified_BN = np.arange(num_nodes) < verified[:, None]
         # Nodes that were cut count as likely as they would have been accepted: else deep ones, verified only
         # where all looks good, would seem better than they are.
-        chances = np.where(verified_BN, accepted_BN, self.calibration.chances(nodes))
-        self.survival.learn(self._arm, nodes.along_paths(chances), len(lessons))
+        probabilities = np.where(verified_BN, accepted_BN, self.calibration.probabilities(nodes))
+        self.survival.learn(self._arm, nodes.along_paths(probabilities), len(outcomes))
         self.calibration.learn(nodes, verified_BN, accepted_BN)
 
 
@@ -108,11 +112,11 @@ def _joined(drafts: Sequence[Draft]) -> Draft:
     """All rows of drafts of one arm and size."""
     if len(drafts) == 1:
         return drafts[0]
-    parents = [each.parents_BN for each in drafts if each.parents_BN is not None]
-    counts = [each.counts_B for each in drafts if each.counts_B is not None]
+    parents = [outcome.parents_BN for outcome in drafts if outcome.parents_BN is not None]
+    counts = [outcome.counts_B for outcome in drafts if outcome.counts_B is not None]
     return Draft(
-        torch.cat([each.tokens_BN for each in drafts]),
+        torch.cat([outcome.tokens_BN for outcome in drafts]),
         torch.cat(parents) if parents else None,
         torch.cat(counts) if counts else None,
-        torch.cat([each.scores_BN for each in drafts]),
+        torch.cat([outcome.scores_BN for outcome in drafts]),
     )

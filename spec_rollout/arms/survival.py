@@ -16,19 +16,19 @@ from aedit.spec_rollout.drafters.drafts import Arm
 MEMORY_STEPS, MEMORY_ROWS = 150.0, 600.0
 """Steps and rows after which the weight of an old one is 1 / e, whichever come first."""
 
-REST_STEPS = 3000.0
+IDLE_MEMORY_STEPS = 3000.0
 """The same for steps in which the drafter was not asked."""
 
-KEPT = 0.1
+VERSION_DECAY = 0.1
 """Weight of what an older version of the drafter has shown."""
 
 PRIOR_ROWS, PRIOR_CHANCE = 2.0, 0.5
 """Before anything is known; deeper nodes are supposed to be as good as the one before."""
 
-HOPE_ROWS = 4.0
+OPTIMISTIC_ROWS = 4.0
 """Accepted rows that a hopeful estimate adds to what was seen."""
 
-FORK = 1.1
+TREE_FACTOR = 1.1
 """What a tree is supposed to bring, of the chain of its depth."""
 
 
@@ -47,15 +47,15 @@ class Survival:
         """Rows that what is known rests on, by weight."""
         return self._reached[0] if self._reached else 0.0
 
-    def see(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         """The drafter's version from now on."""
         if self.version is not None and version != self.version:
-            self._fade(KEPT)
+            self._fade(VERSION_DECAY)
         self.version = version
 
-    def rest(self, steps: int) -> None:
+    def decay_idle(self, steps: int) -> None:
         """So many steps without this drafter."""
-        self._fade(math.exp(-steps / REST_STEPS))
+        self._fade(math.exp(-steps / IDLE_MEMORY_STEPS))
 
     def learn(self, arm: Arm, survived_BN: NDArray[np.float64], steps: int = 1) -> None:
         """So many steps: by row and node, whether the policy has accepted the path to it (or how likely it
@@ -70,26 +70,26 @@ class Survival:
             accepted, seen = self._trees.get(arm, (0.0, 0.0))
             self._trees[arm] = (kept * accepted + sum(sums), kept * seen + rows)
 
-    def expected(self, arm: Arm, *, hopeful: bool = False) -> float:
+    def expected(self, arm: Arm, *, optimistic: bool = False) -> float:
         """Tokens of a row and step, with the policy's own: 1 or more."""
-        line = 1.0 + self._line(arm.depth, hopeful)
+        chain = 1.0 + self._expected_chain(arm.depth, optimistic)
         if arm.is_chain:
-            return line
+            return chain
         accepted, seen = self._trees.get(arm, (0.0, 0.0))
-        weight = HOPE_ROWS if hopeful else PRIOR_ROWS
-        return 1.0 + (accepted + weight * FORK * (line - 1.0)) / (seen + weight)
+        weight = OPTIMISTIC_ROWS if optimistic else PRIOR_ROWS
+        return 1.0 + (accepted + weight * TREE_FACTOR * (chain - 1.0)) / (seen + weight)
 
-    def _line(self, depth: int, hopeful: bool) -> float:
+    def _expected_chain(self, depth: int, optimistic: bool) -> float:
         expected, path = 0.0, 1.0
-        prior_rows, prior = (HOPE_ROWS, 1.0) if hopeful else (PRIOR_ROWS, PRIOR_CHANCE)
+        prior_rows, prior = (OPTIMISTIC_ROWS, 1.0) if optimistic else (PRIOR_ROWS, PRIOR_CHANCE)
         for j in range(depth):
-            known = j < len(self._reached)
-            reached, accepted = (self._reached[j], self._accepted[j]) if known else (0.0, 0.0)
-            chance = (accepted + prior_rows * prior) / (reached + prior_rows)
-            path *= chance
+            has_data = j < len(self._reached)
+            reached, accepted = (self._reached[j], self._accepted[j]) if has_data else (0.0, 0.0)
+            probability = (accepted + prior_rows * prior) / (reached + prior_rows)
+            path *= probability
             expected += path
-            if not hopeful:
-                prior = chance
+            if not optimistic:
+                prior = probability
         return expected
 
     def _add(self, reached: list[float], accepted: list[float]) -> None:

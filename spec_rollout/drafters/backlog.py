@@ -1,8 +1,8 @@
-"""What a learned drafter has been told and has not computed yet.
+"""Pairs that a learned drafter has received but not computed yet.
 
-An arm without the drafter costs it nothing but a place in a list: pairs wait here as the engine has handed
-them over, and are put into the cache when a draft is asked for. What waits is bounded: a row that nobody has
-drafted for in a long time begins its drafting anew with its last pairs.
+While another arm is in use, a step costs the drafter one list entry: pairs are queued as the engine passed
+them, and are written to the cache when a draft is requested. The queue is bounded: for a row without drafts
+for a long time, only the last pairs remain.
 
 Shapes: B rows, m tokens of the longest row of a step, P pairs, w feature size.
 """
@@ -14,162 +14,184 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.drafters.drafts import Begun, Taken
+from aedit.spec_rollout.drafters.drafts import RowStart, StepUpdate
 
 
 @dataclass(slots=True, eq=False)
-class Line:
-    """One sample's pairs. Pair i is the feature of token i and token i + 1, and slot i of its row."""
+class RowBacklog:
+    """Pairs of one sample.
+
+    Pair i consists of the feature of token i and of token i + 1, and has slot i of its row.
+    """
 
     length: int
-    """Pairs that are known."""
+    """Number of pairs so far."""
     first: int
-    """The first pair that has not been forgotten."""
-    done: int
-    """Pairs from `first` to here are in the cache."""
+    """Index of the first pair that has not been dropped."""
+    num_computed: int
+    """Pairs from `first` to this index are in the cache."""
     last: int
-    """The last token."""
+    """Last token."""
     tokens: Sequence[int] = ()
-    """Of the pairs that the sample began with, as long as they are not in the cache."""
+    """Tokens of the initial pairs, as long as these are not in the cache."""
     features_Tw: Tensor | None = None
 
     @classmethod
-    def of(cls, begun: Begun, window: int) -> "Line":
-        length = len(begun.tokens) - 1
-        features = begun.features_Td
+    def of(cls, start: RowStart, window: int) -> "RowBacklog":
+        """Return the backlog of a sample that starts, limited to its last `window` pairs."""
+        length = len(start.tokens) - 1
+        features = start.features_Td
         missing = length - len(features)
         first = max(missing, length - window)
         if first > missing:
             features = features[first - missing :].clone()
-        return cls(length, first, first, begun.tokens[-1], begun.tokens[first + 1 :], features)
+        return cls(length, first, first, start.tokens[-1], start.tokens[first + 1 :], features)
 
-    def forget(self, count: int) -> None:
-        """The next `count` pairs will not come: what is known begins after them."""
-        begun = len(self.tokens)
+    def skip(self, count: int) -> None:
+        """Drop the next `count` pairs: the row's pairs begin after them."""
+        start = len(self.tokens)
         self.tokens, self.features_Tw = (), None
-        self.first = self.done = self.done + begun + count
+        self.first = self.num_computed = self.num_computed + start + count
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What the engine took, and whose it was."""
+class PendingStep:
+    """Update of one step of the engine, with the samples of its rows."""
 
-    taken: Taken
-    lines: list[Line]
+    update: StepUpdate
+    rows: list[RowBacklog]
 
     @property
     def num_pairs(self) -> int:
-        return self.taken.features.shape[0] * self.taken.features.shape[1]
+        """Return the number of pairs, with padding."""
+        return self.update.features.shape[0] * self.update.features.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
-class Owed:
-    """Pairs of some rows that are to be computed, each row's in order and at least one."""
+class MissingPairs:
+    """Pairs of some rows that must be computed: at least one per row, in order."""
 
     tokens: list[int]
     features_Pw: Tensor
     rows: list[int]
-    """Of each pair."""
+    """Row of each pair."""
     positions: list[int]
-    """Of each pair's feature."""
+    """Position of each pair's feature."""
     last: list[int]
-    """Of each row, which of these pairs is its last."""
+    """Index of each row's last pair."""
 
 
-class Pending:
-    """The samples by row, and the steps that no draft has needed yet."""
+class Backlog:
+    """Samples by row, and the steps that no draft has needed yet."""
 
     def __init__(self, rows: int, window: int) -> None:
         self.window = window
-        self.lines: list[Line | None] = [None] * rows
-        self._steps: deque[Step] = deque()
+        self.rows: list[RowBacklog | None] = [None] * rows
+        self._steps: deque[PendingStep] = deque()
         self._num_pairs = 0
 
     @property
     def num_pairs(self) -> int:
-        """That wait, of steps."""
+        """Return the number of queued pairs."""
         return self._num_pairs
 
-    def live(self, rows: int) -> list[Line]:
-        """Of the rows 0..rows-1. ValueError if one of them has not begun."""
-        lines = [line for line in self.lines[:rows] if line is not None]
-        if len(lines) != rows:
-            raise ValueError(f"{rows} rows are asked for, and only {len(lines)} of them have begun")
-        return lines
+    def running_rows(self, rows: int) -> list[RowBacklog]:
+        """Return the backlogs of the rows 0 .. rows - 1.
 
-    def begin(self, begun: Begun) -> None:
-        self.lines[begun.row] = Line.of(begun, self.window)
+        Raises:
+            ValueError: One of the rows has no sample.
+        """
+        backlogs = [backlog for backlog in self.rows[:rows] if backlog is not None]
+        if len(backlogs) != rows:
+            raise ValueError(
+                f"a draft of {rows} rows is requested, but only {len(backlogs)} of them have a sample"
+            )
+        return backlogs
 
-    def take(self, taken: Taken) -> None:
-        step = Step(taken, self.live(len(taken.tokens)))
-        for line, tokens in zip(step.lines, taken.tokens, strict=True):
-            line.length += len(tokens)
-            line.last = tokens[-1]
+    def begin(self, start: RowStart) -> None:
+        """Add a sample."""
+        self.rows[start.row] = RowBacklog.of(start, self.window)
+
+    def update(self, update: StepUpdate) -> None:
+        """Queue the tokens and features of one step."""
+        step = PendingStep(update, self.running_rows(len(update.tokens)))
+        for backlog, tokens in zip(step.rows, update.tokens, strict=True):
+            backlog.length += len(tokens)
+            backlog.last = tokens[-1]
         self._steps.append(step)
         self._num_pairs += step.num_pairs
-        while self._num_pairs > len(self.lines) * self.window and len(self._steps) > 1:
-            self._forget(self._steps.popleft())
+        while self._num_pairs > len(self.rows) * self.window and len(self._steps) > 1:
+            self._drop_step(self._steps.popleft())
 
-    def steady(self, lines: list[Line]) -> Taken | None:
-        """The one step that these rows have made since they were up to date; None if it is more than that.
-        It counts as computed."""
-        if len(self._steps) != 1 or self._steps[0].lines != lines:
-            return None
-        if any(line.features_Tw is not None for line in lines):
-            return None
-        taken = self._steps[0].taken
-        self._clear(lines)
-        return taken
+    def take_single_step(self, backlogs: list[RowBacklog]) -> StepUpdate | None:
+        """Return the only queued step of these rows and mark it as computed.
 
-    def owed(self, lines: list[Line]) -> Owed:
-        """Everything that these rows are behind. It counts as computed. ValueError if nothing has come since
-        the last time."""
-        pieces: dict[Line, list[tuple[Sequence[int], Tensor]]] = {line: [] for line in lines}
-        for line, mine in pieces.items():
-            if line.features_Tw is not None:
-                mine.append((line.tokens, line.features_Tw))
+        Returns None if more than one step is queued.
+        """
+        if len(self._steps) != 1 or self._steps[0].rows != backlogs:
+            return None
+        if any(backlog.features_Tw is not None for backlog in backlogs):
+            return None
+        update = self._steps[0].update
+        self._clear(backlogs)
+        return update
+
+    def take_missing(self, backlogs: list[RowBacklog]) -> MissingPairs:
+        """Return all queued pairs of these rows and mark them as computed.
+
+        Raises:
+            ValueError: A row has no new pair since the last call.
+        """
+        pairs_of_row: dict[RowBacklog, list[tuple[Sequence[int], Tensor]]] = {
+            backlog: [] for backlog in backlogs
+        }
+        for backlog, row_pairs in pairs_of_row.items():
+            if backlog.features_Tw is not None:
+                row_pairs.append((backlog.tokens, backlog.features_Tw))
         for step in self._steps:
-            for b, line in enumerate(step.lines):
-                if line in pieces:
-                    tokens = step.taken.tokens[b]
-                    pieces[line].append((tokens, step.taken.features[b, : len(tokens)]))
-        owed = _join(lines, pieces)
-        self._clear(lines)
-        return owed
+            for b, backlog in enumerate(step.rows):
+                if backlog in pairs_of_row:
+                    tokens = step.update.tokens[b]
+                    pairs_of_row[backlog].append((tokens, step.update.features[b, : len(tokens)]))
+        missing = _join_pairs(backlogs, pairs_of_row)
+        self._clear(backlogs)
+        return missing
 
-    def _forget(self, step: Step) -> None:
+    def _drop_step(self, step: PendingStep) -> None:
         self._num_pairs -= step.num_pairs
-        for line, tokens in zip(step.lines, step.taken.tokens, strict=True):
-            line.forget(len(tokens))
+        for backlog, tokens in zip(step.rows, step.update.tokens, strict=True):
+            backlog.skip(len(tokens))
 
-    def _clear(self, lines: list[Line]) -> None:
+    def _clear(self, backlogs: list[RowBacklog]) -> None:
         self._steps.clear()
         self._num_pairs = 0
-        for line in lines:
-            line.tokens, line.features_Tw, line.done = (), None, line.length
+        for backlog in backlogs:
+            backlog.tokens, backlog.features_Tw, backlog.num_computed = (), None, backlog.length
 
 
-def _join(lines: list[Line], pieces: dict[Line, list[tuple[Sequence[int], Tensor]]]) -> Owed:
+def _join_pairs(
+    backlogs: list[RowBacklog], pairs_of_row: dict[RowBacklog, list[tuple[Sequence[int], Tensor]]]
+) -> MissingPairs:
     tokens: list[int] = []
     rows: list[int] = []
     positions: list[int] = []
     last: list[int] = []
     features: list[Tensor] = []
-    for row, line in enumerate(lines):
-        mine = [piece for piece in pieces[line] if piece[0]]
-        if line.length == 0:
-            # A prompt of one token has no pair yet: this one stands in for it, until the first real one.
-            width = pieces[line][0][1] if pieces[line] else None
+    for row, backlog in enumerate(backlogs):
+        row_pairs = [piece for piece in pairs_of_row[backlog] if piece[0]]
+        if backlog.length == 0:
+            # A prompt of one token has no pair yet: use a placeholder until the first real pair.
+            width = pairs_of_row[backlog][0][1] if pairs_of_row[backlog] else None
             if width is None:
-                raise ValueError(f"row {row} has made no step since its last draft")
-            mine = [((line.last,), width.new_zeros(1, width.shape[-1]))]
-        if not mine:
-            raise ValueError(f"row {row} has made no step since its last draft")
-        for some, theirs in mine:
-            tokens += some
-            features.append(theirs)
+                raise ValueError(f"row {row} has no step since its last draft: call update first")
+            row_pairs = [((backlog.last,), width.new_zeros(1, width.shape[-1]))]
+        if not row_pairs:
+            raise ValueError(f"row {row} has no step since its last draft: call update first")
+        for row_tokens, row_features in row_pairs:
+            tokens += row_tokens
+            features.append(row_features)
         count = len(tokens) - len(rows)
         rows += [row] * count
-        positions += range(line.done, line.done + count)
+        positions += range(backlog.num_computed, backlog.num_computed + count)
         last.append(len(tokens) - 1)
-    return Owed(tokens, torch.cat(features), rows, positions, last)
+    return MissingPairs(tokens, torch.cat(features), rows, positions, last)

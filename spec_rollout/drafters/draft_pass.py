@@ -1,11 +1,12 @@
-"""The draft layer as it drafts: as few calls as possible for one token of each row, with a cache by row.
+"""Inference of the draft layer with a KV cache per row, in few kernel calls per drafted token.
 
-`DraftLayer` says what is computed, and trains; the same numbers come from here. The weights are copies, in
-which norms, scales and the embedding's gain are folded into the matrices that follow them; embedding and head
-are the policy's tensors themselves, so that what an optimizer does to them is seen at once.
+`DraftLayer` defines the computation and is used for training; this module returns the same numbers. Its
+weights are copies in which norm weights, scales and the embedding's gain are folded into the matrices that
+follow them. Embedding and head are the policy's tensors themselves, so that optimizer steps on them take
+effect immediately.
 
-Shapes: P pairs, B rows, F nodes of each row that are looked at together, d hidden size, w feature size,
-C slots that are looked at. A row's slots are its pairs by position of the feature, then what is only drafted.
+Shapes: P pairs, B rows, F nodes of each row that are computed together, d hidden size, w feature size, C
+slots that are read. A row's slots hold its pairs by position of the feature, then drafted pairs.
 """
 
 from typing import NamedTuple
@@ -15,56 +16,71 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.draft_shape import turns
+from aedit.spec_rollout.drafters.draft_shape import rotations
 
 
-class Pairs(NamedTuple):
-    """Pairs whose keys and values are in the cache, ready to look at others."""
+class CachedPairs(NamedTuple):
+    """Pairs whose keys and values are in the cache, with their layer inputs and queries."""
 
     fused_Pd: Tensor
     queries_Pq: Tensor
 
-    def at(self, index: Tensor) -> "Pairs":
-        return Pairs(self.fused_Pd.index_select(0, index), self.queries_Pq.index_select(0, index))
+    def at(self, index: Tensor) -> "CachedPairs":
+        """Return the pairs at these indices."""
+        return CachedPairs(self.fused_Pd.index_select(0, index), self.queries_Pq.index_select(0, index))
 
 
-class DraftPass:
-    """Weights, cache and tables of one draft layer, of the embedding's dtype, on its device."""
+class DraftRunner:
+    """Weights, cache and tables of one draft layer, in the dtype and on the device of the embedding."""
 
     def __init__(self, layer: DraftLayer, embedding: Tensor, head: Tensor, *, rows: int, slots: int) -> None:
         self.shape, self.rows, self.slots = layer.shape, rows, slots
         self.embedding, self.head = embedding.detach(), head.detach()
         dtype, device = embedding.dtype, embedding.device
         exact = torch.complex128 if dtype == torch.float64 else torch.complex64
-        with torch.inference_mode(False):  # or nobody outside of that mode could write it
+        with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
             self.cache = torch.zeros(rows * slots, layer.shape.kv_size, dtype=dtype, device=device)
-            self._turns = turns(layer.shape, torch.arange(slots, device=device)).to(exact).unsqueeze(1)
-            self._places = torch.arange(rows, device=device) * slots
+            self._rotations = (
+                rotations(layer.shape, torch.arange(slots, device=device)).to(exact).unsqueeze(1)
+            )
+            self._row_offsets = torch.arange(rows, device=device) * slots
             self._epsilon = torch.tensor(layer.shape.norm_epsilon, dtype=dtype, device=device)
             self._weights = {k: v.to(device, dtype, copy=True) for k, v in _folded(layer).items()}
         self._is_lean = device.type == "cpu" and dtype in (torch.float32, torch.float64)
 
     @property
     def num_bytes(self) -> int:
-        """Of cache and weights."""
-        held = [self.cache, self._turns, *self._weights.values()]
+        """Return the bytes of cache, tables and weights."""
+        held = [self.cache, self._rotations, *self._weights.values()]
         return sum(tensor.numel() * tensor.itemsize for tensor in held)
 
     def replace(self, layer: DraftLayer) -> None:
-        """Use these weights from now on. ValueError if the layer is of another shape."""
+        """Use the weights of `layer` from now on.
+
+        Raises:
+            ValueError: The layer has another shape.
+        """
         if layer.shape != self.shape:
-            raise ValueError("a draft layer of another shape cannot take this one's place")
+            raise ValueError("the new draft layer has another shape: make a new drafter for it")
         for name, value in _folded(layer).items():
             self._weights[name].copy_(value)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """The first `length` slots of row `target` become those of row `source`."""
+        """Copy the first `length` slots of row `source` to row `target`."""
         rows = self.cache.view(self.rows, self.slots, -1)
         rows[target, :length] = rows[source, :length]
 
-    def enter(self, tokens_P: Tensor, features_Pw: Tensor, slots_P: Tensor, positions_P: Tensor) -> Pairs:
-        """Fuse pairs, and keep their keys and values. features_Pw: w is the feature size, or d for guesses.
-        slots_P: in the cache as a whole, row * slots + slot."""
+    def write_pairs(
+        self, tokens_P: Tensor, features_Pw: Tensor, slots_P: Tensor, positions_P: Tensor
+    ) -> CachedPairs:
+        """Compute the layer inputs of pairs and write their keys and values to the cache.
+
+        Args:
+            tokens_P: int64, tokens after the features.
+            features_Pw: Features; w is the feature size, or d for predictions.
+            slots_P: Slots in the flat cache, row * slots + slot.
+            positions_P: Positions of the features.
+        """
         weights, (q, k) = self._weights, self.shape.split
         if features_Pw.shape[-1] != self.shape.hidden_size:
             features_Pw = F.linear(features_Pw, weights["reduce"])
@@ -74,28 +90,34 @@ class DraftPass:
         heads = qkv[:, : q + k].view(fused.shape[0], -1, self.shape.head_size)
         if (norm := weights.get("qk_norm")) is not None:
             heads.copy_(self._normed(heads) * norm)
-        turn = self._turns.index_select(0, positions_P)
+        rotation = self._rotations.index_select(0, positions_P)
         if heads.dtype in (torch.float32, torch.float64):
-            torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2)).mul_(turn)
+            torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2)).mul_(rotation)
         else:
-            pairs = torch.view_as_complex(heads.float().view(*heads.shape[:2], -1, 2)) * turn
+            pairs = torch.view_as_complex(heads.float().view(*heads.shape[:2], -1, 2)) * rotation
             heads.copy_(torch.view_as_real(pairs).flatten(-2))
         self.cache.index_copy_(0, slots_P, qkv[:, q:])
-        return Pairs(fused, qkv[:, :q])
+        return CachedPairs(fused, qkv[:, :q])
 
-    def places(self, rows: int) -> Tensor:
-        """Where the slots of the rows 0..rows-1 begin in the cache."""
-        return self._places[:rows]
+    def row_offsets(self, rows: int) -> Tensor:
+        """Return the first flat slot of each of the rows 0 .. rows - 1."""
+        return self._row_offsets[:rows]
 
-    def seen(self, rows: int, context: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, (rows, K, context, e), of the first slots of the rows 0..rows-1: views."""
+    def kv_views(self, rows: int, context: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values, (rows, K, context, e), of the rows 0 .. rows - 1 as views."""
         sizes = (self.rows, self.slots, 2, self.shape.num_kv_heads, self.shape.head_size)
         keys, values = self.cache.view(sizes)[:rows, :context].permute(2, 0, 3, 1, 4).unbind(0)
         return keys, values
 
-    def guess(self, pairs: Pairs, keys: Tensor, values: Tensor, mask_BFC: Tensor | None) -> Tensor:
-        """(P, d), P = B * F: the guessed features. mask_BFC: 0 for what a node sees, -inf for the rest; None
-        if it sees all."""
+    def predict(self, pairs: CachedPairs, keys: Tensor, values: Tensor, mask_BFC: Tensor | None) -> Tensor:
+        """Return the predicted features, (P, d), P = B * F.
+
+        Args:
+            pairs: Pairs to predict from.
+            keys: Result of `kv_views`.
+            values: Result of `kv_views`.
+            mask_BFC: 0 where a node attends, -inf elsewhere; None if it attends to all slots.
+        """
         weights, rows, num_pairs = self._weights, keys.shape[0], pairs.fused_Pd.shape[0]
         mixed = self._attend(pairs.queries_Pq, num_pairs // rows, (keys, values), mask_BFC)
         x = torch.addmm(pairs.fused_Pd, mixed.reshape(num_pairs, -1), weights["attended"])
@@ -106,7 +128,10 @@ class DraftPass:
     def _attend(
         self, queries: Tensor, nodes: int, seen: tuple[Tensor, Tensor], mask_BFC: Tensor | None
     ) -> Tensor:
-        """Heads that share keys are queries beside each other: no key is read or copied twice."""
+        """Return the attention output.
+
+        Heads that share keys form one product, so that no key is read or copied twice.
+        """
         rows, kinds, size = seen[0].shape[0], self.shape.num_kv_heads, self.shape.head_size
         if nodes == 1:
             mask = None if mask_BFC is None else mask_BFC.unsqueeze(1)
@@ -118,20 +143,23 @@ class DraftPass:
         return mixed.view(rows, kinds, nodes, group, size).transpose(1, 2)
 
     def logits(self, features_Pd: Tensor) -> Tensor:
+        """Return the policy head's logits of predicted features, (P, V)."""
         return F.linear(features_Pd, self.head)
 
     def _normed(self, x: Tensor) -> Tensor:
         if not self._is_lean:
             return F.rms_norm(x, x.shape[-1:], None, self.shape.norm_epsilon)
-        # A third of the time of F.rms_norm, which on the CPU is eight kernels and no fused one.
+        # Takes a third of the time of F.rms_norm, which on the CPU runs eight kernels instead of a fused one.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self._epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 @torch.no_grad()
 def _folded(layer: DraftLayer) -> dict[str, Tensor]:
-    """The layer's weights with the norms' weights, the embedding's gain and the scale of the attention in the
-    matrices they meet; those that are multiplied from the right are transposed."""
+    """Return the layer's weights with norms, gain and attention scale folded into the matrices.
+
+    Matrices that are multiplied from the right are transposed.
+    """
     shape, (q, k) = layer.shape, layer.shape.split
     scale = torch.ones(q + 2 * k, dtype=layer.gain.dtype, device=layer.gain.device)
     if not shape.has_qk_norm:

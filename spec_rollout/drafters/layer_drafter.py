@@ -1,7 +1,7 @@
-"""The learned drafter of an engine: it follows the rows and guesses with a `DraftLayer`.
+"""The learned drafter of an engine: follows the rows and drafts with a `DraftLayer`.
 
-A draft starts from the policy's own features up to the last verified token: what a step has accepted is made
-anew from them, over what was only drafted, so that no guess outlives its draft.
+A draft starts from the policy's own features up to the last verified token. After a step the accepted pairs
+are computed from them again, over the drafted pairs, so that no predicted feature outlives its draft.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,193 +12,230 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aedit.spec_rollout.drafters.backlog import Line, Owed, Pending
+from aedit.spec_rollout.drafters.backlog import Backlog, MissingPairs, RowBacklog
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.drafters.draft_pass import DraftPass, Pairs
-from aedit.spec_rollout.drafters.drafting import Frame, Start, Tree, draft_chain, draft_tree
-from aedit.spec_rollout.drafters.drafts import Arm, Begun, Draft, Noise, Taken
-from aedit.spec_rollout.model.graphs import Graphs, batch_bucket, context_bucket
-from aedit.spec_rollout.model.host_to_device import sent
+from aedit.spec_rollout.drafters.draft_pass import CachedPairs, DraftRunner
+from aedit.spec_rollout.drafters.drafting import DraftContext, DraftInputs, Tree, draft_chain, draft_tree
+from aedit.spec_rollout.drafters.drafts import Arm, Draft, Noise, RowStart, StepUpdate
+from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
+from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.model.target import Target
 from aedit.types import check
 
-Mode = Literal["coupled", "rejection"]
+VerifyMode = Literal["coupled", "rejection"]
 
 _EXTRA_SLOTS = 256
-"""Of a row, for what is only drafted."""
+"""Slots of a row for drafted pairs."""
 _CHUNK = 2048
-"""Pairs that are caught up at a time."""
+"""Number of missed pairs that are computed at a time."""
 
 
 class LayerDrafter:
     """`drafts.Drafter` for the arms `layer:...`.
 
-    An arm without it costs a place in a list for each step; when it is asked again it computes keys and
-    values of all pairs it has missed, of all rows at once.
+    While another arm is in use, a step costs one list entry. At the next draft, keys and values of all missed
+    pairs of all rows are computed at once.
     """
 
     def __init__(
         self,
         layer: DraftLayer,
-        ends: tuple[Tensor, Tensor],
+        embeddings: tuple[Tensor, Tensor],
         *,
         rows: int,
         max_tokens: int,
-        mode: Mode = "coupled",
+        mode: VerifyMode = "coupled",
         window: int = 512,
     ) -> None:
-        """ends: the policy's embedding and head, each (V, d), which are read where they are, never copied.
-        max_tokens: as the engine's. mode: as the engine verifies; "rejection" draws chains from q and says so
-        in `Draft.logq_BNV`. window: while nobody asks for drafts so many pairs wait for each row, and so many
-        of those it began with; older ones are forgotten."""
+        """Make a drafter.
+
+        Args:
+            layer: Draft layer; its weights are copied.
+            embeddings: The policy's embedding and head, each (V, d). They are used in place, never copied.
+            rows: As the engine's.
+            max_tokens: As the engine's.
+            mode: As the engine's. "rejection" draws chains from q and returns `Draft.logq_BNV`.
+            window: Upper limit of queued pairs per row while no drafts are requested; older ones are dropped.
+        """
         sizes = layer.shape.vocabulary, layer.shape.hidden_size
-        for name, tensor in zip(("embedding", "head"), ends, strict=True):
+        for name, tensor in zip(("embedding", "head"), embeddings, strict=True):
             check(tensor.shape == sizes, f"the policy's {name}", f"must be of shape {sizes}", tensor.shape)
         check(window > 0, "window", "must be above 0", window)
         self.mode, self.version = mode, 0
-        self._pass = DraftPass(layer, *ends, rows=rows, slots=max_tokens + _EXTRA_SLOTS)
-        self._pending = Pending(rows, window)
-        self._device = ends[0].device
-        self._drawn: tuple[Tensor, Tensor, Tensor] | None = None
-        self.graphs = Graphs(self._device) if self._device.type == "cuda" else None
+        self._runner = DraftRunner(layer, *embeddings, rows=rows, slots=max_tokens + _EXTRA_SLOTS)
+        self._backlog = Backlog(rows, window)
+        self._device = embeddings[0].device
+        self._temperature_cache: tuple[Tensor, Tensor, Tensor] | None = None
+        self.graphs = GraphCache(self._device) if self._device.type == "cuda" else None
 
     @classmethod
-    def of(cls, layer: DraftLayer, target: Target, *, mode: Mode = "coupled", window: int = 512) -> Self:
-        """For the engine of this target: its ends, rows and lengths. ValueError for another feature size."""
+    def of(
+        cls, layer: DraftLayer, target: Target, *, mode: VerifyMode = "coupled", window: int = 512
+    ) -> Self:
+        """Return a drafter for the engine of this target.
+
+        Raises:
+            ValueError: The layer expects another feature size.
+        """
         sizes = layer.shape.feature_size, target.feature_size
         check(sizes[0] == sizes[1], "features of this draft layer", f"must be {sizes[1]} wide", sizes[0])
-        ends, rows, max_tokens = (target.embedding, target.head), target.rows, target.max_tokens
-        return cls(layer, ends, rows=rows, max_tokens=max_tokens, mode=mode, window=window)
+        embeddings, rows, max_tokens = (target.embedding, target.head), target.rows, target.max_tokens
+        return cls(layer, embeddings, rows=rows, max_tokens=max_tokens, mode=mode, window=window)
 
     @property
     def num_bytes(self) -> int:
-        """Of cache and weights; embedding and head are the policy's."""
-        return self._pass.num_bytes
+        """Return the bytes of cache and weights. Embedding and head belong to the policy."""
+        return self._runner.num_bytes
 
     def replace(self, layer: DraftLayer, version: int) -> None:
-        """Draft with these weights from now on. What the old ones have put into the cache stays, and new
-        pairs join it. ValueError if the layer is of another shape."""
-        self._pass.replace(layer)
+        """Draft with the weights of `layer` from now on.
+
+        Cached pairs of the old weights stay, and new pairs join them.
+
+        Raises:
+            ValueError: The layer has another shape.
+        """
+        self._runner.replace(layer)
         self.version = version
 
-    def begin(self, rows: Sequence[Begun]) -> None:
-        for begun in rows:
-            self._pending.begin(begun)
+    def begin(self, rows: Sequence[RowStart]) -> None:
+        """Add samples that start in these rows."""
+        for start in rows:
+            self._backlog.begin(start)
 
-    def take(self, taken: Taken) -> None:
-        self._pending.take(taken)
+    def update(self, update: StepUpdate) -> None:
+        """Queue the tokens and features of one step."""
+        self._backlog.update(update)
 
     def move(self, source: int, target: int) -> None:
-        lines = self._pending.lines
-        lines[target], lines[source] = lines[source], None
-        if (line := lines[target]) is not None and line.done > line.first:
-            self._pass.move(source, target, line.done)
+        """Rename row `source` to `target`, whose sample has ended."""
+        backlogs = self._backlog.rows
+        backlogs[target], backlogs[source] = backlogs[source], None
+        if (row := backlogs[target]) is not None and row.num_computed > row.first:
+            self._runner.move(source, target, row.num_computed)
 
     def end(self, row: int) -> None:
-        self._pending.lines[row] = None
+        """Remove the sample of `row`."""
+        self._backlog.rows[row] = None
 
     @torch.inference_mode()
     def propose(self, arm: Arm, rows: int, noise: Noise, temperature_B: Tensor) -> Draft:
-        """`Drafter.propose`. ValueError for an arm that is not this drafter's, for a tree in rejection mode,
-        and for a row that has not begun or has made no step since its last draft. On a GPU the draft is good
-        until the next call."""
+        """Return a draft (see `Drafter.propose`). On CUDA it is valid until the next call.
+
+        Raises:
+            ValueError: The arm is not a `layer` arm, is a tree in rejection mode, or a row has no sample or
+                no step since its last draft.
+        """
         self._check(arm)
-        lines = self._pending.live(rows)
-        pairs = self._catch_up(lines)
-        noise_BkV = noise.at(range(rows), [line.length + 1 for line in lines], arm.depth)
-        is_warm_B1, inverse_B1 = self._drawing(temperature_B)
-        # A row without a pair looks at its stand-in.
-        last_B = self._ints(max(line.length - 1, 0) for line in lines)
-        start = Start(
+        backlogs = self._backlog.running_rows(rows)
+        pairs = self._write_backlog(backlogs)
+        noise_BkV = noise.at(range(rows), [row.length + 1 for row in backlogs], arm.depth)
+        is_warm_B1, inverse_B1 = self._temperatures(temperature_B)
+        # A row without a pair uses its placeholder.
+        last_B = self._ints(max(row.length - 1, 0) for row in backlogs)
+        start = DraftInputs(
             fused_Bd=pairs.fused_Pd,
             queries_Bq=pairs.queries_Pq,
             last_B=last_B,
-            firsts_B=self._ints(line.first for line in lines),
+            firsts_B=self._ints(row.first for row in backlogs),
             noise_BkV=noise_BkV * is_warm_B1.unsqueeze(-1),
             inverse_B1=inverse_B1,
         )
-        tokens, scores, more = self._drafted(arm, lines, start)
+        tokens, scores, more = self._run_draft(arm, backlogs, start)
         if not arm.is_chain:
             return Draft(tokens, more, None, scores)
         if more is None:
             return Draft(tokens, None, None, scores)
-        # Without heat nothing is drawn: all of q is on the one token.
+        # At temperature 0 the drafted token has probability 1.
         certain = torch.full_like(more, -torch.inf).scatter_(-1, tokens[:, :, None], 0.0)
         return Draft(tokens, None, None, scores, torch.where(is_warm_B1.unsqueeze(-1), more, certain).float())
 
-    def _drafted(self, arm: Arm, lines: list[Line], start: Start) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A chain as (tokens, scores, log q), log q for rejection only, or a tree as (tokens, scores,
-        parents)."""
-        num_rows, longest = len(lines), max(max(line.length, 1) for line in lines)
-        context = longest + (arm.depth - 1) * arm.width
+    def _run_draft(
+        self, arm: Arm, backlogs: list[RowBacklog], start: DraftInputs
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tensors of a chain or a tree.
+
+        Returns:
+        (tokens, scores, log q) of a chain, with log q in rejection mode only, or (tokens, scores, parents) of
+        a tree.
+        """
+        num_rows, longest = len(backlogs), max(max(row.length, 1) for row in backlogs)
+        num_slots = longest + (arm.depth - 1) * arm.width
         if self.graphs is None:
-            frame = Frame(self._pass, arm, min(line.first for line in lines), context, num_rows == 1)
-            return _three(_draft(frame, start, self.mode))
-        rows = batch_bucket(num_rows, self._pass.rows)
-        context = context_bucket(context, self._pass.slots)
-        frame = Frame(self._pass, arm, 0, context, False)
-        # Rows that do not live draft too, over what nobody reads.
+            context = DraftContext(
+                self._runner, arm, min(row.first for row in backlogs), num_slots, num_rows == 1
+            )
+            return _three(_draft(context, start, self.mode))
+        rows = batch_bucket(num_rows, self._runner.rows)
+        num_slots = context_bucket(num_slots, self._runner.slots)
+        context = DraftContext(self._runner, arm, 0, num_slots, False)
+        # Padding rows draft too; their results are dropped.
         padded = [F.pad(x, [0, 0] * (x.dim() - 1) + [0, rows - num_rows]) for x in start]
-        made = self.graphs.run((arm, rows, context), lambda *x: _draft(frame, Start(*x), self.mode), *padded)
+        made = self.graphs.run(
+            (arm, rows, num_slots), lambda *x: _draft(context, DraftInputs(*x), self.mode), *padded
+        )
         return _three(tuple(x[:num_rows] for x in made))
 
-    def _drawing(self, temperature_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(T > 0, 1 / T), each (B, 1). An engine gives the same tensor until its rows change."""
-        if self._drawn is None or self._drawn[0] is not temperature_B:
+    def _temperatures(self, temperature_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return T > 0 and 1 / T, each (B, 1). The engine passes the same tensor until its rows change."""
+        if self._temperature_cache is None or self._temperature_cache[0] is not temperature_B:
             is_warm_B1 = temperature_B[:, None] > 0
             inverse_B1 = torch.where(is_warm_B1, temperature_B[:, None], 1.0).reciprocal_()
-            self._drawn = temperature_B, is_warm_B1, inverse_B1
-        return self._drawn[1:]
+            self._temperature_cache = temperature_B, is_warm_B1, inverse_B1
+        return self._temperature_cache[1:]
 
     def _check(self, arm: Arm) -> None:
-        check(arm.by == "layer", "arm of the layer drafter", "must be layer:...", arm)
+        check(arm.drafter == "layer", "arm of the layer drafter", "must be layer:...", arm)
         is_verifiable = arm.is_chain or self.mode == "coupled"
         check(is_verifiable, "arm in rejection mode", "must be a chain", arm)
         drafted = (arm.depth - 1) * arm.width
-        check(drafted <= _EXTRA_SLOTS, "arm", f"must not look at more than {_EXTRA_SLOTS} nodes", arm)
+        check(drafted <= _EXTRA_SLOTS, "arm", f"must not expand more than {_EXTRA_SLOTS} nodes", arm)
 
-    def _catch_up(self, lines: list[Line]) -> Pairs:
-        """Compute all pairs that these rows are behind; the last ones."""
-        starts = [line.done for line in lines]
-        taken = self._pending.steady(lines)
-        if taken is None:
-            return self._enter_owed(self._pending.owed(lines))
-        return self._enter_step(taken, starts)
+    def _write_backlog(self, backlogs: list[RowBacklog]) -> CachedPairs:
+        """Compute all queued pairs of these rows; return the last pair of each row."""
+        starts = [row.num_computed for row in backlogs]
+        update = self._backlog.take_single_step(backlogs)
+        if update is None:
+            return self._write_missing(self._backlog.take_missing(backlogs))
+        return self._write_step(update, starts)
 
-    def _enter_step(self, taken: Taken, starts: list[int]) -> Pairs:
-        """As one piece with what lies after the shorter rows' tokens: that is written over, or never seen."""
-        rows, longest = taken.features.shape[:2]
-        counts = [len(tokens) for tokens in taken.tokens]
-        filled = (chain(t, repeat(0, longest - n)) for t, n in zip(taken.tokens, counts, strict=True))
+    def _write_step(self, update: StepUpdate, starts: list[int]) -> CachedPairs:
+        """Compute the pairs of one step as one block with padding.
+
+        The padding is overwritten later or never attended to.
+        """
+        rows, longest = update.features.shape[:2]
+        counts = [len(tokens) for tokens in update.tokens]
+        filled = (chain(t, repeat(0, longest - n)) for t, n in zip(update.tokens, counts, strict=True))
         positions = self._ints(starts)[:, None]
         if longest > 1:
             steps = torch.arange(longest, device=self._device)
             positions = positions + steps
-            if max(starts) + longest > self._pass.slots:
-                positions.clamp_(max=self._pass.slots - 1)
-        slots = (positions + self._pass.places(rows)[:, None]).flatten()
+            if max(starts) + longest > self._runner.slots:
+                positions.clamp_(max=self._runner.slots - 1)
+        slots = (positions + self._runner.row_offsets(rows)[:, None]).flatten()
         tokens = self._ints(chain.from_iterable(filled))
-        pairs = self._pass.enter(tokens, taken.features.flatten(0, 1), slots, positions.flatten())
+        pairs = self._runner.write_pairs(tokens, update.features.flatten(0, 1), slots, positions.flatten())
         if longest == 1:
             return pairs
         return pairs.at(self._ints(b * longest + n - 1 for b, n in enumerate(counts)))
 
-    def _enter_owed(self, owed: Owed) -> Pairs:
-        tokens, rows, positions = (self._ints(x) for x in (owed.tokens, owed.rows, owed.positions))
-        slots, features = self._pass.places(self._pass.rows)[rows] + positions, owed.features_Pw
-        for i in range(0, len(owed.tokens), _CHUNK):
+    def _write_missing(self, missing: MissingPairs) -> CachedPairs:
+        tokens, rows, positions = (self._ints(x) for x in (missing.tokens, missing.rows, missing.positions))
+        slots, features = self._runner.row_offsets(self._runner.rows)[rows] + positions, missing.features_Pw
+        for i in range(0, len(missing.tokens), _CHUNK):
             part = slice(i, i + _CHUNK)
-            self._pass.enter(tokens[part], features[part], slots[part], positions[part])
-        last = self._ints(owed.last)
-        return self._pass.enter(tokens[last], features[last], slots[last], positions[last])
+            self._runner.write_pairs(tokens[part], features[part], slots[part], positions[part])
+        last = self._ints(missing.last)
+        return self._runner.write_pairs(tokens[last], features[last], slots[last], positions[last])
 
     def _ints(self, values: Iterable[int]) -> Tensor:
-        return sent(list(values), self._device)
+        return to_device(list(values), self._device)
 
 
-def _draft(frame: Frame, start: Start, mode: Mode) -> tuple[Tensor, ...]:
-    """All log q of a chain, which are as large as its logits, only where somebody reads them."""
-    made = draft_chain(frame, start) if frame.arm.is_chain else draft_tree(frame, start)
+def _draft(context: DraftContext, start: DraftInputs, mode: VerifyMode) -> tuple[Tensor, ...]:
+    """Return the tensors of a draft; log q, which is as large as the logits, only in rejection mode."""
+    made = draft_chain(context, start) if context.arm.is_chain else draft_tree(context, start)
     if isinstance(made, Tree):
         return made.tokens_BN, made.scores_BN, made.parents_BN
     rest = () if mode == "coupled" else (made.logq_BkV,)

@@ -1,43 +1,47 @@
-"""What an engine can be asked for: a prompt that cannot be served is refused before anything begins."""
+"""Validation of prompts before anything begins."""
 
 import torch
 
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
 
-def refuse_bad(prompt: Prompt, vocabulary: int, max_tokens: int, has_tokenizer: bool) -> None:
-    """ValueError in one line that names the sample and what is wrong with it."""
-    wrong = (
-        _wrong_tokens(prompt, vocabulary, max_tokens)
-        or _wrong_stops(prompt.sampling, vocabulary, has_tokenizer)
-        or _wrong_allowed(prompt.sampling, vocabulary)
-        or _wrong_begun(prompt)
+def check_prompt(prompt: Prompt, vocabulary: int, max_tokens: int, has_tokenizer: bool) -> None:
+    """Check that an engine can serve the prompt.
+
+    Raises:
+        ValueError: It cannot; one line names the sample and the reason.
+    """
+    error = (
+        _token_error(prompt, vocabulary, max_tokens)
+        or _stop_error(prompt.sampling, vocabulary, has_tokenizer)
+        or _mask_error(prompt.sampling, vocabulary)
+        or _partial_error(prompt)
     )
-    if wrong:
-        raise ValueError(f"prompt {prompt.rollout}/{prompt.sample}: {wrong}")
+    if error:
+        raise ValueError(f"prompt {prompt.rollout}/{prompt.sample}: {error}")
 
 
 def _outside(tokens: tuple[int, ...], vocabulary: int) -> int | None:
     return next((token for token in tokens if not 0 <= token < vocabulary), None)
 
 
-def _wrong_tokens(prompt: Prompt, vocabulary: int, max_tokens: int) -> str:
+def _token_error(prompt: Prompt, vocabulary: int, max_tokens: int) -> str:
     if not prompt.tokens:
-        return "it is empty"
-    begun = prompt.begun.tokens if prompt.begun else []
-    bad = _outside((*prompt.tokens, *begun), vocabulary)
+        return "the prompt is empty"
+    partial = prompt.partial.tokens if prompt.partial else []
+    bad = _outside((*prompt.tokens, *partial), vocabulary)
     if bad is not None:
         return f"token {bad} is outside the vocabulary of {vocabulary}"
     num_prompt, num_new = len(prompt.tokens), prompt.sampling.max_new_tokens
     if num_prompt + num_new > max_tokens:
-        return f"{num_prompt} tokens and max_new_tokens {num_new} are more than max_tokens {max_tokens}"
+        return f"{num_prompt} tokens and max_new_tokens {num_new} exceed max_tokens {max_tokens}"
     for name, value in (("rollout", prompt.rollout), ("sample", prompt.sample)):
         if not -(1 << 63) <= value < 1 << 63:
             return f"{name} must fit into 64 bits"
     return ""
 
 
-def _wrong_stops(sampling: Sampling, vocabulary: int, has_tokenizer: bool) -> str:
+def _stop_error(sampling: Sampling, vocabulary: int, has_tokenizer: bool) -> str:
     bad = _outside(sampling.stop_tokens, vocabulary)
     if bad is not None:
         return f"stop token {bad} is outside the vocabulary of {vocabulary}"
@@ -48,7 +52,7 @@ def _wrong_stops(sampling: Sampling, vocabulary: int, has_tokenizer: bool) -> st
     return ""
 
 
-def _wrong_allowed(sampling: Sampling, vocabulary: int) -> str:
+def _mask_error(sampling: Sampling, vocabulary: int) -> str:
     allowed, stops = sampling.allowed, set(sampling.stop_tokens)
     if allowed is not None:
         if allowed.dtype != torch.bool or allowed.shape != (vocabulary,):
@@ -63,12 +67,12 @@ def _wrong_allowed(sampling: Sampling, vocabulary: int) -> str:
     return ""
 
 
-def _wrong_begun(prompt: Prompt) -> str:
-    begun = prompt.begun
-    if begun is None:
+def _partial_error(prompt: Prompt) -> str:
+    partial = prompt.partial
+    if partial is None:
         return ""
-    if begun.finish or len(begun.tokens) >= prompt.sampling.max_new_tokens:
-        return "it has ended already"
-    if not len(begun.tokens) == len(begun.logprobs) == len(begun.versions):
-        return "what has begun has another number of tokens than of logprobs or versions"
+    if partial.finish_reason or len(partial.tokens) >= prompt.sampling.max_new_tokens:
+        return "the partial rollout has ended already"
+    if not len(partial.tokens) == len(partial.logprobs) == len(partial.versions):
+        return "the partial rollout has another number of tokens than of logprobs or versions"
     return ""

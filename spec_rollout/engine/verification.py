@@ -1,6 +1,6 @@
-"""One pass of the policy over all live rows: what it says of the drafts, and what comes after them.
+"""One pass of the policy over all running rows: verification of drafts and the tokens after them.
 
-Shapes: B rows, N drafted nodes, q = N + 1 verified tokens, of which M can stand at most, V vocabulary, f
+Shapes: B rows, N drafted nodes, q = N + 1 verified tokens, of which at most M are accepted, V vocabulary, f
 feature size.
 """
 
@@ -12,48 +12,51 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.drafts import Draft
-from aedit.spec_rollout.engine.rows import Rows
-from aedit.spec_rollout.model.host_to_device import sent
-from aedit.spec_rollout.sampling.distribution import logprobs, shaped
-from aedit.spec_rollout.sampling.rejection import reject
-from aedit.spec_rollout.sampling.verify import Accepted, coupled, node_depths, walk
+from aedit.spec_rollout.engine.rows import RowScheduler
+from aedit.spec_rollout.model.host_to_device import to_device
+from aedit.spec_rollout.sampling.distribution import logprobs, warp_logits
+from aedit.spec_rollout.sampling.rejection import rejection_accept
+from aedit.spec_rollout.sampling.verify import AcceptedTokens, accept_path, coupled_tokens, node_depths
 
-Mode = Literal["coupled", "rejection"]
+VerifyMode = Literal["coupled", "rejection"]
 """How drafts are verified: "coupled" gives the tokens that there would be without drafts; "rejection" gives
 others, of the same distribution."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Verdict:
-    """What the pass has made of rows 0..B-1, before anybody has looked where the rollouts end."""
+class Verification:
+    """Result of the pass for rows 0 .. B - 1, before the ends of rollouts are searched."""
 
     tokens: list[list[int]]
-    """Of each row, at least one."""
+    """New tokens of each row, at least one."""
     logprobs: list[list[float]]
-    """Of these tokens: `Rollout.logprobs`."""
+    """Log-probabilities of these tokens; see `Rollout.logprobs`."""
     path: list[list[int]] | None
-    """Of a tree: the verified tokens that stand, root first, of each row as many as there are tokens."""
+    """For a tree: indices of the accepted tokens of each row, root first, as many as there are new tokens."""
     features_BMf: Tensor
-    """The policy's hidden states of the verified tokens that stand, and then of others."""
+    """The policy's hidden states of the accepted tokens, followed by others."""
 
     @property
     def accepted(self) -> tuple[int, ...]:
-        """Drafted nodes of each row that stand."""
+        """Return the number of accepted drafted nodes of each row."""
         return tuple(len(tokens) - 1 for tokens in self.tokens)
 
     def features(self, counts: Sequence[int]) -> Tensor:
-        """(B, m, f), m = max(counts): of the first counts[b] that stand, then zeros; as `Taken.features`."""
+        """Return the features of the first counts[b] accepted tokens, then zeros: (B, m, f).
+
+        m is the largest count; see `StepUpdate.features`.
+        """
         m = max(counts)
         features_Bmf = self.features_BMf[:, :m]
         if min(counts) == m:
             return features_Bmf
-        counts_B1 = sent(counts, features_Bmf.device)[:, None]
+        counts_B1 = to_device(counts, features_Bmf.device)[:, None]
         is_filler_Bm = torch.arange(m, device=features_Bmf.device) >= counts_B1
         return features_Bmf.masked_fill(is_filler_Bm[..., None], 0)
 
 
-def first_nodes(draft: Draft, num_nodes: int) -> Draft | None:
-    """The first so many nodes of each row; None if that is none."""
+def truncate_draft(draft: Draft, num_nodes: int) -> Draft | None:
+    """Return the first `num_nodes` nodes of each row; None if there are none."""
     if num_nodes >= draft.tokens_BN.shape[1]:
         return draft
     if num_nodes <= 0:
@@ -72,39 +75,47 @@ def first_nodes(draft: Draft, num_nodes: int) -> Draft | None:
     )
 
 
-def judge(rows: Rows, draft: Draft | None, depth: int, mode: Mode) -> Verdict:
-    """Let the policy verify each row's last token and its draft, of which no node is deeper than `depth`. The
-    cache keeps what stands."""
-    asked, parents_BN = _Pass.of(rows, draft, depth), None if draft is None else draft.parents_BN
-    # Before the policy keeps the device busy: what is sent to it later may have to wait.
-    chance, num_drawn_Bq = asked.chance(mode), asked.num_drawn()
-    logits_BqV, hidden_Bqf = rows.target.step(asked.tokens_Bq, asked.lengths, parents_BN)
-    accepted = asked.accepted(shaped(logits_BqV, rows.sampling, num_drawn_Bq), chance, mode)
+def verify_drafts(rows: RowScheduler, draft: Draft | None, depth: int, mode: VerifyMode) -> Verification:
+    """Verify each row's last token and its draft in one pass; keep accepted keys and values in the cache.
+
+    Args:
+        rows: Running rows.
+        draft: Drafted tokens; None for plain decoding.
+        depth: Upper limit of the depth of the draft's nodes.
+        mode: How drafts are verified.
+    """
+    verify_pass, parents_BN = _VerifyPass.of(rows, draft, depth), None if draft is None else draft.parents_BN
+    # Copies to the device are queued before the pass: later ones could have to wait for it.
+    random_numbers, num_drawn_Bq = verify_pass.random_numbers(mode), verify_pass.num_drawn()
+    logits_BqV, hidden_Bqf = rows.target.step(verify_pass.tokens_Bq, verify_pass.lengths, parents_BN)
+    accepted = verify_pass.accepted(
+        warp_logits(logits_BqV, rows.sampling, num_drawn_Bq), random_numbers, mode
+    )
     if parents_BN is not None:
-        rows.target.keep(asked.lengths, accepted.path_BM, accepted.counts_B)
-        logits_BqV = _along(logits_BqV, accepted.path_BM)
-        hidden_Bqf = _along(hidden_Bqf, accepted.path_BM)
+        rows.target.keep_path(verify_pass.lengths, accepted.path_BM, accepted.counts_B)
+        logits_BqV = _gather_tokens(logits_BqV, accepted.path_BM)
+        hidden_Bqf = _gather_tokens(hidden_Bqf, accepted.path_BM)
     logprobs_BM = logprobs(logits_BqV, accepted.emitted_BM, rows.sampling)
-    return _on_host(accepted, logprobs_BM, hidden_Bqf, is_tree=parents_BN is not None)
+    return _to_host(accepted, logprobs_BM, hidden_Bqf, is_tree=parents_BN is not None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pass:
-    """What the policy verifies."""
+class _VerifyPass:
+    """Input of the pass."""
 
-    rows: Rows
+    rows: RowScheduler
     draft: Draft | None
     depth: int
     lengths: list[int]
     tokens_Bq: Tensor
     """Each row's last token and its draft."""
     depths_Bq: Tensor | None
-    """Of the verified tokens; None for a chain, where they are 0, 1, ..."""
+    """Depths of the verified tokens; None for a chain, where they are 0, 1, ..."""
 
     @classmethod
-    def of(cls, rows: Rows, draft: Draft | None, depth: int) -> "_Pass":
-        lengths = [each.length for each in rows.live]
-        roots_B1 = sent([[each.last] for each in rows.live], rows.target.device)
+    def of(cls, rows: RowScheduler, draft: Draft | None, depth: int) -> "_VerifyPass":
+        lengths = [each.length for each in rows.running]
+        roots_B1 = to_device([[each.last] for each in rows.running], rows.target.device)
         if draft is None:
             return cls(rows, None, 0, lengths, roots_B1, None)
         tokens_Bq = torch.cat((roots_B1, draft.tokens_BN), dim=1)
@@ -112,51 +123,62 @@ class _Pass:
             return cls(rows, draft, draft.tokens_BN.shape[1], lengths, tokens_Bq, None)
         return cls(rows, draft, depth, lengths, tokens_Bq, node_depths(draft.parents_BN, depth))
 
-    def accepted(self, shaped_BqV: Tensor, chance: Tensor | None, mode: Mode) -> Accepted:
-        """chance: what `chance` gave."""
+    def accepted(self, warped_BqV: Tensor, random_numbers: Tensor | None, mode: VerifyMode) -> AcceptedTokens:
+        """Return the accepted path; `random_numbers` is the result of `self.random_numbers`."""
         temperature_B = self.rows.mixed_temperature_B
         if self.draft is not None and mode == "rejection":
-            assert chance is not None
-            return reject(self.draft, shaped_BqV, chance, temperature_B)
-        drawn_Bq = coupled(shaped_BqV, chance, temperature_B)
+            assert random_numbers is not None
+            return rejection_accept(self.draft, warped_BqV, random_numbers, temperature_B)
+        drawn_Bq = coupled_tokens(warped_BqV, random_numbers, temperature_B)
         if self.draft is None:
             zero_B1 = torch.zeros_like(drawn_Bq)
-            return Accepted(zero_B1, zero_B1[:, 0], drawn_Bq)
-        return walk(self.draft, drawn_Bq, self.depth)
+            return AcceptedTokens(zero_B1, zero_B1[:, 0], drawn_Bq)
+        return accept_path(self.draft, drawn_Bq, self.depth)
 
-    def chance(self, mode: Mode) -> Tensor | None:
-        """Of the positions after the verified tokens': noise (B, q, V), None if all rows are greedy; for
-        rejection uniforms (B, q, 2)."""
+    def random_numbers(self, mode: VerifyMode) -> Tensor | None:
+        """Return the random numbers of the positions after the verified tokens.
+
+        Returns:
+        Noise (B, q, V), or None if all rows are greedy; for rejection uniforms (B, q, 2).
+        """
         rows, count = range(len(self.lengths)), self.depth + 1
         if self.draft is not None and mode == "rejection":
             return self.rows.noise.uniforms(rows, self._first(), count)
         if self.rows.sampling.all_greedy:
             return None
         noise_BDV = self.rows.noise.at(rows, self._first(), count)
-        return noise_BDV if self.depths_Bq is None else _along(noise_BDV, self.depths_Bq)
+        return noise_BDV if self.depths_Bq is None else _gather_tokens(noise_BDV, self.depths_Bq)
 
     def num_drawn(self) -> Tensor | None:
-        """(B, q): new tokens before each that is drawn; None if no row has a shortest length."""
+        """Return the number of new tokens before each drawn one, (B, q).
+
+        Returns None if no row has min_new_tokens.
+        """
         if self.rows.sampling.min_new_B1 is None:
             return None
         device = self.tokens_Bq.device
-        drawn_B1 = sent([[len(each.rollout.tokens)] for each in self.rows.live], device)
+        drawn_B1 = to_device([[len(each.rollout.tokens)] for each in self.rows.running], device)
         return drawn_B1 + (
             torch.arange(self.depth + 1, device=device) if self.depths_Bq is None else self.depths_Bq
         )
 
     def _first(self) -> list[int]:
-        """The root is at position `length`; what is drawn after it comes one later."""
+        """Return the position after each row's root, which is at position `length`."""
         return [length + 1 for length in self.lengths]
 
 
-def _along(x_BqD: Tensor, index_BM: Tensor) -> Tensor:
-    """(B, M, D): of each row the entries of these tokens."""
+def _gather_tokens(x_BqD: Tensor, index_BM: Tensor) -> Tensor:
+    """Return the entries of these tokens of each row, (B, M, D)."""
     return x_BqD.gather(1, index_BM[..., None].expand(-1, -1, x_BqD.shape[-1]))
 
 
-def _on_host(accepted: Accepted, logprobs_BM: Tensor, features_BMf: Tensor, is_tree: bool) -> Verdict:
-    """All that Python must know, with one wait for the device. float64 holds every token and float32."""
+def _to_host(
+    accepted: AcceptedTokens, logprobs_BM: Tensor, features_BMf: Tensor, is_tree: bool
+) -> Verification:
+    """Copy all results that Python needs with one synchronization.
+
+    float64 represents every token and float32 exactly.
+    """
     parts = [accepted.counts_B[:, None], accepted.emitted_BM, logprobs_BM]
     if is_tree:
         parts.append(accepted.path_BM)
@@ -168,7 +190,7 @@ def _on_host(accepted: Accepted, logprobs_BM: Tensor, features_BMf: Tensor, is_t
         first = 1 + index * most
         return (row[first : first + count] for row, count in zip(table, counts, strict=True))
 
-    return Verdict(
+    return Verification(
         tokens=[list(map(int, row)) for row in part(0)],
         logprobs=list(part(1)),
         path=[list(map(int, row)) for row in part(2)] if is_tree else None,

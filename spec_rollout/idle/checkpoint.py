@@ -12,8 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from aedit.system import sync_directory
 
-class Checkpoints:
+
+class AsyncCheckpoint:
     """One file that is replaced as a whole. A write that fails leaves the last one as it was."""
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +62,7 @@ class Checkpoints:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _write_durably(partial, save(tensors))
             os.replace(partial, self.path)
-            _flush_folder(self.path.parent)
+            sync_directory(self.path.parent)
         except (OSError, SafetensorError, MemoryError) as error:
             self.failed, self.error = self.failed + 1, f"{type(error).__name__}: {error}"
             # It may be what has filled the disk.
@@ -74,12 +76,3 @@ def _write_durably(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _flush_folder(path: Path) -> None:
-    """Make the new name durable as well."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

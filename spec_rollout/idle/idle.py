@@ -15,12 +15,18 @@ from typing import Any
 
 from torch import Tensor
 
-from aedit.spec_rollout.idle.publishing import Layout, Published
-from aedit.spec_rollout.idle.suspended_process import Order, packed
-from aedit.spec_rollout.idle.trainer_memory import Desk, TrainerPlan, Training, Word, shared_memory
-from aedit.spec_rollout.idle.trainer_process import Place
-from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig, Keeper
+from aedit.spec_rollout.idle.publishing import Publication, SlotLayout
+from aedit.spec_rollout.idle.suspended_process import ProcessSpec, pickled
+from aedit.spec_rollout.idle.trainer_memory import (
+    StatusWord,
+    TrainerMemory,
+    TrainerPlan,
+    Training,
+)
+from aedit.spec_rollout.idle.trainer_process import TrainerArguments
+from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig, TrainerSupervisor
 from aedit.spec_rollout.idle.windows import Windows
+from aedit.system import anonymous_memory
 
 MODULE = "aedit.spec_rollout.idle.trainer_process"
 
@@ -37,19 +43,21 @@ class DrafterTraining:
         self, plan: TrainerPlan, config: IdleConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
-        packed(plan)  # what cannot be sent is refused before there is anything to clean up
-        self._fd = shared_memory(sum(plan.regions.values()))
-        self._desk = Desk(plan, self._fd)
-        order = Order(MODULE, packed(Place(self._fd, plan)), (self._fd,), config.niceness, config.log)
+        pickled(plan)  # what cannot be sent is refused before there is anything to clean up
+        self._fd = anonymous_memory("aedit-drafter", sum(plan.regions.values()))
+        self._memory = TrainerMemory(plan, self._fd)
+        spec = ProcessSpec(
+            MODULE, pickled(TrainerArguments(self._fd, plan)), (self._fd,), config.niceness, config.log
+        )
         self._lock = threading.Lock()
         """Around a few numbers and a signal: nobody holds it while anything takes time."""
         self.windows = Windows()
-        self._keeper = Keeper(order, self._desk.board, config, self._lock, clock)
-        self._resting = False
+        self._supervisor = TrainerSupervisor(spec, self._memory.trainer_status, config, self._lock, clock)
+        self._paused = False
 
     @staticmethod
     def of(
-        make: Callable[[Desk], Training],
+        make: Callable[[TrainerMemory], Training],
         *,
         drafter: Mapping[str, Tensor],
         policy: Mapping[str, Tensor],
@@ -66,8 +74,8 @@ class DrafterTraining:
         config = config or IdleConfig()
         plan = TrainerPlan(
             make=make,
-            drafter=Layout.of(drafter),
-            policy=Layout.of(policy),
+            drafter=SlotLayout.of(drafter),
+            policy=SlotLayout.of(policy),
             feature_bytes=feature_bytes,
             checkpoint=config.checkpoint,
             checkpoint_every_s=config.checkpoint_every_s,
@@ -75,9 +83,9 @@ class DrafterTraining:
             memory_bytes=config.memory_bytes,
         )
         made = DrafterTraining(plan, config)
-        made._desk.drafter.publish(drafter, version)
-        made._desk.policy.publish(policy, version)
-        made._keeper.start()
+        made._memory.drafter.publish(drafter, version)
+        made._memory.policy.publish(policy, version)
+        made._supervisor.start()
         return made
 
     @contextmanager
@@ -89,69 +97,75 @@ class DrafterTraining:
         finally:
             self._leave(cause, began_s)
 
-    def newest(self, after: int = 1) -> Published | None:
+    def newest(self, after: int = 1) -> Publication | None:
         """What has been learned, if it is newer than number `after` (1: what the training began with). None
         too if it is not whole: stay with what you have. A look costs microseconds, a new one a copy."""
-        return self._desk.drafter.newest(after)
+        return self._memory.drafter.newest(after)
 
-    def refresh(self, policy: Mapping[str, Tensor], version: int, kl_nats: float = math.nan) -> None:
+    def update_policy(self, policy: Mapping[str, Tensor], version: int, kl_nats: float = math.nan) -> None:
         """The policy's embedding and head have changed. Costs a copy of them. Raises ValueError.
 
         kl_nats: how far the policy is now, per token, from the one that the newest drafter was published for,
         if that is known: a trainer that has nothing to gain from so small a way may rest.
         """
-        self._desk.policy.publish(policy, version)
-        self._desk.kl_nats = kl_nats
+        self._memory.policy.publish(policy, version)
+        self._memory.kl_nats = kl_nats
 
     @property
     def features(self) -> memoryview:
         """Shared memory for a ring of features, of which this process is the writer."""
-        return self._desk.features
+        return self._memory.features
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """There is no use in training now: windows still count, but the trainer stays stopped."""
         with self._lock:
-            self._resting = True
-            self._keeper.hold()
+            self._paused = True
+            self._supervisor.suspend()
 
-    def wake(self) -> None:
+    def unpause(self) -> None:
         """There is use in it again."""
         with self._lock:
-            self._resting = False
+            self._paused = False
             if self.windows.num_open:
-                self._keeper.let()
+                self._supervisor.resume()
 
     @property
     def used_s(self) -> float:
         """Processor time of the trainer's processes in seconds, as of the last finished microbatch."""
-        return 1e-6 * self._keeper.counted(Word.CPU_US)
+        return 1e-6 * self._supervisor.counted(StatusWord.CPU_US)
 
     def status(self) -> dict[str, Any]:
         """For people and for the run's metrics. harvest: the trainer's processor time by the idle time."""
         with self._lock:
-            idle_s, keeper = self.windows.idle_s(self._clock()), self._keeper.status()
+            idle_s, supervisor = self.windows.idle_s(self._clock()), self._supervisor.status()
             by_cause = dict(self.windows.by_cause)
-        words = (Word.STEPS, Word.PUBLISHED, Word.REFUSED, Word.CHECKPOINTS, Word.CHECKPOINTS_FAILED)
+        words = (
+            StatusWord.STEPS,
+            StatusWord.PUBLISHED,
+            StatusWord.REFUSED,
+            StatusWord.CHECKPOINTS,
+            StatusWord.CHECKPOINTS_FAILED,
+        )
         return {
-            **keeper,
-            "resting": self._resting,
+            **supervisor,
+            "paused": self._paused,
             "windows": self.windows.count,
             "idle_s": idle_s,
             "idle_by_cause_s": by_cause,
             "cpu_s": self.used_s,
-            "harvest": self.used_s / idle_s if idle_s else 0.0,
-            **{word.name.lower(): self._keeper.counted(word) for word in words},
-            "checkpoint_error": self._desk.board.trouble,
-            "torn": self._desk.drafter.torn,
-            "corrupt": self._desk.drafter.corrupt,
+            "utilization": self.used_s / idle_s if idle_s else 0.0,
+            **{status_word.name.lower(): self._supervisor.counted(status_word) for status_word in words},
+            "checkpoint_error": self._memory.trainer_status.checkpoint_error,
+            "torn": self._memory.drafter.torn,
+            "corrupt": self._memory.drafter.corrupt,
             "feature_bytes": len(self.features),
-            "training": self._desk.board.figures,
+            "training": self._memory.trainer_status.metrics,
         }
 
     def close(self) -> None:
         """End the trainer. What it has learned since it last published or saved is lost. Raises TimeoutError
         if it cannot be ended."""
-        self._keeper.close()
+        self._supervisor.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -165,11 +179,11 @@ class DrafterTraining:
     def _enter(self) -> float:
         with self._lock:
             now_s = self._clock()
-            if self.windows.enter(now_s) and not self._resting:
-                self._keeper.let()
+            if self.windows.enter(now_s) and not self._paused:
+                self._supervisor.resume()
             return now_s
 
     def _leave(self, cause: str, began_s: float) -> None:
         with self._lock:
             if self.windows.leave(cause, began_s, self._clock()):
-                self._keeper.hold()
+                self._supervisor.suspend()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.idle.publishing import Published, all_finite
+from aedit.spec_rollout.idle.publishing import Publication, all_finite
 from aedit.spec_rollout.idle.trainer_memory import Training
 from aedit.spec_rollout.idle.windows import Windows
 
@@ -40,13 +40,13 @@ class StreamTraining:
     ) -> None:
         """The tensors are as in `DrafterTraining.of`; those of the policy are read where they are."""
         self._training, self._device, self._drafter = training, device, dict(drafter)
-        self._policy, self._followed = (policy, version), (policy, -1)
+        self._policy, self._current_policy = (policy, version), (policy, -1)
         self._lock = threading.Lock()
         self.windows = Windows()
-        self._published: tuple[Published, torch.cuda.Event | None] | None = None
+        self._published: tuple[Publication, torch.cuda.Event | None] | None = None
         self._steps, self._refused, self._error = 0, 0, ""
         self._used_s = 0.0
-        self._resting = self._closing = False
+        self._paused = self._closing = False
         self._open = threading.Event()
         self._thread = threading.Thread(target=self._run, name="drafter-stream", daemon=True)
         self._thread.start()
@@ -65,7 +65,7 @@ class StreamTraining:
                 self.windows.leave(cause, began_s, time.monotonic())
                 self._update()
 
-    def newest(self, after: int = 1) -> Published | None:
+    def newest(self, after: int = 1) -> Publication | None:
         """What has been learned, if it is newer than number `after`. On a GPU the stream of the caller waits
         for the copy, the caller does not."""
         found = self._published
@@ -78,7 +78,7 @@ class StreamTraining:
                 tensor.record_stream(stream)
         return found[0]
 
-    def refresh(self, policy: Mapping[str, Tensor], version: int) -> None:
+    def update_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
         """The policy's embedding and head have changed."""
         self._policy = policy, version
 
@@ -88,15 +88,15 @@ class StreamTraining:
         microbatch is waited for, the time from its start to its end."""
         return self._used_s
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """There is no use in training now."""
         with self._lock:
-            self._resting = True
+            self._paused = True
             self._update()
 
-    def wake(self) -> None:
+    def unpause(self) -> None:
         with self._lock:
-            self._resting = False
+            self._paused = False
             self._update()
 
     def status(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class StreamTraining:
             "steps": self._steps,
             "refused": self._refused,
             "published": self._published[0].number - 1 if self._published else 0,
-            "training": dict(self._training.figures()),
+            "training": dict(self._training.metrics()),
         }
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class StreamTraining:
 
     def _update(self) -> None:
         """Under the lock: the flag that the thread looks at."""
-        if (self.windows.num_open and not self._resting) or self._closing:
+        if (self.windows.num_open and not self._paused) or self._closing:
             self._open.set()
         else:
             self._open.clear()
@@ -144,7 +144,7 @@ class StreamTraining:
             with self._on_stream():
                 self._begin()
                 while self._open.wait() and not self._closing:
-                    if not self._turn():
+                    if not self._run_once():
                         time.sleep(NOTHING_TO_LEARN_S)
         except Exception as error:
             # The node goes on without; status says so.
@@ -159,12 +159,12 @@ class StreamTraining:
     def _begin(self) -> None:
         self._open.wait()
         if not self._closing:
-            self._follow()
+            self._update_policy()
             self._training.begin(self._drafter)
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         began_s = self._processor_s()
-        self._follow()
+        self._update_policy()
         learned = self._training.microbatch()
         if learned:
             self._steps += 1
@@ -178,11 +178,11 @@ class StreamTraining:
     def _processor_s(self) -> float:
         return time.monotonic() if self._device.type == "cuda" else time.thread_time()
 
-    def _follow(self) -> None:
+    def _update_policy(self) -> None:
         policy = self._policy
-        if policy is not self._followed:
-            self._training.follow(*policy)
-            self._followed = policy
+        if policy is not self._current_policy:
+            self._training.set_policy(*policy)
+            self._current_policy = policy
 
     def _publish(self) -> None:
         better = self._training.to_publish()
@@ -193,7 +193,7 @@ class StreamTraining:
             return
         number = self._published[0].number + 1 if self._published else 2
         copies = {name: tensor.detach().clone() for name, tensor in better.items()}
-        self._published = Published(number, self._followed[1], copies), self._event()
+        self._published = Publication(number, self._current_policy[1], copies), self._event()
 
     def _event(self) -> "torch.cuda.Event | None":
         if self._device.type != "cuda":

@@ -6,7 +6,6 @@ published with, is not taken, and the reader stays with what it has. Neither eve
 writer that is stopped or killed in the middle has published nothing.
 """
 
-import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from aedit.system import memory_fence
 
 ALIGN_BYTES = 64
 BLOCK_BYTES = 4096
@@ -29,7 +30,7 @@ NUMBER, VERSION, CHECKSUM = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorSpec:
     """One tensor without its numbers."""
 
     name: str
@@ -42,34 +43,34 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SlotLayout:
     """What a slot holds, in order. Both processes must have the same."""
 
-    forms: tuple[Form, ...]
+    specs: tuple[TensorSpec, ...]
 
     @staticmethod
-    def of(tensors: Mapping[str, Tensor]) -> "Layout":
-        return Layout(tuple(Form(name, tuple(t.shape), t.dtype) for name, t in tensors.items()))
+    def of(tensors: Mapping[str, Tensor]) -> "SlotLayout":
+        return SlotLayout(tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()))
 
     @property
     def slot_bytes(self) -> int:
-        return _rounded(sum(_rounded(form.num_bytes, ALIGN_BYTES) for form in self.forms), BLOCK_BYTES)
+        return _round_up(sum(_round_up(spec.num_bytes, ALIGN_BYTES) for spec in self.specs), BLOCK_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        """Shared memory that `Slots` of this layout need."""
+        """Shared memory that `SharedSlots` of this layout need."""
         return HEAD_BYTES + 2 * self.slot_bytes
 
     def views(self, slot: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The tensors in the bytes of a slot."""
         offset = 0
-        for form in self.forms:
-            yield form.name, slot[offset : offset + form.num_bytes].view(form.dtype).view(form.shape)
-            offset += _rounded(form.num_bytes, ALIGN_BYTES)
+        for spec in self.specs:
+            yield spec.name, slot[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
+            offset += _round_up(spec.num_bytes, ALIGN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class Publication:
     """A whole publication; the tensors belong to whoever has it."""
 
     number: int
@@ -79,11 +80,12 @@ class Published:
     tensors: dict[str, Tensor]
 
 
-class Slots:
-    """Two slots in shared memory. One process publishes, one takes; each makes its own `Slots` over the same
+class SharedSlots:
+    """Two slots in shared memory. One process publishes, one takes; each makes its own `SharedSlots` over
+    the same
     bytes, which are zeros at first."""
 
-    def __init__(self, layout: Layout, memory: memoryview) -> None:
+    def __init__(self, layout: SlotLayout, memory: memoryview) -> None:
         """Raises ValueError if the memory is too small."""
         if len(memory) < layout.num_bytes:
             raise ValueError(f"slots need {layout.num_bytes:,} bytes of shared memory, got {len(memory):,}")
@@ -94,23 +96,23 @@ class Slots:
         """Publications that were not what their checksum says; they are never taken."""
         self._head: NDArray[np.int64] = np.frombuffer(memory, np.int64, HEAD_BYTES // 8)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._spoilt = 0
+        self._corrupt_number = 0
 
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> int:
         """Let the other process have a copy of `tensors` from now on; returns its number. Raises ValueError,
         and publishes nothing, if they are not as the layout says."""
         _check(self.layout, tensors)
         number = self.newest_number + 1
-        own, slot = self._own(number), self._slot(number)
-        own[NUMBER] = 0
-        fence()
+        header, slot = self._slot_header(number), self._slot(number)
+        header[NUMBER] = 0
+        memory_fence()
         for name, view in self.layout.views(slot):
             view.copy_(tensors[name].detach())
-        own[VERSION] = version
-        own[CHECKSUM] = checksum(slot, number, version)
-        fence()
-        own[NUMBER] = number
-        fence()
+        header[VERSION] = version
+        header[CHECKSUM] = checksum(slot, number, version)
+        memory_fence()
+        header[NUMBER] = number
+        memory_fence()
         self._head[NEWEST] = number
         return number
 
@@ -118,32 +120,32 @@ class Slots:
     def newest_number(self) -> int:
         return int(self._head[NEWEST])
 
-    def newest(self, after: int = 0) -> Published | None:
+    def newest(self, after: int = 0) -> Publication | None:
         """A copy of the newest publication; None if it is not newer than number `after`, or not whole."""
         number = self.newest_number
-        return None if number <= after or number == self._spoilt else self._take(number)
+        return None if number <= after or number == self._corrupt_number else self._copy(number)
 
-    def last_good(self) -> Published | None:
+    def last_good(self) -> Publication | None:
         """The newest publication, or the one before if that is not whole."""
         number = self.newest_number
-        return self.newest() or (self._take(number - 1) if number > 1 else None)
+        return self.newest() or (self._copy(number - 1) if number > 1 else None)
 
-    def _take(self, number: int) -> Published | None:
-        fence()
-        own = self._own(number)
-        before, version, expected = own[:3].tolist()
+    def _copy(self, number: int) -> Publication | None:
+        memory_fence()
+        header = self._slot_header(number)
+        before, version, expected = header[:3].tolist()
         slot = self._slot(number).clone() if before == number else None
-        fence()
-        if slot is None or int(own[NUMBER]) != number:
+        memory_fence()
+        if slot is None or int(header[NUMBER]) != number:
             self.torn += 1
             return None
         if checksum(slot, number, version) != expected:
             self.corrupt += 1
-            self._spoilt = number
+            self._corrupt_number = number
             return None
-        return Published(number, version, dict(self.layout.views(slot)))
+        return Publication(number, version, dict(self.layout.views(slot)))
 
-    def _own(self, number: int) -> NDArray[np.int64]:
+    def _slot_header(self, number: int) -> NDArray[np.int64]:
         start = 8 * (1 + number % 2)
         return self._head[start : start + 8]
 
@@ -160,30 +162,20 @@ def checksum(slot: Tensor, number: int, version: int) -> int:
     return zlib.crc32(words.sum(axis=1, dtype=np.uint64).tobytes(), name)
 
 
-def fence() -> None:
-    """Order memory: what this thread wrote (read) before is seen (done) before what it does after. Why two
-    takings of one lock do that on every processor is said in `aedit.proto.agent.mailbox`."""
-    lock = threading.Lock()
-    with lock:
-        pass
-    with lock:
-        pass
-
-
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
 
 
-def _check(layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-    names = [form.name for form in layout.forms]
+def _check(layout: SlotLayout, tensors: Mapping[str, Tensor]) -> None:
+    names = [spec.name for spec in layout.specs]
     if sorted(names) != sorted(tensors):
         raise ValueError(f"to publish: expected {', '.join(names)}, got {', '.join(tensors)}")
-    for form in layout.forms:
-        found = tensors[form.name]
-        if tuple(found.shape) != form.shape or found.dtype != form.dtype:
+    for spec in layout.specs:
+        found = tensors[spec.name]
+        if tuple(found.shape) != spec.shape or found.dtype != spec.dtype:
             got = f"{found.dtype} {tuple(found.shape)}"
-            raise ValueError(f"to publish: {form.name} must be {form.dtype} {form.shape}, got {got}")
+            raise ValueError(f"to publish: {spec.name} must be {spec.dtype} {spec.shape}, got {got}")
 
 
-def _rounded(num_bytes: int, unit: int) -> int:
+def _round_up(num_bytes: int, unit: int) -> int:
     return -(-num_bytes // unit) * unit

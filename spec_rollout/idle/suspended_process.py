@@ -5,7 +5,6 @@ doing, and everything it has stays where it is. Whoever was in the middle of a m
 the next SIGCONT.
 """
 
-import ctypes
 import os
 import pickle
 import signal
@@ -20,19 +19,20 @@ from typing import Any
 
 import psutil
 
-PR_SET_PDEATHSIG = 1
+from aedit.system import end_with_parent
+
 SESSION_TRIES = 10
 ON_LINUX = sys.platform == "linux"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ProcessSpec:
     """What is to be started."""
 
     module: str
-    """Its `main` begins with `born`."""
+    """Its `main` begins with `read_work`."""
     work: bytes
-    """What `born` returns, by `packed`."""
+    """What `read_work` returns, by `pickled`."""
     fds: tuple[int, ...] = ()
     niceness: int = 19
     """Above its node's own. 19: only what nobody else wants (SCHED_IDLE), where that may be asked."""
@@ -40,7 +40,7 @@ class Order:
     """Where its standard output and errors go; nowhere by default."""
 
 
-class HeldProcess:
+class SuspendedProcess:
     """A child that stops itself as soon as it is born, and has a low priority from its first instruction on.
     Start it in a thread that lasts: the kernel ends it together with that thread.
 
@@ -48,17 +48,17 @@ class HeldProcess:
     that no signal goes to a process that has been buried.
     """
 
-    def __init__(self, order: Order) -> None:
-        self._process = _spawn(order)
+    def __init__(self, spec: ProcessSpec) -> None:
+        self._process = _spawn(spec)
         # Here and not in the child: to load Python is work, too, and a step may begin meanwhile.
-        _lower(self._process.pid, order.niceness)
+        _lower(self._process.pid, spec.niceness)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     @property
-    def is_born(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether it has stopped itself for the first time, or has ended: a tenth of a second after its
         start. Leave it alone until then: one that is stopped before it is bound to us would outlive us."""
         try:
@@ -74,11 +74,11 @@ class HeldProcess:
         except psutil.NoSuchProcess:
             return False
 
-    def let(self) -> None:
+    def resume(self) -> None:
         """Go on. Returns at once."""
         self._signal(signal.SIGCONT)
 
-    def hold(self) -> None:
+    def suspend(self) -> None:
         """Stop. Returns at once; the process is off its core a moment later."""
         self._signal(signal.SIGSTOP)
 
@@ -97,8 +97,8 @@ class HeldProcess:
             os.kill(self._process.pid, what)
 
 
-def packed(work: Any) -> bytes:
-    """For `Order.work`. Raises ValueError if another process could not unpack it."""
+def pickled(work: Any) -> bytes:
+    """For `ProcessSpec.work`. Raises ValueError if another process could not unpack it."""
     try:
         data = pickle.dumps(work)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -108,18 +108,18 @@ def packed(work: Any) -> bytes:
     return data
 
 
-def _spawn(order: Order) -> "subprocess.Popen[bytes]":
+def _spawn(spec: ProcessSpec) -> "subprocess.Popen[bytes]":
     # A file and no pipe: a stopped child reads nothing, and a pipe would be full after 64 KiB.
-    with tempfile.TemporaryFile() as told, _log(order.log) as log:
-        pickle.dump({"path": sys.path, "work": order.work}, told)
-        told.seek(0)
-        words = [sys.executable, "-m", order.module, str(os.getpid())]
+    with tempfile.TemporaryFile() as payload, _log(spec.log) as log:
+        pickle.dump({"path": sys.path, "work": spec.work}, payload)
+        payload.seek(0)
+        arguments = [sys.executable, "-m", spec.module, str(os.getpid())]
         return subprocess.Popen(
-            words,
-            stdin=told,
+            arguments,
+            stdin=payload,
             stdout=log,
             stderr=subprocess.STDOUT,
-            pass_fds=order.fds,
+            pass_fds=spec.fds,
             # A Ctrl-C in the terminal is not for it. On Linux a session of its own, which `_lower` can lower;
             # elsewhere a group, as a stopped group whose parent has gone is woken and hung up on, which is
             # what ends it on systems that have no PR_SET_PDEATHSIG.
@@ -132,20 +132,16 @@ def _log(path: Path | None) -> Any:
     return open(os.devnull, "ab") if path is None else path.open("ab")
 
 
-def born(words: list[str]) -> Any:
+def read_work(arguments: list[str]) -> Any:
     """The first thing the child does: see to it that it ends with its parent, stop until it is let, and only
     then read what it has to do. words: its arguments."""
-    parent = int(words[0])
+    parent = int(arguments[0])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if ON_LINUX:
-        # SIGKILL, as it also ends a process that is stopped.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(parent, signal.SIGKILL)  # SIGKILL also ends a process that is stopped
     os.kill(os.getpid(), signal.SIGSTOP)
-    told = pickle.load(sys.stdin.buffer)
-    sys.path[:] = told["path"]
-    return pickle.loads(told["work"])
+    payload = pickle.load(sys.stdin.buffer)
+    sys.path[:] = payload["path"]
+    return pickle.loads(payload["work"])
 
 
 def _lower(pid: int, niceness: int) -> None:

@@ -2,9 +2,9 @@
 
 import time
 
-from aedit.spec_rollout.idle.checkpoint import Checkpoints
+from aedit.spec_rollout.idle.checkpoint import AsyncCheckpoint
 from aedit.spec_rollout.idle.publishing import all_finite
-from aedit.spec_rollout.idle.trainer_memory import Desk, State, Training, Word
+from aedit.spec_rollout.idle.trainer_memory import StatusWord, TrainerMemory, TrainerState, Training
 
 NOTHING_TO_LEARN_S = 0.02
 """Until it looks again."""
@@ -13,33 +13,33 @@ NOTHING_TO_LEARN_S = 0.02
 class TrainerLoop:
     """The process's only loop. It may be stopped and continued between any two instructions."""
 
-    def __init__(self, desk: Desk, training: Training, let_at_s: float = 0.0) -> None:
+    def __init__(self, memory: TrainerMemory, training: Training, cpu_start_s: float = 0.0) -> None:
         """let_at_s: processor time that the process had used when it was first let run: no window's."""
-        self._let_at_s = let_at_s
-        self._desk, self._board, self._training = desk, desk.board, training
-        self._checkpoints = Checkpoints(desk.plan.checkpoint) if desk.plan.checkpoint else None
+        self._cpu_start_s = cpu_start_s
+        self._memory, self._status, self._training = memory, memory.trainer_status, training
+        self._checkpoints = AsyncCheckpoint(memory.plan.checkpoint) if memory.plan.checkpoint else None
         self._saved_at_s = time.process_time()
         self._policy, self._version = 0, 0
 
     def begin(self) -> None:
         """Take the policy's head, and go on where an earlier process has stopped. Raises RuntimeError if the
         shared memory holds nothing to begin from."""
-        self._follow()
-        given = self._desk.drafter.last_good()
+        self._update_policy()
+        given = self._memory.drafter.last_good()
         if self._policy == 0 or given is None:
             raise RuntimeError("the shared memory holds no whole drafter or no whole policy to begin from")
         self._training.begin(given.tensors)
         self._resume()
 
-    def turn(self) -> bool:
+    def run_once(self) -> bool:
         """One microbatch and what follows from it; whether there was anything to learn."""
-        self._follow()
+        self._update_policy()
         learned = self._training.microbatch()
         if learned:
-            self._count(Word.STEPS)
+            self._count(StatusWord.STEPS)
             self._publish()
             self._save()
-        self._tell(learned)
+        self._report(learned)
         return learned
 
     def _resume(self) -> None:
@@ -51,43 +51,43 @@ class TrainerLoop:
                 self._training.resume(state)
         except ValueError as error:
             # What was published is still good.
-            self._board.trouble = str(error)
+            self._status.checkpoint_error = str(error)
 
-    def _follow(self) -> None:
-        policy = self._desk.policy.newest(self._policy)
+    def _update_policy(self) -> None:
+        policy = self._memory.policy.newest(self._policy)
         if policy is not None:
             self._policy, self._version = policy.number, policy.version
-            self._training.follow(policy.tensors, policy.version)
+            self._training.set_policy(policy.tensors, policy.version)
 
     def _publish(self) -> None:
         better = self._training.to_publish()
         if better is None:
             return
         if all_finite(better):
-            self._desk.drafter.publish(better, self._version)
-            self._count(Word.PUBLISHED)
+            self._memory.drafter.publish(better, self._version)
+            self._count(StatusWord.PUBLISHED)
         else:
-            self._count(Word.REFUSED)
+            self._count(StatusWord.REFUSED)
 
     def _save(self) -> None:
         if self._checkpoints is None:
             return
         now_s = time.process_time()
-        is_due = now_s - self._saved_at_s >= self._desk.plan.checkpoint_every_s
+        is_due = now_s - self._saved_at_s >= self._memory.plan.checkpoint_every_s
         if is_due and self._checkpoints.save(self._training.state()):
             self._saved_at_s = now_s
-        self._board.words[Word.CHECKPOINTS] = self._checkpoints.written
-        self._board.words[Word.CHECKPOINTS_FAILED] = self._checkpoints.failed
+        self._status.words[StatusWord.CHECKPOINTS] = self._checkpoints.written
+        self._status.words[StatusWord.CHECKPOINTS_FAILED] = self._checkpoints.failed
         if self._checkpoints.failed:
-            self._board.trouble = self._checkpoints.error
+            self._status.checkpoint_error = self._checkpoints.error
 
-    def _tell(self, learned: bool) -> None:
+    def _report(self, learned: bool) -> None:
         if learned:
-            self._board.tell(self._training.figures())
-        words = self._board.words
-        words[Word.STATE] = State.TRAINING if learned else State.NOTHING_TO_LEARN
-        words[Word.CPU_US] = round(1e6 * (time.process_time() - self._let_at_s))
-        self._count(Word.BEATS)
+            self._status.set_metrics(self._training.metrics())
+        words = self._status.words
+        words[StatusWord.STATE] = TrainerState.TRAINING if learned else TrainerState.NOTHING_TO_LEARN
+        words[StatusWord.CPU_US] = round(1e6 * (time.process_time() - self._cpu_start_s))
+        self._count(StatusWord.HEARTBEATS)
 
-    def _count(self, word: Word) -> None:
-        self._board.words[word] += 1
+    def _count(self, word: StatusWord) -> None:
+        self._status.words[word] += 1

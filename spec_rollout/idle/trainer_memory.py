@@ -3,9 +3,6 @@
 import json
 import math
 import mmap
-import os
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aedit.spec_rollout.idle.publishing import BLOCK_BYTES, Layout, Slots, fence
+from aedit.spec_rollout.idle.publishing import BLOCK_BYTES, SharedSlots, SlotLayout
+from aedit.system import memory_fence
 
 TEXT_BYTES = 4096
 
@@ -24,7 +22,7 @@ TEXT_BYTES = 4096
 class Training(Protocol):
     """The work that the trainer's process does, made there by a function that can be pickled."""
 
-    def follow(self, policy: Mapping[str, Tensor], version: int) -> None:
+    def set_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
         """The policy's embedding and head, at first and whenever they have changed."""
 
     def begin(self, drafter: Mapping[str, Tensor]) -> None:
@@ -43,7 +41,7 @@ class Training(Protocol):
     def resume(self, state: Mapping[str, Tensor]) -> None:
         """Go on from an earlier process's `state`. Raises ValueError if it is of another drafter."""
 
-    def figures(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """For people to see: steps, loss, held-out match."""
 
 
@@ -51,11 +49,11 @@ class Training(Protocol):
 class TrainerPlan:
     """All that the process is told when it begins."""
 
-    make: "Callable[[Desk], Training]"
+    make: "Callable[[TrainerMemory], Training]"
     """Any function of a module that both processes can import; not one of `__main__`."""
-    drafter: Layout
+    drafter: SlotLayout
     """The trained tensors, in the order they are published."""
-    policy: Layout
+    policy: SlotLayout
     """Embedding and head."""
     feature_bytes: int
     checkpoint: Path | None = None
@@ -70,7 +68,7 @@ class TrainerPlan:
     def regions(self) -> dict[str, int]:
         """Bytes of each part of the shared memory, in order; all begin on a page."""
         parts = {
-            "board": Board.NUM_BYTES,
+            "board": TrainerStatus.NUM_BYTES,
             "moved": BLOCK_BYTES,
             "drafter": self.drafter.num_bytes,
             "policy": self.policy.num_bytes,
@@ -79,11 +77,11 @@ class TrainerPlan:
         return {name: -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES for name, num_bytes in parts.items()}
 
 
-class Word(IntEnum):
+class StatusWord(IntEnum):
     """Words of the board, all written by the trainer."""
 
     STATE = 0
-    BEATS = 1
+    HEARTBEATS = 1
     """Grows as long as it is not stuck."""
     STEPS = 2
     PUBLISHED = 3
@@ -93,20 +91,20 @@ class Word(IntEnum):
     CHECKPOINTS_FAILED = 6
     CPU_US = 7
     """Processor time of this life since it was first let run, all threads, in microseconds."""
-    FIGURES = 8
+    METRICS = 8
     """How often figures were told: they are in one of two texts in turn, so that the trainer may be stopped
     while it writes."""
 
 
-class State(IntEnum):
+class TrainerState(IntEnum):
     STARTING = 0
     TRAINING = 1
     NOTHING_TO_LEARN = 2
     FAILED = 3
-    """It has ended by itself; `Board.error` says why."""
+    """It has ended by itself; `TrainerStatus.error` says why."""
 
 
-class Board:
+class TrainerStatus:
     """What the trainer tells about itself, and the node reads at any time."""
 
     NUM_BYTES = BLOCK_BYTES + 4 * TEXT_BYTES
@@ -114,59 +112,59 @@ class Board:
     def __init__(self, memory: memoryview) -> None:
         self.words: NDArray[np.int64] = np.frombuffer(memory, np.int64, BLOCK_BYTES // 8)
         texts = np.frombuffer(memory, np.uint8, 4 * TEXT_BYTES, BLOCK_BYTES)
-        self._error, self._trouble, *self._figures = np.split(texts, 4)
+        self._error, self._checkpoint_error, *self._metrics = np.split(texts, 4)
 
     def begin(self) -> None:
         """A new life, of which nothing is known yet."""
         self.words[:] = 0
-        for text in (self._error, self._trouble, *self._figures):
+        for text in (self._error, self._checkpoint_error, *self._metrics):
             text[:] = 0
 
-    def get(self, word: Word) -> int:
+    def get(self, word: StatusWord) -> int:
         return int(self.words[word])
 
     @property
-    def state(self) -> State:
-        return State(self.get(Word.STATE))
+    def state(self) -> TrainerState:
+        return TrainerState(self.get(StatusWord.STATE))
 
     def fail(self, error: str) -> None:
         """The trainer's last word."""
         _write(self._error, error)
-        self.words[Word.STATE] = State.FAILED
+        self.words[StatusWord.STATE] = TrainerState.FAILED
 
     @property
     def error(self) -> str:
         return _read(self._error)
 
     @property
-    def trouble(self) -> str:
+    def checkpoint_error(self) -> str:
         """Why the last checkpoint could not be written; empty if it could."""
-        return _read(self._trouble)
+        return _read(self._checkpoint_error)
 
-    @trouble.setter
-    def trouble(self, text: str) -> None:
-        if text != self.trouble:
-            _write(self._trouble, text)
+    @checkpoint_error.setter
+    def checkpoint_error(self, text: str) -> None:
+        if text != self.checkpoint_error:
+            _write(self._checkpoint_error, text)
 
-    def tell(self, figures: Mapping[str, float]) -> None:
-        count = self.get(Word.FIGURES) + 1
-        _write(self._figures[count % 2], json.dumps(dict(figures)))
-        fence()
-        self.words[Word.FIGURES] = count
+    def set_metrics(self, figures: Mapping[str, float]) -> None:
+        count = self.get(StatusWord.METRICS) + 1
+        _write(self._metrics[count % 2], json.dumps(dict(figures)))
+        memory_fence()
+        self.words[StatusWord.METRICS] = count
 
     @property
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What the trainer told last."""
-        while count := self.get(Word.FIGURES):
-            fence()
-            text = _read(self._figures[count % 2])
-            fence()
-            if self.get(Word.FIGURES) == count:
+        while count := self.get(StatusWord.METRICS):
+            memory_fence()
+            text = _read(self._metrics[count % 2])
+            memory_fence()
+            if self.get(StatusWord.METRICS) == count:
                 return dict(json.loads(text))
         return {}
 
 
-class Desk:
+class TrainerMemory:
     """Both processes have one, over the same bytes."""
 
     def __init__(self, plan: TrainerPlan, fd: int) -> None:
@@ -178,11 +176,11 @@ class Desk:
             for (name, size), start in zip(sizes.items(), starts, strict=False)
         }
         self.plan = plan
-        self.board = Board(parts["board"])
+        self.trainer_status = TrainerStatus(parts["board"])
         self._moved: NDArray[np.float64] = np.frombuffer(parts["moved"], np.float64, 2)
-        self.drafter = Slots(plan.drafter, parts["drafter"])
+        self.drafter = SharedSlots(plan.drafter, parts["drafter"])
         """The node begins with number 1, what is to be trained; then the trainer publishes."""
-        self.policy = Slots(plan.policy, parts["policy"])
+        self.policy = SharedSlots(plan.policy, parts["policy"])
         """The node publishes, the trainer takes."""
         self.features = parts["features"][: plan.feature_bytes]
         """For a ring of features: the node writes, the trainer reads."""
@@ -197,18 +195,6 @@ class Desk:
     @kl_nats.setter
     def kl_nats(self, kl_nats: float) -> None:
         self._moved[:] = self.drafter.newest_number, kl_nats
-
-
-def shared_memory(num_bytes: int) -> int:
-    """A descriptor of so many zeros that belong to no folder: when the last process that holds them ends,
-    however it ends, nothing is left."""
-    if sys.platform == "linux":
-        fd = os.memfd_create("aedit-drafter", os.MFD_CLOEXEC)
-    else:
-        fd, path = tempfile.mkstemp(prefix="aedit-drafter-")
-        os.unlink(path)
-    os.ftruncate(fd, num_bytes)
-    return fd
 
 
 def _write(memory: NDArray[np.uint8], text: str) -> None:

@@ -12,47 +12,47 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aedit.spec_rollout.idle.suspended_process import born
+from aedit.spec_rollout.idle.suspended_process import read_work
 
 if TYPE_CHECKING:  # torch takes seconds to load, and this process first of all stops
-    from aedit.spec_rollout.idle.trainer_memory import Desk, TrainerPlan
+    from aedit.spec_rollout.idle.trainer_memory import TrainerMemory, TrainerPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TrainerArguments:
     """Where a trainer finds its desk."""
 
     fd: int
     plan: "TrainerPlan"
 
 
-def main(words: list[str]) -> int:
-    place: Place = born(words)
-    let_at_s = time.process_time()
-    from aedit.spec_rollout.idle.trainer_memory import Desk
+def main(arguments: list[str]) -> int:
+    trainer_arguments: TrainerArguments = read_work(arguments)
+    cpu_start_s = time.process_time()
+    from aedit.spec_rollout.idle.trainer_memory import TrainerMemory
 
-    desk = Desk(place.plan, place.fd)
+    memory = TrainerMemory(trainer_arguments.plan, trainer_arguments.fd)
     try:
-        _train(desk, parent=int(words[0]), let_at_s=let_at_s)
+        _train(memory, parent=int(arguments[0]), cpu_start_s=cpu_start_s)
     except BaseException as error:
-        desk.board.fail(f"{type(error).__name__}: {error}")
+        memory.trainer_status.fail(f"{type(error).__name__}: {error}")
         traceback.print_exc()
         return 1
     return 0
 
 
-def _train(desk: "Desk", parent: int, let_at_s: float) -> None:
+def _train(memory: "TrainerMemory", parent: int, cpu_start_s: float) -> None:
     """Until the node has gone."""
     import torch
 
     from aedit.spec_rollout.idle.trainer_loop import NOTHING_TO_LEARN_S, TrainerLoop
 
-    torch.set_num_threads(desk.plan.threads)
-    _limit_memory(desk.plan.memory_bytes)
-    loop = TrainerLoop(desk, desk.plan.make(desk), let_at_s)
+    torch.set_num_threads(memory.plan.threads)
+    _limit_memory(memory.plan.memory_bytes)
+    loop = TrainerLoop(memory, memory.plan.make(memory), cpu_start_s)
     loop.begin()
     while os.getppid() == parent:
-        if not loop.turn():
+        if not loop.run_once():
             time.sleep(NOTHING_TO_LEARN_S)
 
 

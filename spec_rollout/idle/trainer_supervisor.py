@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from aedit.spec_rollout.idle.restarts import Restarts
-from aedit.spec_rollout.idle.suspended_process import HeldProcess, Order
-from aedit.spec_rollout.idle.trainer_memory import Board, State, Word
+from aedit.spec_rollout.idle.suspended_process import ProcessSpec, SuspendedProcess
+from aedit.spec_rollout.idle.trainer_memory import StatusWord, TrainerState, TrainerStatus
 from aedit.types import check
 
-LOOK_S = 0.05
+POLL_S = 0.05
 """How often the keeper looks at the trainer while it runs. While it is stopped the keeper sleeps."""
-BORN_WITHIN_S = 60.0
+START_TIMEOUT_S = 60.0
 CLOSE_S = 30.0
 WORKED_STEPS = 100
 """So many microbatches between two deaths, and the second counts as the first."""
-COUNTED = (
-    Word.STEPS,
-    Word.PUBLISHED,
-    Word.REFUSED,
-    Word.CHECKPOINTS,
-    Word.CHECKPOINTS_FAILED,
-    Word.CPU_US,
+CUMULATIVE_WORDS = (
+    StatusWord.STEPS,
+    StatusWord.PUBLISHED,
+    StatusWord.REFUSED,
+    StatusWord.CHECKPOINTS,
+    StatusWord.CHECKPOINTS_FAILED,
+    StatusWord.CPU_US,
 )
 
 
@@ -60,60 +60,65 @@ class IdleConfig:
         )
 
 
-class Keeper:
+class TrainerSupervisor:
     """A thread that owns the process. Others only call `let` and `hold`, under `lock`, which costs them a
     signal; starting, burying and killing happen in the thread, outside of the lock."""
 
     def __init__(
-        self, order: Order, board: Board, config: IdleConfig, lock: threading.Lock, clock: Callable[[], float]
+        self,
+        spec: ProcessSpec,
+        status: TrainerStatus,
+        config: IdleConfig,
+        lock: threading.Lock,
+        clock: Callable[[], float],
     ) -> None:
-        self._order, self._board, self._config, self._lock, self._clock = order, board, config, lock, clock
-        self._process: HeldProcess | None = None
+        self._spec, self._status, self._config, self._lock, self._clock = spec, status, config, lock, clock
+        self._process: SuspendedProcess | None = None
         self._restarts = config.restarts
-        self._past: Counter[Word] = Counter()
+        self._previous: Counter[StatusWord] = Counter()
         self._hung, self._error = 0, ""
-        self._is_let, self._let_since_s, self._lent_s = False, 0.0, 0.0
-        self._beats, self._beaten_at_s = 0, 0.0
+        self._is_running, self._running_since_s, self._allowed_s = False, 0.0, 0.0
+        self._heartbeats, self._heartbeat_s = 0, 0.0
         self._open, self._closing = threading.Event(), threading.Event()
         # The kernel ends the trainer with the thread that starts it: this one lasts as long as the process.
-        self._thread = threading.Thread(target=self._keep, name="drafter-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="drafter-keeper", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def let(self) -> None:
+    def resume(self) -> None:
         """Under the lock: the trainer may run from now on, this one or the one that is started next."""
-        if self._is_let:
+        if self._is_running:
             return
-        self._is_let, self._let_since_s = True, self._clock()
+        self._is_running, self._running_since_s = True, self._clock()
         if self._process:
-            self._process.let()
+            self._process.resume()
         self._open.set()
 
-    def hold(self) -> None:
+    def suspend(self) -> None:
         """Under the lock."""
-        if not self._is_let:
+        if not self._is_running:
             return
-        self._is_let, self._lent_s = False, self.lent_s
+        self._is_running, self._allowed_s = False, self.allowed_s
         if self._process:
-            self._process.hold()
+            self._process.suspend()
         self._open.clear()
 
     @property
-    def lent_s(self) -> float:
+    def allowed_s(self) -> float:
         """Time in which the trainer was allowed to run."""
-        return self._lent_s + (self._clock() - self._let_since_s if self._is_let else 0.0)
+        return self._allowed_s + (self._clock() - self._running_since_s if self._is_running else 0.0)
 
-    def counted(self, word: Word) -> int:
+    def counted(self, word: StatusWord) -> int:
         """Over all its lives."""
-        return self._past[word] + self._board.get(word)
+        return self._previous[word] + self._status.get(word)
 
     def status(self) -> dict[str, Any]:
         """Under the lock."""
         return {
             "state": self._state(),
             "pid": self._process.pid if self._process else None,
-            "lent_s": self.lent_s,
+            "allowed_s": self.allowed_s,
             "deaths": self._restarts.total,
             "hung": self._hung,
             "error": self._error,
@@ -129,90 +134,92 @@ class Keeper:
 
     # --- the thread
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
         try:
             self._start()
             while not self._closing.is_set():
-                self._look()
-                self._closing.wait(LOOK_S)
+                self._check()
+                self._closing.wait(POLL_S)
                 # It does not change while it is stopped, and looking would take time from the foreground.
                 self._open.wait()
         except Exception as error:
             # The node goes on without a trainer; status says so.
             self._error = f"whoever looks after the trainer has failed: {type(error).__name__}: {error}"
         finally:
-            process = self._part()
+            process = self._detach()
             if process:
                 process.kill()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         with self._lock:
-            process, lent_s = self._process, self.lent_s
+            process, allowed_s = self._process, self.allowed_s
             code = process.exit_code() if process else None
         if process is None:
             if self._restarts.may_start(self._clock()):
                 self._start()
         elif code is not None:
-            self._part()
-            self._bury(self._board.error or f"process {process.pid} ended with {code}")
-        elif self._is_stuck(process, lent_s):
-            self._part()
+            self._detach()
+            self._record_death(self._status.error or f"process {process.pid} ended with {code}")
+        elif self._is_stuck(process, allowed_s):
+            self._detach()
             process.kill()
             self._hung += 1
-            self._bury(f"process {process.pid} gave no sign of life for {lent_s - self._beaten_at_s:.1f} s")
+            self._record_death(
+                f"process {process.pid} gave no sign of life for {allowed_s - self._heartbeat_s:.1f} s"
+            )
 
     def _start(self) -> None:
         try:
-            process = HeldProcess(self._order)
+            process = SuspendedProcess(self._spec)
         except OSError as error:
-            self._bury(f"no process could be started: {error}")
+            self._record_death(f"no process could be started: {error}")
             return
-        give_up_s = time.monotonic() + BORN_WITHIN_S
-        while not process.is_born:
-            is_late = time.monotonic() > give_up_s and not process.is_starved(BORN_WITHIN_S)
+        give_up_s = time.monotonic() + START_TIMEOUT_S
+        while not process.is_ready:
+            is_late = time.monotonic() > give_up_s and not process.is_starved(START_TIMEOUT_S)
             if is_late or self._closing.is_set():
                 process.kill()
-                self._bury(f"process {process.pid} did not begin within {BORN_WITHIN_S:g} s")
+                self._record_death(f"process {process.pid} did not begin within {START_TIMEOUT_S:g} s")
                 return
-            self._closing.wait(LOOK_S)
+            self._closing.wait(POLL_S)
         with self._lock:
             self._process = process
-            self._beats, self._beaten_at_s = 0, self.lent_s
-            if self._is_let:
-                process.let()
+            self._heartbeats, self._heartbeat_s = 0, self.allowed_s
+            if self._is_running:
+                process.resume()
 
-    def _part(self) -> HeldProcess | None:
+    def _detach(self) -> SuspendedProcess | None:
         """Nobody signals it from now on."""
         with self._lock:
             process, self._process = self._process, None
             return process
 
-    def _is_stuck(self, process: HeldProcess, lent_s: float) -> bool:
+    def _is_stuck(self, process: SuspendedProcess, allowed_s: float) -> bool:
         """Whether it has slept, or computed, for longer than it takes to give a sign of life. One that wants
         to run and is not given a core by the others of the machine is not stuck."""
-        beats = self._board.get(Word.BEATS)
-        if beats != self._beats:
-            self._beats, self._beaten_at_s = beats, lent_s
-        patience_s = self._config.hung_after_s if beats else self._config.starts_within_s
-        if lent_s - self._beaten_at_s <= patience_s:
+        heartbeats = self._status.get(StatusWord.HEARTBEATS)
+        if heartbeats != self._heartbeats:
+            self._heartbeats, self._heartbeat_s = heartbeats, allowed_s
+        patience_s = self._config.hung_after_s if heartbeats else self._config.starts_within_s
+        if allowed_s - self._heartbeat_s <= patience_s:
             return False
-        return not process.is_starved(1e-6 * self._board.get(Word.CPU_US) + patience_s)
+        return not process.is_starved(1e-6 * self._status.get(StatusWord.CPU_US) + patience_s)
 
-    def _bury(self, error: str) -> None:
-        worked = self._board.get(Word.STEPS) >= WORKED_STEPS
+    def _record_death(self, error: str) -> None:
+        worked = self._status.get(StatusWord.STEPS) >= WORKED_STEPS
         with self._lock:
             self._error = error
             self._restarts = self._restarts.died(self._clock(), worked=worked)
-            self._past.update({word: self._board.get(word) for word in COUNTED})
-            self._board.begin()
+            self._previous.update({word: self._status.get(word) for word in CUMULATIVE_WORDS})
+            self._status.begin()
 
     def _state(self) -> str:
         if self._closing.is_set():
             return "closed"
         if self._process is None:
             return "given up" if self._restarts.given_up or not self._thread.is_alive() else "not running"
-        if not self._is_let:
+        if not self._is_running:
             return "stopped"
-        return {State.STARTING: "starting", State.TRAINING: "training"}.get(
-            self._board.state, "nothing to learn"
+        return {TrainerState.STARTING: "starting", TrainerState.TRAINING: "training"}.get(
+            self._status.state, "nothing to learn"
         )

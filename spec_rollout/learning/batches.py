@@ -18,8 +18,8 @@ def is_held_out(entry: Entry) -> bool:
 
 def held_out(entries: Sequence[Entry], num_tokens: int = HELD_OUT_TOKENS) -> list[Entry]:
     """The newest samples nobody learns from, until they have so many tokens together."""
-    apart = sorted(filter(is_held_out, entries), key=lambda entry: -entry.serial)
-    return _until(apart, num_tokens)
+    held_out_entries = sorted(filter(is_held_out, entries), key=lambda entry: -entry.serial)
+    return _until(held_out_entries, num_tokens)
 
 
 def one_step_off(entries: Sequence[Entry], uses: Mapping[int, int], num_tokens: int) -> list[Entry]:
@@ -30,10 +30,10 @@ def one_step_off(entries: Sequence[Entry], uses: Mapping[int, int], num_tokens: 
     then a quarter does (one-step-off sampling, arXiv:2511.16665). Both parts take what has been used least
     (`uses` by serial), the long ones first among equals. What one part lacks the other gives.
     """
-    taught = [entry for entry in entries if not is_held_out(entry)]
-    newest = max((entry.step for entry in taught), default=0)
-    now = [entry for entry in taught if entry.step == newest]
-    before = [entry for entry in taught if entry.step < newest]
+    training_entries = [entry for entry in entries if not is_held_out(entry)]
+    newest = max((entry.step for entry in training_entries), default=0)
+    now = [entry for entry in training_entries if entry.step == newest]
+    before = [entry for entry in training_entries if entry.step < newest]
 
     def order(entry: Entry) -> tuple[int, int, int]:
         return uses.get(entry.serial, 0), -entry.step, -entry.num_tokens

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.learning.feature_reader import Sample
-from aedit.spec_rollout.learning.losses import LossConfig, Losses, PolicyEnds, draft_losses
+from aedit.spec_rollout.learning.feature_reader import FeatureSample
+from aedit.spec_rollout.learning.losses import LossConfig, Losses, PolicyEmbeddings, draft_losses
 from aedit.spec_rollout.learning.packing import pack
 from aedit.types import check
 
@@ -71,12 +71,14 @@ class DraftTrainer:
         self.num_steps = 0
         self._optimizer = self._fresh()
 
-    def step(self, samples: Sequence[Sample], ends: PolicyEnds) -> Metrics | None:
+    def step(self, samples: Sequence[FeatureSample], embeddings: PolicyEmbeddings) -> Metrics | None:
         """One step on samples; None if there was nothing to learn in them."""
-        pieces = list(self.rows(samples, ends))
+        pieces = list(self.rows(samples, embeddings))
         return pieces[-1] if pieces else None
 
-    def rows(self, samples: Sequence[Sample], ends: PolicyEnds) -> Iterator[Metrics | None]:
+    def rows(
+        self, samples: Sequence[FeatureSample], embeddings: PolicyEmbeddings
+    ) -> Iterator[Metrics | None]:
         """The same in pieces: yields None after each row, and the metrics once the step has been taken. A
         step that is not gone through to its end has changed nothing."""
         packed = pack(samples, self.config.row_pairs, response_only=self.config.response_only)
@@ -84,7 +86,7 @@ class DraftTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         sums: list[Losses] = []
         for row in packed:
-            losses = draft_losses(self.layer, row.to(self.layer.gain.device), ends, self.config.loss)
+            losses = draft_losses(self.layer, row.to(self.layer.gain.device), embeddings, self.config.loss)
             (losses.total / num_pairs).backward()  # type: ignore[no-untyped-call]
             sums.append(losses)
             yield None

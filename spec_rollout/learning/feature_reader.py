@@ -45,7 +45,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class FeatureSample:
     """One sample, or as much as there is of it: a copy that stays."""
 
     tokens_N: Tensor
@@ -81,7 +81,7 @@ class FeatureReader:
         found = [self._entry(slot, table[slot].tolist()) for slot in np.flatnonzero(steady).tolist()]
         return sorted(found, key=lambda entry: entry.serial)
 
-    def read(self, entry: Entry) -> Sample | None:
+    def read(self, entry: Entry) -> FeatureSample | None:
         """As much of the sample as there was when the entry was read; None if it has gone since."""
         row = self._views.entries[entry.slot]
         num_rows = entry.num_tokens - 1
@@ -94,7 +94,7 @@ class FeatureReader:
         ):
             return None
         tokens_M, features_MF = self._views.split(rows)
-        return Sample(
+        return FeatureSample(
             torch.cat((torch.tensor([first]), tokens_M)),
             features_MF,
             entry.num_prompt,

@@ -102,7 +102,7 @@ def checksum(rows: Tensor, before: int = 0) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Growing:
+class RingSample:
     """A sample as its writer knows it."""
 
     slot: int
@@ -139,7 +139,7 @@ class FeatureRing:
         )
         self._free_pages = list(range(shape.num_pages))
         self._free_slots = list(range(shape.num_pages))
-        self._samples: list[Growing] = []
+        self._samples: list[RingSample] = []
         self._num_begun = self._num_evicted = self._num_given_up = 0
         self._version, self._step_has_samples = 0, False
 
@@ -155,7 +155,7 @@ class FeatureRing:
             for sample in [s for s in self._samples if s.step < self.step - 2 and not s.is_open]:
                 self._evict(sample)
 
-    def begin(self, first_token: int, num_prompt: int, version: int) -> Growing | None:
+    def begin(self, first_token: int, num_prompt: int, version: int) -> RingSample | None:
         """A sample to `append` to; None if there is no room that could be made."""
         if version != self._version and self._step_has_samples:
             self.begin_step()
@@ -166,12 +166,12 @@ class FeatureRing:
         entry = self._views.entries[slot]
         entry[EXTENT : FINISHED + 1] = (0, 0, first_token, num_prompt, version, self.step, self._num_begun, 0)
         entry[SEQUENCE] += 1
-        sample = Growing(slot, self.step, version)
+        sample = RingSample(slot, self.step, version)
         self._samples.append(sample)
         self._num_begun += 1
         return sample
 
-    def append(self, sample: Growing, tokens_M: Tensor, features_MF: Tensor) -> bool:
+    def append(self, sample: RingSample, tokens_M: Tensor, features_MF: Tensor) -> bool:
         """Pairs that follow: each token with the policy's hidden state at the token before it, on the CPU.
         False, and nothing is kept of the sample, if there is no room that could be made."""
         rows = self._rows(tokens_M, features_MF)
@@ -189,7 +189,7 @@ class FeatureRing:
         entry[EXTENT] = at << 32 | sample.checksum
         return True
 
-    def end(self, sample: Growing, finished: bool) -> None:
+    def end(self, sample: RingSample, finished: bool) -> None:
         """No more of it will come. It stays for its readers until the room is needed."""
         sample.is_open = False
         if not sample.is_kept:
@@ -229,7 +229,7 @@ class FeatureRing:
         features.copy_(features_MF)
         return rows
 
-    def _reserve(self, sample: Growing, num_rows: int) -> bool:
+    def _reserve(self, sample: RingSample, num_rows: int) -> bool:
         """Pages for so many rows more, linked to those before them."""
         wanted = -(-(sample.num_rows + num_rows) // self.shape.page_tokens)
         while len(sample.pages) < wanted:
@@ -251,11 +251,11 @@ class FeatureRing:
         self._evict(min(closed, key=lambda sample: (sample.step, sample.num_rows)))
         return True
 
-    def _evict(self, sample: Growing) -> None:
+    def _evict(self, sample: RingSample) -> None:
         self._free(sample)
         self._num_evicted += 1
 
-    def _free(self, sample: Growing) -> None:
+    def _free(self, sample: RingSample) -> None:
         self._views.entries[sample.slot, SEQUENCE] += 1
         sample.is_kept = False
         self._samples.remove(sample)

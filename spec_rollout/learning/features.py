@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.drafters.drafts import Begun, Taken
-from aedit.spec_rollout.learning.feature_ring import FeatureRing, Growing
+from aedit.spec_rollout.drafters.drafts import RowStart, StepUpdate
+from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingSample
 
 
 @dataclass(slots=True)
 class _Row:
     """What is known of a row's sample and not in the ring yet."""
 
-    sample: Growing | None
+    sample: RingSample | None
     version: int
     tokens: list[int] = field(default_factory=list)
     features: list[tuple[Tensor, int, int]] = field(default_factory=list)
@@ -40,20 +40,20 @@ class RowFeatures:
         self._num_steps = 0
         self._rows: dict[int, _Row] = {}
 
-    def begin(self, rows: Sequence[Begun], version: int) -> None:
-        for begun in rows:
+    def begin(self, rows: Sequence[RowStart], version: int) -> None:
+        for start in rows:
             # What has no features is as if it had not been: the text begins later.
-            missing = len(begun.tokens) - 1 - len(begun.features_Td)
-            num_prompt = max(1, begun.num_prompt - missing)
-            sample = self.ring.begin(begun.tokens[missing], num_prompt, version)
-            row = self._rows[begun.row] = _Row(sample, version)
+            missing = len(start.tokens) - 1 - len(start.features_Td)
+            num_prompt = max(1, start.num_prompt - missing)
+            sample = self.ring.begin(start.tokens[missing], num_prompt, version)
+            row = self._rows[start.row] = _Row(sample, version)
             if sample is not None:
-                row.add(begun.tokens[missing + 1 :], self._copy(begun.features_Td).unsqueeze(0), 0)
+                row.add(start.tokens[missing + 1 :], self._copy(start.features_Td).unsqueeze(0), 0)
 
-    def take(self, taken: Taken, version: int) -> None:
+    def update(self, update: StepUpdate, version: int) -> None:
         """ValueError if a row's sample began with another version."""
-        features_BMF = self._copy(taken.features)
-        for index, tokens in enumerate(taken.tokens):
+        features_BMF = self._copy(update.features)
+        for index, tokens in enumerate(update.tokens):
             row = self._rows[index]
             if row.version != version:
                 raise ValueError(

@@ -18,64 +18,64 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.learning.packing import Packed, visible
+from aedit.spec_rollout.learning.packing import PackedRow, visible
 
 
 @dataclass(frozen=True, slots=True)
-class Guessed:
+class FeedbackPass:
     """What one pass makes."""
 
     at_C: Tensor
     """int64: the pairs, in order."""
-    guess_Cd: Tensor
+    predicted_Cd: Tensor
     """The guessed feature after each."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _PassCache:
     """Keys and values of one pass."""
 
     kv_Ckv: Tensor
-    place_P: Tensor
+    index_P: Tensor
     """int64: where in them each pair is; 0 for those that are not."""
 
     def at(self, pairs: Tensor) -> Tensor:
         """Those of these pairs, (len(pairs), kv)."""
-        return self.kv_Ckv[self.place_P[pairs]]
+        return self.kv_Ckv[self.index_P[pairs]]
 
 
-def guesses(
+def predict_features(
     layer: DraftLayer,
-    packed: Packed,
+    packed: PackedRow,
     embedding_Vd: Tensor,
     num_passes: int,
     counts_P: Tensor | None = None,
-) -> list[Guessed]:
+) -> list[FeedbackPass]:
     """The passes 0..num_passes - 1, pass s at the pairs `chained(counts_P, s)`. counts_P: bool, the pairs to
     guess at, unless it is all that count; at no segment's last one."""
     counts_P = packed.counts_P if counts_P is None else counts_P
     dtype = layer.gain.dtype
     at_C = torch.arange(len(counts_P), device=counts_P.device)
-    eaten_Cw = packed.features_Pw.to(dtype)
-    made: list[Guessed] = []
-    seen: list[_Seen] = []
+    inputs_Cw = packed.features_Pw.to(dtype)
+    made: list[FeedbackPass] = []
+    pass_caches: list[_PassCache] = []
     for s in range(num_passes):
         if s > 0:
             at_C, before = chained(counts_P, s).nonzero()[:, 0], made[-1]
-            eaten_Cw = before.guess_Cd[_places(before.at_C, len(counts_P))[at_C - 1]]
+            inputs_Cw = before.predicted_Cd[_indices(before.at_C, len(counts_P))[at_C - 1]]
         if not len(at_C):  # no chain is so long
-            made.append(Guessed(at_C, eaten_Cw))
+            made.append(FeedbackPass(at_C, inputs_Cw))
             continue
         embedded_1Cd = embedding_Vd[packed.tokens_P[at_C]].to(dtype)[None]
-        fused_1Cd = layer.fused(eaten_Cw[None], embedded_1Cd)
+        fused_1Cd = layer.fused(inputs_Cw[None], embedded_1Cd)
         queries, kv = layer.queries_kv(fused_1Cd, packed.positions_P[at_C][None])
-        seen.append(_Seen(kv[0], _places(at_C, len(counts_P))))
+        pass_caches.append(_PassCache(kv[0], _indices(at_C, len(counts_P))))
         fused_Cd, queries_CHe = fused_1Cd[0], queries[0]
         if s == 0:  # those that do not count have been computed for what others see of them
             at_C = counts_P.nonzero()[:, 0]
             fused_Cd, queries_CHe = fused_Cd[at_C], queries_CHe[at_C]
-        mixed_Cq = _attend(queries_CHe, at_C, seen, packed.segments_P)
-        made.append(Guessed(at_C, layer.guess(fused_Cd[None], mixed_Cq[None])[0]))
+        mixed_Cq = _attend(queries_CHe, at_C, pass_caches, packed.segments_P)
+        made.append(FeedbackPass(at_C, layer.predict(fused_Cd[None], mixed_Cq[None])[0]))
     return made
 
 
@@ -88,15 +88,16 @@ def chained(counts_P: Tensor, num_steps: int) -> Tensor:
     return is_chained_P
 
 
-def _attend(queries_CHe: Tensor, at_C: Tensor, seen: list[_Seen], segments_P: Tensor) -> Tensor:
-    """(C, H * e): each of the pairs over what `seen`, the keys and values of passes 0..s, lets it see."""
+def _attend(queries_CHe: Tensor, at_C: Tensor, pass_caches: list[_PassCache], segments_P: Tensor) -> Tensor:
+    """(C, H * e): each of the pairs over what `pass_caches`, the keys and values of passes 0..s, lets it
+    see."""
     num_queries, num_heads, e = queries_CHe.shape
-    num_pairs, steps = len(segments_P), len(seen) - 1
-    keys_KPe, values_KPe = _heads(seen[0].kv_Ckv, e)
+    num_pairs, steps = len(segments_P), len(pass_caches) - 1
+    keys_KPe, values_KPe = _heads(pass_caches[0].kv_Ckv, e)
     kinds = len(keys_KPe), num_heads // len(keys_KPe)
     queries_KGCe = queries_CHe.view(num_queries, *kinds, e).permute(1, 2, 0, 3)
     queries_KGCe = queries_KGCe * e**-0.5
-    own = [_heads(seen[j].at(at_C - (steps - j)), e) for j in range(1, steps + 1)]
+    own = [_heads(pass_caches[j].at(at_C - (steps - j)), e) for j in range(1, steps + 1)]
     scores_KGCP = queries_KGCe @ keys_KPe.transpose(-1, -2).unsqueeze(1)
     scores_KGCP = scores_KGCP.masked_fill(~visible(segments_P, at_C, steps), float("-inf"))
     of_own = [(queries_KGCe * key_KCe.unsqueeze(1)).sum(-1, keepdim=True) for key_KCe, _ in own]
@@ -113,8 +114,8 @@ def _heads(kv_Ckv: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def _places(at_C: Tensor, num_pairs: int) -> Tensor:
+def _indices(at_C: Tensor, num_pairs: int) -> Tensor:
     """Where each pair is among these."""
-    places_P = torch.zeros(num_pairs, dtype=torch.int64, device=at_C.device)
-    places_P[at_C] = torch.arange(len(at_C), device=at_C.device)
-    return places_P
+    indices_P = torch.zeros(num_pairs, dtype=torch.int64, device=at_C.device)
+    indices_P[at_C] = torch.arange(len(at_C), device=at_C.device)
+    return indices_P

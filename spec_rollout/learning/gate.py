@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.learning.feedback import guesses
-from aedit.spec_rollout.learning.losses import PolicyEnds, log_probabilities, overlap
-from aedit.spec_rollout.learning.packing import Packed
+from aedit.spec_rollout.learning.feedback import predict_features
+from aedit.spec_rollout.learning.losses import PolicyEmbeddings, log_probabilities, overlap
+from aedit.spec_rollout.learning.packing import PackedRow
 from aedit.spec_rollout.sampling.noise import gumbel
 from aedit.types import check
 
-Verdict = Literal["publish", "keep", "go back"]
+GateDecision = Literal["publish", "keep", "go back"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +64,11 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class GateState:
     """All that the gate remembers."""
 
     lr_factor: float = 1.0
-    refusals: int = 0
+    num_rejected: int = 0
     """Verdicts since the last one that published."""
     average: float | None = None
     """Moving average of the published drafter's match rate."""
@@ -77,71 +77,76 @@ class Standing:
 
 
 def decide(
-    published: float, candidate: float, standing: Standing, config: GateConfig
-) -> tuple[Verdict, Standing]:
+    published: float, candidate: float, state: GateState, config: GateConfig
+) -> tuple[GateDecision, GateState]:
     """Both match rates are of the same held-out samples. Who is not better is not published and learns at
     half the rate; who is has the rate doubled again, up to what it was."""
     if candidate >= published + config.gain:
-        factor = min(1.0, 2 * standing.lr_factor)
-        return "publish", Standing(lr_factor=factor, average=candidate, peak=candidate)
-    factor = max(config.smallest_lr, standing.lr_factor / 2)
-    verdict: Verdict = "go back" if candidate < published - config.harm else "keep"
-    return verdict, replace(standing, lr_factor=factor, refusals=standing.refusals + 1)
+        factor = min(1.0, 2 * state.lr_factor)
+        return "publish", GateState(lr_factor=factor, average=candidate, peak=candidate)
+    factor = max(config.smallest_lr, state.lr_factor / 2)
+    decision: GateDecision = "go back" if candidate < published - config.harm else "keep"
+    return decision, replace(state, lr_factor=factor, num_rejected=state.num_rejected + 1)
 
 
-def watched(rate: float, standing: Standing, config: GateConfig) -> Standing:
+def with_measurement(rate: float, state: GateState, config: GateConfig) -> GateState:
     """After another measurement of the published drafter's match rate."""
-    old = rate if standing.average is None else standing.average
+    old = rate if state.average is None else state.average
     average = old + config.smoothing * (rate - old)
-    return replace(standing, average=average, peak=max(standing.peak, average))
+    return replace(state, average=average, peak=max(state.peak, average))
 
 
-def rests(standing: Standing, kl_nats: float, config: GateConfig) -> bool:
+def should_pause(state: GateState, kl_nats: float, config: GateConfig) -> bool:
     """Whether training would be in vain: nothing better has been found for a while, the published drafter is
     as good as ever, and the policy is where it was (a static drafter loses nothing below 0.05 nats a token).
 
     kl_nats: of the policy now from when the drafter was published; infinite or not a number: not known.
     """
-    is_done = standing.refusals >= config.patience
-    is_good = standing.average is not None and standing.average >= config.near_peak * standing.peak
+    is_done = state.num_rejected >= config.patience
+    is_good = state.average is not None and state.average >= config.near_peak * state.peak
     return is_done and is_good and kl_nats < config.small_kl_nats
 
 
-def awake(standing: Standing) -> Standing:
+def reset_after_move(state: GateState) -> GateState:
     """The policy has moved: there is something to learn again, at the full rate."""
-    return replace(standing, lr_factor=1.0, refusals=0)
+    return replace(state, lr_factor=1.0, num_rejected=0)
 
 
 @torch.no_grad()
-def held_out_match(layer: DraftLayer, rows: Sequence[Packed], ends: PolicyEnds, depth: int) -> Match:
+def held_out_match(
+    layer: DraftLayer, rows: Sequence[PackedRow], embeddings: PolicyEmbeddings, depth: int
+) -> Match:
     """A drafter's match with the policy, at each of `depth` places of a chain, on packed rows.
 
-    Counts the pairs whose features are of the policy that `ends` is of; ValueError if there are none. The
+    Counts the pairs whose features are of the policy that `embeddings` is of; ValueError if there are
+    none. The
     same rows have the same noise, so that two drafters can be compared.
     """
     sums = torch.zeros(3, depth, dtype=torch.float64)
     for number, packed in enumerate(rows):
-        sums += match_sums(layer, packed, ends, row_noise(number, packed, ends), depth)
-    return match_of(sums)
+        sums += match_sums(layer, packed, embeddings, row_noise(number, packed, embeddings), depth)
+    return match_from_sums(sums)
 
 
-def row_noise(number: int, packed: Packed, ends: PolicyEnds) -> Tensor:
+def row_noise(number: int, packed: PackedRow, embeddings: PolicyEmbeddings) -> Tensor:
     """(P, V): Gumbel noise for the pairs of a held-out row."""
     at_1P = torch.arange(len(packed.tokens_P), device=packed.tokens_P.device)[None]
-    return gumbel(0, number, at_1P, ends.head_Vd.shape[0])[0]
+    return gumbel(0, number, at_1P, embeddings.head_Vd.shape[0])[0]
 
 
 @torch.no_grad()
-def match_sums(layer: DraftLayer, packed: Packed, ends: PolicyEnds, noise_PV: Tensor, depth: int) -> Tensor:
+def match_sums(
+    layer: DraftLayer, packed: PackedRow, embeddings: PolicyEmbeddings, noise_PV: Tensor, depth: int
+) -> Tensor:
     """(3, depth), float64: sums over a row's pairs, of the overlap and of coupled matches, and their number.
     Rows are added up."""
     sums = torch.zeros(3, depth, dtype=torch.float64)
-    exact_P = packed.counts_P & (packed.versions_P == ends.version)
-    features_Pd = packed.features_Pw[:, : ends.head_Vd.shape[1]]
-    for s, made in enumerate(guesses(layer, packed, ends.embedding_Vd, depth, exact_P)):
-        at_C, guess_Cd = made.at_C, made.guess_Cd
-        logp_CV = log_probabilities(features_Pd[at_C + 1].to(guess_Cd.dtype), ends.head_Vd)
-        logq_CV = log_probabilities(guess_Cd, ends.head_Vd)
+    exact_P = packed.counts_P & (packed.versions_P == embeddings.version)
+    features_Pd = packed.features_Pw[:, : embeddings.head_Vd.shape[1]]
+    for s, made in enumerate(predict_features(layer, packed, embeddings.embedding_Vd, depth, exact_P)):
+        at_C, predicted_Cd = made.at_C, made.predicted_Cd
+        logp_CV = log_probabilities(features_Pd[at_C + 1].to(predicted_Cd.dtype), embeddings.head_Vd)
+        logq_CV = log_probabilities(predicted_Cd, embeddings.head_Vd)
         noise_CV = noise_PV[at_C]
         is_same_C = (logp_CV + noise_CV).argmax(-1) == (logq_CV + noise_CV).argmax(-1)
         overlaps = float(overlap(logp_CV.exp(), logq_CV).double().sum())
@@ -149,7 +154,7 @@ def match_sums(layer: DraftLayer, packed: Packed, ends: PolicyEnds, noise_PV: Te
     return sums
 
 
-def match_of(sums_3D: Tensor) -> Match:
+def match_from_sums(sums_3D: Tensor) -> Match:
     """ValueError if there was nothing to match."""
     overlaps, coupled, counts = sums_3D
     if counts[0] == 0:

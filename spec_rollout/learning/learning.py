@@ -15,19 +15,19 @@ from torch import Tensor
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.draft_shape import DraftShape
 from aedit.spec_rollout.idle.idle import DrafterTraining
-from aedit.spec_rollout.idle.trainer_memory import Desk
+from aedit.spec_rollout.idle.trainer_memory import TrainerMemory
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from aedit.spec_rollout.learning import gate
 from aedit.spec_rollout.learning.batches import held_out, one_step_off
 from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig, Metrics
-from aedit.spec_rollout.learning.feature_reader import Entry, FeatureReader, Sample
+from aedit.spec_rollout.learning.feature_reader import Entry, FeatureReader, FeatureSample
 from aedit.spec_rollout.learning.feature_ring import Buffer, RingShape
-from aedit.spec_rollout.learning.gate import GateConfig, Match, Standing
-from aedit.spec_rollout.learning.losses import PolicyEnds
+from aedit.spec_rollout.learning.gate import GateConfig, GateState, Match
+from aedit.spec_rollout.learning.losses import PolicyEmbeddings
 from aedit.spec_rollout.learning.packing import pack
 from aedit.types import check
 
-LEAST_JUDGED_TOKENS = 256
+MIN_EVALUATION_TOKENS = 256
 """Of a new policy, kept apart, before anybody is judged by it early."""
 
 
@@ -37,22 +37,26 @@ class LearningConfig:
 
     training: DraftTrainingConfig = field(default_factory=DraftTrainingConfig)
     gate: GateConfig = field(default_factory=GateConfig)
-    judge_every_steps: int = 32
-    judge_moved_steps: int = 4
+    evaluate_every_steps: int = 32
+    evaluate_moved_steps: int = 4
     """After so many already where the policy has moved since the last judgement: a wait may be no longer, and
     what was learned is of no use to anybody before it is published."""
-    judged_depth: int = 4
+    evaluation_depth: int = 4
     """Length of the chains that are compared on held-out samples."""
     held_out_tokens: int = 4096
 
     def __post_init__(self) -> None:
-        check(self.judge_every_steps > 0, "judge_every_steps", "must be above 0", self.judge_every_steps)
-        check(self.judge_moved_steps > 0, "judge_moved_steps", "must be above 0", self.judge_moved_steps)
-        check(self.judged_depth > 0, "judged_depth", "must be above 0", self.judged_depth)
+        check(
+            self.evaluate_every_steps > 0, "judge_every_steps", "must be above 0", self.evaluate_every_steps
+        )
+        check(
+            self.evaluate_moved_steps > 0, "judge_moved_steps", "must be above 0", self.evaluate_moved_steps
+        )
+        check(self.evaluation_depth > 0, "judged_depth", "must be above 0", self.evaluation_depth)
         check(self.held_out_tokens > 0, "held_out_tokens", "must be above 0", self.held_out_tokens)
 
 
-class Learning:
+class LayerTraining:
     """A `Training` of a draft layer on the features in a ring."""
 
     def __init__(
@@ -68,19 +72,19 @@ class Learning:
         self._trainer = DraftTrainer(layer, config.training)
         self._published = _copy(layer)
         self._reader: FeatureReader | None = None
-        self._ends: PolicyEnds | None = None
+        self._embeddings: PolicyEmbeddings | None = None
         self._uses: Counter[int] = Counter()
-        self._standing = Standing()
-        self._better: dict[str, Tensor] | None = None
+        self._gate_state = GateState()
+        self._to_publish: dict[str, Tensor] | None = None
         self._last: Metrics | None = None
         self._rates = (math.nan, math.nan)
-        self._num_judged, self._judged_version = 0, -1
+        self._num_evaluations, self._evaluated_version = 0, -1
         self._pieces = self._learn()
 
-    def follow(self, policy: Mapping[str, Tensor], version: int) -> None:
+    def set_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
         embedding = policy["embedding"].to(self._device)
         head = policy["head"].to(self._device) if "head" in policy else embedding
-        self._ends = PolicyEnds(embedding, head, version)
+        self._embeddings = PolicyEmbeddings(embedding, head, version)
 
     def begin(self, drafter: Mapping[str, Tensor]) -> None:
         self._trainer.restart(drafter)
@@ -96,18 +100,18 @@ class Learning:
         return next(self._pieces)
 
     def to_publish(self) -> Mapping[str, Tensor] | None:
-        better, self._better = self._better, None
+        better, self._to_publish = self._to_publish, None
         return better
 
-    def figures(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         published, candidate = self._rates
         figures = {
             "steps": self._trainer.num_steps,
             "match_published": published,
             "match_candidate": candidate,
-            "lr_factor": self._standing.lr_factor,
-            "refusals": self._standing.refusals,
-            "judged": self._num_judged,
+            "lr_factor": self._gate_state.lr_factor,
+            "rejected": self._gate_state.num_rejected,
+            "evaluations": self._num_evaluations,
         }
         if self._last is not None:
             figures |= {"loss": self._last.loss, "lr": self._last.lr, "overlap": self._last.overlap_S[0]}
@@ -118,73 +122,77 @@ class Learning:
     def _learn(self) -> Iterator[bool]:
         """Without end: lessons, and a judgement after every few. False where there is nothing to do."""
         while True:
-            version = self._ends.version if self._ends else None
-            for number in range(self._config.judge_every_steps):
-                if number >= self._config.judge_moved_steps and self._has_moved():
+            version = self._embeddings.version if self._embeddings else None
+            for number in range(self._config.evaluate_every_steps):
+                if number >= self._config.evaluate_moved_steps and self._has_moved():
                     break
-                yield from self._lesson()
-            yield from self._judge()
-            while gate.rests(self._standing, self._kl_nats(), self._config.gate):
+                yield from self._train_step()
+            yield from self._evaluate()
+            while gate.should_pause(self._gate_state, self._kl_nats(), self._config.gate):
                 yield False
-            if self._ends and self._ends.version != version:
-                self._standing = gate.awake(self._standing)
-                self._trainer.lr_factor = self._standing.lr_factor
+            if self._embeddings and self._embeddings.version != version:
+                self._gate_state = gate.reset_after_move(self._gate_state)
+                self._trainer.lr_factor = self._gate_state.lr_factor
 
     def _has_moved(self) -> bool:
         """Whether nobody has been judged yet by the policy as it is now, and somebody could be."""
-        is_new = self._ends is not None and self._ends.version != self._judged_version
-        least = min(LEAST_JUDGED_TOKENS, self._config.held_out_tokens)
-        return is_new and sum(entry.num_tokens for entry in self._apart()) >= least
+        is_new = self._embeddings is not None and self._embeddings.version != self._evaluated_version
+        least = min(MIN_EVALUATION_TOKENS, self._config.held_out_tokens)
+        return is_new and sum(entry.num_tokens for entry in self._held_out_entries()) >= least
 
-    def _lesson(self) -> Iterator[bool]:
+    def _train_step(self) -> Iterator[bool]:
         """One step, row by row."""
-        ends, samples = self._ends, self._read(self._chosen())
+        embeddings, samples = self._embeddings, self._read(self._choose_entries())
         rows = 0
-        if ends is not None:
-            for metrics in self._trainer.rows(samples, ends):
+        if embeddings is not None:
+            for metrics in self._trainer.rows(samples, embeddings):
                 self._last, rows = metrics or self._last, rows + 1
                 yield True
         if rows == 0:
             yield False
 
-    def _judge(self) -> Iterator[bool]:
+    def _evaluate(self) -> Iterator[bool]:
         """Compare with what was published last, on samples that neither has learned from."""
-        ends, samples = self._ends, self._read(self._apart())
-        if ends is None or not samples:
+        embeddings, samples = self._embeddings, self._read(self._held_out_entries())
+        if embeddings is None or not samples:
             return
         published: list[Match] = []
         candidate: list[Match] = []
-        yield from self._match(self._published, samples, ends, published)
-        yield from self._match(self._trainer.layer, samples, ends, candidate)
+        yield from self._match(self._published, samples, embeddings, published)
+        yield from self._match(self._trainer.layer, samples, embeddings, candidate)
         if published and candidate:
             self._rates = published[0].rate, candidate[0].rate
-            self._judged_version = ends.version
+            self._evaluated_version = embeddings.version
             self._decide()
 
     def _match(
-        self, layer: DraftLayer, samples: list[Sample], ends: PolicyEnds, found: list[Match]
+        self,
+        layer: DraftLayer,
+        samples: list[FeatureSample],
+        embeddings: PolicyEmbeddings,
+        found: list[Match],
     ) -> Iterator[bool]:
         """Appends to `found`, unless there is nothing to match."""
-        depth, config = self._config.judged_depth, self._config.training
+        depth, config = self._config.evaluation_depth, self._config.training
         sums = torch.zeros(3, depth, dtype=torch.float64)
         packed = pack(samples, config.row_pairs, response_only=config.response_only)
         for number, row in enumerate(packed):
             row = row.to(self._device)
-            sums += gate.match_sums(layer, row, ends, gate.row_noise(number, row, ends), depth)
+            sums += gate.match_sums(layer, row, embeddings, gate.row_noise(number, row, embeddings), depth)
             yield True
         if sums[2, 0]:
-            found.append(gate.match_of(sums))
+            found.append(gate.match_from_sums(sums))
 
     def _decide(self) -> None:
         published, candidate = self._rates
-        self._num_judged += 1
-        standing = gate.watched(published, self._standing, self._config.gate)
-        verdict, self._standing = gate.decide(published, candidate, standing, self._config.gate)
-        self._trainer.lr_factor = self._standing.lr_factor
-        if verdict == "publish":
-            self._better = {n: t.detach().clone() for n, t in self._trainer.layer.state_dict().items()}
-            self._published.load_state_dict(self._better)
-        elif verdict == "go back":
+        self._num_evaluations += 1
+        state = gate.with_measurement(published, self._gate_state, self._config.gate)
+        decision, self._gate_state = gate.decide(published, candidate, state, self._config.gate)
+        self._trainer.lr_factor = self._gate_state.lr_factor
+        if decision == "publish":
+            self._to_publish = {n: t.detach().clone() for n, t in self._trainer.layer.state_dict().items()}
+            self._published.load_state_dict(self._to_publish)
+        elif decision == "go back":
             self._trainer.restart(self._published.state_dict())
 
     # --- samples
@@ -197,13 +205,13 @@ class Learning:
                 return []  # the node has not made its ring yet
         return self._reader.entries()
 
-    def _apart(self) -> list[Entry]:
+    def _held_out_entries(self) -> list[Entry]:
         """Those that judge: kept apart, and of the policy as it is now."""
-        version = self._ends.version if self._ends else None
+        version = self._embeddings.version if self._embeddings else None
         exact = [entry for entry in self._entries() if entry.version == version]
         return held_out(exact, self._config.held_out_tokens)
 
-    def _chosen(self) -> list[Entry]:
+    def _choose_entries(self) -> list[Entry]:
         entries = self._entries()
         there = {entry.serial for entry in entries}
         self._uses = Counter({serial: n for serial, n in self._uses.items() if serial in there})
@@ -211,7 +219,7 @@ class Learning:
         self._uses.update(entry.serial for entry in chosen)
         return chosen
 
-    def _read(self, entries: list[Entry]) -> list[Sample]:
+    def _read(self, entries: list[Entry]) -> list[FeatureSample]:
         """Those that are still there."""
         found = [self._reader.read(entry) for entry in entries] if self._reader else []
         return [sample for sample in found if sample is not None]
@@ -223,7 +231,7 @@ class Learning:
 
 def train_when_idle(
     layer: DraftLayer,
-    ends: PolicyEnds,
+    embeddings: PolicyEmbeddings,
     ring: RingShape,
     *,
     learning: LearningConfig | None = None,
@@ -233,27 +241,27 @@ def train_when_idle(
     `FeatureRing(training.features, ring)` is given; `training.refresh(shared(ends), version)` tells it of a
     new policy; `training.newest()` has what it has published, for `DraftLayer.load_state_dict`."""
     return DrafterTraining.of(
-        partial(_learning, shape=layer.shape, config=learning or LearningConfig()),
+        partial(_make_training, shape=layer.shape, config=learning or LearningConfig()),
         drafter=layer.state_dict(),
-        policy=shared(ends),
-        version=ends.version,
+        policy=policy_tensors(embeddings),
+        version=embeddings.version,
         feature_bytes=ring.num_bytes,
         config=idle,
     )
 
 
-def shared(ends: PolicyEnds) -> dict[str, Tensor]:
+def policy_tensors(embeddings: PolicyEmbeddings) -> dict[str, Tensor]:
     """What the trainer must have of the policy; the head only where it is not the embedding."""
-    tensors = {"embedding": ends.embedding_Vd}
-    if ends.head_Vd.data_ptr() != ends.embedding_Vd.data_ptr():
-        tensors["head"] = ends.head_Vd
+    tensors = {"embedding": embeddings.embedding_Vd}
+    if embeddings.head_Vd.data_ptr() != embeddings.embedding_Vd.data_ptr():
+        tensors["head"] = embeddings.head_Vd
     return tensors
 
 
-def _learning(desk: Desk, shape: DraftShape, config: LearningConfig) -> Learning:
+def _make_training(memory: TrainerMemory, shape: DraftShape, config: LearningConfig) -> LayerTraining:
     """In the trainer's process."""
-    layer = DraftLayer(shape).to(desk.plan.drafter.forms[0].dtype)
-    return Learning(layer, desk.features, config, lambda: desk.kl_nats)
+    layer = DraftLayer(shape).to(memory.plan.drafter.specs[0].dtype)
+    return LayerTraining(layer, memory.features, config, lambda: memory.kl_nats)
 
 
 def _copy(layer: DraftLayer) -> DraftLayer:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.learning.feedback import guesses
-from aedit.spec_rollout.learning.packing import Packed
+from aedit.spec_rollout.learning.feedback import predict_features
+from aedit.spec_rollout.learning.packing import PackedRow
 from aedit.types import check
 
 
@@ -47,7 +47,7 @@ class LossConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyEnds:
+class PolicyEmbeddings:
     """Where the policy's tokens come in and go out: its own tensors, looked at and never changed."""
 
     embedding_Vd: Tensor
@@ -68,24 +68,26 @@ class Losses:
     """Pairs in `overlap_S`."""
 
 
-def draft_losses(layer: DraftLayer, packed: Packed, ends: PolicyEnds, config: LossConfig) -> Losses:
+def draft_losses(
+    layer: DraftLayer, packed: PackedRow, embeddings: PolicyEmbeddings, config: LossConfig
+) -> Losses:
     """The loss of a packed row, summed over the pairs that count. Gradients reach the layer only.
 
     The policy's distribution is made of its feature by the head that is there now. That is right only if the
     feature is this policy's: for an older one the token that its policy has drawn stands for its
     distribution, a sample of it. (To put old features through a new head is neither policy's distribution.)
     """
-    features_Pd = packed.features_Pw[:, : ends.head_Vd.shape[1]]
+    features_Pd = packed.features_Pw[:, : embeddings.head_Vd.shape[1]]
     total = torch.zeros((), dtype=layer.gain.dtype, device=features_Pd.device)
     overlaps, counts = [], []
-    for s, made in enumerate(guesses(layer, packed, ends.embedding_Vd, config.num_passes)):
-        at_C, guess_Cd = made.at_C, made.guess_Cd
-        next_Cd = features_Pd[at_C + 1].to(guess_Cd.dtype)
-        is_exact_C = packed.versions_P[at_C] == ends.version
-        logq_CV = log_probabilities(guess_Cd, ends.head_Vd)
-        p_CV = teacher(next_Cd, packed.targets_P[at_C], is_exact_C, ends.head_Vd)
+    for s, made in enumerate(predict_features(layer, packed, embeddings.embedding_Vd, config.num_passes)):
+        at_C, predicted_Cd = made.at_C, made.predicted_Cd
+        next_Cd = features_Pd[at_C + 1].to(predicted_Cd.dtype)
+        is_exact_C = packed.versions_P[at_C] == embeddings.version
+        logq_CV = log_probabilities(predicted_Cd, embeddings.head_Vd)
+        p_CV = teacher(next_Cd, packed.targets_P[at_C], is_exact_C, embeddings.head_Vd)
         of_tokens = token_loss(p_CV, logq_CV, config.tokens).sum()
-        of_features = F.smooth_l1_loss(guess_Cd, next_Cd, reduction="none").mean(-1).sum()
+        of_features = F.smooth_l1_loss(predicted_Cd, next_Cd, reduction="none").mean(-1).sum()
         loss = config.token_weight * of_tokens + config.feature_weight * of_features
         total = total + config.decay**s * loss
         overlaps.append((overlap(p_CV, logq_CV.detach()) * is_exact_C).sum())

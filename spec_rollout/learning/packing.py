@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from aedit.spec_rollout.learning.feature_reader import Sample
+from aedit.spec_rollout.learning.feature_reader import FeatureSample
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedRow:
     """Pairs of a few samples, one after the other. Pair t is the feature of position t and the token at
     t + 1; with them a drafter guesses the token at t + 2 and the feature of t + 1, which is the next pair's.
     """
@@ -36,15 +36,15 @@ class Packed:
     def num_counted(self) -> int:
         return int(self.counts_P.sum())
 
-    def to(self, device: torch.device) -> "Packed":
-        return Packed(*(getattr(self, part.name).to(device, non_blocking=True) for part in fields(self)))
+    def to(self, device: torch.device) -> "PackedRow":
+        return PackedRow(*(getattr(self, part.name).to(device, non_blocking=True) for part in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Pairs begin..end - 1 of a sample, learned from where begin + counts_from <= t."""
 
-    sample: Sample
+    sample: FeatureSample
     begin: int
     end: int
     counts_from: int
@@ -54,7 +54,7 @@ class _Piece:
         return self.end - self.begin
 
 
-def pack(samples: Sequence[Sample], num_pairs: int, *, response_only: bool = True) -> list[Packed]:
+def pack(samples: Sequence[FeatureSample], num_pairs: int, *, response_only: bool = True) -> list[PackedRow]:
     """Rows of at most `num_pairs` pairs; the longest pieces are placed first, each where it first fits.
 
     A sample that is longer is cut; each piece but the first begins with a quarter of a row that was learned
@@ -83,7 +83,7 @@ def visible(segments_P: Tensor, at_C: Tensor, distance: int = 0) -> Tensor:
     return is_before_CP & (segments_P == segments_P[at_C][:, None])
 
 
-def _pieces(sample: Sample, num_pairs: int, response_only: bool) -> Iterator[_Piece]:
+def _pieces(sample: FeatureSample, num_pairs: int, response_only: bool) -> Iterator[_Piece]:
     """The pieces of a sample that have something to learn from."""
     all_pairs = len(sample.features_MF)
     counts_from = max(sample.num_prompt - 2, 0) if response_only else 0
@@ -95,13 +95,13 @@ def _pieces(sample: Sample, num_pairs: int, response_only: bool) -> Iterator[_Pi
         begin = max(0, counts_from - num_pairs // 4)
 
 
-def _packed(pieces: Sequence[_Piece]) -> Packed:
+def _packed(pieces: Sequence[_Piece]) -> PackedRow:
     lengths = torch.tensor([piece.num_pairs for piece in pieces])
     spans = [(piece.sample.tokens_N, piece) for piece in pieces]
     positions_P = torch.cat([torch.arange(piece.num_pairs) for piece in pieces])
     first_P = torch.tensor([piece.counts_from for piece in pieces]).repeat_interleave(lengths)
     last_P = (lengths - 1).repeat_interleave(lengths)
-    return Packed(
+    return PackedRow(
         features_Pw=torch.cat([piece.sample.features_MF[piece.begin : piece.end] for piece in pieces]),
         tokens_P=torch.cat([tokens[piece.begin + 1 : piece.end + 1] for tokens, piece in spans]),
         targets_P=torch.cat([_targets(tokens, piece) for tokens, piece in spans]),

@@ -14,7 +14,7 @@ PRIOR = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthDistribution:
     """A survival curve of lengths in tokens: flat between the lengths at which samples have ended."""
 
     at: tuple[int, ...] = (0,)
@@ -25,10 +25,10 @@ class Lengths:
     """Tokens below the curve up to `at`."""
 
     @classmethod
-    def of(cls, ended: Iterable[int], longer_than: Iterable[int] = ()) -> "Lengths":
+    def of(cls, completed: Iterable[int], censored: Iterable[int] = ()) -> "LengthDistribution":
         """ended: lengths of samples that have ended by themselves, 1 or more. longer_than: of those that are
         growing, or were cut at their limit."""
-        ends, cut = Counter(ended), Counter(longer_than)
+        ends, cut = Counter(completed), Counter(censored)
         if not ends:
             return cls()
         at_risk = ends.total() + cut.total()
@@ -41,24 +41,24 @@ class Lengths:
             at_risk -= ends[length] + cut[length]
         return cls(tuple(at), tuple(longer), tuple(area))
 
-    def remainder(self, emitted: int, most: int, scale: float = 1.0) -> float:
-        """Expected tokens after the first `emitted` of a sample that has not ended, of at most `most`.
+    def expected_remaining(self, emitted: int, max_length: int, scale: float = 1.0) -> float:
+        """Expected tokens after the first `emitted` of a sample that has not ended, of at most `max_length`.
 
         scale: how long those of its kind become, as a multiple of what all do (`group_scales`). Beyond the
         longest that was seen, it is as many again as there are already; as long as none has ended, half of
         what is allowed.
         """
-        return scale * self._remainder(emitted / scale, most / scale)
+        return scale * self._expected_remaining(emitted / scale, max_length / scale)
 
-    def _remainder(self, emitted: float, most: float) -> float:
-        room = most - emitted
+    def _expected_remaining(self, emitted: float, max_length: float) -> float:
+        room = max_length - emitted
         if len(self.at) == 1:
             return room / 2
         here = self._longer(emitted)
         if emitted >= self.at[-1] or not here:
             return min(emitted, room)
-        beyond = self.longer[-1] * min(self.at[-1], max(0.0, most - self.at[-1]))
-        return (self._area(min(most, self.at[-1])) - self._area(emitted) + beyond) / here
+        beyond = self.longer[-1] * min(self.at[-1], max(0.0, max_length - self.at[-1]))
+        return (self._area(min(max_length, self.at[-1])) - self._area(emitted) + beyond) / here
 
     def _longer(self, length: float) -> float:
         return self.longer[bisect_right(self.at, length) - 1]
@@ -68,7 +68,9 @@ class Lengths:
         return self.area[i] + self.longer[i] * (length - self.at[i])
 
 
-def group_scales(ended: Iterable[tuple[int, int]], growing: Iterable[tuple[int, int]]) -> dict[int, float]:
+def group_scales(
+    completed: Iterable[tuple[int, int]], growing: Iterable[tuple[int, int]]
+) -> dict[int, float]:
     """For each group, how long its samples become as a multiple of what all do.
 
     Both are pairs of group and tokens. Its tokens over its samples that have ended is the length of a group,
@@ -76,7 +78,7 @@ def group_scales(ended: Iterable[tuple[int, int]], growing: Iterable[tuple[int, 
     """
     ends: Counter[int] = Counter()
     tokens: Counter[int] = Counter()
-    for group, length in ended:
+    for group, length in completed:
         ends[group] += 1
         tokens[group] += length
     if not ends:

@@ -12,37 +12,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
-from aedit.spec_rollout.migration.lengths import Lengths
+from aedit.spec_rollout.migration.lengths import LengthDistribution
 
-Key = tuple[int, int]
+SampleKey = tuple[int, int]
 """Rollout and sample of a prompt."""
 CANDIDATES = 8
 """Samples of the busiest engine for which a move is worked out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class UnfinishedSample:
     """A sample that is not finished, as its engine tells it."""
 
-    key: Key
+    key: SampleKey
     context: int
     """Tokens of prompt and text: what an engine that takes it over computes again."""
     emitted: int
-    most: int
+    max_new_tokens: int
     """Its `max_new_tokens`."""
     group: int = -1
-    been: tuple[int, ...] = ()
+    visited: tuple[int, ...] = ()
     """Engines it has left, by number: it does not go back there."""
     scale: float = 1.0
     """How long those of its group become, as a multiple of what all do."""
 
-    def left(self, lengths: Lengths) -> float:
+    def expected(self, lengths: LengthDistribution) -> float:
         """Tokens that are expected to come."""
-        return lengths.remainder(self.emitted, self.most, self.scale)
+        return lengths.expected_remaining(self.emitted, self.max_new_tokens, self.scale)
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class EngineSpeed:
     """How fast an engine is: with B live samples each gets a token every fixed_s + B x row_s seconds."""
 
     fixed_s: float
@@ -55,23 +55,23 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """What an engine has to do."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[UnfinishedSample, ...]
     """Live ones, then waiting ones in the order in which they will begin."""
     rows: int
     """Most live ones."""
-    pace: Pace
-    rested_s: float = math.inf
+    speed: EngineSpeed
+    since_move_s: float = math.inf
     """Since samples last moved to it or from it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Migration:
     """A sample that should go from one engine to another, by their numbers."""
 
-    key: Key
+    key: SampleKey
     source: int
     target: int
     gain_s: float
@@ -79,23 +79,25 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class MigrationRule:
     """When moving is worth it."""
 
-    rest_s: float = 0.1
+    cooldown_s: float = 0.1
     """An engine takes part in moves only so long after the last ones."""
-    pause_s: float = 0.005
+    overhead_s: float = 0.005
     """What a move costs the receiver beside computing the text again. With all that subtracted it must still
     gain more than this once more."""
     margin: float = 0.05
     """Nothing moves between engines that will finish within this share of each other."""
-    most_moves: int = 16
+    max_moves: int = 16
     """At one time."""
-    most_of_sample: int = 2
+    max_moves_per_sample: int = 2
     """Moves of one sample in its life."""
 
 
-def plan(loads: Mapping[int, Load], lengths: Lengths, rule: Rule = Rule()) -> list[Move]:
+def plan(
+    loads: Mapping[int, EngineLoad], lengths: LengthDistribution, rule: MigrationRule = MigrationRule()
+) -> list[Migration]:
     """The moves that are worth it now, in order; often none. loads: by the engines' numbers.
 
     Each is from the engine that will finish last to the one that will finish first, given the moves before,
@@ -103,9 +105,9 @@ def plan(loads: Mapping[int, Load], lengths: Lengths, rule: Rule = Rule()) -> li
     an engine idle that is not, nor one finish later than the busiest would have; engines that have not
     rested, and samples that have moved enough, stay out of it. Of equal gains the shortest context.
     """
-    now = {i: load for i, load in loads.items() if load.rested_s >= rule.rest_s}
-    moves: list[Move] = []
-    while len(moves) < rule.most_moves:
+    now = {i: load for i, load in loads.items() if load.since_move_s >= rule.cooldown_s}
+    moves: list[Migration] = []
+    while len(moves) < rule.max_moves:
         finish_s = {i: drain_s(load, lengths) for i, load in now.items()}
         free = [i for i, load in now.items() if len(load.samples) < load.rows]
         if not free:
@@ -113,34 +115,35 @@ def plan(loads: Mapping[int, Load], lengths: Lengths, rule: Rule = Rule()) -> li
         busiest, idlest = max(now, key=finish_s.__getitem__), min(free, key=finish_s.__getitem__)
         if finish_s[idlest] >= (1 - rule.margin) * finish_s[busiest]:
             break
-        move = _best(now, (busiest, idlest), lengths, rule)
-        if move is None or move.gain_s <= rule.pause_s:
+        move = _best_migration(now, (busiest, idlest), lengths, rule)
+        if move is None or move.gain_s <= rule.overhead_s:
             break
         moves.append(move)
-        now[busiest], now[idlest] = _moved(now, move)
+        now[busiest], now[idlest] = _after_migration(now, move)
     return moves
 
 
-def drain_s(load: Load, lengths: Lengths) -> float:
+def drain_s(load: EngineLoad, lengths: LengthDistribution) -> float:
     """Seconds until an engine has finished all it has, if nothing comes and nothing goes.
 
-    Live samples advance together, a token each in `Pace.token_s`. Those that wait begin in their order, each
+    Live samples advance together, a token each in `EngineSpeed.token_s`. Those that wait begin in their
+    order, each
     at the tokens per row that all before it make on average: like water that is poured over the rows, as
     nobody knows exactly which row will be free first.
     """
-    left = [sample.left(lengths) for sample in load.samples]
-    live, waiting = sorted(left[: load.rows]), left[load.rows :]
-    begin = list(_levels(live, waiting))
+    expected = [sample.expected(lengths) for sample in load.samples]
+    live, waiting = sorted(expected[: load.rows]), expected[load.rows :]
+    begin = list(_fill_levels(live, waiting))
     full = begin.pop() if waiting else 0.0
     ends = sorted([*live, *map(add, begin, waiting)])
-    passed_s, seen = full * load.pace.token_s(load.rows), full
+    passed_s, seen = full * load.speed.token_s(load.rows), full
     for i in range(bisect_right(ends, full), len(ends)):
-        passed_s += (ends[i] - seen) * load.pace.token_s(min(len(ends) - i, load.rows))
+        passed_s += (ends[i] - seen) * load.speed.token_s(min(len(ends) - i, load.rows))
         seen = ends[i]
     return passed_s
 
 
-def _levels(floor: Sequence[float], poured: Sequence[float]) -> Iterator[float]:
+def _fill_levels(floor: Sequence[float], poured: Sequence[float]) -> Iterator[float]:
     """Where water stands over an ascending floor: before each of the pourings, and after the last."""
     level, wide = floor[0] if floor else 0.0, 0
     for more in (*poured, None):
@@ -155,40 +158,46 @@ def _levels(floor: Sequence[float], poured: Sequence[float]) -> Iterator[float]:
         level += more / wide
 
 
-def _best(now: dict[int, Load], pair: tuple[int, int], lengths: Lengths, rule: Rule) -> Move | None:
+def _best_migration(
+    now: dict[int, EngineLoad], pair: tuple[int, int], lengths: LengthDistribution, rule: MigrationRule
+) -> Migration | None:
     """Of what may move between the two, what is best."""
     source, target = (now[i] for i in pair)
-    may = [
+    candidates = [
         sample
         for sample in source.samples
-        if len(sample.been) < rule.most_of_sample and pair[1] not in sample.been
+        if len(sample.visited) < rule.max_moves_per_sample and pair[1] not in sample.visited
     ]
-    if not may or len(source.samples) < 2:
+    if not candidates or len(source.samples) < 2:
         return None
     before_s = drain_s(source, lengths)
-    found: list[Move] = []
-    for sample in _unlike(may, lengths):
-        left, joined = _moved(now, Move(sample.key, *pair, gain_s=0.0))
-        cost_s = rule.pause_s + sample.context * target.pace.prefill_s
-        after_s = max(drain_s(left, lengths), drain_s(joined, lengths) + cost_s)
-        found.append(Move(sample.key, *pair, gain_s=before_s - after_s))
-    return max(found, key=lambda move: move.gain_s)
+    options: list[Migration] = []
+    for sample in _distinct_candidates(candidates, lengths):
+        expected, joined = _after_migration(now, Migration(sample.key, *pair, gain_s=0.0))
+        cost_s = rule.overhead_s + sample.context * target.speed.prefill_s
+        after_s = max(drain_s(expected, lengths), drain_s(joined, lengths) + cost_s)
+        options.append(Migration(sample.key, *pair, gain_s=before_s - after_s))
+    return max(options, key=lambda move: move.gain_s)
 
 
-def _unlike(samples: Sequence[Sample], lengths: Lengths) -> list[Sample]:
+def _distinct_candidates(
+    samples: Sequence[UnfinishedSample], lengths: LengthDistribution
+) -> list[UnfinishedSample]:
     """A few from the one with least to come to the one with most, shortest contexts first. Of equal ones the
     last, which would have begun last."""
-    unlike = {(one.context, one.emitted, one.most, one.scale): one for one in samples}
-    found = sorted(unlike.values(), key=lambda one: one.left(lengths))
-    step = max(1, (len(found) - 1) / (CANDIDATES - 1))
-    chosen = (found[round(i * step)] for i in range(min(CANDIDATES, len(found))))
-    return sorted(chosen, key=lambda one: one.context)
+    unlike = {
+        (sample.context, sample.emitted, sample.max_new_tokens, sample.scale): sample for sample in samples
+    }
+    options = sorted(unlike.values(), key=lambda sample: sample.expected(lengths))
+    step = max(1, (len(options) - 1) / (CANDIDATES - 1))
+    chosen = (options[round(i * step)] for i in range(min(CANDIDATES, len(options))))
+    return sorted(chosen, key=lambda sample: sample.context)
 
 
-def _moved(now: dict[int, Load], move: Move) -> tuple[Load, Load]:
+def _after_migration(now: dict[int, EngineLoad], move: Migration) -> tuple[EngineLoad, EngineLoad]:
     """Source and target after the move."""
     source, target = now[move.source], now[move.target]
-    (sample,) = (one for one in source.samples if one.key == move.key)
-    sample = replace(sample, been=(*sample.been, move.source))
-    rest = tuple(one for one in source.samples if one.key != move.key)
+    (sample,) = (sample for sample in source.samples if sample.key == move.key)
+    sample = replace(sample, visited=(*sample.visited, move.source))
+    rest = tuple(sample for sample in source.samples if sample.key != move.key)
     return replace(source, samples=rest), replace(target, samples=(*target.samples, sample))

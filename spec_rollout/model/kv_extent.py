@@ -1,8 +1,8 @@
-"""How far into the cache new tokens look, where rows are of unequal length.
+"""Extents of the KV cache that new tokens read, for rows of unequal length.
 
-One product reads as many slots of each row as the longest of them has. In a batch with a long tail that is
-several times what is there; so rows, in their order, are cut into pieces that are read apart, wherever that
-spares more than another call costs.
+One product reads as many slots of each row as the longest row has. In a batch with a long tail this is
+several times the number of cached tokens. So the rows are split, in order, into groups that are read
+separately wherever this saves more than the additional calls cost.
 """
 
 from collections.abc import Sequence
@@ -11,43 +11,48 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """What the new tokens of some rows, one after the other, look at."""
+class KVExtent:
+    """Cache slots that the new tokens of some consecutive rows read."""
 
     first_row: int
     num_rows: int
     context: int
-    """Slots of a row that are read at all, C: at least the longest length with its new tokens."""
+    """Number of slots C of a row that are read: at least the longest length plus the new tokens."""
     needs_mask: bool = True
-    """False only where every new token sees all C slots."""
+    """False only if every new token attends to all C slots."""
 
 
-def reaches(lengths: Sequence[int], q: int, least_spared: int) -> list[Reach]:
-    """Of the rows 0, 1, ... with q new tokens each after these lengths. least_spared: slots of one row that
-    are not read for another piece to be worth it."""
-    found: list[Reach] = []
-    waiting = [(0, len(lengths))]
-    while waiting:
-        first, end = waiting.pop()
-        cut = _best_cut(lengths[first:end], least_spared)
-        if cut:
-            waiting += [(first + cut, end), (first, first + cut)]
+def kv_extents(lengths: Sequence[int], q: int, min_saved_slots: int) -> list[KVExtent]:
+    """Return extents that cover the rows 0, 1, ... with q new tokens each.
+
+    Args:
+        lengths: Number of cached tokens of each row.
+        q: Number of new tokens per row.
+        min_saved_slots: Slots of one row that a split must save.
+    """
+    found: list[KVExtent] = []
+    pending = [(0, len(lengths))]
+    while pending:
+        first, end = pending.pop()
+        split = _best_split(lengths[first:end], min_saved_slots)
+        if split:
+            pending += [(first + split, end), (first, first + split)]
             continue
         longest = max(lengths[first:end])
         needs_mask = q > 1 or min(lengths[first:end]) != longest
-        found.append(Reach(first, end - first, longest + q, needs_mask))
+        found.append(KVExtent(first, end - first, longest + q, needs_mask))
     return found
 
 
-def _best_cut(lengths: Sequence[int], least_spared: int) -> int:
-    """Before which row to cut so that most is spared; 0: nowhere."""
-    most, cut = least_spared, 0
-    if len(lengths) < 2 or (max(lengths) - min(lengths)) * (len(lengths) - 1) <= least_spared:
+def _best_split(lengths: Sequence[int], min_saved_slots: int) -> int:
+    """Return the row before which a split saves the most slots, or 0 if no split saves enough."""
+    most, split = min_saved_slots, 0
+    if len(lengths) < 2 or (max(lengths) - min(lengths)) * (len(lengths) - 1) <= min_saved_slots:
         return 0
     left, right = list(accumulate(lengths, max)), list(accumulate(reversed(lengths), max))[::-1]
     for i in range(1, len(lengths)):
-        # What one piece would read, less what two read: rows before and after the cut.
-        spared = len(lengths) * left[-1] - i * left[i - 1] - (len(lengths) - i) * right[i]
-        if spared > most:
-            most, cut = spared, i
-    return cut
+        # Slots that one extent would read, minus those that two extents read.
+        saved = len(lengths) * left[-1] - i * left[i - 1] - (len(lengths) - i) * right[i]
+        if saved > most:
+            most, split = saved, i
+    return split

@@ -1,62 +1,71 @@
-"""The second mode: a drafted token stays with a probability that makes up for how it was drawn.
+"""Rejection sampling of drafted chains, the second verification mode.
 
-Speculative sampling for chains (Leviathan, Kalman and Matias 2023, algorithm 1; Chen et al. 2023): a token x
-that was drawn from q stays with probability min(1, p(x) / q(x)); in place of the first that does not comes a
-draw from max(p - q, 0); after a chain that stays as a whole, one more from p. What is emitted is distributed
-as p. Unlike in coupled mode, which tokens these are depends on the drafts.
+Speculative sampling (Leviathan, Kalman and Matias 2023, algorithm 1; Chen et al. 2023): a token x drawn from
+q is accepted with probability min(1, p(x) / q(x)). The first rejected token is replaced by a draw from max(p
+- q, 0); after a chain that is accepted as a whole, one more token is drawn from p. The emitted tokens are
+distributed as p. Unlike in coupled mode, the tokens themselves depend on the drafts.
 
-All randomness is looked up by position: drafts are drawn with the Gumbel noise, judged and replaced with the
-uniforms. A position may be drafted and judged in several passes and see the same numbers in each; this is
-sound, as nothing that is emitted depends on a position's numbers before its own token is.
+All randomness is looked up by position: drafts use the Gumbel noise, acceptance and replacement use the
+uniforms. A position may be drafted and verified in several passes with the same numbers. This is sound
+because nothing that is emitted before a position's own token depends on the numbers of that position.
 
-Shapes: B rows, N drafted nodes in a line, q = N + 1 verified tokens, V vocabulary.
+Shapes: B rows, N drafted nodes of a chain, q = N + 1 verified tokens, V vocabulary.
 """
 
 import torch
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.drafts import Draft
-from aedit.spec_rollout.sampling.verify import Accepted
+from aedit.spec_rollout.sampling.verify import AcceptedTokens
 
 
-def reject(
-    draft: Draft, shaped_BqV: Tensor, uniforms_Bq2: Tensor, temperature_B: Tensor | None = None
-) -> Accepted:
-    """What stays of a chain, and what comes after it. shaped_BqV: `distribution.shaped`. The draft's logq:
-    what its tokens were really drawn from. uniforms_Bq2: `noise.uniforms` at the positions of the q tokens
-    that may be emitted. temperature_B: rows at 0 emit the argmax; None if there are none. ValueError if the
-    draft is a tree."""
+def rejection_accept(
+    draft: Draft, warped_BqV: Tensor, uniforms_Bq2: Tensor, temperature_B: Tensor | None = None
+) -> AcceptedTokens:
+    """Return the accepted prefix of a chain and the token after it.
+
+    Args:
+        draft: Chain; its `logq_BNV` is the distribution that the tokens were drawn from.
+        warped_BqV: Result of `distribution.warp_logits`.
+        uniforms_Bq2: `noise.uniforms` at the positions of the q tokens that may be emitted.
+        temperature_B: Temperatures; rows at 0 emit the argmax. None if no row is greedy.
+
+    Raises:
+        ValueError: The draft is a tree.
+    """
     if draft.parents_BN is not None:
-        raise ValueError("rejection verifies chains only, and this draft is a tree")
+        raise ValueError("rejection sampling verifies chains only, got a tree: use coupled mode for trees")
     guesses_BN = draft.tokens_BN
     if temperature_B is not None:
-        shaped_BqV = _certain_where_greedy(shaped_BqV, temperature_B)
-    stays_BN = _stays(uniforms_Bq2[:, :-1, 0], _p_of_guesses(guesses_BN, shaped_BqV), _q_of_guesses(draft))
+        warped_BqV = _one_hot_where_greedy(warped_BqV, temperature_B)
+    is_accepted_BN = _is_accepted(
+        uniforms_Bq2[:, :-1, 0], _p_of_guesses(guesses_BN, warped_BqV), _q_of_guesses(draft)
+    )
     is_real_BN = _is_real(draft)
-    counts_B1 = (stays_BN & is_real_BN).long().cumprod(1).sum(1, keepdim=True)
-    p_BV = _rows_at(shaped_BqV, counts_B1).double().softmax(-1)
-    left_BV = _residual(p_BV, _q_against(draft, is_real_BN, counts_B1, p_BV))
+    counts_B1 = (is_accepted_BN & is_real_BN).long().cumprod(1).sum(1, keepdim=True)
+    p_BV = _rows_at(warped_BqV, counts_B1).double().softmax(-1)
+    left_BV = _residual(p_BV, _q_of_rejected(draft, is_real_BN, counts_B1, p_BV))
     next_B1 = _draw(left_BV, uniforms_Bq2[..., 1].gather(1, counts_B1))
     emitted_Bq = torch.cat((guesses_BN, next_B1), dim=1).scatter(1, counts_B1, next_B1)
     path = torch.arange(emitted_Bq.shape[1], device=emitted_Bq.device)
-    return Accepted(path.expand_as(emitted_Bq), counts_B1[:, 0], emitted_Bq)
+    return AcceptedTokens(path.expand_as(emitted_Bq), counts_B1[:, 0], emitted_Bq)
 
 
-def _certain_where_greedy(shaped_BqV: Tensor, temperature_B: Tensor) -> Tensor:
-    best_BqV = torch.full_like(shaped_BqV, -torch.inf).scatter(-1, shaped_BqV.argmax(-1, keepdim=True), 0.0)
-    return shaped_BqV.where((temperature_B > 0)[:, None, None], best_BqV)
+def _one_hot_where_greedy(warped_BqV: Tensor, temperature_B: Tensor) -> Tensor:
+    best_BqV = torch.full_like(warped_BqV, -torch.inf).scatter(-1, warped_BqV.argmax(-1, keepdim=True), 0.0)
+    return warped_BqV.where((temperature_B > 0)[:, None, None], best_BqV)
 
 
 def _is_real(draft: Draft) -> Tensor:
-    """(B, N): nodes that are guesses, not filler."""
+    """Return which nodes are drafted tokens and not padding, (B, N)."""
     nodes_N = torch.arange(draft.tokens_BN.shape[1], device=draft.tokens_BN.device)
     if draft.counts_B is None:
         return (nodes_N >= 0).expand_as(draft.tokens_BN)
     return nodes_N < draft.counts_B[:, None]
 
 
-def _p_of_guesses(guesses_BN: Tensor, shaped_BqV: Tensor) -> Tensor:
-    x_BNV = shaped_BqV[:, :-1]
+def _p_of_guesses(guesses_BN: Tensor, warped_BqV: Tensor) -> Tensor:
+    x_BNV = warped_BqV[:, :-1]
     chosen_BN = x_BNV.gather(-1, guesses_BN[..., None])[..., 0]
     return (chosen_BN.double() - x_BNV.logsumexp(-1)).exp()
 
@@ -67,13 +76,13 @@ def _q_of_guesses(draft: Draft) -> Tensor:
     return draft.logq_BNV.gather(-1, draft.tokens_BN[..., None])[..., 0].double().exp()
 
 
-def _stays(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """With probability min(1, p / q), and never if p is 0."""
+def _is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """Return true with probability min(1, p / q), and never where p is 0."""
     return u * q < p
 
 
-def _q_against(draft: Draft, is_real_BN: Tensor, counts_B1: Tensor, p_BV: Tensor) -> Tensor:
-    """(B, V): q of the guess that did not stay; zeros after a chain that stayed as a whole."""
+def _q_of_rejected(draft: Draft, is_real_BN: Tensor, counts_B1: Tensor, p_BV: Tensor) -> Tensor:
+    """Return q of the first rejected token, (B, V); zeros after a chain that was accepted as a whole."""
     num_nodes = draft.tokens_BN.shape[1]
     if num_nodes == 0:
         return torch.zeros_like(p_BV)
@@ -87,13 +96,13 @@ def _q_against(draft: Draft, is_real_BN: Tensor, counts_B1: Tensor, p_BV: Tensor
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(p - q, 0), not normalised. p where rounding leaves nothing: then p and q are the same."""
+    """Return max(p - q, 0), not normalized; p where rounding leaves nothing, as p and q are equal there."""
     left = (p - q).clamp_(min=0)
     return left.where(left.sum(-1, keepdim=True) > 0, p)
 
 
 def _draw(weights_BV: Tensor, u_B1: Tensor) -> Tensor:
-    """(B, 1) int64, by inversion. No weight of 0 is drawn: a step of the sum is where it passes u."""
+    """Draw from the weights by inversion, (B, 1) int64. A weight of 0 is never drawn."""
     sums_BV = weights_BV.cumsum(-1)
     return torch.searchsorted(sums_BV, u_B1 * sums_BV[:, -1:], right=True)
 

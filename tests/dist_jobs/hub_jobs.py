@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from aedit.edit.pace import OwnPace
 from aedit.edit.units import find_units
 from aedit.proto.agent import mailbox
-from aedit.proto.agent.link import Verdict
+from aedit.types import Verdict
 
 
 def train_sharded(rank, size):

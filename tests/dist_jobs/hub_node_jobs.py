@@ -18,7 +18,7 @@ from aedit.edit.units import find_units
 from aedit.launch.data.leased import LeasedOrder
 from aedit.proto.agent.agent_link import attach, start_agent
 from aedit.proto.agent.link import Progress
-from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.agent.plan import AgentPlan
 
 NUM_SAMPLES = 10**6
 BATCH = 4
@@ -79,11 +79,11 @@ def _train(model, link, rounds, seed):
 
 
 def agent_plan(model, addresses, **settings):
-    units = canonical.layout(find_units(model))
+    units = canonical.layout(find_units(model)).units
     return AgentPlan(
         addresses=tuple(addresses),
         run="test",
-        units=tuple(UnitPlan(name, tuple(TensorPlan(n, s) for n, s in tensors)) for name, tensors in units),
+        units=units,
         num_samples=NUM_SAMPLES,
         samples_per_step=BATCH,
         **settings,

@@ -117,6 +117,7 @@ def train_after_an_evaluation(rank, size, units, sharded):
     config = EditConfig(units=units)
     model(x)  # and the block is entered with everything gathered
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySteps(1), config=config)
+    model(x)
     with sync:
         loss(model, x).backward()
         inner.step()
@@ -132,6 +133,27 @@ def train_after_an_evaluation(rank, size, units, sharded):
     plain = Tower()
     plain.load_state_dict(anchors)
     return said.detach(), plain(x).detach()
+
+
+def start_gathered(rank, size):
+    """Nodes of one rank with other weights, whose blocks keep what they have gathered before they meet.
+    Returns the parameters at the start of the warm-up."""
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("sync", "shard"))
+    model = Tower()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(rank + 1)
+    fully_shard(model, mesh=mesh["shard"], reshard_after_forward=False)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
+    exchange = MeanExchange(transport, penalty=PLAIN)
+    sync = LayerSync.of(model, inner, exchange=exchange, config=EditConfig(warmup_steps="all"))
+    model(torch.ones(2, 5))
+    with sync:
+        reshard(model)
+        found = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    transport.close()
+    return found
 
 
 def reshard(model):

@@ -9,12 +9,13 @@ import grpc
 import numpy as np
 
 from aedit.proto.agent.agent_link import start_agent
-from aedit.proto.agent.plan import AgentPlan, TensorPlan, UnitPlan
+from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.codecs.codecs import codec
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.server import serve
 from aedit.proto.wire.service import Refusal
+from aedit.types import TensorLayout, UnitLayout
 
 SHAPES = (((3, 5), (7,)), ((5000,),))
 DEADLINE_S = 20.0
@@ -22,7 +23,7 @@ DEADLINE_S = 20.0
 
 def plan(addresses, **changes):
     units = tuple(
-        UnitPlan(f"unit{i}", tuple(TensorPlan(f"p{j}", shape) for j, shape in enumerate(shapes)))
+        UnitLayout(f"unit{i}", tuple(TensorLayout(f"p{j}", shape) for j, shape in enumerate(shapes)))
         for i, shapes in enumerate(changes.pop("shapes", SHAPES))
     )
     settings = {

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from scipy.special import betaincinv
 
-from aedit.spec_rollout.arms.arms import Observed, View
+from aedit.spec_rollout.arms.arms import EngineView, StepObservation
 from aedit.spec_rollout.drafters.drafts import Draft
 
 # Measured on two CPU cores: by rows, milliseconds of a plain step, then its multiples for 2, 4, 8, 16 and 32
@@ -37,7 +37,7 @@ def draft_s(arm, rows, behind):
     """As a layer of a small model, or as a look-up."""
     if arm.is_off:
         return 0.0
-    if arm.by == "suffix":
+    if arm.drafter == "suffix":
         return 2e-5 * rows
     return 1e-3 * (0.1 + 0.3 * (1 + 0.05 * rows) * arm.depth + 0.004 * behind)
 
@@ -60,8 +60,8 @@ class World:
 
     def draft(self, arm, rows):
         """The draft and, hidden from it, which of its nodes the policy would say."""
-        mean = self.agree[arm.by](self.step)
-        rng = np.random.default_rng([self.seed, self.step, len(arm.by)])
+        mean = self.agree[arm.drafter](self.step)
+        rng = np.random.default_rng([self.seed, self.step, len(arm.drafter)])
         chance, surely, blur = (
             rng.random((rows, MOST)),
             rng.random((rows, MOST)),
@@ -77,11 +77,11 @@ class World:
 
     def play(self, chooser, rows, context):
         """One step of an engine; the number of tokens of each row."""
-        view = View(rows, context, self.versions(self.step))
+        view = EngineView(rows, context, self.versions(self.step))
         arm = chooser.choose(view)
         draft, nodes, accepted, drafting_s = None, 0, np.zeros(rows, dtype=int), 0.0
         if not arm.is_off:
-            drafting_s = draft_s(arm, rows, min(self.pending, context) if arm.by == "layer" else 0)
+            drafting_s = draft_s(arm, rows, min(self.pending, context) if arm.drafter == "layer" else 0)
             draft, says = self.draft(arm, rows)
             nodes = chooser.trim(view, arm, draft)
             accepted = says[:, :nodes].sum(1)
@@ -93,9 +93,9 @@ class World:
             slow *= 1 + self.lame * 3 ** (-self.plain_run / 5)
         total_s = drafting_s + verify_s(rows, nodes, context) * slow
         emitted = int(rows + accepted.sum())
-        self.pending = 0 if arm.by == "layer" else self.pending + emitted
+        self.pending = 0 if arm.drafter == "layer" else self.pending + emitted
         self.now_s, self.tokens, self.step = self.now_s + total_s, self.tokens + emitted, self.step + 1
-        seen = Observed(view, arm, emitted, total_s, drafting_s, nodes, draft, accepted.tolist())
+        seen = StepObservation(view, arm, emitted, total_s, drafting_s, nodes, draft, accepted.tolist())
         chooser.learn(seen)
         return seen
 

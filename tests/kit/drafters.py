@@ -10,7 +10,7 @@ from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTraini
 from aedit.spec_rollout.learning.feature_reader import FeatureReader
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.learning.losses import LossConfig, PolicyEnds
+from aedit.spec_rollout.learning.losses import LossConfig, PolicyEmbeddings
 from aedit.spec_rollout.model.target import Target
 from kit.rollouts import Flips
 
@@ -42,7 +42,9 @@ def learned_by_heart(model, prompts, layer, *, steps=30, taps=()):
     reader = FeatureReader(memory)
     learned = [reader.read(entry) for entry in reader.entries()]
     assert len(learned) == len(prompts)
-    ends = PolicyEnds(model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach(), version=0)
+    ends = PolicyEmbeddings(
+        model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach(), version=0
+    )
     settings = DraftTrainingConfig(lr=1e-2, warmup_steps=5, loss=LossConfig(num_passes=2))
     trainer = DraftTrainer(layer, settings)
     for _ in range(steps):

@@ -2,7 +2,7 @@
 
 import torch
 
-from aedit.spec_rollout.engine.rows import Live
+from aedit.spec_rollout.engine.rows import RunningSample
 from aedit.spec_rollout.model.target import Target
 
 
@@ -23,18 +23,20 @@ def a_token_too_many_is_kept_in_the_cache(patch):
 
 
 def _keep(patch, more):
-    take = Live.take
+    append = RunningSample.append
 
     def wrong(self, tokens, *rest):
-        take(self, tokens, *rest)
+        append(self, tokens, *rest)
         self.length += more * (len(tokens) > 1)
 
-    patch.setattr(Live, "take", wrong)
+    patch.setattr(RunningSample, "append", wrong)
 
 
 def an_end_inside_of_an_accepted_run_is_not_seen(patch):
-    end_of = Live.end_of
-    patch.setattr(Live, "end_of", lambda self, tokens: (len(tokens), end_of(self, tokens[-1:])[1]))
+    find_end = RunningSample.find_end
+    patch.setattr(
+        RunningSample, "find_end", lambda self, tokens: (len(tokens), find_end(self, tokens[-1:])[1])
+    )
 
 
 def the_embedding_is_an_older_policy_s(patch):

@@ -18,7 +18,8 @@ from aedit.async_sgd.rules.config import (
     PushFilterConfig,
     StalenessConfig,
 )
-from aedit.async_sgd.rules.records import Joined, Layout, Push, TensorLayout, UnitLayout
+from aedit.async_sgd.rules.records import Joined, Push
+from aedit.types import Layout, TensorLayout, UnitLayout
 
 LAYOUT = Layout(
     (
@@ -63,9 +64,8 @@ def config(**settings):
 
 
 def plan(hub=None, outer=AVERAGE, every=10, steps=1000, **more):
-    return HubPlan(
-        hub=hub or config(), outer=outer, penalty=PenaltyConfig(), every=every, steps=steps, **more
-    )
+    penalty = PenaltyConfig(clip=10.0 if hub and hub.weights == "penalty" else None)
+    return HubPlan(hub=hub or config(), outer=outer, penalty=penalty, every=every, steps=steps, **more)
 
 
 class World:

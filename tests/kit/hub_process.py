@@ -13,13 +13,13 @@ steps = 1000000
 [edit]
 every = 3
 landing = "arrival"
+penalty = { clip = "none" }
 [outer]
 kind = "average"
 lr = 1.0
 [hub]
 address = "127.0.0.1:0"
 weights = "uniform"
-pace = "steps"
 codec = "fp32"
 heartbeat_s = 0.05
 expire_s = 5.0

@@ -11,7 +11,8 @@ from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.sync import LayerSync
 from aedit.edit.units import find_units
-from aedit.proto.agent.link import Answer, News, Verdict
+from aedit.proto.agent.link import Answer
+from aedit.types import News, Verdict
 
 OFF = PenaltyConfig(detector="off")
 

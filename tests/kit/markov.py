@@ -12,8 +12,8 @@ from scipy import stats
 
 from aedit.spec_rollout.drafters.drafts import Draft
 from aedit.spec_rollout.sampling.noise import gumbel, uniforms
-from aedit.spec_rollout.sampling.rejection import reject
-from aedit.spec_rollout.sampling.verify import coupled, node_depths, walk
+from aedit.spec_rollout.sampling.rejection import rejection_accept
+from aedit.spec_rollout.sampling.verify import accept_path, coupled_tokens, node_depths
 
 V = 8
 LENGTH = 4
@@ -92,7 +92,7 @@ def plain(made):
         noise = gumbel(rows.ids, rows.ids, rows.positions(1), V, torch.float64)
         tokens = (made.policy[rows.before, rows.roots][:, None] + noise).argmax(-1)
         nothing = torch.zeros(len(tokens), 0, dtype=torch.long)
-        return walk(Draft(nothing, None, None, nothing.double()), tokens)
+        return accept_path(Draft(nothing, None, None, nothing.double()), tokens)
 
     return step
 
@@ -141,7 +141,7 @@ def by_rejection(made, change=same, draft=draw_chain, shift=lambda numbers: numb
     def step(rows):
         guess = draft(made, rows)
         guess, logits = change(rows, guess, logits_of(made, rows, guess))
-        return reject(guess, logits, shift(uniforms(rows.ids, rows.ids, rows.positions(DEPTH + 1))))
+        return rejection_accept(guess, logits, shift(uniforms(rows.ids, rows.ids, rows.positions(DEPTH + 1))))
 
     return step
 
@@ -156,7 +156,7 @@ def by_coupling(made, change=same, draft=draw_chain, shift=0):
         if guess.parents_BN is not None:
             depths = node_depths(guess.parents_BN)
             noise = noise.gather(1, depths[..., None].expand(-1, -1, V))
-        return walk(guess, coupled(logits, noise))
+        return accept_path(guess, coupled_tokens(logits, noise))
 
     return step
 

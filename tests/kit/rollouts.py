@@ -144,7 +144,7 @@ class Follower:
             assert 0 < begun.num_prompt <= len(begun.tokens)
             self.rows[begun.row] = list(begun.tokens)
 
-    def take(self, taken):
+    def update(self, taken):
         assert sorted(self.rows) == list(range(len(taken.tokens)))
         assert taken.features.shape[:2] == (len(taken.tokens), max(map(len, taken.tokens)))
         for row, tokens in enumerate(taken.tokens):

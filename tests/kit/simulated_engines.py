@@ -3,10 +3,10 @@
 from collections import deque
 
 from aedit.spec_rollout.migration.moving import Reallocator, _sample
-from aedit.spec_rollout.migration.reallocate import Load, Pace
+from aedit.spec_rollout.migration.reallocate import EngineLoad, EngineSpeed
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 
-PACE = Pace(fixed_s=0.010, row_s=0.001, prefill_s=0.0002)
+PACE = EngineSpeed(fixed_s=0.010, row_s=0.001, prefill_s=0.0002)
 MOST = 2000
 PROMPT = (1,) * 20
 
@@ -22,45 +22,45 @@ def prompts(lengths, rollout=0, group=-1):
 class Simulated:
     """A `Movable` that knows how long its samples will be, and tells nobody."""
 
-    def __init__(self, rows=16, pace=PACE):
-        self.rows, self.pace = rows, pace
-        self.live, self.waiting = [], deque()
+    def __init__(self, rows=16, speed=PACE):
+        self.rows, self.speed = rows, speed
+        self.running, self.waiting = [], deque()
         self.free_at = 0.0
         self.world = None
         self.idle_after_giving = False
 
     @property
     def samples(self):
-        return [*self.live, *self.waiting]
+        return [*self.running, *self.waiting]
 
     def load(self):
         told = tuple(map(_sample, self.samples))
-        return Load(told, self.rows, self.pace)
+        return EngineLoad(told, self.rows, self.speed)
 
-    def take_out(self, key):
-        for place in (self.live, self.waiting):
+    def remove(self, key):
+        for place in (self.running, self.waiting):
             for rollout in place:
                 if (rollout.prompt.rollout, rollout.prompt.sample) == key:
                     place.remove(rollout)
                     self.idle_after_giving |= not self.samples
-                    return rollout.to_move()
+                    return rollout.to_prompt()
         return None
 
     def add(self, prompt):
-        self.waiting.append(prompt.begun or Rollout(prompt))
-        if prompt.begun:
-            redone = len(prompt.tokens) + len(prompt.begun.tokens)
-            self.free_at = max(self.free_at, self.world.now) + redone * self.pace.prefill_s
+        self.waiting.append(prompt.partial or Rollout(prompt))
+        if prompt.partial:
+            redone = len(prompt.tokens) + len(prompt.partial.tokens)
+            self.free_at = max(self.free_at, self.world.now) + redone * self.speed.prefill_s
 
     def step(self):
         """One token for each live sample; those that have ended leave."""
-        while self.waiting and len(self.live) < self.rows:
-            self.live.append(self.waiting.popleft())
-        self.free_at = max(self.free_at, self.world.now) + self.pace.token_s(len(self.live))
-        for rollout in self.live:
+        while self.waiting and len(self.running) < self.rows:
+            self.running.append(self.waiting.popleft())
+        self.free_at = max(self.free_at, self.world.now) + self.speed.token_s(len(self.running))
+        for rollout in self.running:
             rollout.tokens.append(0)
-        ended = [r for r in self.live if len(r.tokens) == self.world.length_of(r)]
-        self.live = [r for r in self.live if r not in ended]
+        ended = [r for r in self.running if len(r.tokens) == self.world.length_of(r)]
+        self.running = [r for r in self.running if r not in ended]
         return ended
 
 
@@ -88,12 +88,12 @@ class World:
             engine = min((e for e in self.engines if e.samples), key=lambda e: e.free_at)
             self.now = max(self.now, engine.free_at)
             if self.reallocator and self.now >= look_at:
-                self.moves += self.reallocator.look()
+                self.moves += self.reallocator.rebalance()
                 look_at = self.now + self.every_s
                 continue
             for rollout in engine.step():
-                rollout.finish = "stop"
+                rollout.finish_reason = "stop"
                 self.ended.append(rollout)
                 if self.reallocator:
-                    self.reallocator.finished(rollout)
+                    self.reallocator.record_finished(rollout)
         return max(engine.free_at for engine in self.engines)

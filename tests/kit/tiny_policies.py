@@ -4,8 +4,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.learning.feature_reader import Sample
-from aedit.spec_rollout.learning.losses import PolicyEnds
+from aedit.spec_rollout.learning.feature_reader import FeatureSample
+from aedit.spec_rollout.learning.losses import PolicyEmbeddings
 
 SIZES = {
     "vocab_size": 48,
@@ -42,13 +42,15 @@ def said(model, prompts, num_tokens, *, version=1, seed=0):
         tokens = torch.cat((tokens, torch.multinomial(p, 1, generator=generator)), 1)
     hidden = model.model(input_ids=tokens).last_hidden_state
     return [
-        Sample(row, features[:-1], len(prompts[0]), version, 0, number + 1, True)
+        FeatureSample(row, features[:-1], len(prompts[0]), version, 0, number + 1, True)
         for number, (row, features) in enumerate(zip(tokens, hidden, strict=True))
     ]
 
 
 def ends(model, version=1):
-    return PolicyEnds(model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach(), version)
+    return PolicyEmbeddings(
+        model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach(), version
+    )
 
 
 def drafter(model, seed=0, taps=0):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from aedit.spec_rollout.model.kv_extent import Reach, reaches
+from aedit.spec_rollout.model.kv_extent import KVExtent, kv_extents
 
 
 def slots_read(found):
@@ -27,7 +27,7 @@ def least_cost(lengths, q, price):
 def test_all_rows_are_looked_at_once_and_far_enough(seed):
     rng = random.Random(seed)
     lengths, q = [rng.randint(0, 400) for _ in range(rng.randint(1, 33))], rng.randint(1, 9)
-    found = reaches(lengths, q, 64)
+    found = kv_extents(lengths, q, 64)
     assert [row for r in found for row in range(r.first_row, r.first_row + r.num_rows)] == [
         *range(len(lengths))
     ]
@@ -41,24 +41,24 @@ def test_all_rows_are_looked_at_once_and_far_enough(seed):
 def test_it_is_no_worse_than_one_piece_and_near_the_best_of_all_cuts(seed):
     rng = random.Random(seed)
     lengths = [min(600, int(rng.lognormvariate(4.6, 0.8))) for _ in range(10)]
-    found = reaches(lengths, 1, 64)
+    found = kv_extents(lengths, 1, 64)
     cost = slots_read(found) + 64 * (len(found) - 1)
     assert cost <= len(lengths) * (max(lengths) + 1)
     assert cost <= 1.15 * least_cost(lengths, 1, 64)
 
 
 def test_one_long_row_among_short_ones_is_read_apart():
-    assert reaches([50, 50, 50, 600, 50, 50], 1, 64) == [
-        Reach(0, 3, 51, needs_mask=False),
-        Reach(3, 1, 601, needs_mask=False),
-        Reach(4, 2, 51, needs_mask=False),
+    assert kv_extents([50, 50, 50, 600, 50, 50], 1, 64) == [
+        KVExtent(0, 3, 51, needs_mask=False),
+        KVExtent(3, 1, 601, needs_mask=False),
+        KVExtent(4, 2, 51, needs_mask=False),
     ]
 
 
 def test_rows_of_like_length_are_one_piece():
-    assert reaches([100, 110, 105, 108], 3, 64) == [Reach(0, 4, 113)]
+    assert kv_extents([100, 110, 105, 108], 3, 64) == [KVExtent(0, 4, 113)]
 
 
 def test_a_cut_that_spares_too_little_is_not_made():
-    assert reaches([100, 100, 160, 100], 1, 150) == [Reach(0, 4, 161)], "any one cut spares 120"
-    assert len(reaches([100, 100, 160, 100], 1, 110)) == 2
+    assert kv_extents([100, 100, 160, 100], 1, 150) == [KVExtent(0, 4, 161)], "any one cut spares 120"
+    assert len(kv_extents([100, 100, 160, 100], 1, 110)) == 2

@@ -1,0 +1,96 @@
+"""A key that a person gives and that can have no effect is an error with the key and the remedy."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.effects import RULES, without_effect
+from aedit.launch.config.fields import hints, to_toml
+from aedit.launch.config.load import load
+from aedit.types import UserError
+
+HUB = '[hub]\naddress = "h:1"\n'
+USELESS = {
+    "edit.prefetch": '[edit]\nlanding = "arrival"\nprefetch = 2\n',
+    "edit.fragments": '[edit]\nwarmup_steps = "all"\nfragments = 4\n',
+    "outer.lr": '[edit]\nwarmup_steps = "all"\n[outer]\nlr = 0.8\n',
+    "hub.merge": HUB + 'merge = "trimmed"\n',
+    "hub.grace": HUB + "quorum = 1\ngrace = 0.5\n",
+    "hub.grace_cap_s": HUB + 'quorum = "all"\ngrace_cap_s = 1.0\n',
+    "edit.penalty.step_weight": HUB + 'weights = "steps"\n[edit.penalty]\nstep_weight = 0.5\n',
+    "edit.penalty.weights": HUB + 'weights = "uniform"\n[edit.penalty]\nweights = "paper"\n',
+    "edit.penalty.temperature": '[edit.penalty]\nweights = "uniform"\ntemperature = 2.0\n',
+    "edit.penalty.patience": '[edit.penalty]\ndetector = "off"\npatience = 2\n',
+    "edit.penalty.ema": "[edit.penalty]\nema = 0.1\n",
+    "edit.penalty.window": '[edit.penalty]\ndetector = "ema"\nwindow = 8\n',
+    "outer.momentum": '[outer]\nkind = "average"\nmomentum = 0.5\n',
+    "outer.delay": "[outer]\ndelay = 8\n",
+    "hub.staleness.power": HUB + '[hub.staleness]\nrule = "constant"\npower = 1.0\n',
+    "hub.staleness.rate": HUB + "[hub.staleness]\nrate = 1.0\n",
+    "hub.parent_mix": HUB + "parent_mix = 0.5\n",
+    "model.sizes.hidden_size": '[model]\npretrained = "x"\nsizes = { hidden_size = 3 }\n',
+    "data.split": '[data]\nsource = "a.txt"\nsplit = "test"\n',
+}
+
+
+def written(tmp_path, text, name="run.toml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", USELESS)
+def test_a_key_without_effect_is_named_with_its_line_its_cause_and_the_remedy(tmp_path, name):
+    path = written(tmp_path, USELESS[name])
+    key = "sizes" if name.startswith("model.sizes") else name.rpartition(".")[2]
+    lines = path.read_text().splitlines()
+    line = max(n for n, text in enumerate(lines, 1) if text.startswith(f"{key} ="))
+    with pytest.raises(UserError) as said:
+        load(path, [], strict=True)
+    cause = re.search(r"with ([\w.]+) = .*: remove .*, or set ([\w.]+) to ", str(said.value))
+    place = path if name.startswith("model.sizes") else f"{path}:{line}"
+    assert str(said.value).startswith(f"{place}: {name} has no effect with {cause[1]} = ")
+    assert cause[1] == cause[2] in hints()
+    assert load(path, []).config is not None, "what the program itself has written is not judged"
+
+
+def test_without_the_useless_key_the_same_file_loads(tmp_path):
+    for name, text in USELESS.items():
+        key = "sizes" if name.startswith("model.sizes") else name.rpartition(".")[2]
+        load(written(tmp_path, re.sub(rf"^{key} = .*\n", "", text, flags=re.M)), [], strict=True)
+
+
+def test_every_rule_is_tried_and_names_keys_that_exist():
+    known = set(hints())
+    tried = set(USELESS)
+    for rule in RULES:
+        assert rule.cause in known
+        assert all(any(name.startswith(key) for name in known | {"model.sizes.x"}) for key in rule.keys)
+        assert any(name.startswith(key) for key in rule.keys for name in tried), rule
+
+
+def test_a_flag_without_effect_is_an_error_and_a_flag_that_makes_a_key_useless_is_none(tmp_path):
+    """Who overrides a value of a file cannot take away the keys that depended on it."""
+    path = written(tmp_path, "[edit]\nprefetch = 3\n")
+    assert load(path, ["--edit.landing", "arrival"], strict=True).config.edit.prefetch == 3
+    above = written(tmp_path, '[edit]\nlanding = "arrival"\n', "above.toml")
+    assert load([path, above], [], strict=True).config.edit.prefetch == 3
+    with pytest.raises(UserError, match=r"flag: edit\.prefetch has no effect"):
+        load(above, ["--edit.prefetch", "1"], strict=True)
+    with pytest.raises(UserError, match=r"edit\.prefetch has no effect"):
+        load([above, path], [], strict=True)
+
+
+def test_what_the_program_writes_can_be_loaded_as_a_persons_file(tmp_path):
+    for preset in sorted(Path("configs").glob("*.toml")):
+        config = load(preset, [], strict=True).config
+        path = written(tmp_path, to_toml(config))
+        assert load(path, [], strict=True).config == config, preset
+
+
+def test_all_keys_have_an_effect_in_some_configuration():
+    """No rule condemns a key whatever the others are: under its remedies each is free."""
+    assert {r.cause for r in without_effect(RunConfig(), "edit.prefetch")} == set()
+    assert {r.cause for r in without_effect(RunConfig(), "outer.delay")} == {"outer.kind"}
