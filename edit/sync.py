@@ -188,8 +188,9 @@ class LayerSync(Waiter):
         if not self._hooks:
             raise ValueError("sync.step() outside the block: wrap the training loop in `with sync:`")
         self.optimizers.check_unchanged()
-        if not self.optimizers.looked:  # now: right after the first step, weights are nearest to parameters
-            self.optimizers.look(self._params)
+        if self.optimizers.idle:
+            return
+        self.optimizers.look_early(self._params)
         warmed_up = self.warming_up
         if warmed_up:
             self._gradients.end_step()

@@ -233,7 +233,7 @@ def test_the_policy_s_own_weights_are_used_in_place(policy):
         ({"tokens": ()}, "empty"),
         ({"tokens": (1, VOCABULARY)}, "token 64 is outside"),
         ({"tokens": (1, -1)}, "token -1 is outside"),
-        ({"tokens": tuple([1] * 57)}, "57 tokens and max_new_tokens 8 are more than max_tokens 64"),
+        ({"tokens": tuple([1] * 57)}, "57 tokens and max_new_tokens 8 exceed max_tokens 64"),
         ({"rollout": 1 << 64}, "64 bits"),
         ({"sampling": {"stop_tokens": (64,)}}, "stop token 64 is outside"),
         ({"sampling": {"stop_strings": ("x",)}}, "tokenizer"),
@@ -370,5 +370,5 @@ def test_a_sink_is_not_changed_under_live_samples(policy):
     engine = engine_of(policy)
     engine.add(prompts_of(1)[0])
     engine.step()
-    with pytest.raises(ValueError, match="before samples are live"):
+    with pytest.raises(ValueError, match="only while no sample is running"):
         engine.sink = Recorder()

@@ -189,5 +189,5 @@ def test_greedy_decoding_is_the_same_in_rejection_mode_which_knows_no_trees(poli
     assert engine.status()["accepted_length"] > 1.3
     engine = engine_of(policy, 3, Insider(texts), "layer:3x2x6", mode="rejection")
     engine.add(prompts[0])
-    with pytest.raises(ValueError, match="layer:3x2x6: rejection verifies chains only"):
+    with pytest.raises(ValueError, match="layer:3x2x6: rejection mode verifies chains only"):
         engine.step()

@@ -281,7 +281,9 @@ def test_ticks_of_flat_series_at_a_hub_are_whole_numbers_from_zero(tmp_path):
 def test_a_hub_without_nodes_is_shown_but_cannot_be_plotted(tmp_path, capsys):
     write(tmp_path / "young" / "hub", [line(1, [], [])])
     status.main(tmp_path / "young")
-    assert "versions none yet" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "versions none yet" in text
+    assert "steps/s" not in text, "a table of nobody"
     with pytest.raises(UserError, match="nothing to plot"):
         plot.main(tmp_path / "young")
 

@@ -358,9 +358,9 @@ def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match=r"must be layer.*, got off"):
         rows.drafter.propose(OFF, 1, rows, torch.ones(1))
     rows.propose("layer:2")
-    with pytest.raises(ValueError, match="row 0 has made no step since its last draft"):
+    with pytest.raises(ValueError, match="row 0 has no step since its last draft"):
         rows.propose("layer:2")
-    with pytest.raises(ValueError, match="2 rows are asked for, and only 1 of them have begun"):
+    with pytest.raises(ValueError, match="2 rows is requested, but only 1 of them have a sample"):
         rows.drafter.propose(parse_arm("layer:2"), 2, rows, torch.ones(2))
     with pytest.raises(ValueError, match=r"the policy's head must be of shape \(40, 24\)"):
         LayerDrafter(rows.layer, (rows.ends[0], rows.ends[1][1:]), rows=1, max_tokens=9)

@@ -148,7 +148,7 @@ def test_a_row_that_moves_takes_its_noise_along_and_its_old_number_can_begin_aga
     noise.end(1)
     noise.move(3, 1)
     assert torch.equal(noise.at([1], [4], 8)[0], direct(3, 4, 8))
-    with pytest.raises(ValueError, match="has not begun"):
+    with pytest.raises(ValueError, match="has no sample"):
         noise.at([3], [4], 1)
     noise.begin(3, 101, 7)
     assert torch.equal(noise.at([3], [4], 8)[0], direct(1, 4, 8))
@@ -159,7 +159,7 @@ def test_a_row_that_moves_ends_what_was_there_and_leaves_nothing_behind():
     noise = begun()
     noise.at([1], [0], 8)
     noise.move(3, 1)
-    with pytest.raises(ValueError, match="has not begun"):
+    with pytest.raises(ValueError, match="has no sample"):
         noise.at([3], [0], 1)
 
 

@@ -243,8 +243,8 @@ def test_keys_and_values_that_do_not_fit_are_refused():
     model = made()
     target = Target.of(model, rows=1, max_tokens=10, nodes=0)
     for kv, words in (
-        (torch.zeros(3, 2, 2, 12, 8, dtype=torch.float64), "12 tokens: a row has room for 11"),
-        (torch.zeros(3, 2, 2, 4, 8), "torch.float32: this cache is in torch.float64"),
+        (torch.zeros(3, 2, 2, 12, 8, dtype=torch.float64), "12 tokens exceed the 11 slots"),
+        (torch.zeros(3, 2, 2, 4, 8), "this cache's torch.float64, got torch.float32"),
         (torch.zeros(2, 2, 2, 4, 8, dtype=torch.float64), "another model"),
         (torch.zeros(3), "another model"),
     ):
@@ -303,9 +303,9 @@ def test_one_name_of_tied_weights_is_enough_and_two_that_differ_are_refused():
     ("change", "words"),
     [
         (lambda w: w.pop("model.norm.weight"), "model.norm.weight is missing"),
-        (lambda w: w.update(more=torch.ones(1)), "more is not a tensor of this model"),
-        (lambda w: w.update({"lm_head.weight": torch.ones(3, 3)}), r"lm_head.weight has shape \(3, 3\)"),
-        (lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}), "in torch.int8"),
+        (lambda w: w.update(more=torch.ones(1)), "more is not in this model's state_dict"),
+        (lambda w: w.update({"lm_head.weight": torch.ones(3, 3)}), r"lm_head.weight must .* got \(3, 3\)"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}), "got torch.int8"),
     ],
 )
 def test_weights_that_do_not_fit_change_nothing(change, words):
@@ -378,12 +378,15 @@ def test_what_is_not_supported_is_named():
 def test_rows_and_tokens_beyond_the_cache_are_refused():
     target = Target.of(made(), rows=2, max_tokens=20, nodes=3)
     for call, words in (
-        (lambda: target.prefill(drawn(25), 0), "25 tokens in a row: it has room for 20 and a draft"),
+        (lambda: target.prefill(drawn(25), 0), "25 tokens in a row exceed max_tokens 20 and a draft"),
         (lambda: target.step(drawn(1, 4), [21]), "25 tokens in a row"),
-        (lambda: target.step(drawn(3, 1), [1, 1, 1]), "3 rows of tokens, 3 lengths, 2 rows"),
-        (lambda: target.step(drawn(1, 1), [1, 1]), "1 rows of tokens, 2 lengths, 2 rows"),
-        (lambda: Target.of(made(), rows=0, max_tokens=20), "rows 0"),
-        (lambda: Target.of(made(), rows=1, max_tokens=20, taps=(3,)), r"taps \[3\]: .* layers 0 to 2"),
+        (lambda: target.step(drawn(3, 1), [1, 1, 1]), "3 rows of tokens and 3 lengths: must .* at most 2"),
+        (lambda: target.step(drawn(1, 1), [1, 1]), "1 rows of tokens and 2 lengths"),
+        (lambda: Target.of(made(), rows=0, max_tokens=20), "got 0, 20, 16"),
+        (
+            lambda: Target.of(made(), rows=1, max_tokens=20, taps=(3,)),
+            r"taps \[3\] do not exist: .* layers 0 to 2",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()

@@ -47,7 +47,7 @@ def _refused(
     tensors = state.layout.units[push.unit].tensors
     expected = member.received.get(push.unit, 0) + 1
     if push.seq != expected:
-        # Not an violation, as violations are told apart by this number: one from far ahead would be the last.
+        # Not a violation, as violations are told apart by this number: one from far ahead would be the last.
         return _stale(push, f"gap: push {push.seq} where {expected} was due")
     if len(push.norms) != len(tensors):
         return _violation(member, push, f"layout: {len(push.norms)} norms for {len(tensors)} parameters")

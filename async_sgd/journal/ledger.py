@@ -80,7 +80,7 @@ class Ledger:
         self.standby.wait(position)
 
     def snapshot_is_due(self, num_bytes: int) -> bool:
-        """Return whether the journal has grown by `num_bytes` since the last snapshot, and by enough to be worth one."""
+        """Return whether the journal has grown by `num_bytes`, and by enough, since the last snapshot."""
         number, offset = self.journal.position
         began, before = self._snapshot_at
         return number != began or offset - before >= max(num_bytes, 2 * self._saved_bytes)
@@ -114,7 +114,7 @@ class StandbyTracker:
         """Called when it is waited for from now on, or no longer."""
 
     def heard(self, confirmed: Position, newest: Position) -> None:
-        """Note that the standby has everything before `confirmed` on disk while the journal ends at `newest`."""
+        """Note that the standby has everything before `confirmed` on disk; the journal ends at `newest`."""
         with self._change:
             self._heard_s, self.confirmed = self._clock(), confirmed
             near = confirmed[0] == newest[0] and newest[1] - confirmed[1] <= STANDBY_NEAR_BYTES

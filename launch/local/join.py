@@ -13,6 +13,7 @@ from aedit.launch.config.effects import check_effects
 from aedit.launch.config.flags import flag_keys, with_flags
 from aedit.launch.config.load import parse
 from aedit.launch.config.placement import Membership, Placement
+from aedit.launch.local.preflight import preflight
 from aedit.launch.local.run import run
 from aedit.launch.rundir.prepare import claimed
 from aedit.proto.wire.hello import caller_keys, greet
@@ -38,6 +39,7 @@ def join(
             f"--name: the hub calls this run {told.name}; a node's own name is --as, its folder --dir"
         )
     config = replace(config, hub=replace(config.hub, address=addresses))
+    preflight(config, Placement())
     run_dir = Path(config.dir) / config.name
     with _named(run_dir, name) as own_name:
         membership = Membership(

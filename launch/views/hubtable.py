@@ -42,7 +42,7 @@ def hub_table(now: HubAt, detail: HubDetail = FULL) -> Iterator[RenderableType]:
         return
     nodes = now.nodes[: detail.max_rows]
     for wanted, columns, cells in ((detail.pace, PACE, _pace), (detail.trust, TRUST, _trust)):
-        if wanted:
+        if wanted and nodes:
             yield _table(columns, map(cells, nodes), fold=detail.spaced)
             if detail.spaced:
                 yield Text()

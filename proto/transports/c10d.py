@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aedit.proto.transports.store_notes import Board
+from aedit.proto.transports.store_notes import StoreNotes
 from aedit.proto.transports.transport import Mean, PeersMissing, Rows
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class TorchTransport:
         self.bytes_sent = 0
         # Small rows go over Gloo where the group has it, so that no GPU is waited for.
         self._device = torch.device("cpu" if "gloo" in str(dist.get_backend(group)) else "cuda")
-        self._board = Board(group, timeout_s)
+        self._notes = StoreNotes(group, timeout_s)
 
     def gather(self, key: str, row: Tensor) -> _Collective[Rows]:
         mine = row.detach().to(self._device, torch.float64, copy=True)
@@ -82,13 +82,13 @@ class TorchTransport:
         return _Collective(key, work, self.timeout_s, read)
 
     def post(self, key: str, text: str) -> None:
-        self._board.post(key, text)
+        self._notes.post(key, text)
 
     def read(self, key: str) -> str | None:
-        return self._board.read(key)
+        return self._notes.read(key)
 
     def close(self) -> None:
-        self._board.close()
+        self._notes.close()
 
 
 def _weigh(value: Tensor, weight: float | Tensor, out: Tensor) -> None:

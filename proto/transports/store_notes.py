@@ -21,7 +21,7 @@ _WAIT = timedelta(hours=1)
 _CLOSE_LIMIT_S = 5.0
 
 
-class Board:
+class StoreNotes:
     """Open on every rank of `group` at the same time; the group's first rank serves the store."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:

@@ -81,22 +81,22 @@ class Service:
 def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, ...]:
     """Membership, Exchange and State. `threads`: pushes, and as many pulls, at a time; who waits for one of
     them does not hold up the small calls."""
-    door = Door(limits)
+    handlers = CallHandlers(limits)
     small, pushes = ThreadPoolExecutor(8, "call"), ThreadPoolExecutor(threads, "push")
     pulls, tails = ThreadPoolExecutor(threads, "pull"), ThreadPoolExecutor(4, "tail")
     membership = {
-        "Hello": door.call(hub_pb2.HelloRequest, core.hello, small),
-        "Join": door.call(hub_pb2.JoinRequest, core.join, small),
-        "Heartbeat": door.call(hub_pb2.HeartbeatRequest, core.heartbeat, small),
-        "Lease": door.call(hub_pb2.LeaseRequest, core.lease, small),
-        "Leave": door.call(hub_pb2.LeaveRequest, core.leave, small),
-        "TakeOver": door.call(hub_pb2.TakeOverRequest, core.take_over, small),
+        "Hello": handlers.call(hub_pb2.HelloRequest, core.hello, small),
+        "Join": handlers.call(hub_pb2.JoinRequest, core.join, small),
+        "Heartbeat": handlers.call(hub_pb2.HeartbeatRequest, core.heartbeat, small),
+        "Lease": handlers.call(hub_pb2.LeaseRequest, core.lease, small),
+        "Leave": handlers.call(hub_pb2.LeaveRequest, core.leave, small),
+        "TakeOver": handlers.call(hub_pb2.TakeOverRequest, core.take_over, small),
     }
-    exchange = {"Push": door.push(core, pushes), "Pull": door.pull(core.pull, pulls)}
+    exchange = {"Push": handlers.push(core, pushes), "Pull": handlers.pull(core.pull, pulls)}
     state = {
-        "Status": door.call(hub_pb2.StatusRequest, core.status, small),
-        "Tail": door.tail(core, tails),
-        "Confirm": door.call(hub_pb2.ConfirmRequest, core.confirm, small),
+        "Status": handlers.call(hub_pb2.StatusRequest, core.status, small),
+        "Tail": handlers.tail(core, tails),
+        "Confirm": handlers.call(hub_pb2.ConfirmRequest, core.confirm, small),
     }
     return (
         Service("aedit.v1.Membership", membership, (small,)),
@@ -108,10 +108,10 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
 def donor_service(pull: Pull, limits: Limits, threads: int) -> Service:
     """Exchange without Push: what a node serves that gives its anchors to others, `threads` at a time."""
     pulls = ThreadPoolExecutor(threads, "pull")
-    return Service("aedit.v1.Exchange", {"Pull": Door(limits).pull(pull, pulls)}, (pulls,))
+    return Service("aedit.v1.Exchange", {"Pull": CallHandlers(limits).pull(pull, pulls)}, (pulls,))
 
 
-class Door:
+class CallHandlers:
     """Makes gRPC handlers of plain functions: raw bytes are read here, under the limits."""
 
     def __init__(self, limits: Limits) -> None:

@@ -1,30 +1,30 @@
-"""A suffix automaton: every text that it has read, by what has followed what.
+"""Suffix automaton with occurrence counts, over several texts that grow token by token.
 
-A state stands for strings that end at the same places of the texts; its longest string has `length` tokens,
-and its link leads to the state of the longest suffix that ends at more places (Blumer et al., 1985). Reading
-a token costs O(1) on average. Most states have one continuation, which lives in two flat arrays; only the
-others have a dictionary, so that a token takes about 100 to 200 bytes.
+A state represents strings that end at the same positions of the texts. Its longest string has `length`
+tokens, and its suffix link leads to the state of the longest suffix that ends at more positions (Blumer et
+al., 1985). Appending a token is amortized O(1). Most states have one continuation, which is stored in two
+flat arrays; only the others have a dictionary. A token takes about 100 to 200 bytes.
 """
 
 import sys
 from array import array
 
 MAX_LINKS = 64
-"""Suffixes that one occurrence is counted for, longest first. Only in runs of one token, or of a few, are
-there more; their short strings are counted too seldom then, so that a token never costs more."""
+"""Number of suffixes, longest first, that one occurrence is counted for. Only repetitions of one token or of
+a few have more. The limit bounds the cost per token; short suffixes of such texts are counted too rarely."""
 
 ROOT = 0
-"""The state of the empty string."""
+"""State of the empty string."""
 
 NO_STATE = -1
 
 
 class Automaton:
-    """Texts, read token by token. Several may grow at a time, each with a state of its own."""
+    """Suffix automaton of several texts. Each text grows through its own state."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        """Read so far, of all texts."""
+        """Number of appended tokens of all texts."""
         self._length = array("i", [0])
         self._link = array("i", [NO_STATE])
         self._count = array("i", [0])
@@ -33,23 +33,30 @@ class Automaton:
         self._more: dict[int, dict[int, int]] = {}
 
     def length(self, state: int) -> int:
-        """Tokens of the longest string of the state."""
+        """Return the length of the longest string of the state, in tokens."""
         return self._length[state]
 
     def count(self, state: int) -> int:
-        """How often the strings of the state have been read."""
+        """Return how often the strings of the state have occurred."""
         return self._count[state]
 
     def step(self, state: int, token: int) -> int:
-        """The state of the same strings with one more token, or `NO_STATE` if it has never followed them."""
+        """Return the state after one more token, or `NO_STATE` if the token never followed these strings."""
         if self._token[state] == token:
             return self._target[state]
         more = self._more.get(state)
         return NO_STATE if more is None else more.get(token, NO_STATE)
 
     def advance_match(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """After one more token of a text that is only compared: the state and the length of its longest
-        suffix that has been read. state and length: the same of before; amortised O(1)."""
+        """Return the longest known suffix of another text after one more token, as (state, length).
+
+        Amortized O(1).
+
+        Args:
+            state: State of the longest known suffix before the token.
+            length: Length of that suffix.
+            token: Next token of the text.
+        """
         while (found := self.step(state, token)) == NO_STATE:
             state = self._link[state]
             if state == NO_STATE:
@@ -58,14 +65,14 @@ class Automaton:
         return found, length + 1
 
     def longest_continued(self, state: int, length: int) -> tuple[int, int]:
-        """The longest suffix of a string of so many tokens that something has followed: state and length."""
+        """Return the longest suffix of the state's string that has a continuation, as (state, length)."""
         while self._token[state] == NO_STATE and state != ROOT:
             state = self._link[state]
             length = self._length[state]
         return state, length
 
     def continuations(self, state: int) -> list[tuple[int, int]]:
-        """What has followed: tokens, each with its state."""
+        """Return the tokens that have followed the state's strings, each with its state."""
         if self._token[state] == NO_STATE:
             return []
         first = (self._token[state], self._target[state])
@@ -73,7 +80,10 @@ class Automaton:
         return [first] if more is None else [first, *more.items()]
 
     def append(self, state: int, token: int) -> int:
-        """One more token of a text that has been read up to `state` (begins at `ROOT`); where it is now."""
+        """Append a token to a text that ends at `state`, and return its new state.
+
+        An empty text ends at `ROOT`.
+        """
         length = self._length[state] + 1
         existing = self.step(state, token)
         if existing == NO_STATE:
@@ -88,7 +98,7 @@ class Automaton:
         return new
 
     def longest_prefix(self, tokens: list[int]) -> tuple[int, int]:
-        """How far a text has been read from its first token on: that state, and the number of tokens."""
+        """Return the longest prefix of `tokens` that a known text begins with, as (state, length)."""
         state = ROOT
         for i, token in enumerate(tokens):
             found = self.step(state, token)
@@ -99,7 +109,7 @@ class Automaton:
 
     @property
     def num_bytes(self) -> int:
-        """What the arrays and dictionaries take, with the numbers in the dictionaries."""
+        """Return the memory of the arrays and dictionaries, with the integers in the dictionaries."""
         arrays = (self._length, self._link, self._count, self._token, self._target)
         flat = sum(sys.getsizeof(numbers) for numbers in arrays)
         branches = sum(sys.getsizeof(more) + 56 * len(more) for more in self._more.values())
@@ -114,7 +124,11 @@ class Automaton:
         return len(self._length) - 1
 
     def _add_transitions(self, state: int, token: int, new: int) -> int:
-        """Lets `token` lead to `new` from all suffixes that it never followed; the state `new` links to."""
+        """Add transitions to `new` from all suffixes that `token` never followed.
+
+        Returns:
+        The suffix link of `new`.
+        """
         while state != NO_STATE:
             existing = self.step(state, token)
             if existing != NO_STATE:
@@ -125,8 +139,7 @@ class Automaton:
         return ROOT
 
     def _split(self, state: int, token: int, existing: int) -> int:
-        """Takes the strings that `state` leads to out of `existing`, whose longer ones end at fewer
-        places."""
+        """Split the shorter strings, which end at more positions, off `existing` into a new state."""
         short = self._append(self._length[state] + 1)
         self._link[short] = self._link[existing]
         self._count[short] = self._count[existing]
@@ -148,7 +161,7 @@ class Automaton:
             self._more.setdefault(state, {})[token] = target
 
     def _count_occurrence(self, state: int) -> None:
-        """Counts one occurrence of the state's strings and of their suffixes."""
+        """Count one occurrence of the state's strings and of their suffixes."""
         count, link = self._count, self._link
         for _ in range(MAX_LINKS):
             count[state] += 1

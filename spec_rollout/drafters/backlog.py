@@ -1,8 +1,8 @@
-"""What a learned drafter has been told and has not computed yet.
+"""Pairs that a learned drafter has received but not computed yet.
 
-An arm without the drafter costs it nothing but a place in a list: pairs wait here as the engine has handed
-them over, and are put into the cache when a draft is asked for. What waits is bounded: a row that nobody has
-drafted for in a long time begins its drafting anew with its last pairs.
+While another arm is in use, a step costs the drafter one list entry: pairs are queued as the engine passed
+them, and are written to the cache when a draft is requested. The queue is bounded: for a row without drafts
+for a long time, only the last pairs remain.
 
 Shapes: B rows, m tokens of the longest row of a step, P pairs, w feature size.
 """
@@ -19,22 +19,26 @@ from aedit.spec_rollout.drafters.drafts import RowStart, StepUpdate
 
 @dataclass(slots=True, eq=False)
 class RowBacklog:
-    """One sample's pairs. Pair i is the feature of token i and token i + 1, and slot i of its row."""
+    """Pairs of one sample.
+
+    Pair i consists of the feature of token i and of token i + 1, and has slot i of its row.
+    """
 
     length: int
-    """Pairs that are known."""
+    """Number of pairs so far."""
     first: int
-    """The first pair that has not been forgotten."""
+    """Index of the first pair that has not been dropped."""
     num_computed: int
-    """Pairs from `first` to here are in the cache."""
+    """Pairs from `first` to this index are in the cache."""
     last: int
-    """The last token."""
+    """Last token."""
     tokens: Sequence[int] = ()
-    """Of the pairs that the sample began with, as long as they are not in the cache."""
+    """Tokens of the initial pairs, as long as these are not in the cache."""
     features_Tw: Tensor | None = None
 
     @classmethod
     def of(cls, start: RowStart, window: int) -> "RowBacklog":
+        """Return the backlog of a sample that starts, limited to its last `window` pairs."""
         length = len(start.tokens) - 1
         features = start.features_Td
         missing = length - len(features)
@@ -44,7 +48,7 @@ class RowBacklog:
         return cls(length, first, first, start.tokens[-1], start.tokens[first + 1 :], features)
 
     def skip(self, count: int) -> None:
-        """The next `count` pairs will not come: what is known begins after them."""
+        """Drop the next `count` pairs: the row's pairs begin after them."""
         start = len(self.tokens)
         self.tokens, self.features_Tw = (), None
         self.first = self.num_computed = self.num_computed + start + count
@@ -52,32 +56,33 @@ class RowBacklog:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """What the engine took, and whose it was."""
+    """Update of one step of the engine, with the samples of its rows."""
 
     update: StepUpdate
     rows: list[RowBacklog]
 
     @property
     def num_pairs(self) -> int:
+        """Return the number of pairs, with padding."""
         return self.update.features.shape[0] * self.update.features.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
 class MissingPairs:
-    """Pairs of some rows that are to be computed, each row's in order and at least one."""
+    """Pairs of some rows that must be computed: at least one per row, in order."""
 
     tokens: list[int]
     features_Pw: Tensor
     rows: list[int]
-    """Of each pair."""
+    """Row of each pair."""
     positions: list[int]
-    """Of each pair's feature."""
+    """Position of each pair's feature."""
     last: list[int]
-    """Of each row, which of these pairs is its last."""
+    """Index of each row's last pair."""
 
 
 class Backlog:
-    """The samples by row, and the steps that no draft has needed yet."""
+    """Samples by row, and the steps that no draft has needed yet."""
 
     def __init__(self, rows: int, window: int) -> None:
         self.window = window
@@ -87,20 +92,28 @@ class Backlog:
 
     @property
     def num_pairs(self) -> int:
-        """That wait, of steps."""
+        """Return the number of queued pairs."""
         return self._num_pairs
 
     def running_rows(self, rows: int) -> list[RowBacklog]:
-        """Of the rows 0..rows-1. ValueError if one of them has not begun."""
+        """Return the backlogs of the rows 0 .. rows - 1.
+
+        Raises:
+            ValueError: One of the rows has no sample.
+        """
         backlogs = [backlog for backlog in self.rows[:rows] if backlog is not None]
         if len(backlogs) != rows:
-            raise ValueError(f"{rows} rows are asked for, and only {len(backlogs)} of them have begun")
+            raise ValueError(
+                f"a draft of {rows} rows is requested, but only {len(backlogs)} of them have a sample"
+            )
         return backlogs
 
     def begin(self, start: RowStart) -> None:
+        """Add a sample."""
         self.rows[start.row] = RowBacklog.of(start, self.window)
 
     def update(self, update: StepUpdate) -> None:
+        """Queue the tokens and features of one step."""
         step = PendingStep(update, self.running_rows(len(update.tokens)))
         for backlog, tokens in zip(step.rows, update.tokens, strict=True):
             backlog.length += len(tokens)
@@ -111,8 +124,10 @@ class Backlog:
             self._drop_step(self._steps.popleft())
 
     def take_single_step(self, backlogs: list[RowBacklog]) -> StepUpdate | None:
-        """The one step that these rows have made since they were up to date; None if it is more than that.
-        It counts as computed."""
+        """Return the only queued step of these rows and mark it as computed.
+
+        Returns None if more than one step is queued.
+        """
         if len(self._steps) != 1 or self._steps[0].rows != backlogs:
             return None
         if any(backlog.features_Tw is not None for backlog in backlogs):
@@ -122,8 +137,11 @@ class Backlog:
         return update
 
     def take_missing(self, backlogs: list[RowBacklog]) -> MissingPairs:
-        """Everything that these rows are behind. It counts as computed. ValueError if nothing has come since
-        the last time."""
+        """Return all queued pairs of these rows and mark them as computed.
+
+        Raises:
+            ValueError: A row has no new pair since the last call.
+        """
         pairs_of_row: dict[RowBacklog, list[tuple[Sequence[int], Tensor]]] = {
             backlog: [] for backlog in backlogs
         }
@@ -162,13 +180,13 @@ def _join_pairs(
     for row, backlog in enumerate(backlogs):
         row_pairs = [piece for piece in pairs_of_row[backlog] if piece[0]]
         if backlog.length == 0:
-            # A prompt of one token has no pair yet: this one stands in for it, until the first real one.
+            # A prompt of one token has no pair yet: use a placeholder until the first real pair.
             width = pairs_of_row[backlog][0][1] if pairs_of_row[backlog] else None
             if width is None:
-                raise ValueError(f"row {row} has made no step since its last draft")
+                raise ValueError(f"row {row} has no step since its last draft: call update first")
             row_pairs = [((backlog.last,), width.new_zeros(1, width.shape[-1]))]
         if not row_pairs:
-            raise ValueError(f"row {row} has made no step since its last draft")
+            raise ValueError(f"row {row} has no step since its last draft: call update first")
         for row_tokens, row_features in row_pairs:
             tokens += row_tokens
             features.append(row_features)

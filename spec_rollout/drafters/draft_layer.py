@@ -1,18 +1,18 @@
-"""The learned drafter's weights: one decoder layer of the policy's kind over (feature, next token) pairs.
+"""Weights of the learned drafter: one decoder layer over pairs of feature and next token.
 
 EAGLE (arXiv:2401.15077): the pair at position t is the policy's last hidden state at t, after its final norm
-(the feature), and the token at t + 1; what comes out is a guess of the feature at t + 1, which the policy's
-own head turns into a guess of the token at t + 2. A guess can take a feature's place, so that chains grow.
+(the feature), and the token at t + 1. The output predicts the feature at t + 1, from which the policy's own
+head predicts the token at t + 2. A predicted feature can take the place of a feature, so that chains grow.
 
-Three choices differ from EAGLE's, so that the guess lives where features live: the layer keeps its input
-norm; its output passes a norm that starts as a copy of the policy's final one; and embeddings are scaled up
-to the size of features before the two meet.
+Three choices differ from EAGLE's, so that predictions have the distribution of features: the layer keeps its
+input norm; its output passes a norm that starts as a copy of the policy's final norm; and embeddings are
+scaled to the size of features before the two are concatenated.
 
-Embedding and head are the policy's. They come as arguments, without gradient, and are never a part of the
-module: not saved, not sent, not loaded.
+Embedding and head belong to the policy. They are arguments without gradient and never part of the module: not
+saved, not sent, not loaded.
 
-Shapes: N sequences, P pairs, S positions that can be seen, d hidden size, w feature size, H heads, K heads
-of keys and values, e head size.
+Shapes: N sequences, P pairs, S positions that can be attended to, d hidden size, w feature size, H heads, K
+key/value heads, e head size.
 """
 
 import json
@@ -31,19 +31,19 @@ from transformers import PretrainedConfig
 from aedit.spec_rollout.drafters.draft_shape import DraftShape, rotate, rotations
 
 SHARED = ("embed", "lm_head", "head", "wte")
-"""Words in the names of tensors that belong to the policy."""
+"""Substrings of the names of tensors that belong to the policy."""
 _SHAPE = "aedit.draft_shape"
 
 
 class DraftLayer(nn.Module):
-    """The trainable part of a learned drafter. Its state dict is all there is to save, send and load."""
+    """The trainable part of a learned drafter. Its state dict is all that is saved, sent and loaded."""
 
     def __init__(self, shape: DraftShape, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.shape = shape
         d, m, (q, k) = shape.hidden_size, shape.intermediate_size, shape.split
         self.gain = nn.Parameter(torch.ones(d))
-        """Of the embedding: tokens are to be as loud as features."""
+        """Scale of the embedding, so that tokens have the size of features."""
         self.reduce = nn.Linear(shape.feature_size, d, bias=False) if shape.taps else None
         self.fuse = nn.Linear(2 * d, d, bias=False)
         self.input_norm = nn.Parameter(torch.ones(d))
@@ -58,8 +58,16 @@ class DraftLayer(nn.Module):
 
     @classmethod
     def of(cls, model: Any, *, taps: int = 0, generator: torch.Generator | None = None) -> Self:
-        """A fresh layer for a transformers model, or only its configuration; float32 (float64 for a float64
-        model), on the model's device."""
+        """Return a new layer for a transformers model, on the model's device.
+
+        Args:
+            model: Model, or only its configuration.
+            taps: Number of tapped layers in a feature, 0 or 3.
+            generator: Source of the initial weights.
+
+        Returns:
+        A layer in float32, or float64 for a float64 model.
+        """
         config = getattr(model, "config", model)
         layer = cls(DraftShape.of(config, taps=taps), generator=generator)
         if config is model:
@@ -80,12 +88,15 @@ class DraftLayer(nn.Module):
         visible_NPS: Tensor,
         past_NSkv: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(guessed features (N, P, d), keys and values (N, P, kv_size)) of pairs.
+        """Return predicted features (N, P, d), and keys and values (N, P, kv_size), of pairs.
 
-        features_NPw: w is the feature size, or d for guesses that are fed back. embedded_NPd: rows of the
-        policy's embedding for the tokens after those. positions_NP: of the features. visible_NPS: bool, what
-        each pair attends to, first `past_NSkv` (keys and values of earlier calls, joined along their second
-        dimension), then the pairs of this call."""
+        Args:
+            features_NPw: Features; w is the feature size, or d for predictions that are fed back.
+            embedded_NPd: Rows of the policy's embedding for the tokens after the features.
+            positions_NP: Positions of the features.
+            visible_NPS: Bool, what each pair attends to: first `past_NSkv`, then the pairs of this call.
+            past_NSkv: Keys and values of earlier calls, concatenated along their second dimension.
+        """
         fused = self.fused(features_NPw, embedded_NPd)
         queries, kv = self.queries_kv(fused, positions_NP)
         seen = kv if past_NSkv is None else torch.cat([past_NSkv, kv], 1)
@@ -96,14 +107,14 @@ class DraftLayer(nn.Module):
         return self.predict(fused, mixed.transpose(1, 2).flatten(2)), kv
 
     def fused(self, features_NPw: Tensor, embedded_NPd: Tensor) -> Tensor:
-        """(N, P, d): the layer's input."""
+        """Return the layer's input, (N, P, d): the projection of embedding and feature."""
         if self.reduce is not None and features_NPw.shape[-1] != self.shape.hidden_size:
             features_NPw = self.reduce(features_NPw)
         fused: Tensor = self.fuse(torch.cat([embedded_NPd.detach() * self.gain, features_NPw], -1))
         return fused
 
     def queries_kv(self, fused_NPd: Tensor, positions_NP: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (N, P, H, e), and keys and values (N, P, kv_size)."""
+        """Return queries (N, P, H, e), and keys and values (N, P, kv_size)."""
         q, k = self.shape.split
         queries, keys, values = self.qkv(self._norm(fused_NPd, self.input_norm)).split([q, k, k], -1)
         queries, keys = (x.reshape(*x.shape[:-1], -1, self.shape.head_size) for x in (queries, keys))
@@ -113,14 +124,18 @@ class DraftLayer(nn.Module):
         return rotate(queries, rotation), torch.cat([rotate(keys, rotation).flatten(-2), values], -1)
 
     def predict(self, fused_NPd: Tensor, mixed_NPq: Tensor) -> Tensor:
-        """(N, P, d): the guessed features, from the layer's input and what its heads have seen."""
+        """Return predicted features, (N, P, d), from the layer's input and the attention output."""
         x = fused_NPd + self.attended(mixed_NPq)
         gate, up = self.gate_up(self._norm(x, self.middle_norm)).chunk(2, -1)
         return self._norm(x + self.down(F.silu(gate) * up), self.final_norm)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """All or nothing: ValueError names a tensor of the policy, a tensor that is missing or unknown, or
-        one of another shape, before anything has changed."""
+        """Load all tensors or none.
+
+        Raises:
+            ValueError: A tensor belongs to the policy, is missing, unknown, or of another shape. Nothing has
+                changed.
+        """
         own = self.state_dict()
         for name in sorted(own.keys() | state.keys()):
             if wrong := _wrong(name, own.get(name), state.get(name)):
@@ -128,7 +143,7 @@ class DraftLayer(nn.Module):
         return super().load_state_dict(state, strict, assign)
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file of the trainable tensors, whole or not at all."""
+        """Write the trainable tensors to a safetensors file, atomically."""
         part = path.with_name(f"{path.name}.part")
         state = {name: value.detach().contiguous() for name, value in self.state_dict().items()}
         save_file(state, part, {_SHAPE: json.dumps(asdict(self.shape))})
@@ -136,8 +151,15 @@ class DraftLayer(nn.Module):
 
     @classmethod
     def load(cls, path: Path, model: Any) -> Self:
-        """A layer that was saved, for this transformers model (or only its configuration), on its device.
-        ValueError if it was made for a policy of other sizes, or is no draft layer at all."""
+        """Return a saved layer for this transformers model, on its device.
+
+        Args:
+            path: File that `save` wrote.
+            model: The policy, or only its configuration.
+
+        Raises:
+            ValueError: The file is not a draft layer, or was saved for a policy of other sizes.
+        """
         try:
             with safe_open(path, "pt") as file:
                 saved = json.loads((file.metadata() or {}).get(_SHAPE, "{}"))
@@ -145,11 +167,11 @@ class DraftLayer(nn.Module):
         except SafetensorError as error:
             raise ValueError(f"{path}: not a safetensors file: {error}") from error
         if "taps" not in saved:
-            raise ValueError(f"{path}: not a draft layer: it does not say which policy it is for")
+            raise ValueError(f"{path}: not a draft layer: its metadata lacks the sizes of a policy")
         shape = DraftShape.of(getattr(model, "config", model), taps=saved["taps"])
         wanted = json.loads(json.dumps(asdict(shape)))
         if others := [f"{k} {saved.get(k)}, not {wanted[k]}" for k in wanted if saved.get(k) != wanted[k]]:
-            raise ValueError(f"{path}: made for another policy: {'; '.join(others)}")
+            raise ValueError(f"{path}: saved for a policy of other sizes: {'; '.join(others)}")
         layer = cls(shape)
         layer.load_state_dict(state, assign=True)
         return layer if isinstance(model, PretrainedConfig) else layer.to(model.device)
@@ -164,13 +186,13 @@ class DraftLayer(nn.Module):
                 module.weight.normal_(0, module.in_features**-0.5, generator=generator)
                 if module.bias is not None:
                     module.bias.zero_()
-        # Fresh, the layer is little more than its fused input: no noise from heads that have learned nothing.
+        # Initially the output is close to the fused input: untrained heads add little noise.
         self.attended.weight.mul_(0.1)
         self.down.weight.mul_(0.1)
 
 
 def _wrong(name: str, own: Tensor | None, given: Tensor | None) -> str:
-    """Why a tensor cannot be loaded, as the end of a sentence; empty if it can."""
+    """Return why a tensor cannot be loaded, as the end of a sentence; empty if it can."""
     if own is None:
         is_shared = any(word in name for word in SHARED)
         return "belongs to the policy and is never loaded" if is_shared else "is unknown"

@@ -1,11 +1,12 @@
-"""The draft layer as it drafts: as few calls as possible for one token of each row, with a cache by row.
+"""Inference of the draft layer with a KV cache per row, in few kernel calls per drafted token.
 
-`DraftLayer` says what is computed, and trains; the same numbers come from here. The weights are copies, in
-which norms, scales and the embedding's gain are folded into the matrices that follow them; embedding and head
-are the policy's tensors themselves, so that what an optimizer does to them is seen at once.
+`DraftLayer` defines the computation and is used for training; this module returns the same numbers. Its
+weights are copies in which norm weights, scales and the embedding's gain are folded into the matrices that
+follow them. Embedding and head are the policy's tensors themselves, so that optimizer steps on them take
+effect immediately.
 
-Shapes: P pairs, B rows, F nodes of each row that are looked at together, d hidden size, w feature size,
-C slots that are looked at. A row's slots are its pairs by position of the feature, then what is only drafted.
+Shapes: P pairs, B rows, F nodes of each row that are computed together, d hidden size, w feature size, C
+slots that are read. A row's slots hold its pairs by position of the feature, then drafted pairs.
 """
 
 from typing import NamedTuple
@@ -19,24 +20,25 @@ from aedit.spec_rollout.drafters.draft_shape import rotations
 
 
 class CachedPairs(NamedTuple):
-    """Pairs whose keys and values are in the cache, ready to look at others."""
+    """Pairs whose keys and values are in the cache, with their layer inputs and queries."""
 
     fused_Pd: Tensor
     queries_Pq: Tensor
 
     def at(self, index: Tensor) -> "CachedPairs":
+        """Return the pairs at these indices."""
         return CachedPairs(self.fused_Pd.index_select(0, index), self.queries_Pq.index_select(0, index))
 
 
 class DraftRunner:
-    """Weights, cache and tables of one draft layer, of the embedding's dtype, on its device."""
+    """Weights, cache and tables of one draft layer, in the dtype and on the device of the embedding."""
 
     def __init__(self, layer: DraftLayer, embedding: Tensor, head: Tensor, *, rows: int, slots: int) -> None:
         self.shape, self.rows, self.slots = layer.shape, rows, slots
         self.embedding, self.head = embedding.detach(), head.detach()
         dtype, device = embedding.dtype, embedding.device
         exact = torch.complex128 if dtype == torch.float64 else torch.complex64
-        with torch.inference_mode(False):  # or nobody outside of that mode could write it
+        with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
             self.cache = torch.zeros(rows * slots, layer.shape.kv_size, dtype=dtype, device=device)
             self._rotations = (
                 rotations(layer.shape, torch.arange(slots, device=device)).to(exact).unsqueeze(1)
@@ -48,27 +50,37 @@ class DraftRunner:
 
     @property
     def num_bytes(self) -> int:
-        """Of cache and weights."""
+        """Return the bytes of cache, tables and weights."""
         held = [self.cache, self._rotations, *self._weights.values()]
         return sum(tensor.numel() * tensor.itemsize for tensor in held)
 
     def replace(self, layer: DraftLayer) -> None:
-        """Use these weights from now on. ValueError if the layer is of another shape."""
+        """Use the weights of `layer` from now on.
+
+        Raises:
+            ValueError: The layer has another shape.
+        """
         if layer.shape != self.shape:
-            raise ValueError("a draft layer of another shape cannot take this one's place")
+            raise ValueError("the new draft layer has another shape: make a new drafter for it")
         for name, value in _folded(layer).items():
             self._weights[name].copy_(value)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """The first `length` slots of row `target` become those of row `source`."""
+        """Copy the first `length` slots of row `source` to row `target`."""
         rows = self.cache.view(self.rows, self.slots, -1)
         rows[target, :length] = rows[source, :length]
 
     def write_pairs(
         self, tokens_P: Tensor, features_Pw: Tensor, slots_P: Tensor, positions_P: Tensor
     ) -> CachedPairs:
-        """Fuse pairs, and keep their keys and values. features_Pw: w is the feature size, or d for guesses.
-        slots_P: in the cache as a whole, row * slots + slot."""
+        """Compute the layer inputs of pairs and write their keys and values to the cache.
+
+        Args:
+            tokens_P: int64, tokens after the features.
+            features_Pw: Features; w is the feature size, or d for predictions.
+            slots_P: Slots in the flat cache, row * slots + slot.
+            positions_P: Positions of the features.
+        """
         weights, (q, k) = self._weights, self.shape.split
         if features_Pw.shape[-1] != self.shape.hidden_size:
             features_Pw = F.linear(features_Pw, weights["reduce"])
@@ -88,18 +100,24 @@ class DraftRunner:
         return CachedPairs(fused, qkv[:, :q])
 
     def row_offsets(self, rows: int) -> Tensor:
-        """Where the slots of the rows 0..rows-1 begin in the cache."""
+        """Return the first flat slot of each of the rows 0 .. rows - 1."""
         return self._row_offsets[:rows]
 
     def kv_views(self, rows: int, context: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, (rows, K, context, e), of the first slots of the rows 0..rows-1: views."""
+        """Return keys and values, (rows, K, context, e), of the rows 0 .. rows - 1 as views."""
         sizes = (self.rows, self.slots, 2, self.shape.num_kv_heads, self.shape.head_size)
         keys, values = self.cache.view(sizes)[:rows, :context].permute(2, 0, 3, 1, 4).unbind(0)
         return keys, values
 
     def predict(self, pairs: CachedPairs, keys: Tensor, values: Tensor, mask_BFC: Tensor | None) -> Tensor:
-        """(P, d), P = B * F: the guessed features. mask_BFC: 0 for what a node sees, -inf for the rest; None
-        if it sees all."""
+        """Return the predicted features, (P, d), P = B * F.
+
+        Args:
+            pairs: Pairs to predict from.
+            keys: Result of `kv_views`.
+            values: Result of `kv_views`.
+            mask_BFC: 0 where a node attends, -inf elsewhere; None if it attends to all slots.
+        """
         weights, rows, num_pairs = self._weights, keys.shape[0], pairs.fused_Pd.shape[0]
         mixed = self._attend(pairs.queries_Pq, num_pairs // rows, (keys, values), mask_BFC)
         x = torch.addmm(pairs.fused_Pd, mixed.reshape(num_pairs, -1), weights["attended"])
@@ -110,7 +128,10 @@ class DraftRunner:
     def _attend(
         self, queries: Tensor, nodes: int, seen: tuple[Tensor, Tensor], mask_BFC: Tensor | None
     ) -> Tensor:
-        """Heads that share keys are queries beside each other: no key is read or copied twice."""
+        """Return the attention output.
+
+        Heads that share keys form one product, so that no key is read or copied twice.
+        """
         rows, kinds, size = seen[0].shape[0], self.shape.num_kv_heads, self.shape.head_size
         if nodes == 1:
             mask = None if mask_BFC is None else mask_BFC.unsqueeze(1)
@@ -122,20 +143,23 @@ class DraftRunner:
         return mixed.view(rows, kinds, nodes, group, size).transpose(1, 2)
 
     def logits(self, features_Pd: Tensor) -> Tensor:
+        """Return the policy head's logits of predicted features, (P, V)."""
         return F.linear(features_Pd, self.head)
 
     def _normed(self, x: Tensor) -> Tensor:
         if not self._is_lean:
             return F.rms_norm(x, x.shape[-1:], None, self.shape.norm_epsilon)
-        # A third of the time of F.rms_norm, which on the CPU is eight kernels and no fused one.
+        # Takes a third of the time of F.rms_norm, which on the CPU runs eight kernels instead of a fused one.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self._epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 @torch.no_grad()
 def _folded(layer: DraftLayer) -> dict[str, Tensor]:
-    """The layer's weights with the norms' weights, the embedding's gain and the scale of the attention in the
-    matrices they meet; those that are multiplied from the right are transposed."""
+    """Return the layer's weights with norms, gain and attention scale folded into the matrices.
+
+    Matrices that are multiplied from the right are transposed.
+    """
     shape, (q, k) = layer.shape, layer.shape.split
     scale = torch.ones(q + 2 * k, dtype=layer.gain.dtype, device=layer.gain.device)
     if not shape.has_qk_norm:

@@ -1,4 +1,4 @@
-"""What a learned drafter must know of its policy: sizes and rotary positions."""
+"""Sizes and rotary positions of a draft layer, derived from the policy's configuration."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,7 +13,7 @@ _STEADY_ROPE = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """What a draft layer must know of the policy: its sizes and the frequencies of its rotary positions."""
+    """Sizes of a draft layer and the frequencies of its rotary positions."""
 
     hidden_size: int
     intermediate_size: int
@@ -28,12 +28,15 @@ class DraftShape:
     """Radians per position of each pair of head dimensions."""
     rope_scale: float
     taps: int
-    """Layers of the policy whose outputs follow the last hidden state in a feature (EAGLE-3's fusion)."""
+    """Number of policy layers whose outputs follow the last hidden state in a feature (EAGLE-3's fusion)."""
 
     @classmethod
     def of(cls, config: Any, *, taps: int = 0) -> Self:
-        """For a transformers configuration of the Llama or Qwen kind. ValueError for rotary positions that
-        change with the length."""
+        """Return the shape for a transformers configuration of the Llama or Qwen family.
+
+        Raises:
+            ValueError: The rotary positions depend on the length, or `taps` is negative.
+        """
         check(taps >= 0, "taps", "must be 0 or more", taps)
         frequencies, scale = _rotary(config)
         heads = config.num_attention_heads
@@ -54,45 +57,53 @@ class DraftShape:
 
     @property
     def feature_size(self) -> int:
-        """w: what the engine hands over for each token."""
+        """Return w, the size of the feature of one token."""
         return self.hidden_size * (1 + self.taps)
 
     @property
     def kv_size(self) -> int:
-        """Numbers that one position takes in a cache, keys and values."""
+        """Return the number of values that one position takes in a cache, keys and values together."""
         return 2 * self.num_kv_heads * self.head_size
 
     @property
     def split(self) -> tuple[int, int]:
-        """Widths of queries and of keys in the joint projection; values are as wide as keys."""
+        """Return the widths of queries and of keys in the joint projection; values are as wide as keys."""
         return self.num_heads * self.head_size, self.num_kv_heads * self.head_size
 
 
 def tapped(taps: int, num_layers: int) -> tuple[int, ...]:
-    """The layers whose outputs a feature with so many taps has, for `Target.of`: none, or three, the low, the
-    middle and the high one of EAGLE-3 (arXiv:2503.01840). ValueError for another number."""
+    """Return the layers whose outputs are part of a feature with this many taps, for `Target.of`.
+
+    Three taps are the low, middle and high layer of EAGLE-3 (arXiv:2503.01840).
+
+    Raises:
+        ValueError: `taps` is neither 0 nor 3.
+    """
     check(taps in (0, 3), "taps", "must be 0 or 3", taps)
     eagle_3 = min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)
     return tuple(sorted(eagle_3)) if taps else ()
 
 
 def rotations(shape: DraftShape, positions: Tensor) -> Tensor:
-    """Complex, (*positions.shape, e / 2): by how much each pair of head dimensions turns at a position."""
+    """Return the rotation of each pair of head dimensions, complex, (*positions.shape, e / 2)."""
     frequencies = torch.tensor(shape.frequencies, dtype=torch.float64, device=positions.device)
     angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
     return torch.polar(torch.full_like(angles, shape.rope_scale), angles)
 
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
-    """Rotary positions of x (..., e), whose dimensions 2i and 2i + 1 turn together: one product of complex
-    numbers. (Policies pair i with i + e / 2, which is the same up to the order of a projection's rows.)"""
+    """Return x (..., e) with rotary positions, as one product of complex numbers.
+
+    The dimensions 2i and 2i + 1 rotate together. (Policies pair i with i + e / 2, which is the same up to the
+    order of a projection's rows.)
+    """
     exact = torch.promote_types(x.dtype, torch.float32)
     pairs = torch.view_as_complex(x.to(exact).reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotations.to(pairs.dtype)).flatten(-2).to(x.dtype)
 
 
 def _rotary(config: Any) -> tuple[tuple[float, ...], float]:
-    """Frequencies and scale, as transformers makes them."""
+    """Return frequencies and scale as transformers computes them."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rope = LlamaRotaryEmbedding(config)

@@ -1,12 +1,12 @@
 """Chains and trees from the draft layer, one token of each row at a time.
 
-In coupled mode the drafter draws as the policy will, `argmax(log q / T + G)` with the noise G of the place,
-and is wrong only where its distribution is (Daliri, Musco and Suresh, arXiv:2408.07978). T = 0 is the
-most likely token.
+In coupled mode the drafter samples like the policy, `argmax(log q / T + G)` with the same noise G, so that it
+errs only where its distribution differs (Daliri, Musco and Suresh, arXiv:2408.07978). T = 0 selects the most
+likely token.
 
-Nothing here depends on the value of a tensor, so that a GPU can record it as a graph.
+No control flow depends on tensor values, so that a GPU can capture it as a graph.
 
-Shapes: B rows, F nodes looked at together, k depth, N nodes, C slots, V vocabulary, d hidden size.
+Shapes: B rows, F nodes computed together, k depth, N nodes, C slots, V vocabulary, d hidden size.
 """
 
 from dataclasses import dataclass
@@ -21,40 +21,43 @@ from aedit.spec_rollout.drafters.drafts import Arm
 
 
 class DraftInputs(NamedTuple):
-    """Where drafts begin: the last pairs of the rows 0..B-1, which are in the cache, and how to draw."""
+    """Last pairs of the rows 0 .. B - 1, which are in the cache, and sampling parameters."""
 
     fused_Bd: Tensor
     queries_Bq: Tensor
     last_B: Tensor
-    """The slot of each row's last pair."""
+    """Slot of each row's last pair."""
     firsts_B: Tensor
-    """The first slot that each row sees."""
+    """First slot that each row attends to."""
     noise_BkV: Tensor
-    """Gumbel noise of the positions drafted; 0 where T is 0."""
+    """Gumbel noise of the drafted positions; 0 where T is 0."""
     inverse_B1: Tensor
     """1 / T; 1 where T is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What is the same for all drafts that one recorded graph makes."""
+    """Settings that all drafts of one captured graph share."""
 
     runner: DraftRunner
     arm: Arm
     first: int
-    """No row sees a slot before this one,"""
+    """First slot that any row attends to."""
     num_slots: int
-    """and none from this one on."""
+    """End of the slots that any row attends to."""
     is_single_row: bool
-    """There is one row, and it sees all that is between them, but for what it drafts later."""
+    """There is one row, and it attends to all slots from `first` to its newest pair."""
 
     def kv_views(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Return views of the keys and values of these rows in the slots of this context."""
         keys, values = self.runner.kv_views(rows, self.num_slots)
         return (keys[:, :, self.first :], values[:, :, self.first :]) if self.first else (keys, values)
 
     def history_mask(self, last: Tensor, firsts_B: Tensor) -> Tensor:
-        """(*last.shape, context - first): 0 for the slots from firsts_B up to last, -inf for the rest. `last`
-        ends in B."""
+        """Return the mask of the cached pairs, (*last.shape, num_slots - first).
+
+        It is 0 for the slots firsts_B .. last and -inf for the rest. The last dimension of `last` is B.
+        """
         slots = torch.arange(self.first, self.num_slots, device=last.device)
         seen = (slots <= last.unsqueeze(-1)) & (slots >= firsts_B[:, None])
         hidden = torch.zeros(seen.shape, device=last.device, dtype=self.runner.cache.dtype)
@@ -62,22 +65,26 @@ class DraftContext:
 
 
 class Chain(NamedTuple):
+    """Drafted chain of each row."""
+
     tokens_Bk: Tensor
     scores_Bk: Tensor
-    """Float32, of the path to each token."""
+    """float32, log-probability of the path to each token."""
     logq_BkV: Tensor
-    """log softmax(logits / T); 1 for T where that is 0."""
+    """log softmax(logits / T); T is 1 where it is 0."""
 
 
 class Tree(NamedTuple):
+    """Drafted tree of each row."""
+
     tokens_BN: Tensor
     parents_BN: Tensor
     scores_BN: Tensor
-    """Float32, of the path to each node."""
+    """float32, log-probability of the path to each node."""
 
 
 def draft_chain(context: DraftContext, inputs: DraftInputs) -> Chain:
-    """`arm.depth` tokens in a line for every row."""
+    """Return a chain of `arm.depth` tokens for every row."""
     runner, depth, rows = context.runner, context.arm.depth, inputs.last_B.shape[0]
     positions_kB = inputs.last_B + torch.arange(depth, device=inputs.last_B.device)[:, None]
     positions, slots = positions_kB.unbind(0), (positions_kB + runner.row_offsets(rows)).unbind(0)
@@ -107,7 +114,7 @@ def draft_chain(context: DraftContext, inputs: DraftInputs) -> Chain:
 
 
 def draft_tree(context: DraftContext, inputs: DraftInputs) -> Tree:
-    """The best `arm.nodes` of a tree whose levels grow from their `arm.width` best nodes."""
+    """Return the best `arm.nodes` nodes of a tree whose levels grow from their `arm.width` best nodes."""
     runner, rows, inverse_B11 = context.runner, inputs.last_B.shape[0], inputs.inverse_B1.unsqueeze(-1)
     builder, (keys, values) = _TreeBuilder(context, inputs), context.kv_views(rows)
     pairs = CachedPairs(inputs.fused_Bd, inputs.queries_Bq)
@@ -126,8 +133,10 @@ def draft_tree(context: DraftContext, inputs: DraftInputs) -> Tree:
 
 
 class _TreeBuilder:
-    """A tree as it grows: all its nodes, and the frontier of nodes that are looked at. These have the slots
-    after a row's last pair, n in all."""
+    """A tree under construction: all its nodes, and the frontier of nodes that are expanded next.
+
+    Expanded nodes have the slots after a row's last pair, n in all.
+    """
 
     def __init__(self, context: DraftContext, inputs: DraftInputs) -> None:
         rows, device = inputs.last_B.shape[0], inputs.last_B.device
@@ -145,13 +154,13 @@ class _TreeBuilder:
         self._parents: list[Tensor] = []
 
     def mask(self) -> Tensor:
-        """(B, F, C): what the frontier sees: the row's past, and of the tree its ancestors and itself."""
+        """Return the mask of the frontier, (B, F, C): cached pairs, ancestors, and itself."""
         own_B1n = (self._own_Bn - self._first).unsqueeze(1)
         mask = self._past_B1C.repeat(1, self._sees_BFn.shape[1], 1)
         return mask.scatter_(2, own_B1n.expand_as(self._sees_BFn), self._sees_BFn)
 
     def grow(self, ranking_BFV: Tensor, logq_BFV: Tensor) -> None:
-        """The frontier's children."""
+        """Add the frontier's children."""
         tokens, scores = tree.children(ranking_BFV, logq_BFV, self._scores_BF, self._width)
         width = tokens.shape[1] // self._frontier_BF.shape[1]
         self._tokens.append(tokens)
@@ -159,8 +168,10 @@ class _TreeBuilder:
         self._parents.append(self._frontier_BF.repeat_interleave(width, 1))
 
     def advance(self) -> tuple[Tensor, Tensor]:
-        """(tokens, origins), each (B, F): the best of the children become the frontier; of each, which of the
-        nodes that were looked at, of all rows, is its parent."""
+        """Make the best of the new children the frontier; return (tokens, origins), each (B, F).
+
+        `origins` holds for each of them the index of its parent among the expanded nodes of all rows.
+        """
         tokens, scores = self._tokens[-1], self._scores[-1]
         rows, num_before = self._frontier_BF.shape
         chosen_BF = tree.frontier(scores, self._width)
@@ -178,10 +189,11 @@ class _TreeBuilder:
         return torch.arange(0, rows * num_before, num_before, device=self._own_Bn.device)[:, None]
 
     def slots(self) -> Tensor:
-        """(B, F): the slots of the frontier in its rows."""
+        """Return the slots of the frontier in its rows, (B, F)."""
         return self._own_Bn[:, self._num_looked_at - self._frontier_BF.shape[1] : self._num_looked_at]
 
     def best(self, nodes: int) -> Tree:
+        """Return the best `nodes` nodes of all."""
         tokens, scores, parents = (torch.cat(x, 1) for x in (self._tokens, self._scores, self._parents))
         picked, parents_BN = tree.best(scores, parents, nodes)
         return Tree(tokens.gather(1, picked), parents_BN, scores.gather(1, picked).float())

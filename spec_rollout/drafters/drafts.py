@@ -1,6 +1,6 @@
-"""Arms, drafts and drafters: what is guessed, how much of it, and by whom.
+"""Interfaces of speculation: arms, drafts, drafters, feature sinks.
 
-Shapes: B live rows of the engine, N drafted nodes of a row, q = N + 1 tokens that the policy verifies (the
+Shapes: B running rows of the engine, N drafted nodes of a row, q = N + 1 tokens that the policy verifies (the
 last emitted token is the root, node n is verified token n + 1), V vocabulary, d hidden size.
 """
 
@@ -17,27 +17,29 @@ _ARM = re.compile(r"(layer|suffix):(?:(\d+)|(\d+)x(\d+)x(\d+))")
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to speculate."""
+    """One speculation setting."""
 
     drafter: DrafterKind = "none"
     depth: int = 0
-    """Most drafted tokens in a line."""
+    """Upper limit of drafted tokens in a path."""
     width: int = 1
-    """Children that are looked at under each node; 1 is a chain."""
+    """Children that are considered under each node; 1 is a chain."""
     nodes: int = 0
-    """Drafted nodes that are verified; a chain's are its depth."""
+    """Drafted nodes that are verified; equal to `depth` for a chain."""
 
     @property
     def is_off(self) -> bool:
+        """Return true if nothing is drafted."""
         return self.drafter == "none"
 
     @property
     def is_chain(self) -> bool:
+        """Return true if each node has one child."""
         return self.width == 1
 
     @property
     def verified(self) -> int:
-        """Tokens of a row that the policy computes in one step: q."""
+        """Return the number of tokens of a row that the policy computes in one step, q."""
         return 1 + self.nodes
 
     def __str__(self) -> str:
@@ -54,8 +56,13 @@ OFF = Arm()
 
 
 def parse_arm(text: str) -> Arm:
-    """`off`, a chain such as `layer:4` or `suffix:8`, or a tree, depth x width x verified nodes, such as
-    `layer:4x2x8`. ValueError if it is none of these."""
+    """Return the arm of a text such as `off`, `layer:4`, `suffix:8` or `layer:4x2x8`.
+
+    A tree is written depth x width x verified nodes.
+
+    Raises:
+        ValueError: The text is none of these.
+    """
     if text == "off":
         return OFF
     found = _ARM.fullmatch(text)
@@ -73,88 +80,112 @@ def parse_arm(text: str) -> Arm:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a drafter guesses for every row. Parents come before their children."""
+    """Drafted tokens of every row. Parents precede their children."""
 
     tokens_BN: Tensor
-    """int64. What lies beyond `counts_B` is any valid token and is never accepted."""
+    """int64. Entries beyond `counts_B` are any valid token and are never accepted."""
     parents_BN: Tensor | None
     """int64: index of each node's parent, -1 for the root. None for a chain, where it is n - 1."""
     counts_B: Tensor | None
-    """int64: real nodes of each row, which come first. None: all are."""
+    """int64: number of real nodes of each row, which come first. None if all are real."""
     scores_BN: Tensor
-    """float32: log of the drafter's probability of the whole path to the node: a child's is not above its
+    """float32: log-probability, under the drafter, of the whole path to the node. A child's is not above its
     parent's."""
     logq_BNV: Tensor | None = None
-    """float32: the log-probabilities each token was really drawn from, for a chain that is to be verified by
-    rejection; None if it was drawn with the policy's noise, or is certain (a point mass)."""
+    """float32: log-probabilities that each token of a chain was drawn from, for verification by rejection.
+    None if tokens were drawn with the policy's noise or are certain (a point mass)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """A row that begins, or begins again on another engine."""
+    """A sample that starts in a row, or continues there from another engine."""
 
     row: int
     group: int
     tokens: Sequence[int]
-    """Prompt and what has been emitted: the last one has not been through the policy yet."""
+    """Prompt and emitted tokens. The last one has not been through the policy yet."""
     features_Td: Tensor
-    """The policy's last hidden states, after its final norm, of all tokens but the last; of fewer, the last
-    ones, where keys and values came from another engine."""
+    """The policy's last hidden states, after its final norm, of all tokens but the last. Where keys and
+    values came from another engine, only of the last ones."""
     num_prompt: int = 0
-    """How many of the tokens are the prompt's."""
+    """Number of prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepUpdate:
-    """What one step has made of the rows 0..B-1, B of before the step."""
+    """Result of one step for the rows 0 .. B - 1 as they were before the step."""
 
     tokens: Sequence[Sequence[int]]
-    """The emitted tokens of each row, at least one."""
+    """Emitted tokens of each row, at least one."""
     features: Tensor
-    """(B, m, d): the policy's last hidden states of the root and of the accepted nodes, in order, zeros after
-    them; m is the longest. Row b has len(tokens[b]) of them: the one of the token before tokens[b][i] is
-    features[b, i]. Together they are the pairs that a drafter learns from and goes on with."""
+    """(B, m, d): the policy's last hidden states of the root and of the accepted nodes, in order, then zeros;
+    m is the largest number of tokens. features[b, i] belongs to the token before tokens[b][i]. These pairs
+    are what a drafter learns from and continues with."""
 
 
 class Noise(Protocol):
-    """The Gumbel noise of the rows, as `verify` uses it."""
+    """Gumbel noise of the rows, as `verify` uses it."""
 
     def at(self, rows: Sequence[int], first: Sequence[int], count: int) -> Tensor:
-        """(len(rows), count, V), float32: row rows[i] at the absolute positions first[i], first[i] + 1, ...
-        (the position of a token counts the prompt)."""
+        """Return the noise of some rows, (len(rows), count, V), float32.
+
+        Row rows[i] starts at the absolute position first[i]; the position of a token counts the prompt.
+        """
 
 
 class Drafter(Protocol):
-    """Guesses what the policy will say. It follows the engine's rows: `begin`, then `take` after each step,
-    `move` when a row gets another number, `end`. It may be behind in its own computations, and catches up
-    when it is asked to propose."""
+    """Predicts the next tokens of the policy.
 
-    def begin(self, rows: Sequence[RowStart]) -> None: ...
+    A drafter follows the engine's rows: `begin`, then `update` after each step, `move` when a row gets
+    another number, `end`. It may defer its own computations until `propose`.
+    """
 
-    def update(self, update: StepUpdate) -> None: ...
+    def begin(self, rows: Sequence[RowStart]) -> None:
+        """Add samples that start in these rows."""
+
+    def update(self, update: StepUpdate) -> None:
+        """Receive the tokens and features of one step."""
 
     def move(self, source: int, target: int) -> None:
-        """Row `source` is called `target` from now on; what was there has ended."""
+        """Rename row `source` to `target`, whose sample has ended."""
 
-    def end(self, row: int) -> None: ...
+    def end(self, row: int) -> None:
+        """Remove the sample of `row`."""
 
     def propose(self, arm: Arm, rows: int, noise: Noise, temperature_B: Tensor) -> Draft:
-        """Guess for rows 0..rows-1. temperature_B: float32, 0 is greedy."""
+        """Return a draft for the rows 0 .. rows - 1.
+
+        Args:
+            arm: Speculation setting; `arm.drafter` names this drafter.
+            rows: Number of rows B.
+            noise: Noise of the rows.
+            temperature_B: float32; 0 is greedy.
+        """
 
 
 class FeatureSink(Protocol):
-    """Keeps what the policy has computed anyway, for a drafter to learn from. It follows the engine's rows as
-    a drafter does; `version` is that of the policy that made the features. New weights end all rows,
-    unfinished, and begin them again."""
+    """Stores hidden states of the policy for drafter training.
 
-    def begin(self, rows: Sequence[RowStart], version: int) -> None: ...
+    A sink follows the engine's rows like a drafter; `version` is the version of the policy that computed the
+    features. New weights end all rows, unfinished, and begin them again.
+    """
 
-    def update(self, update: StepUpdate, version: int) -> None: ...
+    def begin(self, rows: Sequence[RowStart], version: int) -> None:
+        """Add samples that start in these rows."""
 
-    def move(self, source: int, target: int) -> None: ...
+    def update(self, update: StepUpdate, version: int) -> None:
+        """Receive the tokens and features of one step."""
+
+    def move(self, source: int, target: int) -> None:
+        """Rename row `source` to `target`, whose sample has ended."""
 
     def end(self, row: int, finished: bool) -> None:
-        """finished: the text of the row is whole; else it goes on elsewhere, or with another policy."""
+        """Remove the sample of `row`.
+
+        Args:
+            row: Row of the engine.
+            finished: The text is complete; else it continues elsewhere or with another policy.
+        """
 
     def status(self) -> dict[str, object]:
-        """What it keeps, and in how many bytes."""
+        """Return contents and memory use."""

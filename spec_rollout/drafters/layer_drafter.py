@@ -1,7 +1,7 @@
-"""The learned drafter of an engine: it follows the rows and guesses with a `DraftLayer`.
+"""The learned drafter of an engine: follows the rows and drafts with a `DraftLayer`.
 
-A draft starts from the policy's own features up to the last verified token: what a step has accepted is made
-anew from them, over what was only drafted, so that no guess outlives its draft.
+A draft starts from the policy's own features up to the last verified token. After a step the accepted pairs
+are computed from them again, over the drafted pairs, so that no predicted feature outlives its draft.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,16 +25,16 @@ from aedit.types import check
 VerifyMode = Literal["coupled", "rejection"]
 
 _EXTRA_SLOTS = 256
-"""Of a row, for what is only drafted."""
+"""Slots of a row for drafted pairs."""
 _CHUNK = 2048
-"""Pairs that are caught up at a time."""
+"""Number of missed pairs that are computed at a time."""
 
 
 class LayerDrafter:
     """`drafts.Drafter` for the arms `layer:...`.
 
-    An arm without it costs a place in a list for each step; when it is asked again it computes keys and
-    values of all pairs it has missed, of all rows at once.
+    While another arm is in use, a step costs one list entry. At the next draft, keys and values of all missed
+    pairs of all rows are computed at once.
     """
 
     def __init__(
@@ -47,10 +47,16 @@ class LayerDrafter:
         mode: VerifyMode = "coupled",
         window: int = 512,
     ) -> None:
-        """ends: the policy's embedding and head, each (V, d), which are read where they are, never copied.
-        max_tokens: as the engine's. mode: as the engine verifies; "rejection" draws chains from q and says so
-        in `Draft.logq_BNV`. window: while nobody asks for drafts so many pairs wait for each row, and so many
-        of those it began with; older ones are forgotten."""
+        """Make a drafter.
+
+        Args:
+            layer: Draft layer; its weights are copied.
+            embeddings: The policy's embedding and head, each (V, d). They are used in place, never copied.
+            rows: As the engine's.
+            max_tokens: As the engine's.
+            mode: As the engine's. "rejection" draws chains from q and returns `Draft.logq_BNV`.
+            window: Upper limit of queued pairs per row while no drafts are requested; older ones are dropped.
+        """
         sizes = layer.shape.vocabulary, layer.shape.hidden_size
         for name, tensor in zip(("embedding", "head"), embeddings, strict=True):
             check(tensor.shape == sizes, f"the policy's {name}", f"must be of shape {sizes}", tensor.shape)
@@ -66,7 +72,11 @@ class LayerDrafter:
     def of(
         cls, layer: DraftLayer, target: Target, *, mode: VerifyMode = "coupled", window: int = 512
     ) -> Self:
-        """For the engine of this target: its ends, rows and lengths. ValueError for another feature size."""
+        """Return a drafter for the engine of this target.
+
+        Raises:
+            ValueError: The layer expects another feature size.
+        """
         sizes = layer.shape.feature_size, target.feature_size
         check(sizes[0] == sizes[1], "features of this draft layer", f"must be {sizes[1]} wide", sizes[0])
         embeddings, rows, max_tokens = (target.embedding, target.head), target.rows, target.max_tokens
@@ -74,42 +84,54 @@ class LayerDrafter:
 
     @property
     def num_bytes(self) -> int:
-        """Of cache and weights; embedding and head are the policy's."""
+        """Return the bytes of cache and weights. Embedding and head belong to the policy."""
         return self._runner.num_bytes
 
     def replace(self, layer: DraftLayer, version: int) -> None:
-        """Draft with these weights from now on. What the old ones have put into the cache stays, and new
-        pairs join it. ValueError if the layer is of another shape."""
+        """Draft with the weights of `layer` from now on.
+
+        Cached pairs of the old weights stay, and new pairs join them.
+
+        Raises:
+            ValueError: The layer has another shape.
+        """
         self._runner.replace(layer)
         self.version = version
 
     def begin(self, rows: Sequence[RowStart]) -> None:
+        """Add samples that start in these rows."""
         for start in rows:
             self._backlog.begin(start)
 
     def update(self, update: StepUpdate) -> None:
+        """Queue the tokens and features of one step."""
         self._backlog.update(update)
 
     def move(self, source: int, target: int) -> None:
+        """Rename row `source` to `target`, whose sample has ended."""
         backlogs = self._backlog.rows
         backlogs[target], backlogs[source] = backlogs[source], None
         if (row := backlogs[target]) is not None and row.num_computed > row.first:
             self._runner.move(source, target, row.num_computed)
 
     def end(self, row: int) -> None:
+        """Remove the sample of `row`."""
         self._backlog.rows[row] = None
 
     @torch.inference_mode()
     def propose(self, arm: Arm, rows: int, noise: Noise, temperature_B: Tensor) -> Draft:
-        """`Drafter.propose`. ValueError for an arm that is not this drafter's, for a tree in rejection mode,
-        and for a row that has not begun or has made no step since its last draft. On a GPU the draft is good
-        until the next call."""
+        """Return a draft (see `Drafter.propose`). On CUDA it is valid until the next call.
+
+        Raises:
+            ValueError: The arm is not a `layer` arm, is a tree in rejection mode, or a row has no sample or
+                no step since its last draft.
+        """
         self._check(arm)
         backlogs = self._backlog.running_rows(rows)
         pairs = self._write_backlog(backlogs)
         noise_BkV = noise.at(range(rows), [row.length + 1 for row in backlogs], arm.depth)
         is_warm_B1, inverse_B1 = self._temperatures(temperature_B)
-        # A row without a pair looks at its stand-in.
+        # A row without a pair uses its placeholder.
         last_B = self._ints(max(row.length - 1, 0) for row in backlogs)
         start = DraftInputs(
             fused_Bd=pairs.fused_Pd,
@@ -124,15 +146,19 @@ class LayerDrafter:
             return Draft(tokens, more, None, scores)
         if more is None:
             return Draft(tokens, None, None, scores)
-        # Without heat nothing is drawn: all of q is on the one token.
+        # At temperature 0 the drafted token has probability 1.
         certain = torch.full_like(more, -torch.inf).scatter_(-1, tokens[:, :, None], 0.0)
         return Draft(tokens, None, None, scores, torch.where(is_warm_B1.unsqueeze(-1), more, certain).float())
 
     def _run_draft(
         self, arm: Arm, backlogs: list[RowBacklog], start: DraftInputs
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A chain as (tokens, scores, log q), log q for rejection only, or a tree as (tokens, scores,
-        parents)."""
+        """Return the tensors of a chain or a tree.
+
+        Returns:
+        (tokens, scores, log q) of a chain, with log q in rejection mode only, or (tokens, scores, parents) of
+        a tree.
+        """
         num_rows, longest = len(backlogs), max(max(row.length, 1) for row in backlogs)
         num_slots = longest + (arm.depth - 1) * arm.width
         if self.graphs is None:
@@ -143,7 +169,7 @@ class LayerDrafter:
         rows = batch_bucket(num_rows, self._runner.rows)
         num_slots = context_bucket(num_slots, self._runner.slots)
         context = DraftContext(self._runner, arm, 0, num_slots, False)
-        # Rows that do not live draft too, over what nobody reads.
+        # Padding rows draft too; their results are dropped.
         padded = [F.pad(x, [0, 0] * (x.dim() - 1) + [0, rows - num_rows]) for x in start]
         made = self.graphs.run(
             (arm, rows, num_slots), lambda *x: _draft(context, DraftInputs(*x), self.mode), *padded
@@ -151,7 +177,7 @@ class LayerDrafter:
         return _three(tuple(x[:num_rows] for x in made))
 
     def _temperatures(self, temperature_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(T > 0, 1 / T), each (B, 1). An engine gives the same tensor until its rows change."""
+        """Return T > 0 and 1 / T, each (B, 1). The engine passes the same tensor until its rows change."""
         if self._temperature_cache is None or self._temperature_cache[0] is not temperature_B:
             is_warm_B1 = temperature_B[:, None] > 0
             inverse_B1 = torch.where(is_warm_B1, temperature_B[:, None], 1.0).reciprocal_()
@@ -163,10 +189,10 @@ class LayerDrafter:
         is_verifiable = arm.is_chain or self.mode == "coupled"
         check(is_verifiable, "arm in rejection mode", "must be a chain", arm)
         drafted = (arm.depth - 1) * arm.width
-        check(drafted <= _EXTRA_SLOTS, "arm", f"must not look at more than {_EXTRA_SLOTS} nodes", arm)
+        check(drafted <= _EXTRA_SLOTS, "arm", f"must not expand more than {_EXTRA_SLOTS} nodes", arm)
 
     def _write_backlog(self, backlogs: list[RowBacklog]) -> CachedPairs:
-        """Compute all pairs that these rows are behind; the last ones."""
+        """Compute all queued pairs of these rows; return the last pair of each row."""
         starts = [row.num_computed for row in backlogs]
         update = self._backlog.take_single_step(backlogs)
         if update is None:
@@ -174,7 +200,10 @@ class LayerDrafter:
         return self._write_step(update, starts)
 
     def _write_step(self, update: StepUpdate, starts: list[int]) -> CachedPairs:
-        """As one piece with what lies after the shorter rows' tokens: that is written over, or never seen."""
+        """Compute the pairs of one step as one block with padding.
+
+        The padding is overwritten later or never attended to.
+        """
         rows, longest = update.features.shape[:2]
         counts = [len(tokens) for tokens in update.tokens]
         filled = (chain(t, repeat(0, longest - n)) for t, n in zip(update.tokens, counts, strict=True))
@@ -205,7 +234,7 @@ class LayerDrafter:
 
 
 def _draft(context: DraftContext, start: DraftInputs, mode: VerifyMode) -> tuple[Tensor, ...]:
-    """All log q of a chain, which are as large as its logits, only where somebody reads them."""
+    """Return the tensors of a draft; log q, which is as large as the logits, only in rejection mode."""
     made = draft_chain(context, start) if context.arm.is_chain else draft_tree(context, start)
     if isinstance(made, Tree):
         return made.tokens_BN, made.scores_BN, made.parents_BN

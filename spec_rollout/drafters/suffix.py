@@ -1,8 +1,9 @@
-"""A drafter without weights: what has followed the same words before, in the prompt, in the row's own text
-and in other samples of the group (TLT's model-free drafter; samples of one prompt are alike).
+"""Drafter without weights: continuations of the same suffix in earlier text of the group.
 
-The history of a group is two automata: new text goes into the younger; when that has half of the window, the
-older is forgotten. A row is read by the younger and compared with the older.
+This is TLT's model-free drafter (arXiv:2511.16665): it searches the prompt, the row's own text and other
+samples of the group, as samples of one prompt resemble each other. The history of a group is two automata.
+New text goes into the younger one; when that has half of the window, the older one is dropped. A row's text
+is appended to the younger one and only matched against the older one.
 """
 
 import heapq
@@ -19,11 +20,11 @@ from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.types import check
 
 SMOOTHING = 4.0
-"""What followed c times out of n has probability c / (n + DOUBT / length): long matches are believed
-sooner."""
+"""A continuation seen c times out of n has probability c / (n + SMOOTHING / length), which trusts long
+matches sooner."""
 
 OVERLAP = 32
-"""Tokens of a growing text that are read again by the automaton that takes over."""
+"""Last tokens of a growing text that are appended to a new automaton."""
 
 DraftNode = tuple[int, int, float]
 """Token, parent (a node, or -1), log-probability of the path."""
@@ -31,41 +32,41 @@ DraftNode = tuple[int, int, float]
 
 @dataclass(slots=True)
 class GroupHistory:
-    """What is remembered of a group."""
+    """Texts of one group."""
 
     young: Automaton = field(default_factory=Automaton)
     old: Automaton = field(default_factory=Automaton)
     generation: int = 0
-    """How often the young one has become the old one."""
+    """Number of rotations so far."""
 
     def rotate(self, most: int) -> None:
-        """Forgets the old one once the young one has read so many tokens."""
+        """Drop the old automaton and start a new one if the young one has `most` tokens."""
         if self.young.num_tokens >= most:
             self.old, self.young = self.young, Automaton()
             self.generation += 1
 
     @property
     def num_bytes(self) -> int:
+        """Return the memory of both automata in bytes."""
         return self.young.num_bytes + self.old.num_bytes
 
 
 @dataclass(slots=True)
 class RowText:
-    """One row: where it is in its group's history."""
+    """Text of one row and its states in the group's history."""
 
     history: GroupHistory
     generation: int
     state: int = ROOT
-    """In the young automaton, which has read it."""
+    """State in the young automaton, to which the text is appended."""
     old_state: int = ROOT
     old_length: int = 0
-    """In the old automaton, which it is compared with."""
+    """State and length of the match in the old automaton."""
     tail: list[int] = field(default_factory=list)
-    """Its newest tokens, at least `OVERLAP` if there are."""
+    """Last tokens, at least `OVERLAP` if there are as many."""
 
     def begin(self, tokens: list[int]) -> None:
-        """All that there is of the text. What another sample has read already (the prompt) is not counted
-        twice."""
+        """Add the whole text so far. A prefix of a known text (the prompt) is not counted again."""
         self.state, num_known = self.history.young.longest_prefix(tokens)
         for token in tokens[num_known:]:
             self.state = self.history.young.append(self.state, token)
@@ -74,6 +75,7 @@ class RowText:
         self.tail = tokens[-OVERLAP:]
 
     def update(self, tokens: Sequence[int]) -> None:
+        """Append new tokens."""
         if self.generation != self.history.generation:
             self._follow_rotation()
         for token in tokens:
@@ -84,7 +86,7 @@ class RowText:
             del self.tail[:-OVERLAP]
 
     def match(self) -> tuple[Automaton, int, int]:
-        """The longest suffix that something has followed: automaton, state, length."""
+        """Return the longest suffix that has a continuation: automaton, state, length."""
         if self.generation != self.history.generation:
             self._follow_rotation()
         young, old = self.history.young, self.history.old
@@ -98,7 +100,7 @@ class RowText:
         )
 
     def _follow_rotation(self) -> None:
-        """The automaton that has read this text is the old one now, or forgotten."""
+        """Move to the new automata after the history was rotated."""
         old, young = self.history.old, self.history.young
         only_one = self.history.generation == self.generation + 1
         self.old_state, self.old_length = (self.state, old.length(self.state)) if only_one else (ROOT, 0)
@@ -111,17 +113,26 @@ class RowText:
 
 
 class SuffixDrafter:
-    """Drafts what has followed the longest suffix of a row's text, most frequent first, the lowest token
-    among equals. `Arm.drafter == "suffix"`; needs no features, temperature or noise, and its drafts are
-    certain.
+    """`drafts.Drafter` for the arms `suffix:...`.
 
-    window: tokens remembered of a group; half of them at least. groups: that are remembered, those used last.
-    min_match: tokens that must be the same before anything is guessed. ValueError if one is not above 0.
+    It drafts continuations of the longest suffix of a row's text, the most frequent one first, the lowest
+    token among equals. It needs no features, temperature or noise; its drafts are certain (a point mass).
     """
 
     def __init__(
         self, *, window: int = 16384, groups: int = 256, min_match: int = 2, device: str = "cpu"
     ) -> None:
+        """Make a drafter.
+
+        Args:
+            window: Upper limit of the kept tokens of a group; at least half of them are kept.
+            groups: Number of groups whose history is kept, the most recently used ones.
+            min_match: Number of tokens that must match before anything is drafted.
+            device: Device of the drafts.
+
+        Raises:
+            ValueError: A value is too small.
+        """
         check(window >= 2 * OVERLAP, "window", f"must be at least {2 * OVERLAP}", window)
         check(groups > 0, "groups", "must be above 0", groups)
         check(min_match > 0, "min_match", "must be above 0", min_match)
@@ -131,6 +142,7 @@ class SuffixDrafter:
         self._texts: dict[int, RowText] = {}
 
     def begin(self, rows: Sequence[RowStart]) -> None:
+        """Add samples that start in these rows."""
         half = self._window // 2
         for row in rows:
             history = self._history(row.group)
@@ -140,18 +152,22 @@ class SuffixDrafter:
             self._texts[row.row] = text
 
     def update(self, update: StepUpdate) -> None:
+        """Append the tokens of one step."""
         for row, tokens in enumerate(update.tokens):
             text = self._texts[row]
             text.update(tokens)
             text.history.rotate(self._window // 2)
 
     def move(self, source: int, target: int) -> None:
+        """Rename row `source` to `target`, whose sample has ended."""
         self._texts[target] = self._texts.pop(source)
 
     def end(self, row: int) -> None:
+        """Remove the sample of `row`."""
         del self._texts[row]
 
     def propose(self, arm: Arm, rows: int, noise: Noise, temperature_B: Tensor) -> Draft:
+        """Return a draft (see `Drafter.propose`)."""
         predict_features = [self.draft_row(row, arm) for row in range(rows)]
         rest = [arm.nodes - len(guess) for guess in predict_features]
         tokens = [
@@ -172,24 +188,24 @@ class SuffixDrafter:
         )
 
     def draft_row(self, row: int, arm: Arm) -> list[DraftNode]:
-        """The nodes of one row, at most `arm.nodes`, parents first; none if nothing is known."""
+        """Return the nodes of one row, at most `arm.nodes`, parents first; empty without a match."""
         automaton, state, length = self._texts[row].match()
         if arm.is_chain:
             return self._draft_chain(automaton, state, length, arm.depth)
         return self._draft_tree(automaton, state, length, arm)
 
     def forget_group(self, group: int) -> None:
-        """Nothing that has been said in the group so far is used any more; its live rows go on alone."""
+        """Drop the history of a group. Its running rows continue with a history of their own."""
         self._histories.pop(group, None)
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is remembered, live rows of no group included."""
+        """Return the memory of all histories in bytes."""
         live = [text.history for text in self._texts.values()]
         return sum({id(h): h.num_bytes for h in (*self._histories.values(), *live)}.values())
 
     def _history(self, group: int) -> GroupHistory:
-        """The group's, which is the last to be forgotten from now on."""
+        """Return the history of a group and mark it as most recently used."""
         history = self._histories.pop(group, None) or GroupHistory()
         if group >= 0:
             self._histories[group] = history
@@ -208,7 +224,7 @@ class SuffixDrafter:
         return predict_features
 
     def _draft_tree(self, automaton: Automaton, state: int, length: int, arm: Arm) -> list[DraftNode]:
-        """Best first by the score of the path, the first `arm.width` continuations of each node."""
+        """Grow a tree best-first by the score of the path, with `arm.width` continuations per node."""
         predict_features: list[DraftNode] = []
         heap: list[tuple[float, int, int, int, int, int, int]] = []
 
@@ -227,7 +243,7 @@ class SuffixDrafter:
 
 
 def _ranked_continuations(automaton: Automaton, state: int, length: int) -> list[tuple[int, int, float]]:
-    """What has followed, most frequent first: token, its state, log of its probability."""
+    """Return continuations, most frequent first: token, its state, log-probability."""
     found = automaton.continuations(state)
     count = automaton.count
     if len(found) == 1:

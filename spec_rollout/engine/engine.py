@@ -4,9 +4,9 @@
     for rollout in engine.generate([Prompt(tokens=(1, 2, 3), sampling=Sampling(max_new_tokens=64))]):
         print(rollout.tokens, rollout.logprobs)
 
-Each step: choose an arm by what is known, let its drafter guess, let the policy verify all guesses in one
-pass, keep what it would have said anyway (verify.py). The engine never waits for anybody: whoever feeds it
-opens `IdleWork.window` while there is nothing to do.
+Each step chooses an arm, lets its drafter draft, verifies all drafted tokens in one pass of the policy
+(verification.py), and appends the accepted tokens. The engine never waits for input: its caller opens
+`IdleWork.window` while there is nothing to do.
 """
 
 import time
@@ -29,7 +29,10 @@ from aedit.spec_rollout.sampling.stops import Tokenizer
 
 
 class Engine:
-    """Continuous batching over the rows of a `Target`, whose parameters are used in place. For one thread."""
+    """Continuous batching over the rows of a `Target`, whose parameters are used in place.
+
+    An engine is used by one thread.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,15 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         mode: VerifyMode = "coupled",
     ) -> None:
-        """chooser: None never speculates. tokenizer: for stop strings. mode: see `VerifyMode`."""
+        """Make an engine.
+
+        Args:
+            target: The policy.
+            drafters: Drafters by kind.
+            chooser: Chooses the arm of each step; None never speculates.
+            tokenizer: Needed for stop strings.
+            mode: How drafts are verified.
+        """
         self.target, self.mode, self.tokenizer = target, mode, tokenizer
         self.chooser: ArmChooser = chooser or Fixed(OFF)
         self.clock: Callable[[], float] = time.perf_counter
@@ -60,40 +71,56 @@ class Engine:
         drafters: Mapping[DrafterKind, Drafter] | None = None,
         chooser: ArmChooser | None = None,
     ) -> "Engine":
-        """An engine for a `transformers` model. rows: samples at a time; max_tokens: of one, with its prompt.
-        ValueError as `Target.of`. (A drafter that needs the target: make that first, and `Engine` of it.)"""
+        """Return an engine for a `transformers` model.
+
+        For a drafter that needs the target, make the `Target` first and pass it to `Engine`.
+
+        Args:
+            model: The policy; see `Target.of`.
+            rows: Number of samples that are decoded at the same time.
+            max_tokens: Upper limit of prompt and answer of one sample, in tokens.
+            tokenizer: Needed for stop strings.
+            drafters: Drafters by kind.
+            chooser: Chooses the arm of each step; None never speculates.
+
+        Raises:
+            ValueError: The model is not supported.
+        """
         target = Target.of(model, rows=rows, max_tokens=max_tokens)
         return cls(target, drafters=drafters, chooser=chooser, tokenizer=tokenizer)
 
     @property
     def running(self) -> list[Rollout]:
-        """By row."""
+        """Return the running rollouts by row."""
         return [each.rollout for each in self._rows.running]
 
     @property
     def waiting(self) -> list[Rollout]:
-        """In the order in which they will begin."""
+        """Return the waiting rollouts in the order in which they will start."""
         return list(self._rows.waiting)
 
     @property
     def drafters(self) -> Mapping[DrafterKind, Drafter]:
-        """By the arms that ask them. Their weights may be replaced between any two steps."""
+        """Return the drafters by kind. Their weights may be replaced between two steps."""
         return self._rows.drafters
 
     @property
     def sink(self) -> FeatureSink | None:
-        """Where features go. ValueError if it is set while samples are live."""
+        """Return the receiver of the policy's features. It can be set only while no sample is running."""
         return self._rows.sink
 
     @sink.setter
     def sink(self, sink: FeatureSink | None) -> None:
         if self._rows.running:
-            raise ValueError("an engine's feature sink is set before samples are live")
+            raise ValueError("the feature sink can be set only while no sample is running")
         self._rows.sink = sink
 
     def add(self, prompt: Prompt) -> Rollout:
-        """The sample waits for a row; what is returned grows with the steps. ValueError, and nothing has
-        changed, if the prompt cannot be served."""
+        """Queue a sample and return its rollout, which grows with the steps.
+
+        Raises:
+            ValueError: The prompt cannot be served. Nothing has changed.
+        """
         self._check_prompt(prompt)
         begun = prompt.partial or Rollout(prompt)
         lists = [*begun.tokens], [*begun.logprobs], [*begun.versions]
@@ -102,8 +129,13 @@ class Engine:
         return rollout
 
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
-        """Each rollout as it finishes, also of those that were here, until none is left. ValueError at once,
-        and nothing begins, if one of the prompts cannot be served."""
+        """Queue all prompts and return an iterator over rollouts as they finish.
+
+        It also yields the rollouts that were queued before, and ends when none is left.
+
+        Raises:
+            ValueError: One of the prompts cannot be served. None is queued.
+        """
         prompts_to_add = list(prompts)
         for prompt in prompts_to_add:
             self._check_prompt(prompt)
@@ -112,9 +144,16 @@ class Engine:
         return self._finished()
 
     def remove(self, rollout: Rollout, *, kv: bool = False) -> Prompt:
-        """A sample, live or waiting, leaves, and another engine that is given this prompt goes on where it
-        stopped. kv: with a copy of its keys and values, which an engine of the same policy and version takes
-        over instead of computing the text again; others do without. ValueError if it is not here."""
+        """Remove a running or waiting sample and return a prompt with which another engine continues it.
+
+        Args:
+            rollout: A rollout of this engine.
+            kv: Include a copy of its keys and values. An engine with the same policy version uses them
+                instead of computing the text again; others ignore them.
+
+        Raises:
+            ValueError: The rollout is not in this engine.
+        """
         for row, each in enumerate(self._rows.running):
             if each.rollout is rollout:
                 moving = rollout.to_prompt(self._rows.copy_kv(row) if kv else None)
@@ -128,26 +167,39 @@ class Engine:
         raise ValueError(f"rollout {rollout.prompt.rollout}/{rollout.prompt.sample} is not in this engine")
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """The policy has new weights from the next step on. What the old ones computed for live samples is
-        computed anew, so that every later token is exactly the new policy's. ValueError as
-        `Target.update_weights`,
-        and nothing has changed then."""
+        """Replace the policy's weights from the next step on.
+
+        Keys, values and features of the running samples are computed again, so that every later token is
+        exactly the new policy's.
+
+        Args:
+            weights: Tensors by the names of `model.state_dict()`.
+            version: Version of the policy that these weights are.
+
+        Raises:
+            ValueError: A tensor does not fit; see `Target.update_weights`. Nothing has changed.
+        """
         self.target.update_weights(weights, version)
         with torch.inference_mode():
             self._rows.recompute()
 
     def step(self) -> Step:
-        """One pass of the policy for every live sample, each of which gets a token or more. Who waits begins
-        first, as far as there is room; without a sample nothing is done."""
+        """Run one pass of the policy over all running samples, each of which gets one token or more.
+
+        Waiting samples start first, as far as rows are free. Without samples nothing is done.
+        """
         with torch.inference_mode():
             self._rows.admit_waiting()
             return self._step() if self._rows.running else Step()
 
     def status(self) -> dict[str, object]:
-        """Who is here, what memory is held (the cache is allocated once; features of a prompt stay while a
-        sample with it is live; `features` is of the sink; what samples brought along goes when they have a
-        row), how many tokens of texts were computed and how many were not because their keys and values came
-        along, and what all steps have done: `Meters.status`."""
+        """Return counts, memory use and the figures of `Meters.status`.
+
+        `kv_bytes` is allocated once; `feature_bytes` are features of prompts of running samples; `features`
+        is the status of the sink; `transferred_kv_bytes` are keys and values that came with waiting samples;
+        `prefilled_tokens` were computed when samples started, `restored_tokens` were not as their keys and
+        values came along.
+        """
         return {
             "running": len(self._rows.running),
             "waiting": len(self._rows.waiting),
@@ -165,7 +217,7 @@ class Engine:
         }
 
     def close(self) -> None:
-        """All samples leave. The memory goes with the engine."""
+        """Remove all samples. The memory is freed with the engine."""
         self._rows.waiting.clear()
         self._rows.end(range(len(self._rows.running)), finished=False)
 
@@ -203,36 +255,39 @@ class Engine:
 
     def _view(self) -> EngineView:
         live = self._rows.running
-        # A drafter without weights has no version of them.
+        # A drafter without weights has no version.
         versions: dict[str, int] = {
             by: getattr(drafter, "version", 0) for by, drafter in self._rows.drafters.items()
         }
         return EngineView(len(live), sum(each.length for each in live), versions)
 
     def _choose(self, view: EngineView) -> Arm:
-        """The chooser's arm, unless no sample can take more than one token."""
+        """Return the chooser's arm, or off if no sample can take more than one token."""
         arm = self.chooser.choose(view)
         if arm.is_off or self._rows.max_remaining == 1:
             return OFF
         if self.mode == "rejection" and not arm.is_chain:
-            raise ValueError(f"arm {arm}: rejection verifies chains only")
+            raise ValueError(f"arm {arm}: rejection mode verifies chains only")
         return arm
 
     def _propose(self, arm: Arm) -> Draft:
         rows = self._rows
-        most = rows.max_remaining - 1  # what is longer cannot be emitted
-        prompts_to_add = Arm(arm.drafter, most, 1, most) if arm.is_chain and arm.depth > most else arm
+        most = rows.max_remaining - 1  # more tokens could not be emitted
+        capped = Arm(arm.drafter, most, 1, most) if arm.is_chain and arm.depth > most else arm
         drafter = rows.drafters[arm.drafter]
-        return drafter.propose(prompts_to_add, len(rows.running), rows.noise, rows.sampling.temperature_B)
+        return drafter.propose(capped, len(rows.running), rows.noise, rows.sampling.temperature_B)
 
     def _trim(self, view: EngineView, arm: Arm, proposal: Draft) -> Draft | None:
-        """The part of a proposal that is verified."""
+        """Return the part of a proposal that is verified."""
         num_nodes = self.chooser.trim(view, arm, proposal)
         return truncate_draft(proposal, min(num_nodes, self.target.nodes))
 
     def _append_tokens(self, verification: Verification) -> tuple[tuple[int, ...], list[int]]:
-        """The rollouts grow by what the policy has said, up to where they end. Returns how many tokens each
-        has taken, and the rows that have ended."""
+        """Append verified tokens to the rollouts, up to their ends.
+
+        Returns:
+        The number of appended tokens of each row, and the rows that have ended.
+        """
         version, kept, ended = self.target.version, [], []
         for row, each in enumerate(self._rows.running):
             tokens = verification.tokens[row]
@@ -249,7 +304,7 @@ class Engine:
     def _update_drafters(
         self, kept: list[list[int]], counts: tuple[int, ...], verification: Verification
     ) -> None:
-        """Who follows the rows hears what they have taken."""
+        """Pass the appended tokens and their features to drafters and sink."""
         rows = self._rows
         if not rows.needs_features:
             return

@@ -1,4 +1,4 @@
-"""What a step of the engine did, and what all of them have done so far."""
+"""Measurements of a step of the engine and of all steps."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,26 +12,26 @@ from aedit.spec_rollout.sampling.samples import Rollout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """What one step did. rollouts[i] has got counts[i] tokens: the last ones of its lists."""
+    """Result of one step. rollouts[i] has got counts[i] tokens, the last ones of its lists."""
 
     rollouts: tuple[Rollout, ...] = ()
-    """Of rows 0..B-1 as they were before the step; empty if there was nothing to do."""
+    """Rollouts of rows 0 .. B - 1 before the step; empty if there was nothing to do."""
     counts: tuple[int, ...] = ()
-    """At least 1 each."""
+    """Number of new tokens of each row, at least 1."""
     finished: tuple[Rollout, ...] = ()
-    """Those of them that have ended."""
+    """Those of the rollouts that have ended."""
     arm: Arm = OFF
     nodes: int = 0
-    """Drafted nodes of a row that were verified."""
+    """Drafted nodes per row that were verified."""
     accepted: tuple[int, ...] = ()
-    """Drafted nodes of each row that the policy agreed with, also those behind the end of the rollout."""
+    """Accepted drafted nodes of each row, including those beyond the end of the rollout."""
     total_s: float = 0.0
     draft_s: float = 0.0
 
 
 @dataclass(slots=True)
 class Meters:
-    """Counts of all steps. A pass is one sample going through the policy in one step."""
+    """Counters of all steps. A pass is one sample going through the policy in one step."""
 
     num_steps: int = 0
     num_passes: int = 0
@@ -40,13 +40,14 @@ class Meters:
     total_s: float = 0.0
     draft_s: float = 0.0
     arms: Counter[str] = field(default_factory=Counter)
-    """Steps by arm."""
+    """Number of steps by arm."""
     _reached: list[int] = field(default_factory=list)
-    """Passes by how many drafted nodes were verified: at [n], those with n or more."""
+    """At [n - 1], passes with n or more drafted nodes on a path."""
     _accepted: list[int] = field(default_factory=list)
-    """Passes by how many were accepted, in the same way."""
+    """At [n - 1], passes with n or more accepted nodes."""
 
     def add(self, step: Step) -> None:
+        """Count one step."""
         self.num_steps += 1
         self.num_passes += len(step.counts)
         self.num_tokens += sum(step.counts)
@@ -69,9 +70,12 @@ class Meters:
                 self._accepted[i] += 1
 
     def status(self) -> dict[str, object]:
-        """tokens_per_s and accepted_length (tokens per pass) are 0 before the first step;
-        accepted_by_position[i]: share of the drafts of i + 1 tokens or more in a line whose first i + 1 were
-        accepted."""
+        """Return the figures by name.
+
+        `tokens_per_s` and `accepted_length` (tokens per pass) are 0 before the first step.
+        `accepted_by_position[i]` is the share, of passes that drafted i + 1 tokens or more in a path, whose
+        first i + 1 tokens were accepted.
+        """
         return {
             "steps": self.num_steps,
             "tokens": self.num_tokens,
@@ -85,8 +89,10 @@ class Meters:
 
 
 class Stopwatch:
-    """Runs from when it is made until `stop`: by the clock on a CPU; on CUDA by the device, whose work the
-    host is ahead of."""
+    """Timer from its construction to `stop`.
+
+    It measures host time on a CPU, and device time on CUDA, as the host runs ahead of the device.
+    """
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
         self._clock, self._events = clock, None
@@ -96,12 +102,13 @@ class Stopwatch:
         self._began_s = self._ended_s = clock()
 
     def stop(self) -> None:
+        """Record the end."""
         self._ended_s = self._clock()
         if self._events is not None:
             self._events[1].record()
 
     def seconds(self) -> float:
-        """On CUDA to be asked after something has waited for the device."""
+        """Return the measured seconds. On CUDA call it after a synchronization with the device."""
         if self._events is None:
             return self._ended_s - self._began_s
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3

@@ -1,4 +1,4 @@
-"""What an engine can be asked for: a prompt that cannot be served is refused before anything begins."""
+"""Validation of prompts before anything begins."""
 
 import torch
 
@@ -6,7 +6,11 @@ from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
 
 def check_prompt(prompt: Prompt, vocabulary: int, max_tokens: int, has_tokenizer: bool) -> None:
-    """ValueError in one line that names the sample and what is wrong with it."""
+    """Check that an engine can serve the prompt.
+
+    Raises:
+        ValueError: It cannot; one line names the sample and the reason.
+    """
     error = (
         _token_error(prompt, vocabulary, max_tokens)
         or _stop_error(prompt.sampling, vocabulary, has_tokenizer)
@@ -23,14 +27,14 @@ def _outside(tokens: tuple[int, ...], vocabulary: int) -> int | None:
 
 def _token_error(prompt: Prompt, vocabulary: int, max_tokens: int) -> str:
     if not prompt.tokens:
-        return "it is empty"
+        return "the prompt is empty"
     partial = prompt.partial.tokens if prompt.partial else []
     bad = _outside((*prompt.tokens, *partial), vocabulary)
     if bad is not None:
         return f"token {bad} is outside the vocabulary of {vocabulary}"
     num_prompt, num_new = len(prompt.tokens), prompt.sampling.max_new_tokens
     if num_prompt + num_new > max_tokens:
-        return f"{num_prompt} tokens and max_new_tokens {num_new} are more than max_tokens {max_tokens}"
+        return f"{num_prompt} tokens and max_new_tokens {num_new} exceed max_tokens {max_tokens}"
     for name, value in (("rollout", prompt.rollout), ("sample", prompt.sample)):
         if not -(1 << 63) <= value < 1 << 63:
             return f"{name} must fit into 64 bits"
@@ -68,7 +72,7 @@ def _partial_error(prompt: Prompt) -> str:
     if partial is None:
         return ""
     if partial.finish_reason or len(partial.tokens) >= prompt.sampling.max_new_tokens:
-        return "it has ended already"
+        return "the partial rollout has ended already"
     if not len(partial.tokens) == len(partial.logprobs) == len(partial.versions):
-        return "what has begun has another number of tokens than of logprobs or versions"
+        return "the partial rollout has another number of tokens than of logprobs or versions"
     return ""

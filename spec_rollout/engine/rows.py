@@ -1,8 +1,7 @@
-"""Who is in which row of the engine: samples begin, move together and end.
+"""Assignment of samples to rows: samples start, move and end.
 
-The live rows are always the first ones: where a sample ends, the next of the queue begins in its place, or
-the last row moves into it. Whoever keeps something by row (cache, noise, drafters, the feature sink) is told
-of every change.
+The running rows are always the first ones. Where a sample ends, the next waiting sample starts in its row, or
+the last row moves into it. Cache, noise, drafters and feature sink are informed of every change.
 """
 
 from collections import deque
@@ -21,8 +20,8 @@ from aedit.spec_rollout.sampling.samples import FinishReason, Prompt, Rollout, S
 from aedit.spec_rollout.sampling.stops import StopStrings, Tokenizer
 
 RECOMPUTED_TOKENS = 64
-"""Of a text whose keys and values came along, so many tokens are computed again where somebody asks for
-features: a drafter begins with those of the last ones."""
+"""Number of last tokens that are computed again for a sample that came with keys and values, if features are
+needed: a drafter starts from the features of these tokens."""
 
 
 @dataclass(slots=True)
@@ -31,21 +30,24 @@ class RunningSample:
 
     rollout: Rollout
     length: int
-    """Tokens whose keys and values are in the row: all but the last."""
+    """Number of tokens whose keys and values are in the row: all but the last."""
     last: int
-    """The token that goes through the policy next."""
+    """Token that goes through the policy next."""
     stops: StopStrings | None
     prompt_features: Tensor | None
-    """Of all prompt tokens but the last, for others of the group; None where nobody asks for features, or
-    they stayed on another engine."""
+    """Features of all prompt tokens but the last, for other samples of the group. None if no features are
+    needed, or they are on another engine."""
 
     @property
     def max_remaining(self) -> int:
-        """New tokens that the sample may still get."""
+        """Return the upper limit of new tokens that the sample may still get."""
         return self.rollout.prompt.sampling.max_new_tokens - len(self.rollout.tokens)
 
     def find_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason]:
-        """How many of these next tokens belong to the rollout, and why it ends with the last of them."""
+        """Return how many of these next tokens belong to the rollout, and its finish reason.
+
+        The reason is empty if the rollout does not end with them.
+        """
         sampling, num_tokens = self.rollout.prompt.sampling, len(self.rollout.tokens)
         for i, token in enumerate(tokens, 1):
             completed = self.stops is not None and self.stops.completes(token)
@@ -56,7 +58,7 @@ class RunningSample:
         return len(tokens), ""
 
     def append(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """What one pass of the policy has drawn, and the rollout keeps."""
+        """Append the tokens of one pass of the policy."""
         rollout = self.rollout
         rollout.tokens += tokens
         rollout.logprobs += logprobs
@@ -67,7 +69,7 @@ class RunningSample:
 
 
 class RowScheduler:
-    """The live samples by row, those that wait for one, and what is kept for them."""
+    """Running samples by row, the waiting queue, and the per-row state."""
 
     def __init__(
         self,
@@ -81,19 +83,20 @@ class RowScheduler:
         self.running: list[RunningSample] = []
         self.waiting: deque[Rollout] = deque()
         self.num_prefilled = 0
-        """Tokens that were computed when samples began."""
+        """Tokens that were computed when samples started."""
         self.num_restored = 0
-        """Tokens that were not, as their keys and values came along."""
+        """Tokens that were not computed, as their keys and values came along."""
         self._sampling: RowSampling | None = None
         self._some_greedy = False
 
     @property
     def needs_features(self) -> bool:
+        """Return true if a drafter or a sink uses features."""
         return bool(self.drafters) or self.sink is not None
 
     @property
     def sampling(self) -> RowSampling:
-        """How the rows 0..B-1 draw."""
+        """Return the sampling settings of the rows 0 .. B - 1 as tensors."""
         if self._sampling is None:
             settings = [live.rollout.prompt.sampling for live in self.running]
             self._sampling = RowSampling.of(settings, self.target.vocabulary, self.target.device)
@@ -102,31 +105,36 @@ class RowScheduler:
 
     @property
     def mixed_temperature_B(self) -> Tensor | None:
-        """None if no row is greedy."""
+        """Return the temperatures, or None if no row is greedy."""
         sampling = self.sampling
         return sampling.temperature_B if self._some_greedy else None
 
     @property
     def max_remaining(self) -> int:
-        """New tokens that some live sample may still get, at least 1."""
+        """Return the upper limit of new tokens of all running samples, at least 1."""
         return max(sample.max_remaining for sample in self.running)
 
     @property
     def feature_bytes(self) -> int:
-        """Prompt features that are kept for samples that share the prompt."""
+        """Return the bytes of prompt features that are kept for samples with the same prompt."""
         held = [sample.prompt_features for sample in self.running if sample.prompt_features is not None]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
         return sum(storages.values())
 
     def admit_waiting(self) -> None:
-        """Those that wait begin, as long as there are rows."""
+        """Start waiting samples in free rows."""
         num_free = self.target.rows - len(self.running)
         if self.waiting and num_free:
             first = len(self.running)
             self._begin(range(first, first + min(num_free, len(self.waiting))))
 
     def end(self, rows: Sequence[int], finished: bool) -> None:
-        """These rows (ascending) have ended; finished: with their text, not to go on elsewhere."""
+        """End the samples of these rows (ascending) and fill the rows again.
+
+        Args:
+            rows: Rows whose samples end.
+            finished: Their text is complete; else it continues elsewhere.
+        """
         for row in rows:
             self._release(row, finished)
         num_next = min(len(rows), len(self.waiting))
@@ -135,11 +143,11 @@ class RowScheduler:
             self._move_last_into(row)
 
     def copy_kv(self, row: int) -> SampleKV:
-        """A copy of what the policy has computed of a row's sample."""
+        """Return a copy of the keys and values of a row's sample."""
         return SampleKV(self.target.read_kv(row, self.running[row].length), self.target.version)
 
     def recompute(self) -> None:
-        """All that was computed for the live rows is made anew, by the policy as it is now."""
+        """Compute the state of all running samples again with the current weights."""
         for row in range(len(self.running)):
             self._release(row, finished=False)
         rollouts = [live.rollout for live in self.running]
@@ -148,7 +156,7 @@ class RowScheduler:
         self._begin(range(len(rollouts)))
 
     def _begin(self, rows: Iterable[int]) -> None:
-        """The next that wait take these rows, which are free or follow the last one."""
+        """Start the next waiting samples in these rows, which are free or follow the last one."""
         starts = [self._start(row, self.waiting.popleft()) for row in rows]
         if not starts:
             return
@@ -159,7 +167,7 @@ class RowScheduler:
             self.sink.begin(starts, self.target.version)
 
     def _start(self, row: int, rollout: Rollout) -> RowStart:
-        """Compute what the policy must know of all tokens but the last."""
+        """Fill the row with the state of all tokens of the rollout but the last."""
         prompt = rollout.prompt
         tokens, num_prompt = [*prompt.tokens, *rollout.tokens], len(prompt.tokens)
         restored, rollout.kv = self._restore_kv(row, tokens, rollout.kv), None
@@ -175,7 +183,7 @@ class RowScheduler:
         return RowStart(row, prompt.group, tokens, features_Tf, num_prompt)
 
     def _stops(self, rollout: Rollout) -> StopStrings | None:
-        """What looks for the sample's stop strings, having read what there is."""
+        """Return the search for the sample's stop strings, after its text so far."""
         strings = rollout.prompt.sampling.stop_strings
         if not strings or self.tokenizer is None:
             return None
@@ -185,7 +193,10 @@ class RowScheduler:
         return stops
 
     def _restore_kv(self, row: int, tokens: Sequence[int], kept: SampleKV | None) -> bool:
-        """Whether the row has now what the sample brought along: it must be of this very policy."""
+        """Write the keys and values that came with a sample; return true if they could be used.
+
+        They must be of this policy version and of all tokens but the last.
+        """
         if kept is None or kept.version != self.target.version or kept.num_tokens != len(tokens) - 1:
             return False
         try:
@@ -196,14 +207,14 @@ class RowScheduler:
         return True
 
     def _recompute_features(self, row: int, tokens: Sequence[int]) -> Tensor:
-        """Features of the last tokens, where somebody asks for them, of a row whose keys and values came."""
+        """Return features of the last tokens of a restored row, if features are needed."""
         if not self.needs_features:
             return self._no_features()
         start = max(0, len(tokens) - 1 - RECOMPUTED_TOKENS)
         return self._compute(row, tokens[start:-1], start)
 
     def _prefill(self, row: int, prompt: Prompt, tokens: Sequence[int]) -> Tensor:
-        """Fill the row's cache with all tokens but the last; their features, where somebody asks for them."""
+        """Compute all tokens but the last; return their features, if features are needed."""
         parts, start = [self._no_features()], 0
         source = self._same_prompt(prompt)
         if source is not None:
@@ -224,8 +235,10 @@ class RowScheduler:
         return torch.empty(0, self.target.feature_size, dtype=self.target.dtype, device=self.target.device)
 
     def _same_prompt(self, prompt: Prompt) -> int | None:
-        """A row in which this prompt has been computed: of a sample of its group that is live, or that has
-        just ended and whose row nobody has taken."""
+        """Return a row whose cache holds this prompt, or None.
+
+        The row belongs to a running sample of the group, or to one that has just ended.
+        """
         if prompt.group < 0:
             return None
         for row, live in enumerate(self.running):
@@ -243,7 +256,7 @@ class RowScheduler:
         self.noise.end(row)
 
     def _move_last_into(self, row: int) -> None:
-        """The last row moves into this one, which has ended."""
+        """Move the last row into this one, whose sample has ended."""
         self._sampling = None
         last = self.running.pop()
         source = len(self.running)

@@ -1,6 +1,6 @@
-"""One pass of the policy over all live rows: what it says of the drafts, and what comes after them.
+"""One pass of the policy over all running rows: verification of drafts and the tokens after them.
 
-Shapes: B rows, N drafted nodes, q = N + 1 verified tokens, of which M can stand at most, V vocabulary, f
+Shapes: B rows, N drafted nodes, q = N + 1 verified tokens, of which at most M are accepted, V vocabulary, f
 feature size.
 """
 
@@ -25,25 +25,27 @@ others, of the same distribution."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verification:
-    """What the pass has made of rows 0..B-1, before anybody has looked where the rollouts end."""
+    """Result of the pass for rows 0 .. B - 1, before the ends of rollouts are searched."""
 
     tokens: list[list[int]]
-    """Of each row, at least one."""
+    """New tokens of each row, at least one."""
     logprobs: list[list[float]]
-    """Of these tokens: `Rollout.logprobs`."""
+    """Log-probabilities of these tokens; see `Rollout.logprobs`."""
     path: list[list[int]] | None
-    """Of a tree: the verified tokens that stand, root first, of each row as many as there are tokens."""
+    """For a tree: indices of the accepted tokens of each row, root first, as many as there are new tokens."""
     features_BMf: Tensor
-    """The policy's hidden states of the verified tokens that stand, and then of others."""
+    """The policy's hidden states of the accepted tokens, followed by others."""
 
     @property
     def accepted(self) -> tuple[int, ...]:
-        """Drafted nodes of each row that stand."""
+        """Return the number of accepted drafted nodes of each row."""
         return tuple(len(tokens) - 1 for tokens in self.tokens)
 
     def features(self, counts: Sequence[int]) -> Tensor:
-        """(B, m, f), m = max(counts): of the first counts[b] that stand, then zeros; as
-        `StepUpdate.features`."""
+        """Return the features of the first counts[b] accepted tokens, then zeros: (B, m, f).
+
+        m is the largest count; see `StepUpdate.features`.
+        """
         m = max(counts)
         features_Bmf = self.features_BMf[:, :m]
         if min(counts) == m:
@@ -54,7 +56,7 @@ class Verification:
 
 
 def truncate_draft(draft: Draft, num_nodes: int) -> Draft | None:
-    """The first so many nodes of each row; None if that is none."""
+    """Return the first `num_nodes` nodes of each row; None if there are none."""
     if num_nodes >= draft.tokens_BN.shape[1]:
         return draft
     if num_nodes <= 0:
@@ -74,10 +76,16 @@ def truncate_draft(draft: Draft, num_nodes: int) -> Draft | None:
 
 
 def verify_drafts(rows: RowScheduler, draft: Draft | None, depth: int, mode: VerifyMode) -> Verification:
-    """Let the policy verify each row's last token and its draft, of which no node is deeper than `depth`. The
-    cache keeps what stands."""
+    """Verify each row's last token and its draft in one pass; keep accepted keys and values in the cache.
+
+    Args:
+        rows: Running rows.
+        draft: Drafted tokens; None for plain decoding.
+        depth: Upper limit of the depth of the draft's nodes.
+        mode: How drafts are verified.
+    """
     verify_pass, parents_BN = _VerifyPass.of(rows, draft, depth), None if draft is None else draft.parents_BN
-    # Before the policy keeps the device busy: what is sent to it later may have to wait.
+    # Copies to the device are queued before the pass: later ones could have to wait for it.
     random_numbers, num_drawn_Bq = verify_pass.random_numbers(mode), verify_pass.num_drawn()
     logits_BqV, hidden_Bqf = rows.target.step(verify_pass.tokens_Bq, verify_pass.lengths, parents_BN)
     accepted = verify_pass.accepted(
@@ -93,7 +101,7 @@ def verify_drafts(rows: RowScheduler, draft: Draft | None, depth: int, mode: Ver
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _VerifyPass:
-    """What the policy verifies."""
+    """Input of the pass."""
 
     rows: RowScheduler
     draft: Draft | None
@@ -102,7 +110,7 @@ class _VerifyPass:
     tokens_Bq: Tensor
     """Each row's last token and its draft."""
     depths_Bq: Tensor | None
-    """Of the verified tokens; None for a chain, where they are 0, 1, ..."""
+    """Depths of the verified tokens; None for a chain, where they are 0, 1, ..."""
 
     @classmethod
     def of(cls, rows: RowScheduler, draft: Draft | None, depth: int) -> "_VerifyPass":
@@ -116,7 +124,7 @@ class _VerifyPass:
         return cls(rows, draft, depth, lengths, tokens_Bq, node_depths(draft.parents_BN, depth))
 
     def accepted(self, warped_BqV: Tensor, random_numbers: Tensor | None, mode: VerifyMode) -> AcceptedTokens:
-        """chance: what `random_numbers` gave."""
+        """Return the accepted path; `random_numbers` is the result of `self.random_numbers`."""
         temperature_B = self.rows.mixed_temperature_B
         if self.draft is not None and mode == "rejection":
             assert random_numbers is not None
@@ -128,8 +136,11 @@ class _VerifyPass:
         return accept_path(self.draft, drawn_Bq, self.depth)
 
     def random_numbers(self, mode: VerifyMode) -> Tensor | None:
-        """Of the positions after the verified tokens': noise (B, q, V), None if all rows are greedy; for
-        rejection uniforms (B, q, 2)."""
+        """Return the random numbers of the positions after the verified tokens.
+
+        Returns:
+        Noise (B, q, V), or None if all rows are greedy; for rejection uniforms (B, q, 2).
+        """
         rows, count = range(len(self.lengths)), self.depth + 1
         if self.draft is not None and mode == "rejection":
             return self.rows.noise.uniforms(rows, self._first(), count)
@@ -139,7 +150,10 @@ class _VerifyPass:
         return noise_BDV if self.depths_Bq is None else _gather_tokens(noise_BDV, self.depths_Bq)
 
     def num_drawn(self) -> Tensor | None:
-        """(B, q): new tokens before each that is drawn; None if no row has a shortest length."""
+        """Return the number of new tokens before each drawn one, (B, q).
+
+        Returns None if no row has min_new_tokens.
+        """
         if self.rows.sampling.min_new_B1 is None:
             return None
         device = self.tokens_Bq.device
@@ -149,19 +163,22 @@ class _VerifyPass:
         )
 
     def _first(self) -> list[int]:
-        """The root is at position `length`; what is drawn after it comes one later."""
+        """Return the position after each row's root, which is at position `length`."""
         return [length + 1 for length in self.lengths]
 
 
 def _gather_tokens(x_BqD: Tensor, index_BM: Tensor) -> Tensor:
-    """(B, M, D): of each row the entries of these tokens."""
+    """Return the entries of these tokens of each row, (B, M, D)."""
     return x_BqD.gather(1, index_BM[..., None].expand(-1, -1, x_BqD.shape[-1]))
 
 
 def _to_host(
     accepted: AcceptedTokens, logprobs_BM: Tensor, features_BMf: Tensor, is_tree: bool
 ) -> Verification:
-    """All that Python must know, with one wait for the device. float64 holds every token and float32."""
+    """Copy all results that Python needs with one synchronization.
+
+    float64 represents every token and float32 exactly.
+    """
     parts = [accepted.counts_B[:, None], accepted.emitted_BM, logprobs_BM]
     if is_tree:
         parts.append(accepted.path_BM)

@@ -1,4 +1,4 @@
-"""Reads the parameters of a `transformers` model of the Llama or Qwen kind, by reference."""
+"""Read the parameters of a `transformers` model of the Llama or Qwen family, by reference."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,27 +11,32 @@ from aedit.spec_rollout.model.layers import LayerShape, LayerWeights, Rope
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPES = ("default", "linear", "llama3", "yarn")
-"""Those whose angles do not depend on how long a text is."""
+"""RoPE types whose angles do not depend on the length of the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A model's parameters themselves, and its sizes."""
+    """A model's own parameters and sizes."""
 
     embedding: Tensor
     """(V, d)."""
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor
-    """(V, d): the embedding itself where the two are tied."""
+    """(V, d). The same tensor as `embedding` where the two are tied."""
     shape: LayerShape
 
 
 def read_weights(model: nn.Module) -> ModelWeights:
-    """What `Target` computes with. ValueError that names what is not supported."""
+    """Return the parameters and sizes that `Target` computes with.
+
+    Raises:
+        ValueError: The family, activation, RoPE type, attention, sharding, dtype or a layer type is not
+            supported.
+    """
     family = type(model).__name__
     if family not in FAMILIES:
-        raise ValueError(f"{family} is not supported: one of {', '.join(FAMILIES)} is")
+        raise ValueError(f"{family} is not supported: use one of {', '.join(FAMILIES)}")
     _check_supported(model)
     config: Any = model.config
     inner: Any = model.model
@@ -44,7 +49,7 @@ def read_weights(model: nn.Module) -> ModelWeights:
 
 
 def read_rope(model: nn.Module, num_positions: int) -> Rope:
-    """The model's own rotations of the positions 0 .. num_positions - 1, in its dtype."""
+    """Return the model's RoPE rotations of the positions 0 .. num_positions - 1, in the model's dtype."""
     rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
     like = next(model.parameters())
     positions = torch.arange(num_positions, device=like.device)
@@ -54,19 +59,19 @@ def read_rope(model: nn.Module, num_positions: int) -> Rope:
 
 
 def _check_supported(model: nn.Module) -> None:
-    """ValueError for what the family could have and our forward pass has not."""
+    """Raise ValueError for a feature of the family that this forward pass does not implement."""
     config: Any = model.config
     inner: Any = model.model
     if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act {config.hidden_act!r} is not supported: silu is")
+        raise ValueError(f"hidden_act {config.hidden_act!r} is not supported: it must be silu")
     if inner.rotary_emb.rope_type not in ROPES:
         raise ValueError(
-            f"rope_type {inner.rotary_emb.rope_type!r} is not supported: one of {', '.join(ROPES)} is"
+            f"rope_type {inner.rotary_emb.rope_type!r} is not supported: it must be one of {', '.join(ROPES)}"
         )
     if any(getattr(layer.self_attn, "sliding_window", None) for layer in inner.layers):
         raise ValueError("sliding-window attention is not supported: set use_sliding_window to false")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError("the model's parameters are sharded: an engine needs whole ones")
+        raise ValueError("the model's parameters are sharded (DTensor): pass a model with full parameters")
     kinds = {parameter.dtype for parameter in model.parameters()}
     if len(kinds) > 1 or not (kinds <= {torch.float64, torch.float32, torch.bfloat16}):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Numbers of the host that a device needs: on their way while the host goes on."""
+"""Asynchronous copies of small host data to a device."""
 
 from typing import Any
 
@@ -7,9 +7,15 @@ from torch import Tensor
 
 
 def to_device(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of these numbers, lists of them, or a NumPy array, as `torch.tensor` makes it.
+    """Return a tensor of `numbers` on `device`, as `torch.tensor` makes it.
 
-    A GPU takes them out of pinned memory, in its own time: the host waits for nothing it still has to do."""
+    On CUDA the data is copied from pinned memory without blocking the host.
+
+    Args:
+        numbers: Scalars, nested lists of them, or a NumPy array.
+        device: Device of the result.
+        dtype: Dtype of the result; None infers it.
+    """
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

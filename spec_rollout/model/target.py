@@ -1,7 +1,7 @@
-"""The policy's forward pass for an engine: rows of a cache, chains and trees of new tokens.
+"""Forward pass of the policy for an engine: cached rows, chains and trees of new tokens.
 
-Shapes: B live rows, q new tokens of each, T tokens of one row, V vocabulary, d hidden size, f feature size:
-d, and d more for each tapped layer.
+Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary, d hidden size, f feature size
+(d, and d more for each tapped layer).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +21,16 @@ from aedit.spec_rollout.model.layers import Rope, rms_norm, run_layer
 from aedit.spec_rollout.model.weight_update import copy_weights
 
 PREFILL_SCORES_BYTES = 32 << 20
-"""A long prompt is computed in pieces whose attention scores take at most so much."""
+"""Upper limit of the attention scores of one prefill chunk in bytes. A longer prompt is computed in chunks.
+"""
 
 
 class Target:
-    """A `transformers` model as an engine needs it. It computes with the model's own parameters: what an
-    optimizer or `adopt` writes into them is seen by the next call.
+    """A `transformers` model in the form that the engine needs.
 
-    A row's tokens have the slots 0, 1, ... of its cache, and a call says how many are there already: the
-    target itself does not count.
+    It computes with the model's own parameters: changes by an optimizer or by `update_weights` take effect at
+    the next call. The tokens of a row have the cache slots 0, 1, ...; the caller passes the length of each
+    row with every call.
     """
 
     def __init__(self, model: nn.Module, rows: int, max_tokens: int, nodes: int, taps: Sequence[int]) -> None:
@@ -37,7 +38,7 @@ class Target:
         self.model, self.rows, self.max_tokens, self.nodes = model, rows, max_tokens, nodes
         self.taps = tuple(taps)
         self.version = 0
-        # A draft that begins on a row's last token still has slots.
+        # A draft that starts at a row's last token needs slots, too.
         slots = max_tokens + nodes + 1
         self.cache = KVCache(self.num_layers, self.weights.shape, rows, slots, self.embedding)
         self.rope = read_rope(model, slots)
@@ -47,58 +48,85 @@ class Target:
     def of(
         cls, model: nn.Module, *, rows: int, max_tokens: int, nodes: int = 16, taps: Sequence[int] = ()
     ) -> "Target":
-        """For `rows` samples at a time of up to `max_tokens` tokens, prompt and answer; `nodes` is the most
-        that are drafted at once. taps: layers whose outputs follow the last hidden state in `hidden`
-        (EAGLE-3's fusion, arXiv 2503.01840: 2, L // 2, L - 3).
+        """Return a target for `rows` samples at a time.
 
-        ValueError that names what is not supported: other families than Llama, Qwen2 and Qwen3, sliding
-        windows, experts, rotary positions that change with the length, sharded or quantised parameters.
+        Args:
+            model: `transformers` causal language model of the Llama, Qwen2 or Qwen3 family.
+            rows: Number of samples that are decoded at the same time.
+            max_tokens: Upper limit of prompt and answer of one sample, in tokens.
+            nodes: Upper limit of drafted tokens of one row in one step.
+            taps: Layers whose outputs are appended to the last hidden state in the features (EAGLE-3's
+                fusion, arXiv:2503.01840: 2, L // 2, L - 3).
+
+        Raises:
+            ValueError: A size is too small, a tap does not exist, or the model is not supported: another
+                family, sliding windows, mixture of experts, RoPE that depends on the length, sharded or
+                quantized parameters.
         """
         if rows < 1 or max_tokens < 2 or nodes < 0:
-            raise ValueError(f"rows {rows}, max_tokens {max_tokens}, nodes {nodes}: at least 1, 2 and 0")
+            raise ValueError(
+                f"rows, max_tokens, nodes must be at least 1, 2, 0, got {rows}, {max_tokens}, {nodes}"
+            )
         target = cls(model, rows, max_tokens, nodes, taps)
         if wrong := [tap for tap in taps if not 0 <= tap < target.num_layers]:
-            raise ValueError(f"taps {wrong}: this model has the layers 0 to {target.num_layers - 1}")
+            raise ValueError(
+                f"taps {wrong} do not exist: this model has the layers 0 to {target.num_layers - 1}"
+            )
         return target
 
     @property
     def embedding(self) -> Tensor:
-        """(V, d): the model's parameter itself."""
+        """Return the model's embedding parameter itself, (V, d)."""
         return self.weights.embedding
 
     @property
     def head(self) -> Tensor:
-        """(V, d): the model's parameter itself."""
+        """Return the model's output head parameter itself, (V, d)."""
         return self.weights.head
 
     @property
     def hidden_size(self) -> int:
+        """Return the hidden size d."""
         return self.embedding.shape[1]
 
     @property
     def feature_size(self) -> int:
+        """Return the feature size f: d, and d more for each tapped layer."""
         return self.hidden_size * (1 + len(self.taps))
 
     @property
     def vocabulary(self) -> int:
+        """Return the vocabulary size V."""
         return self.head.shape[0]
 
     @property
     def num_layers(self) -> int:
+        """Return the number of decoder layers."""
         return len(self.weights.layers)
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of the parameters."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the parameters."""
         return self.embedding.device
 
     @torch.inference_mode()
     def prefill(self, tokens_T: Tensor, row: int, start: int = 0) -> Tensor:
-        """Compute tokens of one row from position `start` on, after what the row has already. Returns their
-        hidden states after the final norm, (T, f); `logits` makes logits of those that need them."""
+        """Compute tokens of one row from position `start` on, after the tokens that are cached before it.
+
+        Args:
+            tokens_T: int64, the tokens.
+            row: Row of the cache.
+            start: Position of the first token.
+
+        Returns:
+        Hidden states after the final norm, with tapped layers, (T, f). Pass them to `logits` where logits are
+        needed.
+        """
         self._check_capacity(start + len(tokens_T))
         parts, at = [torch.empty(0, self.feature_size, dtype=self.dtype, device=self.device)], start
         while at < start + len(tokens_T):
@@ -109,28 +137,40 @@ class Target:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., V) of hidden states (..., f)."""
+        """Return logits (..., V) of hidden states (..., f)."""
         return F.linear(hidden[..., : self.hidden_size], self.head)
 
     @torch.inference_mode()
     def step(
         self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor, parents_BN: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Compute q new tokens of each of the rows 0 .. B - 1, after the lengths_B tokens they have; returns
-        logits (B, q, V) and hidden states after the final norm (B, q, f).
+        """Compute q new tokens of each of the rows 0 .. B - 1.
 
-        The first token of a row is the root, at position lengths_B. Of a chain each token follows the one
-        before. parents_BN (N = q - 1; -1 is the root) makes a tree: a node sees the row's past, the root and
-        its own ancestors, and its position is its depth after the root. Keys and values go to the slots
-        lengths_B .. lengths_B + q - 1 (after a tree, `keep` puts them in order).
+        The first token of a row is the root, at position lengths_B. In a chain each token follows the one
+        before. In a tree a node attends to the cached tokens, the root and its own ancestors, and its
+        position is its depth after the root. Keys and values are written to the slots lengths_B .. lengths_B
+        + q - 1; after a tree, call `keep_path`.
 
-        Lengths are best given as numbers: of a tensor on a GPU this has to wait. There, logits are good until
+        Args:
+            tokens_Bq: int64, the new tokens.
+            lengths_B: Number of cached tokens of each row. Pass numbers: a GPU tensor forces a
+                synchronization.
+            parents_BN: int64, parent of each node of a tree (N = q - 1; -1 is the root); None for a chain.
+
+        Returns:
+        Logits (B, q, V) and hidden states after the final norm (B, q, f). On CUDA the logits are valid until
         the next step.
+
+        Raises:
+            ValueError: The numbers of rows differ, or a row would exceed `max_tokens`.
         """
         lengths = lengths_B.tolist() if isinstance(lengths_B, Tensor) else list(lengths_B)
         q = tokens_Bq.shape[1]
         if not 1 <= len(lengths) <= self.rows or tokens_Bq.shape[0] != len(lengths):
-            raise ValueError(f"{tokens_Bq.shape[0]} rows of tokens, {len(lengths)} lengths, {self.rows} rows")
+            raise ValueError(
+                f"{tokens_Bq.shape[0]} rows of tokens and {len(lengths)} lengths: must be equally many, "
+                f"at most {self.rows}"
+            )
         self._check_capacity(max(lengths) + q)
         if self.graphs is not None:
             return self._captured_step(tokens_Bq, lengths, parents_BN)
@@ -139,9 +179,15 @@ class Target:
 
     @torch.inference_mode()
     def keep_path(self, lengths_B: Sequence[int] | Tensor, path_Bm: Tensor, counts_B: Tensor) -> None:
-        """After a step over a tree: the accepted nodes' keys and values follow one another after lengths_B,
-        the lengths of before that step. path_Bm: int64, which of the q tokens, the root (0) first; counts_B:
-        how many after the root. (A chain's are in order.)"""
+        """Move keys and values of the accepted nodes of a tree to consecutive slots.
+
+        Call it after `step` over a tree. The nodes of a chain are in order already.
+
+        Args:
+            lengths_B: Lengths of the rows before that step.
+            path_Bm: int64, indices of accepted tokens among the q tokens, the root (0) first.
+            counts_B: Number of accepted tokens of each row after the root.
+        """
         lengths = (
             lengths_B.to(self.device) if isinstance(lengths_B, Tensor) else self._lengths_tensor(lengths_B)
         )
@@ -149,26 +195,37 @@ class Target:
 
     @torch.inference_mode()
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """The first `length` tokens of row `target` become those of row `source`."""
+        """Copy the first `length` tokens of row `source` to row `target`."""
         self.cache.copy_row(source, target, length)
 
     move_row = copy_row
 
     @torch.inference_mode()
     def read_kv(self, row: int, length: int) -> Tensor:
-        """A copy of the keys and values of a row's first tokens, (layers, 2, K, length, h)."""
+        """Return a copy of the keys and values of a row's first tokens, (layers, 2, K, length, h)."""
         return self.cache.read_kv(row, length)
 
     @torch.inference_mode()
     def write_kv(self, row: int, kv: Tensor) -> None:
-        """Put what `read_kv` gave, here or on another target of the same model, into a row. ValueError if it
-        does not fit."""
+        """Write keys and values from `read_kv`, of this or another target of the same model, to a row.
+
+        Raises:
+            ValueError: They are of another shape or dtype, or too long.
+        """
         self.cache.write_kv(row, kv)
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Put new weights, named as in `model.state_dict()`, into the model's parameters, all or none;
-        nothing is copied where they are the parameters themselves. What rows hold was made by the old ones:
-        whoever wants it to be the new policy's prefills again. ValueError names a tensor that does not fit.
+        """Copy new weights into the model's parameters, all or none, and set the policy version.
+
+        Tensors that are the parameters themselves are not copied. The cache still holds keys and values of
+        the old weights; a caller that needs those of the new weights must prefill again.
+
+        Args:
+            weights: Tensors by the names of `model.state_dict()`.
+            version: Version of the policy that these weights are.
+
+        Raises:
+            ValueError: A tensor does not fit; the message names it. Nothing has changed.
         """
         copy_weights(self.model, weights)
         self.version = version
@@ -176,7 +233,7 @@ class Target:
     def _forward(
         self, extents: list[KVExtent], tokens_Bq: Tensor, lengths_B: Tensor, parents_BN: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Nothing but tensor operations: what a CUDA graph records."""
+        """Run the forward pass with tensor operations only, so that a CUDA graph can capture it."""
         num_rows, q = tokens_Bq.shape
         if parents_BN is None:
             positions = lengths_B[:, None] + torch.arange(q, device=lengths_B.device)
@@ -190,7 +247,7 @@ class Target:
         return logits.view(num_rows, q, -1), hidden_Tf.view(num_rows, q, -1)
 
     def _layers(self, tokens_T: Tensor, rope: Rope, past: StepAttention) -> Tensor:
-        """The hidden states after the final norm, and after them those of the taps: (T, f)."""
+        """Return hidden states after the final norm, followed by those of the taps, (T, f)."""
         shape = self.weights.shape
         x = F.embedding(tokens_T, self.embedding)
         tapped: dict[int, Tensor] = {}
@@ -204,8 +261,10 @@ class Target:
     def _captured_step(
         self, tokens_Bq: Tensor, lengths: list[int], parents_BN: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The step as a recorded graph, for a number of rows and a context that are a little larger. Rows
-        that do not live write where no row ever reads: after its last token."""
+        """Run the step as a captured graph of a slightly larger number of rows and slots.
+
+        The padding rows write to slots that no row reads: those after the last token.
+        """
         num_rows, q = tokens_Bq.shape
         bucket = batch_bucket(num_rows, self.rows)
         context = context_bucket(max(lengths) + q, self.cache.slots)
@@ -232,15 +291,18 @@ class Target:
         return self._layers(tokens_T, self.rope.at(positions), past)
 
     def _chunk_size(self, start: int) -> int:
-        """How many tokens from `start` on are computed at once."""
+        """Return how many tokens from position `start` on are computed at once."""
         row_bytes = self.weights.shape.num_heads * self.embedding.element_size()
-        most = PREFILL_SCORES_BYTES // row_bytes  # new tokens x tokens they see
+        most = PREFILL_SCORES_BYTES // row_bytes  # new tokens times tokens they attend to
         return max(16, int((start * start / 4 + most) ** 0.5 - start / 2))
 
     def _check_capacity(self, end: int) -> None:
         if end > self.cache.slots:
-            raise ValueError(f"{end} tokens in a row: it has room for {self.max_tokens} and a draft")
+            raise ValueError(
+                f"{end} tokens in a row exceed max_tokens {self.max_tokens} and a draft: make the target "
+                "with a larger max_tokens"
+            )
 
     def _lengths_tensor(self, numbers: Sequence[int]) -> Tensor:
-        """On the device, without waiting for it."""
+        """Return the numbers as a tensor on the device, without a synchronization."""
         return to_device(numbers, self.device, torch.int64)

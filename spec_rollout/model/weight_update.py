@@ -1,4 +1,4 @@
-"""New weights for a model, put into its parameters in place: all of them or none."""
+"""In-place update of a model's parameters: all of them or none."""
 
 from collections.abc import Mapping
 
@@ -7,11 +7,18 @@ from torch import Tensor, nn
 
 
 def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy `weights`, named as in `model.state_dict()`, into the model. A tensor that is the model's own is
-    not copied; of tied tensors one name is enough.
+    """Copy `weights` into the parameters of `model`.
 
-    ValueError that names the tensor if one is missing, unknown, of another shape, not of numbers, or differs
-    from one it is tied to; then nothing has changed.
+    A tensor that is already the model's own storage is not copied. For tied parameters one of the names is
+    enough.
+
+    Args:
+        model: Model whose parameters are overwritten in place.
+        weights: Tensors by the names of `model.state_dict()`.
+
+    Raises:
+        ValueError: A tensor is missing, unknown, of another shape, not in floating point, or differs from a
+            tensor that it is tied to. The model is unchanged.
     """
     own = model.state_dict()
     for name, tensor in weights.items():
@@ -20,10 +27,12 @@ def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name, tensor in weights.items():
         first = given.setdefault(own[name].data_ptr(), tensor)
         if first is not tensor and not _same_storage(first, tensor) and not torch.equal(first, tensor):
-            raise ValueError(f"weights: {name} is tied to another tensor and differs from it")
+            raise ValueError(
+                f"weights: {name} is tied to another tensor and differs from it: pass equal values"
+            )
     for name, mine in own.items():
         if mine.data_ptr() not in given:
-            raise ValueError(f"weights: {name} is missing")
+            raise ValueError(f"weights: {name} is missing: pass all tensors of the model's state_dict")
     with torch.no_grad():
         for name, tensor in weights.items():
             if not _same_storage(own[name], tensor):
@@ -32,11 +41,13 @@ def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def _check(name: str, mine: Tensor | None, tensor: Tensor) -> None:
     if mine is None:
-        raise ValueError(f"weights: {name} is not a tensor of this model")
+        raise ValueError(f"weights: {name} is not in this model's state_dict")
     if mine.shape != tensor.shape:
-        raise ValueError(f"weights: {name} has shape {tuple(tensor.shape)}, this model's {tuple(mine.shape)}")
+        raise ValueError(
+            f"weights: {name} must have this model's shape {tuple(mine.shape)}, got {tuple(tensor.shape)}"
+        )
     if not tensor.is_floating_point():
-        raise ValueError(f"weights: {name} is in {tensor.dtype}, not in floating point")
+        raise ValueError(f"weights: {name} must be in floating point, got {tensor.dtype}")
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:

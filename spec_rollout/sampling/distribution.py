@@ -1,10 +1,10 @@
-"""What the policy may say next: mask, then temperature, top-k and top-p, as each row's `Sampling` asks.
+"""Distribution of the next token: mask, temperature, top-k and top-p in this order.
 
-All drawing, plain and speculative, starts from here: nothing is verified against another distribution than
-the one that would have been drawn from. A row's numbers depend on the row alone: not on its neighbours, and
-not on how many tokens are verified with it.
+Plain and speculative decoding both start from `warp_logits`, so drafts are verified against exactly the
+distribution that plain decoding draws from. The values of a row depend on the row alone, not on other rows
+and not on how many tokens are verified with it.
 
-Shapes: B live rows, q verified tokens of each, V vocabulary; 1 where it is the same for all.
+Shapes: B running rows, q verified tokens per row, V vocabulary; 1 where a value is the same for all.
 """
 
 from collections.abc import Sequence
@@ -19,31 +19,40 @@ from aedit.spec_rollout.sampling.samples import Sampling
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSampling:
-    """`Sampling` of the live rows as tensors, None where no row asks for it. It is to be built when the rows
-    change, not in every step."""
+    """`Sampling` of the running rows as tensors; None where no row needs them.
+
+    Build it when the rows change, not in every step.
+    """
 
     temperature_B: Tensor
     """float32; 0 is greedy."""
     all_greedy: bool
-    """No row needs noise."""
+    """True if no row needs noise."""
     divisor_B11: Tensor | None
-    """float32: the temperature, but 1 where that is 0."""
+    """float32: the temperature, or 1 where the temperature is 0."""
     forbidden_B1V: Tensor | None
     top_k_B11: Tensor | None
     """int64; V where all tokens may be drawn."""
     max_top_k: int
-    """Of the rows that ask for one."""
+    """Largest top_k of the rows that set one."""
     top_p_B11: Tensor | None
-    """float32; 2 where all tokens may be drawn, as sums that should be 1 may come out above it."""
+    """float32; 2 where all tokens may be drawn, as sums that should be 1 can be slightly larger."""
     stops_B1V: Tensor | None
-    """The stop tokens of the rows with min_new_tokens."""
+    """Stop tokens of the rows with min_new_tokens."""
     min_new_B1: Tensor | None
 
     @classmethod
     def of(
         cls, rows: Sequence[Sampling], vocabulary: int, device: torch.device | str = "cpu"
     ) -> "RowSampling":
-        """For rows 0..B-1. Tokens and masks must fit the vocabulary and leave a token to be drawn."""
+        """Return the tensors for rows 0 .. B - 1.
+
+        Args:
+            rows: Settings of each row. Stop tokens and masks must fit the vocabulary and leave a token to be
+                drawn.
+            vocabulary: V.
+            device: Device of the tensors.
+        """
         where = torch.device(device)
 
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -83,9 +92,18 @@ def _early_stops(rows: Sequence[Sampling], vocabulary: int, device: torch.device
 
 
 def warp_logits(logits_BqV: Tensor, rows: RowSampling, drawn_Bq: Tensor | None = None) -> Tensor:
-    """(B, q, V), float32 or float64: logits whose softmax is what the next token is drawn from, -inf where it
-    is not; the argmax, where the temperature is 0. Not normalised: what nobody asks for costs nothing.
-    drawn_Bq: how many new tokens there are before each, needed if a row has min_new_tokens."""
+    """Return logits whose softmax is the distribution of the next token, (B, q, V); -inf for excluded tokens.
+
+    The result is not normalized. At temperature 0 the next token is its argmax.
+
+    Args:
+        logits_BqV: Logits of the policy.
+        rows: Sampling of the rows.
+        drawn_Bq: Number of new tokens before each token; needed if a row has min_new_tokens.
+
+    Returns:
+    float32, or float64 for float64 logits.
+    """
     x = _upcast(logits_BqV)
     if rows.forbidden_B1V is not None:
         x = x.masked_fill(rows.forbidden_B1V, -torch.inf)
@@ -103,7 +121,7 @@ def warp_logits(logits_BqV: Tensor, rows: RowSampling, drawn_Bq: Tensor | None =
 
 
 def _top_k(x_BqV: Tensor, k_B11: Tensor, largest: int) -> Tensor:
-    """All that are not below the k-th: as many as are equal to it, as in transformers."""
+    """Mask all tokens below the k-th largest; ties with it are kept, as in transformers."""
     best = x_BqV.topk(largest, dim=-1).values
     index_Bq1 = (k_B11.clamp(max=largest) - 1).expand(*x_BqV.shape[:2], 1)
     below = (x_BqV < best.gather(-1, index_Bq1)) & (k_B11 < x_BqV.shape[-1])
@@ -111,14 +129,17 @@ def _top_k(x_BqV: Tensor, k_B11: Tensor, largest: int) -> Tensor:
 
 
 def _top_p(x_BqV: Tensor, p_B11: Tensor) -> Tensor:
-    """The tokens that have less than p before them, from the most likely one down; equals by their ids."""
+    """Keep the tokens with less than p before them, from the most likely one down; ties by token id."""
     p_sorted, order = x_BqV.softmax(-1).sort(dim=-1, descending=True, stable=True)
     enough = p_sorted.cumsum(-1) - p_sorted >= p_B11
     return x_BqV.masked_fill(enough.new_empty(x_BqV.shape).scatter_(-1, order, enough), -torch.inf)
 
 
 def logprobs(logits_BqV: Tensor, tokens_Bq: Tensor, rows: RowSampling) -> Tensor:
-    """(B, q): log softmax(logits / T) of the tokens, before mask, top-k and top-p; T is 1 where it is 0."""
+    """Return the log-probabilities of the tokens before mask, top-k and top-p, (B, q).
+
+    They are log softmax(logits / T), where T is 1 for rows at temperature 0.
+    """
     x = _upcast(logits_BqV)
     if rows.divisor_B11 is not None:
         x = x / rows.divisor_B11

@@ -1,14 +1,15 @@
-"""Randomness that is looked up, not drawn: a pure function of (rollout, sample, position, token).
+"""Counter-based noise: random numbers as a pure function of (rollout, sample, position, token).
 
-Whoever computes the token at a position (plain decoding, a chain, a tree, another engine after a move) sees
-the same numbers, so it draws the same token. The generator is Philox4x32-10 (Salmon et al., Parallel random
-numbers: as easy as 1, 2, 3, SC 2011): integers, the same bits on every device. The logarithms that make
-Gumbel noise of them may differ between devices in the last place.
+Plain decoding, a chain, a tree, or another engine after a migration see the same numbers at a position, so
+they draw the same token. The generator is Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as
+1, 2, 3, SC 2011): integer arithmetic, the same bits on every device. The logarithms of the Gumbel noise may
+differ between devices in the last bit.
 
-Key: the low words of the two ids. Counter: token block (the stream above it), position, the ids' high words.
-Four tokens share a block. So no two of (stream, rollout, sample, position, block) meet.
+Key: the low words of the two ids. Counter: token block (with the stream in its high bits), position, the ids'
+high words. Four tokens share a block. So no two of (stream, rollout, sample, position, block) share a
+counter.
 
-Shapes: B rows, m positions, V vocabulary, W numbers that belong to one position.
+Shapes: B rows, m positions, V vocabulary, W numbers per position.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,27 +26,32 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
-# Above the token block, which needs 30 bits at most: noise of tokens, uniforms of rejection sampling.
+# Streams, above the token block, which has at most 30 bits: Gumbel noise, uniforms of rejection sampling.
 _GUMBEL, _UNIFORM = 0, 1 << 30
 
 Ids = Tensor | int
-"""(B,), int64, or the one of B = 1."""
+"""int64, (B,), or one number for B = 1."""
 _Make = Callable[[Ids, Ids, Tensor], Tensor]
 """(rollouts, samples, positions_Bm) -> (B, m, W)."""
-# Numbers of one call: many small blocks, but on a CPU none for more than the cache of a core holds. A GPU
-# computes what it is told about as fast as it is told, some 128 calls for each piece.
+# Numbers computed per call. On a CPU they must fit into the cache of a core; on a GPU larger calls amortize
+# the launches, some 128 per call.
 _AT_ONCE, _AT_ONCE_CUDA = 1 << 16, 1 << 24
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor | int]) -> list[Tensor]:
-    """Four random words for each counter of four words, under a key of two. Words are int64, 0 to 2**32 - 1.
-    Counters broadcast against each other, and what they share is computed once; a key must broadcast to the
-    last two of the counter."""
+    """Return four random words for each counter of four words, under a key of two words.
+
+    Counters broadcast against each other, and shared parts are computed once.
+
+    Args:
+        counter: Four int64 tensors of words, 0 to 2**32 - 1.
+        key: Two words. They must broadcast to the last two counter words.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # A product of two words wraps into the sign, which loses no bit of it. The shift then fills up with
-        # ones, and c1 and c3 keep the high halves of their products: the mask takes both away.
+        # A product of two words may wrap into the sign bit, which loses no bit. The right shift then fills
+        # with ones, and c1 and c3 keep the high halves of their products: the mask removes both.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = ((p1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_WORD)
         c2 = ((p0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_WORD)
@@ -57,23 +63,32 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor | int]) -> list[Tenso
 def gumbel(
     rollouts: Ids, samples: Ids, positions_Bm: Tensor, vocabulary: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """(B, m, V): the Gumbel noise of every token at absolute positions of samples; int64, below 2**32.
-    argmax(log p + noise) is a draw from p."""
+    """Return the Gumbel noise of every token, (B, m, V). argmax(log p + noise) is a draw from p.
+
+    Args:
+        rollouts: Rollout ids.
+        samples: Sample ids.
+        positions_Bm: int64, absolute positions below 2**32.
+        vocabulary: V.
+        dtype: Dtype of the result.
+    """
     blocks = torch.arange(-(-vocabulary // 4), device=positions_Bm.device)
     bits = _bits(rollouts, samples, positions_Bm, blocks + _GUMBEL)[..., :vocabulary]
-    # float64 holds 33 bits below 1; of -log u, float32 is enough.
+    # float64 resolves the 33 bits of u; for -log u, float32 is enough.
     return _between_0_and_1(bits).log_().neg_().to(dtype).log_().neg_()
 
 
 def uniforms(rollouts: Ids, samples: Ids, positions_Bm: Tensor) -> Tensor:
-    """(B, m, 2), float64, above 0 and below 1: does the drafted token at a position stay, and which one comes
-    instead. Independent of the Gumbel noise there."""
+    """Return two uniforms per position, (B, m, 2), float64 in (0, 1), independent of the Gumbel noise.
+
+    The first decides whether the drafted token is accepted, the second draws its replacement.
+    """
     block = torch.full((1,), _UNIFORM, device=positions_Bm.device)
     return _between_0_and_1(_bits(rollouts, samples, positions_Bm, block)[..., :2])
 
 
 def _bits(rollouts: Ids, samples: Ids, positions_Bm: Tensor, blocks: Tensor) -> Tensor:
-    """(B, m, 4 x blocks)."""
+    """Return random words, (B, m, 4 * blocks)."""
     rollout, rollout_high = _words(rollouts, positions_Bm.device)
     sample, sample_high = _words(samples, positions_Bm.device)
     words = philox((blocks, positions_Bm[..., None], rollout_high, sample_high), (rollout, sample))
@@ -81,9 +96,9 @@ def _bits(rollouts: Ids, samples: Ids, positions_Bm: Tensor, blocks: Tensor) -> 
 
 
 def _words(ids: Ids, device: torch.device) -> tuple[Tensor | int, Tensor]:
-    """The low one, for the key, and the high one; (B, 1, 1)."""
+    """Return the low word, for the key, and the high word, (B, 1, 1), of each id."""
     if isinstance(ids, int):
-        # Cheaper, by an eighth of all this, than a key in tensors.
+        # One eighth faster than a key in tensors.
         return ids & _WORD, torch.full((1, 1, 1), (ids >> 32) & _WORD, device=device)
     return ids[:, None, None] & _WORD, (ids[:, None, None] >> 32) & _WORD
 
@@ -93,8 +108,10 @@ def _between_0_and_1(bits: Tensor) -> Tensor:
 
 
 class RowNoise:
-    """`drafts.Noise` of the engine's rows, made ahead in blocks of positions. Positions may be asked for in
-    any order, of different rows at a time. What is returned is to be read, and only until the next step."""
+    """Noise of the engine's rows (`drafts.Noise`), computed ahead in blocks of positions.
+
+    Positions may be requested in any order. Results are read-only and valid until the next step.
+    """
 
     def __init__(
         self,
@@ -105,7 +122,15 @@ class RowNoise:
         dtype: torch.dtype = torch.float32,
         row_bytes: int = 4 << 20,
     ) -> None:
-        """`row_bytes`: what is kept for one row, at most, unless 16 positions need more."""
+        """Allocate the rings.
+
+        Args:
+            rows: Number of rows.
+            vocabulary: V.
+            device: Device of the noise.
+            dtype: Dtype of the Gumbel noise.
+            row_bytes: Upper limit of the bytes kept per row, unless 16 positions need more.
+        """
         check(rows > 0, "rows", "must be above 0", rows)
         check(0 < vocabulary <= 1 << 32, "vocabulary", "must be 1 to 2**32", vocabulary)
         block = min(64, max(8, row_bytes // (2 * vocabulary * dtype.itemsize)))
@@ -118,48 +143,59 @@ class RowNoise:
 
     @property
     def num_bytes(self) -> int:
+        """Return the size of the kept noise in bytes."""
         return self._gumbel.num_bytes + self._uniforms.num_bytes
 
     def begin(self, row: int, rollout: int, sample: int) -> None:
-        """From now on `row` is this sample. Ids of up to 64 bits (signed); ValueError if they are longer."""
+        """Assign a sample to `row`.
+
+        Raises:
+            ValueError: An id does not fit into 64 bits (signed).
+        """
         for name, value in (("rollout", rollout), ("sample", sample)):
             check(-(1 << 63) <= value < 1 << 63, name, "must fit into 64 bits", value)
         for ring in (self._gumbel, self._uniforms):
             ring.begin(row, rollout, sample)
 
     def move(self, source: int, target: int) -> None:
-        """Row `source` is called `target` from now on; what was there has ended."""
+        """Rename row `source` to `target`, whose sample has ended."""
         for ring in (self._gumbel, self._uniforms):
             ring.move(source, target)
 
     def end(self, row: int) -> None:
+        """Release `row`."""
         for ring in (self._gumbel, self._uniforms):
             ring.end(row)
 
     def at(self, rows: Sequence[int], first: Sequence[int], count: int) -> Tensor:
-        """(len(rows), count, V): Gumbel noise, as `drafts.Noise` says."""
+        """Return the Gumbel noise of `count` positions of each row, (len(rows), count, V).
+
+        Row rows[i] starts at the absolute position first[i].
+        """
         return self._gumbel.at(rows, first, count)
 
     def uniforms(self, rows: Sequence[int], first: Sequence[int], count: int) -> Tensor:
-        """(len(rows), count, 2), float64: what `rejection.rejection_accept` needs for the same positions."""
+        """Return the uniforms of rejection sampling, (len(rows), count, 2), float64; see `at`."""
         return self._uniforms.at(rows, first, count)
 
 
 class _NoiseRing:
-    """For each row a ring of two blocks of positions. Blocks are computed as a whole, so that no number
-    depends on what has been asked for, or when."""
+    """Ring of two blocks of positions for each row.
+
+    Blocks are always computed as a whole, so that no number depends on the order of requests.
+    """
 
     def __init__(
         self, make: _Make, shape: tuple[int, int, int], device: torch.device | str, dtype: torch.dtype
     ) -> None:
-        """`shape`: rows, positions in a ring, W."""
+        """Allocate the ring; `shape` is (rows, positions in a ring, W)."""
         rows, self._ring, self._width = shape
         self._block = self._ring // 2
         self._make, self._device = make, torch.device(device)
         self._ids: list[tuple[int, int] | None] = [None] * rows
         self._blocks = [[-1, -1] for _ in range(rows)]  # the block in each half
         self._ring_index = list(range(rows))  # where a row's ring is: rows move without their numbers
-        with torch.inference_mode(False):  # or nobody outside of that mode could write it
+        with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
             self._values = torch.empty(rows * self._ring, self._width, device=device, dtype=dtype)
 
     @property
@@ -197,7 +233,7 @@ class _NoiseRing:
         return self._values.index_select(0, index).view(len(rows), count, self._width)
 
     def _ensure_blocks(self, rows: Sequence[int], first: Sequence[int], count: int) -> None:
-        """Both blocks of each row, which may be one, are in its ring."""
+        """Compute the missing blocks of the requested positions."""
         missing: list[tuple[int, int]] = []
         for row, start in zip(rows, first, strict=True):
             place = self._ring_index[row]
@@ -205,7 +241,7 @@ class _NoiseRing:
             for block in (start // self._block, (start + count - 1) // self._block):
                 if blocks_of_row[block & 1] != block:
                     if self._ids[place] is None:
-                        raise ValueError(f"noise is asked for row {row}, which has not begun")
+                        raise ValueError(f"row {row} has no sample: call begin before requesting its noise")
                     missing.append((place, block))
                     blocks_of_row[block & 1] = block
         most = _AT_ONCE_CUDA if self._device.type == "cuda" else _AT_ONCE
@@ -214,7 +250,7 @@ class _NoiseRing:
             self._fill(missing[i : i + at_once])
 
     def _fill(self, missing: Sequence[tuple[int, int]]) -> None:
-        """Places and the blocks they lack."""
+        """Compute the listed (ring index, block) pairs in one call."""
         ids = [numbers for place, _ in missing if (numbers := self._ids[place])]
         rollouts, samples = (_ids_tensor([pair[i] for pair in ids], self._device) for i in (0, 1))
         starts = to_device([block * self._block for _, block in missing], self._device)

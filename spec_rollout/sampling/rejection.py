@@ -1,15 +1,15 @@
-"""The second mode: a drafted token stays with a probability that makes up for how it was drawn.
+"""Rejection sampling of drafted chains, the second verification mode.
 
-Speculative sampling for chains (Leviathan, Kalman and Matias 2023, algorithm 1; Chen et al. 2023): a token x
-that was drawn from q stays with probability min(1, p(x) / q(x)); in place of the first that does not comes a
-draw from max(p - q, 0); after a chain that stays as a whole, one more from p. What is emitted is distributed
-as p. Unlike in coupled mode, which tokens these are depends on the drafts.
+Speculative sampling (Leviathan, Kalman and Matias 2023, algorithm 1; Chen et al. 2023): a token x drawn from
+q is accepted with probability min(1, p(x) / q(x)). The first rejected token is replaced by a draw from max(p
+- q, 0); after a chain that is accepted as a whole, one more token is drawn from p. The emitted tokens are
+distributed as p. Unlike in coupled mode, the tokens themselves depend on the drafts.
 
-All randomness is looked up by position: drafts are drawn with the Gumbel noise, judged and replaced with the
-uniforms. A position may be drafted and judged in several passes and see the same numbers in each; this is
-sound, as nothing that is emitted depends on a position's numbers before its own token is.
+All randomness is looked up by position: drafts use the Gumbel noise, acceptance and replacement use the
+uniforms. A position may be drafted and verified in several passes with the same numbers. This is sound
+because nothing that is emitted before a position's own token depends on the numbers of that position.
 
-Shapes: B rows, N drafted nodes in a line, q = N + 1 verified tokens, V vocabulary.
+Shapes: B rows, N drafted nodes of a chain, q = N + 1 verified tokens, V vocabulary.
 """
 
 import torch
@@ -22,13 +22,19 @@ from aedit.spec_rollout.sampling.verify import AcceptedTokens
 def rejection_accept(
     draft: Draft, warped_BqV: Tensor, uniforms_Bq2: Tensor, temperature_B: Tensor | None = None
 ) -> AcceptedTokens:
-    """What stays of a chain, and what comes after it. shaped_BqV: `distribution.warp_logits`. The draft's
-    logq:
-    what its tokens were really drawn from. uniforms_Bq2: `noise.uniforms` at the positions of the q tokens
-    that may be emitted. temperature_B: rows at 0 emit the argmax; None if there are none. ValueError if the
-    draft is a tree."""
+    """Return the accepted prefix of a chain and the token after it.
+
+    Args:
+        draft: Chain; its `logq_BNV` is the distribution that the tokens were drawn from.
+        warped_BqV: Result of `distribution.warp_logits`.
+        uniforms_Bq2: `noise.uniforms` at the positions of the q tokens that may be emitted.
+        temperature_B: Temperatures; rows at 0 emit the argmax. None if no row is greedy.
+
+    Raises:
+        ValueError: The draft is a tree.
+    """
     if draft.parents_BN is not None:
-        raise ValueError("rejection verifies chains only, and this draft is a tree")
+        raise ValueError("rejection sampling verifies chains only, got a tree: use coupled mode for trees")
     guesses_BN = draft.tokens_BN
     if temperature_B is not None:
         warped_BqV = _one_hot_where_greedy(warped_BqV, temperature_B)
@@ -51,7 +57,7 @@ def _one_hot_where_greedy(warped_BqV: Tensor, temperature_B: Tensor) -> Tensor:
 
 
 def _is_real(draft: Draft) -> Tensor:
-    """(B, N): nodes that are guesses, not filler."""
+    """Return which nodes are drafted tokens and not padding, (B, N)."""
     nodes_N = torch.arange(draft.tokens_BN.shape[1], device=draft.tokens_BN.device)
     if draft.counts_B is None:
         return (nodes_N >= 0).expand_as(draft.tokens_BN)
@@ -71,12 +77,12 @@ def _q_of_guesses(draft: Draft) -> Tensor:
 
 
 def _is_accepted(u: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """With probability min(1, p / q), and never if p is 0."""
+    """Return true with probability min(1, p / q), and never where p is 0."""
     return u * q < p
 
 
 def _q_of_rejected(draft: Draft, is_real_BN: Tensor, counts_B1: Tensor, p_BV: Tensor) -> Tensor:
-    """(B, V): q of the guess that did not stay; zeros after a chain that stayed as a whole."""
+    """Return q of the first rejected token, (B, V); zeros after a chain that was accepted as a whole."""
     num_nodes = draft.tokens_BN.shape[1]
     if num_nodes == 0:
         return torch.zeros_like(p_BV)
@@ -90,13 +96,13 @@ def _q_of_rejected(draft: Draft, is_real_BN: Tensor, counts_B1: Tensor, p_BV: Te
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(p - q, 0), not normalised. p where rounding leaves nothing: then p and q are the same."""
+    """Return max(p - q, 0), not normalized; p where rounding leaves nothing, as p and q are equal there."""
     left = (p - q).clamp_(min=0)
     return left.where(left.sum(-1, keepdim=True) > 0, p)
 
 
 def _draw(weights_BV: Tensor, u_B1: Tensor) -> Tensor:
-    """(B, 1) int64, by inversion. No weight of 0 is drawn: a step of the sum is where it passes u."""
+    """Draw from the weights by inversion, (B, 1) int64. A weight of 0 is never drawn."""
     sums_BV = weights_BV.cumsum(-1)
     return torch.searchsorted(sums_BV, u_B1 * sums_BV[:, -1:], right=True)
 

@@ -1,16 +1,16 @@
-"""Where a rollout ends: after a stop token, with the token that completes a stop string, or at its length."""
+"""End of a rollout by stop strings in the decoded text."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 NUM_CONTEXT_TOKENS = 5
-"""Tokens before the text that are decoded with it: what a word looks like may depend on what it follows."""
+"""Earlier tokens that are decoded with the new text, as the text of a token may depend on those before it."""
 
 REPLACEMENT = "\ufffd"
-"""What a decoder writes for bytes that are no whole character (yet)."""
+"""Replacement character: output of a decoder for bytes that are not a complete character (yet)."""
 
 MAX_INCOMPLETE_TOKENS = 64
-"""After so many tokens in a row that make no whole character, what has come is no half of anything."""
+"""After this many tokens without a complete character the bytes are taken as they are."""
 
 
 class Tokenizer(Protocol):
@@ -18,13 +18,14 @@ class Tokenizer(Protocol):
 
     def decode(
         self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> str: ...
+    ) -> str:
+        """Return the text of the tokens."""
 
 
 class StopStrings:
-    """Reads a text as it grows, token by token, and says when one of the strings is complete.
+    """Incremental search for stop strings in a text that grows token by token.
 
-    A character counts when all its bytes are there. Only the last few tokens are decoded each time.
+    A character counts when all its bytes are complete. Only the last few tokens are decoded each time.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
@@ -35,7 +36,7 @@ class StopStrings:
         self._begin_window(list(before[-NUM_CONTEXT_TOKENS:]))
 
     def completes(self, token: int) -> bool:
-        """Whether one of the strings ends in what this token adds to the text."""
+        """Append a token and return whether one of the strings ends in the text that it adds."""
         self._window.append(token)
         text = self._text()
         whole = text.rstrip(REPLACEMENT)
@@ -47,7 +48,7 @@ class StopStrings:
         return self._found_in(new)
 
     def _begin_window(self, tokens: list[int]) -> None:
-        """Tokens that have been read, for the next ones to follow."""
+        """Start a new decoding window after tokens whose text has been searched."""
         self._window, self._num_old = tokens, len(tokens)
         self._num_chars = len(self._text())
 

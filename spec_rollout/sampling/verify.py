@@ -1,12 +1,12 @@
-"""Which guesses stand: the token that the policy draws is looked up among the children that were guessed.
+"""Verification in coupled mode: the token that the policy draws is looked up among the drafted children.
 
-Coupled sampling: the token after position t is *defined* as the argmax of log p / T plus the Gumbel noise of
-position t + 1 (`noise`). So what is emitted does not depend on what was guessed; only how much of it one pass
-emits does. Greedy decoding is T = 0, without the noise. With noise that the drafter shares, a guess meets the
-token more often than not (Daliri, Musco and Suresh 2024).
+Coupled sampling: the token after position t is defined as the argmax of log p / T plus the Gumbel noise of
+position t + 1 (`noise`). So the emitted tokens do not depend on the draft; only the number of tokens per pass
+does. Greedy decoding is T = 0 without noise. A drafter that uses the same noise matches the token more often
+(Daliri, Musco and Suresh 2024).
 
 Shapes: B rows, N drafted nodes, q = N + 1 verified tokens (token 0 is the root, node n is token n + 1), D
-levels of nodes, V vocabulary. No function waits for the device.
+levels of nodes, V vocabulary. No function synchronizes with the device.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from aedit.spec_rollout.drafters.drafts import Draft
 
 @dataclass(frozen=True, slots=True)
 class AcceptedTokens:
-    """What one step emits. Of row b the first counts_B[b] + 1 entries count, what follows them is filler."""
+    """Tokens that one step emits. The first counts_B[b] + 1 entries of row b are valid."""
 
     path_BM: Tensor
-    """int64, M = D + 1: the verified tokens that stand, from the root (0) down."""
+    """int64, M = D + 1: indices of the accepted tokens, from the root (0) down."""
     counts_B: Tensor
-    """int64, 0 to D: drafted nodes among them."""
+    """int64, 0 to D: number of accepted drafted nodes."""
     emitted_BM: Tensor
     """int64: the token after each of them."""
 
@@ -32,9 +32,14 @@ class AcceptedTokens:
 def coupled_tokens(
     warped_BqV: Tensor, noise_BqV: Tensor | None, temperature_B: Tensor | None = None
 ) -> Tensor:
-    """(B, q) int64: the token after each verified one, the lowest id among equals. shaped_BqV: `warp_logits`.
-    noise_BqV: of the position of the token that is drawn: t + 1 + j at depth j under a root at t; None if all
-    rows are greedy. temperature_B: None if none is."""
+    """Return the token after each verified one, (B, q) int64, the lowest id among equals.
+
+    Args:
+        warped_BqV: Result of `distribution.warp_logits`.
+        noise_BqV: Noise of the position of the drawn token: t + 1 + j at depth j under a root at t. None if
+            all rows are greedy.
+        temperature_B: Temperatures; rows at 0 ignore the noise. None if no row is greedy.
+    """
     if noise_BqV is None:
         return warped_BqV.argmax(-1)
     if temperature_B is not None:
@@ -43,9 +48,15 @@ def coupled_tokens(
 
 
 def accept_path(draft: Draft, tokens_Bq: Tensor, depth: int | None = None) -> AcceptedTokens:
-    """From the root to the child that says what was drawn, as long as there is one. tokens_Bq: the token
-    drawn after each verified one. depth: no node of a tree is deeper, if that is known. Of two children that
-    say the same, the first."""
+    """Follow the drawn tokens from the root through the draft and return the accepted path.
+
+    Of two children with the same token the first is taken.
+
+    Args:
+        draft: Chain or tree.
+        tokens_Bq: int64, the token drawn after each verified one.
+        depth: Upper limit of the depth of a tree's nodes, if known.
+    """
     guesses_BN = draft.tokens_BN
     num_nodes = guesses_BN.shape[1]
     nodes_N = torch.arange(num_nodes, device=guesses_BN.device)
@@ -64,26 +75,30 @@ def _accept_chain(guesses_BN: Tensor, tokens_Bq: Tensor) -> AcceptedTokens:
 
 
 def _accept_tree(guesses_BN: Tensor, parents_BN: Tensor, tokens_Bq: Tensor, depth: int) -> AcceptedTokens:
-    """For each verified token the child that stands; then along these from the root."""
+    """Find each token's matching child, then follow these links from the root."""
     num_rows, q = tokens_Bq.shape
     tokens_1q1 = torch.arange(q, device=tokens_Bq.device)[:, None]
     is_child_BqN = (parents_BN + 1)[:, None] == tokens_1q1
     found_Bq, child_Bq = (is_child_BqN & (guesses_BN[:, None] == tokens_Bq[..., None])).max(-1)
-    nowhere = q
-    next_Bq1 = torch.full((num_rows, q + 1), nowhere, device=tokens_Bq.device)
-    next_Bq1[:, :q] = (child_Bq + 1).where(found_Bq, nowhere)
+    no_child = q
+    next_Bq1 = torch.full((num_rows, q + 1), no_child, device=tokens_Bq.device)
+    next_Bq1[:, :q] = (child_Bq + 1).where(found_Bq, no_child)
     path = [next_Bq1.new_zeros(num_rows, 1)]
     for _ in range(depth):
         path.append(next_Bq1.gather(1, path[-1]))
     path_BM = torch.cat(path, dim=1)
-    counts_B = (path_BM < nowhere).sum(1) - 1
+    counts_B = (path_BM < no_child).sum(1) - 1
     path_BM = path_BM.clamp_(max=q - 1)
     return AcceptedTokens(path_BM, counts_B, tokens_Bq.gather(1, path_BM))
 
 
 def node_depths(parents_BN: Tensor, depth: int | None = None) -> Tensor:
-    """(B, q) int64: the depth of each verified token: 0 for the root, 1 for its children. depth: no node is
-    deeper, if that is known."""
+    """Return the depth of each verified token, (B, q) int64: 0 for the root, 1 for its children.
+
+    Args:
+        parents_BN: int64, parent of each node, -1 for the root.
+        depth: Upper limit of the depths, if known.
+    """
     up_Bq = torch.cat((parents_BN.new_zeros(len(parents_BN), 1), parents_BN + 1), dim=1)
     depths_Bq = torch.zeros_like(up_Bq)
     at_Bq = torch.arange(up_Bq.shape[1], device=up_Bq.device).expand_as(up_Bq)
