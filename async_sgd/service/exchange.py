@@ -74,7 +74,7 @@ class Exchange:
         return self._decided(head)
 
     def garbled(self, head: pb.PushHead, reason: str) -> None:
-        """Count a message that is not a valid push against its sender, once the sender has been authenticated."""
+        """Count a message that is not a valid push against its sender, once authenticated."""
         with self._guard.deciding():
             member = self._guard.speaker(head.who)
             self._ledger.commit(self._hub.garbled(member.node, head.unit, reason))
