@@ -7,17 +7,17 @@ meanwhile. Times are those of any monotonic clock, in seconds.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from aedit.async_sgd.hub import admission, advance
 from aedit.async_sgd.hub.advance import Computed, Quantiser, Rule
+from aedit.async_sgd.hub.clocks import Clocks
 from aedit.async_sgd.hub.due import is_due
 from aedit.async_sgd.hub.joins import Denied, Joiner, joining
 from aedit.async_sgd.hub.members import Member, Report, dylu
+from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.saved import Saved, load, save
 from aedit.async_sgd.hub.state import State, Unit
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.async_sgd.rules.push_filter import directions
 from aedit.async_sgd.rules.records import (
@@ -51,36 +51,6 @@ _MOST_LEASES = 1024
 
 _MOST_STEPS_PER_S = 1e9
 """What a node can say of its speed: more would leave the range of numbers when it is multiplied."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HubPlan:
-    """The part of the run's configuration that a hub needs."""
-
-    hub: HubConfig
-    outer: OuterConfig
-    penalty: PenaltyConfig
-    every: float
-    """Length of a local phase, in steps or, with pace "seconds", in seconds."""
-    pace: Literal["steps", "dylu", "seconds"] = "dylu"
-    """What decides when a node pushes: `edit.schedule` of the run."""
-    steps: int
-    """The budget: inner steps per node, as the mean over those who are members."""
-    seconds: float | None = None
-    """The budget in time, if that is used up sooner."""
-    part: tuple[int, int] = (0, 1)
-    """(k, n): this hub owns the units i with i % n == k."""
-
-
-class Clocks:
-    """Volatile state: true now, and not necessarily after a restart."""
-
-    def __init__(self) -> None:
-        self.offset_s: float | None = None
-        self.seen: dict[int, float] = {}
-        self.came_s: dict[tuple[int, int, int], float] = {}
-        """By unit, node and sequence number."""
-        self.reports: dict[int, Report] = {}
 
 
 class Hub:

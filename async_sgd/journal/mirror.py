@@ -6,7 +6,8 @@ import threading
 import zlib
 from collections.abc import Callable
 
-from aedit.async_sgd.hub.hub import Clocks, Hub
+from aedit.async_sgd.hub.clocks import Clocks
+from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.saved import load, save
 from aedit.async_sgd.journal import snapshot
 from aedit.async_sgd.journal.encoding import decode
