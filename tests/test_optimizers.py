@@ -423,13 +423,14 @@ def test_state_that_may_be_a_weight_or_not_must_be_named():
 
 
 class Counting(torch.optim.Optimizer):
-    """Heavy-ball momentum and a counter for each parameter."""
+    """Heavy-ball momentum, and numbers for each parameter that may be near one with a single element."""
 
     @torch.no_grad()
     def step(self, closure=None):
         for p in self.param_groups[0]["params"]:
             state = self.state[p]
             state["count"] = state.get("count", torch.zeros(1)) + 1
+            state["factor"] = torch.ones(1)
             state["velocity"] = state.get("velocity", 0) * 0.9 + p.grad
             p.sub_(0.01 * state["velocity"])
 

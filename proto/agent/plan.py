@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 
+from aedit.proto.codecs.codecs import codec
 from aedit.types import TensorLayout, UnitLayout
 
 
@@ -53,8 +54,13 @@ class AgentPlan:
 
     @property
     def has_feedback(self) -> bool:
+<<<<<<< HEAD
         """Return whether the codec is so coarse that its error is sent later."""
         return self.codec in ("e3m0", "topk")
+=======
+        """Whether the codec leaves out so much that it must be sent later."""
+        return codec(self.codec).feedback
+>>>>>>> main
 
     def standby(self, part: int) -> str:
         """Return the standby of hub process `part`; empty if it has none."""
