@@ -25,26 +25,16 @@ NOTHING = 1e-30
 Weighted = Sequence[tuple[Push, Part]]
 
 
-<<<<<<< HEAD
-def merge(parts: Weighted, layout: UnitLayout, rule: Literal["mean", "rda", "trimmed"]) -> Vector:
+def merge(parts: Weighted, layout: UnitLayout, rule: str) -> Vector:
     """Return sum(w s x) / sum(w), or what `rule` computes instead, as a new fp32 array.
 
     w >= 0 are weights and s are scales, one of each per push x. `rda` (arXiv:2604.21428): for each tensor of
     two or more dimensions sum(w |s x|) / sum(w) times the direction of sum(w x / |x|); the mean for all other
     tensors and where directions cancel. `trimmed`: for each element the weighted mean without the third of
-    the values at either end.
+    the values at either end. Any other `rule` is a function by import path, called with the parts that have
+    weight, in the order of their nodes, and the layout.
 
-    Raises ValueError if no push has weight.
-=======
-def merge(parts: Weighted, layout: UnitLayout, rule: str) -> Vector:
-    """sum(w s x) / sum(w), or what `rule` says instead, for weights w >= 0 and scales s; fp32, a new array.
-
-    `rda` (arXiv:2604.21428): per tensor of two or more dimensions sum(w |s x|) / sum(w) times the direction
-    of sum(w x / |x|); the mean for all else, and where directions cancel. `trimmed`: per element the
-    weighted mean without the third of the values at either end. Any other `rule` is a function by import
-    path, called with the parts that have weight, in the order of their nodes, and the layout. ValueError if
-    nothing has weight, or if that function cannot be imported or returns something else.
->>>>>>> main
+    Raises ValueError if no push has weight, or if that function cannot be imported or returns something else.
     """
     parts = sorted(
         (pair for pair in parts if pair[1].weight > 0), key=lambda pair: (pair[1].node, pair[1].seq)

@@ -151,15 +151,11 @@ class DelayedNesterov:
 
 
 def make_outer(config: OuterConfig) -> OuterOptimizer:
-<<<<<<< HEAD
-    """Return the outer optimizer that `[outer]` names."""
-=======
     """Return the optimizer that `[outer]` names: one of ours, or a class by import path.
 
     Of lr, momentum, delay and activation, such a class gets those that its constructor has by name. Raises
     ValueError if it cannot be imported or is no outer optimizer.
     """
->>>>>>> main
     match config.kind:
         case "average":
             return Average(config.lr)

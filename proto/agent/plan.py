@@ -54,13 +54,8 @@ class AgentPlan:
 
     @property
     def has_feedback(self) -> bool:
-<<<<<<< HEAD
         """Return whether the codec is so coarse that its error is sent later."""
-        return self.codec in ("e3m0", "topk")
-=======
-        """Whether the codec leaves out so much that it must be sent later."""
         return codec(self.codec).feedback
->>>>>>> main
 
     def standby(self, part: int) -> str:
         """Return the standby of hub process `part`; empty if it has none."""
