@@ -1,6 +1,7 @@
 """Corpus, packing and cache: every byte of every document, once, on one side."""
 
 import errno
+import hashlib
 import json
 import os
 import threading
@@ -177,13 +178,45 @@ def test_all_text_is_in_the_samples_and_each_document_on_one_side(jsonl):
     assert len(corpus.held_out) > 10
 
 
-def test_too_little_text_says_which_side_lacks_it(tmp_path):
+def test_too_little_text_says_how_much_there_is_and_how_much_it_takes(tmp_path):
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(UserError, match=r"training needs at least data\.seq_len \+ 1 = 17 tokens"):
+    with pytest.raises(UserError, match=r"6 tokens in 1 pieces, .* data\.seq_len \+ 1 = 17 each"):
         load_corpus(config(tmp_path / "a.txt"), BYTE, None)
     (tmp_path / "a.txt").write_text("one document, and it is trained on " * 9)
-    with pytest.raises(UserError, match=r"data\.held_out = 1e-09 leaves too little text"):
+    with pytest.raises(UserError, match="316 tokens in 1 pieces"):
         load_corpus(config(tmp_path / "a.txt", held_out=1e-9), BYTE, None)
+
+
+def test_there_is_always_a_sample_to_evaluate_on(tmp_path):
+    """Of three texts none is below the share: the one with the smallest hash is held out, and only that."""
+    texts = ["aa " * 30, "bb " * 30, "cc " * 30]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+    found = load_corpus(config(f"{tmp_path}/*.txt", held_out=1e-9), BYTE, None)
+    first = min(texts, key=lambda text: hashlib.blake2b(text.encode(), digest_size=8).digest())
+    assert BYTE.decode(found.held_out.flatten()) == first[: found.held_out.size]
+    rest = "".join(text for text in texts if text != first)
+    assert BYTE.decode(found.train.flatten()) == rest[: len(BYTE.decode(found.train.flatten()))]
+    again = load_corpus(config(f"{tmp_path}/*.txt", held_out=1e-9), BYTE, None)
+    assert (again.held_out == found.held_out).all()
+
+
+def test_a_long_document_is_cut_so_that_a_share_of_it_can_be_held_out(tmp_path):
+    words = np.random.default_rng(0).integers(0, 10**6, 40_000)
+    text = "".join(f"{word}\n" for word in words)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    pieces = [document.text for document in documents(config(tmp_path / "a.jsonl"))]
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 8192
+    found = load_corpus(config(tmp_path / "a.jsonl", held_out=0.1), BYTE, None)
+    assert 0.02 < len(found.held_out) / (len(found.train) + len(found.held_out)) < 0.25
+
+
+@pytest.mark.parametrize("name", ["json", "csv"])
+def test_what_a_loader_of_datasets_raises_is_one_line(name):
+    with pytest.raises(UserError, match=rf"data\.source = 'hf:{name}': .*") as caught:
+        list(documents(config(f"hf:{name}")))
+    assert "\n" not in str(caught.value)
 
 
 # --- cache

@@ -1,16 +1,26 @@
 """`aedit export`: what transformers reads back is the anchors, bit for bit."""
 
+import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from dist_jobs.export_jobs import train_and_save
+from kit.hub_processes import Client, HubProcess, ending, numbers, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from aedit.edit import canonical
 from aedit.edit.config import EditConfig
+from aedit.edit.units import find_units
 from aedit.launch.cli import main
 from aedit.launch.cli.export import export
+from aedit.launch.config.load import load
+from aedit.launch.data.tokenizer import load_tokenizer
+from aedit.launch.hub.replay import anchors_of, replayed
 from aedit.launch.node.checkpoint import Checkpoints, Mark
+from aedit.launch.node.model import build_model
+from aedit.proto.wire import hub_pb2 as pb
 from aedit.types import UserError
 
 JOBS = "tests/dist_jobs/export_jobs.py"
@@ -171,3 +181,86 @@ def test_nothing_half_written_stays_behind(run_dir, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="No space left"):
         export(run_dir, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+MODEL_AT_A_HUB = """
+[model]
+sizes = { hidden_size = 16, intermediate_size = 24, num_hidden_layers = 2, num_attention_heads = 2 }
+[data]
+seq_len = 16
+"""
+
+
+class ModelClient(Client):
+    """Pushes to the units of the model that a configuration describes."""
+
+    def of(self, config):
+        model = measured(config)
+        self.layout = canonical.layout(find_units(model, config.edit.units))
+        self.numels = tuple(unit.numel for unit in self.layout.units)
+        return self
+
+    def request(self, **others):
+        request = super().request(**others)
+        del request.layout[:]
+        for unit in self.layout.units:
+            told = [pb.Tensor(name=tensor.name, shape=tensor.shape) for tensor in unit.tensors]
+            request.layout.append(pb.Unit(name=unit.name, tensors=told))
+        return request
+
+    def tensors(self, anchors):
+        """The parameters by name, cut out of one vector per unit."""
+        found = {}
+        for unit, anchor in zip(self.layout.units, anchors, strict=True):
+            parts = np.split(anchor, np.cumsum([math.prod(one.shape) for one in unit.tensors])[:-1])
+            for one, part in zip(unit.tensors, parts, strict=True):
+                found[one.name] = torch.tensor(part.reshape(one.shape))
+        return found
+
+
+def measured(config):
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    return build_model(config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id)
+
+
+def half_of(folder):
+    """As if another hub owned the second unit."""
+    hub = replayed(folder)
+    del hub.state.units[1]
+    return hub
+
+
+def test_the_anchors_of_a_hub_are_exported_from_its_address_its_folder_and_where_a_node_joined(
+    tmp_path, capsys, monkeypatch
+):
+    with ending():
+        toml = write_run(tmp_path, MODEL_AT_A_HUB)
+        hub = HubProcess(toml, tmp_path / "runs/it/hub")
+        node = ModelClient(hub.address).of(load(toml, []).config).found()
+        export(hub.address, tmp_path / "first")
+        first = [numbers(i, 1, numel) for i, numel in enumerate(node.numels)]
+        assert_is(reloaded(tmp_path / "first"), node.tensors(first))
+        assert f"anchors of the hub at {hub.address}" in capsys.readouterr().out
+        node.merged(1)
+        joined = tmp_path / "joined"
+        joined.mkdir()
+        for name in ("run.toml", "join_me.toml"):
+            text = toml.read_text().replace("127.0.0.1:0", hub.address if name.startswith("join") else "x:1")
+            (joined / name).write_text(text)
+        export(joined, tmp_path / "second")
+        hub.stop()
+        newest = {i: np.asarray(values) for i, values in anchors_of(tmp_path / "runs/it/hub").items()}
+        assert not np.array_equal(newest[1], first[1])
+        assert np.array_equal(newest[0], first[0])
+        expected = node.tensors([newest[i] for i in sorted(newest)])
+        assert_is(reloaded(tmp_path / "second"), expected)
+        for i, place in enumerate((tmp_path / "runs/it/hub", tmp_path / "runs/it")):
+            shutil.copy(toml, tmp_path / "runs/it/run.toml")
+            export(place, tmp_path / f"folder{i}")
+            assert_is(reloaded(tmp_path / f"folder{i}"), expected)
+        with pytest.raises(UserError, match="no checkpoint yet"):
+            export(joined, tmp_path / "third")
+        assert "the newest checkpoint here, as the hub was not asked" in capsys.readouterr().err
+        monkeypatch.setattr("aedit.launch.cli.anchors.replayed", half_of)
+        with pytest.raises(UserError, match=r"no anchors of model\.layers\.0: the folders of all hubs"):
+            export(tmp_path / "runs/it", tmp_path / "third")

@@ -88,6 +88,20 @@ def test_a_node_whose_hub_is_silent_keeps_time_by_itself():
     assert [step for step, *_ in opened(pace, 20, before)] == [10, 15, 20]
 
 
+def test_a_hub_whose_round_numbers_go_back_opens_none_until_they_have_caught_up():
+    """A standby may lead on from an older round. Its rounds 6 and 7 are not new to this node, which was in
+    them; in between the node keeps time by itself."""
+    told, now = Told(round=1, age_s=0.0), [0.0]
+    pace = HubPace(10, told, clock=lambda: now[0])
+    says = {1: (1, 0), 2: (8, 0), 3: (5, 0), 4: (5, 25), 5: (6, 0), 6: (7, 0), 7: (8, 0), 8: (9, 0)}
+
+    def before(step):
+        now[0] += 5
+        told.say(round=says[step][0], age_s=says[step][1])
+
+    assert [step for step, *_ in opened(pace, 8, before)] == [2, 4, 8]
+
+
 def test_the_other_fragments_follow_before_the_hubs_next_round():
     told, now = Told(round=0, age_s=0.0), [0.0]
     pace = make_pace(EditConfig(schedule="seconds", every=9, fragments=3), told)

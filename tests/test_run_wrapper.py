@@ -1,5 +1,6 @@
 """`aedit run` with real torchrun and pretended nodes: who starts, who is told, who is left."""
 
+import fcntl
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 
 from aedit.launch.config.config import EditConfig, HubConfig, LocalConfig, RunConfig, TrainConfig
 from aedit.launch.config.placement import Placement, check_hub_start, torchrun_words
+from aedit.launch.local import join
 from aedit.launch.node import main as node
 from aedit.launch.rundir.prepare import MIN_FREE_BYTES, claimed, next_attempt, prepare
 from aedit.types import UserError
@@ -223,8 +225,15 @@ def test_two_runs_do_not_share_a_directory(start, tmp_path):
     assert first.wait(LIMIT_S) == 130
 
 
+def take_a_step(run_dir):
+    """What a node leaves that has trained."""
+    (run_dir / "nodes/0").mkdir(parents=True)
+    (run_dir / "nodes/0/metrics.jsonl").write_text('{"step": 12, "loss": 1.5}\n')
+
+
 def test_the_training_of_a_run_cannot_change_under_its_name(tmp_path):
     prepare(RunConfig(dir=str(tmp_path)))
+    take_a_step(tmp_path / "run")
     longer = RunConfig(dir=str(tmp_path), train=TrainConfig(steps=5), restarts=1, local=LocalConfig(ranks=2))
     prepare(longer)
     changed = RunConfig(dir=str(tmp_path), train=TrainConfig(lr=0.5), edit=EditConfig(units="model"))
@@ -236,6 +245,32 @@ def test_the_training_of_a_run_cannot_change_under_its_name(tmp_path):
     assert "--name" in message
     assert "train.steps" not in message
     assert "steps = 5" in (tmp_path / "run/run.toml").read_text()
+
+
+def test_a_run_that_never_took_a_step_does_not_block_its_name(tmp_path):
+    run_dir, changed = tmp_path / "run", RunConfig(dir=str(tmp_path), seed=1)
+    prepare(RunConfig(dir=str(tmp_path)))
+    events = run_dir / "nodes/0/events.jsonl"
+    for folder in ("nodes/0/checkpoints/round_000000", "hub", "data"):
+        (run_dir / folder).mkdir(parents=True)
+    events.write_text('{"event": "start", "step": 0}\n')
+    (run_dir / "hub/metrics.jsonl").write_text('{"steps": 0, "nodes": [{"steps": 0}]}\n')
+    with claimed(run_dir, 0), claimed(run_dir, 1), pytest.raises(UserError, match=r"seed \(0 -> 1\)"):
+        prepare(changed)
+    (run_dir / "hub/lock").touch()
+    with (run_dir / "hub/lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"seed \(0 -> 1\)"):
+            prepare(changed)
+    assert events.exists()
+    with claimed(run_dir, 0):
+        prepare(changed)
+    assert [path.name for path in run_dir.iterdir() if path.is_dir()] == ["data"]
+    assert "seed = 1" in (run_dir / "run.toml").read_text()
+    events.parent.mkdir(parents=True)
+    events.write_text('{"event": "start", "step": 0}\n{"event": "round", "step": 10}\n')
+    with pytest.raises(UserError, match=r"seed \(1 -> 0\)"):
+        prepare(RunConfig(dir=str(tmp_path)))
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
@@ -257,6 +292,7 @@ def test_a_node_that_joins_finds_its_hub_elsewhere_but_not_another_training(tmp_
     hub = HubConfig(address="127.0.0.1:1")
     own = prepare(replace(config, hub=hub), "a/b")
     assert own.name == "join_a_b.toml"
+    take_a_step(own.parent)
     prepare(replace(config, hub=replace(hub, address="127.0.0.1:2")), "a/b")
     assert "127.0.0.1:2" in own.read_text()
     with pytest.raises(UserError, match=r"seed \(0 -> 1\); choose another --dir"):
@@ -331,3 +367,21 @@ def test_the_line_of_a_node_that_refuses_is_one_write(tmp_path, monkeypatch):
     assert node.main() == 2
     assert len(written) == 1
     assert re.fullmatch(r"aedit: .+\n", written[0])
+
+
+def test_a_node_that_joins_takes_over_neither_folder_device_nor_trackers_of_the_hub(monkeypatch):
+    edit = EditConfig(landing="arrival")
+    told = RunConfig(name="wide", dir="far", device="cuda", log=("wandb",), seed=7, edit=edit)
+    taken = []
+    monkeypatch.setattr(join, "_greet", lambda *_: told)
+
+    def stop(config, placement):
+        taken.append(config)
+        raise UserError("far enough")
+
+    monkeypatch.setattr(join, "preflight", stop)
+    for flags in ([], ["--log", "tensorboard"]):
+        with pytest.raises(UserError, match="far enough"):
+            join.join("127.0.0.1:1", flags, name="box")
+    assert [(c.name, c.seed, c.dir, c.device) for c in taken] == 2 * [("wide", 7, "runs", "auto")]
+    assert [c.log for c in taken] == [(), ("tensorboard",)]

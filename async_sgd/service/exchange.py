@@ -80,10 +80,16 @@ class Exchange:
             self._ledger.commit(self._hub.garbled(member.node, head.unit, reason))
 
     def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
-        """The newest anchor: whole, or what has changed since `base`, whichever is shorter."""
+        """The newest anchor: whole, or what has changed since `base`, whichever is shorter.
+
+        Who names no session is a reader, such as `aedit export`, and no member.
+        """
         unit = request.unit
         with self._guard.deciding():
-            self._guard.speaker(request.who)
+            if request.who.session:
+                self._guard.speaker(request.who)
+            else:
+                self._guard.check_who(request.who)
             self._layout(unit)
             if self._hub.state.units[unit].anchor is None:
                 raise Refusal(_LATER, f"unit {unit} has no anchor yet: nobody has brought weights")

@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from glob import glob
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from aedit.launch.config.config import RunConfig
+from aedit.launch.data.preflight import check_data
 from aedit.types import UserError
 
 GIB = 2**30
@@ -107,12 +107,14 @@ def _configuration(paths: Sequence[Path]) -> Iterator[Check]:
 
 def _files(config: RunConfig) -> Iterator[Check]:
     source = config.data.source
-    if source.startswith("hf:"):
-        yield _required("data", True, f"{source}, fetched when the run starts")
+    try:
+        check_data(config.data)
+    except UserError as error:
+        yield Check("data", "fail", source, str(error))
     else:
-        found = source == "stdlib" or bool(glob(source, recursive=True))
-        yield _required("data", found, source, "data.source: no file matches")
-    for extra in [*config.log, *(["datasets"] if source.startswith("hf:") else [])]:
+        what = "fetched when the run starts" if source.startswith("hf:") else "there, readable and enough"
+        yield Check("data", "ok", f"{source}: {what}")
+    for extra in config.log:
         missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
         state = f"no {', '.join(missing)}" if missing else "installed"
         yield _required(f"needs {extra}", not missing, state, f"pip install 'aedit[{extra}]'")
@@ -121,13 +123,14 @@ def _files(config: RunConfig) -> Iterator[Check]:
 def _buildable(config: RunConfig) -> Check:
     """The dry run loads the tokenizer and builds the model: what it says of them is what a run would."""
     from aedit.launch.config.placement import Placement
-    from aedit.launch.local.plan import measure
+    from aedit.launch.local.plan import check_fits, measure
 
     try:
         plan = measure(config, Placement())
+        check_fits(plan)
     except UserError as error:
         return Check("model", "fail", config.model.pretrained or config.model.family, str(error))
-    return Check("model", "ok", f"{plan.num_params:,} parameters in {len(plan.units)} units")
+    return Check("model", "ok", f"{plan.num_params:,} parameters in {len(plan.units)} units, which fit here")
 
 
 def _required(name: str, fine: bool, found: str, advice: str = "") -> Check:

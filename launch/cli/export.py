@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
@@ -12,27 +13,30 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 
 from aedit.edit.shards import Shards
-from aedit.launch.config.load import load
+from aedit.launch.cli.anchors import from_folders, from_network
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.load import load, parse
 from aedit.launch.data.tokenizer import Tokenizer, load_tokenizer
-from aedit.launch.hub.replay import replayed
 from aedit.launch.node.checkpoint import Checkpoints, Mark
 from aedit.launch.node.model import build_model
+from aedit.launch.views.sources import is_hub
+from aedit.proto.wire.client import HubRefused, HubUnreachable
+from aedit.proto.wire.hello import caller_keys, greet
+from aedit.proto.wire.security import ClientKeys
 from aedit.types import UserError
 
 ATTEMPTS = 5
 """A run that goes on removes old checkpoints, also while they are being read."""
 
 
-def export(run_dir: Path, out: Path) -> None:
+def export(place: str | Path, out: Path, keys: Path | None = None, *, insecure: bool = False) -> None:
     """Write config, safetensors, tokenizer and generation config of a run to the directory `out`.
 
-    The weights are the hub's anchors if the run directory has a hub, else the anchors of the newest
-    checkpoint of any node, in fp32; those of the node itself where there are no anchors yet (warm-up), or
-    where the hub is on another machine. The run may still be going on. `out` appears whole or not at all.
-    Raises UserError if `out` holds something, or there is no run or no checkpoint.
+    The weights are those of `read_run`. The run may still be going on. `out` appears whole or not at all.
+    Raises UserError if `out` holds something, or there is no run, no checkpoint, no hub.
     """
     _check_empty(out)
-    model, tokenizer, where = read_run(run_dir)
+    model, tokenizer, where = read_run(place, keys, insecure=insecure)
     try:
         write_model(model, tokenizer, out)
     except OSError as error:
@@ -40,48 +44,84 @@ def export(run_dir: Path, out: Path) -> None:
     print(f"{out}: {where}")
 
 
-def read_run(run_dir: Path) -> tuple[PreTrainedModel, Tokenizer, str]:
-    """The newest anchors of a run as a model on CPU in fp32, its tokenizer, and where they were, in words.
-    UserError if there is no run or no checkpoint."""
-    config = load(run_dir / "run.toml", []).config
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    model = build_model(
-        config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
-    )
-    where = _fill_from_hubs(model, run_dir) or _fill(model, run_dir)
+def read_run(
+    place: str | Path, keys: Path | None = None, *, insecure: bool = False
+) -> tuple[PreTrainedModel, Tokenizer, str]:
+    """Return the newest anchors of a run as a model on CPU in fp32, its tokenizer, and where they were.
+
+    Args:
+        place: A run directory, the folder of a hub in one, or HOST:PORT of a hub (several, separated by
+            commas, split the units). Of a directory with a hub these are the hub's anchors. A directory from
+            which nodes have joined a hub elsewhere asks that hub, and if it does not answer is like others:
+            the anchors of the newest checkpoint of any node, or a node's weights where it has no anchors.
+        keys: What `aedit keys` made, for a hub that wants it.
+        insecure: Speak to a hub on another machine without TLS.
+
+    Raises:
+        UserError: There is no run, no checkpoint, or no hub that answers.
+    """
+    if is_hub(place):
+        trust = caller_keys(str(place), keys, insecure)
+        config = parse(greet(str(place), trust).config, f"the configuration of {place}")
+        model, tokenizer = _model(config)
+        where = _from_network(model, config, str(place), trust)
+    else:
+        run_dir = Path(place)
+        config = load(_configuration(run_dir), []).config
+        model, tokenizer = _model(config)
+        where = from_folders(model, config, _hub_folders(run_dir))
+        where = where or _of_joined(model, config, run_dir, keys, insecure) or _fill(model, run_dir)
     model.config.use_cache = True  # off for training only
     return model, tokenizer, where
+
+
+def _model(config: RunConfig) -> tuple[PreTrainedModel, Tokenizer]:
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    sizes = (tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id)
+    return build_model(config.model, *sizes), tokenizer
+
+
+def _configuration(run_dir: Path) -> Path:
+    """Return the file of the node that joined last, which knows its hub's place, or else the run's."""
+    joined = [] if _hub_folders(run_dir) else sorted(run_dir.glob("join_*.toml"), key=_age)
+    return joined[-1] if joined else run_dir / "run.toml"
+
+
+def _age(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _hub_folders(run_dir: Path) -> list[Path]:
+    """Return the folders of the hubs in a run directory; given one of them, also those beside it."""
+    around = run_dir.parent if (run_dir / "part.json").exists() else run_dir
+    return sorted(path.parent for path in around.glob("*/part.json"))
+
+
+def _of_joined(
+    model: PreTrainedModel, config: RunConfig, run_dir: Path, keys: Path | None, insecure: bool
+) -> str:
+    """Load the anchors of the hub that this directory's nodes have joined; returns where they were, or the
+    empty string if there is none that answers."""
+    if not any(run_dir.glob("join_*.toml")):
+        return ""
+    try:
+        trust = caller_keys(config.hub.address, keys, insecure)
+        return _from_network(model, config, config.hub.address, trust)
+    except UserError as error:
+        print(f"aedit: the newest checkpoint here, as the hub was not asked: {error}", file=sys.stderr)
+        return ""
+
+
+def _from_network(model: PreTrainedModel, config: RunConfig, addresses: str, keys: ClientKeys) -> str:
+    try:
+        return from_network(model, config, addresses.split(","), keys)
+    except (HubUnreachable, HubRefused) as error:
+        raise UserError(str(error)) from None
 
 
 def _check_empty(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already: choose another OUT, or remove it")
-
-
-def _fill_from_hubs(model: PreTrainedModel, run_dir: Path) -> str:
-    """Load the anchors that the run's hubs own into `model`; returns where they were, empty if nowhere."""
-    directories = [path.parent for path in sorted(run_dir.glob("hub*/part.json"))]
-    own = dict(model.named_parameters())
-    num_found = 0
-    for directory in directories:
-        hub = replayed(directory)
-        for index in hub.state.units if hub.state.layout else ():
-            tensors = hub.state.layout.units[index].tensors if hub.state.layout else ()
-            values = torch.from_numpy(hub.anchor(index)[1].copy())
-            if not values.numel():
-                return ""
-            parts = torch.split(values, [tensor.numel for tensor in tensors])
-            for tensor, part in zip(tensors, parts, strict=True):
-                _copy(own, tensor.name, part.view(tensor.shape))
-                num_found += 1
-    return f"anchors of {', '.join(map(str, directories))}" if num_found else ""
-
-
-def _copy(own: dict[str, torch.nn.Parameter], name: str, value: Tensor) -> None:
-    if name not in own or own[name].shape != value.shape:
-        raise UserError(f"the hub has no {name} of the shape that run.toml describes: was it edited?")
-    with torch.no_grad():
-        own[name].copy_(value)
 
 
 def _fill(model: PreTrainedModel, run_dir: Path) -> str:

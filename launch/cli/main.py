@@ -51,8 +51,11 @@ def parser() -> Parser:
         )
         _add_trust(view)
     export = _command(commands, "export", "write a Hugging Face model directory", _export)
-    export.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    export.add_argument(
+        "run", metavar="RUN", help="run directory, a hub's folder in one, or HOST:PORT of a hub"
+    )
     export.add_argument("out", metavar="OUT", type=Path, help="directory to write")
+    _add_trust(export)
     _add_generate(commands)
     _add_config(commands)
     init = _command(commands, "init", "write a configuration file to start from", _init)
@@ -157,8 +160,13 @@ def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
     add("--top-p", metavar="P", type=float, default=1.0, help="only from those that together reach P")
     add("--samples", metavar="N", type=int, default=1, help="of each prompt (default 1)")
     add("--seed", metavar="N", type=int, default=0, help="the same seed gives the same text")
-    add("--arm", metavar="ARM", default="auto", help="auto, bandit, off, suffix:8, layer:4 or layer:4x2x8")
-    add("--drafter", metavar="FILE", type=Path, help="a trained drafter of this policy")
+    add(
+        "--arm",
+        metavar="ARM",
+        default="auto",
+        help="auto, bandit, off, suffix:8, layer:4, layer:4x2x8 or module:Chooser",
+    )
+    add("--drafter", metavar="FILE", type=Path, help="a trained drafter of this policy, or module:Drafter")
     add("--compare", action="store_true", help="do it again without speculation: how much faster, and same?")
 
 
@@ -176,6 +184,7 @@ def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
 def _run(options: Options) -> int:
     from aedit.launch.config.load import load
     from aedit.launch.config.placement import Placement, check_hub_start
+    from aedit.launch.local.preflight import preflight
 
     local = options.local is not None
     if local and (options.master or options.nodes != 1 or options.node):
@@ -184,10 +193,13 @@ def _run(options: Options) -> int:
     placement = Placement(nodes=nodes, node=options.node, local=local, master=options.master)
     config = load(options.config, options.flags, strict=True).config
     check_hub_start(config, placement)
+    preflight(config, placement)
     if options.dry_run:
-        from aedit.launch.local.plan import plan
+        from aedit.launch.local.plan import check_fits, measure, render
 
-        print(plan(config, placement))
+        plan = measure(config, placement)
+        print(render(plan))
+        check_fits(plan)
         return 0
     from aedit.launch.local.run import run
 
@@ -247,7 +259,7 @@ def _plot(options: Options) -> None:
 def _export(options: Options) -> None:
     from aedit.launch.cli.export import export
 
-    export(options.run, options.out)
+    export(options.run, options.out, options.keys, insecure=options.insecure)
 
 
 def _generate(options: Options) -> int:

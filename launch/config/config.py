@@ -7,6 +7,16 @@ from aedit.async_sgd.rules.config import HubConfig, OuterConfig
 from aedit.edit.config import EditConfig
 from aedit.types import check
 
+SMALL: dict[str, int | float | bool | str] = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+"""The model of a configuration that says nothing about one; also that of most presets."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -17,6 +27,7 @@ class ModelConfig:
 
     sizes: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Fields of that family's transformers config, such as hidden_size; others keep the family's defaults.
+    Without any, a `llama` has about 10 M parameters, not the 6.7 billion of its family.
     `vocab_size` comes from the tokenizer; the number of positions defaults to `data.seq_len`."""
 
     pretrained: str = ""
@@ -30,6 +41,11 @@ class ModelConfig:
 
     compile: bool = False
     """`torch.compile` each block."""
+
+    @property
+    def own_sizes(self) -> dict[str, int | float | bool | str]:
+        """Return `sizes`, or where there are none those of a small model of the usual family."""
+        return self.sizes or (dict(SMALL) if self.family == "llama" else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,32 +9,36 @@ from pathlib import Path
 
 from aedit.launch.config.config import DataConfig
 from aedit.launch.data.readers import (
+    LONG_CHARS,
     Document,
     dataset,
     file_documents,
     matching_files,
+    pieces,
     read_text,
     row_documents,
 )
 from aedit.types import UserError
 
-__all__ = ["Document", "documents", "is_held_out", "source_files"]
+__all__ = ["Document", "documents", "is_held_out", "position", "source_files"]
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _NEAR_COPIES = {"encodings"}  # tables that differ in a few lines: a held-out one would be known by heart
 _TOPICS = "pydoc_data"
 
 
-def documents(config: DataConfig) -> Iterator[Document]:
-    """All documents of `config.source` that hold text, in an order that depends on their names only.
+def documents(config: DataConfig, longest: int = LONG_CHARS) -> Iterator[Document]:
+    """Yield all documents of `config.source` that hold text, in an order that depends on their names only.
 
+    What is longer than `longest` characters comes in pieces; Python's own library comes whole.
     Raises `UserError` for a source that is missing, unreadable, of an unknown kind, or without any text.
     """
     empty = True
     for document in _every_document(config):
         if document.text:
             empty = False
-            yield document
+            cut = len(document.text) > longest and (config.source != "stdlib" or longest < LONG_CHARS)
+            yield from pieces(document) if cut else (document,)
     if empty:
         raise UserError(f"data.source = {config.source!r} holds no text")
 
@@ -49,12 +53,17 @@ def source_files(config: DataConfig) -> list[Path]:
 
 
 def is_held_out(document: Document, share: float) -> bool:
-    """Whether this document belongs to the `share` that is never trained on.
+    """Return whether this document belongs to the `share` that is never trained on.
 
     Decided by its text alone: equal on every machine and in every order, and copies of a text stay together.
     """
+    return position(document) < share
+
+
+def position(document: Document) -> float:
+    """Return the place of this document's text in [0, 1): those below the held-out share are held out."""
     digest = blake2b(document.text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
+    return int.from_bytes(digest, "big") / 2**64
 
 
 def _every_document(config: DataConfig) -> Iterator[Document]:

@@ -13,8 +13,10 @@ from typing import Any
 from aedit.launch.config.config import DataConfig
 from aedit.types import UserError
 
-_WHOLE = {".txt", ".md", ".rst", ".py"}
-_PIECE_CHARS = 4096
+TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
+PIECE_CHARS = 4096
+LONG_CHARS = 16 * PIECE_CHARS
+"""A longer document is cut into pieces: a few long ones could not be divided fairly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +43,16 @@ def file_documents(files: list[Path], text_key: str) -> Iterator[Document]:
     """Text files as one document each, jsonl and parquet as one per row."""
     for path in files:
         match path.suffix.lower():
-            case suffix if suffix in _WHOLE and len(files) == 1:
-                yield from _pieces(path)
-            case suffix if suffix in _WHOLE:
+            case suffix if suffix in TEXT_SUFFIXES and len(files) == 1:
+                yield from pieces(Document(str(path), read_text(path)))
+            case suffix if suffix in TEXT_SUFFIXES:
                 yield Document(str(path), read_text(path))
             case ".jsonl":
                 yield from _jsonl(path, text_key)
             case ".parquet":
                 yield from _parquet(path, text_key)
             case suffix:
-                known = " ".join(sorted({*_WHOLE, ".jsonl", ".parquet"}))
+                known = " ".join(sorted({*TEXT_SUFFIXES, ".jsonl", ".parquet"}))
                 raise UserError(f"data.source: {path} has the unknown suffix {suffix!r}; known are {known}")
 
 
@@ -67,15 +69,14 @@ def read_text(path: Path) -> str:
         raise UserError(f"data.source: cannot read {path}: {error.strerror}") from error
 
 
-def _pieces(path: Path) -> Iterator[Document]:
-    """One file alone would be trained on or held out whole, so it is cut, at line ends if it has any."""
-    text = read_text(path)
-    start = 0
+def pieces(document: Document) -> Iterator[Document]:
+    """Yield a document in pieces of 4096 to 8192 characters, cut at line ends if it has any."""
+    text, start = document.text, 0
     while start < len(text):
-        end = start + _PIECE_CHARS
-        line_end = text.find("\n", end, end + _PIECE_CHARS) + 1
+        end = start + PIECE_CHARS
+        line_end = text.find("\n", end, end + PIECE_CHARS) + 1
         end = line_end or end
-        yield Document(f"{path}:{start}", text[start:end])
+        yield Document(f"{document.key}:{start}", text[start:end])
         start = end
 
 
@@ -118,7 +119,7 @@ def dataset(name: str, config: DataConfig) -> Any:
     path, _, subset = name.partition(":")
     try:
         rows = datasets.load_dataset(path, subset or None, split=config.split)
-    except (OSError, ValueError) as error:  # ValueError: the dataset is there, the split or subset is not
+    except Exception as error:  # each loader has its own ways to fail, and only data.* is in play
         raise UserError(f"data.source = {config.source!r}: {_first_line(error)}") from error
     _check_column(config.text_key, rows.column_names, config.source)
     return rows

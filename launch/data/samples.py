@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,16 +12,17 @@ import torch
 from numpy.typing import NDArray
 
 from aedit.launch.config.config import DataConfig
-from aedit.launch.data.corpus import documents, is_held_out, source_files
+from aedit.launch.data.corpus import documents, is_held_out, position, source_files
 from aedit.launch.data.order import SampleOrder
 from aedit.launch.data.packing import RowWriter
+from aedit.launch.data.readers import LONG_CHARS, PIECE_CHARS
 from aedit.launch.data.tokenizer import Tokenizer, token_dtype
 from aedit.system import atomic_file
 from aedit.types import UserError
 
 __all__ = ["Corpus", "SampleOrder", "batch", "evaluation_indices", "load_corpus"]
 
-_LAYOUT = 1
+_LAYOUT = 2
 """Goes up when packing changes, so that older caches are not read."""
 
 
@@ -62,31 +63,57 @@ def evaluation_indices(num_samples: int, k: int) -> NDArray[np.int64]:
     return np.arange(k, dtype=np.int64) * num_samples // k
 
 
+class _TooLittle(Exception):
+    """One of the two sides does not fill a sample."""
+
+
 def _pack(config: DataConfig, tokenizer: Tokenizer, train: Path, held_out: Path) -> None:
-    dtype, width = token_dtype(tokenizer.vocab_size), config.seq_len + 1
-    eos = np.array([tokenizer.eos_id], dtype=dtype)
+    """Write the samples; where the held-out share leaves no sample to evaluate on, with a larger one."""
     try:
-        with atomic_file(train) as train_file, atomic_file(held_out) as held_out_file:
-            rows = {False: RowWriter(train_file, width, dtype), True: RowWriter(held_out_file, width, dtype)}
-            for document in documents(config):
-                side = rows[is_held_out(document, config.held_out)]
-                side.append(tokenizer.encode(document.text))
-                side.append(eos)
-            for side in rows.values():
-                side.finish()
-            _check_enough(config, rows[False].num_rows, rows[True].num_rows)
+        try:
+            _write(config, tokenizer, train, held_out)
+        except _TooLittle:
+            enough = replace(config, held_out=_least_share(config, tokenizer))
+            _write(enough, tokenizer, train, held_out, longest=PIECE_CHARS)
     except OSError as error:
         raise UserError(f"cannot write the packed samples to {train.parent}: {error.strerror}") from error
 
 
-def _check_enough(config: DataConfig, num_train: int, num_held_out: int) -> None:
-    need = f"needs at least data.seq_len + 1 = {config.seq_len + 1} tokens"
-    if not num_train:
-        raise UserError(f"data.source = {config.source!r} has too little text: training {need}")
-    if not num_held_out:
-        hint = "raise data.held_out, add documents, or lower data.seq_len"
-        share = f"data.held_out = {config.held_out}"
-        raise UserError(f"{share} leaves too little text: evaluation {need}; {hint}")
+def _write(
+    config: DataConfig, tokenizer: Tokenizer, train: Path, held_out: Path, longest: int = LONG_CHARS
+) -> None:
+    dtype, width = token_dtype(tokenizer.vocab_size), config.seq_len + 1
+    eos = np.array([tokenizer.eos_id], dtype=dtype)
+    with atomic_file(train) as train_file, atomic_file(held_out) as held_out_file:
+        rows = {False: RowWriter(train_file, width, dtype), True: RowWriter(held_out_file, width, dtype)}
+        for document in documents(config, longest):
+            side = rows[is_held_out(document, config.held_out)]
+            side.append(tokenizer.encode(document.text))
+            side.append(eos)
+        for side in rows.values():
+            side.finish()
+        if not all(side.num_rows for side in rows.values()):
+            raise _TooLittle
+
+
+def _least_share(config: DataConfig, tokenizer: Tokenizer) -> float:
+    """Return the smallest held-out share that leaves a sample on either side, in pieces of documents.
+
+    It depends on the texts alone, so that all nodes find the same one. Raises UserError if there is none.
+    """
+    found = ((position(one), len(tokenizer.encode(one.text)) + 1) for one in documents(config, PIECE_CHARS))
+    ordered = sorted(found)
+    total, need, held, below = sum(tokens for _, tokens in ordered), config.seq_len + 1, 0, 0.0
+    for place, tokens in ordered:
+        if place > below and held >= need:
+            break
+        held, below = held + tokens, float(np.nextafter(place, 1.0))
+    if held >= need and total - held >= need:
+        return below
+    raise UserError(
+        f"data.source = {config.source!r} has too little text: {total:,} tokens in {len(ordered)} pieces, and"
+        f" training and evaluation need data.seq_len + 1 = {need} each; add text, or lower data.seq_len"
+    )
 
 
 def _cache_name(config: DataConfig, tokenizer: Tokenizer) -> str:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from aedit.launch.config.config import LocalConfig, RunConfig
 from aedit.launch.config.effects import check_effects
+from aedit.launch.config.extensions import check_imports
 from aedit.launch.config.flags import flag_keys, with_flags
 from aedit.launch.config.load import parse
 from aedit.launch.config.placement import Membership, Placement
+from aedit.launch.local.preflight import preflight
 from aedit.launch.local.run import run
 from aedit.launch.rundir.prepare import claimed
 from aedit.proto.wire.hello import caller_keys, greet
@@ -32,12 +34,14 @@ def join(
     """
     told = _greet(addresses, keys, insecure)
     config = with_flags(_of_this_machine(told), flags)
+    check_imports(config, node=True)
     check_effects(config, dict.fromkeys(flag_keys(flags), 1), defaultdict(lambda: "flag"))
     if config.name != told.name:
         raise UserError(
             f"--name: the hub calls this run {told.name}; a node's own name is --as, its folder --dir"
         )
     config = replace(config, hub=replace(config.hub, address=addresses))
+    preflight(config, Placement())
     run_dir = Path(config.dir) / config.name
     with _named(run_dir, name) as own_name:
         membership = Membership(
@@ -56,7 +60,7 @@ def _of_this_machine(config: RunConfig) -> RunConfig:
     own = RunConfig()
     if config.name in (".", ".."):
         raise UserError(f"the hub's run is called {config.name!r}, which is no directory name")
-    return replace(config, dir=own.dir, device=own.device, local=LocalConfig())
+    return replace(config, dir=own.dir, device=own.device, log=own.log, local=LocalConfig())
 
 
 @contextlib.contextmanager

@@ -1,22 +1,17 @@
 """`aedit run --dry-run`: what a run will be made of, before anything is downloaded or started."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from aedit.edit.units import find_units
-from aedit.launch.config.config import ModelConfig, RunConfig
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.memory import FP32_BYTES, check_memory, machine_bytes, state_bytes, trains_on_cpu
 from aedit.launch.config.placement import Placement, ranks_per_node
 from aedit.launch.data.tokenizer import load_tokenizer
-from aedit.launch.node.model import build_model
+from aedit.launch.local.preflight import nodes_here
+from aedit.launch.node.model import outline
 from aedit.proto.codecs.codecs import codec
 from aedit.types import UserError
 
-FP32_BYTES = 4
 WIRES_MBIT = (10, 100, 1000)
 
 
@@ -29,6 +24,8 @@ class Plan:
     ranks: int
     num_params: int
     units: tuple[tuple[str, int], ...]
+    here: int = 1
+    """How many of the nodes are on this machine."""
 
     @property
     def synchronous(self) -> bool:
@@ -81,45 +78,32 @@ class Plan:
         coded = sum(codec(name).num_bytes(numel) for _, numel in self.units)
         return coded // self.config.edit.fragments
 
-    def memory(self) -> Iterator[tuple[str, int]]:
-        """Bytes per rank of what stays for the whole run: no activations, no buffers under way."""
-        held = self.num_trained * FP32_BYTES // self.ranks
-        yield "parameters", self.num_params * FP32_BYTES // self.ranks
-        yield "gradients", held
-        yield "AdamW moments", 2 * held
-        if not self.synchronous:
-            yield "anchors" + self._where, held
-            if self.config.hub.address:
-                yield "outbox", held
-                if codec(self.config.hub.codec).feedback:
-                    yield "error feedback", held
-            elif self.config.outer.kind != "average":
-                yield "outer momentum" + self._where, held
-                if self.config.outer.kind == "delayed-nesterov":
-                    yield "delayed gradients" + self._where, held
-
-    @property
-    def _where(self) -> str:
-        return " (host memory)" if self.config.edit.offload else ""
-
-
-def plan(config: RunConfig, placement: Placement) -> str:
-    """The plan as text. Builds the model without memory for it and reads no data. UserError if it cannot."""
-    return render(measure(config, placement))
+    def memory(self) -> dict[str, int]:
+        """Return bytes per rank of what stays for the whole run: no activations, no buffers under way."""
+        node = state_bytes(self.config, self.num_params, self.num_trained)
+        return {name: size // self.ranks for name, size in node.items()}
 
 
 def measure(config: RunConfig, placement: Placement) -> Plan:
-    """Sizes of the run `config` describes on the machines of `placement`."""
+    """Return the sizes of the run that `config` describes on the machines of `placement`.
+
+    Builds the model without memory for it. Raises UserError if it cannot.
+    """
     ranks = ranks_per_node(config, placement)
-    with torch.device("meta"):
-        model = _outline(config.model) if config.model.pretrained else _fresh(config)
+    model = outline(config, load_tokenizer(config.data.tokenizer))
     try:
         units = find_units(model, config.edit.units)
     except ValueError as error:
         raise UserError(str(error)) from None
     num_params = sum(p.numel() for p in model.parameters())
     sizes = tuple((unit.name, unit.numel) for unit in units)
-    return Plan(config, placement.nodes, ranks, num_params, sizes)
+    return Plan(config, placement.nodes, ranks, num_params, sizes, nodes_here(placement))
+
+
+def check_fits(plan: Plan) -> None:
+    """Raise UserError if the nodes of this machine cannot fit into its memory."""
+    if trains_on_cpu(plan.config):
+        check_memory(plan.config, plan.num_params, nodes=plan.here)
 
 
 def render(plan: Plan) -> str:
@@ -136,26 +120,9 @@ def render(plan: Plan) -> str:
         ("bytes per round", _bytes_line(plan)),
         ("wire time", _wire_line(plan)),
         ("memory per rank", _memory_line(plan)),
+        *([("memory here", _here_line(plan))] if trains_on_cpu(config) else []),
     ]
     return "\n".join(f"{name:<16} {text}" for name, text in rows)
-
-
-def _fresh(config: RunConfig) -> nn.Module:
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    seq_len = config.data.seq_len
-    return build_model(config.model, tokenizer.vocab_size, seq_len, config.seed, tokenizer.eos_id)
-
-
-def _outline(config: ModelConfig) -> nn.Module:
-    """A pretrained model's shape, from its configuration alone."""
-    try:
-        shape = AutoConfig.from_pretrained(config.pretrained)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise UserError(f"model.pretrained = {config.pretrained!r}: no model there ({reason})") from None
-    auto: Any = AutoModelForCausalLM  # its methods carry no types
-    model: nn.Module = auto.from_config(shape)
-    return model
 
 
 def _units(plan: Plan) -> str:
@@ -207,8 +174,13 @@ def _wire_line(plan: Plan) -> str:
     return f"{', '.join(times)}, per {'step' if plan.synchronous else 'round'}"
 
 
+def _here_line(plan: Plan) -> str:
+    need = plan.here * plan.ranks * sum(plan.memory().values())
+    return f"nodes {plan.here}: {_bytes(need)} of {_bytes(machine_bytes())}, without activations"
+
+
 def _memory_line(plan: Plan) -> str:
-    parts = dict(plan.memory())
+    parts = plan.memory()
     listed = ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items())
     return f"{_bytes(sum(parts.values()))} without activations: {listed}"
 

@@ -17,12 +17,13 @@ from aedit.edit.agreement import compare
 from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import ModelConfig, RunConfig
+from aedit.launch.config.memory import check_memory
 from aedit.launch.data.samples import Corpus, SampleOrder, load_corpus
 from aedit.launch.data.tokenizer import Tokenizer, load_tokenizer
 from aedit.launch.node.budget import OwnBudget
 from aedit.launch.node.checkpoint import Checkpoints
 from aedit.launch.node.inner import make_inner
-from aedit.launch.node.model import blocks, build_model, compile_blocks, num_parameters
+from aedit.launch.node.model import blocks, build_model, compile_blocks, num_parameters, outline
 from aedit.launch.node.resume import resume
 from aedit.launch.node.stop import Stop
 from aedit.launch.node.train import Node
@@ -95,7 +96,13 @@ def check_fits(config: RunConfig, world: World) -> None:
 
 
 def make_model(config: RunConfig, tokenizer: Tokenizer, world: World) -> nn.Module:
-    """On its device, sharded over the ranks of the node."""
+    """Return the model on its device, sharded over the ranks of the node. UserError if it cannot fit."""
+    num_params = num_parameters(outline(config, tokenizer))
+    if world.device.type == "cuda":
+        have = world.ranks * torch.cuda.get_device_properties(world.device).total_memory
+        check_memory(config, num_params, have=have)
+    else:
+        check_memory(config, num_params)
     model: nn.Module = build_model(
         config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
     )

@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from aedit.launch.config.config import ModelConfig
+from aedit.launch.config.config import ModelConfig, RunConfig
+from aedit.launch.data.tokenizer import Tokenizer
 from aedit.types import UserError
 
 _auto: Any = AutoModelForCausalLM  # its methods carry no types
@@ -37,6 +38,24 @@ def build_model(
         _checkpoint_activations(model)
     model.train()
     return model
+
+
+def outline(config: RunConfig, tokenizer: Tokenizer) -> nn.Module:
+    """Return the model without memory for its parameters, on the meta device.
+
+    Of a pretrained one only its configuration is read. Raises UserError as `build_model` does.
+    """
+    with torch.device("meta"):
+        if not config.model.pretrained:
+            seq_len = config.data.seq_len
+            return build_model(config.model, tokenizer.vocab_size, seq_len, config.seed, tokenizer.eos_id)
+        try:
+            shape = AutoConfig.from_pretrained(config.model.pretrained)
+        except (OSError, ValueError) as error:
+            name = config.model.pretrained
+            raise UserError(f"model.pretrained = {name!r}: no model there ({_first_line(error)})") from None
+        model: nn.Module = _auto.from_config(shape)
+        return model
 
 
 def loss(model: nn.Module, batch: Tensor, dtype: Literal["fp32", "bf16"]) -> Tensor:
@@ -81,7 +100,7 @@ def num_parameters(model: nn.Module) -> int:
 def _new(config: ModelConfig, vocab_size: int, seq_len: int, eos_id: int) -> PreTrainedModel:
     defaults = _family_defaults(config.family)
     _check_sizes(config, defaults)
-    sizes = dict(config.sizes) | _from_tokenizer(defaults, vocab_size, eos_id)
+    sizes = config.own_sizes | _from_tokenizer(defaults, vocab_size, eos_id)
     if hasattr(defaults, "is_decoder"):
         sizes["is_decoder"] = True  # BERT's family else attends to the token it is to guess
     if hasattr(defaults, "max_position_embeddings"):
@@ -111,7 +130,7 @@ def _check_sizes(config: ModelConfig, defaults: PretrainedConfig) -> None:
     known = {*defaults.to_dict(), *defaults.attribute_map}
     if "rope_parameters" in known:
         known.add("rope_theta")
-    for key in config.sizes:
+    for key in config.own_sizes:
         if key in _FROM_TOKENIZER:
             raise UserError(f"model.sizes.{key} comes from data.tokenizer: leave it out")
         if key not in known:

@@ -40,6 +40,12 @@ MAY_CHANGE = {
 }
 """Values a resumed run may have anew: how long, how fast and on what it trains, not what."""
 
+PARTS = ("nodes", "hub", "hub_*", "standby")
+"""Folders of what nodes and hubs have learned."""
+
+STEPPED = re.compile(r'"steps?": ?[1-9]')
+"""In a line of metrics or an event: a step was taken."""
+
 MAY_CHANGE_AT_A_HUB = {"hub.address", "hub.standby"}
 """What a node that joins may have anew besides: its hub may be at another place by now."""
 
@@ -58,10 +64,10 @@ def prepare(config: RunConfig, joins_as: str = "") -> Path:
         run_toml = run_dir / "run.toml"
         if run_toml.exists():
             may_change = MAY_CHANGE | MAY_CHANGE_AT_A_HUB if joins_as else MAY_CHANGE
-            if listed := _changed(load(run_toml, []).config, config, may_change):
-                raise UserError(
-                    f"{run_dir} holds a run with other values of {listed}; choose another {remedy}"
-                )
+            listed = _changed(load(run_toml, []).config, config, may_change)
+            if listed and not _forgotten(run_dir):
+                held = f"{run_dir} holds a run with other values of {listed}"
+                raise UserError(f"{held}; choose another {remedy}")
         is_the_hubs = bool(joins_as) and any(run_dir.glob("hub*/part.json"))
         if not (is_the_hubs and run_toml.exists()):
             write_atomically(run_toml, to_toml(config))
@@ -124,6 +130,33 @@ def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[str, str]]:
 
 def _shown(entries: dict[str, object], name: str) -> str:
     return literal(entries[name]) if name in entries else "-"
+
+
+def _forgotten(run_dir: Path) -> bool:
+    """Remove what is left of a run that never took a step, so that it does not block its name.
+
+    Returns whether it was such a run. Nothing is removed while another process works in the directory.
+    """
+    parts = [path for name in PARTS for path in run_dir.glob(name)]
+    lines = (path for part in parts for path in part.rglob("*.jsonl"))
+    stepped = any(STEPPED.search(path.read_text(encoding="utf-8", errors="replace")) for path in lines)
+    nodes = sum(map(_is_locked, run_dir.glob(".lock_*")))  # one of them is this command's own
+    if stepped or nodes > 1 or any(_is_locked(path) for part in parts for path in part.glob("lock")):
+        return False
+    for part in parts:
+        shutil.rmtree(part)
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False  # a file system without locks
+    return False
 
 
 def _changed(old: RunConfig, new: RunConfig, may_change: set[str]) -> str:

@@ -1,0 +1,93 @@
+"""Read the anchors that hubs own, out of their folders or over the network, as the parameters of a model."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from aedit.async_sgd.hub.hub import Hub
+from aedit.edit import canonical
+from aedit.edit.units import find_units
+from aedit.launch.config.config import RunConfig
+from aedit.launch.hub.replay import replayed
+from aedit.proto.wire.client import HubClient
+from aedit.proto.wire.hub_pb2 import PullRequest, Who
+from aedit.proto.wire.security import ClientKeys
+from aedit.types import Layout, UserError
+
+TIMEOUT_S = 10.0
+"""Without an answer for so long, a hub is given up."""
+
+
+def from_folders(model: PreTrainedModel, config: RunConfig, folders: Iterable[Path]) -> str:
+    """Load the anchors that these folders of hubs hold into `model`.
+
+    Of a hub and its standby the one that led last counts. Returns where they were; empty if there are none
+    yet. Raises UserError if a part of them is missing, or they are of another model.
+    """
+    newest: dict[int, tuple[Hub, Path]] = {}
+    for folder in folders:
+        hub = replayed(folder)
+        part, _ = json.loads((folder / "part.json").read_text())
+        if part not in newest or hub.state.term > newest[part][0].state.term:
+            newest[part] = hub, folder
+    layout, found = _layout(model, config), dict[int, NDArray[np.float32]]()
+    for hub, _ in newest.values():
+        for index, unit in hub.state.units.items() if hub.state.layout else ():
+            if unit.anchor is not None:
+                found[index] = hub.anchor(index)[1]
+    if not found:
+        return ""
+    if missing := sorted(set(range(len(layout.units))) - found.keys()):
+        names = ", ".join(layout.units[index].name for index in missing)
+        raise UserError(f"no anchors of {names}: the folders of all hubs that split the units must be here")
+    _copy(model, layout, (found[index] for index in range(len(layout.units))))
+    return f"anchors of {', '.join(str(folder) for _, folder in newest.values())}"
+
+
+def from_network(
+    model: PreTrainedModel, config: RunConfig, addresses: Sequence[str], keys: ClientKeys
+) -> str:
+    """Load the newest anchors of the hubs at `addresses`, one for each part, into `model`; returns where they
+    were. Raises HubUnreachable, HubRefused, or UserError if they are of another model."""
+    layout = _layout(model, config)
+    clients = [HubClient(address, keys, call_timeout_s=TIMEOUT_S) for address in addresses]
+    try:
+        _copy(model, layout, _pulled(layout, config.name, clients))
+    finally:
+        for client in clients:
+            client.close()
+    return f"anchors of the hub at {','.join(addresses)}"
+
+
+def _pulled(layout: Layout, run: str, clients: Sequence[HubClient]) -> Iterator[NDArray[np.float32]]:
+    for index, unit in enumerate(layout.units):
+        values = np.empty(unit.numel, dtype=np.float32)
+        request = PullRequest(who=Who(run=run), unit=index)
+        head = clients[index % len(clients)].pull(request, values.data.cast("B"))
+        if head.codec != "fp32" or head.num_bytes != values.nbytes:
+            raise UserError(f"the hub's unit {unit.name} has another size: is it of another model?")
+        yield values
+
+
+def _layout(model: PreTrainedModel, config: RunConfig) -> Layout:
+    try:
+        return canonical.layout(find_units(model, config.edit.units))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _copy(model: PreTrainedModel, layout: Layout, anchors: Iterable[NDArray[np.float32]]) -> None:
+    """Write one anchor after the other into the parameters of its unit."""
+    own = dict(model.named_parameters())
+    for unit, anchor in zip(layout.units, anchors, strict=True):
+        if anchor.size != unit.numel:
+            raise UserError(f"the hub's unit {unit.name} is not as run.toml describes it: was it edited?")
+        parts = torch.split(torch.from_numpy(np.asarray(anchor).copy()), [one.numel for one in unit.tensors])
+        for tensor, part in zip(unit.tensors, parts, strict=True):
+            with torch.no_grad():
+                own[tensor.name].copy_(part.view(tensor.shape))
