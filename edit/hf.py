@@ -158,14 +158,15 @@ class EditCallback(TrainerCallback):
         """Take up the exchange's state from the Trainer's checkpoint, if all nodes resume from the same
         round."""
         sync, numbers = self._node, _read_numbers(_directory(args, state))
-        if _all_have_it(self.exchange, numbers):
+        same_round, fewest_steps = _compare_checkpoints(self.exchange, numbers, state.global_step)
+        if same_round:
             assert numbers is not None
             tensors = snapshot.blank(sync, numbers)
             dcp.load(tensors, checkpoint_id=_directory(args, state), no_dist=True)
             snapshot.restore(sync, tensors, numbers)
         elif state.global_step:
             _log.warning("the nodes share no round to resume from: node 0's weights become new anchors")
-            sync.steps = state.global_step
+            sync.steps = fewest_steps  # one number on all nodes: in a warm-up they meet by it
             sync.schedule.last_step = sync.local_steps
 
 
@@ -191,6 +192,8 @@ def _check(args: TrainingArguments, sync: LayerSync, max_grad_norm: float | None
     wants = torch.tensor([float(args.load_best_model_at_end)], dtype=torch.float64)
     if not (sync.exchange.rows("trainer/wants", wants).result().rows == wants).all():
         raise ValueError("load_best_model_at_end differs between the nodes: give it to all or to none")
+    if max_grad_norm is not None and args.fp16:
+        raise ValueError("max_grad_norm would clip what fp16 has scaled: use bf16, or clip in the Trainer")
     if max_grad_norm is not None and args.max_grad_norm:
         raise ValueError("max_grad_norm is given twice: set TrainingArguments(max_grad_norm=0)")
     if sync.warming_up and args.max_grad_norm:
@@ -234,8 +237,15 @@ def _read_numbers(directory: Path) -> dict[str, Any] | None:
     return numbers
 
 
-def _all_have_it(exchange: Exchange, numbers: dict[str, Any] | None) -> bool:
-    """Return whether every node resumes from the same round."""
-    mine = -1.0 if numbers is None else float(numbers["last_id"])
-    rows = exchange.rows("trainer/resume", torch.tensor([mine], dtype=torch.float64)).result().rows
-    return bool((rows == mine).all()) and mine >= 0
+def _compare_checkpoints(
+    exchange: Exchange, numbers: dict[str, Any] | None, global_step: int
+) -> tuple[bool, int]:
+    """Return whether every node resumes from the same round or step of the warm-up, and the fewest steps that
+    any Trainer has made."""
+    last_id, warm_up_steps = -1, -1
+    if numbers is not None:
+        last_id, warm_up_steps = numbers["last_id"], 0 if numbers["anchored"] else numbers["steps"]
+    row = torch.tensor([last_id, warm_up_steps, global_step], dtype=torch.float64)
+    rows = exchange.rows("trainer/resume", row).result().rows
+    same = bool((rows[:, :2] == row[:2]).all()) and numbers is not None
+    return same, int(rows[:, 2].min())

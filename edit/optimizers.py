@@ -9,6 +9,7 @@ weights has to move too, or the optimizer's next step undoes the landing:
   or the average of ASGD. It is shifted by as much as the parameter moves, and stays on its node.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ CLOSE = 0.5
 
 FAR = 0.9
 """State at least this far away is none. Moments are near 1 (small ones) or above."""
+
+LOOKS = 3
+"""A gradient can happen to be like its parameter, but its moments then grow away from it in a few steps."""
 
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
@@ -51,20 +55,37 @@ class InnerOptimizers:
         shards: Shards,
         weight_states: Sequence[str] | None = None,
     ) -> None:
-        self.outermost = _listed(inner)
+        self._given = list(inner) if isinstance(inner, list | tuple) else [inner]
+        self.outermost = _listed(self._given)
         """The optimizers that the loop steps."""
         self._shards, self._weight_states = shards, weight_states
         self._chains = [list(_chain(optimizer)) for optimizer in self.outermost]
         self._all = [optimizer for chain in self._chains for optimizer in chain]
         self._is_weight: dict[tuple[int, str], bool] = {}  # (place in _all, key)
         self._masters: set[tuple[int, str]] = set()
-        self.looked = False
-        """Whether there has been any state to look at."""
+        self._looks: Counter[tuple[int, str]] = Counter()
+        self._steps_seen = 0
         _check_parameters(self.outermost, model)
         self._model = model
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._known = {id(p) for p in model.parameters()}
         self._num_params = self._count()
+
+    def single(self) -> torch.optim.Optimizer:
+        """Return the optimizer. Raises ValueError if there are several."""
+        if len(self.outermost) > 1:
+            raise ValueError(f"there are {len(self.outermost)} inner optimizers")
+        return self.outermost[0]
+
+    @property
+    def idle(self) -> bool:
+        """Whether wrappers of accelerate have just passed over the step: gradients are still accumulated, or
+        a GradScaler has found inf."""
+        return any(
+            not getattr(getattr(wrapper, "gradient_state", None), "sync_gradients", True)
+            or getattr(wrapper, "step_was_skipped", False)
+            for wrapper in self._given
+        )
 
     @property
     def modes(self) -> tuple[Any, ...]:
@@ -103,14 +124,19 @@ class InnerOptimizers:
 
     # -- state that is a weight
 
+    def look_early(self, params: Sequence[nn.Parameter]) -> None:
+        """`look` after each of the first steps, when weights are nearest to their parameters."""
+        if self._steps_seen < LOOKS:
+            self._steps_seen += 1
+            self.look(params)
+
     def look(self, params: Sequence[nn.Parameter]) -> None:
         """Find out which states of `params` are weights. Collective over the ranks of the node.
 
         Raises ValueError, naming the key, if the values do not tell.
         """
         keys = {str(key) for o in self._all for p in params for key in o.state.get(p, {})}
-        self.looked = self._shards.all([bool(keys)])[0]
-        if not self.looked:
+        if not self._shards.all([bool(keys)])[0]:
             return
         if unknown := sorted(set(self._weight_states or ()) - keys):
             raise ValueError(
@@ -144,18 +170,19 @@ class InnerOptimizers:
     def _weights(self, p: nn.Parameter) -> Iterator[tuple[int, str, Tensor]]:
         for place, optimizer in enumerate(self._all):
             for key, state in optimizer.state.get(p, {}).items():
-                known = self._is_weight.get((place, key), False)
+                known = self._is_weight.get((place, key), False) and _could_be_weight(p, state)
                 if known or (key == "ax" and _is_builtin(optimizer)):  # of ASGD
                     yield place, key, state
 
     def _look_at(self, place: int, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        kept: dict[str, list[tuple[nn.Parameter, Tensor]]] = {}
+        kept: dict[str, list[tuple[nn.Parameter, Any]]] = {}
         for p in params:
             for key, state in optimizer.state.get(p, {}).items():
-                if _could_be_weight(p, state):
-                    kept.setdefault(key, []).append((p, state))
+                kept.setdefault(str(key), []).append((p, state))
         for key, pairs in sorted(kept.items()):
-            if (place, key) not in self._is_weight:
+            if not all(_could_be_weight(p, state) for p, state in pairs):
+                continue  # such as a step counter, which is like a parameter with one element
+            if self._is_weight.get((place, key), True) and self._looks[place, key] < LOOKS:
                 self._classify(place, key, pairs, type(optimizer).__name__)
             if self._is_weight.get((place, key)):
                 self._masters.discard((place, key))
@@ -168,11 +195,13 @@ class InnerOptimizers:
         if self._weight_states is not None:
             self._is_weight[place, key] = key in self._weight_states
             return
-        sums = torch.stack([_squares(p, state) for p, state in pairs]).sum(0)
+        device = local(pairs[0][0]).device
+        sums = torch.stack([_squares(p, state).to(device) for p, state in pairs]).sum(0)
         apart, weight, size = self._shards.sum(sums).sqrt().tolist()
-        if weight == 0 or size == 0:  # nothing to compare yet
+        distance = apart / weight if weight > 0 and size > 0 else float("nan")
+        if not distance < float("inf"):  # nothing to compare yet
             return
-        distance = apart / weight
+        self._looks[place, key] += 1
         if CLOSE < distance < FAR:
             raise ValueError(
                 f"state {key!r} of {kind} is {distance:.2f} of the parameters' norm away from them: too near "
@@ -201,8 +230,7 @@ class InnerOptimizers:
         return sum(len(group["params"]) for o in self.outermost for group in o.param_groups)
 
 
-def _listed(inner: Any) -> list[Optimizer]:
-    given = list(inner) if isinstance(inner, list | tuple) else [inner]
+def _listed(given: Sequence[Any]) -> list[Optimizer]:
     found = [_unwrapped(each) for each in given]
     for each in found:
         if not isinstance(each, Optimizer):

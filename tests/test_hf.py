@@ -17,6 +17,7 @@ from aedit.proto.transports.memory import MemoryWorld
 
 JOBS = "tests/dist_jobs/trainer_jobs.py"
 USUAL = {
+    "fp16": False,
     "n_gpu": 1, "world_size": 1, "auto_find_batch_size": False, "max_grad_norm": 0.0,
     "load_best_model_at_end": False,
 }  # fmt: skip
@@ -183,6 +184,7 @@ def test_a_second_training_with_the_same_callback_is_refused(tmp_path):
         ({"world_size": 2}, "over 2 processes"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"max_grad_norm": 1.0}, "given twice"),
+        ({"fp16": True}, "fp16 has scaled"),
     ],
 )
 def test_a_trainer_that_would_train_something_else_is_refused(options, message, tmp_path):
@@ -219,3 +221,72 @@ def test_nodes_that_disagree_about_loading_the_best_model_are_refused():
             _check(args, SimpleNamespace(free=False, exchange=callback(transport).exchange), None)
 
     in_threads(2, job)
+
+
+def trained(out, transport, node, *, begin, stop, warmup_steps, begin_from=None):
+    """A node from step `begin` to `stop`, as a Trainer drives the callback; saves where it stops. Returns
+    parameters, steps and the round landed last."""
+    model = tiny_llama()
+    if begin:
+        model.load_state_dict(torch.load(f"{out}/{node}/model-{begin}.pt"))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    args = SimpleNamespace(
+        **USUAL, output_dir=f"{out}/{begin_from or node}", should_save=False, save_only_model=False
+    )
+    state = SimpleNamespace(global_step=begin)
+    control = SimpleNamespace(should_training_stop=False, should_evaluate=True, should_save=True)
+    added = callback(transport, every=2, config=EditConfig(warmup_steps=warmup_steps))
+    added.on_train_begin(args, state, control, model=model, optimizer=inner)
+    for batch in batches_of(node, 8)[begin:stop]:
+        hf_loss(model, batch).backward()
+        inner.step()
+        inner.zero_grad()
+        state.global_step += 1
+        added.on_optimizer_step(args, state, control, optimizer=inner)
+    added.on_step_end(args, state, control)
+    added.on_save(args, state, control)
+    torch.save(model.state_dict(), f"{out}/{node}/model-{stop}.pt")
+    added.detach()
+    return parameters(model), added.sync.steps, added.sync.round_id
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 7])
+@pytest.mark.parametrize("begins", [(4, 6), (4, 4)])
+def test_trainers_that_resume_apart_or_without_a_snapshot_begin_anew_from_the_first_ones_weights(
+    begins, warmup_steps, tmp_path, monkeypatch
+):
+    """From different steps; or from the same one, where one node has lost its `edit/`."""
+    said = []
+    monkeypatch.setattr("aedit.edit.hf._log.warning", said.append)
+    for stop in (4, 6):
+        for node in range(2):
+            (tmp_path / str(node)).mkdir(exist_ok=True)
+        in_threads(
+            2,
+            lambda t, n, stop=stop: trained(tmp_path, t, n, begin=0, stop=stop, warmup_steps=warmup_steps),
+        )
+    assert said == []
+    first = torch.load(f"{tmp_path}/0/model-{begins[0]}.pt")
+    lost = "nowhere" if begins[0] == begins[1] else None
+
+    def resume(transport, node):
+        begin = begins[node]
+        return trained(
+            tmp_path,
+            transport,
+            node,
+            begin=begin,
+            stop=begin + 1,
+            warmup_steps=warmup_steps,
+            begin_from=lost if node else None,
+        )
+
+    (ours, steps, round_id), (theirs, other_steps, other_round) = in_threads(2, resume)
+    assert len(said) == 2
+    assert "share no round" in said[0]
+    assert steps == other_steps == begins[0] + 1
+    assert round_id == other_round == 0
+    gap = furthest(ours, theirs)
+    assert (gap == 0) == (warmup_steps > 0), "one local step each from the same weights, or one together"
+    assert furthest(ours, {name: first[name] for name in ours}) > 0
+    assert gap < 0.5

@@ -422,6 +422,60 @@ def test_state_that_may_be_a_weight_or_not_must_be_named():
         assert torch.allclose(optimizers.outermost[0].state[p]["thing"] - before, torch.tensor(moved))
 
 
+class Counting(torch.optim.Optimizer):
+    """Heavy-ball momentum, and numbers for each parameter that may be near one with a single element."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["count"] = state.get("count", torch.zeros(1)) + 1
+            state["factor"] = torch.ones(1)
+            state["velocity"] = state.get("velocity", 0) * 0.9 + p.grad
+            p.sub_(0.01 * state["velocity"])
+
+
+def test_moments_are_no_weights_although_their_gradient_is_like_the_parameter():
+    model = nn.ParameterDict({"factor": torch.tensor([1.0]), "matrix": torch.ones(3, 4)})
+    inner = Counting(model.values(), {})
+    with LayerSync.of(model, inner, exchange=MeanExchange(alone()), config=EditConfig(every=99)) as sync:
+        for _ in range(3):
+            sum(p.square().sum() / 2 for p in model.values()).backward()
+            inner.step()
+            inner.zero_grad()
+            sync.step()
+        before = {key: state.clone() for key, state in inner.state[model["factor"]].items()}
+        sync.optimizers.shift(model["factor"], model["factor"].detach() + 1)
+        for key, state in inner.state[model["factor"]].items():
+            assert torch.equal(state, before[key]), key
+
+
+class InBytes(torch.optim.Optimizer):
+    """Moments in eight bits, with a scale for each tensor, as 8-bit optimizers have."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["state1"] = torch.full_like(p, 128, dtype=torch.uint8)
+                state["absmax1"] = torch.zeros(1)
+            moment = (state["state1"].float() / 127 - 128 / 127) * state["absmax1"] * 0.9 + p.grad
+            state["absmax1"] = moment.abs().max().reshape(1)
+            state["state1"] = (moment / state["absmax1"] * 127 + 128).round().to(torch.uint8)
+            p.sub_(0.02 * moment)
+
+
+def in_bytes(model):
+    return InBytes(model.parameters(), {})
+
+
+def test_an_optimizer_with_moments_in_eight_bits_trains_as_alone():
+    expected = nodes_by_hand(tower(), in_bytes, DATA, lambda inner, p: (p, []))
+    for own, _ in trained_together(tower(), in_bytes, DATA):
+        assert furthest(parameters(own), parameters(expected[0][0])) < 1e-2
+
+
 def test_a_weight_state_that_no_optimizer_keeps_is_an_error():
     with pytest.raises(ValueError, match="names 'z', but the optimizers keep thing"):
         keep(0.1, weight_states=("z",))
@@ -584,6 +638,39 @@ def test_wrappers_of_accelerate_are_taken_off():
         return parameters(model)
 
     assert furthest(job(tower(), Accelerator(cpu=True).prepare), job(tower(), lambda *both: both)) == 0
+
+
+def test_with_accelerate_micro_batches_are_not_steps():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = tower()
+    model, inner = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    exchange, rounds = MeanExchange(alone(), outer=Average(), penalty=PLAIN), []
+    with LayerSync.of(model, inner, exchange=exchange, config=EditConfig(every=2)) as sync:
+        sync.on_round = lambda outcome, waited_s: rounds.append(outcome.round.steps)
+        for batch in batches(0, 10):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss(model, batch))
+                inner.step()
+                inner.zero_grad()
+                sync.step()
+        assert sync.steps == 5
+    assert rounds == [2, 2, 1]
+    accelerator.gradient_state._reset_state()  # one for the whole process
+
+
+class Skipping(torch.optim.SGD):
+    step_was_skipped = False
+
+
+def test_a_step_that_a_wrapped_scaler_skipped_does_not_count():
+    model = tower()
+    inner = Skipping(model.parameters())
+    with LayerSync.of(model, inner, exchange=MeanExchange(alone())) as sync:
+        for inner.step_was_skipped, steps in ((False, 1), (True, 1), (False, 2)):
+            sync.step()
+            assert sync.steps == steps
 
 
 def test_a_parameter_that_is_unfrozen_later_is_named_at_the_next_step():

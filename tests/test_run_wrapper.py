@@ -17,6 +17,7 @@ import pytest
 
 from aedit.launch.config.config import EditConfig, HubConfig, LocalConfig, RunConfig, TrainConfig
 from aedit.launch.config.placement import Placement, check_hub_start, torchrun_words
+from aedit.launch.local import join
 from aedit.launch.node import main as node
 from aedit.launch.rundir.prepare import MIN_FREE_BYTES, claimed, next_attempt, prepare
 from aedit.types import UserError
@@ -366,3 +367,21 @@ def test_the_line_of_a_node_that_refuses_is_one_write(tmp_path, monkeypatch):
     assert node.main() == 2
     assert len(written) == 1
     assert re.fullmatch(r"aedit: .+\n", written[0])
+
+
+def test_a_node_that_joins_takes_over_neither_folder_device_nor_trackers_of_the_hub(monkeypatch):
+    edit = EditConfig(landing="arrival")
+    told = RunConfig(name="wide", dir="far", device="cuda", log=("wandb",), seed=7, edit=edit)
+    taken = []
+    monkeypatch.setattr(join, "_greet", lambda *_: told)
+
+    def stop(config, placement):
+        taken.append(config)
+        raise UserError("far enough")
+
+    monkeypatch.setattr(join, "preflight", stop)
+    for flags in ([], ["--log", "tensorboard"]):
+        with pytest.raises(UserError, match="far enough"):
+            join.join("127.0.0.1:1", flags, name="box")
+    assert [(c.name, c.seed, c.dir, c.device) for c in taken] == 2 * [("wide", 7, "runs", "auto")]
+    assert [c.log for c in taken] == [(), ("tensorboard",)]

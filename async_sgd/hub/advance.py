@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -54,7 +54,8 @@ class Rule:
     """How a unit goes on."""
 
     outer: OuterOptimizer
-    merge: Literal["mean", "rda", "trimmed"]
+    merge: str
+    """As `rules.merge.merge` takes it."""
     clip: float | None
     quantiser: Quantiser | None
 

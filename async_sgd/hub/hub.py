@@ -348,12 +348,12 @@ class Hub:
         return Merged(index, unit.version + 1, parts, elapsed_s)
 
     def _share_of_one(self) -> float:
-        """By which a push is shortened that is merged alone: `outer.delay` of them are to move the anchor as
-        one mean does, and with more nodes than that, all of theirs together."""
-        outer = self.plan.outer
-        if self.config.quorum != 1 or outer.kind != "delayed-nesterov":
+        """By which a push is shortened that is merged alone: as many as the outer optimizer's `delay` are to
+        move the anchor as one mean does, and with more nodes than that, all of theirs together."""
+        delay: int | None = getattr(self.rule.outer, "delay", None)
+        if self.config.quorum != 1 or delay is None:
             return 1.0
-        return min(1.0, outer.delay / max(1, len(self.state.live)))
+        return min(1.0, delay / max(1, len(self.state.live)))
 
     def _compute_merge(self, record: Merged) -> Computed:
         unit = self.state.units[record.unit]

@@ -5,13 +5,12 @@ same bits. What weighs 0 is not even read: `0 * nan` is `nan`.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aedit.async_sgd.rules.records import Part, Push, Vector
-from aedit.types import UnitLayout
+from aedit.types import UnitLayout, imported
 
 SLICE = 2**16
 """Elements worked on at a time: what a core keeps in its cache. A multiple of 4096, as `Values` wants it."""
@@ -26,12 +25,14 @@ NOTHING = 1e-30
 Weighted = Sequence[tuple[Push, Part]]
 
 
-def merge(parts: Weighted, layout: UnitLayout, rule: Literal["mean", "rda", "trimmed"]) -> Vector:
+def merge(parts: Weighted, layout: UnitLayout, rule: str) -> Vector:
     """sum(w s x) / sum(w), or what `rule` says instead, for weights w >= 0 and scales s; fp32, a new array.
 
     `rda` (arXiv:2604.21428): per tensor of two or more dimensions sum(w |s x|) / sum(w) times the direction
     of sum(w x / |x|); the mean for all else, and where directions cancel. `trimmed`: per element the
-    weighted mean without the third of the values at either end. ValueError if nothing has weight.
+    weighted mean without the third of the values at either end. Any other `rule` is a function by import
+    path, called with the parts that have weight, in the order of their nodes, and the layout. ValueError if
+    nothing has weight, or if that function cannot be imported or returns something else.
     """
     parts = sorted(
         (pair for pair in parts if pair[1].weight > 0), key=lambda pair: (pair[1].node, pair[1].seq)
@@ -45,6 +46,15 @@ def merge(parts: Weighted, layout: UnitLayout, rule: Literal["mean", "rda", "tri
             return _rda(parts, layout)
         case "trimmed":
             return _trimmed(parts, layout.numel)
+        case path:
+            return _checked(imported(path, "hub.merge")(parts, layout), path, layout.numel)
+
+
+def _checked(merged: Vector, path: str, numel: int) -> Vector:
+    found = (getattr(merged, "shape", None), getattr(merged, "dtype", None))
+    if found != ((numel,), np.float32):
+        raise ValueError(f"hub.merge: {path} returned {found}, expected a float32 array of {numel} elements")
+    return merged
 
 
 def slices(numel: int) -> Iterator[tuple[int, int]]:

@@ -5,11 +5,16 @@ gradient and state. They own no parameters and talk to no network, so one instan
 state can be checkpointed, offloaded or sent to a joining node as it is.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from aedit.async_sgd.rules.config import OuterConfig
+from aedit.types import imported
+
+SETTINGS = ("lr", "momentum", "delay", "activation")
+"""Values of `[outer]` that the constructor of an outer optimizer may ask for by name."""
 
 A = TypeVar("A", bound=Any)
 """An array with operators: a NumPy vector or a torch tensor."""
@@ -131,7 +136,11 @@ class DelayedNesterov:
 
 
 def make_outer(config: OuterConfig) -> OuterOptimizer:
-    """The optimizer that `[outer]` names."""
+    """Return the optimizer that `[outer]` names: one of ours, or a class by import path.
+
+    Of lr, momentum, delay and activation, such a class gets those that its constructor has by name. Raises
+    ValueError if it cannot be imported or is no outer optimizer.
+    """
     match config.kind:
         case "average":
             return Average(config.lr)
@@ -139,6 +148,12 @@ def make_outer(config: OuterConfig) -> OuterOptimizer:
             return Nesterov(config.lr, config.momentum)
         case "delayed-nesterov":
             return DelayedNesterov(config.lr, config.momentum, config.delay, config.activation)
+        case path:
+            kind = imported(path, "outer.kind", ("init", "update"))
+            wanted = inspect.signature(kind).parameters
+            given = {name: getattr(config, name) for name in SETTINGS if name in wanted}
+            made: OuterOptimizer = kind(**given)
+            return made
 
 
 def _zeros(like: A) -> A:

@@ -44,6 +44,7 @@ class NodeAt:
 
     @staticmethod
     def of(line: Line) -> "NodeAt":
+        """Return what one entry of `nodes` in a hub's line says."""
         refused = line.get("refused") or {}
         return NodeAt(
             node=int(line["node"]),
@@ -180,8 +181,10 @@ class Totals:
 
 
 def totals(hubs: Sequence[Hub]) -> Totals | None:
-    """The sum over hubs that split the units; None if none has written anything. Bytes are what the nodes
-    said last, at most some seconds before their end."""
+    """Return the sum over hubs that split the units; None if none has written anything.
+
+    Bytes are what the nodes said last, at most some seconds before their end.
+    """
     last = [hub.lines[-1] for hub in hubs if hub.lines]
     if not last:
         return None

@@ -55,6 +55,7 @@ class Run:
 
     @property
     def name(self) -> str:
+        """Name in the configuration, or of the directory."""
         return str(self.config.get("name") or self.directory.resolve().name)
 
     @property
@@ -76,6 +77,7 @@ def read_run(run_dir: Path) -> Run:
 
 
 def require_run(run_dir: Path) -> None:
+    """Raise UserError unless `run_dir` is a run directory."""
     if not (run_dir / "run.toml").is_file() and not (run_dir / "nodes").is_dir() and not hub_folders(run_dir):
         raise UserError(f"{run_dir} is not a run directory: it has no run.toml; name one such as runs/NAME")
 
@@ -92,11 +94,13 @@ class RunFollower:
     """Reads a growing run directory; each `poll` parses only what is new. Missing files are no error."""
 
     def __init__(self, run_dir: Path) -> None:
+        """Follow `run_dir`, which need not be there yet."""
         self._dir = run_dir
         self._nodes: dict[int, NodeFollower] = {}
         self._hubs: dict[str, HubFollower] = {}
 
     def poll(self) -> Run:
+        """Return all that has been written so far."""
         for index in self._indices():
             if index not in self._nodes:
                 self._nodes[index] = NodeFollower(self._dir / "nodes" / str(index), index)
@@ -119,6 +123,7 @@ class NodeFollower:
     """Keeps what one node's two files say, minus what a resume has undone."""
 
     def __init__(self, directory: Path, index: int) -> None:
+        """Follow the node whose files are in `directory`."""
         self._index = index
         self._metrics_tail = Tail(directory / "metrics.jsonl")
         self._events_tail = Tail(directory / "events.jsonl")
@@ -131,6 +136,7 @@ class NodeFollower:
         self._latest: Notice | None = None
 
     def poll(self) -> Node:
+        """Return the node as its files tell it now."""
         _each(self._events_tail.poll(), self._event)
         _each(self._metrics_tail.poll(), self._metric)
         written_at = max(self._events_tail.written_at, self._metrics_tail.written_at)
@@ -184,11 +190,13 @@ class HubFollower:
     """Keeps what a hub's folder says, and then that of its standby: each leads under its own terms."""
 
     def __init__(self, directories: list[Path]) -> None:
+        """Follow a hub, and its standby: their directories in any order."""
         self._tails = [(Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")) for path in directories]
         self._lines: list[HubAt] = []
         self._notices: list[Notice] = []
 
     def poll(self) -> Hub:
+        """Return the hub as its files tell it now."""
         for metrics, events in self._tails:
             _each(metrics.poll(), lambda line: self._lines.append(HubAt.of(line)))
             _each(events.poll(), self._event)
@@ -206,6 +214,7 @@ class Tail:
     """The complete lines added to a JSON-lines file since the last look, without those that do not parse."""
 
     def __init__(self, path: Path) -> None:
+        """Follow the file at `path`, which need not be there yet."""
         self._path = path
         self._offset = 0
         self._rest = b""
@@ -213,6 +222,7 @@ class Tail:
         """The file's modification time, in seconds since the epoch; 0 while there is no file."""
 
     def poll(self) -> list[Line]:
+        """Return the lines that were added since the last call."""
         try:
             with self._path.open("rb") as file:
                 self.written_at = os.fstat(file.fileno()).st_mtime

@@ -28,6 +28,7 @@ class Clock:
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds since the run began."""
         return self.now() - self._began_at
 
 

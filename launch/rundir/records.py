@@ -47,6 +47,7 @@ class Metric:
 
     @staticmethod
     def of(line: Line) -> "Metric":
+        """Return what a line of `metrics.jsonl` says."""
         return Metric(
             t=float(line["t"]),
             step=int(line["step"]),
@@ -77,6 +78,7 @@ class Start:
 
     @staticmethod
     def of(line: Line) -> "Start":
+        """Return what a `start` event says."""
         return Start(
             t=float(line["t"]),
             step=int(line.get("step") or 0),
@@ -108,6 +110,7 @@ class Landed:
 
     @staticmethod
     def of(line: Line) -> "Landed":
+        """Return what a `round` event says."""
         return Landed(
             t=float(line["t"]),
             id=int(line["id"]),
@@ -133,6 +136,7 @@ class Evaluation:
 
     @staticmethod
     def of(line: Line) -> "Evaluation":
+        """Return what an `eval` event says."""
         return Evaluation(
             float(line["t"]), int(line["step"]), int(line.get("round") or 0), number(line.get("loss"))
         )
@@ -150,6 +154,7 @@ class Checkpoint:
 
     @staticmethod
     def of(line: Line) -> "Checkpoint":
+        """Return what a `checkpoint` event says."""
         return Checkpoint(
             t=float(line["t"]),
             step=int(line["step"]),
@@ -169,6 +174,7 @@ class Notice:
 
     @staticmethod
     def of(line: Line) -> "Notice":
+        """Return any event in words."""
         said = line.get("message") or line.get("error") or line.get("reason") or ""
         if line["event"] == "heal":
             said = f"healed at round {line.get('round')} from node {line.get('from_node')}"
@@ -181,4 +187,5 @@ def number(value: object) -> float:
 
 
 def numbers(values: object) -> tuple[float, ...]:
+    """Return the values of a list as floats; empty if it is no list."""
     return tuple(number(value) for value in values) if isinstance(values, list) else ()

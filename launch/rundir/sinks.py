@@ -53,6 +53,7 @@ class TensorBoard:
     """Event files in the node's `tensorboard` directory."""
 
     def __init__(self, origin: Origin) -> None:
+        """Open a new event file."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(origin.directory / "tensorboard")
@@ -71,6 +72,7 @@ class WandB:
     """Weights & Biases, as its environment variables say: `WANDB_MODE`, `WANDB_PROJECT`, ..."""
 
     def __init__(self, origin: Origin) -> None:
+        """Begin the run of this node in Weights & Biases, or continue it."""
         import wandb
 
         self._run = wandb.init(
@@ -99,6 +101,7 @@ class Trackio:
     """Trackio, on this machine unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` name another place."""
 
     def __init__(self, origin: Origin) -> None:
+        """Begin the run of this node in Trackio, or continue it."""
         import trackio
 
         self._run: Any = trackio.init(

@@ -30,6 +30,7 @@ class Pace:
 
     @property
     def tokens_per_s(self) -> float:
+        """Speed, waits included."""
         return ratio(self.tokens, self.wall_s)
 
     @property
@@ -106,8 +107,10 @@ def held_out(run: Run) -> list[Evaluation]:
 
 
 def last_evaluation_step(run: Run) -> tuple[float, float] | None:
-    """Return the step of the run's last evaluation and the last step of the node that made it, if that node
-    has trained on since; None if the run's last evaluation is of its end, or there is none."""
+    """Return the step of the run's last evaluation, and the last step of the node that made it.
+
+    None if that node has not trained on since, or nobody has evaluated.
+    """
     ends = [
         (e.t, e.step, node.metrics[-1].step) for node in run.nodes for e in node.evaluations if node.metrics
     ]
@@ -127,6 +130,7 @@ def rounds(run: Run) -> dict[int, list[tuple[int, Landed]]]:
 
 
 def first_loss(node: Node) -> float:
+    """Return the first training loss; NaN if there is none."""
     return next((metric.loss for metric in node.metrics if isfinite(metric.loss)), nan)
 
 
@@ -143,13 +147,16 @@ def units_of(run: Run) -> tuple[str, ...]:
 
 
 def mean_known(values: Iterable[float]) -> float:
+    """Return the mean of the finite values; NaN if there is none."""
     known = [value for value in values if isfinite(value)]
     return fmean(known) if known else nan
 
 
 def total_known(values: Iterable[float]) -> float:
+    """Return the sum of the finite values."""
     return sum(value for value in values if isfinite(value))
 
 
 def ratio(numerator: float, denominator: float) -> float:
+    """Return the quotient; NaN unless the denominator is positive."""
     return numerator / denominator if denominator > 0 else nan

@@ -22,6 +22,7 @@ class HubSource:
     """Asks one hub again and again."""
 
     def __init__(self, address: str, keys: Path | None = None, *, insecure: bool = False) -> None:
+        """Connect to the hub at `address` when it is first asked."""
         self.address = address
         self._client = HubClient(address, caller_keys(address, keys, insecure), call_timeout_s=ASK_S)
 

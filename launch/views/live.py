@@ -24,12 +24,11 @@ def watch(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show `nodes` nodes at work, or those there are if that is 0, until `child_alive()` is False: a panel on
-    a terminal, else lines.
+    """Show nodes at work until `child_alive()` is False: a panel on a terminal, else lines.
 
-    The panel is drawn every second, a line is printed every ten, and the last one at the end unless it stands
-    there already. Returns within about a fifth of a second of the child's end. Files that are not there yet,
-    or never come, are no error.
+    `nodes` says how many to show, 0 those that there are. The panel is drawn every second. A line is printed
+    every ten, and one at the end unless it stands there already. Returns within about a fifth of a second of
+    the child's end. Files that are not there yet, or never come, are no error.
     """
     console = console or Console()
     view = _View(run_dir, nodes)

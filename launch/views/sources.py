@@ -22,6 +22,7 @@ class DirectorySource:
     """Reads a run directory."""
 
     def __init__(self, run_dir: Path) -> None:
+        """Read `run_dir`. Raises UserError if it is no run directory."""
         require_run(run_dir)
         self._follower = RunFollower(run_dir)
 

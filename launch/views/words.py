@@ -25,22 +25,27 @@ def time_unit(longest_s: float) -> tuple[float, str]:
 
 
 def count(value: float) -> str:
+    """`1234.4` -> `1,234`."""
     return f"{value:,.0f}" if isfinite(value) else UNKNOWN
 
 
 def loss(value: float) -> str:
+    """`2.34567` -> `2.346`."""
     return f"{value:.3f}" if isfinite(value) else UNKNOWN
 
 
 def percent(share: float) -> str:
+    """`0.1234` -> `12.3 %`."""
     return f"{100 * share:.1f} %" if isfinite(share) else UNKNOWN
 
 
 def seconds(value: float) -> str:
+    """`1234.56` -> `1,234.6 s`."""
     return f"{value:,.1f} s" if isfinite(value) else UNKNOWN
 
 
 def size(num_bytes: float) -> str:
+    """`1234567` -> `1.2 MB`."""
     return decimal(int(num_bytes)) if isfinite(num_bytes) else UNKNOWN
 
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 
+from aedit.proto.codecs.codecs import codec
 from aedit.types import TensorLayout, UnitLayout
 
 
@@ -53,7 +54,7 @@ class AgentPlan:
     @property
     def has_feedback(self) -> bool:
         """Whether the codec leaves out so much that it must be sent later."""
-        return self.codec in ("e3m0", "topk")
+        return codec(self.codec).feedback
 
     def standby(self, part: int) -> str:
         """Of hub process `part`; empty: it has none."""

@@ -16,7 +16,7 @@ from aedit.proto.agent.mailbox import Mailbox
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.agent.traffic import Traffic
-from aedit.proto.codecs.codecs import Feedback, codec, slices
+from aedit.proto.codecs.codecs import Codec, Feedback, codec, slices
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubRefused, HubUnreachable
 from aedit.types import Verdict
@@ -243,7 +243,7 @@ class UnitTransfers:
                 raise
             self._traffic.count(down=head.num_bytes)
             if head.chain:
-                add_chain(anchor, into[: head.num_bytes], head)
+                add_chain(anchor, into[: head.num_bytes], head, codec(self._plan.codec_down))
             elif not whole:
                 _bytes(anchor)[:] = into[: head.num_bytes]
             self.versions[unit] = head.version
@@ -271,9 +271,9 @@ class UnitTransfers:
         return Feedback(self._codec, self._box.residuals[unit])
 
 
-def add_chain(anchor: Vector, data: memoryview, head: pb.PullHead) -> None:
+def add_chain(anchor: Vector, data: memoryview, head: pb.PullHead, decoder: Codec) -> None:
     """Bring `anchor` from the chain's base to head.version: the hub's own additions, in its order."""
-    decoder, offset = codec(head.codec), 0
+    offset = 0
     for link in head.chain:
         delta = data[offset : offset + link.num_bytes]
         for start, stop in slices(len(anchor)):

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aedit.proto.codecs import blocks, topk
+from aedit.types import imported, is_import_path
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -86,11 +87,19 @@ class Codec(ABC):
 
 
 def codec(name: str) -> Codec:
-    """The codec of that name: fp32, bf16, int8, e3m0 or topk. ValueError for others."""
+    """Return the codec of that name: fp32, bf16, int8, e3m0, topk, or a class by import path.
+
+    Raises ValueError for other names, and for what cannot be imported or is no codec. Never call it with a
+    name that a peer has chosen.
+    """
     for kind in (Fp32, Bf16, Int8, E3M0, TopK):
         if kind.name == name:
             return kind()
-    raise ValueError(f"no codec is called {name!r}")
+    if not is_import_path(name):
+        raise ValueError(f"no codec is called {name!r}: fp32, bf16, int8, e3m0, topk or package.module:Name")
+    made: Codec = imported(name, "hub.codec", ("num_bytes", "encode_slice", "decode"))()
+    made.name = name
+    return made
 
 
 class Fp32(Codec):
