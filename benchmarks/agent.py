@@ -8,12 +8,10 @@ processor is left out: what remains of a step is computing, and waiting for othe
 """
 
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +25,10 @@ from aedit.edit.units import SyncUnit, find_units
 from aedit.launch.data.samples import batch
 from aedit.proto.agent.agent_link import AgentLink, start_agent
 from aedit.proto.agent.plan import AgentPlan
+from benchmarks.kit.processes import hub
 from benchmarks.kit.small_llama import corpus, inner_step, llama
-from benchmarks.kit.tables import Bar, Report, main, median, percent
+from benchmarks.kit.statistics import median, percent
+from benchmarks.kit.tables import Bar, Report, main
 
 SEQ_LEN, BATCH_SIZE, LR = 64, 2, 1e-6
 STEPS_ALONE = 6
@@ -145,7 +145,7 @@ def measure(quick: bool) -> Report | str:
 def compare(trainer: Trainer, codec: str, rounds: int) -> dict[str, list[Block]]:
     """Blocks by mode, taking turns."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as held:
-        address = held.enter_context(hub(Path(directory), codec))
+        address = held.enter_context(hub(Path(directory), RUN.format(codec=codec))).address
         members: dict[str, Member | None] = {"none": None}
         for mode in ("process", "thread"):
             plan = agent_plan(address, codec, trainer.units, mode)
@@ -173,30 +173,6 @@ def agent_plan(address: str, codec: str, units: Sequence[SyncUnit], name: str) -
         num_samples=1,
         codec=codec,
     )
-
-
-@contextmanager
-def hub(directory: Path, codec: str) -> Iterator[str]:
-    """`aedit hub`; its address."""
-    toml, place = directory / "run.toml", directory / "hub"
-    toml.write_text(RUN.format(codec=codec))
-    words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(toml), f"--directory={place}"]
-    with (directory / "hub.log").open("w+") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=log)
-        try:
-            yield _address(process, place / "address", directory / "hub.log")
-        finally:
-            process.kill()
-            process.wait(10)
-
-
-def _address(process: "subprocess.Popen[bytes]", path: Path, log: Path) -> str:
-    deadline_s = time.monotonic() + START_S
-    while not path.exists():
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(f"the hub did not start: {log.read_text()[-500:]}")
-        time.sleep(0.05)
-    return path.read_text()
 
 
 def undisturbed_s() -> float:

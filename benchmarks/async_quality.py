@@ -6,23 +6,18 @@ when it is not; naive asynchronous Nesterov at least 3 % worse, or the test woul
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from itertools import product
-from multiprocessing import get_context
 from statistics import fmean
 from typing import Literal
-
-import torch
-from rich.console import Console
-from rich.progress import track
 
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, StalenessConfig
 from aedit.async_sgd.rules.outer import Nesterov
 from aedit.edit.config import PenaltyConfig
+from benchmarks.kit.processes import in_parallel
+from benchmarks.kit.statistics import plus_minus
 from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.kit.virtual_hub import Method, Outcome, Setting, train_apart, train_together, warm_up
-from benchmarks.quality import mean_and_half_width
 
 FULL, SEEDS = Setting(), 3
 QUICK = Setting(steps=6, warmup_steps=2, every=2, held_out=16)
@@ -85,14 +80,14 @@ def measure(quick: bool) -> Report:
 def run_all(setting: Setting, seeds: Sequence[int], methods: Sequence[str] = tuple(METHODS)) -> Results:
     """Every method on both kinds of data for every seed, two runs at a time."""
     cases = list(product(methods, (True, False)))
-    jobs = [(method, replace(setting, iid=iid, seed=seed)) for (method, iid), seed in product(cases, seeds)]
-    with ProcessPoolExecutor(2, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        starts = dict(
-            zip(seeds, pool.map(warm_up, [replace(setting, seed=seed) for seed in seeds]), strict=True)
-        )
-        done = pool.map(train, *zip(*((m, s, starts[s.seed]) for m, s in jobs), strict=True))
-        outcomes = list(track(done, f"{len(jobs)} runs", len(jobs), console=Console(stderr=True)))
-    n = len(seeds)
+    starts = dict(
+        zip(seeds, in_parallel(warm_up, [(replace(setting, seed=s),) for s in seeds], 2), strict=True)
+    )
+    jobs = [
+        (method, replace(setting, iid=iid, seed=seed), starts[seed])
+        for (method, iid), seed in product(cases, seeds)
+    ]
+    outcomes, n = in_parallel(train, jobs, 2), len(seeds)
     return {case: outcomes[i * n : (i + 1) * n] for i, case in enumerate(cases)}
 
 
@@ -138,14 +133,7 @@ def _row(method: str, results: Results) -> tuple[str, ...]:
 
 
 def _loss(outcomes: Sequence[Outcome], over: Sequence[float]) -> tuple[str, str]:
-    return _plus_minus([outcome.loss for outcome in outcomes], 1, 4), _plus_minus(over, 100, 2) + " %"
-
-
-def _plus_minus(values: Sequence[float], times: float, digits: int) -> str:
-    if len(values) == 1:
-        return f"{times * values[0]:.{digits}f}"
-    mean, half = mean_and_half_width(values)
-    return f"{times * mean:.{digits}f} +- {times * half:.{digits}f}"
+    return plus_minus([outcome.loss for outcome in outcomes]), plus_minus(over, 100, 2) + " %"
 
 
 def _bars(results: Results, quick: bool) -> tuple[Bar, ...]:

@@ -6,22 +6,19 @@ fixed pace, so that two cores are enough and every lost millisecond is the wire'
 bytes per parameter each way, and held-out loss within 0.5 % of fp32 at equal tokens.
 """
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from benchmarks.bandwidth_parts import coarse
 from benchmarks.bandwidth_parts.hub import HubRow, HubSize, Way, hub_row, long_way
 from benchmarks.bandwidth_parts.node import Job, Seen
 from benchmarks.kit import netns, tun_link
 from benchmarks.kit.netns import Place
-from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.kit.processes import run_jobs
+from benchmarks.kit.statistics import percent
+from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.kit.virtual_hub import Setting
 
-ROOT = Path(__file__).parent.parent
 MOST = 0.02
 MOST_BYTES = 0.53
 CLOSE = 0.005
@@ -29,7 +26,6 @@ METHODS = ("ddp", "edit", "streaming")
 FRAGMENTS = {"streaming": 4}
 """Groups of layers that move one after the other."""
 SEEDS = 3
-DEADLINE_S = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,42 +162,23 @@ def _row(rate_mbit: int, method: str, size: Size, places: Sequence[Place]) -> Ro
 
 
 def _run(method: str, steps: int, size: Size, places: Sequence[Place]) -> list[Seen]:
-    """One process per place. None is left, whatever happens."""
-    started: list[subprocess.Popen[str]] = []
-    try:
-        for rank, place in enumerate(places):
-            job = Job(
-                method=method,
-                steps=steps,
-                every=size.every,
-                step_s=size.step_s,
-                width=size.width,
-                num_layers=size.num_layers,
-                rank=rank,
-                nodes=len(places),
-                interface=place.interface,
-                store=places[0].address,
-            )
-            started.append(_start(job, place, places[0]))
-        return [_seen(process) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait(10)
-
-
-def _start(job: Job, place: Place, first: Place) -> "subprocess.Popen[str]":
-    settings = [f"GLOO_SOCKET_IFNAME={place.interface}", f"MASTER_ADDR={first.address}", "OMP_NUM_THREADS=1"]
-    python = [sys.executable, "-m", "benchmarks.bandwidth_parts.node", json.dumps(asdict(job))]
-    command = ["ip", "netns", "exec", place.namespace, "env", *settings, *python]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _seen(process: "subprocess.Popen[str]") -> Seen:
-    out, err = process.communicate(timeout=DEADLINE_S)
-    if process.returncode:
-        raise RuntimeError(f"a node failed:\n{err[-4000:]}")
-    return Seen(**json.loads(out.splitlines()[-1]))
+    """One process per place."""
+    jobs = [
+        Job(
+            method=method,
+            steps=steps,
+            every=size.every,
+            step_s=size.step_s,
+            width=size.width,
+            num_layers=size.num_layers,
+            rank=rank,
+            nodes=len(places),
+            interface=place.interface,
+            store=places[0].address,
+        )
+        for rank, place in enumerate(places)
+    ]
+    return [Seen(**told) for told in run_jobs("benchmarks.bandwidth_parts.node", jobs, places=places)]
 
 
 def _cells(row: Row) -> tuple[str, ...]:

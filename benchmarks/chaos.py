@@ -18,7 +18,9 @@ from benchmarks.kit import netns
 from benchmarks.kit.cluster import Field
 from benchmarks.kit.netns import Place
 from benchmarks.kit.paced_node import PacedNode
-from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.kit.processes import until
+from benchmarks.kit.statistics import percent
+from benchmarks.kit.tables import Bar, Report, main
 
 NODES = tuple(f"node-{i}" for i in range(6))
 RATE_MBIT = 100
@@ -121,7 +123,7 @@ def tell(plan: Plan, chance: random.Random) -> Story:
             ground.start_hub()
             for node in NODES:
                 ground.start_node(node)
-            _until(lambda: all(ground.lines(node) for node in NODES), 60, "every node to join")
+            until(lambda: all(ground.lines(node) for node in NODES), "every node to join")
             _disturb(ground, plan, chance, story)
             _end(ground, story)
         story.left_behind = len(ground.left_behind())
@@ -224,13 +226,6 @@ def _end(ground: Field, story: Story) -> None:
     ground.end_hub()
     story.longest_s = max(ground.lines(name)[-1].get("longest_s", 0.0) for name in NODES)
     story.books = compare(ground, ended_s)
-
-
-def _until(true: Callable[[], bool], limit_s: float, what: str) -> None:
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, f"waited {limit_s:g} s for {what}"
-        time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -12,20 +12,15 @@ longer and changes nothing else.
 """
 
 import argparse
-import json
-import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-
-from rich.console import Console
 
 from benchmarks.drift_parts.judge import Checkpoint
 from benchmarks.drift_parts.report import depths, report
 from benchmarks.drift_parts.run import FULL, QUICK, Drift, Size
-from benchmarks.kit.tables import WIDTH, machine, show
+from benchmarks.kit.tables import Report, main
 from benchmarks.policies import ROOT
 
 
@@ -44,25 +39,18 @@ def checkpoints(size: Size, root: Path, minutes: float) -> list[Checkpoint]:
     return seen
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """The command line. A missed bar is printed and is no error."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.drift", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="under a minute; figures mean little")
+def measure(args: argparse.Namespace) -> list[Report]:
+    """Both tables."""
+    size = QUICK if args.quick else FULL
+    size = replace(size, steps=args.steps or size.steps)
+    seen = checkpoints(size, args.root, args.minutes)
+    return [report(seen, size), depths(seen)]
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help=f"of the policy, {FULL.steps} unless told")
     parser.add_argument("--minutes", type=float, default=60.0, help="no step begins after so many")
     parser.add_argument("--root", type=Path, default=ROOT, help="where policies are kept")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    args = parser.parse_args(words)
-    size = QUICK if args.quick else FULL
-    size = replace(size, steps=args.steps or size.steps)
-    console, load_before = Console(width=WIDTH, soft_wrap=True, highlight=False), os.getloadavg()[0]
-    seen = checkpoints(size, args.root, args.minutes)
-    made, where = [report(seen, size), depths(seen)], machine(load_before)
-    for one in made:
-        show(one, where, console)
-    if args.json:
-        figures = {"reports": [asdict(one) for one in made], "machine": where, "quick": args.quick}
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _line(seen: Checkpoint, seconds: float) -> str:
@@ -71,4 +59,4 @@ def _line(seen: Checkpoint, seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main("drift", "A drafter that learns in idle time while its policy moves.", measure, options=_options)

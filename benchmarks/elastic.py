@@ -8,14 +8,10 @@ anchors is measured all the time.
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from aedit.launch.config.load import load
 from aedit.launch.hub.replay import records_of
@@ -23,11 +19,13 @@ from benchmarks.elastic_parts.lease_audit import Audit
 from benchmarks.elastic_parts.quality import PHASES, Curve, Elastic, jumps, setting
 from benchmarks.kit.cluster import Field
 from benchmarks.kit.paced_node import LATE_S, PacedNode
-from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.kit.processes import ROOT, in_parallel, until
+from benchmarks.kit.statistics import percent
+from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.kit.virtual_hub import Method
 
 JUMP = 0.02
-CONFIG = Path(__file__).parent.parent / "configs" / "async.toml"
+CONFIG = ROOT / "configs" / "async.toml"
 PLAN = PacedNode(
     hub="",
     name="",
@@ -185,7 +183,7 @@ def _phase(
     for name in gone:
         del ground.nodes[name]
     story.kills += len(victims)
-    _until(lambda: _members(ground) == len(wanted), f"{len(wanted)} members")
+    until(lambda: _members(ground) == len(wanted), f"{len(wanted)} members", LIMIT_S)
     time.sleep(phase_s)
     change.members = _members(ground)
     return change
@@ -231,25 +229,15 @@ def _audited(audit: Audit, plan: PacedNode) -> dict[str, Any]:
     }
 
 
-def _until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {LIMIT_S:g} s for {what}")
-        time.sleep(0.1)
-
-
 # --- gradients
 
 
 def _curves(size: Size) -> list[Curve]:
     """One per seed, two at a time."""
-    with ProcessPoolExecutor(min(2, size.seeds), get_context("spawn")) as pool:
-        return list(pool.map(_curve, range(size.seeds), [size] * size.seeds))
+    return in_parallel(_curve, [(seed, size) for seed in range(size.seeds)], 2)
 
 
 def _curve(seed: int, size: Size) -> Curve:
-    torch.set_num_threads(1)
     config = load(CONFIG, []).config
     method = Method(hub=config.hub, outer=config.outer, penalty=config.edit.penalty)
     return Elastic(setting(seed, size.virtual_s), method, size.virtual_s, size.look_s).run()

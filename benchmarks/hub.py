@@ -12,7 +12,8 @@ from aedit.async_sgd.rules.config import Codec
 from benchmarks.hub_parts.crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
 from benchmarks.hub_parts.merge import Kind, Speeds, speeds
 from benchmarks.hub_parts.push import push_seconds
-from benchmarks.kit.tables import Bar, Report, main, median, percent
+from benchmarks.kit.statistics import median, percent
+from benchmarks.kit.tables import Bar, Report, main
 
 WANTED_GB_S, WANTED_SHARE, WANTED_BEAT_S = 0.3, 0.6, 0.05
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "e3m0", "topk")

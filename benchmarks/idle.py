@@ -19,8 +19,9 @@ from benchmarks.idle_parts.faults import Suffered, suffer
 from benchmarks.idle_parts.foreground import OFF, THREADS, Arm, Foreground, Pair, Race, Ratio
 from benchmarks.idle_parts.learner import begun, learner
 from benchmarks.idle_parts.trainees import FAULTS
-from benchmarks.idle_parts.windows import Harvest, Leaving, harvest, leave, leave_nothing, priority, quantile
-from benchmarks.kit.tables import Bar, Report, main, median, percent
+from benchmarks.idle_parts.windows import Harvest, Leaving, harvest, leave, leave_nothing, priority
+from benchmarks.kit.statistics import median, percent, quantile
+from benchmarks.kit.tables import Bar, Report, main
 
 HARVEST, SHARE_OUTSIDE = 0.85, 0.005
 LEAVE_P50_S, LEAVE_P99_S, PREEMPTIONS = 0.001, 0.015, 500

@@ -6,7 +6,7 @@ ten come over a network in which everybody, the hub too, has an uplink of its ow
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from benchmarks.kit import netns, tun_link
 from benchmarks.kit.cluster import Field
 from benchmarks.kit.netns import Place
 from benchmarks.kit.paced_node import PacedNode
-from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.kit.processes import until
+from benchmarks.kit.statistics import percent
+from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.kit.tun_link import Wire
 
 OVER_LINE_RATE, EXTRA_S = 1.25, 5.0
@@ -162,7 +164,7 @@ def at_once(size: Size) -> Crowd:
         before, began_s = tun_link.counted(places[0]).sent, time.monotonic()
         for joiner in crowd:
             ground.start_node(joiner)
-        _until(lambda: all(ground.lines(joiner) for joiner in crowd), "everybody to join")
+        until(lambda: all(ground.lines(joiner) for joiner in crowd), "everybody to join", LIMIT_S)
         sent = tun_link.counted(places[0]).sent - before
         seconds = tuple(_joined(ground, joiner)["t"] - began_s for joiner in crowd)
     return Crowd(alone_s, seconds, sent / (size.crowd * size.crowd_bytes))
@@ -174,7 +176,7 @@ def _found(ground: Field, places: Sequence[Place | None]) -> None:
     for index, place in enumerate(places):
         donor = f"{place.address}:{PORT + index}" if place else ""
         ground.start_node(f"node-{index}", donor=donor)
-        _until(lambda index=index: bool(ground.lines(f"node-{index}")), "a node to join")  # type: ignore[misc]
+        until(lambda index=index: bool(ground.lines(f"node-{index}")), "a node to join", LIMIT_S)  # type: ignore[misc]
 
 
 def _join(ground: Field, name: str, place: Place, at_bytes: int = 0) -> Arrival:
@@ -182,23 +184,15 @@ def _join(ground: Field, name: str, place: Place, at_bytes: int = 0) -> Arrival:
     before, began_s = tun_link.counted(place).received, time.monotonic()
     ground.start_node(name)
     if at_bytes:
-        _until(lambda: tun_link.counted(place).received - before >= at_bytes, "the transfer")
+        until(lambda: tun_link.counted(place).received - before >= at_bytes, "the transfer", LIMIT_S)
         ground.kill_node("node-1")
-    _until(lambda: bool(ground.lines(name)), f"{name} to join")
+    until(lambda: bool(ground.lines(name)), f"{name} to join", LIMIT_S)
     received = tun_link.counted(place).received - before
     return Arrival(_joined(ground, name)["t"] - began_s, received)
 
 
 def _joined(ground: Field, name: str) -> dict[str, Any]:
     return next(line for line in ground.lines(name) if line["event"] == "joined")
-
-
-def _until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {LIMIT_S:g} s for {what}")
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

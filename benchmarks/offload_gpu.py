@@ -21,7 +21,8 @@ from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import ModelConfig
 from aedit.launch.node.model import build_model, loss, num_parameters
 from aedit.proto.transports.c10d import TorchTransport
-from benchmarks.kit.tables import Bar, Report, main, median, percent
+from benchmarks.kit.statistics import median, percent
+from benchmarks.kit.tables import Bar, Report, main
 
 MOST = 0.02
 VOCABULARY = 32_000

@@ -27,7 +27,8 @@ from aedit.launch.data.samples import batch
 from aedit.launch.node.model import blocks, num_parameters
 from aedit.proto.transports.c10d import TorchTransport
 from benchmarks.kit.small_llama import corpus, inner_step, llama
-from benchmarks.kit.tables import Bar, Report, main, median, percent
+from benchmarks.kit.statistics import median, percent
+from benchmarks.kit.tables import Bar, Report, main
 
 MOST = 0.02
 INTERVALS = (16, 64, 128)

@@ -5,23 +5,19 @@ crude is refused or bounded, the final loss stays within 1 % of the clean run's,
 pushes at most 1 % are refused.
 """
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from multiprocessing import get_context
-
-import torch
-from rich.console import Console
-from rich.progress import track
+from itertools import product
 
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
 from aedit.async_sgd.rules.records import Push
 from aedit.types import Layout
 from benchmarks.kit.hubs import layout_of
+from benchmarks.kit.processes import in_parallel
 from benchmarks.kit.small_llama import llama
-from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.kit.statistics import percent
+from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.kit.virtual_hub import Method, Outcome, Setting, train_apart, warm_up
 from benchmarks.poison_parts.attacks import Attack, attacks
 
@@ -68,12 +64,8 @@ def measure(quick: bool) -> Report:
 def run_all(setting: Setting, quick: bool) -> Results:
     """Every attack on every method."""
     names = (CLEAN, "nan", "1000 times") if quick else (CLEAN, *attacks())
-    jobs = [(method, name) for method in METHODS for name in names]
-    start = warm_up(setting)
-    workers = min(len(jobs), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        done = pool.map(partial(attacked, setting, start), *zip(*jobs, strict=True))
-        outcomes = list(track(done, f"{len(jobs)} runs", len(jobs), console=Console(stderr=True)))
+    jobs, start = list(product(METHODS, names)), warm_up(setting)
+    outcomes = in_parallel(attacked, [(setting, start, *job) for job in jobs])
     return dict(zip(jobs, outcomes, strict=True))
 
 

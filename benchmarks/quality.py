@@ -4,28 +4,21 @@ Bars: EDiT and A-EDiT within 1 % of `ddp` when the data is clean, and better tha
 is random for the middle fifth of the run. Also draws docs/img/quality.png.
 """
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
-import torch
-from rich.console import Console
-from rich.progress import track
-
-from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.kit.processes import ROOT, in_parallel
+from benchmarks.kit.statistics import percent, plus_minus
+from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.quality_parts.virtual import METHODS, Outcome, Setting, train
 
-PLOT = Path(__file__).parent.parent / "docs" / "img" / "quality.png"
+PLOT = ROOT / "docs" / "img" / "quality.png"
 FULL, SEEDS = Setting(), 3
 QUICK = Setting(steps=8, warmup_steps=2, every=2, hidden_size=32, num_layers=1, held_out=16)
 CLOSE = 0.01
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Student's t, two-sided 95 %, by degrees of freedom."""
 
 Results = dict[tuple[str, bool], list[Outcome]]
 
@@ -49,20 +42,11 @@ def measure(quick: bool) -> Report:
 
 
 def run_all(setting: Setting, seeds: Sequence[int], methods: Sequence[str] = tuple(METHODS)) -> Results:
-    """Every method, clean and with bad data, for every seed; one run per core at a time."""
+    """Every method, clean and with bad data, for every seed."""
     cases = list(product(methods, (False, True)))
     jobs = [(method, replace(setting, bad=bad, seed=seed)) for (method, bad), seed in product(cases, seeds)]
-    workers = min(len(jobs), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        done = pool.map(train, *zip(*jobs, strict=True))
-        outcomes = list(track(done, f"{len(jobs)} runs", len(jobs), console=Console(stderr=True)))
-    n = len(seeds)
+    outcomes, n = in_parallel(train, jobs), len(seeds)
     return {case: outcomes[i * n : (i + 1) * n] for i, case in enumerate(cases)}
-
-
-def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of its 95 % interval by Student's t."""
-    return fmean(values), T_95[len(values) - 1] * stdev(values) / len(values) ** 0.5
 
 
 def excess(results: Results, method: str, other: str, bad: bool) -> list[float]:
@@ -116,11 +100,11 @@ def _row(method: str, results: Results) -> tuple[str, ...]:
     waiting = fmean(outcome.waiting for outcome in clean)
     return (
         method,
-        _plus_minus([outcome.loss for outcome in clean]),
-        _plus_minus_percent(excess(results, method, "ddp", False)),
-        _plus_minus([outcome.loss for outcome in bad]),
-        _plus_minus_percent(excess(results, method, "diloco", True)),
-        _plus_minus_percent(harm(results, method)),
+        plus_minus([outcome.loss for outcome in clean]),
+        plus_minus(excess(results, method, "ddp", False), 100, 2, "+") + " %",
+        plus_minus([outcome.loss for outcome in bad]),
+        plus_minus(excess(results, method, "diloco", True), 100, 2, "+") + " %",
+        plus_minus(harm(results, method), 100, 2, "+") + " %",
         percent(waiting),
     )
 
@@ -137,16 +121,6 @@ def _bars(results: Results, quick: bool) -> tuple[Bar, ...]:
         text = f"{method}: with bad data {100 * better:+.2f} % to diloco, bar below 0 %"
         bars.append(Bar(text, None if quick else better < 0))
     return tuple(bars)
-
-
-def _plus_minus(values: Sequence[float]) -> str:
-    mean, half = mean_and_half_width(values)
-    return f"{mean:.4f} +- {half:.4f}"
-
-
-def _plus_minus_percent(values: Sequence[float]) -> str:
-    mean, half = mean_and_half_width(values)
-    return f"{100 * mean:+.2f} +- {100 * half:.2f} %"
 
 
 if __name__ == "__main__":

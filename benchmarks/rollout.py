@@ -8,9 +8,6 @@ its end), and bars (what is wanted of all that).
 """
 
 import argparse
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,8 +19,9 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from benchmarks.kit import tables
 from benchmarks.kit.policy_drafter import Recipe, drafter_ready
-from benchmarks.kit.tables import WIDTH, Bar, Report, machine, print_bars, print_table
+from benchmarks.kit.tables import Bar, Report
 from benchmarks.policies import ROOT, Kind, Policy, load, ready
 from benchmarks.policies import Size as PolicySize
 from benchmarks.rollout_parts import tables as rollout_tables
@@ -112,6 +110,13 @@ class Found:
         if self.drains:
             yield rollout_tables.drained(self.drains)
 
+    def reports(self, quick: bool) -> list[Report]:
+        """All tables, with the method before the first and the bars after the last."""
+        bars = tuple(replace(bar, passed=None) if quick else bar for bar in self.bars)
+        first, *rest = self.tables()
+        end = Report("bars", (), (), (), bars, self.figures)
+        return [replace(first, method=METHOD), *rest, end]
+
 
 def measure(plan: Plan, say: Callable[[str], None]) -> Found:
     """All cells and drains of a plan, one after the other. say: hears how it goes on."""
@@ -123,15 +128,6 @@ def measure(plan: Plan, say: Callable[[str], None]) -> Found:
         if plan.only != "batches" and task == "scratchpad":
             found.drains = drains(cast, plan.size.drain_rows, 1 + plan.size.drains, max(plan.temperatures))
     return found
-
-
-def show(found: Found, where: str, console: Console, quick: bool) -> None:
-    """Print all tables and bars."""
-    for text in (*METHOD, where):
-        console.print(text)
-    for table in found.tables():
-        print_table(table, console)
-    print_bars([replace(bar, passed=None) for bar in found.bars] if quick else found.bars, console)
 
 
 def _measured(
@@ -191,44 +187,29 @@ def _numbers(text: str) -> tuple[float, ...]:
     return values
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description=ABOUT)
-    parser.add_argument(
-        "--quick", action="store_true", help="seconds instead of minutes; figures mean little"
-    )
-    parser.add_argument("--task", choices=get_args(Kind), help="one of them instead of both")
-    parser.add_argument("--size", choices=get_args(PolicySize), default="10m", help="of the policy")
-    parser.add_argument("--only", choices=("batches", "drain"), help="one part of the measurement")
-    parser.add_argument(
-        "--batches", type=whole_numbers, metavar="B,B,...", help=f"usually {','.join(map(str, BATCHES))}"
-    )
-    parser.add_argument("--temperatures", type=_numbers, metavar="T,T,...", help="usually 0,1")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seeds", type=int, metavar="N", help="repeats of each cell, after the learning one")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--root", type=Path, default=ROOT, help="where policies are kept")
-    return parser
+def _options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--task", choices=get_args(Kind), help="one of them instead of both")
+    add("--size", choices=get_args(PolicySize), default="10m", help="of the policy")
+    add("--only", choices=("batches", "drain"), help="one part of the measurement")
+    add("--batches", type=whole_numbers, metavar="B,B,...", help=f"usually {','.join(map(str, BATCHES))}")
+    add("--temperatures", type=_numbers, metavar="T,T,...", help="usually 0,1")
+    add("--threads", type=int, default=1)
+    add("--seeds", type=int, metavar="N", help="repeats of each cell, after the learning one")
+    add("--root", type=Path, default=ROOT, help="where policies are kept")
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """The command line."""
-    args = _parser().parse_args(words)
+def _asked(args: argparse.Namespace) -> list[Report]:
     torch.set_num_threads(args.threads)
     logging: Any = transformers.logging  # it carries no types
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    load_before = os.getloadavg()[0]
-    aloud = Console(file=sys.stderr, width=WIDTH, soft_wrap=True, highlight=False)
-    found = measure(_plan(args), aloud.print)
-    where = f"{machine(load_before)}, {args.threads} threads"
-    show(found, where, Console(width=WIDTH, soft_wrap=True, highlight=False), args.quick)
-    if args.json:
-        figures = found.figures | {
-            "machine": where,
-            "quick": args.quick,
-            "bars": [asdict(bar) for bar in found.bars],
-        }
-        args.json.write_text(json.dumps(figures, indent=1))
+    return measure(_plan(args), Console(stderr=True).print).reports(args.quick)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    tables.main("rollout", ABOUT, _asked, options=_options, words=words)
 
 
 if __name__ == "__main__":

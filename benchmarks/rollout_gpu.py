@@ -9,9 +9,6 @@ recorded graphs. Needs a CUDA device.
 
 import argparse
 import gc
-import json
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +22,9 @@ from aedit.spec_rollout.arms.goodput import Goodput
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.drafts import parse_arm
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from benchmarks.kit import tables
 from benchmarks.kit.policy_drafter import Recipe, drafter_ready
-from benchmarks.kit.tables import WIDTH, Report, machine, print_bars, print_table, show
+from benchmarks.kit.tables import Report
 from benchmarks.policies import ROOT, Kind, Policy, load
 from benchmarks.policies import Size as PolicySize
 from benchmarks.rollout import Found, whole_numbers
@@ -37,7 +35,6 @@ from benchmarks.rollout_parts.tables import line
 from benchmarks.rollout_parts.theirs import Theirs, without_stop
 
 ABOUT = "Decoding and speculation on one GPU."
-NO_GPU = "needs a CUDA device: not run"
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 FULL = Size(repeats=5, turn_tokens=128, their_tokens=96, their_repeats=2, drains=1, drain_rows=64)
 QUICK = Size(repeats=1, turn_tokens=16, their_tokens=16, their_repeats=1, drains=1, drain_rows=8)
@@ -110,7 +107,9 @@ def memory(found: Sequence[Pool]) -> Report:
         for one in found
     ]
     columns = ("batch", "graphs of the policy", "of the drafter", "their MiB", "KV cache, MiB")
-    return Report("memory of recorded graphs", ("", ""), columns, tuple(rows), (), {})
+    return Report(
+        "memory of recorded graphs", (), columns, tuple(rows), (), {"pools": [asdict(one) for one in found]}
+    )
 
 
 def _pool(cast: Cast, rows: int, turn_tokens: int) -> Pool:
@@ -125,21 +124,14 @@ def _pool(cast: Cast, rows: int, turn_tokens: int) -> Pool:
     return Pool(rows, sizes[0], sizes[1], num_bytes, engine.target.cache.num_bytes)
 
 
-def measure(plan: Plan, sizes: dict[str, Any], quick: bool, console: Console) -> dict[str, Any]:
-    """All three parts, printed as they come; their figures. sizes: of the model that only decodes."""
-    load_before = os.getloadavg()[0]
+def measure(plan: Plan, sizes: dict[str, Any], quick: bool) -> list[Report]:
+    """All three parts. sizes: of the model that only decodes."""
     decoded = decoding.decode(decoding.random_model(sizes, torch.device(plan.device)), plan.length)
-    show(decoding.report(decoded, quick), machine(load_before), console)
     gc.collect()
     cast = cast_on(plan)
-    found = speculate(plan, cast, Console(file=sys.stderr).print)
-    for table in found.tables():
-        print_table(table, console)
-    if not quick:
-        print_bars(found.bars, console)
-    held = pools(cast, plan.batches, plan.size.turn_tokens)
-    print_table(memory(held), console)
-    return {"decode": asdict(decoded), "pools": [asdict(one) for one in held], **found.figures}
+    found = speculate(plan, cast, Console(stderr=True).print)
+    held = memory(pools(cast, plan.batches, plan.size.turn_tokens))
+    return [decoding.report(decoded, quick), *found.reports(quick), held]
 
 
 def _plan(args: argparse.Namespace) -> Plan:
@@ -153,31 +145,25 @@ def _plan(args: argparse.Namespace) -> Plan:
     return Plan(recipe=recipe, root=args.root, batches=args.batches or BATCHES)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_gpu", description=ABOUT)
+def _options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--quick", action="store_true", help="a minute instead of an hour; figures mean little")
     add("--task", choices=get_args(Kind), default="scratchpad", help="of the policy that is trained")
     add("--size", choices=get_args(PolicySize), default="100m", help="of the policy that is trained")
     add("--minutes", type=float, default=15.0, help="of its training")
     add("--drafter-minutes", type=float, default=4.0, help="of its drafter's")
-    usual = ",".join(map(str, BATCHES))
-    add("--batches", type=whole_numbers, metavar="B,B,...", help=f"usually {usual}")
-    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add("--batches", type=whole_numbers, metavar="B,B,...", help=f"usually {','.join(map(str, BATCHES))}")
     add("--root", type=Path, default=ROOT, help="where policies are kept")
-    return parser
+
+
+def _asked(args: argparse.Namespace) -> list[Report] | str:
+    if not torch.cuda.is_available():
+        return "needs a CUDA device: not run"
+    return measure(_plan(args), decoding.QWEN3_600M, args.quick)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """The command line."""
-    args = _parser().parse_args(words)
-    console = Console(width=WIDTH, soft_wrap=True, highlight=False)
-    if not torch.cuda.is_available():
-        console.print(f"rollout_gpu: {NO_GPU}")
-        return
-    figures = measure(_plan(args), decoding.QWEN3_600M, args.quick, console)
-    if args.json:
-        args.json.write_text(json.dumps(figures | {"quick": args.quick}, indent=1))
+    """Run the command line."""
+    tables.main("rollout_gpu", ABOUT, _asked, options=_options, words=words)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ turns somebody new and somebody who was here before.
 """
 
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -18,7 +17,9 @@ import psutil
 
 from benchmarks.kit.cluster import Field
 from benchmarks.kit.paced_node import PacedNode
-from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.kit.processes import until
+from benchmarks.kit.statistics import percent
+from benchmarks.kit.tables import Bar, Report, main
 
 GROWTH = 0.05
 LIMIT_S = 60.0
@@ -209,15 +210,6 @@ def _rounds(ground: Field, residents: Sequence[str]) -> int:
     nodes = {node["name"]: node["accepted"] for node in status["nodes"]} if status else {}
     accepted: int = min(nodes.get(name, 0) for name in residents)
     return accepted // ground.plan.units
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    """Wait; TimeoutError after a minute."""
-    deadline = time.monotonic() + LIMIT_S
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {LIMIT_S:g} s for {what}")
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

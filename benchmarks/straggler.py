@@ -19,7 +19,8 @@ from aedit.edit.exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.memory import MemoryWorld
 from benchmarks.kit.paced import Pace, Walk, together, tower, walk
-from benchmarks.kit.tables import Bar, Report, main, percent
+from benchmarks.kit.statistics import percent
+from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.straggler_parts.hub import PRESETS, Scene, Seen, run_scene
 
 STEP_S = 0.02

@@ -8,10 +8,8 @@ in a run of reinforcement learning; the first batch is told apart, as nothing is
 """
 
 import argparse
-import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,9 +27,9 @@ from aedit.spec_rollout.migration.moving import Reallocator
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 from benchmarks.kit.policy_drafter import Recipe, drafter_ready
-from benchmarks.kit.tables import WIDTH, Bar, Report, machine, median, percent, show
+from benchmarks.kit.statistics import Interval, median, percent
+from benchmarks.kit.tables import Bar, Report, main
 from benchmarks.policies import ROOT, Policy, Size, load, prompts
-from benchmarks.rollout_parts.cells import Interval
 from benchmarks.rollout_parts.same import Same
 from benchmarks.tail_parts.nodes import NODES, Node, PacedTarget, Way, World
 from benchmarks.tail_parts.times import ARMS, Times, measured
@@ -239,28 +237,19 @@ def _figures(found: Sequence[Batch], times: Times, lengths: Sequence[int]) -> di
     }
 
 
-def main() -> None:
-    """The command line."""
+def _options(parser: argparse.ArgumentParser) -> None:
     usual = Plan()
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tail", description=ABOUT)
-    parser.add_argument("--quick", action="store_true", help="one batch of a tiny policy; means little")
     parser.add_argument("--size", choices=get_args(Size), default=usual.size)
     parser.add_argument("--batches", type=int, default=usual.batches, help="after the first one")
     parser.add_argument("--root", type=Path, default=usual.root, help="where policies are kept")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    args = parser.parse_args()
-    small = (
-        {"batches": 1, "rows": 4, "groups": 2, "group_size": 3} if args.quick else {"batches": args.batches}
-    )
-    plan = Plan(size=args.size, root=args.root, quick=args.quick, **small)
+
+
+def _asked(args: argparse.Namespace) -> Report:
+    small: dict[str, Any] = {"batches": 1, "rows": 4, "groups": 2, "group_size": 3}
+    plan = Plan(size=args.size, root=args.root, quick=args.quick, batches=args.batches)
     torch.set_num_threads(1)
-    load_before = os.getloadavg()[0]
-    console = Console(width=WIDTH, soft_wrap=True, highlight=False)
-    made = measure(plan, console.print)
-    show(made, machine(load_before), console)
-    if args.json:
-        args.json.write_text(json.dumps({"bars": [bar.text for bar in made.bars], **made.figures}, indent=1))
+    return measure(replace(plan, **small) if args.quick else plan, Console(stderr=True).print)
 
 
 if __name__ == "__main__":
-    main()
+    main("tail", ABOUT, _asked, options=_options)

@@ -34,10 +34,9 @@ class NormHistory:
 
     @classmethod
     def empty(cls, num_units: int, window: int) -> "NormHistory":
-        zeros = torch.zeros(num_units, dtype=torch.float64)
-        return cls(
-            torch.full((window, num_units), torch.nan, dtype=torch.float64), zeros, zeros, zeros, zeros
-        )
+        # Each a tensor of its own: a checkpoint is read into them in place.
+        zeros = [torch.zeros(num_units, dtype=torch.float64) for _ in range(4)]
+        return cls(torch.full((window, num_units), torch.nan, dtype=torch.float64), *zeros)
 
 
 def robust_score(G_L: Tensor, history: NormHistory) -> Tensor:

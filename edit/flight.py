@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from aedit.edit.buffers import OpenBuffers
-from aedit.edit.exchange import RoundOutcome
+from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.shards import Shards
 from aedit.proto.transports.transport import Pending
 from aedit.types import Round
@@ -33,6 +33,11 @@ class Flight:
     sent: dict[int, Pending[Tensor]] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
     """Units answered on every rank, which may land in the next forward; since which local step."""
+
+    def send(self, exchange: Exchange) -> None:
+        """Start the exchange of the next unit."""
+        i = self.unsent.popleft()
+        self.sent[i] = exchange.start(i)
 
     @property
     def landed(self) -> bool:

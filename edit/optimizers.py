@@ -71,6 +71,12 @@ class InnerOptimizers:
         self._known = {id(p) for p in model.parameters()}
         self._num_params = self._count()
 
+    def single(self) -> torch.optim.Optimizer:
+        """Return the optimizer. Raises ValueError if there are several."""
+        if len(self.outermost) > 1:
+            raise ValueError(f"there are {len(self.outermost)} inner optimizers")
+        return self.outermost[0]
+
     @property
     def idle(self) -> bool:
         """Whether wrappers of accelerate have just passed over the step: gradients are still accumulated, or

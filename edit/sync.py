@@ -1,34 +1,32 @@
 """When a unit lands: layer-wise synchronisation, hidden behind the forward pass.
 
-`forward` landing: after a round is opened, each unit's forward pre-hook starts the exchange of the units
-up to `prefetch` places ahead, waits for its own, and lets the module run on the new anchor (EDiT,
-arXiv:2412.07210, figure 1). `arrival` landing: nothing waits; when a unit's answer is here, the next
-forward adds `anchor - sent` to the parameters, so the inner steps made meanwhile are kept and travel in
-the next round.
-
-With an asynchronous exchange a round is put off while one of its units is still under way, and its progress
-goes on growing; a node that would be too many steps ahead of an answer waits for it.
+`forward` landing (EDiT, arXiv:2412.07210, figure 1): each unit's forward pre-hook starts the exchange of the
+units up to `prefetch` places ahead, waits for its own, and lets the module run on the new anchor. `arrival`
+landing: nothing waits; when an answer is here, the next forward adds `anchor - sent` to the parameters. With
+an asynchronous exchange a round is put off while one of its units is under way, and its progress goes on
+growing; a node that would be too many steps ahead of an answer waits for it.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from aedit.edit import snapshot
 from aedit.edit.agreement import described_loop
 from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
+from aedit.edit.defaults import chosen
 from aedit.edit.equal import equalize
 from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.flight import Flight, note_answers, under_way
 from aedit.edit.hooks import Hook, forget_graphs_without
 from aedit.edit.landing import reshard, take, warn_of_idle_modules
 from aedit.edit.optimizers import Inner, InnerOptimizers
-from aedit.edit.schedule import RoundSchedule, make_schedule
+from aedit.edit.schedule import RoundSchedule
 from aedit.edit.shards import local, shards_of
 from aedit.edit.units import SyncUnit, find_units, fragment
 from aedit.edit.waiting import Waiter
@@ -71,7 +69,7 @@ class LayerSync(Waiter):
         for unit in self.units:
             unit.states = self.optimizers
         self._params = [p for unit in self.units for p in unit.params]
-        self._compared = False
+        self._compared, self._resumed_at = False, 0
         self.anchored = False
         """Whether the first local phase has begun."""
         self._gradients = GradientMean(self.units, self.shards, exchange, self)
@@ -95,8 +93,7 @@ class LayerSync(Waiter):
         model: any module; shard it with `fully_shard` first if the node has several ranks.
         inner: its optimizer, or a list of all of them.
         exchange: where new anchors come from, such as `MeanExchange(TorchTransport())`.
-        schedule: when; by default as `config` says. config: everything else. By default both are what the
-        hub says, with `HubExchange.join`.
+        schedule: when. config: everything else. By default what a joined hub says, else `EditConfig()`.
         weight_states: keys of optimizer state that hold weights (fp32 copies, the `z` of schedule-free
         optimizers), which move with the parameters; by default they are recognised by their values.
 
@@ -106,25 +103,34 @@ class LayerSync(Waiter):
                     loss(model, batch).backward(); inner.step(); inner.zero_grad()
                     sync.step()
         """
-        if defaults := exchange.defaults():
-            config, schedule = config or defaults[0], schedule or defaults[1]
-        config = config or EditConfig()
-        for name in ("penalty", "offload"):
-            if getattr(config, name) not in (getattr(EditConfig(), name), getattr(exchange, name, None)):
-                raise ValueError(f"config.{name} has no effect here: give it to the exchange")
-        return cls(model, inner, exchange, schedule or make_schedule(config), config, weight_states)
+        schedule, config = chosen(exchange, schedule, config)
+        return cls(model, inner, exchange, schedule, config, weight_states)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
         """The inner optimizer. Raises ValueError if there are several: see `optimizers.outermost`."""
-        if len(self.optimizers.outermost) > 1:
-            raise ValueError(f"there are {len(self.optimizers.outermost)} inner optimizers")
-        return self.optimizers.outermost[0]
+        return self.optimizers.single()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return anchors, outer state, norms and counters by name: all that must outlive the process besides
+        model and inner optimizers. `torch.distributed.checkpoint` takes a `LayerSync` as it is. Views: save
+        before the next step. Raises ValueError while a round is under way without a hub: `finish` first."""
+        return snapshot.state_dict(self)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state` was taken, all nodes at one round; load model and inner optimizers too. With a
+        hub each node is on its own, and takes the hub's newest anchors. Raises ValueError inside `with`,
+        and if names or shapes differ."""
+        if self._hooks:
+            raise ValueError("sync.load_state_dict() must be called before `with sync:`")
+        snapshot.load_state_dict(self, state)
+        self._resumed_at = self.position
 
     # -- attach and detach
 
     def __enter__(self) -> "LayerSync":
         self.compare()
+        snapshot.check_same_round(self.exchange, self._resumed_at)
         reshard(self.model.modules())
         self.optimizers.look(self._params)
         if not self.anchored and (changed := equalize(self.model, self.exchange)):
@@ -144,9 +150,7 @@ class LayerSync(Waiter):
         self._hooks.append(self.model.register_forward_hook(Hook(self._after_forward)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
             if kind is None:
                 self.close()
@@ -322,11 +326,7 @@ class LayerSync(Waiter):
     def _send_all(self, flight: Flight) -> None:
         self._verdict(flight)
         while flight.unsent:
-            self._send(flight)
-
-    def _send(self, flight: Flight) -> None:
-        i = flight.unsent.popleft()
-        flight.sent[i] = self.exchange.start(i)
+            flight.send(self.exchange)
 
     def _verdict(self, flight: Flight) -> RoundOutcome:
         if flight.verdict is None:
@@ -370,7 +370,7 @@ class LayerSync(Waiter):
         verdict = self._verdict(flight)
         place = flight.units.index(i)
         while flight.unsent and flight.units.index(flight.unsent[0]) <= place + self.config.prefetch:
-            self._send(flight)
+            flight.send(self.exchange)
         if i not in flight.sent:
             return
         anchor = self._answer(flight, i)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import quality
 from benchmarks.bandwidth import Row
 from benchmarks.bandwidth_parts.node import Seen
 from benchmarks.kit import netns
 from benchmarks.kit import tables as table
 from benchmarks.kit.paced import Pace, Walk
 from benchmarks.kit.small_llama import corpus, llama
+from benchmarks.kit.statistics import mean_and_half_width
 from benchmarks.overhead import Interval, bootstrap, cost
 from benchmarks.quality_parts.virtual import BAD_NODE, METHODS, NODES, Setting, held_out_loss, train
 
@@ -176,9 +176,9 @@ def test_bad_data_reaches_one_node_and_changes_the_run():
 
 
 def test_intervals_are_students_t():
-    mean, half = quality.mean_and_half_width([1.0, 2.0, 3.0])
+    mean, half = mean_and_half_width([1.0, 2.0, 3.0])
     assert mean == 2.0
-    assert half == pytest.approx(4.303 / 3**0.5)
+    assert half == pytest.approx(4.303 / 3**0.5, rel=1e-3)  # of a printed table
 
 
 def test_a_wire_is_enough_if_it_needs_less_than_the_interval():

@@ -20,6 +20,8 @@ from aedit.proto.wire.client import HubClient
 from aedit.proto.wire.hub_pb2 import StatusRequest
 from aedit.types import UserError
 
+pytestmark = pytest.mark.filterwarnings("ignore:buffers of this model change")
+
 LIMIT_S = 60.0
 HUB = """
 name = "test"

@@ -343,14 +343,15 @@ def test_a_quick_run_prints_tables_and_bars_and_keeps_all_numbers(tmp_path, caps
         rollout.main(["--quick", "--root", str(tmp_path / "policies"), "--json", str(file)])
     finally:
         torch.set_num_threads(threads)
-    text, found = capsys.readouterr().out, json.loads(file.read_text())
+    text, end = capsys.readouterr().out, json.loads(file.read_text())["reports"][-1]
+    found = end["figures"]
     assert [(one["task"], one["temperature"], one["rows"]) for one in found["cells"]] == [
         ("scratchpad", 1.0, 1),
         ("scratchpad", 1.0, 4),
     ]
     assert all(one["same"]["differences"] == 0 for one in found["cells"])
     assert len(found["drains"]) == 2
-    for bar in found["bars"]:
+    for bar in end["bars"]:
         assert bar["text"] in text.replace("\n", " ")
     assert "PASS" not in text
     assert "MISS" not in text

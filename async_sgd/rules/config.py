@@ -1,9 +1,9 @@
-"""The outer step and the hub. Imports no torch."""
+"""Configuration of the outer step and of the hub. Imports no torch."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-from aedit.types import check
+from aedit.types import ImportPath, check, check_known
 
 Codec = Literal["fp32", "bf16", "int8", "e3m0", "topk"]
 
@@ -12,9 +12,10 @@ Codec = Literal["fp32", "bf16", "int8", "e3m0", "topk"]
 class OuterConfig:
     """How an averaged pseudo-gradient becomes the next anchor."""
 
-    kind: Literal["average", "nesterov", "delayed-nesterov"] = "nesterov"
+    kind: Literal["average", "nesterov", "delayed-nesterov"] | ImportPath = "nesterov"
     """`average` subtracts lr times the mean; `nesterov` is SGD with Nesterov momentum; `delayed-nesterov`
-    takes the momentum in only once per `delay` updates, for a hub that merges every arrival."""
+    takes the momentum in only once per `delay` updates, for a hub that merges every arrival. Or a class of
+    your own as `package.module:Name`; its constructor gets those of the values below that it names."""
 
     lr: float = 0.8
     """Outer learning rate; 1 with `average` is plain parameter averaging."""
@@ -35,6 +36,7 @@ class OuterConfig:
     that what comes back late was measured near where it lands. Needs a hub and momentum."""
 
     def __post_init__(self) -> None:
+        check_known(self.kind, "outer.kind", ("average", "nesterov", "delayed-nesterov"))
         check(self.lr > 0, "outer.lr", "must be above 0", self.lr)
         check(0 <= self.momentum < 1, "outer.momentum", "must be in [0, 1)", self.momentum)
         check(self.delay >= 1, "outer.delay", "must be at least 1", self.delay)
@@ -189,9 +191,9 @@ class HubConfig:
     grace_cap_s: float = 10.0
     """Longest such wait."""
 
-    merge: Literal["mean", "rda", "trimmed"] = "mean"
+    merge: Literal["mean", "rda", "trimmed"] | ImportPath = "mean"
     """Weighted mean; mean norm times mean direction per matrix (RDA); or a mean without the extremes of
-    every element, for members who are not trusted."""
+    every element, for members who are not trusted. Or a function of your own as `package.module:name`."""
 
     weights: Literal["uniform", "steps", "tokens", "penalty"] = "penalty"
     """Of a push in its merge: equal; its steps; tokens^2 / steps (arXiv:2604.21428); or EDiT's, by norm and
@@ -204,10 +206,11 @@ class HubConfig:
     max_steps_ahead: int = 1024
     """Steps a node trains on without an answer from the hub before it waits."""
 
-    codec: Codec = "bf16"
-    """How pseudo-gradients travel up: `e3m0` is 4 bits, `topk` keeps 32 of every 4096."""
+    codec: Codec | ImportPath = "bf16"
+    """How pseudo-gradients travel up: `e3m0` is 4 bits, `topk` keeps 32 of every 4096. Or a class of your own
+    as `package.module:Name`, which the hub and every node must be able to import."""
 
-    codec_down: Literal["fp32", "bf16", "int8", "e3m0"] = "fp32"
+    codec_down: Literal["fp32", "bf16", "int8", "e3m0"] | ImportPath = "fp32"
     """How anchors travel down: `fp32` sends them whole, the others what has changed since the version the
     node has."""
 
@@ -245,6 +248,9 @@ class HubConfig:
             for place in filter(None, getattr(self, name).split(",")):
                 host, _, port = place.rpartition(":")
                 check(bool(host) and port.isdecimal(), f"hub.{name}", "must be HOST:PORT", repr(place))
+        check_known(self.merge, "hub.merge", ("mean", "rda", "trimmed"))
+        check_known(self.codec, "hub.codec", get_args(Codec))
+        check_known(self.codec_down, "hub.codec_down", ("fp32", "bf16", "int8", "e3m0"))
         check(self.parent_every >= 1, "hub.parent_every", "must be at least 1", self.parent_every)
         check(0 < self.parent_mix <= 1, "hub.parent_mix", "must be in (0, 1]", self.parent_mix)
         check(self.quorum == "all" or self.quorum >= 1, "hub.quorum", "must be at least 1", self.quorum)
@@ -263,5 +269,5 @@ class HubConfig:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """One per hub process; hub k owns the units i with i % len(addresses) == k."""
+        """Return one address per hub process; hub k owns the units i with i % len(addresses) == k."""
         return tuple(filter(None, self.address.split(",")))

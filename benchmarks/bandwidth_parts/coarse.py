@@ -4,22 +4,19 @@ A wire changes no bits, so what counts is what the codecs leave out: of pushes, 
 the steps that the hub's anchors take. The same setting gives the same bits.
 """
 
-import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import product
-from multiprocessing import get_context
 from statistics import fmean
 from typing import Literal
 
 import numpy as np
-import torch
 
 from aedit.async_sgd.inprocess import ArrayValues, Tamper
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
 from aedit.async_sgd.rules.records import Push, Vector
 from aedit.proto.codecs.codecs import Feedback, codec
+from benchmarks.kit.processes import in_parallel
 from benchmarks.kit.virtual_hub import Method, Setting, train_apart, warm_up
 
 FULL = Setting(steps=256, warmup_steps=128)
@@ -56,13 +53,9 @@ def coarse(nodes: int, name: str) -> Mapping[int, Tamper]:
 
 
 def losses(names: Sequence[Name], setting: Setting, seeds: Sequence[int]) -> dict[str, list[float]]:
-    """Held-out loss after equal tokens by codec, up and down, for each seed; one run per core at a time."""
-    settings = [replace(setting, seed=seed) for seed in seeds]
-    jobs = list(product(names, settings))
-    workers = min(len(jobs), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        found = list(pool.map(loss_of, *zip(*jobs, strict=True)))
-    return {name: found[i * len(settings) : (i + 1) * len(settings)] for i, name in enumerate(names)}
+    """Held-out loss after equal tokens by codec, up and down, for each seed."""
+    found = in_parallel(loss_of, list(product(names, [replace(setting, seed=seed) for seed in seeds])))
+    return {name: found[i * len(seeds) : (i + 1) * len(seeds)] for i, name in enumerate(names)}
 
 
 def loss_of(name: Name, setting: Setting) -> float:

@@ -1,24 +1,19 @@
 """The part of `benchmarks.bandwidth` with a hub: nodes that nobody waits for, behind thin, long and lossy
 wires."""
 
-import json
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.bandwidth_parts.hub_node import RUN, HubJob, HubSeen, Traffic
 from benchmarks.kit import netns, tun_link
 from benchmarks.kit.netns import Place
+from benchmarks.kit.processes import hub, run_jobs
 from benchmarks.kit.tun_link import Wire
 
-ROOT = Path(__file__).parents[2]
 PORT = 7000
-START_S, DEADLINE_S = 60.0, 240.0
 
 TOML = """
 name = "{run}"
@@ -107,12 +102,11 @@ class HubRow:
 
 def hub_row(way: Way, codec: str, size: HubSize) -> HubRow:
     """Train behind `way`. Needs root."""
-    with (
-        _laid(way, size.nodes) as (hub, places),
-        TemporaryDirectory(prefix="aedit-") as directory,
-        _hub(hub, codec, size, Path(directory)),
-    ):
-        seen = _nodes(places, f"{hub.address}:{PORT}", codec, size)
+    with _laid(way, size.nodes) as (there, places), TemporaryDirectory(prefix="aedit-") as name:
+        settings = {"run": RUN, "directory": name, "every": size.every, "codec": codec}
+        toml = TOML.format(address=f"{there.address}:{PORT}", **settings)
+        with hub(Path(name), toml, there) as process:
+            seen = _nodes(places, process.address, codec, size)
     slowest = max(seen, key=lambda s: s.waited_s)
     up, down = _per_param(places, seen)
     payload_bits = 8 * up * slowest.params
@@ -140,79 +134,24 @@ def _laid(way: Way, nodes: int) -> Iterator[tuple[Place, list[Place]]]:
             yield here, [there] * nodes
 
 
-@contextmanager
-def _hub(place: Place, codec: str, size: HubSize, directory: Path) -> Iterator[None]:
-    address = f"{place.address}:{PORT}"
-    toml = directory / "run.toml"
-    toml.write_text(TOML.format(run=RUN, directory=directory, every=size.every, address=address, codec=codec))
-    words = ["aedit.launch.cli", "hub", str(toml), f"--directory={directory}/hub", "--insecure"]
-    with (directory / "hub.log").open("wb") as log:
-        process = subprocess.Popen(_at(place, words), cwd=ROOT, stdout=log, stderr=log)
-        try:
-            _wait_for_hub(place, address, process, directory / "hub.log")
-            yield
-        finally:
-            process.kill()
-            process.wait(10)
-
-
-def _wait_for_hub(place: Place, address: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    ask = _at(place, ["benchmarks.kit.cluster", address])
-    while subprocess.run(ask, cwd=ROOT, capture_output=True, timeout=START_S).returncode:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the hub does not answer:\n{log.read_text()[-4000:]}")
-
-
 def _nodes(places: Sequence[Place], hub: str, codec: str, size: HubSize) -> list[HubSeen]:
-    """One process per place. None is left, whatever happens."""
-    started: list[subprocess.Popen[str]] = []
-    try:
-        for n, place in enumerate(places):
-            job = HubJob(
-                hub=hub,
-                name=f"node-{n}",
-                interface=place.interface,
-                codec=codec,
-                steps=size.steps,
-                every=size.every,
-                step_s=size.step_s,
-                width=size.width,
-                num_layers=size.num_layers,
-            )
-            started.append(_start(job, place))
-        for process in started:
-            _expect_ready(process)
-        for process in started:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        return [_seen(process) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate(timeout=10)
-
-
-def _start(job: HubJob, place: Place) -> "subprocess.Popen[str]":
-    command = _at(place, ["benchmarks.bandwidth_parts.hub_node", json.dumps(asdict(job))])
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-
-def _expect_ready(process: "subprocess.Popen[str]") -> None:
-    assert process.stdout is not None
-    if process.stdout.readline() != "ready\n":
-        _, err = process.communicate(timeout=DEADLINE_S)
-        raise RuntimeError(f"a node did not become a member:\n{err[-4000:]}")
-
-
-def _seen(process: "subprocess.Popen[str]") -> HubSeen:
-    out, err = process.communicate(timeout=DEADLINE_S)
-    if process.returncode:
-        raise RuntimeError(f"a node failed:\n{err[-4000:]}")
-    fields = json.loads(out.splitlines()[-1])
-    return HubSeen(**fields | {name: Traffic(**fields[name]) for name in ("before", "after")})
+    """One process per place."""
+    jobs = [
+        HubJob(
+            hub=hub,
+            name=f"node-{n}",
+            interface=place.interface,
+            codec=codec,
+            steps=size.steps,
+            every=size.every,
+            step_s=size.step_s,
+            width=size.width,
+            num_layers=size.num_layers,
+        )
+        for n, place in enumerate(places)
+    ]
+    told = run_jobs("benchmarks.bandwidth_parts.hub_node", jobs, places=places)
+    return [HubSeen(**one | {name: Traffic(**one[name]) for name in ("before", "after")}) for one in told]
 
 
 def _per_param(places: Sequence[Place], seen: Sequence[HubSeen]) -> tuple[float, float]:
@@ -224,8 +163,3 @@ def _per_param(places: Sequence[Place], seen: Sequence[HubSeen]) -> tuple[float,
         down += max(s.after.received for s in here) - min(s.before.received for s in here)
     pushed = sum(s.params_pushed for s in seen)
     return up / pushed, down / pushed
-
-
-def _at(place: Place, words: Sequence[str]) -> list[str]:
-    settings = ["env", "OMP_NUM_THREADS=1"]
-    return ["ip", "netns", "exec", place.namespace, *settings, sys.executable, "-m", *words]

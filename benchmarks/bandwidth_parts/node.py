@@ -1,6 +1,7 @@
 """One node of `benchmarks.bandwidth`: a process in a network namespace. Prints one JSON line."""
 
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -63,6 +64,9 @@ def config(method: str, every: int) -> EditConfig:
 
 def run(job: Job) -> Seen:
     """Train at a fixed pace; all nodes of the job together."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": job.interface, "MASTER_ADDR": job.store}
+    print("ready", flush=True)
+    sys.stdin.readline()
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{job.store}:{PORT}",

@@ -6,7 +6,8 @@ from dataclasses import asdict
 
 from benchmarks.drift_parts.judge import ARM, DEPTH, Checkpoint
 from benchmarks.drift_parts.run import HARVEST, IDLE_SHARE, Size
-from benchmarks.kit.tables import Bar, Report, percent
+from benchmarks.kit.statistics import percent
+from benchmarks.kit.tables import Bar, Report
 
 SMALL_KL, LARGE_KL, FAR_KL = 0.1, 0.3, 1.0
 NO_HARM, OVER_STATIC, OVER_CONTROL, RECOVERY = 0.98, 1.2, 1.1, 0.75

@@ -4,9 +4,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.hub_parts.member import Crew, Seen
-from benchmarks.hub_parts.process import HubProcess, hub_process, walk_together
+from benchmarks.hub_parts.process import hub_process, memory_bytes
+from benchmarks.kit.processes import HubProcess, run_jobs
 
 ASYNC = """
 weights = "uniform"
@@ -77,16 +79,16 @@ class Memory:
 def crowd(size: Size) -> Crowd:
     """Many nodes at one hub."""
     with hub_process(ASYNC) as hub:
-        return _together(walk_together(_crews(size, hub.address)))
+        return _together(run_jobs("benchmarks.hub_parts.member", _crews(size, hub.address)))
 
 
 def memory(size: Size, settings: str) -> Memory:
     """A hub that takes pushes in as fast as they come."""
     with hub_process(settings) as hub:
-        idle = hub.memory_bytes("VmRSS")
+        idle = memory_bytes(hub.pid, "VmRSS")
         with _watched(hub) as own:
-            seen = _together(walk_together(_crews(size, hub.address)))
-        peak = hub.memory_bytes("VmHWM")
+            seen = _together(run_jobs("benchmarks.hub_parts.member", _crews(size, hub.address)))
+        peak = memory_bytes(hub.pid, "VmHWM")
     params = 4 * size.units * size.numel
     return Memory(idle=idle, peak=peak, own=max(own), params=params, merged=seen.merged)
 
@@ -94,11 +96,11 @@ def memory(size: Size, settings: str) -> Memory:
 @contextmanager
 def _watched(hub: HubProcess) -> Iterator[list[int]]:
     """A list that fills with the bytes the hub has of its own."""
-    own, over = [hub.memory_bytes("RssAnon")], threading.Event()
+    own, over = [memory_bytes(hub.pid, "RssAnon")], threading.Event()
 
     def watch() -> None:
         while not over.wait(0.02):
-            own.append(hub.memory_bytes("RssAnon"))
+            own.append(memory_bytes(hub.pid, "RssAnon"))
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -128,7 +130,8 @@ def _crews(size: Size, address: str) -> list[Crew]:
     ]
 
 
-def _together(seen: list[Seen]) -> Crowd:
+def _together(told: list[dict[str, Any]]) -> Crowd:
+    seen = [Seen(**one) for one in told]
     return Crowd(
         sorted(heartbeat_s for one in seen for heartbeat_s in one.heartbeat_s),
         sum(one.merged for one in seen),

@@ -11,7 +11,7 @@ import torch
 
 from aedit.launch.data.samples import batch
 from benchmarks.kit.small_llama import corpus, inner_step, llama
-from benchmarks.kit.tables import median
+from benchmarks.kit.statistics import Interval
 
 SEQ_LEN, BATCH_SIZE = 128, 4
 THREADS = 2
@@ -77,11 +77,10 @@ class Ratio:
     num_pairs: int
 
     @staticmethod
-    def of(pairs: Sequence[Pair], draws: int = 2000) -> "Ratio":
-        ratios, chance = np.array([pair.ratio for pair in pairs]), np.random.default_rng(0)
-        drawn = np.median(chance.choice(ratios, (draws, len(ratios))), axis=1)
-        low, high = np.quantile(drawn, (0.025, 0.975)).tolist()
-        return Ratio(median(ratios.tolist()), low, high, float(ratios.max()), len(ratios))
+    def of(pairs: Sequence[Pair]) -> "Ratio":
+        ratios = [pair.ratio for pair in pairs]
+        found = Interval.of(ratios, draws=2000)
+        return Ratio(found.middle, found.low, found.high, max(ratios), len(ratios))
 
 
 class Race:

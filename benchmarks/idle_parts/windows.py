@@ -8,12 +8,10 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from aedit.spec_rollout.idle.idle import DrafterTraining
 
@@ -178,7 +176,3 @@ def _stopped(clocks: Clocks) -> float:
         if time.perf_counter() > give_up_s:
             raise TimeoutError(f"the trainer could still run {STOPS_WITHIN_S:g} s after its window")
     return time.perf_counter()
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).quantile(share))

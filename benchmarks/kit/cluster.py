@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,8 +17,7 @@ from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hub_pb2 import StatusRequest
 from benchmarks.kit.netns import Place
 from benchmarks.kit.paced_node import PacedNode
-
-ROOT = Path(__file__).parents[2]
+from benchmarks.kit.processes import end, start, start_hub
 
 TOML = """
 name = "paced"
@@ -80,34 +78,24 @@ class Field:
             "more": more,
         }
         self.toml.write_text(TOML.format(directory=directory, address=address, **settings))
-        self.hub: subprocess.Popen[bytes] | None = None
-        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
-        self.log = (directory / "output.log").open("ab")
+        self.hub: subprocess.Popen[str] | None = None
+        self.nodes: dict[str, subprocess.Popen[str]] = {}
+        self.log = (directory / "output.log").open("a")
 
     def __enter__(self) -> "Field":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in [self.hub, *self.nodes.values()]:
-            if process is not None:
-                process.kill()
-                process.wait(10)
+        end(process for process in (self.hub, *self.nodes.values()) if process is not None)
         self.log.close()
 
     # -- the hub
 
     def start_hub(self) -> float:
         """Start it, and wait until it serves, which it says in its folder; the seconds that took."""
-        words = ["-m", "aedit.launch.cli", "hub", str(self.toml), f"--directory={self.directory}/hub"]
-        told = self.directory / "hub" / "address"
-        told.unlink(missing_ok=True)
-        began = time.monotonic()
-        self.hub = self._popen(0, [*words, "--insecure"])
-        while not told.exists():
-            assert self.hub.poll() is None, f"the hub ended with exit code {self.hub.returncode}"
-            assert time.monotonic() < began + 60, "the hub did not serve within 60 s"
-            time.sleep(0.01)
-        return time.monotonic() - began
+        place = self.places[0] if self.places else None
+        self.hub, _, seconds = start_hub(self.toml, self.log, place)
+        return seconds
 
     def kill_hub(self) -> None:
         assert self.hub is not None
@@ -122,21 +110,20 @@ class Field:
 
     def status(self) -> dict[str, Any] | None:
         """What the hub says of itself; None if it does not answer within a second."""
-        words = [sys.executable, "-m", "benchmarks.kit.cluster", self.plan.hub]
         if not self.places:
             return ask(self.plan.hub)
-        done = subprocess.run(
-            [*self._inside(0), *words], cwd=ROOT, capture_output=True, text=True, timeout=30
-        )
-        found: dict[str, Any] | None = json.loads(done.stdout) if done.returncode == 0 else None
+        asked = start("benchmarks.kit.cluster", self.plan.hub, place=self.places[0], stdout=subprocess.PIPE)
+        told = asked.communicate(timeout=30)[0]
+        found: dict[str, Any] | None = json.loads(told) if asked.returncode == 0 else None
         return found
 
     # -- nodes
 
     def start_node(self, name: str, **changes: Any) -> None:
-        plan = replace(self.plan, name=name, ledger=str(self.ledger(name)), **changes)
-        words = ["-m", "benchmarks.kit.paced_node", json.dumps(asdict(plan))]
-        self.nodes[name] = self._popen(self._place(name), words)
+        plan = json.dumps(asdict(replace(self.plan, name=name, ledger=str(self.ledger(name)), **changes)))
+        place = self.places[self._place(name)] if self.places else None
+        logs = {"stdout": self.log, "stderr": self.log}
+        self.nodes[name] = start("benchmarks.kit.paced_node", plan, place=place, **logs)
 
     def ledger(self, name: str) -> Path:
         return self.directory / f"{name}.jsonl"
@@ -199,15 +186,6 @@ class Field:
             if str(self.directory) in line and process.pid != os.getpid():
                 found.append(line)
         return found
-
-    def _popen(self, place: int, words: list[str]) -> "subprocess.Popen[bytes]":
-        command = [*self._inside(place), sys.executable, *words]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, cwd=ROOT, stdout=self.log, stderr=self.log, env=env)
-
-    def _inside(self, place: int) -> list[str]:
-        # `ip netns exec` becomes the command itself, so that a signal reaches it.
-        return ["ip", "netns", "exec", self.places[place].namespace] if self.places else []
 
     def _place(self, name: str) -> int:
         """Nodes are called something-0, something-1, ..."""

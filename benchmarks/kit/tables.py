@@ -31,7 +31,7 @@ class Report:
     """One table and how it was made."""
 
     name: str
-    method: tuple[str, str]
+    method: tuple[str, ...]
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     bars: tuple[Bar, ...]
@@ -39,37 +39,53 @@ class Report:
     """The numbers behind the cells, for `--json`."""
 
 
-def main(name: str, about: str, measure: Callable[[bool], Report | str]) -> None:
-    """The command line that all benchmarks share.
+def main(
+    name: str,
+    about: str,
+    measure: Callable[[Any], "Report | Sequence[Report] | str"],
+    *,
+    options: Callable[[argparse.ArgumentParser], object] | None = None,
+    words: Sequence[str] | None = None,
+) -> None:
+    """Run the command line that all benchmarks share.
 
-    measure(quick) returns the report, or one line that says why nothing could be measured here. A missed bar
-    is printed and is no error: the exit code stays 0.
+    measure: given `--quick`, or with `options` all parsed options, returns the reports, or one line that says
+    why nothing could be measured here. A missed bar is printed and is no error: the exit code stays 0.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
     parser.add_argument(
         "--quick", action="store_true", help="seconds instead of minutes; figures mean little"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    args = parser.parse_args()
+    if options:
+        options(parser)
+    args = parser.parse_args(words)
     console = Console(width=WIDTH, soft_wrap=True, highlight=False)
     load_before = os.getloadavg()[0]
-    report = measure(args.quick)
-    if isinstance(report, str):
-        console.print(f"{name}: {report}")
+    found = measure(args if options else args.quick)
+    if isinstance(found, str):
+        console.print(f"{name}: {found}")
         return
     where = machine(load_before)
-    show(report, where, console)
+    reports = [found] if isinstance(found, Report) else list(found)
+    for report in reports:
+        show(report, where, console)
     if args.json:
-        args.json.write_text(json.dumps(asdict(report) | {"machine": where, "quick": args.quick}, indent=1))
+        told: dict[str, Any] = {"machine": where, "quick": args.quick}
+        one = len(reports) == 1
+        told |= asdict(reports[0]) if one else {"reports": [asdict(report) for report in reports]}
+        args.json.write_text(json.dumps(told, indent=1))
 
 
 def show(report: Report, where: str, console: Console) -> None:
-    """Print `report`."""
-    for line in report.method:
+    """Print `report`: its method and the machine, if it has a method, then its table and bars."""
+    for line in (*report.method, where) if report.method else ():
         console.print(line)
-    console.print(where)
-    print_table(report, console)
-    print_bars(report.bars, console)
+    if report.columns:
+        print_table(report, console)
+    for bar in report.bars:
+        verdict = {True: "PASS", False: "MISS", None: "too short to tell"}[bar.passed]
+        console.print(f"{verdict}: {bar.text}")
 
 
 def print_table(report: Report, console: Console) -> None:
@@ -83,13 +99,6 @@ def print_table(report: Report, console: Console) -> None:
     everything = console.options.update(max_width=10 * WIDTH)
     console.width = max(console.width, Measurement.get(console, everything, table).maximum)
     console.print(table)
-
-
-def print_bars(bars: Sequence[Bar], console: Console) -> None:
-    """Each in a line, with whether it was reached."""
-    for bar in bars:
-        verdict = {True: "PASS", False: "MISS", None: "too short to tell"}[bar.passed]
-        console.print(f"{verdict}: {bar.text}")
 
 
 def machine(load_before: float) -> str:
@@ -107,13 +116,3 @@ def _cpu() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def percent(share: float, digits: int = 1) -> str:
-    """`0.0123` as `1.2 %`."""
-    return f"{100 * share:.{digits}f} %"
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle value; the mean of the two middle ones."""
-    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))

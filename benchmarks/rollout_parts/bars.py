@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.kit.tables import Bar, median, percent
-from benchmarks.rollout_parts.cells import Cell, Interval
+from benchmarks.kit.statistics import Interval, median, percent
+from benchmarks.kit.tables import Bar
+from benchmarks.rollout_parts.cells import Cell
 from benchmarks.rollout_parts.drain import Drain, tail
 from benchmarks.rollout_parts.same import Same
 from benchmarks.rollout_parts.stream import ADAPTIVE, RANDOM

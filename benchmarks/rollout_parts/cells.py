@@ -2,13 +2,10 @@
 
 import gc
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
-from benchmarks.kit.tables import median
+from benchmarks.kit.statistics import Interval, median
 from benchmarks.policies import Kind
 from benchmarks.rollout_parts.same import Same
 from benchmarks.rollout_parts.stream import (
@@ -43,25 +40,6 @@ class Size:
     drains: int
     """After the one in which the choice learns."""
     drain_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A median with its 95 % interval by bootstrap."""
-
-    middle: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float], draws: int = 1000) -> "Interval":
-        indices = np.random.default_rng(0).integers(len(values), size=(draws, len(values)))
-        drawn = np.median(np.array(values)[indices], axis=1)
-        low, high = np.quantile(drawn, [0.025, 0.975]).tolist()
-        return cls(float(np.median(values)), low, high)
-
-    def __str__(self) -> str:
-        return f"{self.middle:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
 @dataclass(frozen=True, slots=True)

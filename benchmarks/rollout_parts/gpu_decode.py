@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
-from benchmarks.kit.tables import Bar, Report, median, percent
-from benchmarks.rollout_parts.cells import Interval
+from benchmarks.kit.statistics import Interval, median, percent
+from benchmarks.kit.tables import Bar, Report
 
 WANTED_SHARE = 0.6
 GRAPHS, AGAIN, EAGER, WARM, PASS = "graphs", "graphs again", "no graphs", "graphs, T = 1", "the pass alone"

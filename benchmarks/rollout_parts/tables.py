@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from benchmarks.kit.tables import Report, percent
+from benchmarks.kit.statistics import percent
+from benchmarks.kit.tables import Report
 from benchmarks.rollout_parts.bars import chance_error
 from benchmarks.rollout_parts.cells import OFF, Cell
 from benchmarks.rollout_parts.drain import Drain
@@ -141,4 +142,4 @@ def _name(cell: Cell) -> str:
 
 
 def _table(name: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Report:
-    return Report(name, ("", ""), columns, tuple(rows), (), {})
+    return Report(name, (), columns, tuple(rows), (), {})

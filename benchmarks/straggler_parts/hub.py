@@ -1,14 +1,10 @@
 """The straggler benchmark with a hub: real processes, and the shipped presets at this benchmark's speed."""
 
-import json
-import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +14,10 @@ from aedit.async_sgd.rules.config import PushFilterConfig
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
 from aedit.launch.config.load import load
-from benchmarks.kit.cluster import ask, free_port
+from benchmarks.kit.processes import ROOT, hub, run_jobs
 from benchmarks.straggler_parts.node import Job
 
-ROOT = Path(__file__).parents[2]
 PRESETS = ("async", "a-edit-hub")
-LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +51,37 @@ class Seen:
 
 def run_scene(scene: Scene, preset: str, seconds: float, every_s: float) -> Seen:
     """`scene` with `preset`, every interval of which lasts about `every_s`."""
+
+    def freeze(nodes: "list[subprocess.Popen[str]]") -> None:
+        if scene.frozen is not None:
+            time.sleep((seconds - scene.frozen_s) / 2)
+            _signal(nodes[scene.frozen], signal.SIGSTOP)
+            time.sleep(scene.frozen_s)
+            _signal(nodes[scene.frozen], signal.SIGCONT)
+
     with tempfile.TemporaryDirectory() as name:
-        config = _scaled(preset, Path(name), min(scene.steps_s), every_s)
-        run_toml = Path(name) / "run.toml"
-        run_toml.write_text(to_toml(config))
-        processes = [_popen("aedit.launch.cli", "hub", str(run_toml), f"--directory={name}/hub")]
-        try:
-            _until_up(config.hub.address)
-            jobs = [_job(config, run_toml, i, step_s, seconds) for i, step_s in enumerate(scene.steps_s)]
-            nodes = [_popen("benchmarks.straggler_parts.node", json.dumps(asdict(job))) for job in jobs]
-            processes += nodes
-            return _walk(scene, nodes, seconds)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait(10)
+        toml = to_toml(_scaled(preset, Path(name), min(scene.steps_s), every_s))
+        with hub(Path(name), toml) as process:
+            jobs = [
+                Job(
+                    run_toml=f"{name}/run.toml",
+                    hub=process.address,
+                    index=index,
+                    step_s=step_s,
+                    solo_s=min(5.0, seconds),
+                    seconds=seconds,
+                )
+                for index, step_s in enumerate(scene.steps_s)
+            ]
+            told = run_jobs("benchmarks.straggler_parts.node", jobs, meanwhile=freeze)
+    joint, alone = [one["joint"] for one in told], [one["solo"] for one in told]
+    return Seen(
+        tuple(_speed(one) for one in alone),
+        tuple(_speed(one) for one in joint),
+        tuple(one["waited_s"] / one["wall_s"] for one in joint),
+        tuple(len(one["ends_s"]) for one in joint),
+        max(one["wall_s"] for one in joint),
+    )
 
 
 def _scaled(preset: str, directory: Path, step_s: float, every_s: float) -> RunConfig:
@@ -87,43 +97,9 @@ def _scaled(preset: str, directory: Path, step_s: float, every_s: float) -> RunC
         # The towers hardly learn, so that the sizes of their pseudo-gradients are mostly rounding.
         hub=replace(
             config.hub,
-            address=f"127.0.0.1:{free_port()}",
+            address="127.0.0.1:0",
             push_filter=PushFilterConfig(threshold=1e9, clip=None, cosine=False),
         ),
-    )
-
-
-def _job(config: RunConfig, run_toml: Path, index: int, step_s: float, seconds: float) -> Job:
-    return Job(
-        run_toml=str(run_toml),
-        hub=config.hub.address,
-        index=index,
-        step_s=step_s,
-        solo_s=min(5.0, seconds),
-        seconds=seconds,
-    )
-
-
-def _walk(scene: Scene, nodes: "Sequence[subprocess.Popen[str]]", seconds: float) -> Seen:
-    for node in nodes:
-        _expect(node, "ready")
-    for node in nodes:
-        assert node.stdin is not None
-        node.stdin.write("go\n")
-        node.stdin.flush()
-    if scene.frozen is not None:
-        time.sleep((seconds - scene.frozen_s) / 2)
-        _signal(nodes[scene.frozen], signal.SIGSTOP)
-        time.sleep(scene.frozen_s)
-        _signal(nodes[scene.frozen], signal.SIGCONT)
-    told = [json.loads(_line(node)) for node in nodes]
-    joint, alone = [one["joint"] for one in told], [one["solo"] for one in told]
-    return Seen(
-        tuple(_speed(one) for one in alone),
-        tuple(_speed(one) for one in joint),
-        tuple(one["waited_s"] / one["wall_s"] for one in joint),
-        tuple(len(one["ends_s"]) for one in joint),
-        max(one["wall_s"] for one in joint),
     )
 
 
@@ -136,26 +112,3 @@ def _signal(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
     top = psutil.Process(process.pid)
     for one in (top, *top.children(recursive=True)):
         one.send_signal(number)
-
-
-def _expect(process: "subprocess.Popen[str]", word: str) -> None:
-    line = _line(process)
-    assert line == word, f"expected {word!r}, got {line!r}"
-
-
-def _line(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def _popen(module: str, *words: str) -> "subprocess.Popen[str]":
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-m", module, *words], cwd=ROOT, env=env, **pipes)  # type: ignore[call-overload,no-any-return]
-
-
-def _until_up(address: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while ask(address) is None:
-        assert time.monotonic() < deadline, f"the hub at {address} did not answer within {LIMIT_S:g} s"
-        time.sleep(0.05)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,12 +25,24 @@ from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.engine.meters import Step
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
-from aedit.types import UserError
+from aedit.types import UserError, imported, is_import_path
 
 MOST_ROWS = 32
 """Samples at a time; more wait."""
 AUTO, BANDIT = "auto", "bandit"
-ARMS = ("suffix:2", "suffix:4", "suffix:8", "layer:1", "layer:2", "layer:4", "layer:8", "layer:4x2x8")
+ARMS = (
+    "suffix:2",
+    "suffix:4",
+    "suffix:8",
+    "layer:1",
+    "layer:2",
+    "layer:4",
+    "layer:8",
+    "layer:4x2x8",
+    "custom:2",
+    "custom:4",
+    "custom:8",
+)
 """What `auto` and `bandit` choose among, besides off, as far as their drafters are there."""
 USUAL_TOKENS = 256
 """New tokens of a sample, if nothing else is asked for."""
@@ -52,9 +65,9 @@ class Wanted:
     top_p: float = 1.0
     seed: int = 0
     arm: str = AUTO
-    """`auto`, `bandit`, or what `parse_arm` reads."""
+    """`auto`, `bandit`, what `parse_arm` reads, or an `ArmChooser` by import path, called with the arms."""
     drafter: Path | None = None
-    """A saved `DraftLayer`."""
+    """A saved `DraftLayer`, or a `Drafter` by import path, called with the target: the arms `custom:*`."""
 
     def __post_init__(self) -> None:
         if not all(map(_is_unicode, self.prompts)):
@@ -139,7 +152,7 @@ def _sampling(policy: Policy, longest: int, wanted: Wanted) -> Sampling:
 
 def _layer(policy: Policy, wanted: Wanted) -> DraftLayer | None:
     """The drafter that is asked for."""
-    if wanted.drafter is None:
+    if wanted.drafter is None or is_import_path(str(wanted.drafter)):
         return None
     try:
         return DraftLayer.load(wanted.drafter, policy.model)
@@ -165,22 +178,40 @@ def _engine(target: Target, wanted: Wanted, layer: DraftLayer | None) -> Engine:
     drafters: dict[DrafterKind, Drafter] = {"suffix": SuffixDrafter(device=str(target.device))}
     if layer is not None:
         drafters["layer"] = LayerDrafter.of(layer, target)
+    if is_import_path(str(wanted.drafter)):
+        methods = ("begin", "update", "move", "end", "propose")
+        drafters["custom"] = _imported(str(wanted.drafter), "--drafter", methods)(target)
     return Engine(target, drafters=drafters, chooser=_chooser(wanted.arm, drafters))
 
 
 def _chooser(arm: str, drafters: Mapping[DrafterKind, Drafter]) -> ArmChooser:
+    arms = [each for each in map(parse_arm, ARMS) if each.drafter in drafters]
     if arm in (AUTO, BANDIT):
-        arms = [each for each in map(parse_arm, ARMS) if each.drafter in drafters]
         return Goodput(arms) if arm == AUTO else Bandit(arms)
+    if is_import_path(arm) and arm.partition(":")[0] not in ("suffix", "layer", "custom"):
+        made: ArmChooser = _imported(arm, "--arm", ("choose", "trim", "learn"))(arms)
+        return made
     try:
         fixed = parse_arm(arm)
     except ValueError as error:
         raise UserError(f"--arm: {error}, or auto or bandit") from None
-    if fixed.drafter == "layer" and "layer" not in drafters:
-        raise UserError(f"--arm {arm}: needs --drafter, the file of a trained drafter")
+    if not fixed.is_off and fixed.drafter not in drafters:
+        what = (
+            "the file of a trained drafter"
+            if fixed.drafter == "layer"
+            else "package.module:Name of a drafter"
+        )
+        raise UserError(f"--arm {arm}: needs --drafter, {what}")
     if fixed.nodes > NODES:
         raise UserError(f"--arm {arm}: at most {NODES} drafted tokens can be verified at once")
     return Fixed(fixed)
+
+
+def _imported(path: str, flag: str, methods: tuple[str, ...]) -> Any:
+    try:
+        return imported(path, flag, methods)
+    except ValueError as error:
+        raise UserError(f"{error}; install the module, or add its folder to PYTHONPATH") from None
 
 
 def _warm_up(engine: Engine, prompt: Prompt) -> None:

@@ -160,8 +160,13 @@ def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
     add("--top-p", metavar="P", type=float, default=1.0, help="only from those that together reach P")
     add("--samples", metavar="N", type=int, default=1, help="of each prompt (default 1)")
     add("--seed", metavar="N", type=int, default=0, help="the same seed gives the same text")
-    add("--arm", metavar="ARM", default="auto", help="auto, bandit, off, suffix:8, layer:4 or layer:4x2x8")
-    add("--drafter", metavar="FILE", type=Path, help="a trained drafter of this policy")
+    add(
+        "--arm",
+        metavar="ARM",
+        default="auto",
+        help="auto, bandit, off, suffix:8, layer:4, layer:4x2x8 or module:Chooser",
+    )
+    add("--drafter", metavar="FILE", type=Path, help="a trained drafter of this policy, or module:Drafter")
     add("--compare", action="store_true", help="do it again without speculation: how much faster, and same?")
 
 

@@ -11,7 +11,7 @@ import tomli_w
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.effects import without_effect
-from aedit.types import UserError
+from aedit.types import ImportPath, UserError, is_import_path
 
 NONE = "none"
 """TOML has no null: this text stands for it in a field that may be empty."""
@@ -119,6 +119,7 @@ _WORDS = {
     float: "a number",
     str: "text",
     bool: "true or false",
+    ImportPath: "package.module:Name",
     type(None): f'"{NONE}"',
 }
 _WRONG = object()
@@ -141,6 +142,8 @@ def _convert(value: object, hint: Any) -> Any:
 def _convert_scalar(value: object, hint: type) -> Any:
     if hint is type(None):
         return None if isinstance(value, str) and value.lower() == NONE else _WRONG
+    if hint is ImportPath:
+        return str(value) if isinstance(value, str) and is_import_path(value) else _WRONG
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value if type(value) is hint else _WRONG

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.effects import check_effects
+from aedit.launch.config.extensions import check_imports
 from aedit.launch.config.fields import convert, hints, suggest, values
 from aedit.launch.config.flags import flag_keys, with_flags
 from aedit.launch.config.presets import read_config
@@ -53,6 +54,7 @@ def load(files: Path | Sequence[Path] | None, flags: list[str], *, strict: bool 
     flagged = [key for key, _ in values(config) if key in flag_keys(flags)]
     origin |= dict.fromkeys(flagged, "flag")
     if strict:
+        check_imports(config)
         check_effects(config, layers | dict.fromkeys(flagged, len(paths) + 1), origin)
     return Loaded(config, origin)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from aedit.launch.config.config import LocalConfig, RunConfig
 from aedit.launch.config.effects import check_effects
+from aedit.launch.config.extensions import check_imports
 from aedit.launch.config.flags import flag_keys, with_flags
 from aedit.launch.config.load import parse
 from aedit.launch.config.placement import Membership, Placement
@@ -33,6 +34,7 @@ def join(
     """
     told = _greet(addresses, keys, insecure)
     config = with_flags(_of_this_machine(told), flags)
+    check_imports(config, node=True)
     check_effects(config, dict.fromkeys(flag_keys(flags), 1), defaultdict(lambda: "flag"))
     if config.name != told.name:
         raise UserError(

@@ -11,8 +11,10 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-DrafterKind = Literal["none", "layer", "suffix"]
-_ARM = re.compile(r"(layer|suffix):(?:(\d+)|(\d+)x(\d+)x(\d+))")
+DrafterKind = Literal["none", "layer", "suffix", "custom"]
+"""Who drafts; `custom` is a drafter of your own."""
+
+_ARM = re.compile(r"(layer|suffix|custom):(?:(\d+)|(\d+)x(\d+)x(\d+))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def parse_arm(text: str) -> Arm:
     found = _ARM.fullmatch(text)
     if found is None:
         raise ValueError(f"arm {text!r}: write off, layer:4, suffix:8 or layer:4x2x8 (depth x width x nodes)")
-    kind: DrafterKind = "layer" if found[1] == "layer" else "suffix"
+    kind: DrafterKind = "layer" if found[1] == "layer" else "custom" if found[1] == "custom" else "suffix"
     if found[2]:
         depth, width, nodes = int(found[2]), 1, int(found[2])
     else:

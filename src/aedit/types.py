@@ -1,11 +1,12 @@
 """Types that every package shares. Standard library only, so that configuration and `--help` stay fast."""
 
 import hashlib
+import importlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +118,38 @@ def check(ok: bool, name: str, rule: str, value: object) -> None:
     """Raise ValueError for a configuration value: `check(n > 0, "train.steps", "must be above 0", n)`."""
     if not ok:
         raise ValueError(f"{name} {rule}, got {value}")
+
+
+class ImportPath(str):
+    """The name of an object to import, as `package.module:Name`."""
+
+    __slots__ = ()
+
+
+def is_import_path(text: str) -> bool:
+    """Return whether `text` names an object by import path, as `package.module:Name` does."""
+    module, _, name = text.partition(":")
+    return all(part.isidentifier() for part in (*module.split("."), name))
+
+
+def check_known(value: str, name: str, known: tuple[str, ...]) -> None:
+    """Refuse a configuration value that is neither one of `known` nor an import path."""
+    options = ", ".join(known)
+    check(value in known or is_import_path(value), name, f"must be one of {options}, or module:Name", value)
+
+
+def imported(path: str, key: str, methods: tuple[str, ...] = ()) -> Any:
+    """Return the object that the configuration value `key` names as `package.module:Name`.
+
+    Raises ValueError if it cannot be imported, cannot be called, or is a class without one of `methods`.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{key}: {path} cannot be imported: {error}") from None
+    missing = [method for method in methods if not callable(getattr(found, method, None))]
+    if missing or not callable(found):
+        what = f"has no method {missing[0]}" if missing else "cannot be called"
+        raise ValueError(f"{key}: {path} {what}")
+    return found

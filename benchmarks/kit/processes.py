@@ -1,0 +1,147 @@
+"""Processes of the benchmarks: hubs, programs that take their job as JSON, and runs in parallel."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.kit.netns import Place
+
+T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
+STARTS_WITHIN_S, ENDS_WITHIN_S = 120.0, 300.0
+
+
+def until(is_so: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
+    """Wait until `is_so()` is true. Raises TimeoutError after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {limit_s:g} s for {what}")
+        time.sleep(0.05)
+
+
+def start(module: str, *words: str, place: Place | None = None, **options: Any) -> "subprocess.Popen[str]":
+    """Start `python -m module words` with one thread, inside the network namespace of `place`.
+
+    `ip netns exec` becomes the command itself, so that a signal reaches it.
+    """
+    inside = ["ip", "netns", "exec", place.namespace] if place else []
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*inside, sys.executable, "-m", module, *words], cwd=ROOT, env=env, text=True, **options
+    )
+
+
+def end(processes: "Iterable[subprocess.Popen[str]]") -> None:
+    """Kill processes and wait for their end."""
+    for process in processes:
+        process.kill()
+        process.wait(10)
+
+
+def start_hub(
+    toml: Path, log: IO[Any], place: Place | None = None
+) -> "tuple[subprocess.Popen[str], str, float]":
+    """Start `aedit hub` beside its TOML and wait until it serves.
+
+    Returns the process, its address and the seconds until it served. Raises RuntimeError with the end of the
+    log.
+    """
+    told = toml.parent / "hub" / "address"
+    told.unlink(missing_ok=True)
+    words = ("hub", str(toml), f"--directory={toml.parent}/hub", "--insecure")
+    began = time.monotonic()
+    process = start("aedit.launch.cli", *words, place=place, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    while not (told.exists() and (address := told.read_text().strip())):
+        if process.poll() is not None or time.monotonic() > began + STARTS_WITHIN_S:
+            end([process])
+            raise RuntimeError(f"the hub does not start:\n{Path(log.name).read_text()[-4000:]}")
+        time.sleep(0.01)
+    return process, address, time.monotonic() - began
+
+
+@dataclass(frozen=True, slots=True)
+class HubProcess:
+    """A hub that serves."""
+
+    address: str
+    pid: int
+
+
+@contextmanager
+def hub(directory: Path, toml: str, place: Place | None = None) -> Iterator[HubProcess]:
+    """Run `aedit hub` with the configuration `toml`; it is gone afterwards."""
+    file = directory / "run.toml"
+    file.write_text(toml)
+    with (directory / "hub.log").open("w") as log:
+        process, address, _ = start_hub(file, log, place)
+        try:
+            yield HubProcess(address, process.pid)
+        finally:
+            end([process])
+
+
+def run_jobs(
+    module: str,
+    jobs: Sequence[Any],
+    *,
+    places: Sequence[Place | None] = (),
+    meanwhile: "Callable[[list[subprocess.Popen[str]]], None]" = lambda processes: None,
+) -> list[dict[str, Any]]:
+    """Run `python -m module JOB` for each job at once, and return the last line of each as JSON.
+
+    jobs: dataclasses, sent as JSON. Each process prints "ready" and waits for a line, so that all begin
+    together. meanwhile: called when they have begun. No process is left, whatever happens.
+    """
+    at = places or [None] * len(jobs)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for job, place in zip(jobs, at, strict=True):
+            processes.append(start(module, json.dumps(asdict(job)), place=place, **pipes))
+        for process in processes:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                raise RuntimeError(f"{module} did not become ready: its error is above")
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        meanwhile(processes)
+        told = []
+        for process in processes:
+            out = process.communicate(timeout=ENDS_WITHIN_S)[0]
+            if process.returncode:
+                raise RuntimeError(f"{module} failed: its error is above")
+            told.append(json.loads(out.splitlines()[-1]))
+        return told
+    finally:
+        end(processes)
+
+
+def _one_thread() -> None:
+    import torch  # not above: nodes without a model must start fast
+
+    torch.set_num_threads(1)
+
+
+def in_parallel(
+    run: Callable[..., T], jobs: Sequence[tuple[Any, ...]], workers: int | None = None
+) -> list[T]:
+    """Return `run(*job)` for each job: one process per core with one thread each, and a progress bar."""
+    workers = min(len(jobs), workers or os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, get_context("spawn"), _one_thread) as pool:
+        done = pool.map(run, *zip(*jobs, strict=True))
+        return list(track(done, f"{len(jobs)} runs", len(jobs), console=Console(stderr=True)))

@@ -1,0 +1,138 @@
+"""Rules of somebody's own, named by import path in the configuration: those of docs/extending.md, used."""
+
+import json
+import re
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kit.hub_machine import World, config
+from kit.hub_machine import plan as hub_plan
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from aedit.async_sgd.rules.config import OuterConfig
+from aedit.async_sgd.rules.outer import make_outer
+from aedit.launch.cli import main
+from aedit.launch.config.load import load
+from aedit.launch.data.tokenizer import ByteTokenizer
+from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.codecs.codecs import codec
+from aedit.types import UserError
+
+PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
+NAMES = ("HeavyBall", "median", "Half", "Repeat", "EveryOther")
+
+
+@pytest.fixture
+def my_rules(monkeypatch):
+    """The blocks of the page that define the rules, as the module that it tells a person to save."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    module = types.ModuleType("my_rules")
+    code = [
+        block for block in blocks if any(re.search(rf"^(class|def) {name}\b", block, re.M) for name in NAMES)
+    ]
+    assert len(code) == len(NAMES)
+    assert all(len(block.splitlines()) < 40 for block in code)
+    exec("import torch\nimport numpy as np\n" + "\n".join(code), module.__dict__)
+    monkeypatch.setitem(sys.modules, "my_rules", module)
+    return module
+
+
+def test_the_configuration_of_the_page_loads(my_rules, tmp_path):
+    text = re.search(r"^```toml\n(\[outer\]\nkind = \"my_rules.*?)^```", PAGE.read_text(), re.M | re.S)[1]
+    path = tmp_path / "run.toml"
+    path.write_text(text + 'address = "127.0.0.1:0"\n')
+    found = load(path, [], strict=True).config
+    assert (found.outer.kind, found.hub.merge) == ("my_rules:HeavyBall", "my_rules:median")
+
+
+def test_an_outer_optimizer_gets_the_values_that_its_constructor_names(my_rules):
+    made = make_outer(OuterConfig(kind="my_rules:HeavyBall", lr=0.5, momentum=0.3))
+    assert (made.lr, made.mu) == (0.5, 0.9), "it has an lr and no momentum"
+    state = made.init(torch.zeros(2))
+    for _ in range(2):
+        step, state = made.update(torch.tensor([1.0, -2.0]), state)
+    assert torch.allclose(step, torch.tensor([0.95, -1.9])), "0.5 (g + 0.9 g)"
+
+
+def test_a_merge_rule_of_ones_own_makes_the_hubs_next_anchor(my_rules):
+    """Three pushes at a real state machine, against the median by NumPy."""
+    made = World(hub_plan(config(quorum="all", merge="my_rules:median")))
+    nodes = [made.join(name) for name in "abc"]
+    made.found(nodes[0])
+    sizes = {unit: len(made.hub.anchor(unit)[1]) for unit in made.hub.state.units}
+    rng = np.random.default_rng(0)
+    pushed = {unit: rng.standard_normal((3, size)).astype(np.float32) for unit, size in sizes.items()}
+    for unit, values in pushed.items():
+        for node in nodes:
+            made.push(node, values[node], unit)
+    made.settle()
+    for unit, values in pushed.items():
+        assert np.allclose(made.hub.anchor(unit)[1], -np.median(values, axis=0), atol=1e-6)
+        assert not np.allclose(made.hub.anchor(unit)[1], -values.mean(axis=0), atol=1e-2)
+
+
+def test_a_merge_rule_that_returns_something_else_is_named(my_rules):
+    my_rules.wrong = lambda parts, layout: np.zeros(layout.numel + 1, np.float32)
+    made = World(hub_plan(config(quorum="all", merge="my_rules:wrong")))
+    nodes = [made.join(name) for name in "ab"]
+    made.found(nodes[0])
+    for node in nodes:
+        made.push(node, 1.0)
+    with pytest.raises(ValueError, match=r"hub\.merge: my_rules:wrong returned"):
+        made.settle()
+
+
+def test_a_codec_of_ones_own_travels_under_its_import_path(my_rules):
+    x = np.array([1.5, -2.0, 1e-3, np.inf], np.float32)
+    made = codec("my_rules:Half")
+    payload = made.encode(x)
+    made.is_valid(payload, 4)
+    assert (made.name, len(payload)) == ("my_rules:Half", 8)
+    assert np.array_equal(made.decode(payload, 4, 0, 4), x.astype(np.float16).astype(np.float32))
+    plan = AgentPlan(addresses=("h:1",), name="a", run="r", units=(), num_samples=1, codec="my_rules:Half")
+    assert not plan.has_feedback
+    my_rules.Half.feedback = True
+    assert plan.has_feedback
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("outer.kind", "my_rules:Nobody", "outer.kind: my_rules:Nobody cannot be imported"),
+        ("outer.kind", "no_such_module:X", "outer.kind: no_such_module:X cannot be imported"),
+        ("outer.kind", "my_rules:median", "outer.kind: my_rules:median has no method init"),
+        ("outer.kind", "heavy-ball", 'outer.kind: expected "average" or .* or package.module:Name'),
+        ("hub.codec", "json:dumps", "hub.codec: json:dumps has no method num_bytes"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(my_rules, tmp_path, key, value, words):
+    table, _, name = key.partition(".")
+    path = tmp_path / "run.toml"
+    more = 'address = "h:1"\n' if table == "hub" else ""
+    path.write_text(f"[{table}]\n{more}{name} = {json.dumps(value)}\n")
+    with pytest.raises(UserError, match=words):
+        load(path, [], strict=True)
+
+
+def test_generate_drafts_with_a_drafter_and_a_chooser_by_import_path(my_rules, tmp_path, capsys):
+    """The text is that of plain decoding, and the drafter's arms were used."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=257, **sizes, max_position_embeddings=128, eos_token_id=256)
+    ).save_pretrained(tmp_path)
+    ByteTokenizer().save(tmp_path)
+    common = ["generate", str(tmp_path), "--prompt", "abcab", "--temperature", "0", "--max-new-tokens", "24"]
+    capsys.readouterr()
+    assert main([*common, "--arm", "off"]) == 0
+    plain = capsys.readouterr().out.splitlines()
+    assert main([*common, "--drafter", "my_rules:Repeat", "--arm", "my_rules:EveryOther"]) == 0
+    drafted = capsys.readouterr().out.splitlines()
+    assert drafted[:-1] == plain[:-1]
+    assert re.search(r"custom:[248] \d+ %", drafted[-1])
+    assert main([*common, "--arm", "custom:4"]) == 2
+    assert "--arm custom:4: needs --drafter, package.module:Name" in capsys.readouterr().err
