@@ -38,7 +38,7 @@ def test_one_that_is_hardly_better_is_kept_back_and_learns_at_half_the_rate():
 
 
 def test_one_that_was_spoilt_goes_back_to_what_was_published():
-    assert decide(0.5, 0.47, GateState(), CONFIG)[0] == "go back"
+    assert decide(0.5, 0.47, GateState(), CONFIG)[0] == "revert"
 
 
 def test_the_rate_is_not_halved_for_ever():

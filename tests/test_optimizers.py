@@ -436,7 +436,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def test_moments_are_no_weights_although_their_gradient_is_like_the_parameter():
-    model = nn.ParameterDict({"scale": torch.tensor([1.0]), "matrix": torch.ones(3, 4)})
+    model = nn.ParameterDict({"factor": torch.tensor([1.0]), "matrix": torch.ones(3, 4)})
     inner = Counting(model.values(), {})
     with LayerSync.of(model, inner, exchange=MeanExchange(alone()), config=EditConfig(every=99)) as sync:
         for _ in range(3):
@@ -444,9 +444,9 @@ def test_moments_are_no_weights_although_their_gradient_is_like_the_parameter():
             inner.step()
             inner.zero_grad()
             sync.step()
-        before = {key: state.clone() for key, state in inner.state[model["scale"]].items()}
-        sync.optimizers.shift(model["scale"], model["scale"].detach() + 1)
-        for key, state in inner.state[model["scale"]].items():
+        before = {key: state.clone() for key, state in inner.state[model["factor"]].items()}
+        sync.optimizers.shift(model["factor"], model["factor"].detach() + 1)
+        for key, state in inner.state[model["factor"]].items():
             assert torch.equal(state, before[key]), key
 
 

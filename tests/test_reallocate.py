@@ -258,7 +258,7 @@ def test_lengths_of_long_ago_are_forgotten():
     for length in [10] * 5000 + [500] * HISTORY_ROLLOUTS:
         rollout = Rollout(PROMPT_OF_NONE, [0] * length, finish_reason="stop")
         there.record_finished(rollout)
-    assert set(there._ended) == {(-1, 500)}
+    assert set(there._completed) == {(-1, 500)}
 
 
 # --- with real engines

@@ -370,7 +370,8 @@ def test_the_line_of_a_node_that_refuses_is_one_write(tmp_path, monkeypatch):
 
 
 def test_a_node_that_joins_takes_over_neither_folder_device_nor_trackers_of_the_hub(monkeypatch):
-    told = RunConfig(name="wide", dir="far", device="cuda", log=("wandb",), seed=7)
+    edit = EditConfig(landing="arrival")
+    told = RunConfig(name="wide", dir="far", device="cuda", log=("wandb",), seed=7, edit=edit)
     taken = []
     monkeypatch.setattr(join, "_greet", lambda *_: told)
 

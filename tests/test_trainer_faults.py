@@ -161,5 +161,5 @@ def test_a_checkpoint_that_cannot_be_written_keeps_the_one_before(tmp_path, monk
 def test_a_damaged_checkpoint_is_named(tmp_path, damage):
     path = tmp_path / "drafter.safetensors"
     path.write_bytes(damage)
-    with pytest.raises(ValueError, match="is no checkpoint of a drafter's training"):
+    with pytest.raises(ValueError, match="is not a checkpoint of a drafter's training"):
         AsyncCheckpoint(path).load()

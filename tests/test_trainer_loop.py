@@ -93,7 +93,7 @@ def test_without_anything_whole_it_does_not_begin(memory):
     node, trainer = memory()
     trainees.spoil_newest(node)
     node.drafter._slot(1).random_()
-    with pytest.raises(RuntimeError, match="no whole drafter or no whole policy"):
+    with pytest.raises(RuntimeError, match="no valid drafter or no valid policy"):
         begun(trainer)
 
 
@@ -117,7 +117,7 @@ def test_with_a_damaged_checkpoint_it_begins_with_what_was_published(memory, tmp
     node, trainer = memory(checkpoint=path)
     _, training = begun(trainer)
     assert torch.equal(training.state()["fc.weight"], trainees.weights()["fc.weight"])
-    assert "no checkpoint of a drafter's training" in node.trainer_status.checkpoint_error
+    assert "not a checkpoint of a drafter's training" in node.trainer_status.checkpoint_error
 
 
 def test_numbers_that_are_not_finite_are_not_published(memory):

@@ -1,11 +1,12 @@
-"""The arm by trial: bucketed epsilon-greedy, Algorithm 1 of TLT (arXiv:2511.16665), with off among the arms.
+"""Bucketed epsilon-greedy bandit, Algorithm 1 of TLT (arXiv:2511.16665), with off among the arms.
 
-Arms are grouped by the tokens they verify, most first, and the groups go to buckets of live rows, fewest
-first: few rows leave room to verify much. Each bucket also has the arm off. The reward of a step is what it
-emitted over all its seconds, with drafting and switching; an arm is worth the median of its newest rewards in
-the bucket; with probability epsilon any of the bucket's arms is tried.
+Arms are grouped by the number of tokens that they verify, most first, and the groups are assigned to buckets
+of running rows, fewest first: with few rows, verification is cheap. Each bucket also has the arm off. The
+reward of a step is its number of emitted tokens over its seconds, with drafting and switching. The value of
+an arm is the median of its newest rewards in the bucket. With probability epsilon any of the bucket's arms is
+chosen.
 
-As a guard it chooses nothing, and refuses what another chooser expects too much of.
+As a guard, it vetoes arms that another chooser overestimates.
 """
 
 import random
@@ -19,35 +20,44 @@ from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft
 from aedit.types import check
 
 EPSILON = 0.1
+"""Probability of a random arm."""
 WINDOW = 300
-"""Newest rewards of an arm that count."""
+"""Number of newest rewards of an arm that count."""
 
 REJECT_RATIO = 0.95
-"""Of plain decoding's worth: an arm below is refused by a guard."""
+"""A guard rejects an arm whose value is below this share of plain decoding's."""
 
 MIN_REWARDS = 32
-"""Rewards that an arm must have got before it can be refused."""
+"""Number of rewards that an arm must have before it can be rejected."""
 
 
 class Bandit:
-    """Chooses by rewards alone. All ranks that are told the same, with the same seed, choose the same.
-
-    arms: of any number and kind; off is added. ValueError if there is none, or epsilon or window is out of
-    range.
-    """
+    """Chooses by rewards alone. With the same observations and seed, all ranks choose the same arms."""
 
     def __init__(
         self, arms: Sequence[Arm], *, epsilon: float = EPSILON, window: int = WINDOW, seed: int = 0
     ) -> None:
+        """Make a bandit.
+
+        Args:
+            arms: Arms of any number and kind; off is added.
+            epsilon: Probability of a random arm.
+            window: Number of newest rewards of an arm that count.
+            seed: Seed of the random choices.
+
+        Raises:
+            ValueError: No arm is given, or epsilon or window is out of range.
+        """
         check(any(not arm.is_off for arm in arms), "arms", "must have one that is not off", len(arms))
         check(0 <= epsilon <= 1, "epsilon", "must be from 0 to 1", epsilon)
         check(window > 0, "window", "must be above 0", window)
         self.arms = by_bucket(arms)
-        """Of each bucket, off last."""
+        """Arms of each bucket, off last."""
         self._epsilon, self._window, self._random = epsilon, window, random.Random(seed)
         self._rewards: dict[tuple[int, Arm], deque[float]] = {}
 
     def choose(self, view: EngineView) -> Arm:
+        """Return the arm of the next step."""
         first = bucket(view.rows)
         arms = [arm for arm in self.arms[first] if view.has(arm)]
         if len(arms) == 1:
@@ -57,24 +67,30 @@ class Bandit:
         return max(arms, key=lambda arm: self.median_reward(first, arm))
 
     def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
-        """A bandit's arm is verified as it is, but for nodes that no row has."""
+        """Return the number of real nodes: a bandit does not trim drafts."""
         return num_real_nodes(draft)
 
     def learn(self, observed: StepObservation) -> None:
+        """Add the reward of a step."""
         self.add(bucket(observed.view.rows), observed.arm, observed.emitted / max(observed.total_s, MIN_S))
 
     def add(self, first: int, arm: Arm, reward: float) -> None:
-        """What a step of the arm has brought in the bucket."""
+        """Add a reward of the arm in the bucket `first`."""
         self._rewards.setdefault((first, arm), deque(maxlen=self._window)).append(reward)
 
     def median_reward(self, first: int, arm: Arm) -> float:
-        """Tokens per second in the bucket of so many rows; infinite for an arm that was never played."""
+        """Return the median reward of the arm in the bucket, in tokens per second.
+
+        It is infinite for an arm that was never chosen there.
+        """
         rewards = self._rewards.get((first, arm))
         return median(rewards) if rewards else float("inf")
 
     def rejects(self, first: int, arm: Arm) -> bool:
-        """As a guard of another chooser: whether the arm was clearly worse than off here. With each time that
-        it is refused its oldest reward is forgotten, so that it is played again one day."""
+        """Return true if the arm was clearly worse than off in this bucket.
+
+        Each rejection drops the arm's oldest reward, so that it is tried again later.
+        """
         rewards = self._rewards.get((first, arm), ())
         if arm.is_off or len(rewards) < MIN_REWARDS or (first, OFF) not in self._rewards:
             return False
@@ -84,14 +100,16 @@ class Bandit:
         return rejected
 
     def forget_drafter(self, kind: str) -> None:
-        """Rewards of a drafter's arms."""
+        """Drop all rewards of a drafter's arms."""
         self._rewards = {key: rewards for key, rewards in self._rewards.items() if key[1].drafter != kind}
 
 
 def by_bucket(arms: Sequence[Arm]) -> dict[int, list[Arm]]:
-    """Which arms each of `BUCKETS` has: groups of equal verified tokens, most first, one bucket after the
-    other; the last group has the rest of the buckets, and the last bucket the rest of the groups. Off is
-    last."""
+    """Return the arms of each of `BUCKETS`, off last.
+
+    Groups of arms with equal numbers of verified tokens, most first, go to the buckets in order. The last
+    group serves the remaining buckets, and the last bucket takes the remaining groups.
+    """
     sizes = sorted({arm.nodes for arm in arms if not arm.is_off}, reverse=True)
     groups = [[arm for arm in arms if arm.nodes == size and not arm.is_off] for size in sizes]
     found = {}

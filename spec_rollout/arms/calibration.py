@@ -1,13 +1,13 @@
-"""What a drafter's scores are worth: the map F from its probability of a token to the chance that the policy
-says so too (RLHFSpec), learnt from what was verified.
+"""Calibration of a drafter's scores to probabilities of acceptance (RLHFSpec).
 
-Only nodes whose parent was accepted tell anything: what the policy would have said elsewhere is never known.
-F is therefore P(accepted | parent accepted) as a function of the drafter's conditional probability, which
-verifying fewer or other nodes does not bias; a path is accepted with the product along it. First children and
-their later siblings have maps of their own: with shared noise a first child is accepted far more often than a
-sibling of the same probability.
+The calibration is a map F from the drafter's probability of a token to the probability that the policy
+accepts it. Only nodes with an accepted parent are informative: what the policy would have drawn elsewhere is
+never known. So F is P(accepted | parent accepted) as a function of the drafter's conditional probability,
+which verifying fewer or other nodes does not bias. A path is accepted with the product along it. First
+children and later siblings have separate maps: with shared noise a first child is accepted far more often
+than a sibling of the same probability.
 
-This is asked in every step, so that a probability is at once made a level, and F is a table of levels.
+This runs in every step, so probabilities are quantized to levels, and F is a table over levels.
 
 Shapes: B rows, N nodes of a draft.
 """
@@ -28,48 +28,47 @@ Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
 NUM_LEVELS = 256
-"""Of a probability."""
+"""Number of levels of a probability."""
 
 NO_NODE = 2 * NUM_LEVELS
-"""The level of no node: first children have levels below `NUM_LEVELS`, later siblings those above it."""
+"""Level of padding. First children have levels below `NUM_LEVELS`, later siblings those above."""
 
 NUM_BINS = 16
 CENTRES: Floats = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
 LEVELS: Floats = (np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS
 
 MIN_SCORE = -1e4
-"""Scores below are as good as never, and -inf cannot be reckoned with."""
+"""Lower limit of scores, which keeps -inf out of the arithmetic."""
 
 PRIOR_NODES = 2.0
-"""Nodes of each bin that are supposed to have been accepted as often as the drafter said, times what it is
-usually too sure or unsure."""
+"""Prior nodes of each bin, accepted as often as the drafter's probability times its usual bias."""
 
 MEMORY_NODES = 4000.0
-"""Seen nodes after which the weight of an old one is 1 / e."""
+"""Number of observed nodes after which the weight of an old one is 1 / e."""
 
 VERSION_DECAY = 0.02
-"""Weight of what an older version of the drafter has shown."""
+"""Weight of observations of older versions of the drafter."""
 
 UPDATES_PER_FIT = 4
-"""Lessons after which the map is fitted anew."""
+"""Number of updates after which the map is fitted again."""
 
 
 LOOP_MAX_NODES = 40
-"""Nodes of all rows up to which loops are faster than arrays."""
+"""Number of nodes of all rows up to which Python loops are faster than arrays."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftNodes:
-    """A draft as arrays of this machine."""
+    """A draft as NumPy arrays."""
 
     levels_BN: Ints
-    """The drafter's probability of each node given its parent, as a level."""
+    """Level of the drafter's probability of each node given its parent."""
     parents_BN: Ints | None
     """None for chains."""
 
     @classmethod
     def of(cls, draft: Draft) -> "DraftNodes":
-        """Copies: the draft's tensors may be used again."""
+        """Return copies of the draft's data: its tensors may be reused."""
         scores = np.maximum(draft.scores_BN.numpy(force=True), MIN_SCORE)
         parents = None
         if draft.parents_BN is None:
@@ -88,21 +87,22 @@ class DraftNodes:
 
     @property
     def real_BN(self) -> Bools:
+        """Return which entries are nodes and not padding, (B, N)."""
         real: Bools = self.levels_BN != NO_NODE
         return real
 
     def along_paths(self, probabilities_BN: Floats) -> Floats:
-        """(B, N): products from the root to each node, of chances that hold given the parent."""
+        """Return the products from the root to each node of probabilities given the parent, (B, N)."""
         if self.parents_BN is None:
             return np.cumprod(probabilities_BN, axis=1, dtype=np.float64)
         up = self.parents_BN
-        while (up >= 0).any():  # each turn goes up twice as far
+        while (up >= 0).any():  # each iteration doubles the distance to the ancestor
             probabilities_BN = probabilities_BN * _of_parent(probabilities_BN, up, 1.0)
             up = _of_parent(up, up, -1)
         return probabilities_BN
 
     def observed(self, verified_BN: Bools, accepted_BN: Bools) -> Bools:
-        """(B, N): nodes that the policy has judged: verified, of an accepted parent."""
+        """Return the nodes whose acceptance is known, (B, N): verified nodes of an accepted parent."""
         if self.parents_BN is None:
             reached = np.ones_like(accepted_BN)
             reached[:, 1:] = accepted_BN[:, :-1]
@@ -113,7 +113,7 @@ class DraftNodes:
 
 
 def _of_parent(values_BN: NDArray[Any], parents_BN: Ints, of_root: float) -> NDArray[Any]:
-    """(B, N): each node's parent's value."""
+    """Return each node's value of its parent, (B, N)."""
     rows = np.arange(len(values_BN))[:, None]
     found: NDArray[Any] = values_BN[rows, parents_BN]
     found[parents_BN < 0] = of_root
@@ -121,7 +121,7 @@ def _of_parent(values_BN: NDArray[Any], parents_BN: Ints, of_root: float) -> NDA
 
 
 def _is_later(parents_BN: Ints) -> Bools:
-    """(B, N): nodes that are not the first child of their parent."""
+    """Return the nodes that are not the first child of their parent, (B, N)."""
     rows, numbers = np.arange(len(parents_BN))[:, None], np.arange(parents_BN.shape[1])
     first = np.full((len(parents_BN), len(numbers) + 1), len(numbers))  # the last column is the root's
     np.minimum.at(first, (rows, parents_BN), numbers)
@@ -132,7 +132,7 @@ def _is_later(parents_BN: Ints) -> Bools:
 def accepted_nodes(
     shape: tuple[int, int], accepted_B: Sequence[int], path_Bm: Sequence[Sequence[int]] | None
 ) -> Bools:
-    """(B, N): nodes that were accepted, from `StepObservation.accepted_B` and `StepObservation.path_Bm`."""
+    """Return the accepted nodes, (B, N), from `StepObservation.accepted_B` and `StepObservation.path_Bm`."""
     if path_Bm is None:
         return np.arange(shape[1]) < np.asarray(accepted_B)[:, None]
     accepted = np.zeros(shape, dtype=bool)
@@ -142,10 +142,10 @@ def accepted_nodes(
 
 
 class Calibration:
-    """F of one drafter, for its newest version."""
+    """The map F of one drafter, for its newest version."""
 
     def __init__(self) -> None:
-        # First children, then later siblings.
+        # Row 0: first children; row 1: later siblings.
         self._num_observed: Floats = np.zeros((2, NUM_BINS))
         self._num_accepted: Floats = np.zeros((2, NUM_BINS))
         self._table: Floats = np.concatenate([LEVELS, LEVELS, [0.0]])
@@ -154,11 +154,11 @@ class Calibration:
         self._num_updates = 0
 
     def probabilities(self, nodes: DraftNodes) -> Floats:
-        """(B, N): how likely each node is accepted if its parent is; 0 where there is no node."""
+        """Return the probability that each node is accepted if its parent is, (B, N); 0 for padding."""
         return self._table[nodes.levels_BN]
 
     def expected_accepted(self, draft: Draft) -> list[float]:
-        """By node, over all rows, the chances that the path to it is accepted."""
+        """Return for each node the sum over all rows of the probability that its path is accepted."""
         rows, num_nodes = draft.scores_BN.shape
         if rows * num_nodes > LOOP_MAX_NODES:
             nodes = DraftNodes.of(draft)
@@ -174,9 +174,9 @@ class Calibration:
         return gains
 
     def _along_path(self, scores: Sequence[float], parents: Sequence[int]) -> list[float]:
-        """Of one row, what `DraftNodes.along_paths` is of many."""
+        """Return the path probabilities of one row; see `DraftNodes.along_paths`."""
         table, later = self._levels, set[int]()
-        paths, path_scores = [1.0], [0.0]  # the root's first, so that a node is its number and 1
+        paths, path_scores = [1.0], [0.0]  # entry 0 is the root, entry n + 1 is node n
         for score, parent in zip(scores, parents, strict=False):
             score = max(score, MIN_SCORE)
             level = min(int(math.exp(score - path_scores[parent + 1]) * NUM_LEVELS), NUM_LEVELS - 1)
@@ -188,14 +188,20 @@ class Calibration:
         return paths[1:]
 
     def set_version(self, version: int) -> None:
-        """The drafter's version from now on. What was learnt of another is a beginning."""
+        """Set the drafter's version. Observations of another version become a weak prior."""
         if self._version is not None and version != self._version:
             self._num_observed *= VERSION_DECAY
             self._num_accepted *= VERSION_DECAY
         self._version = version
 
     def learn(self, nodes: DraftNodes, verified_BN: Bools, accepted_BN: Bools) -> None:
-        """What came of drafts."""
+        """Update the map with verified drafts.
+
+        Args:
+            nodes: Drafted nodes.
+            verified_BN: Nodes that were verified.
+            accepted_BN: Nodes that were accepted.
+        """
         seen = nodes.observed(verified_BN, accepted_BN)
         bins = nodes.levels_BN[seen] // (NUM_LEVELS // NUM_BINS)
         counts = np.bincount(bins, minlength=2 * NUM_BINS).reshape(2, NUM_BINS)
@@ -211,7 +217,7 @@ class Calibration:
             self._levels = self._table.tolist()
 
     def _fit(self, kind: int) -> None:
-        """0: first children; 1: later siblings."""
+        """Fit the table of first children (kind 0) or later siblings (kind 1)."""
         seen, accepted = self._num_observed[kind], self._num_accepted[kind]
         bias = (accepted.sum() + 1) / (seen @ CENTRES + 1)
         weights = seen + PRIOR_NODES

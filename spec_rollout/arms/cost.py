@@ -1,16 +1,16 @@
-"""How long a step takes, from what steps have taken.
+"""Prediction of step times from measured steps.
 
-Each time is a sum of features with coefficients that are not negative: for the policy's pass (RLHFSpec)
-c0 + c1 B + c2 Ntok + c3 Nctx + c4 max(0, Ntok - 32) + c5 max(0, Ntok - 128), for a drafter its depth, its
-rows, and what it has to catch up. On top of that, each (B, verified tokens) that has been seen corrects the
-sum by its own median: so the jump on CPU where one token of a row becomes two (a matrix times a vector
-becomes a matrix times a matrix) needs no term, and terms for it foresee unseen places worse.
+Each time is a sum of features with non-negative coefficients: for the policy's pass (RLHFSpec) c0 + c1 B + c2
+Ntok + c3 Nctx + c4 max(0, Ntok - 32) + c5 max(0, Ntok - 128); for a drafter its depth, its rows, and its
+missing tokens. Each measured combination (B, verified tokens) corrects the sum by its own median. So the jump
+on a CPU where one token per row becomes two (a matrix-vector product becomes a matrix-matrix product) needs
+no feature; features for it predict unmeasured combinations worse.
 
-Only what is measured again replaces what was measured: a window per place, so that a thousand steps of one
-arm do not wash out what is known of the others. Times are divided by the machine's pace of the moment, which
-all arms share: a minute of somebody else's load says nothing about one of them.
+Old measurements are replaced only by new ones of the same combination, so that a thousand steps of one arm do
+not erase the others. Times are divided by the current slowdown of the machine, which all arms share: load of
+other processes affects all arms alike.
 
-Letters: B live rows, Ntok = B (1 + nodes) verified tokens, Nctx tokens in the cache. Times in seconds.
+Letters: B running rows, Ntok = B (1 + nodes) verified tokens, Nctx cached tokens. Times are in seconds.
 """
 
 import math
@@ -21,25 +21,26 @@ from aedit.spec_rollout.arms.time_model import MIN_S, FeatureVector, Measurement
 from aedit.spec_rollout.drafters.drafts import Arm
 
 DEFAULT_STEP_S = 3e-3
-"""Of one row, before anything is known."""
+"""Seconds of a plain step of one row before anything is measured."""
 
 SLOWDOWN_RATE = 1 / 4
-"""How fast the pace follows: what lasts some steps is the machine's; what lasts, the arm's."""
+"""Rate at which the slowdown follows measurements: changes of a few steps are attributed to the machine,
+lasting ones to the arm."""
 
 SLOWDOWN_DECAY = 1 / 128
-"""How fast the pace goes back to 1, and what it said becomes the places' own."""
+"""Rate at which the slowdown returns to 1 and its effect moves into the measurements."""
 
 MIN_KEY_STEPS = 2
-"""Steps of a place before its times are foreseen by its own."""
+"""Number of steps of a combination before its own times correct the prediction."""
 
 MIN_SLOWDOWN_STEPS = 16
-"""Steps of a place after which it can say something about the machine's pace."""
+"""Number of steps of a combination before it contributes to the slowdown."""
 
 POLICY_PRIOR = (0.92, 0.05, 0.03, 2e-4, 0.0, 0.0)
-"""Coefficients relative to a plain step of one row: small models on a few CPU cores."""
+"""Prior coefficients relative to a plain step of one row: small models on a few CPU cores."""
 
 DRAFTER_PRIORS = {"layer": (0.03, 0.08, 0.004, 0.0, 0.002), "suffix": (0.003, 0.0, 4e-4, 1e-4, 0.0)}
-"""The same for drafters: of depth, rows, nodes, and tokens to catch up."""
+"""Prior coefficients of drafters, of: constant, depth, depth * rows, nodes * rows, missing tokens."""
 
 
 class StepCost:
@@ -53,15 +54,27 @@ class StepCost:
 
     @property
     def slowdown(self) -> float:
-        """How much longer than usual everything takes at the moment."""
+        """Return the factor by which steps currently take longer than usual."""
         return math.exp(self._log_slowdown)
 
     def verify_s(self, rows: int, nodes: int, context: int) -> float:
-        """All of a step but the drafting, at the usual pace: `nodes` drafted nodes of each row verified."""
+        """Return the seconds of a step without drafting, at the usual speed.
+
+        Args:
+            rows: Running rows.
+            nodes: Verified drafted nodes per row.
+            context: Cached tokens of all rows together.
+        """
         return self._policy.predict(_verify_key(rows, nodes), _policy_features(rows, nodes, context))
 
     def draft_s(self, arm: Arm, rows: int, missing_tokens: int = 0) -> float:
-        """The drafting, at the usual pace. behind: tokens that the drafter has not seen."""
+        """Return the seconds of drafting, at the usual speed.
+
+        Args:
+            arm: Speculation setting.
+            rows: Running rows.
+            missing_tokens: Tokens that the drafter has not computed yet.
+        """
         if arm.is_off:
             return 0.0
         return self._drafter_model(arm).predict(
@@ -69,9 +82,15 @@ class StepCost:
         )
 
     def learn(self, observed: StepObservation, missing_tokens: int = 0) -> float | None:
-        """After each step. behind: tokens that its drafter had to catch up. Returns what the step has taken
-        over what was foreseen, at the machine's pace; None while its place is new: what it takes more there
-        is its place's."""
+        """Learn from a step.
+
+        Args:
+            observed: Observation of the step.
+            missing_tokens: Tokens that its drafter had to compute first.
+
+        Returns:
+        Measured over predicted seconds at the machine's current speed, or None while the combination is new.
+        """
         rows, arm = observed.view.rows, observed.arm
         rest_s = max(observed.total_s - observed.draft_s, MIN_S)
         context = observed.view.context
@@ -81,7 +100,9 @@ class StepCost:
         features = _policy_features(rows, observed.nodes, context)
         self._policy.learn(_verify_key(rows, observed.nodes), features, rest_s / self.slowdown)
         draft = observed.draft
-        whole = draft is None or draft.tokens_BN.shape[1] >= arm.nodes  # at the end less is asked for
+        whole = (
+            draft is None or draft.tokens_BN.shape[1] >= arm.nodes
+        )  # near the length limit fewer tokens are drafted
         if observed.draft_s > 0 and whole:
             model, features = self._drafter_model(arm), _draft_features(arm, rows, missing_tokens)
             model.learn(_draft_key(arm, rows), features, observed.draft_s / self.slowdown)
@@ -93,7 +114,7 @@ class StepCost:
         return self._drafters[arm.drafter]
 
     def _update_slowdown(self, observed: StepObservation, predicted_s: float) -> None:
-        """The pace follows places that are known, by the middle one of three steps."""
+        """Move the slowdown towards the median of the last three ratios of well-known combinations."""
         measured_s = max(observed.total_s, MIN_S)
         if (
             self._policy.num_measurements(_verify_key(observed.view.rows, observed.nodes))
@@ -125,7 +146,10 @@ def _draft_key(arm: Arm, rows: int) -> MeasurementKey:
 
 
 def _rounded_rows(rows: int) -> int:
-    """Numbers of rows that are one place: 1 to 4 each for itself, then four to each doubling or so."""
+    """Return the rows rounded up so that similar numbers share measurements.
+
+    1 to 4 rows are exact; above, there are about four steps per doubling.
+    """
     if rows <= 4:
         return rows
     half = 1 << (rows.bit_length() - 3)

@@ -1,4 +1,4 @@
-"""What is known of one drafter: how far its lines go, what its scores are worth, and what it has not seen."""
+"""Statistics of one drafter: acceptance by depth, calibration of its scores, and missing tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,18 +12,18 @@ from aedit.spec_rollout.arms.survival import Survival
 from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft
 
 BATCH_ROWS, BATCH_DRAFTS = 32, 16
-"""Drafted rows, and drafts, that are learnt from together, whichever come first: one costs as much as all."""
+"""Drafted rows, and drafts, after which outcomes are processed together: one costs as much as all of them."""
 
 IDLE_STEPS = 64
-"""Steps at rest that are counted together."""
+"""Number of steps without the drafter that are counted together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftOutcome:
-    """What came of one draft."""
+    """Outcome of one draft."""
 
     draft: Draft
-    """A copy of what is read of it."""
+    """Copy of the tensors that are needed."""
     verified: int
     accepted_B: Sequence[int]
     path_Bm: Sequence[Sequence[int]] | None
@@ -31,22 +31,28 @@ class DraftOutcome:
 
 @dataclass(slots=True)
 class DrafterStats:
-    """One drafter."""
+    """Statistics of one drafter."""
 
     survival: Survival = field(default_factory=Survival)
     calibration: Calibration = field(default_factory=Calibration)
     missing_tokens: int = 1 << 30
-    """Tokens emitted since it was last asked; it may have to read as many as are live."""
+    """Tokens emitted since its last draft. It may have to compute all cached tokens."""
     _last_used: int = 0
-    """Step at which it was."""
+    """Step of its last draft."""
     _outcomes: list[DraftOutcome] = field(default_factory=list)
-    """Not learnt yet; all of one arm and size."""
+    """Outcomes that are not processed yet, all of one arm and size."""
     _arm: Arm = OFF
-    """Theirs."""
+    """Arm of these outcomes."""
 
     def begin_step(self, version: int | None, step: int) -> bool:
-        """Before a step. version: of its weights from now on, None if it is not there. Returns whether it is
-        a new one. What is known of a drafter at rest fades."""
+        """Prepare for a step and return true if the drafter has a new version.
+
+        Statistics of an unused drafter decay.
+
+        Args:
+            version: Version of its weights; None if it is not available.
+            step: Number of the step.
+        """
         is_new = version is not None and version != self.survival.version
         if version is not None and is_new:
             self._learn()
@@ -58,7 +64,13 @@ class DrafterStats:
         return is_new
 
     def add(self, observed: StepObservation, step: int, *, immediately: bool) -> None:
-        """After a step of one of its arms. now: there will be questions at once."""
+        """Add the observation of a step with one of its arms.
+
+        Args:
+            observed: Observation.
+            step: Number of the step.
+            immediately: Process it now, as it will be needed at once.
+        """
         self.missing_tokens, self._last_used = 0, step
         draft = observed.draft
         if draft is None or draft.tokens_BN.shape[1] == 0:
@@ -77,7 +89,7 @@ class DrafterStats:
             self._learn()
 
     def _learn(self) -> None:
-        """What waits."""
+        """Process the queued outcomes."""
         if not self._outcomes:
             return
         outcomes, self._outcomes = self._outcomes, []
@@ -90,15 +102,15 @@ class DrafterStats:
         )
         accepted_BN = accepted_nodes((rows, num_nodes), counts, paths or None)
         verified_BN = np.arange(num_nodes) < verified[:, None]
-        # Nodes that were cut count as likely as they would have been accepted: else deep ones, verified only
-        # where all looks good, would seem better than they are.
+        # Trimmed nodes count with their probability of acceptance. Otherwise deep nodes, which are verified
+        # only after promising drafts, would be overestimated.
         probabilities = np.where(verified_BN, accepted_BN, self.calibration.probabilities(nodes))
         self.survival.learn(self._arm, nodes.along_paths(probabilities), len(outcomes))
         self.calibration.learn(nodes, verified_BN, accepted_BN)
 
 
 def _copied(draft: Draft) -> Draft:
-    """What stays when its tensors are used again; of the tokens nothing but their number."""
+    """Return a copy of the tensors that are read later; of the tokens only the number is."""
     parents, counts = draft.parents_BN, draft.counts_B
     return Draft(
         draft.tokens_BN,
@@ -109,7 +121,7 @@ def _copied(draft: Draft) -> Draft:
 
 
 def _joined(drafts: Sequence[Draft]) -> Draft:
-    """All rows of drafts of one arm and size."""
+    """Concatenate drafts of one arm and size."""
     if len(drafts) == 1:
         return drafts[0]
     parents = [outcome.parents_BN for outcome in drafts if outcome.parents_BN is not None]

@@ -1,22 +1,20 @@
-"""The arm with the best expected tokens per second (RLHFSpec), never far below plain decoding.
+"""Chooser of the arm with the most expected tokens per second (RLHFSpec), bounded below by plain decoding.
 
-Before a step: expected tokens of each arm (`Survival`) over its expected seconds (`StepCost`: the pass, the
-drafting, and what the drafter has to catch up, spread over the steps it will probably stay), times how much
-longer steps of the arm take than foreseen. The best arm is kept until another is clearly better; off is taken
-as soon as it is better at all.
+Before a step: expected tokens of each arm (`Survival`) over its expected seconds (`StepCost`: the pass,
+drafting, and missing tokens of the drafter, spread over the steps that it will probably be used), corrected
+by the measured over predicted time of the arm. The current arm is kept until another is clearly better; off
+is chosen as soon as it is better at all.
 
-After the drafter has spoken: as many nodes as pay for themselves, at the calibrated chances (`Calibration`):
-the n with the most E[tokens] - rate * seconds, which is where the rate cannot be improved (Dinkelbach; that
-the drafting is paid already does not count).
+After drafting: the number of nodes n with the largest E[tokens] - rate * seconds, at calibrated probabilities
+(`Calibration`). There the rate cannot be improved (Dinkelbach; the time of drafting is spent already).
 
-What is not known is tried in short bursts when a hopeful estimate says that it may be better, and plain
-decoding now and then so that its time stays known. What trying has cost, against the arm that would have been
-played, is counted and stays below half a percent of all time.
+Uncertain arms are tried in short trials if an optimistic estimate says that they may be better; plain
+decoding is timed again now and then. The cost of trials, compared with the arm that would have been used, is
+limited to half a percent of all time.
 
-An arm that has brought less than plain decoding, whatever was expected of it, is refused (`Bandit.rejects`).
+An arm that brought less than plain decoding, whatever was expected of it, is rejected (`Bandit.rejects`).
 
-Everything is a function of what was told, in order, so that a log replays it and ranks that are told the same
-choose the same.
+All decisions are functions of the observations in order, so that a log replays them and all ranks agree.
 """
 
 from collections.abc import Sequence
@@ -32,92 +30,92 @@ from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft
 from aedit.types import check
 
 EXPLORATION_SHARE = 0.005
-"""Share of all time that trying arms may cost."""
+"""Share of all time that trials may cost."""
 
 INITIAL_BUDGET_STEPS = 4.0
-"""Plain steps' time that it may cost ahead."""
+"""Initial budget of trials, in plain steps."""
 
 PLAIN_STEPS = 12
-"""Of a new engine, before anything is tried."""
+"""Plain steps of a new engine before any trial."""
 
 COMPARE_STEPS = 8
-"""Steps after which the arms are compared again, if the rows have not changed; sooner while the one that is
-played is new."""
+"""Steps between comparisons of the arms while the rows do not change; fewer while the current arm is new."""
 
 SWITCH_MARGIN = 1.03
-"""How much better another arm must look to be taken, unless it is off."""
+"""Factor by which another arm must look better to be chosen, unless it is off."""
 
 KEEP_MARGIN = 1.01
-"""How much better than plain decoding an arm must look to be kept."""
+"""Factor by which an arm must look better than plain decoding to be kept."""
 
 MIN_DRAFTED_ROWS = 6.0
-"""Rows that must have been drafted for before an arm is taken on."""
+"""Number of drafted rows before a drafter's arms can be chosen."""
 
 CATCH_UP_STEPS = 32
-"""Steps that an arm is supposed to be kept, over which catching up is spread."""
+"""Number of steps over which the cost of missing tokens is spread."""
 
 TRIAL_STEPS = 4
-"""Steps of a trial with a drafter; two where there are more rows, which tell as much."""
+"""Steps of a trial with a drafter; two where there are more rows, which are as informative."""
 
 RETRY_STEPS = 64
-"""Steps after which an arm that has been tried is tried again, if it may still be better."""
+"""Steps before an arm is tried again, if it may still be better."""
 
 RETIME_PLAIN_STEPS = 512
-"""Steps after which plain decoding is timed again at as many rows; `RETRY_STEPS` while few of its times are
-known there."""
+"""Steps before plain decoding is timed again at as many rows; `RETRY_STEPS` while few of its times are known
+there."""
 
 SPARSE_FACTOR = 8
-"""Of many plain steps one after the other, once there are as many times as are kept, only each so many-th is
-timed, and arms are compared as much more seldom: where nothing is gained, choosing is to cost nothing."""
+"""In a long run of plain steps with a full window of times, only each so many-th step is timed, and
+comparisons are as much rarer: where nothing is gained, choosing must cost nothing."""
 
 SETTLING_STEPS = 8
-"""Plain steps of one row after other ones whose time says nothing: they took up to a third longer than later
-ones, on two CPU cores, and ten steps to come down. (Why was not found out; the clock may be lower after many
-wide multiplications.) With 8 rows and more only the first one was longer."""
+"""Plain steps of one row after other ones that are not timed: they took up to a third longer than later ones
+on two CPU cores and needed ten steps to settle. The cause is unknown (perhaps a lower clock after wide
+multiplications). With 8 rows and more only the first step took longer."""
 
 MEASURED_STEPS = 4
-"""Plain steps after those, in a burst."""
+"""Timed plain steps after those, in a trial."""
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Verified nodes of a row that a draft is cut to: each number is a shape of its own, to be timed and, on a
-GPU, captured."""
+"""Numbers of verified nodes per row that a draft is cut to. Each is a shape of its own that must be timed
+and, on a GPU, captured."""
 
 MIN_TRIM_SAVING = 0.01
-"""Share of a step's time that cutting a draft must save."""
+"""Share of a step's time that trimming a draft must save."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """A burst of steps with an arm that may be better."""
+    """A short series of steps with an arm that may be better."""
 
     arm: Arm
     first: int
-    """The bucket it is tried in."""
+    """Bucket of the trial."""
     num_left: int
 
 
 @dataclass(slots=True)
 class ArmStats:
-    """What an arm does in a bucket, relative to all its nodes being verified in the foreseen time."""
+    """Statistics of an arm in a bucket, relative to verifying all its nodes in the predicted time."""
 
     time_share: float = 1.0
     token_share: float = 1.0
-    """What is left of both when drafts are cut."""
+    """Moving averages of the shares of time and tokens that remain when drafts are trimmed."""
     time_ratio: float = 1.0
-    """Measured over foreseen seconds."""
+    """Measured over predicted seconds."""
     num_played: int = 0
-    """Steps in all."""
+    """Number of steps."""
     steps: int = 0
-    """Those that were timed."""
+    """Number of timed steps."""
     last: int = 0
-    """Step at which one was timed last."""
+    """Last timed step."""
 
     def add_trim(self, time_share: float, token_share: float) -> None:
+        """Add the shares of one trimmed draft."""
         self.time_share += (time_share - self.time_share) / 32
         self.token_share += (token_share - self.token_share) / 32
 
     def add_time(self, ratio: float | None, now: int) -> None:
-        """ratio: None if nothing was to be foreseen."""
+        """Add the measured over predicted time of a step; None if nothing could be predicted."""
         self.steps += 1
         self.last = now
         if ratio is not None:
@@ -125,13 +123,18 @@ class ArmStats:
 
 
 class Goodput:
-    """Chooses by predicted goodput.
-
-    arms: those to choose among; off is always one of them. cost: what is known of this machine already.
-    ValueError if no arm is given.
-    """
+    """Chooses the arm with the highest predicted goodput."""
 
     def __init__(self, arms: Sequence[Arm], *, cost: StepCost | None = None) -> None:
+        """Make a chooser.
+
+        Args:
+            arms: Candidates; off is always added.
+            cost: Step times of this machine, if known.
+
+        Raises:
+            ValueError: No arm is given.
+        """
         check(any(not arm.is_off for arm in arms), "arms", "must have one that is not off", len(arms))
         self.arms = (OFF, *dict.fromkeys(arm for arm in arms if not arm.is_off))
         self.cost = cost or StepCost()
@@ -139,13 +142,13 @@ class Goodput:
             arm.drafter: DrafterStats() for arm in self.arms if not arm.is_off
         }
         self.arm = OFF
-        """The one that is played when nothing is tried."""
+        """Arm in use outside of trials."""
         self.rate = 0.0
-        """Tokens per second that are expected of it."""
+        """Its expected tokens per second."""
         self.exploration_budget_s = 0.0
-        """What trying may still cost."""
+        """Seconds that trials may still cost."""
         self.guard = Bandit(arms)
-        """Of what has come, whatever was expected; times are in plain steps of so many rows."""
+        """Rewards per arm, whatever was expected. Times are in plain steps of as many rows."""
         self._trial: Trial | None = None
         self._stats: dict[tuple[int, Arm], ArmStats] = {}
         self._time_ratio = 1.0
@@ -153,11 +156,12 @@ class Goodput:
         self._steps = 0
         self._num_plain_steps = 0
         self._compared: EngineView | None = None
-        """For which view arms were compared last."""
+        """View of the last comparison."""
         self._next_compare = 0
-        """Step at which they are compared again, if nothing has changed."""
+        """Step of the next comparison if nothing changes."""
 
     def choose(self, view: EngineView) -> Arm:
+        """Return the arm of the next step."""
         if self._steps < PLAIN_STEPS:
             return OFF
         last, trial = self._compared, self._trial
@@ -176,11 +180,12 @@ class Goodput:
         return self.arm if self._trial is None else self._trial.arm
 
     def _compare_interval(self, view: EngineView) -> int:
-        """Steps until the arms are compared again."""
+        """Return the number of steps until the next comparison."""
         every = COMPARE_STEPS if self._stats_of(view, self.arm).num_played >= RETRY_STEPS else 2
         return every * SPARSE_FACTOR if self._is_timed_enough(view.rows) else every
 
     def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
+        """Return the number of drafted nodes that pay for their verification."""
         if draft.logq_BNV is not None or draft.scores_BN.is_cuda or self._trial is not None:
             return num_real_nodes(draft)
         by_node = self.drafters[arm.drafter].calibration.expected_accepted(draft)
@@ -201,8 +206,10 @@ class Goodput:
         return min(sizes[best], most)
 
     def _size_times(self, view: EngineView, arm: Arm) -> tuple[list[int], list[float]]:
-        """What the arm's drafts may be cut to, and the seconds of a pass with so many nodes; more nodes never
-        take less."""
+        """Return the sizes that the arm's drafts may be cut to, and the seconds of such passes.
+
+        The seconds never decrease with the size.
+        """
         found = self._sizes.get((view.rows, arm))
         if found is None:
             sizes = [size for size in SIZES if size < arm.nodes] + [arm.nodes]
@@ -211,6 +218,7 @@ class Goodput:
         return found
 
     def learn(self, observed: StepObservation) -> None:
+        """Update all statistics with the observation of a step."""
         drafter_stats = self.drafters.get(observed.arm.drafter)
         self._steps += 1
         self._num_plain_steps = self._num_plain_steps + 1 if observed.arm.is_off else 0
@@ -227,18 +235,18 @@ class Goodput:
         self._update_budget(observed)
 
     def _is_timed(self, rows: int) -> bool:
-        """Whether the time of the step that was just made is looked at."""
+        """Return true if the time of the last step is used."""
         run = self._num_plain_steps
         if self._is_timed_enough(rows):
             return run % SPARSE_FACTOR == 0
         return not 0 < run <= _settling_steps(rows)
 
     def _is_timed_enough(self, rows: int) -> bool:
-        """Whether plain steps one after the other have told all that more of them could."""
+        """Return true if a series of plain steps has filled the window of times."""
         return self._num_plain_steps > _settling_steps(rows) + WINDOW
 
     def _learn_time(self, observed: StepObservation, missing_tokens: int) -> None:
-        """What the step's time says of its arm, and of all."""
+        """Update step times, the arm's time ratio and the guard."""
         view, arm = observed.view, observed.arm
         ratio = self.cost.learn(observed, missing_tokens)
         if ratio is not None:
@@ -248,12 +256,12 @@ class Goodput:
         self.guard.add(bucket(view.rows), arm, observed.emitted / max(observed.total_s, MIN_S) * plain_s)
 
     def value(self, view: EngineView, arm: Arm, *, optimistic: bool = False) -> float:
-        """Tokens per second that are expected of the arm, at the machine's usual pace."""
+        """Return the expected tokens per second of the arm, at the machine's usual speed."""
         tokens, seconds = self._predict(view, arm, optimistic)
         return tokens / seconds
 
     def _predict(self, view: EngineView, arm: Arm, optimistic: bool = False) -> tuple[float, float]:
-        """Expected tokens and seconds of one step among many."""
+        """Return the expected tokens and seconds of one step in a long series."""
         stats = self._stats_of(view, arm)
         seconds = self.cost.verify_s(view.rows, arm.nodes, view.context) * stats.time_share
         if arm.is_off:
@@ -270,7 +278,7 @@ class Goodput:
         return self.cost.draft_s(arm, view.rows, missing_tokens) - self.cost.draft_s(arm, view.rows)
 
     def _compare(self, view: EngineView) -> None:
-        """The arm to play from now on, and whether to try another first."""
+        """Choose the arm to use from now on, and perhaps start a trial of another."""
         values = {arm: self.value(view, arm) for arm in self.arms if view.has(arm)}
         if self.arm not in values:
             self.arm = OFF
@@ -285,7 +293,7 @@ class Goodput:
         self._start_trial(view, values)
 
     def _start_trial(self, view: EngineView, values: dict[Arm, float]) -> None:
-        """Begins a burst with the cheapest of the arms that may be better, if what it may cost is there."""
+        """Start a trial with the cheapest arm that may be better, if the budget allows it."""
         optimistic = [arm for arm in values if arm != self.arm and self._may_be_better(view, arm)]
         costs_s = {arm: self._trial_cost_s(view, arm, _trial_length(view, arm)) for arm in optimistic}
         arm = min(costs_s, key=costs_s.__getitem__, default=OFF)
@@ -293,13 +301,16 @@ class Goodput:
             self._trial = Trial(arm, bucket(view.rows), _trial_length(view, arm))
 
     def _trial_cost_s(self, view: EngineView, arm: Arm, length: int) -> float:
-        """What so many steps with it will probably cost, against the arm that is played."""
+        """Return the expected cost of a trial in seconds, compared with the arm in use."""
         tokens, seconds = self._predict(view, arm)
         catching_up_s = 0.0 if arm.is_off else self._catching_up_s(view, arm)
         return length * (seconds - tokens / self.rate) + catching_up_s
 
     def _may_be_better(self, view: EngineView, arm: Arm) -> bool:
-        """At best; plain decoding is worth a look when it was not seen for long."""
+        """Return true if the optimistic value of the arm is better than the current rate.
+
+        Plain decoding is timed again after a while.
+        """
         stats = self._stats_of(view, arm)
         unseen = self._steps - stats.last
         if arm.is_off:
@@ -310,7 +321,7 @@ class Goodput:
         return unknown * self.value(view, arm, optimistic=True) > SWITCH_MARGIN * self.rate
 
     def _update_budget(self, observed: StepObservation) -> None:
-        """What trying may cost grows with time, and shrinks by what it has cost."""
+        """Add a share of the step's time to the budget and subtract what a trial has cost."""
         if self._steps == PLAIN_STEPS:
             self.exploration_budget_s = INITIAL_BUDGET_STEPS * observed.total_s
         self.exploration_budget_s += EXPLORATION_SHARE * observed.total_s
@@ -330,12 +341,12 @@ class Goodput:
 
 
 def _trial_length(view: EngineView, arm: Arm) -> int:
-    """Steps of a trial."""
+    """Return the number of steps of a trial."""
     if arm.is_off:
         return _settling_steps(view.rows) + MEASURED_STEPS
     return TRIAL_STEPS if view.rows <= TRIAL_STEPS else 2
 
 
 def _settling_steps(rows: int) -> int:
-    """`SETTLING_STEPS` of so many rows."""
+    """Return the number of plain steps that are not timed; see `SETTLING_STEPS`."""
     return max(SETTLING_STEPS // rows, 2)

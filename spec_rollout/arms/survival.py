@@ -1,9 +1,9 @@
-"""How far a drafter's lines are accepted, before the drafter has been asked.
+"""Expected accepted length of a drafter's arms, before drafting.
 
-Per depth j the chance that node j is accepted if node j - 1 was, over all rows, those without a draft
-included; so a chain of 8 also tells what a chain of 4 would have brought. Trees have means of their own,
-which start from the chain of their depth. All of it fades: what was long ago, or of another version of the
-drafter, is doubted, and what is doubted is worth a try.
+Per depth j, the probability that node j is accepted if node j - 1 was, over all rows, including rows without
+a draft. So a chain of 8 also tells what a chain of 4 would have brought. Trees have means of their own, with
+the chain of their depth as prior. Observations decay with time and with a new version of the drafter; an
+uncertain estimate is worth a trial.
 """
 
 import math
@@ -17,49 +17,55 @@ MEMORY_STEPS, MEMORY_ROWS = 150.0, 600.0
 """Steps and rows after which the weight of an old one is 1 / e, whichever come first."""
 
 IDLE_MEMORY_STEPS = 3000.0
-"""The same for steps in which the drafter was not asked."""
+"""The same for steps in which the drafter was not used."""
 
 VERSION_DECAY = 0.1
-"""Weight of what an older version of the drafter has shown."""
+"""Weight of observations of older versions of the drafter."""
 
 PRIOR_ROWS, PRIOR_CHANCE = 2.0, 0.5
-"""Before anything is known; deeper nodes are supposed to be as good as the one before."""
+"""Prior of the first node; deeper nodes have the estimate of the node before as prior."""
 
 OPTIMISTIC_ROWS = 4.0
-"""Accepted rows that a hopeful estimate adds to what was seen."""
+"""Accepted rows that an optimistic estimate adds to the observations."""
 
 TREE_FACTOR = 1.1
-"""What a tree is supposed to bring, of the chain of its depth."""
+"""Prior of a tree's accepted nodes, relative to the chain of its depth."""
 
 
 class Survival:
-    """What one drafter's arms are expected to bring."""
+    """Expected tokens of one drafter's arms."""
 
     def __init__(self) -> None:
         self._reached: list[float] = []
         self._accepted: list[float] = []
         self._trees: dict[Arm, tuple[float, float]] = {}
         self.version: int | None = None
-        """Of the drafter; None before it is known."""
+        """Version of the drafter; None before it is known."""
 
     @property
     def num_rows(self) -> float:
-        """Rows that what is known rests on, by weight."""
+        """Return the weighted number of observed rows."""
         return self._reached[0] if self._reached else 0.0
 
     def set_version(self, version: int) -> None:
-        """The drafter's version from now on."""
+        """Set the drafter's version. Observations of another version decay."""
         if self.version is not None and version != self.version:
             self._fade(VERSION_DECAY)
         self.version = version
 
     def decay_idle(self, steps: int) -> None:
-        """So many steps without this drafter."""
+        """Decay the observations after this many steps without the drafter."""
         self._fade(math.exp(-steps / IDLE_MEMORY_STEPS))
 
     def learn(self, arm: Arm, survived_BN: NDArray[np.float64], steps: int = 1) -> None:
-        """So many steps: by row and node, whether the policy has accepted the path to it (or how likely it
-        would have)."""
+        """Add the outcome of some steps.
+
+        Args:
+            arm: Arm of the steps.
+            survived_BN: For each row and node, 1 if the path to it was accepted, or the probability that it
+                would have been.
+            steps: Number of steps.
+        """
         rows = len(survived_BN)
         kept = math.exp(-max(steps / MEMORY_STEPS, rows / MEMORY_ROWS))
         sums = survived_BN.sum(axis=0).tolist()
@@ -71,7 +77,7 @@ class Survival:
             self._trees[arm] = (kept * accepted + sum(sums), kept * seen + rows)
 
     def expected(self, arm: Arm, *, optimistic: bool = False) -> float:
-        """Tokens of a row and step, with the policy's own: 1 or more."""
+        """Return the expected tokens per row and step, including the policy's own token: 1 or more."""
         chain = 1.0 + self._expected_chain(arm.depth, optimistic)
         if arm.is_chain:
             return chain

@@ -1,4 +1,4 @@
-"""Times that are learnt: a sum of features with coefficients >= 0, corrected by the median of each place."""
+"""Model of step times: features with coefficients >= 0, corrected by a median per key."""
 
 import math
 from collections.abc import Sequence
@@ -10,60 +10,69 @@ from scipy.optimize import nnls
 
 FeatureVector = tuple[float, ...]
 MeasurementKey = tuple[int, int, int, int]
-"""A place: what is measured together."""
+"""Measurements with the same key share a window and a correction."""
 Floats = NDArray[np.float64]
 
 WINDOW = 16
-"""Newest times of a place that count."""
+"""Number of newest times of a key that count."""
 
 OUTLIER = 1.5
-"""Times this far from what is usual at their place are moved here before the coefficients are fitted."""
+"""Times beyond this factor from the typical time of their key are clipped to it before coefficients are
+fitted."""
 
 PRIOR_WEIGHT = 0.1
-"""Of each coefficient supposed at first, in measurements."""
+"""Weight of the prior of each coefficient, in measurements."""
 
 REFIT = 64
-"""Measurements after which the coefficients are fitted anew; at first after 1, 2, 4, 8, 16 and 32."""
+"""Measurements between fits; the first fits are after 1, 2, 4, 8, 16 and 32."""
 
 TIMING_NOISE = 0.1
-"""What times of one place and equal features differ by, as a share."""
+"""Relative deviation of times with the same key and features."""
 
 MIN_S = 1e-9
 
 
 class TimeModel:
-    """Predicts a time from features and place.
+    """Predicts a time from features and key.
 
-    prior: what the coefficients are supposed to be, in units of `unit_s` seconds; measurements soon outweigh
-    it, and rescale it first. inner: the feature that changes within places. What it takes is told by times of
-    the same place only: between places, which differ in more, and which are seen one after the other while
-    it grows, it would be given what is theirs. Shapes: P places, W their window, F features.
+    Shapes: P keys, W their window, F features.
     """
 
     def __init__(self, prior: FeatureVector, unit_s: float, inner: int) -> None:
+        """Make a model.
+
+        Args:
+            prior: Prior coefficients in units of `unit_s` seconds. Measurements rescale it first and soon
+                outweigh it.
+            unit_s: Scale of the prior.
+            inner: Index of the feature that changes within keys. Its coefficient is fitted within keys only:
+                keys differ in other respects and are measured one after the other while this feature grows,
+                so that a fit across keys would attribute their differences to it.
+        """
         self._prior, self._inner = np.array(prior), inner
         self._indices: dict[MeasurementKey, int] = {}
         self._counts: list[int] = []
-        """Measurements of each place so far."""
+        """Number of measurements of each key so far."""
         self._ratios: list[list[float]] = []
-        """Measured over fitted, of each place's window."""
+        """Measured over fitted times in each key's window."""
         self._medians: list[float | None] = []
-        """Theirs, drawn towards 1; None if there are newer ones."""
+        """Medians of the ratios, shrunk towards 1; None if outdated."""
         self._features_PWF: Floats = np.zeros((4, WINDOW, len(prior)))
         self._seconds_PW: Floats = np.zeros((4, WINDOW))
         self._unmerged: list[tuple[int, int, FeatureVector, float]] = []
-        """Not in the arrays yet: place, where in its window, features, seconds."""
+        """Measurements that are not in the arrays yet: key index, index in its window, features, seconds."""
         self._measured = 0
         self.unit_s = unit_s
-        """Scale of the prior that fits what was measured."""
+        """Scale of the prior that fits the measurements."""
         self._coefficients: FeatureVector = tuple(c * unit_s for c in prior)
 
     def num_measurements(self, key: MeasurementKey) -> int:
-        """Measurements of this place that count, at most `WINDOW`."""
+        """Return the number of measurements of this key that count, at most `WINDOW`."""
         index = self._indices.get(key)
         return 0 if index is None else min(self._counts[index], WINDOW)
 
     def predict(self, key: MeasurementKey, features: FeatureVector) -> float:
+        """Return the predicted seconds."""
         fitted_s = self._fitted_s(features)
         index = self._indices.get(key)
         if index is None:
@@ -74,7 +83,7 @@ class TimeModel:
         return fitted_s * median
 
     def learn(self, key: MeasurementKey, features: FeatureVector, seconds: float) -> None:
-        """One measurement."""
+        """Add one measurement."""
         index = self._indices.get(key)
         if index is None:
             index = self._indices[key] = len(self._indices)
@@ -94,7 +103,7 @@ class TimeModel:
         return max(float(sum(map(mul, self._coefficients, features))), MIN_S)
 
     def _fit(self) -> None:
-        """Least squares of relative errors over all places; what is far from usual at its place is moved."""
+        """Fit the coefficients by least squares of relative errors over all keys, with outliers clipped."""
         self._merge_new()
         counts = np.minimum(self._counts, WINDOW)
         features_PWF, seconds_PW = self._features_PWF[: len(counts)], self._seconds_PW[: len(counts)]
@@ -121,7 +130,10 @@ class TimeModel:
     def _inner_coefficient(
         self, inner_PW: Floats, seconds_PW: Floats, is_valid_PW: NDArray[np.bool_]
     ) -> float:
-        """From how times differ from the mean of their place; the prior is as uncertain as it is large."""
+        """Fit the inner coefficient from deviations from the mean of each key.
+
+        The prior's uncertainty equals its size.
+        """
         count_P1 = np.maximum(is_valid_PW.sum(axis=1, keepdims=True), 1)
         seconds_PW, inner_PW = np.where(is_valid_PW, seconds_PW, 0.0), np.where(is_valid_PW, inner_PW, 0.0)
         mean_P1, median_P1 = (x.sum(axis=1, keepdims=True) / count_P1 for x in (seconds_PW, inner_PW))
@@ -133,8 +145,10 @@ class TimeModel:
         return max(estimate / (float((by_inner**2).sum()) + weight), 0.0)
 
     def _merge_new(self) -> None:
-        """Into the arrays, which grow when they must. In order: a place may have been seen more often than
-        its window is long."""
+        """Write new measurements to the arrays.
+
+        They are written in order, as a key may have been measured more often than its window is long.
+        """
         if len(self._indices) > len(self._seconds_PW):
             padding = ((0, len(self._indices)), (0, 0))
             self._features_PWF = np.pad(self._features_PWF, (*padding, (0, 0)))
@@ -146,7 +160,7 @@ class TimeModel:
 
 
 def nonnegative(gram: Floats, moment: Floats) -> Floats:
-    """Return the x >= 0 that minimises x'gram x / 2 - moment'x. gram: positive definite.
+    """Return the x >= 0 that minimizes x'gram x / 2 - moment'x. gram: positive definite.
 
     With gram = L L', this is the non-negative least-squares problem |L'x - L^-1 moment|. Coordinates are
     scaled to a unit diagonal first, as features differ by many powers of ten.
@@ -158,12 +172,12 @@ def nonnegative(gram: Floats, moment: Floats) -> Floats:
 
 
 def _scale(gram: Floats, moment: Floats, prior: Floats) -> float:
-    """The multiple of the prior that fits best."""
+    """Return the multiple of the prior that fits best."""
     return max(float(moment @ prior), 1e-12) / max(float(prior @ gram @ prior), 1e-12)
 
 
 def _shrunk_median(ratios: Sequence[float]) -> float:
-    """The median, drawn towards 1 as by two more measurements."""
+    """Return the median, shrunk towards 1 as if by two more measurements."""
     ordered = sorted(ratios)
     half = len(ordered) // 2
     median = math.sqrt(ordered[half] * ordered[~half])

@@ -1,6 +1,7 @@
-"""What a drafter's training needs to go on after its process has ended: one file, written beside the work.
+"""Checkpoint of drafter training, written in the background.
 
-Only what is trained goes in, with its moments: embedding and head are the policy's, and are never saved.
+It contains the trained tensors and their optimizer moments. Embedding and head belong to the policy and are
+never saved.
 """
 
 import os
@@ -16,19 +17,22 @@ from aedit.system import sync_directory
 
 
 class AsyncCheckpoint:
-    """One file that is replaced as a whole. A write that fails leaves the last one as it was."""
+    """One checkpoint file that is replaced atomically. A failed write leaves the previous one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.written = 0
         self.failed = 0
         self.error = ""
-        """Why the last write failed; empty if it did not."""
+        """Why the last write failed; empty if it succeeded."""
         self._thread: threading.Thread | None = None
 
     def save(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Begin to write a copy of `tensors` as they are now, and go on at once. False: the write before is
-        still under way, and this one is left out."""
+        """Start to write a copy of `tensors` in a thread and return at once.
+
+        Returns:
+        False if the previous write is still in progress; nothing is written then.
+        """
         if self.is_writing:
             return False
         copies = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
@@ -38,23 +42,32 @@ class AsyncCheckpoint:
 
     @property
     def is_writing(self) -> bool:
+        """Return true while a write is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self, timeout_s: float) -> None:
-        """Until what `save` has begun is on the disk or has failed. Raises TimeoutError."""
+        """Wait until the write in progress has succeeded or failed.
+
+        Raises:
+            TimeoutError: It took longer than `timeout_s`.
+        """
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise TimeoutError(f"{self.path} was not written within {timeout_s:g} s")
 
     def load(self) -> dict[str, Tensor]:
-        """What was written last; empty if there is nothing. Raises ValueError if it cannot be read."""
+        """Return the last written tensors; empty if there is no file.
+
+        Raises:
+            ValueError: The file cannot be read.
+        """
         try:
             return load(self.path.read_bytes())
         except FileNotFoundError:
             return {}
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{self.path} is no checkpoint of a drafter's training: {error}") from error
+            raise ValueError(f"{self.path} is not a checkpoint of a drafter's training: {error}") from error
 
     def _write(self, tensors: dict[str, Tensor]) -> None:
         partial = self.path.with_name(self.path.name + ".partial")
@@ -65,7 +78,7 @@ class AsyncCheckpoint:
             sync_directory(self.path.parent)
         except (OSError, SafetensorError, MemoryError) as error:
             self.failed, self.error = self.failed + 1, f"{type(error).__name__}: {error}"
-            # It may be what has filled the disk.
+            # The partial file may have filled the disk.
             partial.unlink(missing_ok=True)
         else:
             self.written, self.error = self.written + 1, ""

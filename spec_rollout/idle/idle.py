@@ -1,8 +1,8 @@
-"""A drafter learns while its node waits, and the node never waits for it.
+"""Drafter training in a process of its own that runs only while its node waits.
 
-The trainer is a process of its own at the lowest priority. Where a wait begins it is let go on; where the
-wait ends it is stopped, by a signal that needs no answer. What it has learned lies in shared memory for
-whoever looks (`newest`). If it dies it is started again in a later wait, and the last good drafter stays.
+The trainer process has the lowest priority. A signal resumes it where a wait begins and suspends it where the
+wait ends; neither needs an answer. Trained drafters are published in shared memory (`newest`). If the process
+dies, it is started again in a later wait, and the last good drafter stays in use.
 """
 
 import math
@@ -32,25 +32,24 @@ MODULE = "aedit.spec_rollout.idle.trainer_process"
 
 
 class DrafterTraining:
-    """`IdleWork` by a trainer in a process of its own. Also a context manager: leaving it ends the trainer.
+    """`IdleWork` by a trainer process. Also a context manager: leaving it ends the process.
 
-    Entering and leaving a window cost microseconds and wait for nothing: not for the trainer, and not for
-    the thread that looks after it. Windows of several threads may overlap; the trainer runs as long as one
-    is open.
+    Entering and leaving a window takes microseconds and waits for nothing. Windows of several threads may
+    overlap; the trainer runs while at least one is open.
     """
 
     def __init__(
         self, plan: TrainerPlan, config: IdleConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
-        pickled(plan)  # what cannot be sent is refused before there is anything to clean up
+        pickled(plan)  # fail before there are resources to release
         self._fd = anonymous_memory("aedit-drafter", sum(plan.regions.values()))
         self._memory = TrainerMemory(plan, self._fd)
         spec = ProcessSpec(
             MODULE, pickled(TrainerArguments(self._fd, plan)), (self._fd,), config.niceness, config.log
         )
         self._lock = threading.Lock()
-        """Around a few numbers and a signal: nobody holds it while anything takes time."""
+        """Protects a few numbers and a signal, and is never held for longer."""
         self.windows = Windows()
         self._supervisor = TrainerSupervisor(spec, self._memory.trainer_status, config, self._lock, clock)
         self._paused = False
@@ -65,11 +64,19 @@ class DrafterTraining:
         feature_bytes: int = 0,
         config: IdleConfig | None = None,
     ) -> "DrafterTraining":
-        """Start a trainer, stopped.
+        """Start a trainer process, suspended.
 
-        make: called in the trainer's process, so it must be a function of a module, or a `functools.partial`
-        of one, and not of `__main__`. drafter: what is to be trained. policy: embedding and head, and their
-        version. feature_bytes: shared memory for a ring of features. Raises ValueError.
+        Args:
+            make: Function that makes the training in the trainer process: a function of an importable module
+                or a `functools.partial` of one, not of `__main__`.
+            drafter: Tensors to be trained.
+            policy: The policy's embedding and head.
+            version: Version of the policy.
+            feature_bytes: Size of the shared memory for a ring of features.
+            config: How the process is run.
+
+        Raises:
+            ValueError: `make` cannot be sent to another process.
         """
         config = config or IdleConfig()
         plan = TrainerPlan(
@@ -90,7 +97,7 @@ class DrafterTraining:
 
     @contextmanager
     def window(self, cause: str) -> Iterator[None]:
-        """The trainer runs inside, and is stopped at its end, which does not wait for that."""
+        """Let the trainer run inside the context. Leaving it does not wait."""
         began_s = self._enter()
         try:
             yield
@@ -98,32 +105,41 @@ class DrafterTraining:
             self._leave(cause, began_s)
 
     def newest(self, after: int = 1) -> Publication | None:
-        """What has been learned, if it is newer than number `after` (1: what the training began with). None
-        too if it is not whole: stay with what you have. A look costs microseconds, a new one a copy."""
+        """Return a copy of the newest drafter if its number is above `after`, else None.
+
+        Number 1 is the initial drafter. Returns None also for a corrupt publication: keep the current drafter
+        then. Without a new drafter the call takes microseconds.
+        """
         return self._memory.drafter.newest(after)
 
     def update_policy(self, policy: Mapping[str, Tensor], version: int, kl_nats: float = math.nan) -> None:
-        """The policy's embedding and head have changed. Costs a copy of them. Raises ValueError.
+        """Publish the policy's current embedding and head to the trainer.
 
-        kl_nats: how far the policy is now, per token, from the one that the newest drafter was published for,
-        if that is known: a trainer that has nothing to gain from so small a way may rest.
+        Args:
+            policy: Embedding and head; they are copied.
+            version: Version of the policy.
+            kl_nats: KL divergence per token between this policy and the one of the newest drafter, if known.
+                The trainer may pause while it is small.
+
+        Raises:
+            ValueError: Names, shapes or dtypes differ from those given to `of`.
         """
         self._memory.policy.publish(policy, version)
         self._memory.kl_nats = kl_nats
 
     @property
     def features(self) -> memoryview:
-        """Shared memory for a ring of features, of which this process is the writer."""
+        """Return the shared memory for a ring of features, to which this process writes."""
         return self._memory.features
 
     def pause(self) -> None:
-        """There is no use in training now: windows still count, but the trainer stays stopped."""
+        """Keep the trainer suspended, also in windows, until `unpause`."""
         with self._lock:
             self._paused = True
             self._supervisor.suspend()
 
     def unpause(self) -> None:
-        """There is use in it again."""
+        """Let the trainer run in windows again."""
         with self._lock:
             self._paused = False
             if self.windows.num_open:
@@ -131,11 +147,17 @@ class DrafterTraining:
 
     @property
     def used_s(self) -> float:
-        """Processor time of the trainer's processes in seconds, as of the last finished microbatch."""
+        """Return the processor time of all trainer processes in seconds.
+
+        It is measured at the end of each microbatch.
+        """
         return 1e-6 * self._supervisor.counted(StatusWord.CPU_US)
 
     def status(self) -> dict[str, Any]:
-        """For people and for the run's metrics. harvest: the trainer's processor time by the idle time."""
+        """Return the state by name, for people and metrics.
+
+        `utilization` is the trainer's processor time over the idle time.
+        """
         with self._lock:
             idle_s, supervisor = self.windows.idle_s(self._clock()), self._supervisor.status()
             by_cause = dict(self.windows.by_cause)
@@ -163,8 +185,11 @@ class DrafterTraining:
         }
 
     def close(self) -> None:
-        """End the trainer. What it has learned since it last published or saved is lost. Raises TimeoutError
-        if it cannot be ended."""
+        """End the trainer. What it has learned since its last publication or checkpoint is lost.
+
+        Raises:
+            TimeoutError: It could not be ended.
+        """
         self._supervisor.close()
         if self._fd >= 0:
             os.close(self._fd)

@@ -1,8 +1,8 @@
-"""A drafter learns while its node waits, on the node's own GPU: a thread, and a stream of low priority.
+"""Drafter training in a thread on a low-priority stream of the node's own GPU.
 
-A kernel that has begun cannot be stopped, so the training is cut into short microbatches, with a look at a
-flag between two, and not more than one is on its way. CUDA knows no priority below the default one: what is
-to go before the trainer's kernels runs on a stream of priority -1, as recorded graphs do (graphs.py).
+A running kernel cannot be interrupted, so the training is split into short microbatches with a check of a
+flag between them, and at most one is queued. CUDA has no priority below the default: work that must go first
+runs on a stream of priority -1, as captured graphs do (graphs.py).
 """
 
 import threading
@@ -25,8 +25,8 @@ CLOSE_S = 30.0
 class StreamTraining:
     """`IdleWork` by a thread of this process. Also a context manager: leaving it ends the thread.
 
-    For CUDA. On a CPU, `DrafterTraining` is the one to take: a thread of the node's own process makes the
-    node's steps several times longer for as long as its microbatch lasts.
+    For CUDA. On a CPU use `DrafterTraining`: a thread of the node's process would slow down the node's steps
+    while a microbatch runs.
     """
 
     def __init__(
@@ -38,7 +38,15 @@ class StreamTraining:
         policy: Mapping[str, Tensor],
         version: int = 0,
     ) -> None:
-        """The tensors are as in `DrafterTraining.of`; those of the policy are read where they are."""
+        """Start the thread.
+
+        Args:
+            training: What is trained.
+            device: Device of the training.
+            drafter: Tensors to be trained.
+            policy: The policy's embedding and head, which are read in place.
+            version: Version of the policy.
+        """
         self._training, self._device, self._drafter = training, device, dict(drafter)
         self._policy, self._current_policy = (policy, version), (policy, -1)
         self._lock = threading.Lock()
@@ -53,7 +61,7 @@ class StreamTraining:
 
     @contextmanager
     def window(self, cause: str) -> Iterator[None]:
-        """Microbatches begin inside only. Leaving waits for none."""
+        """Let microbatches start inside the context. Leaving it waits for none."""
         with self._lock:
             began_s = time.monotonic()
             self.windows.enter(began_s)
@@ -66,8 +74,10 @@ class StreamTraining:
                 self._update()
 
     def newest(self, after: int = 1) -> Publication | None:
-        """What has been learned, if it is newer than number `after`. On a GPU the stream of the caller waits
-        for the copy, the caller does not."""
+        """Return the newest drafter if its number is above `after`, else None.
+
+        On CUDA the caller's current stream waits for the copy, the host does not.
+        """
         found = self._published
         if found is None or found[0].number <= after:
             return None
@@ -79,27 +89,31 @@ class StreamTraining:
         return found[0]
 
     def update_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
-        """The policy's embedding and head have changed."""
+        """Use this embedding and head of the policy from now on."""
         self._policy = policy, version
 
     @property
     def used_s(self) -> float:
-        """Processor time of the finished microbatches in seconds: of the thread on a CPU; on a GPU, where a
-        microbatch is waited for, the time from its start to its end."""
+        """Return the seconds of the finished microbatches.
+
+        Processor time of the thread on a CPU; elapsed time on a GPU, where each microbatch is synchronized.
+        """
         return self._used_s
 
     def pause(self) -> None:
-        """There is no use in training now."""
+        """Start no microbatches until `unpause`."""
         with self._lock:
             self._paused = True
             self._update()
 
     def unpause(self) -> None:
+        """Start microbatches in windows again."""
         with self._lock:
             self._paused = False
             self._update()
 
     def status(self) -> dict[str, Any]:
+        """Return the state by name; see `DrafterTraining.status`."""
         with self._lock:
             idle_s, by_cause = self.windows.idle_s(time.monotonic()), dict(self.windows.by_cause)
         return {
@@ -116,7 +130,11 @@ class StreamTraining:
         }
 
     def close(self) -> None:
-        """Raises TimeoutError if a microbatch does not end."""
+        """End the thread.
+
+        Raises:
+            TimeoutError: A microbatch does not end.
+        """
         with self._lock:
             self._closing = True
             self._open.set()
@@ -131,13 +149,13 @@ class StreamTraining:
         self.close()
 
     def _update(self) -> None:
-        """Under the lock: the flag that the thread looks at."""
+        """Set the flag that the thread checks. Called under the lock."""
         if (self.windows.num_open and not self._paused) or self._closing:
             self._open.set()
         else:
             self._open.clear()
 
-    # --- the thread
+    # --- in the thread
 
     def _run(self) -> None:
         try:
@@ -147,13 +165,13 @@ class StreamTraining:
                     if not self._run_once():
                         time.sleep(NOTHING_TO_LEARN_S)
         except Exception as error:
-            # The node goes on without; status says so.
+            # The node continues without training; `status` shows the error.
             self._error = f"{type(error).__name__}: {error}"
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         if self._device.type != "cuda":
             return nullcontext()
-        # 0 is the lowest priority there is, and every stream's by default.
+        # 0 is the lowest priority and the default of every stream.
         return torch.cuda.stream(torch.cuda.Stream(self._device, priority=0))  # type: ignore[no-untyped-call]
 
     def _begin(self) -> None:
@@ -170,7 +188,7 @@ class StreamTraining:
             self._steps += 1
             self._publish()
         if self._device.type == "cuda":
-            # Without Python's lock: no more than this one microbatch is on its way when a window is left.
+            # Releases the GIL; at most this microbatch is queued when a window is left.
             torch.cuda.current_stream(self._device).synchronize()
         self._used_s += self._processor_s() - began_s
         return learned

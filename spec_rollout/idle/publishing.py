@@ -1,9 +1,9 @@
-"""Tensors that go from one process to another through memory they share: two slots, an index, no lock.
+"""Lock-free publication of tensors from one process to another: two slots in shared memory and an index.
 
-The writer fills the slot that the index does not point at and then moves the index. The reader copies what
-the index points at and looks again: what was overwritten meanwhile, or does not have the checksum it was
-published with, is not taken, and the reader stays with what it has. Neither ever waits for the other, and a
-writer that is stopped or killed in the middle has published nothing.
+The writer fills the slot that the index does not point to, then moves the index. The reader copies the slot
+that the index points to and checks the index again; a copy that was overwritten meanwhile, or whose checksum
+is wrong, is dropped. Neither waits for the other, and a writer that is suspended or killed halfway has
+published nothing.
 """
 
 import zlib
@@ -20,18 +20,18 @@ from aedit.system import memory_fence
 
 ALIGN_BYTES = 64
 BLOCK_BYTES = 4096
-"""Slots begin on a page, and their checksum is made of the sums of such blocks."""
+"""Slots start at page boundaries; the checksum is computed over sums of such blocks."""
 
 HEAD_BYTES = BLOCK_BYTES
 NEWEST = 0
-"""Word of the header: the number of the newest publication; 0 is none."""
+"""Header word: number of the newest publication; 0 is none."""
 NUMBER, VERSION, CHECKSUM = 0, 1, 2
-"""Words of a slot's own part of the header, 8 from its beginning to the next one's."""
+"""Words of a slot's own part of the header, which has 8 words."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor without its numbers."""
+    """Name, shape and dtype of a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,30 +39,33 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
+        """Return the size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """What a slot holds, in order. Both processes must have the same."""
+    """Tensors of a slot, in order. Both processes must use the same layout."""
 
     specs: tuple[TensorSpec, ...]
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> "SlotLayout":
+        """Return the layout of these tensors."""
         return SlotLayout(tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items()))
 
     @property
     def slot_bytes(self) -> int:
+        """Return the size of a slot in bytes."""
         return _round_up(sum(_round_up(spec.num_bytes, ALIGN_BYTES) for spec in self.specs), BLOCK_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        """Shared memory that `SharedSlots` of this layout need."""
+        """Return the shared memory that `SharedSlots` of this layout need, in bytes."""
         return HEAD_BYTES + 2 * self.slot_bytes
 
     def views(self, slot: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors in the bytes of a slot."""
+        """Yield name and view of each tensor in the bytes of a slot."""
         offset = 0
         for spec in self.specs:
             yield spec.name, slot[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
@@ -71,36 +74,45 @@ class SlotLayout:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A whole publication; the tensors belong to whoever has it."""
+    """A complete publication; the tensors belong to the caller."""
 
     number: int
     """Counts publications from 1."""
     version: int
-    """Of the policy that it was made for."""
+    """Version of the policy that it was made for."""
     tensors: dict[str, Tensor]
 
 
 class SharedSlots:
-    """Two slots in shared memory. One process publishes, one takes; each makes its own `SharedSlots` over
-    the same
-    bytes, which are zeros at first."""
+    """Two slots in shared memory, for one publishing and one reading process.
+
+    Each process makes its own `SharedSlots` over the same bytes, which are zero at first.
+    """
 
     def __init__(self, layout: SlotLayout, memory: memoryview) -> None:
-        """Raises ValueError if the memory is too small."""
+        """Use `memory`.
+
+        Raises:
+            ValueError: The memory is too small.
+        """
         if len(memory) < layout.num_bytes:
             raise ValueError(f"slots need {layout.num_bytes:,} bytes of shared memory, got {len(memory):,}")
         self.layout = layout
         self.torn = 0
-        """Publications that were overwritten while this process copied them; they are looked at again."""
+        """Number of publications that were overwritten while this process copied them. They are read again.
+        """
         self.corrupt = 0
-        """Publications that were not what their checksum says; they are never taken."""
+        """Number of publications with a wrong checksum. They are never returned."""
         self._head: NDArray[np.int64] = np.frombuffer(memory, np.int64, HEAD_BYTES // 8)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._corrupt_number = 0
 
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> int:
-        """Let the other process have a copy of `tensors` from now on; returns its number. Raises ValueError,
-        and publishes nothing, if they are not as the layout says."""
+        """Publish a copy of `tensors` and return its number.
+
+        Raises:
+            ValueError: The tensors differ from the layout. Nothing is published.
+        """
         _check(self.layout, tensors)
         number = self.newest_number + 1
         header, slot = self._slot_header(number), self._slot(number)
@@ -118,15 +130,19 @@ class SharedSlots:
 
     @property
     def newest_number(self) -> int:
+        """Return the number of the newest publication; 0 is none."""
         return int(self._head[NEWEST])
 
     def newest(self, after: int = 0) -> Publication | None:
-        """A copy of the newest publication; None if it is not newer than number `after`, or not whole."""
+        """Return a copy of the newest publication, or None.
+
+        Returns None if its number is at most `after`, or if it is not valid.
+        """
         number = self.newest_number
         return None if number <= after or number == self._corrupt_number else self._copy(number)
 
     def last_good(self) -> Publication | None:
-        """The newest publication, or the one before if that is not whole."""
+        """Return the newest publication, or the one before if the newest is not valid."""
         number = self.newest_number
         return self.newest() or (self._copy(number - 1) if number > 1 else None)
 
@@ -155,14 +171,18 @@ class SharedSlots:
 
 
 def checksum(slot: Tensor, number: int, version: int) -> int:
-    """Of a slot's bytes and what they are called. Sums of blocks, then CRC-32 of the sums: any one changed
-    word and any mixture of two publications is seen, ten times faster than by CRC-32 of the bytes."""
+    """Return the checksum of a slot's bytes with its number and version.
+
+    It is the CRC-32 of sums of blocks. It detects any one changed word and any mixture of two publications,
+    ten times faster than a CRC-32 of the bytes.
+    """
     words = slot.numpy().view(np.uint64).reshape(-1, BLOCK_BYTES // 8)
     name = zlib.crc32(np.array([number, version], np.int64).tobytes())
     return zlib.crc32(words.sum(axis=1, dtype=np.uint64).tobytes(), name)
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    """Return true if all values are finite."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
 
 

@@ -1,4 +1,4 @@
-"""When a process that has died may begin again."""
+"""Rule for restarts of a process that died."""
 
 from dataclasses import dataclass, replace
 
@@ -7,13 +7,16 @@ from aedit.types import check
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """How often it has died, and what follows. Each death doubles the pause until the next start; one that
-    did its work for a while before counts as the first again."""
+    """Number of deaths so far, and when the next start is allowed.
+
+    Each death doubles the pause before the next start. A process that has worked for a while resets the
+    count.
+    """
 
     limit: int = 5
-    """Deaths in a row after which it is given up."""
+    """Number of deaths in a row after which there are no more starts."""
     pause_s: float = 1.0
-    """After the first death."""
+    """Pause after the first death."""
     longest_pause_s: float = 60.0
     in_row: int = 0
     total: int = 0
@@ -24,15 +27,17 @@ class Restarts:
         check(self.pause_s >= 0, "pause_s", "must be 0 or more", self.pause_s)
 
     def died(self, now_s: float, *, worked: bool) -> "Restarts":
-        """worked: it had been of use since it began."""
+        """Return the rule after a death; `worked` resets the count of deaths in a row."""
         in_row = 1 if worked else self.in_row + 1
         return replace(self, in_row=in_row, total=self.total + 1, died_at_s=now_s)
 
     @property
     def given_up(self) -> bool:
+        """Return true if there are no more starts."""
         return self.in_row > self.limit
 
     def may_start(self, now_s: float) -> bool:
+        """Return true if a start is allowed now."""
         if self.in_row == 0:
             return True
         pause_s = min(self.pause_s * 2 ** (self.in_row - 1), self.longest_pause_s)

@@ -1,8 +1,7 @@
-"""A process that runs only while it is let: it is born stopped, and stopped and continued from outside.
+"""Child process that starts suspended, and is resumed and suspended by signals.
 
 SIGSTOP needs no answer: the kernel takes the process off its core at the next interrupt, whatever it is
-doing, and everything it has stays where it is. Whoever was in the middle of a microbatch finishes it after
-the next SIGCONT.
+doing. A microbatch that was interrupted is finished after the next SIGCONT.
 """
 
 import os
@@ -27,47 +26,57 @@ ON_LINUX = sys.platform == "linux"
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What is to be started."""
+    """Description of a child process."""
 
     module: str
-    """Its `main` begins with `read_work`."""
+    """Module whose `main` begins with `read_work`."""
     work: bytes
-    """What `read_work` returns, by `pickled`."""
+    """What `read_work` returns, made by `pickled`."""
     fds: tuple[int, ...] = ()
+    """File descriptors that the child inherits."""
     niceness: int = 19
-    """Above its node's own. 19: only what nobody else wants (SCHED_IDLE), where that may be asked."""
+    """Niceness above the parent's. 19 also means SCHED_IDLE where it is available: only time that no other
+    process wants."""
     log: Path | None = None
-    """Where its standard output and errors go; nowhere by default."""
+    """File of its standard output and error; None discards them."""
 
 
 class SuspendedProcess:
-    """A child that stops itself as soon as it is born, and has a low priority from its first instruction on.
-    Start it in a thread that lasts: the kernel ends it together with that thread.
+    """A child process that suspends itself as soon as it has started.
 
-    Not for several threads at once: `let`, `hold` and `exit_code` belong under one lock of the caller's, so
-    that no signal goes to a process that has been buried.
+    It has a low priority from its first instruction on. Start it in a thread that lasts: the kernel ends the
+    child together with that thread. Not thread-safe: hold one lock around `resume`, `suspend` and
+    `exit_code`, so that no signal is sent to a process that has been reaped.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._process = _spawn(spec)
-        # Here and not in the child: to load Python is work, too, and a step may begin meanwhile.
+        # Set here and not in the child: loading Python takes processor time, too.
         _lower(self._process.pid, spec.niceness)
 
     @property
     def pid(self) -> int:
+        """Return the process id."""
         return self._process.pid
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has stopped itself for the first time, or has ended: a tenth of a second after its
-        start. Leave it alone until then: one that is stopped before it is bound to us would outlive us."""
+        """Return true if it has suspended itself for the first time, or has ended.
+
+        This takes a tenth of a second. Send no signals before: a child that is suspended before it is bound
+        to its parent would outlive it.
+        """
         try:
             return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return True
 
     def is_starved(self, cpu_s: float) -> bool:
-        """Whether it would run, but has not even had so much processor time in its life."""
+        """Return true if it is runnable but has had too little processor time.
+
+        Args:
+            cpu_s: Processor seconds since its start that are enough.
+        """
         try:
             process = psutil.Process(self.pid)
             return process.status() == psutil.STATUS_RUNNING and sum(process.cpu_times()[:2]) < cpu_s
@@ -75,41 +84,51 @@ class SuspendedProcess:
             return False
 
     def resume(self) -> None:
-        """Go on. Returns at once."""
+        """Send SIGCONT and return at once."""
         self._signal(signal.SIGCONT)
 
     def suspend(self) -> None:
-        """Stop. Returns at once; the process is off its core a moment later."""
+        """Send SIGSTOP and return at once. The process is off its core a moment later."""
         self._signal(signal.SIGSTOP)
 
     def exit_code(self) -> int | None:
-        """None: it lives. -9: killed."""
+        """Return the exit code (-9: killed), or None while it is alive."""
         return self._process.poll()
 
     def kill(self) -> None:
-        """End it, stopped or not, and wait until it is gone. Raises subprocess.TimeoutExpired."""
+        """End the process, suspended or not, and wait until it is gone.
+
+        Raises:
+            subprocess.TimeoutExpired: It is still there after 10 s.
+        """
         self._process.kill()
         self._process.wait(timeout=10)
 
     def _signal(self, what: signal.Signals) -> None:
-        # Only `exit_code` and `kill` reap it, so until then the number is its own.
+        # Only `exit_code` and `kill` reap it, so until then the process id is not reused.
         if self._process.returncode is None:
             os.kill(self._process.pid, what)
 
 
 def pickled(work: Any) -> bytes:
-    """For `ProcessSpec.work`. Raises ValueError if another process could not unpack it."""
+    """Return `work` in the form that `ProcessSpec.work` needs.
+
+    Raises:
+        ValueError: Another process could not unpickle it.
+    """
     try:
         data = pickle.dumps(work)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(f"this cannot be sent to another process: {error}") from error
     if b"__main__" in data:
-        raise ValueError("this cannot be sent to another process: it is of __main__; put it into a module")
+        raise ValueError(
+            "this cannot be sent to another process: it is defined in __main__; put it into a module"
+        )
     return data
 
 
 def _spawn(spec: ProcessSpec) -> "subprocess.Popen[bytes]":
-    # A file and no pipe: a stopped child reads nothing, and a pipe would be full after 64 KiB.
+    # A file, not a pipe: a suspended child does not read, and a pipe blocks after 64 KiB.
     with tempfile.TemporaryFile() as payload, _log(spec.log) as log:
         pickle.dump({"path": sys.path, "work": spec.work}, payload)
         payload.seek(0)
@@ -120,9 +139,9 @@ def _spawn(spec: ProcessSpec) -> "subprocess.Popen[bytes]":
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=spec.fds,
-            # A Ctrl-C in the terminal is not for it. On Linux a session of its own, which `_lower` can lower;
-            # elsewhere a group, as a stopped group whose parent has gone is woken and hung up on, which is
-            # what ends it on systems that have no PR_SET_PDEATHSIG.
+            # Ctrl-C in the terminal must not reach it. On Linux it gets a session of its own, whose priority
+            # `_lower` sets. Elsewhere it gets a process group: a suspended group whose parent has ended gets
+            # SIGCONT and SIGHUP, which ends it on systems without PR_SET_PDEATHSIG.
             start_new_session=ON_LINUX,
             process_group=None if ON_LINUX else 0,
         )
@@ -133,11 +152,16 @@ def _log(path: Path | None) -> Any:
 
 
 def read_work(arguments: list[str]) -> Any:
-    """The first thing the child does: see to it that it ends with its parent, stop until it is let, and only
-    then read what it has to do. words: its arguments."""
+    """Suspend the child until it is resumed for the first time, then return its work.
+
+    It must be the first call of the child. It also binds the child to its parent's life.
+
+    Args:
+        arguments: Command line arguments of the child; the first is the parent's process id.
+    """
     parent = int(arguments[0])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(parent, signal.SIGKILL)  # SIGKILL also ends a process that is stopped
+    end_with_parent(parent, signal.SIGKILL)  # SIGKILL also ends a suspended process
     os.kill(os.getpid(), signal.SIGSTOP)
     payload = pickle.load(sys.stdin.buffer)
     sys.path[:] = payload["path"]
@@ -145,9 +169,9 @@ def read_work(arguments: list[str]) -> Any:
 
 
 def _lower(pid: int, niceness: int) -> None:
-    """Let the process have only what is left over by others."""
+    """Give the process the lowest priority that is available."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    # Each may be forbidden in some containers, and the process may have ended: the others have to do.
+    # Each call may be forbidden in a container, and the process may have ended: continue with the others.
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, min(own + niceness, 19))
     if not ON_LINUX or niceness == 0:
@@ -155,14 +179,18 @@ def _lower(pid: int, niceness: int) -> None:
     if niceness == 19:
         with suppress(OSError):
             os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
-    # On desktops each session gets its share whatever the priorities in it are (sched_autogroup): 19 in a
-    # session of one would be worth as much as 0.
+    # With sched_autogroup (desktops) each session gets an equal share whatever the niceness in it is: the
+    # niceness of the session must be set as well.
     with suppress(OSError):
         _lower_session(Path(f"/proc/{pid}/autogroup"), niceness)
 
 
 def _lower_session(autogroup: Path, niceness: int) -> None:
-    """The kernel lets all of a machine do this ten times a second, and several ranks may begin at once."""
+    """Set the niceness of the process's session.
+
+    The kernel allows this ten times a second on the whole machine, and several ranks may start at the same
+    time.
+    """
     for _ in range(SESSION_TRIES):
         try:
             autogroup.write_text(str(niceness))

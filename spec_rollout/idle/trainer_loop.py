@@ -1,4 +1,4 @@
-"""What the trainer's process does over and over: follow the policy, learn, publish, save."""
+"""Loop of the trainer process: read the policy, train, publish, save."""
 
 import time
 
@@ -7,14 +7,14 @@ from aedit.spec_rollout.idle.publishing import all_finite
 from aedit.spec_rollout.idle.trainer_memory import StatusWord, TrainerMemory, TrainerState, Training
 
 NOTHING_TO_LEARN_S = 0.02
-"""Until it looks again."""
+"""Pause in seconds after a call without training data."""
 
 
 class TrainerLoop:
-    """The process's only loop. It may be stopped and continued between any two instructions."""
+    """Loop of the trainer process. It may be suspended between any two instructions."""
 
     def __init__(self, memory: TrainerMemory, training: Training, cpu_start_s: float = 0.0) -> None:
-        """let_at_s: processor time that the process had used when it was first let run: no window's."""
+        """Make the loop; `cpu_start_s` is the processor time before the first window."""
         self._cpu_start_s = cpu_start_s
         self._memory, self._status, self._training = memory, memory.trainer_status, training
         self._checkpoints = AsyncCheckpoint(memory.plan.checkpoint) if memory.plan.checkpoint else None
@@ -22,17 +22,24 @@ class TrainerLoop:
         self._policy, self._version = 0, 0
 
     def begin(self) -> None:
-        """Take the policy's head, and go on where an earlier process has stopped. Raises RuntimeError if the
-        shared memory holds nothing to begin from."""
+        """Read the policy, and continue from the last publication or checkpoint.
+
+        Raises:
+            RuntimeError: The shared memory contains no valid drafter or no valid policy.
+        """
         self._update_policy()
         given = self._memory.drafter.last_good()
         if self._policy == 0 or given is None:
-            raise RuntimeError("the shared memory holds no whole drafter or no whole policy to begin from")
+            raise RuntimeError("the shared memory contains no valid drafter or no valid policy")
         self._training.begin(given.tensors)
         self._resume()
 
     def run_once(self) -> bool:
-        """One microbatch and what follows from it; whether there was anything to learn."""
+        """Run one microbatch, with its publication and checkpoint.
+
+        Returns:
+        False if there was nothing to learn.
+        """
         self._update_policy()
         learned = self._training.microbatch()
         if learned:
@@ -50,7 +57,7 @@ class TrainerLoop:
             if state:
                 self._training.resume(state)
         except ValueError as error:
-            # What was published is still good.
+            # Continue from the last publication.
             self._status.checkpoint_error = str(error)
 
     def _update_policy(self) -> None:

@@ -1,4 +1,4 @@
-"""The memory that a node and the process that trains its drafter share, and what each finds there."""
+"""Memory that a node shares with its trainer process, and its contents."""
 
 import json
 import math
@@ -20,53 +20,62 @@ TEXT_BYTES = 4096
 
 
 class Training(Protocol):
-    """The work that the trainer's process does, made there by a function that can be pickled."""
+    """Work of the trainer process. It is made there by a function that can be pickled."""
 
     def set_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
-        """The policy's embedding and head, at first and whenever they have changed."""
+        """Use this embedding and head of the policy. Called first, and after each change."""
 
     def begin(self, drafter: Mapping[str, Tensor]) -> None:
-        """Train these from now on; what a process does first that finds no checkpoint."""
+        """Train these tensors from now on. Called once, before `resume`."""
 
     def microbatch(self) -> bool:
-        """Learn a little, some 50 ms at most. False: there is nothing to learn from now."""
+        """Train for about 50 ms at most; return false if there is nothing to learn from now."""
 
     def to_publish(self) -> Mapping[str, Tensor] | None:
-        """Asked after every microbatch: the trained tensors if they are better than those that were published
-        last, else None. What is returned is published."""
+        """Return the trained tensors if they are better than the published ones, else None.
+
+        Called after every microbatch. The result is published.
+        """
 
     def state(self) -> Mapping[str, Tensor]:
-        """What a checkpoint must have for `resume`: nothing of the policy's."""
+        """Return the tensors that `resume` needs, without the policy's."""
 
     def resume(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from an earlier process's `state`. Raises ValueError if it is of another drafter."""
+        """Continue from the `state` of an earlier process.
+
+        Raises:
+            ValueError: It belongs to another drafter.
+        """
 
     def metrics(self) -> Mapping[str, float]:
-        """For people to see: steps, loss, held-out match."""
+        """Return figures for people, such as steps, loss and held-out match."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlan:
-    """All that the process is told when it begins."""
+    """Arguments of the trainer process."""
 
     make: "Callable[[TrainerMemory], Training]"
-    """Any function of a module that both processes can import; not one of `__main__`."""
+    """Function of a module that both processes can import; not of `__main__`."""
     drafter: SlotLayout
-    """The trained tensors, in the order they are published."""
+    """Layout of the trained tensors."""
     policy: SlotLayout
-    """Embedding and head."""
+    """Layout of embedding and head."""
     feature_bytes: int
     checkpoint: Path | None = None
-    """None: a new process goes on from what was published last."""
+    """File of the checkpoint. None: a new process continues from the last publication."""
     checkpoint_every_s: float = 30.0
-    """Of the trainer's own processor time."""
+    """Interval in seconds of the trainer's own processor time."""
     threads: int = 1
     memory_bytes: int | None = None
-    """What it may take beyond torch itself, so that its leak is not the node's. None: no limit."""
+    """Limit of its memory beyond torch itself, so that a leak does not affect the node. None: no limit."""
 
     @property
     def regions(self) -> dict[str, int]:
-        """Bytes of each part of the shared memory, in order; all begin on a page."""
+        """Return the size in bytes of each part of the shared memory, in order.
+
+        All parts start at page boundaries.
+        """
         parts = {
             "board": TrainerStatus.NUM_BYTES,
             "moved": BLOCK_BYTES,
@@ -78,34 +87,36 @@ class TrainerPlan:
 
 
 class StatusWord(IntEnum):
-    """Words of the board, all written by the trainer."""
+    """Words of the trainer's status, all written by the trainer."""
 
     STATE = 0
     HEARTBEATS = 1
-    """Grows as long as it is not stuck."""
+    """Increases while the trainer is alive."""
     STEPS = 2
     PUBLISHED = 3
     REFUSED = 4
-    """Tensors that were not finite, and therefore not published."""
+    """Number of results that were not published because they were not finite."""
     CHECKPOINTS = 5
     CHECKPOINTS_FAILED = 6
     CPU_US = 7
-    """Processor time of this life since it was first let run, all threads, in microseconds."""
+    """Processor time of this process since it was first resumed, all threads, in microseconds."""
     METRICS = 8
-    """How often figures were told: they are in one of two texts in turn, so that the trainer may be stopped
-    while it writes."""
+    """Number of times that metrics were written. They alternate between two texts, so that the trainer may be
+    suspended while it writes."""
 
 
 class TrainerState(IntEnum):
+    """State of the trainer process."""
+
     STARTING = 0
     TRAINING = 1
     NOTHING_TO_LEARN = 2
     FAILED = 3
-    """It has ended by itself; `TrainerStatus.error` says why."""
+    """It has ended by itself; `TrainerStatus.error` contains the reason."""
 
 
 class TrainerStatus:
-    """What the trainer tells about itself, and the node reads at any time."""
+    """Status that the trainer writes and the node reads at any time."""
 
     NUM_BYTES = BLOCK_BYTES + 4 * TEXT_BYTES
 
@@ -115,30 +126,33 @@ class TrainerStatus:
         self._error, self._checkpoint_error, *self._metrics = np.split(texts, 4)
 
     def begin(self) -> None:
-        """A new life, of which nothing is known yet."""
+        """Clear the status for a new process."""
         self.words[:] = 0
         for text in (self._error, self._checkpoint_error, *self._metrics):
             text[:] = 0
 
     def get(self, word: StatusWord) -> int:
+        """Return one word."""
         return int(self.words[word])
 
     @property
     def state(self) -> TrainerState:
+        """Return the state of the process."""
         return TrainerState(self.get(StatusWord.STATE))
 
     def fail(self, error: str) -> None:
-        """The trainer's last word."""
+        """Record why the trainer ends."""
         _write(self._error, error)
         self.words[StatusWord.STATE] = TrainerState.FAILED
 
     @property
     def error(self) -> str:
+        """Return why the trainer has ended; empty if it has not failed."""
         return _read(self._error)
 
     @property
     def checkpoint_error(self) -> str:
-        """Why the last checkpoint could not be written; empty if it could."""
+        """Return why the last checkpoint could not be written or read; empty if there was no error."""
         return _read(self._checkpoint_error)
 
     @checkpoint_error.setter
@@ -147,6 +161,7 @@ class TrainerStatus:
             _write(self._checkpoint_error, text)
 
     def set_metrics(self, figures: Mapping[str, float]) -> None:
+        """Write the training's metrics."""
         count = self.get(StatusWord.METRICS) + 1
         _write(self._metrics[count % 2], json.dumps(dict(figures)))
         memory_fence()
@@ -154,7 +169,7 @@ class TrainerStatus:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the trainer told last."""
+        """Return the metrics that were written last."""
         while count := self.get(StatusWord.METRICS):
             memory_fence()
             text = _read(self._metrics[count % 2])
@@ -165,7 +180,7 @@ class TrainerStatus:
 
 
 class TrainerMemory:
-    """Both processes have one, over the same bytes."""
+    """The shared memory of node and trainer. Both processes map the same bytes."""
 
     def __init__(self, plan: TrainerPlan, fd: int) -> None:
         sizes = plan.regions
@@ -179,16 +194,18 @@ class TrainerMemory:
         self.trainer_status = TrainerStatus(parts["board"])
         self._moved: NDArray[np.float64] = np.frombuffer(parts["moved"], np.float64, 2)
         self.drafter = SharedSlots(plan.drafter, parts["drafter"])
-        """The node begins with number 1, what is to be trained; then the trainer publishes."""
+        """The node publishes number 1, the initial drafter; then the trainer publishes."""
         self.policy = SharedSlots(plan.policy, parts["policy"])
-        """The node publishes, the trainer takes."""
+        """The node publishes, the trainer reads."""
         self.features = parts["features"][: plan.feature_bytes]
-        """For a ring of features: the node writes, the trainer reads."""
+        """Ring of features: the node writes, the trainer reads."""
 
     @property
     def kl_nats(self) -> float:
-        """How far the policy is, per token, from the one that the last publication was for; written by the
-        node. Not a number: nobody has said so since."""
+        """Return the KL divergence per token between the policy and that of the newest drafter.
+
+        NaN if it is unknown. The node writes it.
+        """
         number, kl_nats = self._moved.tolist()
         return kl_nats if number == self.drafter.newest_number else math.nan
 
@@ -198,7 +215,7 @@ class TrainerMemory:
 
 
 def _write(memory: NDArray[np.uint8], text: str) -> None:
-    """The end of it, where it is too long."""
+    """Write the last bytes of the text that fit."""
     data = text.encode()[-len(memory) :]
     memory[len(data) :] = 0
     memory[: len(data)] = np.frombuffer(data, np.uint8)

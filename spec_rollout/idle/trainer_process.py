@@ -1,8 +1,8 @@
-"""`python -m aedit.spec_rollout.idle.trainer_process PARENT`: the process in which a drafter trains.
+"""Process in which a drafter trains: `python -m aedit.spec_rollout.idle.trainer_process PARENT`.
 
-Its node starts it, stopped, and lets it run only while the node waits. It reads features and the policy's
-head from the memory it shares with the node, publishes there what it has learned, and writes its own
-checkpoints; nobody waits for it.
+Its node starts it suspended and lets it run only while the node waits. It reads features and the policy's
+embedding and head from shared memory, publishes trained drafters there, and writes its own checkpoints. No
+process waits for it.
 """
 
 import os
@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING
 
 from aedit.spec_rollout.idle.suspended_process import read_work
 
-if TYPE_CHECKING:  # torch takes seconds to load, and this process first of all stops
+if TYPE_CHECKING:  # torch takes seconds to load, and this process must suspend itself first
     from aedit.spec_rollout.idle.trainer_memory import TrainerMemory, TrainerPlan
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerArguments:
-    """Where a trainer finds its desk."""
+    """Shared memory and plan of a trainer."""
 
     fd: int
     plan: "TrainerPlan"
 
 
 def main(arguments: list[str]) -> int:
+    """Run the trainer until the node has ended; return the exit code."""
     trainer_arguments: TrainerArguments = read_work(arguments)
     cpu_start_s = time.process_time()
     from aedit.spec_rollout.idle.trainer_memory import TrainerMemory
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _train(memory: "TrainerMemory", parent: int, cpu_start_s: float) -> None:
-    """Until the node has gone."""
+    """Train until the node has ended."""
     import torch
 
     from aedit.spec_rollout.idle.trainer_loop import NOTHING_TO_LEARN_S, TrainerLoop
@@ -57,7 +58,7 @@ def _train(memory: "TrainerMemory", parent: int, cpu_start_s: float) -> None:
 
 
 def _limit_memory(more_bytes: int | None) -> None:
-    """Let the process have so much beyond what it has now."""
+    """Limit the process to this much memory beyond what it has now."""
     if more_bytes is None:
         return
     import resource
@@ -72,5 +73,5 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads that still write shall not hold it up.
+    # Do not wait for threads that still write.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Whoever looks after the trainer's process: starts it, sees that it is dead or hangs, starts it again."""
+"""Supervision of the trainer process: start, detect death and hangs, restart."""
 
 import threading
 import time
@@ -14,11 +14,11 @@ from aedit.spec_rollout.idle.trainer_memory import StatusWord, TrainerState, Tra
 from aedit.types import check
 
 POLL_S = 0.05
-"""How often the keeper looks at the trainer while it runs. While it is stopped the keeper sleeps."""
+"""Interval of checks in seconds while the trainer runs. While it is suspended there are none."""
 START_TIMEOUT_S = 60.0
 CLOSE_S = 30.0
 WORKED_STEPS = 100
-"""So many microbatches between two deaths, and the second counts as the first."""
+"""Microbatches of a process after which its death counts as the first."""
 CUMULATIVE_WORDS = (
     StatusWord.STEPS,
     StatusWord.PUBLISHED,
@@ -31,24 +31,24 @@ CUMULATIVE_WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleConfig:
-    """How the trainer is run."""
+    """Settings of the trainer process."""
 
     threads: int = 1
     niceness: int = 19
-    """19 also means that it gets only what no other process wants (SCHED_IDLE), where that may be asked."""
+    """19 also means SCHED_IDLE where it is available: only time that no other process wants."""
     memory_bytes: int | None = None
-    """What it may take beyond torch itself. None: no limit."""
+    """Limit of its memory beyond torch itself. None: no limit."""
     checkpoint: Path | None = None
-    """None: a new trainer goes on from what was published last."""
+    """File of the checkpoint. None: a new process continues from the last publication."""
     checkpoint_every_s: float = 30.0
-    """Of the trainer's own processor time."""
+    """Interval in seconds of the trainer's own processor time."""
     hung_after_s: float = 60.0
-    """Of windows without a sign of life after which it is killed and started again."""
+    """Seconds of windows without a heartbeat after which it is killed and restarted."""
     starts_within_s: float = 300.0
-    """The same before its first sign of life: it loads torch, and what it had saved."""
+    """The same before its first heartbeat: it loads torch and its checkpoint."""
     restarts: Restarts = field(default_factory=Restarts)
     log: Path | None = None
-    """Its output, with the trace of what it failed with. None: nowhere; `status` has the last line."""
+    """File of its output, with the traceback of an error. None discards it; `status` has the last line."""
 
     def __post_init__(self) -> None:
         check(self.threads > 0, "threads", "must be above 0", self.threads)
@@ -61,8 +61,11 @@ class IdleConfig:
 
 
 class TrainerSupervisor:
-    """A thread that owns the process. Others only call `let` and `hold`, under `lock`, which costs them a
-    signal; starting, burying and killing happen in the thread, outside of the lock."""
+    """Thread that owns the trainer process.
+
+    Other threads call only `resume` and `suspend`, under `lock`, which costs them a signal. The thread
+    starts, reaps and kills the process outside of the lock.
+    """
 
     def __init__(
         self,
@@ -80,14 +83,15 @@ class TrainerSupervisor:
         self._is_running, self._running_since_s, self._allowed_s = False, 0.0, 0.0
         self._heartbeats, self._heartbeat_s = 0, 0.0
         self._open, self._closing = threading.Event(), threading.Event()
-        # The kernel ends the trainer with the thread that starts it: this one lasts as long as the process.
-        self._thread = threading.Thread(target=self._run, name="drafter-keeper", daemon=True)
+        # The kernel ends the trainer with the thread that starts it: this one lasts as long as the node.
+        self._thread = threading.Thread(target=self._run, name="drafter-supervisor", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def resume(self) -> None:
-        """Under the lock: the trainer may run from now on, this one or the one that is started next."""
+        """Let the trainer run, this process or the next one. Call it under the lock."""
         if self._is_running:
             return
         self._is_running, self._running_since_s = True, self._clock()
@@ -96,7 +100,7 @@ class TrainerSupervisor:
         self._open.set()
 
     def suspend(self) -> None:
-        """Under the lock."""
+        """Suspend the trainer. Call it under the lock."""
         if not self._is_running:
             return
         self._is_running, self._allowed_s = False, self.allowed_s
@@ -106,15 +110,15 @@ class TrainerSupervisor:
 
     @property
     def allowed_s(self) -> float:
-        """Time in which the trainer was allowed to run."""
+        """Return the seconds in which the trainer was allowed to run."""
         return self._allowed_s + (self._clock() - self._running_since_s if self._is_running else 0.0)
 
     def counted(self, word: StatusWord) -> int:
-        """Over all its lives."""
+        """Return the sum of a status word over all processes so far."""
         return self._previous[word] + self._status.get(word)
 
     def status(self) -> dict[str, Any]:
-        """Under the lock."""
+        """Return the state by name. Call it under the lock."""
         return {
             "state": self._state(),
             "pid": self._process.pid if self._process else None,
@@ -125,14 +129,18 @@ class TrainerSupervisor:
         }
 
     def close(self) -> None:
-        """End the process and the thread. Raises TimeoutError."""
+        """End the process and the thread.
+
+        Raises:
+            TimeoutError: They did not end in time.
+        """
         self._closing.set()
         self._open.set()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             raise TimeoutError(f"the drafter's trainer did not end within {CLOSE_S:g} s")
 
-    # --- the thread
+    # --- in the thread
 
     def _run(self) -> None:
         try:
@@ -140,11 +148,11 @@ class TrainerSupervisor:
             while not self._closing.is_set():
                 self._check()
                 self._closing.wait(POLL_S)
-                # It does not change while it is stopped, and looking would take time from the foreground.
+                # A suspended process does not change, and checks would take time from the foreground.
                 self._open.wait()
         except Exception as error:
-            # The node goes on without a trainer; status says so.
-            self._error = f"whoever looks after the trainer has failed: {type(error).__name__}: {error}"
+            # The node continues without a trainer; `status` shows the error.
+            self._error = f"the supervision of the trainer has failed: {type(error).__name__}: {error}"
         finally:
             process = self._detach()
             if process:
@@ -189,14 +197,16 @@ class TrainerSupervisor:
                 process.resume()
 
     def _detach(self) -> SuspendedProcess | None:
-        """Nobody signals it from now on."""
+        """Return the process and forget it, so that it gets no more signals."""
         with self._lock:
             process, self._process = self._process, None
             return process
 
     def _is_stuck(self, process: SuspendedProcess, allowed_s: float) -> bool:
-        """Whether it has slept, or computed, for longer than it takes to give a sign of life. One that wants
-        to run and is not given a core by the others of the machine is not stuck."""
+        """Return true if the process slept or computed too long without a heartbeat.
+
+        A process that is runnable but gets no core from the machine is not stuck.
+        """
         heartbeats = self._status.get(StatusWord.HEARTBEATS)
         if heartbeats != self._heartbeats:
             self._heartbeats, self._heartbeat_s = heartbeats, allowed_s

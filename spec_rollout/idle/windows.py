@@ -1,4 +1,4 @@
-"""When a node has waited, and for what."""
+"""Record of the times in which a node waited, by cause."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ KEPT_SPANS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One wait, on the monotonic clock."""
+    """One wait, in seconds on the monotonic clock."""
 
     cause: str
     began_s: float
@@ -16,28 +16,31 @@ class Span:
 
 
 class Windows:
-    """Spans in which the node had nothing else to do. They may overlap, when several threads wait; the
-    node's idle time is where at least one was open. Not for several threads at once: its owner has a lock."""
+    """Idle windows of a node.
+
+    Windows of several threads may overlap; the node is idle while at least one is open. Not thread-safe: its
+    owner holds a lock.
+    """
 
     def __init__(self) -> None:
         self.spans: deque[Span] = deque(maxlen=KEPT_SPANS)
-        """The latest."""
+        """Latest windows."""
         self.by_cause: dict[str, float] = {}
-        """Seconds; overlapping ones count for each."""
+        """Seconds by cause; overlapping windows count for each."""
         self.count = 0
-        """Windows that have ended."""
+        """Number of windows that have ended."""
         self.num_open = 0
         self._idle_s, self._idle_since_s = 0.0, 0.0
 
     def enter(self, now_s: float) -> bool:
-        """Whether it is the only one."""
+        """Open a window; return true if it is the only open one."""
         self.num_open += 1
         if self.num_open == 1:
             self._idle_since_s = now_s
         return self.num_open == 1
 
     def leave(self, cause: str, began_s: float, now_s: float) -> bool:
-        """Whether it was the last one."""
+        """Close a window; return true if no other is open."""
         self.num_open -= 1
         self.count += 1
         self.spans.append(Span(cause, began_s, now_s))
@@ -47,5 +50,5 @@ class Windows:
         return self.num_open == 0
 
     def idle_s(self, now_s: float) -> float:
-        """All idle time until now."""
+        """Return all idle seconds until now."""
         return self._idle_s + (now_s - self._idle_since_s if self.num_open else 0.0)

@@ -1,4 +1,4 @@
-"""Which samples are learned from next, and which are kept apart to judge by."""
+"""Selection of samples for training and for held-out evaluation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,27 +8,32 @@ from aedit.spec_rollout.learning.feature_reader import Entry
 HELD_OUT_EVERY = 8
 HELD_OUT_TOKENS = 4096
 EARLY_SHARE, LATE_SHARE = 0.5, 0.25
-"""Of a batch, from the step before: as long as this step has no long samples, and then."""
+"""Share of a batch from the previous step: while the current step has no long samples, and afterwards."""
 
 
 def is_held_out(entry: Entry) -> bool:
-    """Whole samples are kept apart, by their number alone: never learned from by anybody."""
+    """Return true if the sample is held out of training. This depends on its serial number alone."""
     return entry.serial % HELD_OUT_EVERY == 0
 
 
 def held_out(entries: Sequence[Entry], num_tokens: int = HELD_OUT_TOKENS) -> list[Entry]:
-    """The newest samples nobody learns from, until they have so many tokens together."""
+    """Return the newest held-out samples until they have `num_tokens` tokens together."""
     held_out_entries = sorted(filter(is_held_out, entries), key=lambda entry: -entry.serial)
     return _until(held_out_entries, num_tokens)
 
 
 def one_step_off(entries: Sequence[Entry], uses: Mapping[int, int], num_tokens: int) -> list[Entry]:
-    """Samples of at least `num_tokens` together, if there are so many: some of this step, some of before.
+    """Return training samples of at least `num_tokens` tokens together, if there are as many.
 
-    The samples of a step that come in first are its short ones. So half of a batch comes from the step
-    before, of which the long ones are there, until this step has one that is as long as nine in ten of that;
-    then a quarter does (one-step-off sampling, arXiv:2511.16665). Both parts take what has been used least
-    (`uses` by serial), the long ones first among equals. What one part lacks the other gives.
+    The samples of a step that finish first are its short ones. So half of a batch comes from the previous
+    step, whose long samples are available, until the current step has a sample as long as the 90th percentile
+    of the previous one; then a quarter (one-step-off sampling, arXiv:2511.16665). Both parts take the least
+    used samples, long ones first among equals. What one part lacks comes from the other.
+
+    Args:
+        entries: Available samples.
+        uses: Number of uses by serial number.
+        num_tokens: Size of the batch in tokens.
     """
     training_entries = [entry for entry in entries if not is_held_out(entry)]
     newest = max((entry.step for entry in training_entries), default=0)
@@ -55,7 +60,7 @@ def _share(now: Sequence[Entry], before: Sequence[Entry]) -> float:
 
 
 def _until(entries: Sequence[Entry], num_tokens: int) -> list[Entry]:
-    """The first of them, until they have so many tokens."""
+    """Return the first entries until they have `num_tokens` tokens."""
     chosen: list[Entry] = []
     for entry in entries:
         if num_tokens <= 0:

@@ -1,4 +1,4 @@
-"""How a draft layer learns: rows of packed samples, one after the other, then a step of AdamW."""
+"""Training step of a draft layer: forward and backward over packed rows, then AdamW."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +18,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTrainingConfig:
-    """A fresh AdamW takes steps of the full learning rate whatever the gradient is; on a drafter that is good
-    already this hurts, hence the warm-up. Measured on one that has 0.412 of its chains of 4 accepted, after
-    1, 3 and 24 more steps on the same policy: lr 3e-3 at once -0.172, -0.051, +0.005; 1e-3 at once -0.028,
-    +0.001, +0.016, and with the warm-up 0.000, +0.002, +0.009; 3e-4 with it 0.000, +0.001, +0.014. From a
-    fresh layer 3e-3 learns faster than 1e-3 (0.471 against 0.408 after 150 steps of cross entropy in three
-    passes). After a policy that moves, in idle time, 2e-3 recovered 0.52, 0.72 and 0.83 of what was lost at
-    KL 0.18, 0.44 and 1.05, and 1e-3 0.21, 0.68 and 0.82 at 0.18, 0.45 and 0.80 (one run each)."""
+    """Settings of the training.
+
+    A new AdamW takes steps of the full learning rate whatever the gradient is. This harms a drafter that is
+    good already, hence the warm-up. Measured on a drafter with 0.412 of its chains of 4 accepted, after 1, 3
+    and 24 more steps on the same policy: lr 3e-3 without warm-up -0.172, -0.051, +0.005; 1e-3 without -0.028,
+    +0.001, +0.016, with warm-up 0.000, +0.002, +0.009; 3e-4 with warm-up 0.000, +0.001, +0.014. From a new
+    layer 3e-3 learns faster than 1e-3 (0.471 against 0.408 after 150 steps of cross entropy with three
+    passes). On a policy that moves, in idle time, 2e-3 recovered 0.52, 0.72 and 0.83 of the loss at KL 0.18,
+    0.44 and 1.05, and 1e-3 0.21, 0.68 and 0.82 at 0.18, 0.45 and 0.80 (one run each).
+    """
 
     loss: LossConfig = field(default_factory=LossConfig)
     lr: float = 2e-3
@@ -32,13 +35,13 @@ class DraftTrainingConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.01
     clip: float = 1.0
-    """Of the gradient's norm."""
+    """Limit of the gradient norm."""
     batch_pairs: int = 512
-    """Of a step, about: whole samples are taken."""
+    """Approximate number of pairs per step: samples are taken whole."""
     row_pairs: int = 256
-    """Computed at once: training can be broken off between two rows."""
+    """Pairs per packed row. Training can be interrupted between two rows."""
     response_only: bool = True
-    """Prompts are seen but not learned from."""
+    """Train on the answers only; prompts are context."""
 
     def __post_init__(self) -> None:
         check(self.lr > 0, "lr", "must be above 0", self.lr)
@@ -50,37 +53,40 @@ class DraftTrainingConfig:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Of one step."""
+    """Figures of one step."""
 
     loss: float
-    """Per pair that counted."""
+    """Per counted pair."""
     overlap_S: tuple[float, ...]
-    """Mean sum over tokens of min(p, q) in each feedback pass, before the step; 0 where p was not known."""
+    """Mean over pairs of the sum over tokens of min(p, q) in each feedback pass, before the step; 0 where p
+    was unknown."""
     num_pairs: int
     gradient_norm: float
     lr: float
 
 
 class DraftTrainer:
-    """Trains a layer. It never touches the policy's tensors, and keeps none of them."""
+    """Trains a draft layer. It neither changes nor keeps the policy's tensors."""
 
     def __init__(self, layer: DraftLayer, config: DraftTrainingConfig) -> None:
         self.layer, self.config = layer, config
         self.lr_factor = 1.0
-        """What the gate makes of the learning rate."""
+        """Factor of the learning rate, set by the gate."""
         self.num_steps = 0
         self._optimizer = self._fresh()
 
     def step(self, samples: Sequence[FeatureSample], embeddings: PolicyEmbeddings) -> Metrics | None:
-        """One step on samples; None if there was nothing to learn in them."""
+        """Run one step on these samples; return None if they contain nothing to learn."""
         pieces = list(self.rows(samples, embeddings))
         return pieces[-1] if pieces else None
 
     def rows(
         self, samples: Sequence[FeatureSample], embeddings: PolicyEmbeddings
     ) -> Iterator[Metrics | None]:
-        """The same in pieces: yields None after each row, and the metrics once the step has been taken. A
-        step that is not gone through to its end has changed nothing."""
+        """Run one step in pieces: yield None after each row, and the metrics after the optimizer step.
+
+        A step that is not iterated to its end has changed nothing.
+        """
         packed = pack(samples, self.config.row_pairs, response_only=self.config.response_only)
         num_pairs = sum(row.num_counted for row in packed)
         self._optimizer.zero_grad(set_to_none=True)
@@ -94,7 +100,10 @@ class DraftTrainer:
             yield self._finish(sums, num_pairs)
 
     def state(self) -> dict[str, Tensor]:
-        """The trained tensors, AdamW's moments and the counts: what `resume` needs to go on exactly."""
+        """Return the trained tensors, AdamW's moments and the counters.
+
+        `resume` continues exactly from them.
+        """
         state = {f"layer.{name}": value.detach().clone() for name, value in self.layer.state_dict().items()}
         for name, value in self.layer.named_parameters():
             moments = self._optimizer.state.get(value, {})
@@ -105,7 +114,11 @@ class DraftTrainer:
         return state
 
     def resume(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from `state()`. ValueError, and nothing has changed, if it is of another drafter."""
+        """Continue from a `state`.
+
+        Raises:
+            ValueError: It belongs to another drafter. Nothing has changed.
+        """
         parameters = dict(self.layer.named_parameters())
         _check(parameters, state)
         prefix = "layer."
@@ -118,12 +131,12 @@ class DraftTrainer:
             self._optimizer.state[value] = {"step": torch.tensor(float(self.num_steps)), **moments}
 
     def restart(self, tensors: Mapping[str, Tensor]) -> None:
-        """Train other weights from now on, with moments and a warm-up of their own."""
+        """Train these weights from now on, with new moments and a new warm-up."""
         self.layer.load_state_dict(tensors)
         self._optimizer, self.num_steps = self._fresh(), 0
 
     def _finish(self, sums: Sequence[Losses], num_pairs: int) -> Metrics:
-        """AdamW's step, on the gradients of all rows."""
+        """Take AdamW's step on the gradients of all rows."""
         lr = self._lr()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -149,7 +162,7 @@ class DraftTrainer:
 
 
 def _check(parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """ValueError if moments or counts are missing, or of another shape than the parameters."""
+    """Raise ValueError if moments or counters are missing or have other shapes than the parameters."""
     wanted = {f"{part}.{name}": value.shape for name, value in parameters.items() for part in MOMENTS}
     wanted |= {"num_steps": torch.Size(), "lr_factor": torch.Size()}
     for name, shape in wanted.items():

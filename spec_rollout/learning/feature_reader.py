@@ -1,4 +1,4 @@
-"""The other side of a feature ring: what a drafter's trainer reads, in its own process."""
+"""Reader of a feature ring, for the trainer process."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from aedit.spec_rollout.learning.feature_ring import (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the table says of a sample, without the sample."""
+    """Table entry of a sample."""
 
     slot: int
     sequence: int
@@ -37,7 +37,7 @@ class Entry:
     num_tokens: int
     num_prompt: int
     version: int
-    """Of the policy that made the features."""
+    """Version of the policy that computed the features."""
     step: int
     serial: int
     """Counts the samples of this ring, from 0."""
@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class FeatureSample:
-    """One sample, or as much as there is of it: a copy that stays."""
+    """Copy of a sample, or of its part that was written so far."""
 
     tokens_N: Tensor
     """int64."""
@@ -60,21 +60,26 @@ class FeatureSample:
 
 
 class FeatureReader:
-    """Reads what a `FeatureRing` writes, maybe in another process. Several may."""
+    """Reads what a `FeatureRing` writes, possibly in another process. There may be several readers."""
 
     def __init__(self, buffer: Buffer) -> None:
-        """ValueError if there is no ring in the buffer."""
+        """Open the ring in `buffer`.
+
+        Raises:
+            ValueError: The buffer does not contain a ring.
+        """
         magic, width, dtype, num_pages, page_tokens = np.frombuffer(buffer, np.int64, count=5).tolist()
         if magic != MAGIC or not 0 <= dtype < len(DTYPES):
-            raise ValueError("there is no feature ring in these bytes")
+            raise ValueError("the buffer does not contain a feature ring")
         self._views = RingViews(buffer, RingShape(width, DTYPES[dtype], num_pages, page_tokens))
 
     @property
     def shape(self) -> RingShape:
+        """Return the shape of the ring."""
         return self._views.shape
 
     def entries(self) -> list[Entry]:
-        """The samples that have at least two tokens, in the order in which they began."""
+        """Return the samples with at least two tokens, in the order in which they began."""
         table = self._views.entries.copy()
         again = self._views.entries[:, SEQUENCE].copy()
         steady = (table[:, SEQUENCE] == again) & (again % 2 == 0) & (again > 0) & (table[:, EXTENT] >> 32 > 0)
@@ -82,7 +87,7 @@ class FeatureReader:
         return sorted(found, key=lambda entry: entry.serial)
 
     def read(self, entry: Entry) -> FeatureSample | None:
-        """As much of the sample as there was when the entry was read; None if it has gone since."""
+        """Return the part of the sample that `entry` describes, or None if the sample was evicted."""
         row = self._views.entries[entry.slot]
         num_rows = entry.num_tokens - 1
         rows = self._views.pages[list(self._chain(int(row[FIRST_PAGE]), num_rows))].flatten(0, 1)[:num_rows]
@@ -119,7 +124,10 @@ class FeatureReader:
         )
 
     def _chain(self, page: int, num_rows: int) -> Iterator[int]:
-        """Pages of a sample; where it is being taken away meanwhile any pages, but no more than it had."""
+        """Yield the pages of a sample, at most as many as it had.
+
+        While the sample is being evicted, these may be any pages; the checksum of `read` detects this.
+        """
         for _ in range(-(-num_rows // self.shape.page_tokens)):
             if not 0 <= page < self.shape.num_pages:
                 return

@@ -1,9 +1,9 @@
-"""Samples a drafter can learn from, in a bounded number of shared bytes: one writer, readers, no locks.
+"""Ring of training samples in shared memory: bounded size, one writer, several readers, no locks.
 
-The bytes are a table of entries and a pool of pages. A sample is one entry and a chain of pages, which grows
-as the sample does. What has been written of it is never changed again; how much that is, and its CRC-32, are
-one 8-byte word, so that a reader sees a whole prefix or, from the entry's sequence number (odd: nobody's),
-that the sample has gone. The writer never waits, and a reader that is stopped at any point holds up nobody.
+The memory contains a table of entries and a pool of pages. A sample is one entry and a chain of pages that
+grows with it. Written data never changes. Its length and CRC-32 are one 8-byte word, so that a reader sees a
+complete prefix or, from the entry's sequence number (odd: unused), that the sample was evicted. The writer
+never waits, and a suspended reader blocks nobody.
 """
 
 import zlib
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 Buffer = Any
-"""Writable bytes that both sides see: a memoryview of shared memory, an mmap, a bytearray."""
+"""Writable bytes that both sides map: a memoryview of shared memory, an mmap, a bytearray."""
 
 SMALL_KL_NATS = 0.05
-"""A policy that has moved by less, per token, teaches the same."""
+"""KL divergence per token below which samples of an older policy remain useful."""
 
 MAGIC = 0x6165646974463031
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -32,49 +32,55 @@ CRC_BITS = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class RingShape:
-    """How the bytes of a ring are divided."""
+    """Division of the bytes of a ring."""
 
     width: int
-    """Numbers of a feature: the hidden size, or more with taps."""
+    """Size of a feature: the hidden size, or more with taps."""
     dtype: torch.dtype
     num_pages: int
     page_tokens: int = 32
 
     @property
     def row_bytes(self) -> int:
-        """A pair: the token, and the feature of the token before it."""
+        """Return the bytes of a pair: the token, and the feature of the token before it."""
         feature_bytes = self.width * self.dtype.itemsize
         return WORD_BYTES + -(-feature_bytes // WORD_BYTES) * WORD_BYTES
 
     @property
     def table_words(self) -> int:
+        """Return the number of 8-byte words of header, entries and page links."""
         return HEADER_WORDS + self.num_pages * (ENTRY_WORDS + 1)
 
     @property
     def num_bytes(self) -> int:
+        """Return the size of the ring in bytes."""
         return self.table_words * WORD_BYTES + self.num_pages * self.page_tokens * self.row_bytes
 
     @staticmethod
     def within(num_bytes: int, width: int, dtype: torch.dtype, page_tokens: int = 32) -> "RingShape":
-        """As many pages as fit. ValueError if not even two do, or the dtype is not one that is kept."""
+        """Return the shape with as many pages as fit into `num_bytes`.
+
+        Raises:
+            ValueError: Not even two pages fit, or the dtype is not supported.
+        """
         if dtype not in DTYPES:
-            raise ValueError(f"features of {dtype} cannot be kept: one of {', '.join(map(str, DTYPES))}")
+            raise ValueError(f"features must be in one of {', '.join(map(str, DTYPES))}, got {dtype}")
         one = RingShape(width, dtype, 1, page_tokens)
         page_bytes = (ENTRY_WORDS + 1) * WORD_BYTES + page_tokens * one.row_bytes
         num_pages = (num_bytes - HEADER_WORDS * WORD_BYTES) // page_bytes
         if num_pages < 2:
             raise ValueError(
-                f"{num_bytes} bytes hold no features: a page takes {page_bytes}, and two are needed"
+                f"a ring of features needs at least two pages of {page_bytes} bytes, got {num_bytes} bytes"
             )
         return RingShape(width, dtype, num_pages, page_tokens)
 
 
 class RingViews:
-    """The parts of the bytes."""
+    """Arrays over the parts of a ring's bytes."""
 
     def __init__(self, buffer: Buffer, shape: RingShape) -> None:
         if len(buffer) < shape.num_bytes:
-            raise ValueError(f"a ring of {shape.num_bytes} bytes does not fit into {len(buffer)}")
+            raise ValueError(f"a ring of {shape.num_bytes} bytes does not fit into a buffer of {len(buffer)}")
         self.shape = shape
         words = np.frombuffer(buffer, np.int64, count=shape.table_words)
         entries_end = HEADER_WORDS + shape.num_pages * ENTRY_WORDS
@@ -91,19 +97,19 @@ class RingViews:
         self.pages = rows.view(shape.num_pages, shape.page_tokens, shape.row_bytes)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and features, as views of rows of bytes."""
+        """Return tokens and features as views of rows of bytes."""
         end = WORD_BYTES + self.shape.width * self.shape.dtype.itemsize
         return rows[:, :WORD_BYTES].view(torch.int64)[:, 0], rows[:, WORD_BYTES:end].view(self.shape.dtype)
 
 
 def checksum(rows: Tensor, before: int = 0) -> int:
-    """CRC-32 of rows of bytes, going on from that of the rows before them."""
+    """Return the CRC-32 of rows of bytes, continued from that of the rows before them."""
     return zlib.crc32(rows.numpy().data, before)
 
 
 @dataclass(slots=True, eq=False)
 class RingSample:
-    """A sample as its writer knows it."""
+    """State of a sample at the writer."""
 
     slot: int
     step: int
@@ -112,20 +118,21 @@ class RingSample:
     num_rows: int = 0
     checksum: int = 0
     is_open: bool = True
-    """More may come: it is not taken away for others."""
+    """The sample may grow, so it is not evicted."""
     is_kept: bool = True
 
 
 class FeatureRing:
-    """Where the engine leaves what it has computed anyway; the one writer of its bytes.
+    """Writer of a ring of features.
 
-    When they are full, whole samples go: those of the oldest steps first, among them the shortest first, for
-    the long ones are rare and are what a drafter is slow at (one-step-off sampling, arXiv:2511.16665). A
-    sample that grows is not taken away; if all of them do, the one that wants more is given up.
+    When the ring is full, whole samples are evicted: those of the oldest steps first, and the shortest of
+    these first, as long samples are rare and drafters are slow at them (one-step-off sampling,
+    arXiv:2511.16665). Growing samples are not evicted; if all samples are growing, the one that needs more
+    space is dropped.
     """
 
     def __init__(self, buffer: Buffer, shape: RingShape) -> None:
-        """Begins anew, whatever was in the buffer; it must start at a multiple of 8 bytes."""
+        """Initialize the ring in `buffer`, which must be aligned to 8 bytes. Earlier contents are lost."""
         self.shape = shape
         self.step = 0
         self._views = RingViews(buffer, shape)
@@ -144,11 +151,13 @@ class FeatureRing:
         self._version, self._step_has_samples = 0, False
 
     def begin_step(self, kl_nats: float | None = None) -> None:
-        """A new step of reinforcement learning. What is older than two steps goes. Whoever forgets to say so
-        is forgiven: samples of a new policy begin a step of their own.
+        """Start a new step of reinforcement learning and evict samples older than two steps.
 
-        kl_nats: how far the policy has moved, per token, since the oldest sample: below 0.05 it teaches the
-        same, and stays as long as there is room. None: not known.
+        Samples of a new policy start a step of their own if this is not called.
+
+        Args:
+            kl_nats: KL divergence per token between the policy and that of the oldest sample. Below 0.05 old
+                samples stay while there is room. None: unknown.
         """
         self.step, self._step_has_samples = self.step + 1, False
         if kl_nats is None or kl_nats >= SMALL_KL_NATS:
@@ -156,7 +165,7 @@ class FeatureRing:
                 self._evict(sample)
 
     def begin(self, first_token: int, num_prompt: int, version: int) -> RingSample | None:
-        """A sample to `append` to; None if there is no room that could be made."""
+        """Start a sample and return it for `append`; None if no room can be made."""
         if version != self._version and self._step_has_samples:
             self.begin_step()
         if not self._free_slots and not self._make_room():
@@ -172,8 +181,14 @@ class FeatureRing:
         return sample
 
     def append(self, sample: RingSample, tokens_M: Tensor, features_MF: Tensor) -> bool:
-        """Pairs that follow: each token with the policy's hidden state at the token before it, on the CPU.
-        False, and nothing is kept of the sample, if there is no room that could be made."""
+        """Append pairs: each token with the policy's hidden state of the token before it, on the CPU.
+
+        Returns:
+        False if no room can be made. Nothing is kept of the sample then.
+
+        Raises:
+            ValueError: Numbers of tokens and features differ, or the feature size is wrong.
+        """
         rows = self._rows(tokens_M, features_MF)
         if not sample.is_kept or not self._reserve(sample, len(rows)):
             return False
@@ -190,7 +205,12 @@ class FeatureRing:
         return True
 
     def end(self, sample: RingSample, finished: bool) -> None:
-        """No more of it will come. It stays for its readers until the room is needed."""
+        """Close a sample. It stays available until its room is needed.
+
+        Args:
+            sample: Sample of `begin`.
+            finished: Its text is complete.
+        """
         sample.is_open = False
         if not sample.is_kept:
             return
@@ -200,7 +220,7 @@ class FeatureRing:
         self._views.entries[sample.slot, FINISHED] = int(finished)
 
     def status(self) -> dict[str, object]:
-        """Bytes that are taken once and for all, and what is in them."""
+        """Return the contents of the ring by name."""
         return {
             "bytes": self.shape.num_bytes,
             "bytes_used": self.num_used_bytes,
@@ -214,6 +234,7 @@ class FeatureRing:
 
     @property
     def num_used_bytes(self) -> int:
+        """Return the bytes that are in use."""
         free = len(self._free_pages) * self.shape.page_tokens * self.shape.row_bytes
         return self.shape.num_bytes - free
 
@@ -221,7 +242,7 @@ class FeatureRing:
         if features_MF.shape != (len(tokens_M), self.shape.width):
             raise ValueError(
                 f"{len(tokens_M)} tokens and features of shape {tuple(features_MF.shape)}: a ring of width "
-                f"{self.shape.width} wants one feature for each token"
+                f"{self.shape.width} needs one feature per token"
             )
         rows = torch.empty(len(tokens_M), self.shape.row_bytes, dtype=torch.uint8)
         tokens, features = self._views.split(rows)
@@ -230,7 +251,7 @@ class FeatureRing:
         return rows
 
     def _reserve(self, sample: RingSample, num_rows: int) -> bool:
-        """Pages for so many rows more, linked to those before them."""
+        """Add pages for `num_rows` more rows to the sample; return false if no room can be made."""
         wanted = -(-(sample.num_rows + num_rows) // self.shape.page_tokens)
         while len(sample.pages) < wanted:
             if not self._free_pages and not self._make_room():
@@ -244,7 +265,7 @@ class FeatureRing:
         return True
 
     def _make_room(self) -> bool:
-        """Takes away the sample that can best be missed. False if all are growing."""
+        """Evict the oldest, shortest sample; return false if all are growing."""
         closed = [sample for sample in self._samples if not sample.is_open]
         if not closed:
             return False

@@ -1,4 +1,4 @@
-"""What the engine has computed anyway goes into a feature ring: the sink that follows its rows."""
+"""Feature sink of an engine: writes the samples of its rows into a feature ring."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingSample
 
 @dataclass(slots=True)
 class _Row:
-    """What is known of a row's sample and not in the ring yet."""
+    """Part of a row's sample that is not in the ring yet."""
 
     sample: RingSample | None
     version: int
     tokens: list[int] = field(default_factory=list)
     features: list[tuple[Tensor, int, int]] = field(default_factory=list)
-    """Tensors of (B, m, F) that rows share; this row's index; how many of its m count."""
+    """Tensors (B, m, F) that rows share, the row's index, and its number of valid entries."""
 
     def add(self, tokens: Sequence[int], features_BMF: Tensor, index: int) -> None:
         if tokens:
@@ -27,11 +27,11 @@ class _Row:
 
 
 class RowFeatures:
-    """A `FeatureSink`: writes the samples of an engine's rows into a ring as they grow.
+    """A `FeatureSink` that writes the samples of an engine's rows into a ring as they grow.
 
-    A step costs one copy on the features' own device and no synchronisation; every `flush_steps` steps, and
-    when a sample ends, what has come together is written. So partial samples can be learned from before they
-    are finished, and at most the features of so many steps wait outside of the ring.
+    A step costs one copy on the features' own device and no synchronization. Every `flush_steps` steps, and
+    when a sample ends, the collected features are written. So unfinished samples can be trained on, and at
+    most the features of that many steps are kept outside of the ring.
     """
 
     def __init__(self, ring: FeatureRing, *, flush_steps: int = 32) -> None:
@@ -41,8 +41,9 @@ class RowFeatures:
         self._rows: dict[int, _Row] = {}
 
     def begin(self, rows: Sequence[RowStart], version: int) -> None:
+        """Add samples that start in these rows."""
         for start in rows:
-            # What has no features is as if it had not been: the text begins later.
+            # Tokens without features are dropped: the sample starts after them.
             missing = len(start.tokens) - 1 - len(start.features_Td)
             num_prompt = max(1, start.num_prompt - missing)
             sample = self.ring.begin(start.tokens[missing], num_prompt, version)
@@ -51,7 +52,11 @@ class RowFeatures:
                 row.add(start.tokens[missing + 1 :], self._copy(start.features_Td).unsqueeze(0), 0)
 
     def update(self, update: StepUpdate, version: int) -> None:
-        """ValueError if a row's sample began with another version."""
+        """Collect the tokens and features of one step.
+
+        Raises:
+            ValueError: A row's sample began with another policy version.
+        """
         features_BMF = self._copy(update.features)
         for index, tokens in enumerate(update.tokens):
             row = self._rows[index]
@@ -67,26 +72,28 @@ class RowFeatures:
             self.flush()
 
     def move(self, source: int, target: int) -> None:
+        """Rename row `source` to `target`, whose sample has ended."""
         self._rows[target] = self._rows.pop(source)
 
     def end(self, row: int, finished: bool) -> None:
+        """Write the rest of the row's sample and close it."""
         ended = self._rows.pop(row)
         self._write(ended)
         if ended.sample is not None:
             self.ring.end(ended.sample, finished)
 
     def status(self) -> dict[str, object]:
-        """The ring's, and the bytes of what waits outside of it."""
+        """Return the status of the ring, and the bytes of collected features outside of it."""
         waiting = {x.data_ptr(): x.nbytes for row in self._rows.values() for x, _, _ in row.features}
         return {**self.ring.status(), "bytes_waiting": sum(waiting.values())}
 
     def flush(self) -> None:
-        """Write what has come together; on a GPU this waits for the steps that made it."""
+        """Write the collected features. On a GPU this synchronizes with the steps that computed them."""
         for row in self._rows.values():
             self._write(row)
 
     def _copy(self, features: Tensor) -> Tensor:
-        """The engine may use the memory again."""
+        """Copy features: the engine may reuse the memory."""
         return features.detach().to(self.ring.shape.dtype, copy=True)
 
     def _write(self, row: _Row) -> None:

@@ -1,15 +1,15 @@
-"""The draft layer as it runs when it drafts, for every pair of a packed row that counts, at once.
+"""Feedback passes: the draft layer as it runs while drafting, for all pairs of a row at once.
 
-A chain begins at a pair with the policy's own feature; from there on the layer eats its own guesses. Pass s
-is what it does s tokens into a chain, for all places where the chain may have begun (HASS, arXiv:2408.15766;
-EAGLE-3's training-time test, arXiv:2503.01840): pair t is given the guess of pass s - 1 at t - 1, and sees
-what the drafter's cache would hold: keys and values of policy features up to t - s, where the chain began,
-then of one guess from each of the passes 1..s at t - s + 1..t.
+A chain starts at a pair with the policy's own feature; then the layer is fed its own predictions. Pass s
+computes the prediction s tokens into a chain, for all positions where a chain may have started (HASS,
+arXiv:2408.15766; EAGLE-3's training-time test, arXiv:2503.01840). Pair t gets the prediction of pass s - 1 at
+t - 1, and attends to what the drafter's cache would hold: keys and values of policy features up to t - s,
+where the chain started, then of one prediction from each of the passes 1..s at t - s + 1..t.
 
-Of pairs that do not count, as those of a prompt, nothing is computed but the keys and values that others see.
+Of pairs that do not count, such as those of a prompt, only the keys and values are computed.
 
-Shapes: P pairs, C of them where a pass has something to guess, K heads of keys and values, G queries of each,
-e head size, d hidden size.
+Shapes: P pairs, C of them in a pass, K key/value heads, G query heads per key/value head, e head size, d
+hidden size.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ from aedit.spec_rollout.learning.packing import PackedRow, visible
 
 @dataclass(frozen=True, slots=True)
 class FeedbackPass:
-    """What one pass makes."""
+    """Predictions of one pass."""
 
     at_C: Tensor
-    """int64: the pairs, in order."""
+    """int64: indices of the pairs, ascending."""
     predicted_Cd: Tensor
-    """The guessed feature after each."""
+    """Predicted feature after each pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class _PassCache:
 
     kv_Ckv: Tensor
     index_P: Tensor
-    """int64: where in them each pair is; 0 for those that are not."""
+    """int64: index of each pair in `kv_Ckv`; 0 for pairs that are not in it."""
 
     def at(self, pairs: Tensor) -> Tensor:
-        """Those of these pairs, (len(pairs), kv)."""
+        """Return the keys and values of these pairs, (len(pairs), kv)."""
         return self.kv_Ckv[self.index_P[pairs]]
 
 
@@ -51,8 +51,15 @@ def predict_features(
     num_passes: int,
     counts_P: Tensor | None = None,
 ) -> list[FeedbackPass]:
-    """The passes 0..num_passes - 1, pass s at the pairs `chained(counts_P, s)`. counts_P: bool, the pairs to
-    guess at, unless it is all that count; at no segment's last one."""
+    """Return the passes 0 .. num_passes - 1; pass s predicts at the pairs `chained(counts_P, s)`.
+
+    Args:
+        layer: Draft layer.
+        packed: Packed row.
+        embedding_Vd: The policy's embedding.
+        num_passes: Number of passes.
+        counts_P: Bool, pairs to predict at; None is all that count. Never the last pair of a segment.
+    """
     counts_P = packed.counts_P if counts_P is None else counts_P
     dtype = layer.gain.dtype
     at_C = torch.arange(len(counts_P), device=counts_P.device)
@@ -63,7 +70,7 @@ def predict_features(
         if s > 0:
             at_C, before = chained(counts_P, s).nonzero()[:, 0], made[-1]
             inputs_Cw = before.predicted_Cd[_indices(before.at_C, len(counts_P))[at_C - 1]]
-        if not len(at_C):  # no chain is so long
+        if not len(at_C):  # no chain is as long
             made.append(FeedbackPass(at_C, inputs_Cw))
             continue
         embedded_1Cd = embedding_Vd[packed.tokens_P[at_C]].to(dtype)[None]
@@ -71,7 +78,7 @@ def predict_features(
         queries, kv = layer.queries_kv(fused_1Cd, packed.positions_P[at_C][None])
         pass_caches.append(_PassCache(kv[0], _indices(at_C, len(counts_P))))
         fused_Cd, queries_CHe = fused_1Cd[0], queries[0]
-        if s == 0:  # those that do not count have been computed for what others see of them
+        if s == 0:  # other pairs were computed for their keys and values only
             at_C = counts_P.nonzero()[:, 0]
             fused_Cd, queries_CHe = fused_Cd[at_C], queries_CHe[at_C]
         mixed_Cq = _attend(queries_CHe, at_C, pass_caches, packed.segments_P)
@@ -80,8 +87,10 @@ def predict_features(
 
 
 def chained(counts_P: Tensor, num_steps: int) -> Tensor:
-    """Bool: the pairs that count at which a chain can be that began at a pair which counts, `num_steps`
-    before. As no segment's last pair counts, none of them has begun in another segment."""
+    """Return the counted pairs at which a chain can be that started at a counted pair `num_steps` before.
+
+    The last pair of a segment never counts, so no chain crosses segments.
+    """
     is_chained_P = counts_P
     for _ in range(num_steps):
         is_chained_P = counts_P & torch.cat((is_chained_P.new_zeros(1), is_chained_P[:-1]))
@@ -89,8 +98,7 @@ def chained(counts_P: Tensor, num_steps: int) -> Tensor:
 
 
 def _attend(queries_CHe: Tensor, at_C: Tensor, pass_caches: list[_PassCache], segments_P: Tensor) -> Tensor:
-    """(C, H * e): each of the pairs over what `pass_caches`, the keys and values of passes 0..s, lets it
-    see."""
+    """Return the attention output of the pairs over the caches of passes 0..s, (C, H * e)."""
     num_queries, num_heads, e = queries_CHe.shape
     num_pairs, steps = len(segments_P), len(pass_caches) - 1
     keys_KPe, values_KPe = _heads(pass_caches[0].kv_Ckv, e)
@@ -109,13 +117,13 @@ def _attend(queries_CHe: Tensor, at_C: Tensor, pass_caches: list[_PassCache], se
 
 
 def _heads(kv_Ckv: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """Keys and values, each (K, C, e)."""
+    """Return keys and values, each (K, C, e)."""
     keys, values = kv_Ckv.view(len(kv_Ckv), 2, -1, head_size).transpose(0, 2).unbind(1)
     return keys, values
 
 
 def _indices(at_C: Tensor, num_pairs: int) -> Tensor:
-    """Where each pair is among these."""
+    """Return the index of each of `num_pairs` pairs in `at_C`."""
     indices_P = torch.zeros(num_pairs, dtype=torch.int64, device=at_C.device)
     indices_P[at_C] = torch.arange(len(at_C), device=at_C.device)
     return indices_P

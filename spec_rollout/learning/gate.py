@@ -1,6 +1,6 @@
-"""Whether a newly trained drafter is better than the one in use, and whether training is worth its power.
+"""Gate of drafter training: decides on publication, rollback, learning rate and pauses.
 
-Pure: decisions are values, and depend on what is given only.
+All functions are pure.
 """
 
 from collections.abc import Sequence
@@ -17,27 +17,27 @@ from aedit.spec_rollout.learning.packing import PackedRow
 from aedit.spec_rollout.sampling.noise import gumbel
 from aedit.types import check
 
-GateDecision = Literal["publish", "keep", "go back"]
+GateDecision = Literal["publish", "keep", "revert"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateConfig:
-    """Match rates are shares of drafted tokens that the policy accepts, 0 to 1."""
+    """Settings of the gate. Match rates are shares of drafted tokens that the policy accepts, 0 to 1."""
 
     gain: float = 0.005
-    """A drafter is published whose match rate is higher by at least this."""
+    """Least increase of the match rate for a publication."""
     harm: float = 0.02
-    """One whose rate is lower by this has been spoilt: training goes back to what was published."""
+    """Decrease of the match rate at which training restarts from the published drafter."""
     near_peak: float = 0.98
-    """Training rests only while the published drafter is so near to the best it has been."""
+    """Training pauses only while the published drafter's match rate is at least this share of its peak."""
     small_kl_nats: float = 0.05
-    """And the policy has moved by less than this, per token, since it was published."""
+    """Training pauses only while the policy's KL divergence per token since the publication is below this."""
     smoothing: float = 0.3
-    """Share of a new measurement in the moving average of the published drafter's match rate."""
+    """Weight of a new measurement in the moving average of the published drafter's match rate."""
     patience: int = 3
-    """And so many verdicts one after the other have found nothing better: it has learned what it can."""
+    """Training pauses only after this many evaluations in a row have found nothing better."""
     smallest_lr: float = 1 / 16
-    """The learning rate is not halved below this share of what it was."""
+    """Lower limit of the factor of the learning rate."""
 
     def __post_init__(self) -> None:
         check(self.gain >= 0, "gain", "must be 0 or more", self.gain)
@@ -48,59 +48,78 @@ class GateConfig:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a drafter is worth on held-out samples, for chains of D tokens."""
+    """Match of a drafter with the policy on held-out samples, for chains of D tokens."""
 
     overlap_D: tuple[float, ...]
-    """How often a token at each depth is accepted if all before it were: sum over tokens of min(p, q)."""
+    """Probability that a token at each depth is accepted if all before it were: sum over tokens of min(p, q).
+    """
     coupled_D: tuple[float, ...]
-    """The same for drafting with the policy's own noise, measured with some."""
+    """The same for drafting with the policy's own noise, measured with sampled noise."""
     num_pairs: int
 
     @property
     def rate(self) -> float:
-        """Share of a chain's drafted tokens that is accepted: the mean of the products of `overlap_D`."""
+        """Return the share of a chain's drafted tokens that is accepted.
+
+        It is the mean of the products of `overlap_D`.
+        """
         product = torch.tensor(self.overlap_D, dtype=torch.float64).cumprod(0)
         return float(product.mean())
 
 
 @dataclass(frozen=True, slots=True)
 class GateState:
-    """All that the gate remembers."""
+    """State of the gate."""
 
     lr_factor: float = 1.0
     num_rejected: int = 0
-    """Verdicts since the last one that published."""
+    """Evaluations since the last publication."""
     average: float | None = None
     """Moving average of the published drafter's match rate."""
     peak: float = 0.0
-    """The highest that it has been since it was published."""
+    """Largest average since its publication."""
 
 
 def decide(
     published: float, candidate: float, state: GateState, config: GateConfig
 ) -> tuple[GateDecision, GateState]:
-    """Both match rates are of the same held-out samples. Who is not better is not published and learns at
-    half the rate; who is has the rate doubled again, up to what it was."""
+    """Return the decision on a trained drafter, and the new state.
+
+    A drafter that is not better is not published, and the learning rate is halved; after a better one it is
+    doubled, up to its initial value.
+
+    Args:
+        published: Match rate of the published drafter.
+        candidate: Match rate of the trained drafter on the same samples.
+        state: State of the gate.
+        config: Settings.
+    """
     if candidate >= published + config.gain:
         factor = min(1.0, 2 * state.lr_factor)
         return "publish", GateState(lr_factor=factor, average=candidate, peak=candidate)
     factor = max(config.smallest_lr, state.lr_factor / 2)
-    decision: GateDecision = "go back" if candidate < published - config.harm else "keep"
+    decision: GateDecision = "revert" if candidate < published - config.harm else "keep"
     return decision, replace(state, lr_factor=factor, num_rejected=state.num_rejected + 1)
 
 
 def with_measurement(rate: float, state: GateState, config: GateConfig) -> GateState:
-    """After another measurement of the published drafter's match rate."""
+    """Return the state after another measurement of the published drafter's match rate."""
     old = rate if state.average is None else state.average
     average = old + config.smoothing * (rate - old)
     return replace(state, average=average, peak=max(state.peak, average))
 
 
 def should_pause(state: GateState, kl_nats: float, config: GateConfig) -> bool:
-    """Whether training would be in vain: nothing better has been found for a while, the published drafter is
-    as good as ever, and the policy is where it was (a static drafter loses nothing below 0.05 nats a token).
+    """Return true if further training would gain nothing.
 
-    kl_nats: of the policy now from when the drafter was published; infinite or not a number: not known.
+    That is so if no better drafter was found for a while, the published one is near its peak, and the policy
+    has hardly moved (a static drafter loses nothing below 0.05 nats per token).
+
+    Args:
+        state: State of the gate.
+        kl_nats: KL divergence per token between the policy now and at the publication; infinite or NaN:
+            unknown.
+        config: Settings.
     """
     is_done = state.num_rejected >= config.patience
     is_good = state.average is not None and state.average >= config.near_peak * state.peak
@@ -108,7 +127,7 @@ def should_pause(state: GateState, kl_nats: float, config: GateConfig) -> bool:
 
 
 def reset_after_move(state: GateState) -> GateState:
-    """The policy has moved: there is something to learn again, at the full rate."""
+    """Return the state after a move of the policy: the full learning rate, and no evaluations."""
     return replace(state, lr_factor=1.0, num_rejected=0)
 
 
@@ -116,11 +135,13 @@ def reset_after_move(state: GateState) -> GateState:
 def held_out_match(
     layer: DraftLayer, rows: Sequence[PackedRow], embeddings: PolicyEmbeddings, depth: int
 ) -> Match:
-    """A drafter's match with the policy, at each of `depth` places of a chain, on packed rows.
+    """Return a drafter's match with the policy at each of `depth` positions of a chain, on packed rows.
 
-    Counts the pairs whose features are of the policy that `embeddings` is of; ValueError if there are
-    none. The
-    same rows have the same noise, so that two drafters can be compared.
+    Only pairs whose features are of the same policy version as `embeddings` count. The same rows get the same
+    noise, so that drafters can be compared.
+
+    Raises:
+        ValueError: No pair counts.
     """
     sums = torch.zeros(3, depth, dtype=torch.float64)
     for number, packed in enumerate(rows):
@@ -129,7 +150,7 @@ def held_out_match(
 
 
 def row_noise(number: int, packed: PackedRow, embeddings: PolicyEmbeddings) -> Tensor:
-    """(P, V): Gumbel noise for the pairs of a held-out row."""
+    """Return Gumbel noise for the pairs of a held-out row, (P, V)."""
     at_1P = torch.arange(len(packed.tokens_P), device=packed.tokens_P.device)[None]
     return gumbel(0, number, at_1P, embeddings.head_Vd.shape[0])[0]
 
@@ -138,8 +159,10 @@ def row_noise(number: int, packed: PackedRow, embeddings: PolicyEmbeddings) -> T
 def match_sums(
     layer: DraftLayer, packed: PackedRow, embeddings: PolicyEmbeddings, noise_PV: Tensor, depth: int
 ) -> Tensor:
-    """(3, depth), float64: sums over a row's pairs, of the overlap and of coupled matches, and their number.
-    Rows are added up."""
+    """Return sums over a row's pairs, (3, depth), float64: overlap, coupled matches, number of pairs.
+
+    The sums of several rows can be added.
+    """
     sums = torch.zeros(3, depth, dtype=torch.float64)
     exact_P = packed.counts_P & (packed.versions_P == embeddings.version)
     features_Pd = packed.features_Pw[:, : embeddings.head_Vd.shape[1]]
@@ -155,9 +178,13 @@ def match_sums(
 
 
 def match_from_sums(sums_3D: Tensor) -> Match:
-    """ValueError if there was nothing to match."""
+    """Return the match from `match_sums`.
+
+    Raises:
+        ValueError: No pair was counted.
+    """
     overlaps, coupled, counts = sums_3D
     if counts[0] == 0:
-        raise ValueError("no held-out pair is of the policy that the drafter is matched with")
+        raise ValueError("no held-out pair was computed by this policy version: wait for samples of it")
     counts = counts.clamp_min(1)
     return Match(tuple((overlaps / counts).tolist()), tuple((coupled / counts).tolist()), int(counts[0]))

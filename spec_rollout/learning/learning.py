@@ -1,6 +1,6 @@
-"""What a drafter's trainer does with features: learn, judge what was learned, and publish what is better.
+"""Work of a drafter's trainer: train on features, evaluate, publish what is better.
 
-Everything is cut into pieces of some 50 ms, as a trainer on a GPU must be able to stop between two.
+All work is split into pieces of about 50 ms, as a trainer on a GPU can be paused only between two pieces.
 """
 
 import math
@@ -28,19 +28,19 @@ from aedit.spec_rollout.learning.packing import pack
 from aedit.types import check
 
 MIN_EVALUATION_TOKENS = 256
-"""Of a new policy, kept apart, before anybody is judged by it early."""
+"""Held-out tokens of a new policy that an early evaluation needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningConfig:
-    """How a drafter learns and is judged."""
+    """Settings of training and evaluation of a drafter."""
 
     training: DraftTrainingConfig = field(default_factory=DraftTrainingConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     evaluate_every_steps: int = 32
     evaluate_moved_steps: int = 4
-    """After so many already where the policy has moved since the last judgement: a wait may be no longer, and
-    what was learned is of no use to anybody before it is published."""
+    """Steps before an evaluation if the policy has moved since the last one: idle time may end soon, and a
+    trained drafter is of no use before its publication."""
     evaluation_depth: int = 4
     """Length of the chains that are compared on held-out samples."""
     held_out_tokens: int = 4096
@@ -66,8 +66,15 @@ class LayerTraining:
         config: LearningConfig,
         kl_nats: Callable[[], float] = lambda: math.nan,
     ) -> None:
-        """layer: to be trained, in place. features: where a `FeatureRing` writes, or will. kl_nats: of the
-        policy from the one that the last publication was for; not a number: unknown."""
+        """Make the training.
+
+        Args:
+            layer: Layer to be trained, in place.
+            features: Memory in which a `FeatureRing` is or will be.
+            config: Settings.
+            kl_nats: Returns the KL divergence per token between the policy and that of the last publication;
+                NaN if unknown.
+        """
         self._config, self._features, self._kl_nats = config, features, kl_nats
         self._trainer = DraftTrainer(layer, config.training)
         self._published = _copy(layer)
@@ -82,28 +89,35 @@ class LayerTraining:
         self._pieces = self._learn()
 
     def set_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
+        """Use this embedding and head of the policy from now on."""
         embedding = policy["embedding"].to(self._device)
         head = policy["head"].to(self._device) if "head" in policy else embedding
         self._embeddings = PolicyEmbeddings(embedding, head, version)
 
     def begin(self, drafter: Mapping[str, Tensor]) -> None:
+        """Train these tensors from now on."""
         self._trainer.restart(drafter)
         self._published.load_state_dict(drafter)
 
     def resume(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from the state of an earlier process."""
         self._trainer.resume(state)
 
     def state(self) -> Mapping[str, Tensor]:
+        """Return the state of the training; see `DraftTrainer.state`."""
         return self._trainer.state()
 
     def microbatch(self) -> bool:
+        """Run the next piece of work; return false if there was nothing to do."""
         return next(self._pieces)
 
     def to_publish(self) -> Mapping[str, Tensor] | None:
+        """Return the trained tensors once after an evaluation found them better, else None."""
         better, self._to_publish = self._to_publish, None
         return better
 
     def metrics(self) -> Mapping[str, float]:
+        """Return the figures that are finite, by name."""
         published, candidate = self._rates
         figures = {
             "steps": self._trainer.num_steps,
@@ -117,10 +131,10 @@ class LayerTraining:
             figures |= {"loss": self._last.loss, "lr": self._last.lr, "overlap": self._last.overlap_S[0]}
         return {name: value for name, value in figures.items() if math.isfinite(value)}
 
-    # --- pieces
+    # --- pieces of work
 
     def _learn(self) -> Iterator[bool]:
-        """Without end: lessons, and a judgement after every few. False where there is nothing to do."""
+        """Train and evaluate forever; yield after each piece, False if there was nothing to do."""
         while True:
             version = self._embeddings.version if self._embeddings else None
             for number in range(self._config.evaluate_every_steps):
@@ -135,13 +149,13 @@ class LayerTraining:
                 self._trainer.lr_factor = self._gate_state.lr_factor
 
     def _has_moved(self) -> bool:
-        """Whether nobody has been judged yet by the policy as it is now, and somebody could be."""
+        """Return true if the policy has moved since the last evaluation and an evaluation is possible."""
         is_new = self._embeddings is not None and self._embeddings.version != self._evaluated_version
         least = min(MIN_EVALUATION_TOKENS, self._config.held_out_tokens)
         return is_new and sum(entry.num_tokens for entry in self._held_out_entries()) >= least
 
     def _train_step(self) -> Iterator[bool]:
-        """One step, row by row."""
+        """Run one training step, row by row."""
         embeddings, samples = self._embeddings, self._read(self._choose_entries())
         rows = 0
         if embeddings is not None:
@@ -152,7 +166,7 @@ class LayerTraining:
             yield False
 
     def _evaluate(self) -> Iterator[bool]:
-        """Compare with what was published last, on samples that neither has learned from."""
+        """Compare the trained layer with the published one on held-out samples."""
         embeddings, samples = self._embeddings, self._read(self._held_out_entries())
         if embeddings is None or not samples:
             return
@@ -172,7 +186,7 @@ class LayerTraining:
         embeddings: PolicyEmbeddings,
         found: list[Match],
     ) -> Iterator[bool]:
-        """Appends to `found`, unless there is nothing to match."""
+        """Append the match of a layer to `found`, unless no pair counts."""
         depth, config = self._config.evaluation_depth, self._config.training
         sums = torch.zeros(3, depth, dtype=torch.float64)
         packed = pack(samples, config.row_pairs, response_only=config.response_only)
@@ -192,7 +206,7 @@ class LayerTraining:
         if decision == "publish":
             self._to_publish = {n: t.detach().clone() for n, t in self._trainer.layer.state_dict().items()}
             self._published.load_state_dict(self._to_publish)
-        elif decision == "go back":
+        elif decision == "revert":
             self._trainer.restart(self._published.state_dict())
 
     # --- samples
@@ -202,11 +216,11 @@ class LayerTraining:
             try:
                 self._reader = FeatureReader(self._features)
             except ValueError:
-                return []  # the node has not made its ring yet
+                return []  # the node has not created its ring yet
         return self._reader.entries()
 
     def _held_out_entries(self) -> list[Entry]:
-        """Those that judge: kept apart, and of the policy as it is now."""
+        """Return the held-out samples of the current policy."""
         version = self._embeddings.version if self._embeddings else None
         exact = [entry for entry in self._entries() if entry.version == version]
         return held_out(exact, self._config.held_out_tokens)
@@ -220,7 +234,7 @@ class LayerTraining:
         return chosen
 
     def _read(self, entries: list[Entry]) -> list[FeatureSample]:
-        """Those that are still there."""
+        """Return the samples that were not evicted meanwhile."""
         found = [self._reader.read(entry) for entry in entries] if self._reader else []
         return [sample for sample in found if sample is not None]
 
@@ -237,9 +251,19 @@ def train_when_idle(
     learning: LearningConfig | None = None,
     idle: IdleConfig | None = None,
 ) -> DrafterTraining:
-    """A process that trains copies of `layer` while this node waits. What it learns from is what a
-    `FeatureRing(training.features, ring)` is given; `training.refresh(shared(ends), version)` tells it of a
-    new policy; `training.newest()` has what it has published, for `DraftLayer.load_state_dict`."""
+    """Start a process that trains copies of `layer` while this node waits.
+
+    Write features with `FeatureRing(training.features, ring)`, announce a new policy with
+    `training.update_policy(policy_tensors(embeddings), version)`, and pass the tensors of `training.newest()`
+    to `DraftLayer.load_state_dict`.
+
+    Args:
+        layer: Initial draft layer.
+        embeddings: The policy's embedding and head.
+        ring: Shape of the ring of features.
+        learning: Settings of training and evaluation.
+        idle: Settings of the process.
+    """
     return DrafterTraining.of(
         partial(_make_training, shape=layer.shape, config=learning or LearningConfig()),
         drafter=layer.state_dict(),
@@ -251,7 +275,7 @@ def train_when_idle(
 
 
 def policy_tensors(embeddings: PolicyEmbeddings) -> dict[str, Tensor]:
-    """What the trainer must have of the policy; the head only where it is not the embedding."""
+    """Return the tensors of the policy that the trainer needs; the head only if it is not the embedding."""
     tensors = {"embedding": embeddings.embedding_Vd}
     if embeddings.head_Vd.data_ptr() != embeddings.embedding_Vd.data_ptr():
         tensors["head"] = embeddings.head_Vd
@@ -259,7 +283,7 @@ def policy_tensors(embeddings: PolicyEmbeddings) -> dict[str, Tensor]:
 
 
 def _make_training(memory: TrainerMemory, shape: DraftShape, config: LearningConfig) -> LayerTraining:
-    """In the trainer's process."""
+    """Make the training in the trainer's process."""
     layer = DraftLayer(shape).to(memory.plan.drafter.specs[0].dtype)
     return LayerTraining(layer, memory.features, config, lambda: memory.kl_nats)
 

@@ -1,6 +1,6 @@
-"""What a draft layer is asked to do: guess the policy's next features, and the tokens its head makes of them.
+"""Losses of a draft layer: predicted features, and the tokens that the policy's head predicts from them.
 
-Shapes: P pairs of a packed row, C of them that count, V vocabulary, d hidden size.
+Shapes: P pairs of a packed row, C of them counted, V vocabulary, d hidden size.
 """
 
 from dataclasses import dataclass
@@ -18,20 +18,21 @@ from aedit.types import check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """sum over s of decay^s [ token_weight * token loss + feature_weight * SmoothL1 ] of feedback pass s.
+    """Settings of the loss.
 
-    One pass, weights 0.1 and 1 is EAGLE (arXiv:2401.15077); more passes HASS (arXiv:2408.15766); more passes
-    and no feature loss EAGLE-3 (arXiv:2503.01840).
+    The loss is the sum over feedback passes s of decay^s [token_weight * token loss + feature_weight *
+    SmoothL1]. One pass with weights 0.1 and 1 is EAGLE (arXiv:2401.15077); more passes are HASS
+    (arXiv:2408.15766); more passes without feature loss are EAGLE-3 (arXiv:2503.01840).
 
-    Measured on a policy of 1 M parameters that writes Python, from a fresh layer at lr 1e-3, share of chains
-    of 4 that is accepted after 150 steps of 1,024 pairs: weights 1 and 1, three passes 0.417; 1 and 0, three
-    passes 0.408 (lk: 0.412); 1 and 1, one pass 0.385; EAGLE's 0.383; 1 and 0, one pass 0.323. A pass is a
-    third of the time of three, so where time is short one is ahead (after 24 s: 0.414, two 0.371, three
-    0.315), but it stays behind at depth.
+    Measured on a policy of 1 M parameters trained on Python code, from a new layer at lr 1e-3, share of
+    chains of 4 that is accepted after 150 steps of 1,024 pairs: weights 1 and 1, three passes 0.417; 1 and 0,
+    three passes 0.408 (lk: 0.412); 1 and 1, one pass 0.385; EAGLE's 0.383; 1 and 0, one pass 0.323. One pass
+    takes a third of the time of three, so for short trainings it is ahead (after 24 s: 0.414, two 0.371,
+    three 0.315), but it stays behind at depth.
     """
 
     tokens: Literal["ce", "lk"] = "ce"
-    """ce: cross entropy of the policy's distribution; lk: -log of the sum over tokens of min(p, q), which is
+    """ce: cross entropy of the policy's distribution. lk: -log of the sum over tokens of min(p, q), which is
     the probability that a drawn token is accepted."""
     token_weight: float = 1.0
     feature_weight: float = 1.0
@@ -48,34 +49,34 @@ class LossConfig:
 
 @dataclass(frozen=True, slots=True)
 class PolicyEmbeddings:
-    """Where the policy's tokens come in and go out: its own tensors, looked at and never changed."""
+    """Input and output embeddings of the policy: its own tensors, which are never changed."""
 
     embedding_Vd: Tensor
     head_Vd: Tensor
     version: int
-    """Of the policy whose tensors these are."""
+    """Version of the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Of one packed row: sums, so that rows can be added up. All of one element, or one for each pass."""
+    """Losses of one packed row, as sums that can be added over rows."""
 
     total: Tensor
-    """What is to become small, not yet divided by the number of pairs that count."""
+    """Loss, not yet divided by the number of counted pairs."""
     overlap_S: Tensor
-    """Sum over pairs, of each pass, of the sum over tokens of min(p, q); only where p is known."""
+    """Sum over pairs, for each pass, of the sum over tokens of min(p, q), where p is known."""
     num_overlap_S: Tensor
-    """Pairs in `overlap_S`."""
+    """Number of pairs in `overlap_S`."""
 
 
 def draft_losses(
     layer: DraftLayer, packed: PackedRow, embeddings: PolicyEmbeddings, config: LossConfig
 ) -> Losses:
-    """The loss of a packed row, summed over the pairs that count. Gradients reach the layer only.
+    """Return the loss of a packed row, summed over counted pairs. Only the layer gets gradients.
 
-    The policy's distribution is made of its feature by the head that is there now. That is right only if the
-    feature is this policy's: for an older one the token that its policy has drawn stands for its
-    distribution, a sample of it. (To put old features through a new head is neither policy's distribution.)
+    The policy's distribution is computed from its feature with the current head. This is valid only for
+    features of the same policy version. For older features the token that their policy drew is used instead,
+    a sample of its distribution. (Old features with the new head give the distribution of neither policy.)
     """
     features_Pd = packed.features_Pw[:, : embeddings.head_Vd.shape[1]]
     total = torch.zeros((), dtype=layer.gain.dtype, device=features_Pd.device)
@@ -97,24 +98,30 @@ def draft_losses(
 
 @torch.no_grad()
 def teacher(features_Cd: Tensor, drawn_C: Tensor, is_exact_C: Tensor, head_Vd: Tensor) -> Tensor:
-    """(C, V): the policy's distribution where the feature is the head's, elsewhere all on the token drawn."""
+    """Return the target distribution of each pair, (C, V).
+
+    It is the policy's where the feature is of this policy version, else one-hot of the drawn token.
+    """
     p_CV = log_probabilities(features_Cd, head_Vd).exp()
     drawn_CV = F.one_hot(drawn_C, head_Vd.shape[0]).to(p_CV.dtype)
     return torch.where(is_exact_C[:, None], p_CV, drawn_CV)
 
 
 def log_probabilities(features_Cd: Tensor, head_Vd: Tensor) -> Tensor:
-    """(C, V): what the policy's head makes of features, at temperature 1."""
+    """Return the log-probabilities of the policy's head for features, (C, V), at temperature 1."""
     return F.log_softmax(F.linear(features_Cd, head_Vd.detach().to(features_Cd.dtype)), -1)
 
 
 def token_loss(p_CV: Tensor, logq_CV: Tensor, kind: Literal["ce", "lk"]) -> Tensor:
-    """(C,): how far q is from p; both are smallest where they are equal (lk: 0)."""
+    """Return the loss of each pair, (C,). Both kinds are smallest where q equals p (lk: 0)."""
     if kind == "ce":
         return -(p_CV * logq_CV).sum(-1)
     return -overlap(p_CV, logq_CV).clamp_min(torch.finfo(p_CV.dtype).tiny).log()
 
 
 def overlap(p_CV: Tensor, logq_CV: Tensor) -> Tensor:
-    """(C,): sum over tokens of min(p, q): how often a token drawn from q is accepted as one of p."""
+    """Return the sum over tokens of min(p, q), (C,).
+
+    It is the probability that a token drawn from q is accepted.
+    """
     return torch.minimum(p_CV, logq_CV.exp()).sum(-1)

@@ -1,4 +1,4 @@
-"""Samples of any length, side by side in rows without padding, so that none of them can see another.
+"""Packing of samples into rows without padding, where no sample attends to another.
 
 Shapes: M pairs of a sample (one less than its tokens), P pairs of a row, w feature size.
 """
@@ -14,35 +14,40 @@ from aedit.spec_rollout.learning.feature_reader import FeatureSample
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """Pairs of a few samples, one after the other. Pair t is the feature of position t and the token at
-    t + 1; with them a drafter guesses the token at t + 2 and the feature of t + 1, which is the next pair's.
+    """Pairs of a few samples, one sample after the other.
+
+    Pair t is the feature of position t and the token at t + 1. From it a drafter predicts the token at t + 2
+    and the feature of t + 1, which is the next pair's.
     """
 
     features_Pw: Tensor
     tokens_P: Tensor
-    """int64: the token after each feature."""
+    """int64: token after each feature."""
     targets_P: Tensor
-    """int64: the token after that, where there is one."""
+    """int64: token after `tokens_P`, where there is one."""
     positions_P: Tensor
     """int64: from 0 in each segment."""
     segments_P: Tensor
-    """int64: which piece of which sample; pairs see their own segment only."""
+    """int64: segment (piece of a sample) of each pair; pairs attend to their own segment only."""
     counts_P: Tensor
-    """Bool: the pair is learned from. The last one of a segment never is: what it guesses is not here."""
+    """Bool: the pair is trained on. The last pair of a segment never is: what it predicts is not in the row.
+    """
     versions_P: Tensor
-    """int64: of the policy that made the features."""
+    """int64: version of the policy that computed the features."""
 
     @property
     def num_counted(self) -> int:
+        """Return the number of pairs that are trained on."""
         return int(self.counts_P.sum())
 
     def to(self, device: torch.device) -> "PackedRow":
+        """Return the row on `device`."""
         return PackedRow(*(getattr(self, part.name).to(device, non_blocking=True) for part in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Pairs begin..end - 1 of a sample, learned from where begin + counts_from <= t."""
+    """Pairs begin .. end - 1 of a sample; the pairs from begin + counts_from on are trained on."""
 
     sample: FeatureSample
     begin: int
@@ -55,11 +60,19 @@ class _Piece:
 
 
 def pack(samples: Sequence[FeatureSample], num_pairs: int, *, response_only: bool = True) -> list[PackedRow]:
-    """Rows of at most `num_pairs` pairs; the longest pieces are placed first, each where it first fits.
+    """Return rows of at most `num_pairs` pairs.
 
-    A sample that is longer is cut; each piece but the first begins with a quarter of a row that was learned
-    from before, as context, so that every pair counts once. response_only: pairs that guess a token of the
-    prompt are seen and not learned from. ValueError if a row is to be shorter than 4 pairs.
+    The longest pieces are placed first, each in the first row where it fits. A longer sample is cut. Each
+    piece but the first begins with a quarter of a row of earlier pairs as context, so that every pair counts
+    once.
+
+    Args:
+        samples: Samples.
+        num_pairs: Upper limit of pairs per row.
+        response_only: Pairs that predict a token of the prompt are context only.
+
+    Raises:
+        ValueError: `num_pairs` is below 4.
     """
     if num_pairs < 4:
         raise ValueError(f"a row must have at least 4 pairs, got {num_pairs}")
@@ -76,15 +89,17 @@ def pack(samples: Sequence[FeatureSample], num_pairs: int, *, response_only: boo
 
 
 def visible(segments_P: Tensor, at_C: Tensor, distance: int = 0) -> Tensor:
-    """Bool, (C, P): which pairs those at `at_C` see: those of their own segment, at least `distance` before
-    them."""
+    """Return which pairs those at `at_C` attend to, bool (C, P).
+
+    They are the pairs of their own segment that are at least `distance` before them.
+    """
     pairs_P = torch.arange(len(segments_P), device=segments_P.device)
     is_before_CP = pairs_P <= at_C[:, None] - distance
     return is_before_CP & (segments_P == segments_P[at_C][:, None])
 
 
 def _pieces(sample: FeatureSample, num_pairs: int, response_only: bool) -> Iterator[_Piece]:
-    """The pieces of a sample that have something to learn from."""
+    """Yield the pieces of a sample that contain pairs to train on."""
     all_pairs = len(sample.features_MF)
     counts_from = max(sample.num_prompt - 2, 0) if response_only else 0
     begin = 0 if all_pairs <= num_pairs else max(0, counts_from - num_pairs // 4)
@@ -113,6 +128,6 @@ def _packed(pieces: Sequence[_Piece]) -> PackedRow:
 
 
 def _targets(tokens_N: Tensor, piece: _Piece) -> Tensor:
-    """The tokens two after each position; the last pair of a sample has none, and is given a 0."""
+    """Return the token two after each position; 0 for the last pair of a sample."""
     found = tokens_N[piece.begin + 2 : piece.end + 2]
     return torch.cat((found, found.new_zeros(piece.num_pairs - len(found))))

@@ -1,7 +1,7 @@
-"""How much longer a sample will be, by the lengths of those before it (Kaplan and Meier 1958).
+"""Expected remaining length of a sample, from the lengths of earlier ones (Kaplan and Meier 1958).
 
-Samples that are still growing count too, as what they are: longer than so much. Without them the short ones,
-which end first, would make all look short.
+Samples that are still growing count as censored observations: longer than their current length. Without them
+the short samples, which end first, would bias the estimate.
 """
 
 from bisect import bisect_right
@@ -10,24 +10,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PRIOR = 4.0
-"""So many samples as long as all are on average a group is given to begin with."""
+"""Weight, in samples, of the mean length of all samples in the mean length of a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """A survival curve of lengths in tokens: flat between the lengths at which samples have ended."""
+    """Survival curve of lengths in tokens, constant between the lengths at which samples have ended."""
 
     at: tuple[int, ...] = (0,)
-    """Ascending: 0, the lengths at which samples have ended, and the longest that was seen."""
+    """Ascending: 0, the lengths at which samples have ended, and the longest observed length."""
     longer: tuple[float, ...] = (1.0,)
     """Share of samples that are longer than `at`."""
     area: tuple[float, ...] = (0.0,)
-    """Tokens below the curve up to `at`."""
+    """Integral of the curve up to `at`, in tokens."""
 
     @classmethod
     def of(cls, completed: Iterable[int], censored: Iterable[int] = ()) -> "LengthDistribution":
-        """ended: lengths of samples that have ended by themselves, 1 or more. longer_than: of those that are
-        growing, or were cut at their limit."""
+        """Return the Kaplan-Meier estimate.
+
+        Args:
+            completed: Lengths of samples that have ended by themselves, 1 or more.
+            censored: Lengths of samples that are growing or were cut at their limit.
+        """
         ends, cut = Counter(completed), Counter(censored)
         if not ends:
             return cls()
@@ -42,11 +46,15 @@ class LengthDistribution:
         return cls(tuple(at), tuple(longer), tuple(area))
 
     def expected_remaining(self, emitted: int, max_length: int, scale: float = 1.0) -> float:
-        """Expected tokens after the first `emitted` of a sample that has not ended, of at most `max_length`.
+        """Return the expected number of tokens after the first `emitted` of an unfinished sample.
 
-        scale: how long those of its kind become, as a multiple of what all do (`group_scales`). Beyond the
-        longest that was seen, it is as many again as there are already; as long as none has ended, half of
-        what is allowed.
+        Beyond the longest observed length it is `emitted`; without completed samples it is half of what is
+        allowed.
+
+        Args:
+            emitted: Tokens so far.
+            max_length: Upper limit of the sample's length.
+            scale: Length of the sample's group relative to all samples (`group_scales`).
         """
         return scale * self._expected_remaining(emitted / scale, max_length / scale)
 
@@ -71,10 +79,14 @@ class LengthDistribution:
 def group_scales(
     completed: Iterable[tuple[int, int]], growing: Iterable[tuple[int, int]]
 ) -> dict[int, float]:
-    """For each group, how long its samples become as a multiple of what all do.
+    """Return for each group the length of its samples relative to all samples.
 
-    Both are pairs of group and tokens. Its tokens over its samples that have ended is the length of a group,
-    as if the rate at which samples end did not change with their length.
+    The length of a group is its number of tokens over its number of completed samples, the estimate under a
+    constant rate of ending.
+
+    Args:
+        completed: Pairs of group and length.
+        growing: Pairs of group and current length.
     """
     ends: Counter[int] = Counter()
     tokens: Counter[int] = Counter()

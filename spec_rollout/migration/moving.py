@@ -1,8 +1,8 @@
-"""Samples on their way between engines: the tokens move, and inside one process keys and values too.
+"""Migration of samples between engines: tokens, and inside one process keys and values too.
 
-Tokens are a few kilobytes, keys and values megabytes: to compute a text again is faster than to send them
-over most networks, and slower than to copy them. With coupled sampling a sample that moves gets the same
-tokens as one that stays. Between ranks of a process group samples move by `handing`.
+Tokens are a few kilobytes, keys and values megabytes: computing a text again is faster than sending them over
+most networks, and slower than copying them. With coupled sampling a sample that moves gets the same tokens as
+one that stays. For ranks of a process group see `sample_transfer`.
 """
 
 import math
@@ -27,37 +27,45 @@ from aedit.spec_rollout.migration.reallocate import (
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 
 DECAY = 0.99
-"""What a step counts after each further one, when an engine's pace is measured."""
+"""Weight of a step's measurement after each further step."""
 HISTORY_ROLLOUTS = 4096
-"""Rollouts whose lengths say how long others will be: the last ones, as the policy changes."""
+"""Number of newest rollouts whose lengths are used, as the policy changes."""
 OUTLIER_FACTOR = 4.0
-"""A step that took so many times what was expected counts as so many times."""
+"""Measurements are clipped to this multiple of the expected time."""
 
 
 class MigratableEngine(Protocol):
-    """An engine whose samples can move, here or elsewhere. A call that raises OSError has done nothing."""
+    """An engine whose samples can move, local or remote. A call that raises OSError has had no effect."""
 
     def load(self) -> EngineLoad | None:
-        """None as long as its pace is not known. `EngineLoad.since_move_s`, `UnfinishedSample.visited` and
-        `UnfinishedSample.scale` are filled
-        in by who asks."""
+        """Return the work of the engine; None while its speed is unknown.
+
+        The caller fills in `EngineLoad.since_move_s`, `UnfinishedSample.visited` and
+        `UnfinishedSample.scale`.
+        """
 
     def remove(self, key: SampleKey) -> Prompt | None:
-        """The sample leaves, between two steps; None if it has finished meanwhile."""
+        """Remove a sample between two steps; return None if it has finished meanwhile."""
 
     def add(self, prompt: Prompt) -> None:
-        """ValueError if it cannot be served here; nothing has changed then."""
+        """Add a sample.
+
+        Raises:
+            ValueError: It cannot be served here. Nothing has changed.
+        """
 
 
 class SpeedMeter:
-    """An engine's `EngineSpeed` by what its steps took: least squares with forgetting, over the live
-    samples."""
+    """Estimate of an engine's speed from its steps.
+
+    Least squares with decay of the seconds per token over the number of running samples.
+    """
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of 1, B, B^2, y, B y
 
     def add(self, live: int, token_s: float) -> None:
-        """A step with `live` samples took `token_s` for each token that a sample got."""
+        """Add a step with `live` running samples that took `token_s` seconds per token of a sample."""
         current = self.speed()
         if current is not None:
             token_s = min(token_s, OUTLIER_FACTOR * current.token_s(live))
@@ -65,7 +73,10 @@ class SpeedMeter:
         self._sums = [DECAY * old + more for old, more in zip(self._sums, terms, strict=True)]
 
     def speed(self) -> EngineSpeed | None:
-        """None before the first step. To compute a token again costs at most what one more sample costs."""
+        """Return the estimate, or None before the first step.
+
+        Computing a token again costs at most what one more sample costs.
+        """
         count, b, bb, y, by = self._sums
         if not count:
             return None
@@ -76,16 +87,21 @@ class SpeedMeter:
 
 
 class LocalEngine:
-    """An `Engine` of this process as a `MigratableEngine`. Whoever drives the engine calls `step` here."""
+    """An `Engine` of this process as a `MigratableEngine`. Call its `step` instead of the engine's."""
 
     def __init__(self, engine: Engine, *, kv: bool = True) -> None:
-        """kv: its samples leave with their keys and values, and come without prefill if the others' do too;
-        False where only tokens should move."""
+        """Wrap `engine`.
+
+        Args:
+            engine: The engine.
+            kv: Samples leave with keys and values and arrive without prefill if the other engine does the
+                same.
+        """
         self.engine, self._kv = engine, kv
         self._meter = SpeedMeter()
 
     def step(self) -> Step:
-        """One step of the engine, whose time tells its pace."""
+        """Run one step of the engine and measure its speed."""
         step = self.engine.step()
         if step.counts:
             num_live = len(step.counts)
@@ -93,6 +109,7 @@ class LocalEngine:
         return step
 
     def load(self) -> EngineLoad | None:
+        """Return the work of the engine; None before its first step."""
         speed = self._meter.speed()
         if speed is None:
             return None
@@ -102,18 +119,23 @@ class LocalEngine:
         return EngineLoad(samples, self.engine.target.rows, speed)
 
     def remove(self, key: SampleKey) -> Prompt | None:
+        """Remove a sample; return None if it is not here."""
         for rollout in [*self.engine.running, *self.engine.waiting]:
             if _key(rollout.prompt) == key:
                 return self.engine.remove(rollout, kv=self._kv)
         return None
 
     def add(self, prompt: Prompt) -> None:
+        """Add a sample."""
         self.engine.add(prompt)
 
 
 class Reallocator:
-    """Moves samples between engines, by `plan`. None is lost: one that cannot go where it should goes back,
-    and one that cannot go back is kept until some engine has it."""
+    """Moves samples between engines according to `plan`.
+
+    No sample is lost: one that its target refuses returns to its source, and one that the source refuses as
+    well is kept until an engine accepts it.
+    """
 
     def __init__(
         self,
@@ -122,9 +144,15 @@ class Reallocator:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """engines: by their numbers, which must not change."""
+        """Make a reallocator.
+
+        Args:
+            engines: Engines; their indices must not change.
+            rule: When a migration pays.
+            clock: Monotonic seconds.
+        """
         self._engines, self._rule, self._clock = engines, rule or MigrationRule(), clock
-        self._ended: deque[tuple[int, int]] = deque(maxlen=HISTORY_ROLLOUTS)
+        self._completed: deque[tuple[int, int]] = deque(maxlen=HISTORY_ROLLOUTS)
         self._cut: deque[tuple[int, int]] = deque(maxlen=HISTORY_ROLLOUTS)
         self._visited: dict[SampleKey, tuple[int, ...]] = {}
         self._moved_at: dict[int, float] = {}
@@ -132,24 +160,30 @@ class Reallocator:
         self.num_moves = 0
         self.num_refused = 0
         self.overhead_s = 0.0
-        """Of all `look`s together: engines of this process stand still meanwhile."""
+        """Seconds of all `rebalance` calls, during which local engines do not step."""
 
     def record_finished(self, rollout: Rollout) -> None:
-        """Tell of every rollout that has ended: the lengths that come are predicted from those there were."""
-        lengths = self._ended if rollout.finish_reason == "stop" else self._cut
+        """Record the length of a finished rollout.
+
+        Call it for each one: predictions are based on these lengths.
+        """
+        lengths = self._completed if rollout.finish_reason == "stop" else self._cut
         lengths.append((rollout.prompt.group, len(rollout.tokens)))
         self._visited.pop(_key(rollout.prompt), None)
 
     def rebalance(self) -> list[Migration]:
-        """Move what should move now; what has been moved. Costs nothing that matters when nothing should:
-        call it a few times per second, or more often where steps take milliseconds."""
+        """Move the samples whose migration pays now and return the migrations.
+
+        Call it a few times per second, or more often where steps take milliseconds. It is cheap when nothing
+        moves.
+        """
         began = self._clock()
         self._place_unplaced()
         loads = {i: load for i, engine in enumerate(self._engines) if (load := self._load(i, engine))}
         growing = [(sample.group, sample.emitted) for load in loads.values() for sample in load.samples]
         growing += self._cut
-        lengths = LengthDistribution.of((n for _, n in self._ended), (n for _, n in growing))
-        scales = {group: x for group, x in group_scales(self._ended, growing).items() if group >= 0}
+        lengths = LengthDistribution.of((n for _, n in self._completed), (n for _, n in growing))
+        scales = {group: x for group, x in group_scales(self._completed, growing).items() if group >= 0}
         scaled = {i: _scaled(load, scales) for i, load in loads.items()}
         done = [move for move in plan(scaled, lengths, self._rule) if self._move(move)]
         self.overhead_s += self._clock() - began
@@ -184,7 +218,7 @@ class Reallocator:
         return False
 
     def _place_unplaced(self) -> None:
-        """Samples that no engine would have get a row where one has them now."""
+        """Add samples that no engine has accepted so far to an engine that accepts them."""
         unplaced, self._unplaced = self._unplaced, []
         for prompt in unplaced:
             if not any(self._add(i, prompt) for i in range(len(self._engines))):

@@ -1,9 +1,9 @@
-"""Which samples should move from the busiest engine to the idlest one (after RLHFSpec, arXiv:2512.04752).
+"""Plan of migrations from the busiest engine to the idlest one (after RLHFSpec, arXiv:2512.04752).
 
-All samples of a batch are wanted, so that what counts is when the last engine has finished. When each will
-is predicted from its live and waiting samples, how long they will become, and how fast it is with so many
-live ones. A sample moves if the later of the two engines then finishes sooner by more than the move costs,
-and by a margin, as predictions are no more than that. Pure functions; `Reallocator` does what they say.
+All samples of a batch are needed, so the finish of the last engine counts. It is predicted from the running
+and waiting samples, their expected lengths, and the engine's speed at each number of running samples. A
+sample moves if the later of the two engines then finishes sooner by more than the cost of the migration, and
+by a margin for errors of prediction. Pure functions; `Reallocator` applies the plan.
 """
 
 import math
@@ -15,95 +15,101 @@ from operator import add
 from aedit.spec_rollout.migration.lengths import LengthDistribution
 
 SampleKey = tuple[int, int]
-"""Rollout and sample of a prompt."""
+"""Rollout and sample id of a prompt."""
 CANDIDATES = 8
-"""Samples of the busiest engine for which a move is worked out."""
+"""Number of samples of the busiest engine that are evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedSample:
-    """A sample that is not finished, as its engine tells it."""
+    """An unfinished sample."""
 
     key: SampleKey
     context: int
-    """Tokens of prompt and text: what an engine that takes it over computes again."""
+    """Tokens of prompt and text, which the receiving engine computes again."""
     emitted: int
     max_new_tokens: int
-    """Its `max_new_tokens`."""
+    """Upper limit of `emitted`."""
     group: int = -1
     visited: tuple[int, ...] = ()
-    """Engines it has left, by number: it does not go back there."""
+    """Indices of engines that it has left. It does not return there."""
     scale: float = 1.0
-    """How long those of its group become, as a multiple of what all do."""
+    """Length of its group relative to all samples."""
 
-    def expected(self, lengths: LengthDistribution) -> float:
-        """Tokens that are expected to come."""
+    def expected_remaining(self, lengths: LengthDistribution) -> float:
+        """Return the expected number of further tokens."""
         return lengths.expected_remaining(self.emitted, self.max_new_tokens, self.scale)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeed:
-    """How fast an engine is: with B live samples each gets a token every fixed_s + B x row_s seconds."""
+    """Speed of an engine: with B running samples each gets a token every fixed_s + B * row_s seconds."""
 
     fixed_s: float
     row_s: float
     prefill_s: float
-    """For each token that is computed again."""
+    """Seconds per token that is computed again."""
 
     def token_s(self, live: int) -> float:
+        """Return the seconds per token of each sample."""
         return self.fixed_s + live * self.row_s
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What an engine has to do."""
+    """Work of an engine."""
 
     samples: tuple[UnfinishedSample, ...]
-    """Live ones, then waiting ones in the order in which they will begin."""
+    """Running samples, then waiting ones in the order in which they will start."""
     rows: int
-    """Most live ones."""
+    """Upper limit of running samples."""
     speed: EngineSpeed
     since_move_s: float = math.inf
-    """Since samples last moved to it or from it."""
+    """Seconds since its last migration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """A sample that should go from one engine to another, by their numbers."""
+    """Migration of one sample between two engines, by their indices."""
 
     key: SampleKey
     source: int
     target: int
     gain_s: float
-    """By how much sooner the later of the two then finishes, the cost subtracted."""
+    """Seconds by which the later of the two finishes sooner, after the cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRule:
-    """When moving is worth it."""
+    """Conditions of a migration."""
 
     cooldown_s: float = 0.1
-    """An engine takes part in moves only so long after the last ones."""
+    """Seconds after a migration before an engine takes part in the next."""
     overhead_s: float = 0.005
-    """What a move costs the receiver beside computing the text again. With all that subtracted it must still
-    gain more than this once more."""
+    """Cost for the receiver in seconds, besides computing the text again. After all costs the gain must
+    exceed it once more."""
     margin: float = 0.05
-    """Nothing moves between engines that will finish within this share of each other."""
+    """Nothing moves between engines whose predicted finishes differ by less than this share."""
     max_moves: int = 16
-    """At one time."""
+    """Upper limit of migrations per plan."""
     max_moves_per_sample: int = 2
-    """Moves of one sample in its life."""
+    """Upper limit of migrations of one sample."""
 
 
 def plan(
     loads: Mapping[int, EngineLoad], lengths: LengthDistribution, rule: MigrationRule = MigrationRule()
 ) -> list[Migration]:
-    """The moves that are worth it now, in order; often none. loads: by the engines' numbers.
+    """Return the migrations that pay now, in order; often none.
 
-    Each is from the engine that will finish last to the one that will finish first, given the moves before,
-    of those that have a row free: as long as samples wait everywhere, moving them is guesswork. Never makes
-    an engine idle that is not, nor one finish later than the busiest would have; engines that have not
-    rested, and samples that have moved enough, stay out of it. Of equal gains the shortest context.
+    Each goes from the engine that will finish last to the one that will finish first, given the migrations
+    before, among those with a free row: while samples wait everywhere, a migration is a guess. It never makes
+    a busy engine idle and never makes an engine finish later than the busiest would have. Engines in their
+    cooldown, and samples at their limit, are excluded. Of equal gains the shortest context wins.
+
+    Args:
+        loads: Work by engine index.
+        lengths: Distribution of lengths.
+        rule: Conditions of a migration.
     """
     now = {i: load for i, load in loads.items() if load.since_move_s >= rule.cooldown_s}
     moves: list[Migration] = []
@@ -124,14 +130,13 @@ def plan(
 
 
 def drain_s(load: EngineLoad, lengths: LengthDistribution) -> float:
-    """Seconds until an engine has finished all it has, if nothing comes and nothing goes.
+    """Return the seconds until an engine has finished all its samples, if none is added or removed.
 
-    Live samples advance together, a token each in `EngineSpeed.token_s`. Those that wait begin in their
-    order, each
-    at the tokens per row that all before it make on average: like water that is poured over the rows, as
-    nobody knows exactly which row will be free first.
+    Running samples advance together, one token each per `EngineSpeed.token_s`. Waiting samples start in
+    order, each at the average number of tokens per row of all before it (water filling over the rows), as it
+    is not known which row will be free first.
     """
-    expected = [sample.expected(lengths) for sample in load.samples]
+    expected = [sample.expected_remaining(lengths) for sample in load.samples]
     live, waiting = sorted(expected[: load.rows]), expected[load.rows :]
     begin = list(_fill_levels(live, waiting))
     full = begin.pop() if waiting else 0.0
@@ -144,7 +149,7 @@ def drain_s(load: EngineLoad, lengths: LengthDistribution) -> float:
 
 
 def _fill_levels(floor: Sequence[float], poured: Sequence[float]) -> Iterator[float]:
-    """Where water stands over an ascending floor: before each of the pourings, and after the last."""
+    """Yield the water level over an ascending floor before each pouring, and after the last."""
     level, wide = floor[0] if floor else 0.0, 0
     for more in (*poured, None):
         while wide < len(floor) and floor[wide] <= level:
@@ -161,7 +166,7 @@ def _fill_levels(floor: Sequence[float], poured: Sequence[float]) -> Iterator[fl
 def _best_migration(
     now: dict[int, EngineLoad], pair: tuple[int, int], lengths: LengthDistribution, rule: MigrationRule
 ) -> Migration | None:
-    """Of what may move between the two, what is best."""
+    """Return the best migration between the pair of engines, or None."""
     source, target = (now[i] for i in pair)
     candidates = [
         sample
@@ -183,19 +188,21 @@ def _best_migration(
 def _distinct_candidates(
     samples: Sequence[UnfinishedSample], lengths: LengthDistribution
 ) -> list[UnfinishedSample]:
-    """A few from the one with least to come to the one with most, shortest contexts first. Of equal ones the
-    last, which would have begun last."""
+    """Return a few samples from least to most expected tokens, shortest contexts first.
+
+    Of equal samples the last is taken, which would have started last.
+    """
     unlike = {
         (sample.context, sample.emitted, sample.max_new_tokens, sample.scale): sample for sample in samples
     }
-    options = sorted(unlike.values(), key=lambda sample: sample.expected(lengths))
+    options = sorted(unlike.values(), key=lambda sample: sample.expected_remaining(lengths))
     step = max(1, (len(options) - 1) / (CANDIDATES - 1))
     chosen = (options[round(i * step)] for i in range(min(CANDIDATES, len(options))))
     return sorted(chosen, key=lambda sample: sample.context)
 
 
 def _after_migration(now: dict[int, EngineLoad], move: Migration) -> tuple[EngineLoad, EngineLoad]:
-    """Source and target after the move."""
+    """Return the loads of source and target after the migration."""
     source, target = now[move.source], now[move.target]
     (sample,) = (sample for sample in source.samples if sample.key == move.key)
     sample = replace(sample, visited=(*sample.visited, move.source))

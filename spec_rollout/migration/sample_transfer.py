@@ -1,13 +1,11 @@
-"""A sample goes from one rank of a process group to another, with its keys and values.
+"""Transfer of a sample between ranks of a process group, with its keys and values.
 
-Both ranks know that it will: one calls `send_sample`, the other `receive_sample`. Its text and settings go as
-JSON, its keys and values as they lie in memory, and only if the receiver can read them: made by the same
-version of the policy, of the same shape and type. Nothing is pickled. Tensors pass through the CPU, and the
-group's backend must take such ones (gloo).
+Both ranks take part: one calls `send_sample`, the other `receive_sample`. Text and settings are sent as JSON,
+keys and values as raw memory, and only if the receiver can use them: same policy version, shape and dtype.
+Nothing is pickled. Tensors pass through the CPU, and the group's backend must support CPU tensors (gloo).
 
-The sender has the sample until the receiver has said that it took it. When the answer is lost both have it,
-and both would go on with it: with coupled sampling to the same tokens, so that it does no harm to take the
-first of the two.
+The sender keeps the sample until the receiver has confirmed it. If the confirmation is lost, both have the
+sample and both may continue it: with coupled sampling they get the same tokens, so either result is valid.
 """
 
 import json
@@ -37,29 +35,32 @@ HEADER_WORDS = 9
 
 @dataclass(frozen=True, slots=True)
 class RankChannel:
-    """A rank of a group that one talks to, until a deadline."""
+    """Point-to-point communication with a rank, until a deadline."""
 
     rank: int
-    """In the group."""
+    """Rank in the group."""
     group: ProcessGroup | None
     deadline: float
     """On the monotonic clock."""
 
     @classmethod
     def to(cls, rank: int, group: ProcessGroup | None, timeout_s: float) -> "RankChannel":
+        """Return a channel to `rank` that times out after `timeout_s` seconds."""
         return cls(rank, group, time.monotonic() + timeout_s)
 
     def send(self, tensor: Tensor, what: str) -> None:
+        """Send a tensor; `what` names it in errors."""
         begin = partial(dist.isend, tensor, group=self.group, group_dst=self.rank)
         self._wait(begin, f"{what} to rank {self.rank}")
 
     def receive(self, tensor: Tensor, what: str) -> Tensor:
+        """Receive into a tensor and return it; `what` names it in errors."""
         begin = partial(dist.irecv, tensor, group=self.group, group_src=self.rank)
         self._wait(begin, f"{what} from rank {self.rank}")
         return tensor
 
     def _wait(self, begin: Callable[[], Any], what: str) -> None:
-        """A group says with a RuntimeError that the other is gone, or that time is up."""
+        """Wait for the operation. The group reports a lost peer or a timeout as RuntimeError."""
         left_s = max(0.001, self.deadline - time.monotonic())
         try:
             begin().wait(timedelta(seconds=left_s))
@@ -70,10 +71,19 @@ class RankChannel:
 def send_sample(
     prompt: Prompt, rank: int, *, group: ProcessGroup | None = None, timeout_s: float = TIMEOUT_S
 ) -> bool:
-    """Give a sample that was taken out of an engine to a rank of the group, which calls `receive_sample`.
+    """Send a sample that was removed from an engine to a rank that calls `receive_sample`.
 
-    True: it is there. False: its engine cannot serve it, and it is still here. OSError after `timeout_s`, or
-    as soon as the other is gone: it is still here.
+    Args:
+        prompt: Result of `Engine.remove`.
+        rank: Receiving rank.
+        group: Process group; None is the default group.
+        timeout_s: Limit of the whole transfer.
+
+    Returns:
+    True if the receiver has the sample; false if its engine cannot serve it.
+
+    Raises:
+        OSError: The receiver is lost or the time is over. The sample is still here.
     """
     channel, kv = RankChannel.to(rank, group, timeout_s), prompt.partial.kv if prompt.partial else None
     text = torch.frombuffer(bytearray(_encode(prompt)), dtype=torch.uint8)
@@ -90,20 +100,33 @@ def send_sample(
 def receive_sample(
     engine: Engine, rank: int, *, group: ProcessGroup | None = None, timeout_s: float = TIMEOUT_S
 ) -> Rollout | None:
-    """Take the sample that a rank of the group sends: it waits for a row of the engine. None if the engine
-    cannot serve it. OSError if nothing has come within `timeout_s`."""
+    """Receive a sample and add it to the engine.
+
+    Args:
+        engine: Engine that continues the sample.
+        rank: Sending rank.
+        group: Process group; None is the default group.
+        timeout_s: Limit of the whole transfer.
+
+    Returns:
+    The rollout, or None if the engine cannot serve it.
+
+    Raises:
+        OSError: Nothing valid has arrived in time.
+    """
     channel = RankChannel.to(rank, group, timeout_s)
     magic, num_bytes, version, *kv_header = channel.receive(
         torch.zeros(HEADER_WORDS, dtype=torch.int64), "header"
     ).tolist()
     if magic != MAGIC or not 0 < num_bytes <= MAX_TEXT_BYTES:
-        raise ConnectionError(f"rank {rank} sends something that is no sample")
+        raise ConnectionError(f"rank {rank} sent something that is not a sample: is it calling send_sample?")
     text = channel.receive(torch.zeros(num_bytes, dtype=torch.uint8), "text of a sample")
     prompt = _decode(text.numpy().tobytes())
     if _is_compatible(engine, prompt, version, kv_header):
         channel.send(torch.tensor([SEND_KV]), "answer")
         kv = channel.receive(torch.zeros(kv_header[1:], dtype=DTYPES[kv_header[0]]), "keys and values")
-        prompt = _with_kv(prompt, SampleKV(kv, version))
+        assert prompt.partial is not None
+        prompt = replace(prompt, partial=replace(prompt.partial, kv=SampleKV(kv, version)))
     try:
         rollout = engine.add(prompt)
     except ValueError:
@@ -120,7 +143,7 @@ def _header(num_bytes: int, kv: SampleKV | None) -> Tensor:
 
 
 def _is_compatible(engine: Engine, prompt: Prompt, version: int, kv_header: list[int]) -> bool:
-    """Whether the engine's policy could have made such keys and values of these tokens."""
+    """Return true if keys and values with this header fit the engine's policy and the tokens."""
     dtype, *sizes = kv_header
     kv, num_begun = engine.target.cache.kv, len(prompt.partial.tokens) if prompt.partial else 0
     layers, two, _, heads, slots, head_dim = kv.shape
@@ -129,30 +152,24 @@ def _is_compatible(engine: Engine, prompt: Prompt, version: int, kv_header: list
     return same and sizes == [layers, two, heads, num_tokens, head_dim] and 0 < num_tokens <= slots
 
 
-def _with_kv(prompt: Prompt, kv: SampleKV) -> Prompt:
-    assert prompt.partial is not None
-    return replace(prompt, partial=replace(prompt.partial, kv=kv))
-
-
 def _encode(prompt: Prompt) -> bytes:
-    """Everything of it but keys and values."""
+    """Return the prompt as JSON, without keys and values."""
     sampling, partial = prompt.sampling, prompt.partial
     settings = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
     if sampling.allowed is not None:
         settings["allowed"] = sampling.allowed.int().tolist()
-    data = {
+    data: dict[str, Any] = {
         "tokens": prompt.tokens,
         "rollout": prompt.rollout,
         "sample": prompt.sample,
         "group": prompt.group,
         "sampling": settings,
-        "begun": None if partial is None else _told(partial),
+        "partial": None,
     }
+    if partial is not None:
+        names = ("tokens", "logprobs", "versions", "passes")
+        data["partial"] = {name: getattr(partial, name) for name in names}
     return json.dumps(data).encode()
-
-
-def _told(partial: Rollout) -> dict[str, Any]:
-    return {name: getattr(partial, name) for name in ("tokens", "logprobs", "versions", "passes")}
 
 
 def _decode(text: bytes) -> Prompt:
@@ -162,6 +179,6 @@ def _decode(text: bytes) -> Prompt:
         settings[name] = tuple(settings[name])
     if settings["allowed"] is not None:
         settings["allowed"] = torch.tensor(settings["allowed"], dtype=torch.bool)
-    partial, tokens = data.pop("begun"), tuple(data.pop("tokens"))
+    partial, tokens = data.pop("partial"), tuple(data.pop("tokens"))
     prompt = Prompt(tokens=tokens, sampling=Sampling(**settings), **data)
     return prompt if partial is None else replace(prompt, partial=Rollout(prompt, **partial))
