@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 import grpc
 import numpy as np
 import pytest
-from kit.agents import MemoryHub, exchange, node, plan, until
+from kit.agents import MemoryHub, exchange, node, plan
+from kit.waiting import until
 
 from aedit.proto.agent.donor import Donor
 from aedit.proto.wire import frames

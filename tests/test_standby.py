@@ -6,7 +6,8 @@ import zlib
 import grpc
 import numpy as np
 import pytest
-from kit.hub_processes import Client, HubProcess, HubRefused, ending, hello, status, until, write_run
+from kit.hub_processes import Client, HubProcess, HubRefused, ending, hello, status, write_run
+from kit.waiting import until
 
 from aedit.async_sgd.journal.encoding import encode_records
 from aedit.async_sgd.journal.frames import Damaged
