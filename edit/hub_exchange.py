@@ -79,6 +79,7 @@ class HubExchange:
         self._places: list[UnitProgress] = []
         self._under_way: dict[int, PendingPush] = {}
         self._distrusted: frozenset[int] = frozenset()
+        self._left = False
 
     @classmethod
     def join(
@@ -175,6 +176,9 @@ class HubExchange:
         return min(place.used_samples for place in self._places)
 
     def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
+        self._check_here()
+        if self._places:
+            raise ValueError("this exchange serves another LayerSync already: call HubExchange.join again")
         self.units, self.shards = units, shards
         _check_sizes(units, self.link)
         self.norms = self.norms_per_step = NormHistory.empty(len(units), self.penalty.window)
@@ -190,7 +194,15 @@ class HubExchange:
             self._places.append(UnitProgress(anchors, outbox))
 
     def compare(self, settings: Mapping[str, str]) -> None:
-        """Do nothing: the hub compares layout and method with its own when the node joins."""
+        """Raise ValueError if this node has left. The hub compares layout and method when the node joins."""
+        self._check_here()
+
+    def _check_here(self) -> None:
+        if self._left:
+            raise ValueError(
+                "this node has left the run at the end of its `with sync:` block: put one block around all "
+                "epochs, or call HubExchange.join and LayerSync.of again for each"
+            )
 
     def anchor(self) -> None:
         """Become a member of the run and take its anchors; the first node's parameters become them."""
@@ -299,12 +311,14 @@ class HubExchange:
         """The agent sees to what has been handed to it; nobody looks at its answers any more."""
 
     def leave(self) -> None:
+        self._left = True
         self.before_leaving()
         if self.shards.leads:
             self.link.leave(self.timeout_s)
 
     def withdraw(self) -> None:
         """Say goodbye within 10 seconds, so that the hub need not wait for this node's silence to grow."""
+        self._left = True
         if self.report is None:
             return
         self.timeout_s = min(self.timeout_s, WITHDRAW_S)

@@ -23,8 +23,8 @@ from aedit.edit.defaults import chosen
 from aedit.edit.equal import equalize
 from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.flight import Flight, note_answers, under_way
-from aedit.edit.hooks import Hook, forget_graphs_without
-from aedit.edit.landing import reshard, take, warn_of_idle_modules
+from aedit.edit.hooks import attach
+from aedit.edit.landing import StandIns, reshard, take, values_only, warn_of_idle_modules
 from aedit.edit.optimizers import Inner, InnerOptimizers
 from aedit.edit.schedule import RoundSchedule
 from aedit.edit.shards import local, shards_of
@@ -72,6 +72,7 @@ class LayerSync(Waiter):
         self._compared, self._resumed_at = False, 0
         self.anchored = False
         """Whether the first local phase has begun."""
+        self._stand_ins = StandIns(self.units, self.shards)
         self._gradients = GradientMean(self.units, self.shards, exchange, self)
         self._buffers = Buffers(model, exchange, self.shards, local(self.units[0].params[0]).device)
         exchange.bind(self.units, self.shards)
@@ -139,15 +140,9 @@ class LayerSync(Waiter):
             self._gradients.attach(self.optimizers.stepping)
         elif not self.anchored:
             self.anchor()
-        forget_graphs_without([module for unit in self.units for module in unit.modules], self.model)
-        for i, unit in enumerate(self.units):
-            land = Hook(partial(self._before_forward, i))
-            for module in unit.modules:
-                self._hooks.append(module.register_forward_pre_hook(land, prepend=True))
-        for module in self._buffers.holders if self.config.landing == "forward" else ():
-            land = Hook(self._before_buffers)
-            self._hooks.append(module.register_forward_pre_hook(land, prepend=True))
-        self._hooks.append(self.model.register_forward_hook(Hook(self._after_forward)))
+        holders = self._buffers.holders if self.config.landing == "forward" else []
+        before = [(unit.modules, partial(self._before_forward, i)) for i, unit in enumerate(self.units)]
+        self._hooks = attach(self.model, [*before, (holders, self._before_buffers)], self._after_forward)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -160,6 +155,7 @@ class LayerSync(Waiter):
             while self._hooks:
                 self._hooks.pop().remove()
             self._gradients.detach()
+            self._compared = False
 
     # -- what the training loop calls
 
@@ -214,6 +210,8 @@ class LayerSync(Waiter):
         self._hold_back()
         if round := self._due():
             self.begin(round)
+        if self.config.landing == "forward" or any(flight.ready for flight in self._flights):
+            self._stand_ins.note_parameters()
 
     def average_gradients(self) -> None:
         """Warm-up: replace gradients by their mean over nodes. Called before the inner step by itself;
@@ -224,7 +222,7 @@ class LayerSync(Waiter):
 
     def begin(self, round: Round, *, leaving: bool = False) -> Flight:
         """Open `round` and return at once; its units land as the next forward passes reach them."""
-        units = self._fragment(round.id)
+        units = fragment(round.id, self.config.fragments, len(self.units))
         warn_of_idle_modules(self._flights, self.units, self.config.landing, self.local_steps)
         for flight in list(self._flights):
             if self.config.landing == "forward" or set(units) & set(flight.units):
@@ -273,6 +271,7 @@ class LayerSync(Waiter):
         """
         self.finish()
         if self.warming_up:
+            self._gradients.leave()
             return self._buffers.exchange(f"warmup/{self.steps}", self.wait)
         if not self.anchored:
             return
@@ -285,8 +284,6 @@ class LayerSync(Waiter):
             assert flight.verdict is not None
             all_leaving = all_leaving + 1 if flight.verdict.all_leaving else 0
         self.exchange.leave()
-
-    # -- rounds
 
     def compare(self) -> None:
         """Raise ValueError if model or settings differ between nodes. All nodes together, before anything
@@ -305,7 +302,8 @@ class LayerSync(Waiter):
 
     def _due(self) -> Round | None:
         """Decided by the node's first rank, so that all its ranks open the round after the same step."""
-        if self.free and under_way(self._flights, self._fragment(self.schedule.last_id + 1)):
+        units = fragment(self.schedule.last_id + 1, self.config.fragments, len(self.units))
+        if self.free and under_way(self._flights, units):
             return None  # put off: the schedule is asked again, and finds its last round longer ago
         round = self.schedule.due(self.local_steps) if self.shards.leads else None
         id, steps = self.shards.decide([round.id, round.steps] if round else [0, 0])
@@ -313,9 +311,6 @@ class LayerSync(Waiter):
             return None
         self.schedule.last_id, self.schedule.last_step = id, self.local_steps
         return Round(id, steps)
-
-    def _fragment(self, round_id: int) -> tuple[int, ...]:
-        return fragment(round_id, self.config.fragments, len(self.units))
 
     def _hold_back(self) -> None:
         """Wait for answers that this node has gone on without for too long."""
@@ -341,13 +336,15 @@ class LayerSync(Waiter):
 
     def _before_forward(self, i: int) -> None:
         for flight in list(self._flights):
-            if i in flight.units and (self.config.landing == "forward" or i in flight.ready):
+            due = flight.late if self.config.landing == "forward" else flight.ready
+            if i in due and not self._stand_ins.run([i]):
                 self._land(flight, i)
 
     def _after_forward(self) -> None:
         """Units whose module did not run in this pass land here, before the backward pass."""
-        if self.config.landing == "forward":
-            self.finish()
+        for flight in list(self._flights) if self.config.landing == "forward" else ():
+            if not self._stand_ins.run(flight.late):
+                self._finish(flight)
 
     def _finish(self, flight: Flight) -> None:
         for i in flight.units:
@@ -357,14 +354,17 @@ class LayerSync(Waiter):
     def _before_buffers(self) -> None:
         """`forward`: autograd saves buffers, so all land before the first module that has any runs."""
         for flight in list(self._flights):
-            self._land_buffers(flight)
+            if not self._stand_ins.run(flight.late):
+                self._land_buffers(flight)
 
+    @values_only
     def _land_buffers(self, flight: Flight) -> None:
         if flight.buffers and not flight.buffers.landed:
             self._verdict(flight)
             flight.buffers.land(partial(self.wait, flight=flight))
             self._conclude(flight)
 
+    @values_only
     def _land(self, flight: Flight, i: int) -> None:
         """Idempotent: a recomputed or repeated forward finds nothing left to do."""
         verdict = self._verdict(flight)
