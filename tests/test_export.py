@@ -18,7 +18,7 @@ from aedit.launch.cli.export import export
 from aedit.launch.config.load import load
 from aedit.launch.data.tokenizer import load_tokenizer
 from aedit.launch.hub.replay import anchors_of, replayed
-from aedit.launch.node.checkpoint import Checkpoints, Mark
+from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
 from aedit.launch.node.model import build_model
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.types import UserError
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newest(
 ):
     train_and_save(run_dir, node=0, mark=Mark(1))
     later = []
-    read = Checkpoints.load
+    read = NodeCheckpoints.load
 
     def pruned_under_the_reader(self, mark, into):
         if mark == Mark(1):
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newest(
             shutil.rmtree(self.path(mark))
         read(self, mark, into)
 
-    monkeypatch.setattr(Checkpoints, "load", pruned_under_the_reader)
+    monkeypatch.setattr(NodeCheckpoints, "load", pruned_under_the_reader)
     export(run_dir, tmp_path / "out")
     assert_is(reloaded(tmp_path / "out"), later[0])
 

@@ -170,7 +170,7 @@ def test_what_is_no_policy_is_said_to_be_none(capsys, saved, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert "no usable model there" in run(capsys, tmp_path, "--prompt", "a")[2]
     LlamaForCausalLM(LlamaConfig(vocab_size=8, **SIZES)).save_pretrained(tmp_path)
-    assert "no tokenizer there" in run(capsys, tmp_path, "--prompt", "a")[2]
+    assert "no tokenizer found" in run(capsys, tmp_path, "--prompt", "a")[2]
 
 
 def test_a_model_that_the_engine_does_not_know_is_named(capsys, tmp_path):

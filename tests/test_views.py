@@ -558,7 +558,7 @@ def test_a_line_without_a_new_step_keeps_the_last_training_loss(tmp_path):
     from types import SimpleNamespace
 
     from aedit.launch.node.meter import StepMeter
-    from aedit.launch.node.train import Node
+    from aedit.launch.node.train import TrainingNode
 
     told = []
     shards = SimpleNamespace(sum=lambda value: value, size=1)
@@ -574,8 +574,8 @@ def test_a_line_without_a_new_step_keeps_the_last_training_loss(tmp_path):
         budget=SimpleNamespace(progress=lambda: 1.0),
         newest_loss=float("nan"),
     )
-    Node.note_metrics(node)
-    Node.note_metrics(node)
+    TrainingNode.record_metrics(node)
+    TrainingNode.record_metrics(node)
     assert [line["loss"] for line in told] == [1.5, 1.5]
 
 

@@ -18,8 +18,8 @@ from aedit.edit.shards import Shards
 from aedit.launch.cli.anchors import from_folders, from_network
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load, parse
-from aedit.launch.data.tokenizer import Tokenizer, load_tokenizer
-from aedit.launch.node.checkpoint import Checkpoints, Mark
+from aedit.launch.data.tokenizer import CorpusTokenizer, load_tokenizer
+from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
 from aedit.launch.node.model import build_model
 from aedit.launch.views.sources import is_hub
 from aedit.proto.wire.client import HubRefused, HubUnreachable
@@ -51,7 +51,7 @@ def export(place: str | Path, out: Path, keys: Path | None = None, *, insecure: 
 
 def read_run(
     place: str | Path, keys: Path | None = None, *, insecure: bool = False
-) -> tuple[PreTrainedModel, Tokenizer, str]:
+) -> tuple[PreTrainedModel, CorpusTokenizer, str]:
     """Return the newest anchors of a run as a model on CPU in fp32, its tokenizer, and where they were.
 
     Args:
@@ -80,7 +80,7 @@ def read_run(
     return model, tokenizer, where
 
 
-def _model(config: RunConfig) -> tuple[PreTrainedModel, Tokenizer]:
+def _model(config: RunConfig) -> tuple[PreTrainedModel, CorpusTokenizer]:
     tokenizer = load_tokenizer(config.data.tokenizer)
     sizes = (tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id)
     return build_model(config.model, *sizes), tokenizer
@@ -143,17 +143,17 @@ def _fill(model: PreTrainedModel, run_dir: Path) -> str:
     raise UserError(f"{run_dir}: its checkpoints are replaced faster than they can be read; try again later")
 
 
-def _newest(run_dir: Path) -> tuple[Checkpoints, Mark]:
+def _newest(run_dir: Path) -> tuple[NodeCheckpoints, Mark]:
     found = []
     for directory in sorted(run_dir.glob("nodes/*/checkpoints")):
-        checkpoints = Checkpoints(directory, keep=1, shards=Shards())
+        checkpoints = NodeCheckpoints(directory, keep=1, shards=Shards())
         found += [(checkpoints, mark) for mark in checkpoints.marks()]
     if not found:
         raise UserError(f"{run_dir} has no checkpoint yet; the first comes after checkpoint.every rounds")
     return max(found, key=lambda one: one[1])  # of equal ones the first node's
 
 
-def _load(model: PreTrainedModel, checkpoints: Checkpoints, mark: Mark) -> str:
+def _load(model: PreTrainedModel, checkpoints: NodeCheckpoints, mark: Mark) -> str:
     saved = _sizes(checkpoints.path(mark))
     anchored = any(name.startswith("sync.anchor/") for name in saved)
     sources = {name: _source(model, name, saved) for name in _own_names(model)}
@@ -196,7 +196,7 @@ def _source(model: PreTrainedModel, name: str, saved: dict[str, torch.Size]) -> 
     return part, key
 
 
-def write_model(model: PreTrainedModel, tokenizer: Tokenizer, out: Path) -> None:
+def write_model(model: PreTrainedModel, tokenizer: CorpusTokenizer, out: Path) -> None:
     """Write a directory that `from_pretrained` reads, whole or not at all; an empty one may be there."""
     out.parent.mkdir(parents=True, exist_ok=True)
     writing = out.parent / f".{out.name}-{os.getpid()}"

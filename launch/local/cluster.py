@@ -11,7 +11,7 @@ from types import TracebackType
 import psutil
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.placement import NODE_PROGRAM, Membership, Placement, torchrun_words
+from aedit.launch.config.placement import NODE_PROGRAM, JoinOptions, Placement, torchrun_words
 from aedit.launch.local.child import Child
 from aedit.types import UserError
 
@@ -94,7 +94,7 @@ class Cluster:
             num_parts = len(config.hub.addresses)
             self.address = ",".join(addresses[:num_parts])
             for i in range(placement.nodes):
-                member = Membership(
+                member = JoinOptions(
                     hub=self.address,
                     standby=",".join(addresses[num_parts:]),
                     name=f"local-{i}",

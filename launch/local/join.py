@@ -13,7 +13,7 @@ from aedit.launch.config.effects import check_effects
 from aedit.launch.config.extensions import check_imports
 from aedit.launch.config.flags import flag_keys, with_flags
 from aedit.launch.config.load import parse
-from aedit.launch.config.placement import Membership, Placement
+from aedit.launch.config.placement import JoinOptions, Placement
 from aedit.launch.local.preflight import preflight
 from aedit.launch.local.run import run
 from aedit.launch.rundir.prepare import claimed
@@ -44,7 +44,7 @@ def join(
     preflight(config, Placement())
     run_dir = Path(config.dir) / config.name
     with _named(run_dir, name) as own_name:
-        membership = Membership(
+        membership = JoinOptions(
             hub=addresses, standby=config.hub.standby, name=own_name, keys=keys, insecure=insecure
         )
         return run(config, Placement(), membership=membership)

@@ -12,7 +12,7 @@ from types import FrameType
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.placement import (
     NODE_PROGRAM,
-    Membership,
+    JoinOptions,
     Placement,
     ranks_per_node,
     torchrun_words,
@@ -40,7 +40,7 @@ def run(
     placement: Placement,
     program: tuple[str, ...] = NODE_PROGRAM,
     watch: Watch | None = None,
-    membership: Membership | None = None,
+    membership: JoinOptions | None = None,
 ) -> int:
     """Train until the end, a failure or a signal; the exit code. UserError as soon as a node reports one.
 
@@ -73,7 +73,7 @@ def _start(
     placement: Placement,
     attempt: int,
     program: tuple[str, ...],
-    membership: Membership | None,
+    membership: JoinOptions | None,
     run_toml: Path,
 ) -> Child | Cluster:
     run_dir = run_toml.parent

@@ -1,4 +1,4 @@
-"""A node of a run with a hub: the same training loop, but it comes and goes alone."""
+"""Node of a run with a hub: the same training loop, but it joins and leaves on its own."""
 
 from dataclasses import dataclass, field
 
@@ -6,33 +6,40 @@ from aedit.edit.hub_exchange import HubExchange
 from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.node.checkpoint import Mark
 from aedit.launch.node.stop import LEAVE_HUB_WITHIN_S, Stopped
-from aedit.launch.node.train import Node
+from aedit.launch.node.train import TrainingNode
 from aedit.proto.agent.link import Link, Progress
 from aedit.proto.transports.transport import PeersMissing
 
 
 @dataclass(slots=True, kw_only=True)
-class HubNode(Node):
-    """link: to this node's agent."""
+class HubNode(TrainingNode):
+    """Training node with a `link` to its agent."""
 
     link: Link
     leaves_by_s: float = field(default=LEAVE_HUB_WITHIN_S)
 
     def begin(self) -> None:
-        Node.begin(self)  # slots: the class is made anew, and super() would look for the first one
+        """Start as any node, and report to the hub before leaving."""
+        TrainingNode.begin(
+            self
+        )  # no super(): a dataclass with slots is a new class, not the one that super() refers to
         exchange = self.sync.exchange
         assert isinstance(exchange, HubExchange)
         exchange.before_leaving = self._tell
 
-    def note_step(self) -> None:
-        Node.note_step(self)
+    def record_step(self) -> None:
+        """Record the step, and report it to the hub."""
+        TrainingNode.record_step(self)
         self._tell()
 
     def leave_early(self) -> None:
-        """Push what is owed, say goodbye, save. Without a hub for 20 s, leave with the rest unsaid: it is
-        in the checkpoint's count, not in the run."""
+        """Push the pending updates, leave the run and save.
+
+        If the hub is unreachable for 20 s, leave without them: the checkpoint counts these steps, the run
+        does not.
+        """
         self.order = self.meter.undo_draw(self.order)
-        self.stop.promise(self.sync.position)
+        self.stop.announce(self.sync.position)
         exchange = self.sync.exchange
         assert isinstance(exchange, HubExchange)
         exchange.timeout_s = min(exchange.timeout_s, self.leaves_by_s)
@@ -43,7 +50,7 @@ class HubNode(Node):
         except (Stopped, PeersMissing, TimeoutError) as error:
             self.sync.abandon()
             reason = f"signal; the hub did not take the last steps: {error}"
-        self.note_metrics()
+        self.record_metrics()
         self.save(Mark(self.milestone, self._next_sub()))
         self.recorder.event("stop", reason=reason, step=self.sync.steps, tokens=self.tokens)
 
