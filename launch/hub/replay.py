@@ -8,7 +8,7 @@ from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.journal.frames import File
 from aedit.async_sgd.journal.journal import segment_path
-from aedit.async_sgd.journal.store import Store, batches, check_gapless, check_payloads, numbers
+from aedit.async_sgd.journal.store import Store, batches, check_gapless, check_payloads, segment_numbers
 from aedit.async_sgd.rules.records import Accepted, Push, Record, Vector
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load
@@ -47,7 +47,7 @@ def replayed(directory: Path, *, from_the_beginning: bool = False) -> Hub:
     """
     hub = hub_of(directory)
     if from_the_beginning:
-        check_gapless(directory, 1, numbers(directory, "journal"))
+        check_gapless(directory, 1, segment_numbers(directory, "journal"))
         for batch in _journaled(directory, 1):
             for record in batch:
                 hub.apply(record)
@@ -69,13 +69,13 @@ def pushes_of(directory: Path) -> Iterator[Push]:
 
 def records_of(directory: Path) -> Iterator[Record]:
     """Yield all records of the existing segments, in journal order."""
-    first = min(numbers(directory, "journal"), default=1)
+    first = min(segment_numbers(directory, "journal"), default=1)
     for batch in _journaled(directory, first):
         yield from batch
 
 
 def _journaled(directory: Path, first: int) -> Iterator[list[Record]]:
-    for number in numbers(directory, "journal"):
+    for number in segment_numbers(directory, "journal"):
         if number >= first:
             for batch, _ in batches(File(segment_path(directory, number))):
                 check_payloads(batch)

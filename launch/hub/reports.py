@@ -9,8 +9,8 @@ from typing import Any
 from aedit.async_sgd.hub import news
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.rules import records
-from aedit.async_sgd.service.engine import Engine
-from aedit.async_sgd.service.lines import Lines, to_json
+from aedit.async_sgd.service.engine import HubWorker
+from aedit.async_sgd.service.lines import Lines, json_line
 from aedit.launch.rundir.recorder import Clock, Recorder
 
 LINE_EVERY_S = 2.0
@@ -94,7 +94,7 @@ class Reports:
         """Return as JSON `now`, the latest events, and the metrics lines after the first `after` ones."""
         with self._lock:
             lines, count, events = self._lines.after(after), self._lines.count, list(self._events)
-        head = to_json({**now, "num_lines": count, "events": events})
+        head = json_line({**now, "num_lines": count, "events": events})
         return f'{head[:-1]}, "lines": [{", ".join(lines)}]}}'
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Reports:
         self._files.close()
 
 
-def overview(ledger: Ledger, engine: Engine) -> dict[str, Any]:
+def overview(ledger: Ledger, engine: HubWorker) -> dict[str, Any]:
     """Return the state of the hub as JSON values; numbers may be NaN."""
     with ledger.lock:
         now = news.status(ledger.hub, ledger.clock())

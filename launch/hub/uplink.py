@@ -14,7 +14,7 @@ import numpy as np
 import aedit
 from aedit.async_sgd.hub import upward
 from aedit.async_sgd.rules.records import Vector
-from aedit.async_sgd.service.engine import Engine
+from aedit.async_sgd.service.engine import HubWorker
 from aedit.launch.config.load import parse
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, start_agent
 from aedit.proto.agent.link import Answer, Progress
@@ -50,7 +50,7 @@ class _UnitLink:
 class Uplink:
     """Threads that push the updates of a region to the parent hub and mix in its anchors."""
 
-    def __init__(self, engine: Engine, name: str, keys: ClientKeys, keys_directory: Path | None) -> None:
+    def __init__(self, engine: HubWorker, name: str, keys: ClientKeys, keys_directory: Path | None) -> None:
         """Prepare the connection; `start` opens it.
 
         Args:

@@ -1,4 +1,4 @@
-"""`aedit run`: start this machine's nodes under torchrun, show how they do, and bring them home."""
+"""`aedit run`: start this machine's nodes under torchrun, show their progress, and report the outcome."""
 
 import contextlib
 import os
@@ -42,9 +42,11 @@ def run(
     watch: Watch | None = None,
     membership: JoinOptions | None = None,
 ) -> int:
-    """Train until the end, a failure or a signal; the exit code. UserError as soon as a node reports one.
+    """Train until the end, a failure or a signal; return the exit code.
 
-    0: done. 1: a node failed more often than `restarts`. 130, 143: left after Ctrl-C or SIGTERM.
+    Raises UserError as soon as a node reports one.
+
+    0: done. 1: a node failed more often than `restarts`. 130, 143: stopped by Ctrl-C or SIGTERM.
     """
     for warning in warnings(config, placement):
         _say(f"warning: {warning}")
@@ -87,7 +89,7 @@ def _start(
 
 
 class Watcher:
-    """Keeps an eye on torchrun while a view shows progress, and passes on the person's wish to leave."""
+    """Supervisor of torchrun while a view shows progress; passes signals on to the nodes."""
 
     def __init__(self, child: Child | Cluster) -> None:
         self._child = child
@@ -99,7 +101,10 @@ class Watcher:
         self.overdue = False
 
     def alive(self) -> bool:
-        """Whether torchrun still runs. The view asks several times a second: time limits bite here."""
+        """Return whether torchrun runs, and enforce the time limits.
+
+        The view calls this several times a second.
+        """
         if not self._child.running():
             return False
         if self.signals:
@@ -115,7 +120,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """While the block runs, signals are for us to pass on."""
+        """Handle signals until the block ends."""
         names = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it
             names.append(signal.SIGHUP)
@@ -141,7 +146,10 @@ class Watcher:
                 os.kill(worker.pid, signal.SIGTERM)
 
     def _tell_newcomers(self) -> None:
-        """A worker too young for a handler dies of the signal, and torchrun starts another: end it too."""
+        """End workers that started after the signal.
+
+        A worker without a handler dies of the signal, and torchrun then starts another.
+        """
         newcomers = any(worker.pid not in self._told for worker in self._child.workers())
         if not self._ending and (newcomers or not self._told):
             self._ending = True

@@ -67,7 +67,8 @@ def build_with_hub(config: RunConfig, world: World, options: NodeOptions) -> Ite
     plan = agent_plan(config, options.membership, model, facts, len(corpus.train))
     link = _link(plan, world)
     try:
-        sync = _sync(config, model, link)
+        exchange = _exchange(config, link)
+        sync = _sync(config, model, exchange, link)
         known = known_directory(options.run_dir, options.membership.name)
         resumed = rejoin(sync, _checkpoints(config, known, sync), facts) if known else None
         sync.anchor()
@@ -96,6 +97,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeOptions) -> Ite
             facts=facts,
             slowdown=options.slowdown,
             link=link,
+            exchange=exchange,
         )
         try:
             if resumed:
@@ -179,19 +181,22 @@ def _link(plan: AgentPlan, world: World) -> AgentLink:
     return link
 
 
-def _sync(config: RunConfig, model: nn.Module, link: AgentLink) -> LayerSync:
-    train, penalty = config.train, config.edit.penalty
-    exchange = HubExchange(
+def _exchange(config: RunConfig, link: AgentLink) -> HubExchange:
+    train = config.train
+    return HubExchange(
         link,
         max_steps_ahead=config.hub.max_steps_ahead,
         tokens_per_step=train.batch_size * train.accumulate * config.data.seq_len,
-        penalty=penalty,
+        penalty=config.edit.penalty,
         timeout_s=config.edit.timeout_s,
     )
+
+
+def _sync(config: RunConfig, model: nn.Module, exchange: HubExchange, link: AgentLink) -> LayerSync:
     try:
         return LayerSync.of(
             model,
-            make_inner(model, train),
+            make_inner(model, config.train),
             exchange=exchange,
             schedule=make_pace(config.edit, link.news),
             config=config.edit,

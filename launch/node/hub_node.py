@@ -13,19 +13,17 @@ from aedit.proto.transports.transport import PeersMissing
 
 @dataclass(slots=True, kw_only=True)
 class HubNode(TrainingNode):
-    """Training node with a `link` to its agent."""
+    """Training node with a `link` to its agent; `exchange` is that of `sync`."""
 
     link: Link
+    exchange: HubExchange
     leaves_by_s: float = field(default=LEAVE_HUB_WITHIN_S)
 
     def begin(self) -> None:
         """Start as any node, and report to the hub before leaving."""
-        TrainingNode.begin(
-            self
-        )  # no super(): a dataclass with slots is a new class, not the one that super() refers to
-        exchange = self.sync.exchange
-        assert isinstance(exchange, HubExchange)
-        exchange.before_leaving = self._tell
+        # No super(): a dataclass with slots is a new class, not the one that super() refers to.
+        TrainingNode.begin(self)
+        self.exchange.before_leaving = self._tell
 
     def record_step(self) -> None:
         """Record the step, and report it to the hub."""
@@ -40,9 +38,7 @@ class HubNode(TrainingNode):
         """
         self.order = self.meter.undo_draw(self.order)
         self.stop.announce(self.sync.position)
-        exchange = self.sync.exchange
-        assert isinstance(exchange, HubExchange)
-        exchange.timeout_s = min(exchange.timeout_s, self.leaves_by_s)
+        self.exchange.timeout_s = min(self.exchange.timeout_s, self.leaves_by_s)
         reason = "signal"
         try:
             self._tell()
@@ -57,8 +53,7 @@ class HubNode(TrainingNode):
     def _tell(self) -> None:
         if not self.sync.shards.leads:
             return
-        clock, exchange, train = self.recorder.clock, self.sync.exchange, self.config.train
-        assert isinstance(exchange, HubExchange)
+        clock, train = self.recorder.clock, self.config.train
         assert isinstance(self.order, LeasedOrder)
         self.link.tell(
             Progress(
@@ -67,7 +62,7 @@ class HubNode(TrainingNode):
                 busy_s=clock.busy_s,
                 wait_s=self.sync.waited_s,
                 loss=self.newest_loss,
-                used=exchange.used_steps * train.batch_size * train.accumulate,
+                used=self.exchange.used_steps * train.batch_size * train.accumulate,
                 drawn=self.order.drawn,
             )
         )

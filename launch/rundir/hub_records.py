@@ -1,7 +1,7 @@
-"""What hubs have written of their run, as frozen values: from their folders, or from an answer to `status`.
+"""Records of hubs as frozen values, read from their folders or from a reply to `status`.
 
-All that a node says of itself (`steps`, seconds, bytes) counts from the start of its process, and is 0 while
-it has said nothing; what the hub says of it (`accepted`, `refused`) counts from the start of the run.
+Values that a node reports (`steps`, seconds, bytes) count from the start of its process and are 0 before its
+first report; counts of the hub (`accepted`, `refused`) start with the run.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from aedit.launch.rundir.records import Line, Notice, number
 
 @dataclass(frozen=True, slots=True)
 class NodeAt:
-    """One node at one moment, as a hub knows it."""
+    """State of one node at one time, from its hub."""
 
     node: int
     name: str
@@ -44,7 +44,7 @@ class NodeAt:
 
     @staticmethod
     def of(line: Line) -> "NodeAt":
-        """Return what one entry of `nodes` in a hub's line says."""
+        """Return the state in one entry of `nodes` of a hub's line."""
         refused = line.get("refused") or {}
         return NodeAt(
             node=int(line["node"]),
@@ -74,13 +74,13 @@ class NodeAt:
 
     @property
     def excluded(self) -> str:
-        """Why it was excluded; empty if it was not."""
+        """Return the reason of the exclusion; "" if the node was not excluded."""
         return self.state.removeprefix("excluded: ") if self.state.startswith("excluded") else ""
 
 
 @dataclass(frozen=True, slots=True)
 class HubAt:
-    """One hub at one moment."""
+    """State of one hub at one time."""
 
     t: float
     """Seconds since the run began; a hub's outages are left out."""
@@ -106,7 +106,7 @@ class HubAt:
 
     @staticmethod
     def of(line: Line) -> "HubAt":
-        """A line of a hub's metrics, or the answer to `status`."""
+        """Return the state in a line of a hub's metrics, or in the reply to `status`."""
         units, journal = line.get("units") or (), line.get("journal") or {}
         versions = line.get("versions") or [unit["version"] for unit in units]
         age_s = line["elapsed_s"] if "elapsed_s" in line else line["t"]
@@ -125,7 +125,7 @@ class HubAt:
 
 
 def _as_of(said: NodeAt, node: NodeAt) -> NodeAt:
-    """What it has said of itself, and what the hub says of it now."""
+    """Return the values that the node reported last, with the hub's newest values about it."""
     return replace(
         said,
         state=node.state,
@@ -141,7 +141,7 @@ JOURNAL = ("bytes", "past_bytes")
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """What one hub, and its standby after it, has said so far: in the order of terms, then of time."""
+    """Records of one hub and of its standby, ordered by term, then by time."""
 
     lines: tuple[HubAt, ...]
     notices: tuple[Notice, ...]
@@ -149,7 +149,10 @@ class Hub:
 
     @property
     def last(self) -> HubAt:
-        """The newest line, in which who says nothing any more has what it said last. Needs a line."""
+        """Return the newest line, in which nodes without a current report have their last one.
+
+        Needs a line.
+        """
         newest, said = self.lines[-1], dict[int, NodeAt]()
         for line in reversed(self.lines):
             said |= {n.node: n for n in line.nodes if n.reports and n.node not in said}
@@ -160,7 +163,7 @@ class Hub:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """A whole run, over all its nodes and hubs."""
+    """Totals of a run over all its nodes and hubs."""
 
     accepted: int
     refused: Mapping[str, int]
@@ -181,9 +184,9 @@ class Totals:
 
 
 def totals(hubs: Sequence[Hub]) -> Totals | None:
-    """Return the sum over hubs that split the units; None if none has written anything.
+    """Return the totals over hubs that split the units; None if none has written anything.
 
-    Bytes are what the nodes said last, at most some seconds before their end.
+    Bytes are those of the last reports, at most some seconds before the nodes' end.
     """
     last = [hub.lines[-1] for hub in hubs if hub.lines]
     if not last:
@@ -209,7 +212,7 @@ def totals(hubs: Sequence[Hub]) -> Totals | None:
 
 
 def by_node(lines: Iterable[HubAt], field: str) -> dict[int, list[float]]:
-    """What each node has said of itself, line by line; lines in which it said nothing are left out."""
+    """Return a value per node and line; lines without a report of the node are left out."""
     found: dict[int, list[float]] = {}
     for line in lines:
         for node in line.nodes:
@@ -219,7 +222,7 @@ def by_node(lines: Iterable[HubAt], field: str) -> dict[int, list[float]]:
 
 
 def gained(counts: Sequence[float]) -> float:
-    """The sum of a count that begins at 0 again when its process does."""
+    """Return the total of a counter that restarts at 0 with its process."""
     total = before = 0.0
     for count in counts:
         total += count - before if count >= before else count

@@ -1,7 +1,7 @@
-"""Reads a run directory, once or again and again, while nodes may still be writing to it.
+"""Read a run directory, once or repeatedly, also while nodes write to it.
 
-Torn lines (a crash, a full disk) are skipped. After a resume some steps stand in the files twice; the later
-attempt's lines win, and what the earlier attempt did beyond the resumed step is left out.
+Incomplete lines (a crash, a full disk) are skipped. After a resume the files contain some steps twice: the
+lines of the later attempt are used, and those of the earlier attempt after the resumed step are dropped.
 """
 
 import json
@@ -23,7 +23,7 @@ WORTH_TELLING_OF_A_HUB = ("excluded", "lead", "standby_lost")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node as its files tell it, each sequence in the order of steps."""
+    """Records of one node, each sequence ordered by step."""
 
     index: int
     starts: tuple[Start, ...]
@@ -43,7 +43,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run directory at one moment."""
+    """Contents of a run directory at one time."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -55,23 +55,23 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name in the configuration, or of the directory."""
+        """Return the name in the configuration, or that of the directory."""
         return str(self.config.get("name") or self.directory.resolve().name)
 
     @property
     def indices(self) -> list[int]:
-        """Numbers of the nodes whose files are here."""
+        """Return the indices of the nodes whose files are here."""
         return [node.index for node in self.nodes]
 
     @property
     def has_hub(self) -> bool:
-        """Whether the nodes go their own ways: then a round is one node's alone."""
+        """Return whether the run has a hub; then each node has its own rounds."""
         hub = self.config.get("hub")
         return bool(self.hubs) or (isinstance(hub, dict) and bool(hub.get("address")))
 
 
 def read_run(run_dir: Path) -> Run:
-    """Everything a run has written so far. Raises UserError if `run_dir` is not a run."""
+    """Return all records of a run. Raises UserError if `run_dir` is not a run directory."""
     require_run(run_dir)
     return RunFollower(run_dir).poll()
 
@@ -83,7 +83,7 @@ def require_run(run_dir: Path) -> None:
 
 
 def hub_folders(run_dir: Path) -> list[Path]:
-    """Of the hub, or of those that split the units, in their order; not that of a standby."""
+    """Return the folder of the hub, or of the hubs that split the units in order of parts, without the standby's."""
     parts = [path for path in run_dir.glob("hub_*") if path.name[4:].isdecimal() and path.is_dir()]
     return (
         sorted(parts, key=lambda path: int(path.name[4:])) or [run_dir / "hub"] * (run_dir / "hub").is_dir()
@@ -91,7 +91,7 @@ def hub_folders(run_dir: Path) -> list[Path]:
 
 
 class RunFollower:
-    """Reads a growing run directory; each `poll` parses only what is new. Missing files are no error."""
+    """Reader of a growing run directory; each `poll` parses only new lines. Missing files are no error."""
 
     def __init__(self, run_dir: Path) -> None:
         """Follow `run_dir`, which need not be there yet."""
@@ -120,7 +120,7 @@ class RunFollower:
 
 
 class NodeFollower:
-    """Keeps what one node's two files say, minus what a resume has undone."""
+    """Reader of the two files of one node, without lines that a resume has invalidated."""
 
     def __init__(self, directory: Path, index: int) -> None:
         """Follow the node whose files are in `directory`."""
@@ -136,7 +136,7 @@ class NodeFollower:
         self._latest: Notice | None = None
 
     def poll(self) -> Node:
-        """Return the node as its files tell it now."""
+        """Return the records of the node up to now."""
         _each(self._events_tail.poll(), self._event)
         _each(self._metrics_tail.poll(), self._metric)
         written_at = max(self._events_tail.written_at, self._metrics_tail.written_at)
@@ -187,16 +187,16 @@ class NodeFollower:
 
 
 class HubFollower:
-    """Keeps what a hub's folder says, and then that of its standby: each leads under its own terms."""
+    """Reader of the folders of a hub and its standby, each of which leads under its own terms."""
 
     def __init__(self, directories: list[Path]) -> None:
-        """Follow a hub, and its standby: their directories in any order."""
+        """Follow a hub and its standby, given their directories in any order."""
         self._tails = [(Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")) for path in directories]
         self._lines: list[HubAt] = []
         self._notices: list[Notice] = []
 
     def poll(self) -> Hub:
-        """Return the hub as its files tell it now."""
+        """Return the records of the hub up to now."""
         for metrics, events in self._tails:
             _each(metrics.poll(), lambda line: self._lines.append(HubAt.of(line)))
             _each(events.poll(), self._event)
@@ -211,7 +211,10 @@ class HubFollower:
 
 
 class Tail:
-    """The complete lines added to a JSON-lines file since the last look, without those that do not parse."""
+    """Reader of the complete lines that were added to a JSON lines file.
+
+    Lines that do not parse are skipped.
+    """
 
     def __init__(self, path: Path) -> None:
         """Follow the file at `path`, which need not be there yet."""
