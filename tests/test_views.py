@@ -147,9 +147,9 @@ def ascii_console(**settings):
 
 def test_a_directory_that_is_no_run_is_a_users_error(tmp_path):
     for view in (status.main, top.main, plot.main, report, read_run):
-        with pytest.raises(UserError, match="is not a run directory"):
+        with pytest.raises(UserError, match="not a run directory"):
             view(tmp_path)
-        with pytest.raises(UserError, match="is not a run directory"):
+        with pytest.raises(UserError, match="not a run directory"):
             view(tmp_path / "missing")
 
 

@@ -105,7 +105,7 @@ def _add_configs(command: Parser) -> None:
 
 
 def _add_run(commands: "argparse._SubParsersAction[Parser]") -> None:
-    run = _command(commands, "run", "train; the same command goes on where an earlier one stopped", _run)
+    run = _command(commands, "run", "train; the same command continues a stopped run", _run)
     _with_flags(run)
     _add_configs(run)
     run.add_argument("--local", metavar="N", type=int, help="start all N nodes on this machine")

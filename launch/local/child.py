@@ -33,13 +33,13 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=env,
-                # Ctrl-C in the terminal reaches us alone; we decide what the nodes hear.
+                # Ctrl-C in the terminal reaches only this process, which forwards signals to the nodes.
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
         self._log = log
         self._output = ""
-        # Workers lead sessions of their own, so they are found through their parents while those live.
+        # Workers have sessions of their own: they are found through their parents while those run.
         self._seen: dict[int, psutil.Process] = {self._process.pid: psutil.Process(self._process.pid)}
 
     def __enter__(self) -> "Child":
@@ -83,7 +83,7 @@ class Child:
         """Kill all processes, and wait for their end for at most 10 s."""
         self._look()
         for process in self._seen.values():
-            # psutil compares start times: a number that now belongs to a stranger is left alone.
+            # psutil compares start times, so that a reused process id is not killed.
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(list(self._seen.values()), timeout=10)

@@ -20,10 +20,10 @@ from aedit.types import UserError
 
 HUB_START_LIMIT_S = 60.0
 NODE_LEAVE_LIMIT_S = 60.0
-"""How long a node may take for its last evaluation and checkpoint once it has left the hub."""
+"""Longest time of a node for its last evaluation and checkpoint after it has left the hub."""
 
 HUB_LEAVE_LIMIT_S = 30.0
-"""How long a hub may take to write its snapshot once the last node is gone."""
+"""Longest time of a hub for its snapshot after the last node has ended."""
 
 POLL_S = 0.05
 
@@ -89,7 +89,7 @@ class Cluster:
         """HOST:PORT of the hub; several, separated by commas, split the units."""
         self._over_since: float | None = None
         self._late: set[int] = set()
-        """Nodes that were started again when the run was over."""
+        """Nodes that were restarted after the run was over."""
         self._hubs = _hubs(config, run_dir)
         try:
             for hub in self._hubs:
@@ -120,7 +120,9 @@ class Cluster:
 
     def running(self) -> bool:
         """Return whether any node runs. Once none does, the hubs are asked to end."""
-        if sum(node.running() for node in self.nodes):  # every one is looked at
+        if sum(
+            node.running() for node in self.nodes
+        ):  # no early exit: each call also looks for new processes
             for hub in self._hubs:
                 hub.mend()
             self._end_the_late()

@@ -42,7 +42,8 @@ def join(
     check_effects(config, dict.fromkeys(flag_keys(flags), 1), defaultdict(lambda: "flag"))
     if config.name != told.name:
         raise UserError(
-            f"--name: the hub calls this run {told.name}; a node's own name is --as, its folder --dir"
+            f"--name: the hub's run is named {told.name}, not {config.name};"
+            " use --as for the name of the node, --dir for its folder"
         )
     config = replace(config, hub=replace(config.hub, address=addresses))
     preflight(config, Placement())
@@ -63,7 +64,7 @@ def _of_this_machine(config: RunConfig) -> RunConfig:
     """Return the hub's configuration with the settings that belong to this machine at their defaults."""
     own = RunConfig()
     if config.name in (".", ".."):
-        raise UserError(f"the hub's run is called {config.name!r}, which is no directory name")
+        raise UserError(f"the hub's run is named {config.name!r}, which is not a valid directory name")
     return replace(config, dir=own.dir, device=own.device, log=own.log, local=LocalConfig())
 
 

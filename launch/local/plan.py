@@ -25,7 +25,7 @@ class Plan:
     num_params: int
     units: tuple[tuple[str, int], ...]
     here: int = 1
-    """How many of the nodes are on this machine."""
+    """Number of nodes on this machine."""
 
     @property
     def synchronous(self) -> bool:
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def down_bytes(self) -> int:
-        """Return the bytes that a node receives from a hub per round, one new version of each unit of the round."""
+        """Return the bytes that a node receives from a hub per round, one new version per unit."""
         return self._coded_bytes(self.config.hub.codec_down)
 
     def _coded_bytes(self, name: str) -> int:
@@ -85,7 +85,7 @@ class Plan:
         return coded // self.config.edit.fragments
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes per rank that are needed for the whole run, without activations and transfer buffers."""
+        """Return the bytes per rank needed for the whole run, without activations and transfer buffers."""
         node = state_bytes(self.config, self.num_params, self.num_trained)
         return {name: size // self.ranks for name, size in node.items()}
 

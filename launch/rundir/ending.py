@@ -18,16 +18,16 @@ class Ending:
 
     run_dir: Path
     nodes: tuple[int, ...]
-    """The nodes this machine started."""
+    """Indices of the nodes that this machine started."""
 
     ranks: int
     """Processes per node."""
 
     attempt: int
-    """Number of the first log this start can have written."""
+    """Number of this start in log names."""
 
     output: str
-    """What torchrun, and workers that had no log yet, wrote."""
+    """Output of torchrun, and of workers that had no log yet."""
 
     def refusal(self) -> str:
         """Return the error message of the node that ended with exit code 2, without `aedit: `.
@@ -44,7 +44,7 @@ class Ending:
             return f"torchrun failed; {self._last_lines([])}"
         code, rank = (int(number) for number in found[-1])
         if not self.nodes:
-            return f"the node failed before it was a member of the run ({_how(code)})"
+            return f"the node failed before it joined the run ({_how(code)})"
         node = self.nodes[rank // self.ranks]
         logs = [log for log in self._logs() if log.parent.name == str(node)]
         return f"node {node} failed ({_how(code)}); {self._last_lines(logs)}"

@@ -19,7 +19,7 @@ from aedit.system import write_atomically
 from aedit.types import UserError
 
 MIN_FREE_BYTES = 256 * 2**20
-"""Room for logs and a small model's checkpoints; the node itself tells of one that does not fit."""
+"""Space for logs and a small model's checkpoints; the node reports a checkpoint that does not fit."""
 
 MAY_CHANGE = {
     "name",
@@ -41,16 +41,16 @@ MAY_CHANGE = {
     "local.slowdown",
     "local.ranks",
 }
-"""Values a resumed run may have anew: how long, how fast and on what it trains, not what."""
+"""Keys that may differ in a resumed run: its length, speed and hardware, but not the training itself."""
 
 PARTS = ("nodes", "hub", "hub_*", "standby")
-"""Folders of what nodes and hubs have learned."""
+"""Folders with the state of nodes and hubs."""
 
 STEPPED = re.compile(r'"steps?": ?[1-9]')
-"""In a line of metrics or an event: a step was taken."""
+"""Matches a line of metrics or an event after at least one step."""
 
 MAY_CHANGE_AT_A_HUB = {"hub.address", "hub.standby"}
-"""What a node that joins may have anew besides: its hub may be at another place by now."""
+"""Further keys that may differ in a node that joins: its hub may have moved."""
 
 
 def prepare(config: RunConfig, joins_as: str = "") -> Path:
@@ -70,8 +70,8 @@ def prepare(config: RunConfig, joins_as: str = "") -> Path:
             may_change = MAY_CHANGE | MAY_CHANGE_AT_A_HUB if joins_as else MAY_CHANGE
             listed = _changed(load(run_toml, []).config, config, may_change)
             if listed and not _forgotten(run_dir):
-                held = f"{run_dir} holds a run with other values of {listed}"
-                raise UserError(f"{held}; choose another {remedy}")
+                held = f"{run_dir}: holds a run with other values of {listed}"
+                raise UserError(f"{held}; restore them, or choose another {remedy}")
         is_the_hubs = bool(joins_as) and any(run_dir.glob("hub*/part.json"))
         if not (is_the_hubs and run_toml.exists()):
             write_atomically(run_toml, to_toml(config))
@@ -114,7 +114,7 @@ def claimed(run_dir: Path, node: int | str) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(_in_use(run_dir, node)) from None
         except OSError:
-            pass  # some network file systems have no locks: then nobody is warned of a second run
+            pass  # some network file systems have no locks: a second run is then not detected
         yield
 
 
@@ -146,7 +146,7 @@ def _forgotten(run_dir: Path) -> bool:
     parts = [path for name in PARTS for path in run_dir.glob(name)]
     lines = (path for part in parts for path in part.rglob("*.jsonl"))
     stepped = any(STEPPED.search(path.read_text(encoding="utf-8", errors="replace")) for path in lines)
-    nodes = sum(map(_is_locked, run_dir.glob(".lock_*")))  # one of them is this command's own
+    nodes = sum(map(_is_locked, run_dir.glob(".lock_*")))  # including the lock of this command
     if stepped or nodes > 1 or any(_is_locked(path) for part in parts for path in part.glob("lock")):
         return False
     for part in parts:

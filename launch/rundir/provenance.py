@@ -46,7 +46,7 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
-    """Return the git commit if the package is a checkout, else "" (a `.venv` inside another repository is none)."""
+    """Return the git commit if the package is a checkout; "" also for a `.venv` inside another repository."""
     if not _git("ls-files", "__init__.py"):
         return ""
     return _git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")

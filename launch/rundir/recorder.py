@@ -93,7 +93,7 @@ class Recorder:
             try:
                 sink.add(values, step)
             except Exception as error:
-                print(f"aedit: {type(sink).__name__}: {error}; training goes on without it", flush=True)
+                print(f"aedit: {type(sink).__name__}: {error}; training continues without it", flush=True)
                 self._sinks.remove(sink)
 
     def _write(self, name: str, values: dict[str, Any]) -> None:
@@ -104,14 +104,14 @@ class Recorder:
             self._files[name].write(json.dumps(_finite(line)) + "\n")
         except OSError as error:
             if not self._failed:
-                print(f"aedit: {name}.jsonl: {error}; training goes on without it", flush=True)
+                print(f"aedit: {name}.jsonl: {error}; training continues without it", flush=True)
             self._failed = True
 
 
 def _open(path: Path) -> TextIO:
     torn = path.exists() and not path.read_bytes().endswith(b"\n")
     file = path.open("a", buffering=1, encoding="utf-8")
-    if torn and path.stat().st_size:  # a crash in the middle of a line must not spoil the next one
+    if torn and path.stat().st_size:  # a line left incomplete by a crash must not corrupt the next one
         file.write("\n")
     return file
 

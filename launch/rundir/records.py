@@ -31,13 +31,13 @@ class Metric:
     lr: float
     grad_norm: float
     busy_s: float
-    """In training steps, a pretended slowdown included."""
+    """In training steps, including a simulated slowdown."""
 
     wait_s: float
     """Waiting for other nodes."""
 
     idle_used_s: float
-    """The part of `wait_s` that idle work used."""
+    """Part of `wait_s` used by idle work."""
 
     other_s: float
     """In evaluation and checkpoints."""
@@ -65,7 +65,7 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartEvent:
     """Start of an attempt at `step`; later steps of earlier attempts are invalid."""
 
     t: float
@@ -77,9 +77,9 @@ class Start:
     units: tuple[str, ...]
 
     @staticmethod
-    def of(line: Line) -> "Start":
+    def of(line: Line) -> "StartEvent":
         """Return the values of a `start` event."""
-        return Start(
+        return StartEvent(
             t=float(line["t"]),
             step=int(line.get("step") or 0),
             attempt=int(line.get("attempt") or 0),
@@ -91,7 +91,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class RoundEvent:
     """One round of one node. Tuples are per unit, NaN where a value is missing."""
 
     t: float
@@ -109,9 +109,9 @@ class Landed:
     """Units of which the hub refused this node's last push."""
 
     @staticmethod
-    def of(line: Line) -> "Landed":
+    def of(line: Line) -> "RoundEvent":
         """Return the values of a `round` event."""
-        return Landed(
+        return RoundEvent(
             t=float(line["t"]),
             id=int(line["id"]),
             step=int(line["step"]),
@@ -126,7 +126,7 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvalEvent:
     """Loss on held-out text, in nats per token."""
 
     t: float
@@ -135,15 +135,15 @@ class Evaluation:
     loss: float
 
     @staticmethod
-    def of(line: Line) -> "Evaluation":
+    def of(line: Line) -> "EvalEvent":
         """Return the values of an `eval` event."""
-        return Evaluation(
+        return EvalEvent(
             float(line["t"]), int(line["step"]), int(line.get("round") or 0), number(line.get("loss"))
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CheckpointEvent:
     """A complete checkpoint on disk."""
 
     t: float
@@ -153,9 +153,9 @@ class Checkpoint:
     bytes: float
 
     @staticmethod
-    def of(line: Line) -> "Checkpoint":
+    def of(line: Line) -> "CheckpointEvent":
         """Return the values of a `checkpoint` event."""
-        return Checkpoint(
+        return CheckpointEvent(
             t=float(line["t"]),
             step=int(line["step"]),
             round=int(line["round"]),

@@ -34,7 +34,7 @@ class Origin:
     run: str
     node: int
     directory: Path
-    """Of the node: a tracker that writes files writes them below it."""
+    """Directory of the node; trackers write their files below it."""
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class WandB:
             dir=origin.directory,
             settings=wandb.Settings(console="off", silent=True),
         )
-        # Its own step only rises, but a node that resumes repeats some of its steps.
+        # Its own step must increase, but a node that resumes repeats some steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -131,7 +131,7 @@ SINKS: Mapping[str, Callable[[Origin], Sink]] = {
     "wandb": WandB,
     "trackio": Trackio,
 }
-"""By name in `log`; the extra that installs it has the same name."""
+"""Per name in `log`; the extra that installs it has the same name."""
 
 
 def open_sinks(names: Sequence[str], origin: Origin) -> list[Sink]:
@@ -149,7 +149,7 @@ def open_sinks(names: Sequence[str], origin: Origin) -> list[Sink]:
             opened.append(SINKS[name](origin))
         except ImportError as error:
             raise UserError(f"log: \"{name}\" needs its extra: pip install 'aedit[{name}]'") from error
-        except Exception as error:  # each tracker has its own, from no login to no network
+        except Exception as error:  # the type depends on the tracker: no login, no network, ...
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f'log: "{name}" cannot start: {reason}') from error
     return opened

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from aedit.launch.rundir.reader import Run
-from aedit.launch.rundir.records import Evaluation, Metric
+from aedit.launch.rundir.records import EvalEvent, Metric
 from aedit.launch.views import words
 from aedit.launch.views.axes import whole_numbers
 from aedit.launch.views.figures import held_out, rounds
@@ -53,7 +53,7 @@ def effective_nodes(run: Run) -> Figure | None:
     return figure
 
 
-def _loss(run: Run, where: Callable[[Metric | Evaluation], float], label: str) -> Figure | None:
+def _loss(run: Run, where: Callable[[Metric | EvalEvent], float], label: str) -> Figure | None:
     if not any(node.metrics for node in run.nodes):
         return None
     figure = Figure(figsize=(8, 4.5))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from statistics import fmean
 
-from aedit.launch.rundir.reader import Node, Run
-from aedit.launch.rundir.records import Evaluation, Landed, Metric
+from aedit.launch.rundir.reader import NodeRecords, Run
+from aedit.launch.rundir.records import EvalEvent, Metric, RoundEvent
 
 LAST_LINES = 10
 
@@ -44,7 +44,7 @@ class Pace:
         return ratio(self.wait_s, self.wall_s)
 
 
-def pace(node: Node) -> Pace:
+def pace(node: NodeRecords) -> Pace:
     """Return the node's tokens and seconds over all its attempts; NaN if none has two lines."""
     spans = [(lines[0], lines[-1]) for lines in _attempts(node) if len(lines) > 1]
     if not spans:
@@ -57,7 +57,7 @@ def pace(node: Node) -> Pace:
     )
 
 
-def _attempts(node: Node) -> list[list[Metric]]:
+def _attempts(node: NodeRecords) -> list[list[Metric]]:
     """Return the node's metrics lines by attempt: each begins with a `start` event."""
     starts_s = sorted(start.t for start in node.starts)
     found: dict[int, list[Metric]] = defaultdict(list)
@@ -88,9 +88,9 @@ def recent_tokens_per_s(metrics: Sequence[Metric], window_s: float = 10.0) -> fl
     return ratio(last.tokens - first.tokens, last.t - first.t)
 
 
-def held_out(run: Run) -> list[Evaluation]:
+def held_out(run: Run) -> list[EvalEvent]:
     """The run's held-out losses in order of time; of nodes that evaluated the same round, the mean."""
-    same: dict[tuple[int, int, int], list[Evaluation]] = defaultdict(list)
+    same: dict[tuple[int, int, int], list[EvalEvent]] = defaultdict(list)
     for node in run.nodes:
         own = node.index if run.has_hub else 0  # there a round is one node's alone
         seen: dict[int, int] = defaultdict(int)
@@ -100,7 +100,7 @@ def held_out(run: Run) -> list[Evaluation]:
             same[own, evaluation.round, seen[evaluation.round]].append(evaluation)
             seen[evaluation.round] += 1
     merged = [
-        Evaluation(max(e.t for e in group), fmean(e.step for e in group), id, fmean(e.loss for e in group))
+        EvalEvent(max(e.t for e in group), fmean(e.step for e in group), id, fmean(e.loss for e in group))
         for (_, id, _), group in same.items()
     ]
     return sorted(merged, key=lambda evaluation: evaluation.t)
@@ -120,21 +120,21 @@ def last_evaluation_step(run: Run) -> tuple[float, float] | None:
     return (step, last_step) if step < last_step else None
 
 
-def rounds(run: Run) -> dict[int, list[tuple[int, Landed]]]:
+def rounds(run: Run) -> dict[int, list[tuple[int, RoundEvent]]]:
     """Round id -> (node, what it saw), ids rising."""
-    by_id: dict[int, list[tuple[int, Landed]]] = defaultdict(list)
+    by_id: dict[int, list[tuple[int, RoundEvent]]] = defaultdict(list)
     for node in run.nodes:
         for landed in node.rounds:
             by_id[landed.id].append((node.index, landed))
     return dict(sorted(by_id.items()))
 
 
-def first_loss(node: Node) -> float:
+def first_loss(node: NodeRecords) -> float:
     """Return the first training loss; NaN if there is none."""
     return next((metric.loss for metric in node.metrics if isfinite(metric.loss)), nan)
 
 
-def last_loss(node: Node) -> float:
+def last_loss(node: NodeRecords) -> float:
     """Mean of the last lines, about ten seconds: one alone is noisy. NaN if the very last is not finite."""
     if not node.metrics or not isfinite(node.metrics[-1].loss):
         return nan

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from aedit.launch.rundir.hub_records import Hub, HubAt, NodeAt, by_node, gained, totals
+from aedit.launch.rundir.hub_records import HubRecords, HubSample, NodeSample, by_node, gained, totals
 from aedit.launch.rundir.reader import Run
 from aedit.launch.views import words
 from aedit.launch.views.axes import from_zero, in_bytes, stacked_bars, whole_numbers
@@ -65,13 +65,15 @@ def hub_traffic(run: Run) -> Figure | None:
     return figure
 
 
-def _longest(hubs: Sequence[Hub]) -> tuple[HubAt, ...]:
+def _longest(hubs: Sequence[HubRecords]) -> tuple[HubSample, ...]:
     """Every hub is told of all nodes: one that was there from the beginning is enough."""
     lines = max((hub.lines for hub in hubs), key=len, default=())
     return lines if any(line.nodes for line in lines) else ()
 
 
-def _over_time(axes: Axes, lines: Sequence[HubAt], unit_s: float, value: Callable[[NodeAt], float]) -> None:
+def _over_time(
+    axes: Axes, lines: Sequence[HubSample], unit_s: float, value: Callable[[NodeSample], float]
+) -> None:
     """One curve per node, with a gap while it is not there."""
     names = {node.node: node.name for line in lines for node in line.nodes}
     for index, name in sorted(names.items()):
@@ -86,7 +88,7 @@ def _over_time(axes: Axes, lines: Sequence[HubAt], unit_s: float, value: Callabl
     axes.set_xlim(left=0)
 
 
-def _wire(axes: Axes, lines: Sequence[HubAt]) -> None:
+def _wire(axes: Axes, lines: Sequence[HubSample]) -> None:
     names = {node.node: node.name for line in lines for node in line.nodes}
     indices = sorted(names)
     whole, waits = by_node(lines, "wire_s"), by_node(lines, "wait_s")
@@ -102,7 +104,7 @@ def _wire(axes: Axes, lines: Sequence[HubAt]) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=9)
 
 
-def _sum_so_far(lines: Sequence[HubAt], field: str) -> list[float]:
+def _sum_so_far(lines: Sequence[HubSample], field: str) -> list[float]:
     """Over all nodes, at each line; what a node's earlier processes sent stays in it."""
     total, before, out = 0.0, dict[int, float](), []
     for line in lines:
@@ -115,7 +117,7 @@ def _sum_so_far(lines: Sequence[HubAt], field: str) -> list[float]:
     return out
 
 
-def _versions(axes: Axes, hubs: Sequence[Hub], unit_s: float) -> None:
+def _versions(axes: Axes, hubs: Sequence[HubRecords], unit_s: float) -> None:
     for k, hub in enumerate(hubs):
         known = [line for line in hub.lines if line.versions]
         times = [line.t / unit_s for line in known]

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.rundir.hub_records import Hub, HubAt, NodeAt
+from aedit.launch.rundir.hub_records import HubRecords, HubSample, NodeSample
 from aedit.launch.views import words
 from aedit.launch.views.figures import ratio
 
@@ -35,7 +35,7 @@ class HubDetail:
 FULL = HubDetail()
 
 
-def hub_table(now: HubAt, detail: HubDetail = FULL) -> Iterator[RenderableType]:
+def hub_table(now: HubSample, detail: HubDetail = FULL) -> Iterator[RenderableType]:
     """Yield how fast each node is, what is made of what it brings, and the versions."""
     if now.follows:
         yield Text(f"follows the hub at {now.follows}, term {now.term}; versions {spread(now.versions)}")
@@ -61,7 +61,7 @@ def hub_table(now: HubAt, detail: HubDetail = FULL) -> Iterator[RenderableType]:
             yield Text(f"node {node.node} {node.name}: {node.excluded}", style="red")
 
 
-def hub_tables(hubs: Sequence[Hub], detail: HubDetail = FULL) -> Iterator[RenderableType]:
+def hub_tables(hubs: Sequence[HubRecords], detail: HubDetail = FULL) -> Iterator[RenderableType]:
     """Yield the newest state of the hubs that split the units, and what was of note last."""
     for k, hub in enumerate(hubs):
         part = f" {k} of {len(hubs)}" if len(hubs) > 1 else ""
@@ -75,7 +75,7 @@ def hub_tables(hubs: Sequence[Hub], detail: HubDetail = FULL) -> Iterator[Render
             yield Text(f"another hub took over at {words.clock(leads[-1].t)}", style="yellow")
 
 
-def hub_cells(now: HubAt) -> list[str]:
+def hub_cells(now: HubSample) -> list[str]:
     """Return each node in a few words, for a line of a log."""
     return [
         f"node {node.node} {node.state} step {words.count(node.steps)} {node.steps_per_s:.2f} steps/s"
@@ -112,7 +112,7 @@ def _table(columns: Sequence[str], rows: "map[list[str]]", *, fold: bool) -> Tab
     return table
 
 
-def _pace(node: NodeAt) -> list[str]:
+def _pace(node: NodeSample) -> list[str]:
     state = "excluded" if node.excluded else node.state[:MAX_STATE]
     if not node.reports:
         return [str(node.node), node.name, state, *[words.UNKNOWN] * 6]
@@ -129,7 +129,7 @@ def _pace(node: NodeAt) -> list[str]:
     ]
 
 
-def _trust(node: NodeAt) -> list[str]:
+def _trust(node: NodeSample) -> list[str]:
     known = node.reports
     return [
         str(node.node),

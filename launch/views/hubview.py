@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.rundir.hub_records import Hub, HubAt
+from aedit.launch.rundir.hub_records import HubRecords, HubSample
 from aedit.launch.rundir.reader import Run
 from aedit.launch.rundir.records import BAD_LINE
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
@@ -30,7 +30,7 @@ class HubSource:
         """Return how the run stands. Raises UserError if the hub does not answer."""
         said = self._ask(NO_LINES)
         try:
-            return self._run(said, (HubAt.of(said),))
+            return self._run(said, (HubSample.of(said),))
         except BAD_LINE as error:
             raise self._strange(error) from None
 
@@ -38,7 +38,7 @@ class HubSource:
         """Return what the hub has recorded since its process began, without the nodes' own records."""
         said = self._ask(0)
         try:
-            return self._run(said, tuple(map(HubAt.of, said["lines"])))
+            return self._run(said, tuple(map(HubSample.of, said["lines"])))
         except BAD_LINE as error:
             raise self._strange(error) from None
 
@@ -46,12 +46,12 @@ class HubSource:
         """Close the connection."""
         self._client.close()
 
-    def _run(self, said: dict[str, Any], lines: tuple[HubAt, ...]) -> Run:
+    def _run(self, said: dict[str, Any], lines: tuple[HubSample, ...]) -> Run:
         name = str(said["run"])
         if Path(name).name != name or name == "..":
             raise UserError(f"the run at {self.address} is called {name!r}, which is no directory name")
         config = {"name": name, "hub": {"address": self.address}}
-        return Run(Path(RunConfig().dir) / name, config, (), (Hub(lines, ()),) if lines else ())
+        return Run(Path(RunConfig().dir) / name, config, (), (HubRecords(lines, ()),) if lines else ())
 
     def _ask(self, metrics_after: int) -> dict[str, Any]:
         try:

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.rundir.reader import Node, Run
+from aedit.launch.rundir.reader import NodeRecords, Run
 from aedit.launch.views import words
 from aedit.launch.views.figures import held_out, recent_tokens_per_s, rounds, total_known
 from aedit.launch.views.hubtable import HubDetail, hub_cells, hub_tables
@@ -122,7 +122,7 @@ def line(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> str:
     return " | ".join(["  ".join(head), *cells])
 
 
-def state(node: Node, warmup_steps: int = 0) -> str:
+def state(node: NodeRecords, warmup_steps: int = 0) -> str:
     """What a node is doing, inferred from its files: they tell it after the fact, so it may lag."""
     latest = node.latest.event if node.latest else ""
     if latest == "stop":
@@ -137,7 +137,7 @@ def state(node: Node, warmup_steps: int = 0) -> str:
     return _pause(node) or ("warm-up" if node.metrics[-1].step < warmup_steps else "training")
 
 
-def _pause(node: Node) -> str:
+def _pause(node: NodeRecords) -> str:
     """Why the node takes no steps now, or nothing."""
     last = node.metrics[-1]
     before = node.metrics[-2] if len(node.metrics) > 1 else last
@@ -152,7 +152,7 @@ def _pause(node: Node) -> str:
     return ""
 
 
-def _state(run: Run, index: int, node: Node | None, starting: Collection[int]) -> str:
+def _state(run: Run, index: int, node: NodeRecords | None, starting: Collection[int]) -> str:
     if node is None or index in starting:
         return "starting"
     warmup_steps = run.config.get("edit", {}).get("warmup_steps", 0)
@@ -211,7 +211,7 @@ def _table(
         yield Text(words.more(len(shown) - len(rows), "node"), style="dim")
 
 
-def _numbers(node: Node | None) -> list[str]:
+def _numbers(node: NodeRecords | None) -> list[str]:
     if node is None or not node.metrics:
         return [words.UNKNOWN] * 6
     last = node.metrics[-1]
@@ -226,7 +226,7 @@ def _numbers(node: Node | None) -> list[str]:
     ]
 
 
-def _cell(index: int, node: Node | None, doing: str) -> str:
+def _cell(index: int, node: NodeRecords | None, doing: str) -> str:
     if node is None or not node.metrics:
         return f"node {index} {doing}"
     last = node.metrics[-1]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from aedit.launch.rundir.hub_records import Totals, totals
-from aedit.launch.rundir.reader import Node, Run, read_run
+from aedit.launch.rundir.reader import NodeRecords, Run, read_run
 from aedit.launch.views import words
 from aedit.launch.views.figures import (
     Pace,
@@ -128,7 +128,7 @@ def _plots(run: Run) -> list[str]:
     return ["", "  plots", *(f"    {path}" for path in paths)] if paths else []
 
 
-def _of_node(node: Node) -> NodeSummary:
+def _of_node(node: NodeRecords) -> NodeSummary:
     nan = float("nan")
     last = node.metrics[-1] if node.metrics else None
     return NodeSummary(
