@@ -2,7 +2,7 @@
 
 A test writes its job as a plain function in `tests/dist_jobs/some_file.py` and calls
 
-results = world.run("tests/dist_jobs/some_file.py", "job", size=4, args={"rounds": 3})
+    results = world.run("tests/dist_jobs/some_file.py", "job", size=4, args={"rounds": 3})
 
 Every worker calls `job(rank, size, rounds=3)` inside a Gloo process group of its own; what the calls return
 comes back as a list by rank.

@@ -118,7 +118,7 @@ def draw_chain(made, rows):
 
 
 def draw_tree(made, rows):
-    """Draw the best two tokens under each of TREE_PARENTS, by the drafter and the noise of their positions."""
+    """Draw the best two tokens under each of TREE_PARENTS, by the drafter and the noise per position."""
     noise = gumbel(rows.ids, rows.ids, rows.positions(DEPTH), V, torch.float64)
     said = [rows.roots]
     depths = [0]
