@@ -1,4 +1,4 @@
-"""The benchmarks run, print their table and bars, and measure what they say. No test asserts a timing."""
+"""Tests that the benchmarks run and print their tables and bars. No test asserts a timing."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ SMALL = Setting(steps=12, warmup_steps=4, every=4, hidden_size=32, num_layers=1,
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """`python -m benchmarks.NAME FLAGS` without a new process; returns what it prints."""
+    """Return a function that runs `python -m benchmarks.NAME FLAGS` in this process and returns output."""
 
     def call(name, *flags):
         module = importlib.import_module(f"benchmarks.{name}")

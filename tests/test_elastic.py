@@ -1,4 +1,4 @@
-"""Nodes come and go: the anchors do not jump, the leases' books balance, and nobody is held up."""
+"""Tests nodes that join and leave: anchors do not jump, leases add up, and no node waits."""
 
 from dataclasses import replace
 
