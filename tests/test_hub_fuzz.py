@@ -1,4 +1,4 @@
-"""Whatever is sent to a hub: it lives, it does not grow, nothing of it is believed, and good nodes go on."""
+"""Tests a hub under invalid messages: it keeps running, does not grow, merges none, and serves good nodes."""
 
 import random
 from collections import Counter, deque
@@ -91,7 +91,7 @@ def test_what_one_node_says_of_itself_stops_no_other(tmp_path):
 
 
 def _renew(fuzzer, liar):
-    """Let it speak for a member again; under another name, if it has used up its numbers."""
+    """Let the fuzzer speak for a member again, under another name once its push numbers are used up."""
     reply = liar.join()
     if max(reply.seqs) > 2**32:
         liar.leave()
@@ -102,7 +102,7 @@ def _renew(fuzzer, liar):
 
 
 def _send(line, fuzzer, messages):
-    """What the hub said, counted."""
+    """Send the messages; return the count of each answer."""
     said, under_way = Counter(), deque()
     for _ in range(messages):
         method, parts = fuzzer.call()
@@ -135,6 +135,6 @@ def _end(method, call):
 
 
 def _memory(hub):
-    """Bytes of its own: the journal's pages, which it has mapped, are the system's."""
+    """Return the bytes of the hub's own memory, without the journal's mapped pages."""
     info = psutil.Process(hub.process.pid).memory_info()
     return info.rss - info.shared

@@ -1,4 +1,7 @@
-"""A hub in one's own process: nodes train through it as over a wire, on any clock, without torch."""
+"""Tests a hub in the caller's process.
+
+Nodes train through it as over a network, on any clock, without torch.
+"""
 
 import subprocess
 import sys

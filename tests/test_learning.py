@@ -1,5 +1,7 @@
-"""A drafter learns from a ring that a node writes, is judged on what it has not seen, and is published when
-it is better: in this process, and in one of its own."""
+"""Tests that a drafter learns from a node's ring, is judged on held-out samples, and is published if better.
+
+Training runs in this process, and in a process of its own.
+"""
 
 import sys
 from dataclasses import replace
@@ -32,7 +34,7 @@ QUICK = LearningConfig(
 
 @pytest.fixture(scope="module")
 def world():
-    """A small policy and what it has said to 16 prompts."""
+    """Return a small policy and its samples of 16 prompts."""
     model = policy(dtype=torch.float32)
     prompts = torch.randint(48, (16, 4), generator=torch.Generator().manual_seed(0)).tolist()
     return model, said(model, prompts, 40)

@@ -1,4 +1,4 @@
-"""What is told before anything starts: data that is not there or too little, a model that cannot fit."""
+"""Tests the checks before a start: missing data, too little data, a model that cannot fit."""
 
 import subprocess
 import sys
