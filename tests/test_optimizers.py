@@ -426,7 +426,7 @@ def test_state_that_may_be_a_weight_or_not_must_be_named():
 
 
 class Counting(torch.optim.Optimizer):
-    """Heavy-ball momentum with a count and a factor per parameter, which may equal a one-element parameter."""
+    """Heavy-ball momentum with a count and a factor per parameter that can equal a one-element parameter."""
 
     @torch.no_grad()
     def step(self, closure=None):
