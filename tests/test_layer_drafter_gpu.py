@@ -1,4 +1,4 @@
-"""Tests drafts as recorded CUDA graphs and, without a GPU, the rows and slots that recording adds."""
+"""Tests drafts as recorded CUDA graphs and, without a GPU, the padding that recording adds."""
 
 import copy
 from dataclasses import replace

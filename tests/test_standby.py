@@ -1,4 +1,4 @@
-"""A standby has what its primary has, takes over when the nodes ask, and no run has two heads."""
+"""Tests a standby: it mirrors its primary and takes over on the nodes' request, and a run has one leader."""
 
 import time
 import zlib

@@ -1,4 +1,4 @@
-"""The policy's step as recorded CUDA graphs; and, without a GPU, the rows and slots that recording adds."""
+"""Tests the policy's step as recorded CUDA graphs and, without a GPU, the padding that recording adds."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TREES = torch.tensor(
 
 
 class Unrecorded:
-    """In the place of `GraphCache`: runs what would be recorded."""
+    """Stand-in for `GraphCache` that runs what would be recorded."""
 
     def __init__(self):
         self.keys = []
@@ -42,7 +42,7 @@ def two_targets(lengths, dtype=torch.float64, device="cpu"):
 
 
 def check_steps_are_equal(target, eager, lengths, tolerance):
-    """Chains, trees and rows of several sizes, one after the other, on two targets."""
+    """Check chains, trees and rows of several sizes, one after the other, on two targets."""
     steps = [
         (1, 1, False),
         (5, 1, False),

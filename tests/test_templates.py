@@ -1,4 +1,4 @@
-"""The launch templates start the node command that the command line of today understands."""
+"""Tests that the launch templates start the node command as the current command line parses it."""
 
 import os
 import shlex
@@ -23,7 +23,7 @@ FLAGS = ["--train.steps", "5", "--name", "two words"]
 
 
 def start(template, *words, path=None, **env):
-    """The finished process; `path` is a folder of pretended programs."""
+    """Run a template to its end; `path` is a folder of stand-in programs. Returns the finished process."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")} | env
     if path:
         env["PATH"] = f"{path}:{env['PATH']}"
@@ -38,7 +38,7 @@ def pretend(folder, name, body):
 
 
 def understood(words):
-    """What our own parser makes of a node command; `aedit` and the configuration flags taken off."""
+    """Return what the project's parser makes of a node command, without `aedit` and configuration flags."""
     assert words[0] == "aedit"
     rest, flags = split_flags(words[1:])
     options = parser().parse_args(rest)

@@ -1,4 +1,4 @@
-"""The long wire of the benchmarks does to packets what it says."""
+"""Tests that the simulated long-distance link of the benchmarks delays and shapes packets as configured."""
 
 import json
 import random
@@ -17,7 +17,7 @@ def lane(seed=0, **wire):
 
 
 def arrivals(lane):
-    """(time, packet) of all that is under way, taken out in order."""
+    """Return (time, packet) of all packets under way, in order."""
     found = []
     while lane.next_at < float("inf"):
         at = lane.next_at

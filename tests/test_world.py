@@ -1,4 +1,4 @@
-"""The harness for torch.distributed tests is itself tested: a silent harness makes every test green."""
+"""Tests the harness of the torch.distributed tests: a harness that hides errors makes every test pass."""
 
 import os
 import subprocess
