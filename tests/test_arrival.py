@@ -106,7 +106,7 @@ def test_a_node_that_ends_early_answers_on_and_weighs_nothing():
     (short, anchor, _), (long, same, ended) = in_threads(2, job)
     rng = torch.Generator().manual_seed(1)
     shared = {name: torch.zeros_like(p) for name, p in start.named_parameters()}
-    for _ in range(3):  # what the longer one added while both were there
+    for _ in range(3):  # what the longer node added while both took part
         for name, moved in move(deepcopy(start), rng).items():
             shared[name] += moved
     for name, p in start.named_parameters():

@@ -156,7 +156,7 @@ def test_encoding_what_was_decoded_changes_no_bit(name, x):
 @given(x=FINITE)
 @settings(max_examples=30, deadline=None)
 def test_the_opposite_decodes_to_the_opposite(name, x):
-    if name == "topk":  # of equal magnitudes any may be kept
+    if name == "topk":  # any of several equal magnitudes may be kept
         x = x[np.unique(np.abs(x), return_index=True)[1]]
     np.testing.assert_array_equal(through(name, -x), -through(name, x))
 
@@ -263,7 +263,7 @@ def spoiled(name, numel, place, value, width=np.uint8):
 
 
 NUMEL = 8193  # 33 blocks; two chunks of 4096 and one number
-PLACES = 2 * 3  # where topk's places begin
+PLACES = 2 * 3  # offset of topk's indices
 
 
 @pytest.mark.parametrize(

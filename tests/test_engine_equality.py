@@ -157,7 +157,7 @@ def test_who_is_not_here_cannot_be_taken_out(policy, mixed):
         engine.remove(rollout)
 
 
-@pytest.mark.timeout(400)  # of a machine that has other things to do while torch is imported
+@pytest.mark.timeout(400)  # importing torch is slow on a busy machine
 def test_a_sample_goes_on_in_another_process(mixed, plain, texts):
     seed = 0
     engine = engine_of(tiny_policy(seed), 4, Insider(texts), *FLIPS)

@@ -22,7 +22,7 @@ GPU = pytest.param(
 )
 ARMS = ["off", "suffix:4", "layer:4", "layer:3x2x6"]
 TIE = 0.1
-"""Of logits of about 10, which bfloat16 rounds to multiples of 1/16."""
+"""Difference of logits of about 10, which bfloat16 rounds to multiples of 1/16."""
 
 
 def engine_on(device, arm, *, dtype=torch.float64, graphs=True, rows=7):

@@ -16,7 +16,7 @@ from kit.rollouts import KINDS, Stubborn, decode_plainly, perturbed, samples, ti
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SHAPES = ("1", "2", "4", "8", "3x2x6", "4x3x12")
 CLOSE = 1e-4
-"""Two tokens whose noisy logits are nearer are a draw in float32."""
+"""Tokens whose noisy logits differ by less are tied in float32."""
 
 
 @pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])

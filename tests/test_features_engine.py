@@ -16,7 +16,7 @@ from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
 CLOSE = 1e-5
-"""The norms and rotary positions of transformers are computed in float32, whatever the model is of."""
+"""transformers computes norms and rotary positions in float32, whatever the dtype of the model."""
 
 
 class Silence:

@@ -296,7 +296,7 @@ def test_arms_are_compared_at_once_when_rows_or_drafters_are_others(monkeypatch)
         EngineView(1, 100, {**versions, "layer": 1}),
     ]
     for view in changed:
-        chooser.exploration_budget_s = -1.0  # nothing is tried
+        chooser.exploration_budget_s = -1.0  # no trial
         chooser.choose(view)
         chooser.choose(view)
     assert compared == changed

@@ -21,8 +21,8 @@ calls_per_s = 1e9
 violations = 1000000
 threshold = 1e9
 """
-"""Or most of what comes would be turned away at the door; and the liar has so many names in the end that what
-they bring would be what is usual."""
+"""Limits that let most messages through, and a push filter without effect: the fuzzer's many names would
+otherwise determine the usual norm."""
 SAID = {
     "OK",
     "ABORTED",  # another session than the one it is said to be
@@ -36,9 +36,9 @@ NUMELS = (5000, 70)
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1500)]
 UNDER_WAY = 16
 ROUND = 500
-"""Messages, and then the good node pushes."""
+"""Messages between two pushes of the good node."""
 BETWEEN = 50
-"""Messages, and then it joins again, so that it knows what a member knows."""
+"""Messages until the fuzzer joins again, so that it knows the state of a member."""
 MIB = 2**20
 
 

@@ -36,7 +36,7 @@ class Ledger:
         self.versions = [0, 0]
         self.accepted, self.merged = {}, Counter()
         self.owner = {}
-        """Of every position ever leased."""
+        """Node by leased position."""
         self.unused = defaultdict(list)
         """Blocks by node, as (start, end)."""
         self.sessions = {}

@@ -242,7 +242,7 @@ def test_rows_move_end_and_begin_while_it_drafts():
     rows.end(1)
     rows.check("layer:3")
     rows.update(1, 1, 1)
-    rows.end(2)  # the last row: nobody moves
+    rows.end(2)  # the last row: no row moves
     rows.check("layer:2x2x4")
     rows.update(2, 1)
     rows.drafter.end(0)

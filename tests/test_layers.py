@@ -57,7 +57,7 @@ MAY_IMPORT = {
     "proto.codecs": ("types", "system"),
     "proto.wire": ("types", "system"),
 }
-"""What the files of each sub-package may import, besides the sub-package itself."""
+"""Sub-packages that the files of each sub-package may import, besides their own."""
 
 PARTS = ("launch", "edit", "spec_rollout", "async_sgd", "proto")
 

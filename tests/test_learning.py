@@ -162,7 +162,7 @@ def test_who_has_learned_for_a_moved_policy_is_judged_at_once_and_not_when_it_is
 
     assert judged_after(40) == judged_after(40) == 1
     learning.set_policy(policy_tensors(ends(model)), 2)
-    assert judged_after(40) == 1  # nothing is there yet that the new policy has said
+    assert judged_after(40) == 1  # there are no samples of the new policy yet
     write(ring, samples, version=2)
     assert judged_after(40) == judged_after(40) == 2
 

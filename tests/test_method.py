@@ -11,7 +11,7 @@ from aedit.launch.config.method import defaults, difference, method
 from aedit.proto.wire.hello import PROTOCOL
 
 DEFAULTS = {2: "119688f8cae900e0"}
-"""By protocol number: SHA-256 of the names and defaults of all settings that decide the result."""
+"""SHA-256, by protocol number, of the names and defaults of all settings that decide the result."""
 
 
 def test_a_default_that_changes_or_goes_needs_a_new_protocol_number():

@@ -140,7 +140,7 @@ def test_one_that_waits_keeps_them_until_it_has_a_row_and_nobody_after_that(mode
     waits = full.add(prompt)
     assert full.status()["transferred_kv_bytes"] == size
     prompt = full.remove(waits, kv=True)
-    assert full.remove(full.running[0]).partial.kv is None  # nobody asked for them
+    assert full.remove(full.running[0]).partial.kv is None  # `kv` was not requested
     moved = there.add(prompt)
     there.step()
     del prompt

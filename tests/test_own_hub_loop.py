@@ -43,7 +43,7 @@ lease_samples = 8
 staleness = { rule = "constant" }
 push_filter = { threshold = 1e9, cosine = false, clip = 1e9 }
 """
-"""No table of a model or of data. Every arrival moves the anchor by exactly what it brings."""
+"""Without tables for model and data. Every push moves the anchor by exactly its values."""
 
 
 class Net(nn.Module):
@@ -143,7 +143,7 @@ def test_nodes_of_ones_own_loop_with_any_module_learn_together_and_the_hub_says_
 
 
 def test_leased_positions_go_to_one_node_each_and_unused_ones_to_the_next(tmp_path):
-    drawn = {"one": [], "two": [], "three": []}  # by node, the positions that were trained on
+    drawn = {"one": [], "two": [], "three": []}  # positions trained on, by node
     with real_hub(tmp_path, HUB) as hub:
 
         def train(name, seed, count, fail_at=10**9):

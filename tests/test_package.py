@@ -208,7 +208,7 @@ def test_everything_we_install_is_pinned():
     while todo:
         wanted = todo.pop()
         name = canonicalize_name(wanted.name)
-        # What asks for one version, as torch does for its accelerators', pins it as well as we could.
+        # An exact requirement, as torch's of its accelerator packages, pins the version already.
         pinned |= {name} if exact(wanted) else set()
         if (name, frozenset(wanted.extras)) not in seen:
             seen.add((name, frozenset(wanted.extras)))

@@ -57,7 +57,7 @@ def test_a_way_to_read_files_is_no_dataset():
 
 
 WIDE = {"hidden_size": 16384, "num_hidden_layers": 1, "num_attention_heads": 128, "num_key_value_heads": 128}
-"""Wider than the family's own feed-forward layer."""
+"""Model wider than the family's own feed-forward layer."""
 
 FAMILIES = [
     ModelConfig(),

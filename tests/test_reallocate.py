@@ -78,7 +78,7 @@ def test_the_busiest_gives_to_the_idlest_what_waits_there():
     assert {move.source for move in moves} == {5}
     assert moves[0].target == 9
     assert all(move.gain_s > 0 for move in moves)
-    assert [move.key[0] for move in moves][:3] == [7, 6, 5]  # who would have begun last
+    assert [move.key[0] for move in moves][:3] == [7, 6, 5]  # those that would have begun last
 
 
 def test_nothing_moves_between_engines_that_finish_together():

@@ -119,7 +119,7 @@ def test_weights_and_biases_gets_the_metrics_offline(tmp_path, monkeypatch):
 
 
 def test_trackio_gets_the_metrics_on_this_machine(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which it reads when it is imported
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when the module is imported
     pytest.importorskip("trackio")  # it wants other versions of what is pinned: not in the test extra
     recorded(tmp_path, "trackio")
     (database,) = (tmp_path / "trackio").glob("*.db")

@@ -11,7 +11,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
 
-# Folders that exist for somebody, not for everybody.
+# Folders of a single machine or user.
 OWN_PLACE = re.compile(r"(?<![\w.~*])/(?:root|home|Users|work|opt|mnt|srv)/\w")
 
 

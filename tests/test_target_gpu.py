@@ -12,7 +12,7 @@ TREE = torch.tensor([[-1, 0, 0, 2]])
 TREES = torch.tensor(
     [[-1, 0, 0, 2], [-1, -1, 0, 1], [-1, 0, 1, 2], [-1, -1, -1, 2], [-1, 0, 0, 0], [-1, -1, 1, 1]]
 )
-"""Of each row another one: who gets a neighbour's is wrong."""
+"""Each row has another tree, so that using a neighbour's tree is detected."""
 
 
 class Unrecorded:

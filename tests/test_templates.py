@@ -127,7 +127,7 @@ def test_ctrl_c_makes_every_machine_leave(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **at_terminal) as script:
         try:
             up = [script.stdout.readline() for _ in range(2)]
-            os.killpg(script.pid, signal.SIGINT)  # a terminal tells everybody
+            os.killpg(script.pid, signal.SIGINT)  # a terminal signals the whole process group
             left, _ = script.communicate(timeout=20)
         finally:
             with suppress(ProcessLookupError):

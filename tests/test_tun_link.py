@@ -40,7 +40,7 @@ def test_packets_come_at_the_rate_and_the_queue_has_an_end():
         wire.send(PACKET, 1.0)
     times = [at for at, _ in arrivals(wire)]
     assert times == pytest.approx([1.0 + 0.001 * (n + 1) for n in range(len(times))])
-    assert len(times) in (20, 21)  # what waits up to 20 ms at 1 ms each
+    assert len(times) in (20, 21)  # packets that wait up to 20 ms at 1 ms each
     assert wire.dropped == 100 - len(times)
 
 

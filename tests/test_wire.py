@@ -231,7 +231,7 @@ def test_a_push_that_cannot_be_never_reaches_the_hub(core, server, messages, cod
 def test_whose_push_was_damaged_or_malformed_is_told_to_the_hub(core, server):
     for bad in (flipped(pushed(DATA), 0), flipped(pushed(DATA), 2), without(pushed(DATA), 1)):
         raw_push(server, packed(bad))
-    raw_push(server, packed(pushed(DATA)[:2]))  # as a link that was cut: nobody's violation
+    raw_push(server, packed(pushed(DATA)[:2]))  # as on a cut link: no violation
     seq = head(len(DATA)).seq
     assert core.calls == [("garbled", seq, why) for why in ("damaged", "damaged", "malformed")]
 

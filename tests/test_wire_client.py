@@ -88,7 +88,7 @@ def test_patience_ends_when_nothing_moves_and_in_any_case_at_the_deadline():
     assert patience.pause_s(0.0) is None
 
 
-# --- nobody there
+# --- no hub there
 
 
 @pytest.mark.parametrize(

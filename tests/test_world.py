@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def is_alive(pid):
-    # One that nobody has waited for yet keeps its number.
+    # A process that has ended keeps its id until it is waited for.
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 

@@ -108,7 +108,7 @@ def run_node(deeds, words):
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     mine = [deed for deed in deeds if deed["node"] == index and first]
     Saboteur(mine, run_toml.parent, f"{index}_{rank}")
-    faulthandler.register(signal.SIGUSR1)  # where it hangs, into its log
+    faulthandler.register(signal.SIGUSR1)  # write the stack traces of a hang into its log
     sys.argv = ["node", *words]
     return node.main()
 

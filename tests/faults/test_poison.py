@@ -190,7 +190,7 @@ def heal(model, culprit):
             for step, batch in enumerate(batches(n, 7)):
                 value = loss(own, batch)
                 if rounds and len(prints) < len(rounds):
-                    prints.append(fingerprint(own))  # what has just landed
+                    prints.append(fingerprint(own))  # the anchors that have just landed
                 value.backward()
                 inner.step()
                 inner.zero_grad()

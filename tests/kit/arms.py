@@ -20,7 +20,7 @@ SMALL = {
 }
 VERIFIED = (1, 2, 4, 8, 16, 32)
 MOST = 8
-"""Nodes of a draft."""
+"""Largest number of nodes of a draft."""
 
 
 def verify_s(rows, nodes, context):

@@ -245,7 +245,7 @@ def serve(descriptor):
             job = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             return
-        # Should the test process vanish in the middle of a job, nobody else would end a hung one.
+        # If the test process dies in the middle of a job, nothing else would end a hung worker.
         faulthandler.dump_traceback_later(job.timeout_s + 30, exit=True)
         answer = _answer(job)
         faulthandler.cancel_dump_traceback_later()

@@ -27,7 +27,7 @@ lease_samples = 64
 staleness = { rule = "constant" }
 push_filter = { threshold = 1e9, cosine = false, clip = 1e9 }
 """
-"""Every arrival moves the anchor by exactly what it brings."""
+"""Every push moves the anchor by exactly its values."""
 
 
 class HubProcess:

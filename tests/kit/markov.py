@@ -48,7 +48,7 @@ class Rows:
 
     ids: torch.Tensor
     before: torch.Tensor
-    """The tokens before the roots."""
+    """Tokens before the roots."""
     roots: torch.Tensor
     counts: torch.Tensor
 

@@ -79,7 +79,7 @@ def an_answer_belongs_to_the_caller(transport, node, nodes):
     value = torch.ones(5)
     first = transport.weighted_mean("a", value, 1.0).result().value
     first.fill_(-1.0 - node)
-    # When this has come, everybody has changed its first answer.
+    # When this has arrived, every node has changed its first answer.
     second = transport.weighted_mean("b", value, 1.0).result().value
     assert torch.equal(value, torch.ones(5))
     assert torch.equal(first, torch.full((5,), -1.0 - node))
@@ -161,7 +161,7 @@ def a_key_may_come_again(transport, node, nodes):
 
 def notes_reach_everybody_and_the_first_stays(transport, node, nodes):
     assert transport.read("a") is None
-    transport.gather("before", torch.zeros(1)).result()  # everybody has looked
+    transport.gather("before", torch.zeros(1)).result()  # every node has called `done`
     if node == 0:
         transport.post("a", "one\ntwo")
         transport.post("a", "late")
@@ -206,4 +206,4 @@ PROMISES = [
 ]
 
 BUCKETS = [(6, 6, 6), (12, 4), (3, 1 << 21, 1), (1,)]
-"""Sizes at which torchft's buckets of 10 elements lose something, and one larger than any buffer."""
+"""Sizes at which torchft's buckets of 10 elements lose values, and one larger than any buffer."""

@@ -21,7 +21,7 @@ class MemoryCore:
         self.pushes = {}
         self.open = threading.Event()
         self.open.set()
-        """Cleared: every push waits, complete, in here."""
+        """While it is cleared, every complete push waits."""
 
     def hello(self, request):
         self.calls.append("hello")
