@@ -1,4 +1,4 @@
-"""A trainer that dies, hangs or publishes rubbish, again and again, while its node takes steps."""
+"""Trainer that dies, hangs or publishes invalid weights repeatedly while its node takes steps."""
 
 import tempfile
 import time
@@ -28,7 +28,7 @@ LARGEST = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Suffered:
-    """What came of the faults of one kind."""
+    """Results of the faults of one kind."""
 
     fault: str
     injected: int
@@ -41,7 +41,7 @@ class Suffered:
 
 
 def suffer(fault: str, foreground: Foreground, count: int, waits_s: tuple[float, float]) -> Suffered:
-    """Steps go on in pairs while the trainer has `fault` and while the next one begins."""
+    """Take steps in pairs while the trainer has `fault` and while the next trainer starts."""
     with tempfile.TemporaryDirectory() as folder:
         orders = Path(folder, "orders")
         config = IdleConfig(
@@ -66,7 +66,7 @@ def suffer(fault: str, foreground: Foreground, count: int, waits_s: tuple[float,
 
 
 class Node:
-    """Takes steps in pairs, and takes what is published after each."""
+    """Takes steps in pairs, and adopts what is published after each."""
 
     def __init__(self, work: DrafterTraining, race: Race) -> None:
         self._work, self._race = work, race
@@ -87,7 +87,7 @@ class Node:
         return self.recovers()
 
     def recovers(self) -> bool:
-        """Whether there is a new drafter, and a new checkpoint, within a long wait."""
+        """Return whether a new drafter and a new checkpoint appear within a long wait."""
         number, saved = self._number, self._work.status()["checkpoints"]
         give_up_s = time.monotonic() + GIVE_UP_S
         with self._work.window("recovery"):
@@ -107,14 +107,14 @@ class Node:
         self._look()
 
     def _look(self) -> None:
-        """What an engine does between two of its steps."""
+        """Take over the newest drafter, as an engine does between two of its steps."""
         found = self._work.newest(self._number)
         if found is not None:
             self._drafter = found
             self.bad_drafters += not all(map(_is_whole, found.tensors.values()))
 
     def _has_the_last_good(self, fault: str) -> bool:
-        """A second look, at whatever is there, finds what the node has, or nothing that is whole."""
+        """Return whether a second read finds the node's drafter, or nothing that is whole."""
         found = self._work.newest(0)
         if fault == "corrupt publish":
             return found is None and self._drafter is not None
