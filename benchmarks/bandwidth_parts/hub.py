@@ -78,10 +78,10 @@ class HubRow:
     way: Way
     codec: str
     seen: HubSeen
-    """Of the node that waited longest."""
+    """Results of the node that waited longest."""
     interval_s: float
     wire_s: float
-    """What the wire needs for one round in the direction that all nodes share."""
+    """Seconds that one round needs in the direction that all nodes share."""
     lost: float
     """Share of the time beyond the steps' fixed pace."""
     up: float

@@ -59,9 +59,9 @@ class HubSeen:
     before: Traffic
     after: Traffic
     params: int
-    """Of the model."""
+    """Number of parameters of the model."""
     params_pushed: int
-    """Of all pushes; as many came back in each answer."""
+    """Parameters in all pushes; as many came back in each answer."""
     refused: int
     """Pushes of units that did not count."""
 

@@ -18,10 +18,10 @@ from benchmarks.kit.cluster import Field, answered
 from benchmarks.kit.paced_node import STRIDE, PacedNode
 
 LATE = "past its deadline"
-"""What a client says of a call that ended more than a second too late."""
+"""Text of a client's log for a call that ended more than a second too late."""
 
 Steps = Counter[tuple[int, int]]
-"""By node and unit."""
+"""Steps by node and unit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,9 @@ SLOWEST = 60.0
 """A window ends without its processor time if it takes so many times as long: the machine is too busy."""
 STARTS_WITHIN_S = 600.0
 ROUND_STEPS = 16
-"""Of an oracle, between two looks at what it has learned."""
+"""Steps of an oracle between two evaluations."""
 LEARNS_NO_MORE = 0.003
-"""Of the match rate, in a round."""
+"""Increase of the match rate in a round, below which the rate is halved."""
 HALVINGS = 3
 ORACLE_ROW_PAIRS, ORACLE_LR = 512, 1e-3
 
@@ -61,8 +61,8 @@ class IdleTrained:
         """Set up the process; layer: where training begins, copied."""
         self.layer = copy_of(layer)
         shape = RingShape.within(RING_BYTES, target.feature_size, torch.float32)
-        # Nothing of the run computes in a window, and what others compute is to change nothing of what is
-        # learned: here the trainer is no less than they are.
+        # The run computes nothing in a window, so the trainer needs no lower priority, and other processes
+        # should not change what it learns.
         idle = IdleConfig(niceness=0)
         self._work = train_when_idle(self.layer, ends_of(target), shape, learning=learning, idle=idle)
         self._number, self._begun_s = 1, 0.0

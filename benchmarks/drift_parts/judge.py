@@ -27,7 +27,7 @@ class Standing:
     """Result of one drafter on one policy."""
 
     tokens_per_step: float
-    """Of a sample."""
+    """Tokens per step of a sample."""
     accepted_D: tuple[float, ...]
     """Share of the drafts that were right before this depth that are right here too. Empty: its drafts are of
     unequal depths."""

@@ -18,11 +18,11 @@ from aedit.spec_rollout.sampling.samples import Rollout
 
 LETTER = ord("e")
 ROWS_AT_ONCE = 16
-"""Of a teacher-forced pass."""
+"""Rows of a teacher-forced pass."""
 AHEAD = 3
 """Steps in which a policy that is behind or ahead of its schedule comes back to it."""
 FASTER, SLOWER = 1.5, 0.7
-"""From one step to the next, at most."""
+"""Largest factors by which the rate changes from one step to the next."""
 
 
 @dataclass(frozen=True, slots=True)

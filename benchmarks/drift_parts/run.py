@@ -24,13 +24,13 @@ from benchmarks.kit.policy_drafter import Recipe, drafter_ready
 from benchmarks.policies import PROMPT_BYTES, Policy, load, prompts
 
 IDLE_SHARE, HARVEST = 0.2, 0.85
-"""Of the step; and of the idle time that a trainer uses, by `benchmarks.idle`."""
+"""Idle share of a step, and the share of idle time that a trainer uses, by `benchmarks.idle`."""
 MOST_LR = 20.0
 """Times what it was at first, and as much lower."""
 PACED_BY = 8
 """Rollouts of a step, by which its policy is found to be too fast or too slow."""
 RUN_SEED, EVAL_SEED, ORACLE_SEED = 1, 2, 3
-"""Of prompts; the names of their noise differ too."""
+"""Seeds of prompts; the names of their noise differ too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +38,18 @@ class Size:
     """Amount of work."""
 
     recipe: Recipe
-    """Of the drafter it begins with, and of its policy."""
+    """Recipe of the first drafter and of its policy."""
     steps: int
     looks: int
     """Checkpoints after the first, which is before step 0."""
     groups: int
     """Prompts of a step."""
     samples: int
-    """Of a prompt."""
+    """Samples of a prompt."""
     most_new: int
     """Tokens of a rollout."""
     lr: float
-    """Of the first one."""
+    """Learning rate of the first step."""
     kl_nats: float
     """Per token, where the policy is to be in the end."""
     judged_groups: int

@@ -20,7 +20,7 @@ class Attempt:
     node: int
     blocks: list[tuple[int, int]] = field(default_factory=list)
     steps: dict[int, int] = field(default_factory=dict)
-    """By unit, in accepted pushes."""
+    """Steps in accepted pushes, by unit."""
 
     def drawn(self, unit: int, samples_per_step: int) -> list[tuple[int, int]]:
         """Return the positions whose gradients are in accepted pushes of the unit.
@@ -40,7 +40,7 @@ class Audit:
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.holder = np.full(_ROOM, NOBODY, np.int32)
         self.used = np.zeros(_ROOM, np.int32)
-        """How often each position was said to be in an accepted push."""
+        """Number of accepted pushes reported to contain each position."""
         self.at_two = 0
         """Positions leased while another node had them, or after they were used."""
         self.not_held = 0

@@ -110,7 +110,7 @@ class Elastic:
 
     def _join(self, index: int) -> Node:
         model, inner = start_model(self.setting, self.start)
-        if self.joined:  # who comes later has no optimizer state yet
+        if self.joined:  # a node that joins later has no optimizer state yet
             inner = make_inner(model, self.setting.train)
         shard = self.setting.shard(index, seed=2 + self.joined)
         node = make_node(self.hub, self.setting, self.method, index, (model, inner), shard)

@@ -68,7 +68,7 @@ class Memory:
     own: int
     """The most without those, as far as looking at it every 20 ms has shown."""
     params: int
-    """Of the model in fp32."""
+    """Parameters of the model, in fp32."""
     merged: int
 
     @property

@@ -32,12 +32,12 @@ class Crew:
     hub: str
     names: list[str]
     step_s: list[float]
-    """Of each node."""
+    """Step time of each node."""
     every: int
     """Steps between two pushes of every unit."""
     units: int
     numel: int
-    """Of each unit."""
+    """Elements of each unit."""
     codec: str
     seconds: float
 
@@ -47,7 +47,7 @@ class Seen:
     """Results of the nodes of one process."""
 
     heartbeat_s: list[float] = field(default_factory=list)
-    """How long the hub took to answer a heartbeat."""
+    """Seconds until the hub answered each heartbeat."""
     merged: int = 0
     """Pushes of a unit."""
     refused: int = 0

@@ -21,9 +21,9 @@ GIVE_UP_S = 60.0
 PAIRS_AFTER = 2
 """Steps beside the start of the next trainer."""
 COUNTERS = {"disk full": "checkpoints_failed", "corrupt publish": "corrupt"}
-"""What grows when a fault has been had; for the others it is the deaths."""
+"""Counter that grows with each fault; for faults not listed it is the number of deaths."""
 LARGEST = 100.0
-"""Far above what the training publishes, and far below what noise has somewhere."""
+"""Bound far above the published values and far below the largest values of noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Suffered:
     fault: str
     injected: int
     kept: int
-    """After so many of them the node had a whole drafter, and a second look found it or nothing."""
+    """Number of faults after which the node had a whole drafter, and a second read found it or nothing."""
     recovered: int
-    """And after so many the trainer published and saved again."""
+    """Number of faults after which the trainer published and saved again."""
     bad_drafters: int
     pairs: tuple[Pair, ...]
 

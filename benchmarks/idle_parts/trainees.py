@@ -20,7 +20,7 @@ FAULTS = ("killed", "hung", "out of memory", "disk full", "corrupt publish")
 MENDED_BY = {"disk full": "disk empty", "corrupt publish": "publish"}
 """Orders after which all is well again; the other faults end the process."""
 SMALL_BYTES = 4096
-"""What a file may grow to when the disk is full."""
+"""Largest size of a file when the disk is full."""
 
 
 def weights(seed: int = 0, width: int = WIDTH) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ class Faulty(Regression):
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         elif order == "corrupt publish":
             spoil_newest(self._memory)
-            # Or it might be gone before anybody has looked at it.
+            # Otherwise it could be overwritten before it is read.
             self._holds_back = True
         elif order == "publish":
             self._holds_back = False

@@ -27,7 +27,7 @@ class Harvest:
     idle_s: float
     cpu_s: float
     queued_s: float
-    """The trainer would have run, but the machine's cores were taken."""
+    """Time in which the trainer was ready to run but had no core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Leaving:
     stopped_s: float
     """Until no thread of the trainer could run."""
     call_s: float
-    """Of `left_s`, what leaving the window took."""
+    """Part of `left_s` that leaving the window took."""
     cpu_s: float
-    """What the trainer had computed in the window."""
+    """Processor time of the trainer in the window."""
 
 
 class Clocks:

@@ -210,7 +210,7 @@ def ask(address: str) -> dict[str, Any] | None:
     """Return the status of the hub at `address`; None if it does not answer within a second."""
     client = HubClient(address, call_timeout_s=1.0)
     try:
-        # Nobody here wants the lines of the past, which are most of it.
+        # The lines of the past, most of the status, are not used here.
         request = StatusRequest(metrics_after=2**63)
         status: dict[str, Any] = json.loads(client.status(request).json)
     except (HubUnreachable, HubRefused):

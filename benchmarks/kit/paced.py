@@ -26,7 +26,7 @@ class Pace:
     chance: float = 0.0
     """Probability that a step is a slow one."""
     factor: float = 1.0
-    """How many times longer a slow step lasts."""
+    """Factor by which a slow step lasts longer."""
 
     def durations_s(self, seed: int, num_steps: int) -> list[float]:
         """Return the same durations for the same seed, whatever the method."""

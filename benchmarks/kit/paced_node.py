@@ -86,7 +86,7 @@ class Unit:
     seq: int = 0
     steps: int = 0
     sent: int = 0
-    """Of them, those in the push under way; 0: none is."""
+    """Steps in the push under way; 0 without one."""
 
 
 class Walker:

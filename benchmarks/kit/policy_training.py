@@ -36,7 +36,7 @@ class Budget:
     """Duration and rate of a training."""
 
     seconds: float
-    """Of steps, saving not counted; the learning rate follows the share of it that is used."""
+    """Duration of the steps, without saving; the learning rate follows the share of it that is used."""
     lr: float = 1e-3
     device: str = "cpu"
 

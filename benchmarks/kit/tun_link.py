@@ -41,7 +41,7 @@ class Wire:
     """Properties of the link, which apply to each direction separately."""
 
     delay_s: float = 0.0
-    """From one end to the other, in an empty wire."""
+    """Delay from one end to the other, on an empty link."""
     jitter_s: float = 0.0
     """On top, up to this much, drawn for each packet; they stay in order, as on one path they do."""
     loss: float = 0.0

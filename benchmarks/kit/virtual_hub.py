@@ -80,7 +80,7 @@ class Method:
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     pace: Literal["steps", "dylu", "seconds"] = "dylu"
     tamper: Mapping[int, Tamper] = field(default_factory=dict)
-    """What some nodes send instead of what they have learned."""
+    """Changes of the pushes of some nodes, by node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def start_model(setting: Setting, start: bytes) -> tuple[nn.Module, torch.optim.
     return model, inner
 
 
-# --- with everybody waiting for everybody
+# --- synchronous
 
 
 def train_together(setting: Setting, start: bytes, outer: Nesterov) -> Outcome:
@@ -151,7 +151,7 @@ def _adopt(model: nn.Module, flat: torch.Tensor) -> None:
         nn.utils.vector_to_parameters(flat.clone(), model.parameters())  # whose storage they become
 
 
-# --- with a hub and nobody waiting
+# --- asynchronous, with a hub
 
 
 @dataclass(slots=True)
@@ -249,12 +249,12 @@ def _finish(hub: InProcessHub, clock: VirtualClock, nodes: list[Node]) -> None:
             if not sync.in_flight:
                 sync.begin(Round(sync.schedule.last_id + 1, sync.local_steps - sync.schedule.last_step))
                 sync.schedule.last_id, sync.schedule.last_step = sync.schedule.last_id + 1, sync.local_steps
-        clock.advance(1000.0)  # longer than any quorum is waited for, and nobody falls silent
+        clock.advance(1000.0)  # longer than the wait for any quorum; heartbeats follow at once
         for node in nodes:
             node.link.heartbeat(1 / node.step_s)
         hub.tick()
         for node in nodes:
-            if node.link.is_member:  # nobody answers one that was excluded for its last push
+            if node.link.is_member:  # a node excluded for its last push gets no answer
                 node.sync.finish()
 
 

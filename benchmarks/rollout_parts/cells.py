@@ -32,9 +32,9 @@ class Size:
     """Amount of measurement."""
 
     repeats: int
-    """Of a stream, after the one in which the choice learns."""
+    """Repeats of a stream, after the one in which the chooser learns."""
     turn_tokens: int
-    """Of a row in a repeat; of fewer than `FEW_ROWS` rows so many more that their sum is the same."""
+    """Tokens of a row in a repeat; with fewer than `FEW_ROWS` rows more, so that their sum is the same."""
     their_tokens: int
     their_repeats: int
     drains: int
@@ -73,7 +73,7 @@ class Cell:
     """The same of `Theirs.race`, in which "plain" is another workload."""
     spoken: dict[str, Spoken]
     foretold: Foretold
-    """By the choice, after the first repeat."""
+    """Predictions of the chooser, after the first repeat."""
     same: Same
     """Every contestant's tokens beside those of plain decoding."""
     their_same: Same

@@ -56,7 +56,7 @@ class Contestant:
     engine: Engine
     stream: Iterator[Prompt]
     rollouts: list[Rollout] = field(default_factory=list)
-    """All that it has begun or will begin next, in the order of the stream."""
+    """Rollouts that it has begun or will begin next, in the order of the stream."""
     step_rates: list[float] = field(default_factory=list)
     """Tokens per second of each turn's steps alone: without the computation of prompts, which takes as long
     whatever is drafted, and which no forecast of a step speaks of."""

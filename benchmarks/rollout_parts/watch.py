@@ -17,7 +17,7 @@ from aedit.spec_rollout.arms.goodput import Goodput
 from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft
 
 NUM_BINS = 20
-"""Of a promised chance; what is learnt from may have others."""
+"""Bins of a predicted chance; the calibration may use others."""
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ class PacedTarget(Target):
         super().__init__(model, rows, max_tokens, NODES, ())
         self.times, self.clock = times, Clock()
         self.copies_s: list[float] = []
-        """Of samples that came with their keys and values."""
+        """Copy times of samples that came with their keys and values."""
 
     def step(
         self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor, parents_BN: Tensor | None = None
@@ -130,11 +130,11 @@ class Way:
     """Method and result of one batch."""
 
     seconds: float = 0.0
-    """Until the last engine had finished."""
+    """Seconds until the last engine had finished."""
     rollouts: dict[SampleKey, Rollout] = field(default_factory=dict)
     moves: Counter[SampleKey] = field(default_factory=Counter)
     num_emptied: int = 0
-    """Engines that had nothing left when they had given a sample away."""
+    """Engines that were idle after they had given a sample away."""
     busy_share: float = 0.0
     copies_s: list[float] = field(default_factory=list)
     arms: Counter[str] = field(default_factory=Counter)
@@ -165,7 +165,7 @@ class World:
     def _look(self, reallocator: Reallocator) -> None:
         for move in reallocator.rebalance():
             self.way.moves[move.key] += 1
-            # What has left in the middle of a step is there when the step has ended.
+            # A sample that left in the middle of a step arrives when the step has ended.
             source, target = self.nodes[move.source].clock, self.nodes[move.target].clock
             target.now_s = max(target.now_s, source.now_s, self.now_s)
 

@@ -19,7 +19,7 @@ CONTEXT = 256
 """Tokens of a sample when steps are measured, all of them alike: in virtual time a step does not take longer
 because a text is long."""
 WARM, STEPS, ROUNDS = 2, 8, 2
-"""Of an arm: steps that do not count, steps that do, and how often all arms have their turn."""
+"""Steps of an arm that do not count, steps that do, and repeats over all arms."""
 PREFILLS = (32, 512)
 
 
@@ -30,13 +30,13 @@ class Times:
     rows: tuple[int, ...]
     nodes: tuple[int, ...]
     pass_s: tuple[tuple[float, ...], ...]
-    """By rows and by drafted nodes of each: a step without the drafting."""
+    """Seconds of a step without the drafting, by rows and by drafted nodes of each."""
     draft_s: Mapping[str, tuple[float, ...]]
-    """By arm and rows."""
+    """Seconds of a draft, by arm and rows."""
     prefill_s: tuple[float, float]
-    """Of PREFILLS tokens."""
+    """Seconds to prefill PREFILLS tokens."""
     copy_s: float
-    """Of the keys and values of a token, from one engine to another."""
+    """Seconds to copy the keys and values of a token from one engine to another."""
 
     def step(self, rows: int, nodes: int) -> float:
         """Return the seconds of a step of `rows` rows, without the drafting."""
