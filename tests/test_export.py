@@ -169,7 +169,7 @@ def test_a_run_toml_of_another_model_is_refused(run_dir, tmp_path):
     (run_dir / "run.toml").write_text(
         (run_dir / "run.toml").read_text().replace("hidden_size = 16", "hidden_size = 32")
     )
-    with pytest.raises(UserError, match="was it edited"):
+    with pytest.raises(UserError, match="restore an edited run.toml"):
         export(run_dir, tmp_path / "out")
 
 
@@ -262,7 +262,7 @@ def test_the_anchors_of_a_hub_are_exported_from_its_address_its_folder_and_where
             assert_is(reloaded(tmp_path / f"folder{i}"), expected)
         with pytest.raises(UserError, match="no checkpoint yet"):
             export(joined, tmp_path / "third")
-        assert "the newest checkpoint here, as the hub was not asked" in capsys.readouterr().err
+        assert "using the newest checkpoint here, as the hub cannot be asked" in capsys.readouterr().err
         monkeypatch.setattr("aedit.launch.cli.anchors.replayed", half_of)
         with pytest.raises(UserError, match=r"no anchors of model\.layers\.0: the folders of all hubs"):
             export(tmp_path / "runs/it", tmp_path / "third")

@@ -150,8 +150,8 @@ def test_a_run_is_asked_by_its_directory_or_by_its_name(capsys, tmp_path, monkey
         (["--max-new-tokens", "0"], "--max-new-tokens must be above 0"),
         (["--temperature", "-1"], "--temperature must be 0 or more"),
         (["--top-p", "0"], "--top-p must be above 0"),
-        (["--prompt", ""], "one of them is empty"),
-        (["--prompt", "a\udcffb"], "one of them is not UTF-8"),
+        (["--prompt", ""], "a prompt has no tokens"),
+        (["--prompt", "a\udcffb"], "a prompt is not valid UTF-8"),
         (["--prompt", "x" * 128], "128 tokens and 1 new ones are more than the 128"),
         (["--samples", "0"], "--samples must be above 0"),
         (["--seed", "-1"], "--seed must be from 0"),
@@ -166,9 +166,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, saved, words, message):
 
 
 def test_what_is_no_policy_is_said_to_be_none(capsys, saved, tmp_path):
-    assert "no run and no model directory" in run(capsys, tmp_path, "--prompt", "a")[2]
+    assert "neither a run nor a model directory" in run(capsys, tmp_path, "--prompt", "a")[2]
     (tmp_path / "config.json").write_text("{}")
-    assert "no usable model there" in run(capsys, tmp_path, "--prompt", "a")[2]
+    assert "no usable model found" in run(capsys, tmp_path, "--prompt", "a")[2]
     LlamaForCausalLM(LlamaConfig(vocab_size=8, **SIZES)).save_pretrained(tmp_path)
     assert "no tokenizer found" in run(capsys, tmp_path, "--prompt", "a")[2]
 

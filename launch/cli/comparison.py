@@ -1,4 +1,4 @@
-"""What speculation has brought: the same text again without it."""
+"""Compare the output of speculative decoding with that of decoding without it."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,10 @@ ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.25}
 
 
 def said_the_same(target: Target, ours: Sequence[Rollout], plain: Sequence[Rollout]) -> tuple[bool, str]:
-    """Whether all samples do, up to the first token of each that rounding decides; and that in words."""
+    """Return whether all samples are equal up to rounding, and that as text.
+
+    A sample may differ from the first token on whose choice depends on rounding.
+    """
     ties = []
     for number, (mine, theirs) in enumerate(zip(ours, plain, strict=True), 1):
         at = _first_difference(mine.tokens, theirs.tokens)
@@ -32,8 +35,12 @@ def said_the_same(target: Target, ours: Sequence[Rollout], plain: Sequence[Rollo
 
 @torch.inference_mode()
 def gap(target: Target, mine: Rollout, theirs: Rollout, at: int) -> float:
-    """How far apart the policy's scores of two next tokens are, with the noise that draws one: 0 is a tie,
-    infinity what the sampling does not allow. The target's first row is written over."""
+    """Return the difference of the policy's scores of two next tokens, with the noise of the draw.
+
+    0 is a tie.
+
+    Infinity if the sampling parameters exclude one of them. Overwrites the target's first row.
+    """
     if at >= min(len(mine.tokens), len(theirs.tokens)):
         return float("inf")
     prompt = mine.prompt

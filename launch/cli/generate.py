@@ -1,4 +1,7 @@
-"""`aedit generate`: text from a run's policy or a model directory, with speculation that changes no token."""
+"""`aedit generate`.
+
+Generate text with a policy, using speculative decoding that does not change the tokens.
+"""
 
 import sys
 import time
@@ -53,13 +56,13 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be written, and how."""
+    """Prompts, sampling parameters and speculation settings of `aedit generate`."""
 
     prompts: tuple[str, ...]
     samples: int = 1
-    """Of each prompt."""
+    """Number of samples per prompt."""
     max_new_tokens: int | None = None
-    """None: 256, or as many as the model has positions for."""
+    """Tokens per sample; None: 256, or as many as the model has positions for."""
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -71,7 +74,7 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if not all(map(_is_unicode, self.prompts)):
-            raise UserError("--prompt: one of them is not UTF-8")
+            raise UserError("--prompt: a prompt is not valid UTF-8")
         if self.samples < 1:
             raise UserError(f"--samples must be above 0, got {self.samples}")
         if not 0 <= self.seed < 1 << 31:
@@ -79,17 +82,17 @@ class Wanted:
 
 
 def generate(place: str, wanted: Wanted, *, compare: bool = False) -> int:
-    """Write each sample to stdout as it grows, then one line on how fast that was.
+    """Write each sample to stdout while it is generated, then one line with the speed; return the exit code.
 
-    compare: do it again without speculation, and print the speed-up and whether the tokens are the same.
-    Returns the exit code: 1 if they are not, but for what rounding decides. UserError for what is no model,
-    prompts that are too long, and arms or drafters that do not fit.
+    compare: generate again without speculation, and print the speed-up and whether the tokens are equal. The
+    code is 1 if they differ by more than rounding. Raises UserError for a place without a model, prompts that
+    are too long, and arms or drafters that cannot be used.
     """
     policy = load_policy(place)
     prompts, layer = _prompts(policy, wanted), _layer(policy, wanted)
     target = _target(policy, prompts, layer)
     engine = _engine(target, wanted, layer)
-    if compare:  # what happens only once is nobody's
+    if compare:  # warm up: one-time costs count for neither side
         _warm_up(_engine(target, wanted, layer), prompts[0])
         _warm_up(Engine(target), prompts[0])
     rollouts = [engine.add(prompt) for prompt in prompts]
@@ -100,7 +103,7 @@ def generate(place: str, wanted: Wanted, *, compare: bool = False) -> int:
 
 
 def _compare(plain: Engine, prompts: Sequence[Prompt], made: tuple[Sequence[Rollout], float]) -> int:
-    """The same without speculation, quietly; what came of it as one line and an exit code."""
+    """Generate again without speculation or output; print the comparison and return the exit code."""
     rollouts, seconds = made
     plain_rollouts = [plain.add(prompt) for prompt in prompts]
     plain_s = _run(plain, lambda _: None)
@@ -111,10 +114,10 @@ def _compare(plain: Engine, prompts: Sequence[Prompt], made: tuple[Sequence[Roll
 
 
 def _prompts(policy: Policy, wanted: Wanted) -> list[Prompt]:
-    """All samples of the first prompt, then of the next."""
+    """Return all samples of the first prompt, then those of the next."""
     texts = [tuple(policy.encode(text)) for text in wanted.prompts]
     if () in texts:
-        raise UserError("--prompt: one of them is empty")
+        raise UserError("--prompt: a prompt has no tokens; give it text")
     sampling = _sampling(policy, max(map(len, texts)), wanted)
     return [
         Prompt(tokens=tokens, rollout=wanted.seed << 32 | i, sample=sample, group=i, sampling=sampling)
@@ -124,12 +127,12 @@ def _prompts(policy: Policy, wanted: Wanted) -> list[Prompt]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Bytes of a command line that are no UTF-8 arrive as halves of characters."""
+    """Return whether a word of the command line is valid UTF-8, and not decoded to unpaired surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _sampling(policy: Policy, longest: int, wanted: Wanted) -> Sampling:
-    """As asked for, within the positions of the model after the longest prompt."""
+    """Return the sampling parameters, limited by the model's positions after the longest prompt."""
     most = getattr(policy.model.config, "max_position_embeddings", None)
     room = most - longest if isinstance(most, int) else USUAL_TOKENS
     num_new = wanted.max_new_tokens if wanted.max_new_tokens is not None else min(USUAL_TOKENS, max(room, 1))
@@ -151,7 +154,7 @@ def _sampling(policy: Policy, longest: int, wanted: Wanted) -> Sampling:
 
 
 def _layer(policy: Policy, wanted: Wanted) -> DraftLayer | None:
-    """The drafter that is asked for."""
+    """Return the trained drafter, None without one."""
     if wanted.drafter is None or is_import_path(str(wanted.drafter)):
         return None
     try:
@@ -174,7 +177,7 @@ def _target(policy: Policy, prompts: Sequence[Prompt], layer: DraftLayer | None)
 
 
 def _engine(target: Target, wanted: Wanted, layer: DraftLayer | None) -> Engine:
-    """With drafters and a chooser that have seen nothing."""
+    """Return an engine with new drafters and a new chooser."""
     drafters: dict[DrafterKind, Drafter] = {"suffix": SuffixDrafter(device=str(target.device))}
     if layer is not None:
         drafters["layer"] = LayerDrafter.of(layer, target)
@@ -220,7 +223,7 @@ def _warm_up(engine: Engine, prompt: Prompt) -> None:
 
 
 def _run(engine: Engine, follow: Callable[[Step], None]) -> float:
-    """Seconds that the engine has worked until all have finished; those of `follow` do not count."""
+    """Run the engine until all samples have finished; return its seconds without those of `follow`."""
     seconds = 0.0
     while engine.running or engine.waiting:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A policy that can be asked: of a run, or out of a model directory."""
+"""Load a policy for generation from a run or a model directory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _logging: Any = logging
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model that can be asked, with its words."""
+    """Model for generation, with its tokenizer."""
 
     place: str
     model: PreTrainedModel
@@ -32,15 +32,17 @@ class Policy:
 
 
 def load_policy(place: str) -> Policy:
-    """The policy of a run (a run directory, or its name in `runs`), or a directory that `save_pretrained`
-    wrote. UserError if it is neither, or has no tokenizer."""
+    """Return the policy of a run (its directory, or its name in `runs`), or of a `save_pretrained` directory.
+
+    Raises UserError if it is neither, or has no tokenizer.
+    """
     _logging.disable_progress_bar()
     for path in (Path(place), RUNS / place):
         if (path / "run.toml").is_file():
             return _of_run(place, path)
         if (path / "config.json").is_file():
             return _of_directory(place, path)
-    raise UserError(f"{place}: no run and no model directory, here or in {RUNS}")
+    raise UserError(f"{place}: neither a run nor a model directory, here or in {RUNS}")
 
 
 def _of_run(place: str, path: Path) -> Policy:
@@ -56,11 +58,11 @@ def _of_directory(place: str, path: Path) -> Policy:
     try:
         model = _model.from_pretrained(path, dtype="auto", trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{place}: no usable model there ({first_line(error)})") from error
+        raise UserError(f"{place}: no usable model found ({first_line(error)})") from error
     try:
         tokenizer = _tokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{place}: no tokenizer there ({first_line(error)})") from error
+        raise UserError(f"{place}: no tokenizer found ({first_line(error)})") from error
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
@@ -76,5 +78,5 @@ def _of_directory(place: str, path: Path) -> Policy:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without its explanations."""
+    """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

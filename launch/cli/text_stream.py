@@ -1,4 +1,4 @@
-"""Text on the screen while it is being made: whole characters only, one sample after the other."""
+"""Print text while it is generated: complete characters only, one sample after the other."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(slots=True)
 class Detokenizer:
-    """Turns the tokens of one text into characters as they come.
+    """Incremental conversion of the tokens of one text into characters.
 
-    Decodes the tokens since the last but one whole character, as what a token says may depend on the one
+    Decodes the tokens since the last but one complete character, as the text of a token may depend on the one
     before it.
     """
 
@@ -28,7 +28,7 @@ class Detokenizer:
     """Tokens from `_first` on whose characters have been given."""
 
     def add(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """The characters that are whole now; with `last` whatever there is."""
+        """Return the characters that are complete now; with `last`, all that remain."""
         self._tokens += tokens
         before = self.decode(self._tokens[self._first : self._said])
         text = self.decode(self._tokens[self._first :])
@@ -39,8 +39,12 @@ class Detokenizer:
 
 
 class TextStream:
-    """Writes samples in the order in which they were asked for: the first that is not finished as it grows,
-    those after it when their turn comes. More than one have a line with their name above them."""
+    """Writer of samples in the order of the requests.
+
+    The first unfinished one as it grows, later ones afterwards.
+
+    If there is more than one, a line above each has its name.
+    """
 
     def __init__(self, names: Sequence[tuple[Rollout, str]], decode: Decode, out: TextIO) -> None:
         self._names, self._decode, self._out = list(names), decode, out
@@ -51,7 +55,7 @@ class TextStream:
         self._begin()
 
     def follow(self, step: Step) -> None:
-        """Write what a step has added."""
+        """Write the new text of a step."""
         while step.rollouts and self._turn < len(self._names):
             rollout, _ = self._names[self._turn]
             new = rollout.tokens[self._shown :]

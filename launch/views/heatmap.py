@@ -1,4 +1,4 @@
-"""Pseudo-gradient norms of every node, round and unit, with what was not believed."""
+"""Heat map of pseudo-gradient norms by node, round and unit, with marks for distrusted ones."""
 
 from math import nan
 
@@ -29,7 +29,10 @@ MARKS = {
 
 
 def norms(run: Run) -> Figure | None:
-    """One panel per node: rounds to the right, units downwards, colour for the norm (log scale, shared)."""
+    """Return one panel per node.
+
+    Rounds to the right, units downwards, norms as colours on a shared log scale.
+    """
     nodes = [node for node in run.nodes if node.rounds]
     if not nodes:
         return None
@@ -56,7 +59,7 @@ def norms(run: Run) -> Figure | None:
 
 
 def _grid(node: NodeRecords, ids: range, num_units: int) -> NDArray[np.float64]:
-    """(units, rounds), NaN where there is no norm."""
+    """Return norms of shape (units, rounds), NaN where there is none."""
     grid = np.full((num_units, len(ids)), nan)
     for landed in node.rounds:
         grid[: len(landed.norms), landed.id - ids.start] = landed.norms

@@ -1,4 +1,4 @@
-"""A run as its hub saw it: its nodes over time, and what they brought."""
+"""Plots of a run from its hub's records: nodes over time, and their traffic."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -18,7 +18,7 @@ UP, DOWN = ("up", "tab:blue"), ("down", "tab:purple")
 
 
 def hub_nodes(run: Run) -> Figure | None:
-    """Speed, staleness and weight of every node over the run's age, as the first hub saw them."""
+    """Return speed, staleness and weight of each node over time, from the records of the first hub."""
     lines = _longest(run.hubs)
     if not lines:
         return None
@@ -43,7 +43,7 @@ def hub_nodes(run: Run) -> Figure | None:
 
 
 def hub_traffic(run: Run) -> Figure | None:
-    """Wire time, bytes, versions, and pushes that did not count, by reason."""
+    """Return transfer time, bytes, versions, and refused pushes by reason."""
     lines, found = _longest(run.hubs), totals(run.hubs)
     if not lines or found is None:
         return None
@@ -66,7 +66,7 @@ def hub_traffic(run: Run) -> Figure | None:
 
 
 def _longest(hubs: Sequence[HubRecords]) -> tuple[HubSample, ...]:
-    """Every hub is told of all nodes: one that was there from the beginning is enough."""
+    """Return the longest record: each hub has reports of all nodes, so that one suffices."""
     lines = max((hub.lines for hub in hubs), key=len, default=())
     return lines if any(line.nodes for line in lines) else ()
 
@@ -74,7 +74,7 @@ def _longest(hubs: Sequence[HubRecords]) -> tuple[HubSample, ...]:
 def _over_time(
     axes: Axes, lines: Sequence[HubSample], unit_s: float, value: Callable[[NodeSample], float]
 ) -> None:
-    """One curve per node, with a gap while it is not there."""
+    """Draw one curve per node, with gaps while it is absent."""
     names = {node.node: node.name for line in lines for node in line.nodes}
     for index, name in sorted(names.items()):
         points = []
@@ -82,7 +82,7 @@ def _over_time(
             there = [value(node) for node in line.nodes if node.node == index and node.reports]
             points.append(there[0] if there else float("nan"))
         times = [line.t / unit_s for line in lines]
-        # A single point between two gaps is seen by its marker only.
+        # A single point between two gaps is visible only by its marker.
         alone = sum(map(isfinite, points)) <= 40
         axes.plot(times, points, f"C{index}", lw=1, marker="." if alone else "", label=f"{index} {name}"[:24])
     axes.set_xlim(left=0)
@@ -105,7 +105,7 @@ def _wire(axes: Axes, lines: Sequence[HubSample]) -> None:
 
 
 def _sum_so_far(lines: Sequence[HubSample], field: str) -> list[float]:
-    """Over all nodes, at each line; what a node's earlier processes sent stays in it."""
+    """Return the running total over all nodes at each line, including earlier processes of a node."""
     total, before, out = 0.0, dict[int, float](), []
     for line in lines:
         for node in line.nodes:

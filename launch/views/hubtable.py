@@ -1,4 +1,4 @@
-"""What a hub says of its run, for a terminal of 80 columns."""
+"""Tables of a hub's state for a terminal of 80 columns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ MAX_STATE = 22
 
 @dataclass(frozen=True, slots=True)
 class HubDetail:
-    """How much of a hub is shown."""
+    """Amount of detail of a hub's tables."""
 
     spaced: bool = True
     pace: bool = True
-    """The table of how fast each node is."""
+    """Whether to show the table of the nodes' speed."""
 
     trust: bool = True
-    """The table of what became of its pushes."""
+    """Whether to show the table of their pushes."""
 
     max_rows: int | None = None
 
@@ -36,7 +36,7 @@ FULL = HubDetail()
 
 
 def hub_table(now: HubSample, detail: HubDetail = FULL) -> Iterator[RenderableType]:
-    """Yield how fast each node is, what is made of what it brings, and the versions."""
+    """Yield tables of the nodes' speed, of their pushes, and the versions."""
     if now.follows:
         yield Text(f"follows the hub at {now.follows}, term {now.term}; versions {spread(now.versions)}")
         return
@@ -62,7 +62,7 @@ def hub_table(now: HubSample, detail: HubDetail = FULL) -> Iterator[RenderableTy
 
 
 def hub_tables(hubs: Sequence[HubRecords], detail: HubDetail = FULL) -> Iterator[RenderableType]:
-    """Yield the newest state of the hubs that split the units, and what was of note last."""
+    """Yield the newest state of the hubs that split the units, and their latest notices."""
     for k, hub in enumerate(hubs):
         part = f" {k} of {len(hubs)}" if len(hubs) > 1 else ""
         last = hub.last
@@ -84,7 +84,7 @@ def hub_cells(now: HubSample) -> list[str]:
 
 
 def spread(versions: Sequence[int]) -> str:
-    """`3 to 5`, or how it is when all are alike."""
+    """Return `3 to 5` for different versions, one number if all are equal."""
     if not versions:
         return "none yet"
     low, high = min(versions), max(versions)
@@ -92,23 +92,23 @@ def spread(versions: Sequence[int]) -> str:
 
 
 def reasons(refused: Mapping[str, int]) -> str:
-    """`12 stale, 1 norm`, the most frequent first."""
+    """Return the counts as `12 stale, 1 norm`, the most frequent first."""
     ordered = sorted(refused.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {reason}" for reason, count in ordered)
 
 
 def _table(columns: Sequence[str], rows: "map[list[str]]", *, fold: bool) -> Table:
-    """Return a table in which numbers are always whole; where space is short, words are folded or cut."""
+    """Return a table whose numbers are never cut; in narrow terminals, text columns are folded or cut."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name in columns:
         words_in_it = name in LEFT
         table.add_column(
             name, justify="left" if words_in_it else "right", overflow="fold", no_wrap=not words_in_it
         )
-    # The columns of words give way, as they may wrap; their cells then do not, unless they shall.
+    # Text columns shrink; their cells wrap only with `fold`.
     cut: dict[str, Any] = {} if fold else {"no_wrap": True, "overflow": "ellipsis"}
     for row in rows:
-        table.add_row(*(Text(cell, **cut) for cell in row))  # a node chose its name: no markup in it
+        table.add_row(*(Text(cell, **cut) for cell in row))  # no markup in names, which nodes choose
     return table
 
 
