@@ -169,7 +169,7 @@ def test_a_run_toml_of_another_model_is_refused(run_dir, tmp_path):
     (run_dir / "run.toml").write_text(
         (run_dir / "run.toml").read_text().replace("hidden_size = 16", "hidden_size = 32")
     )
-    with pytest.raises(UserError, match="restore an edited run.toml"):
+    with pytest.raises(UserError, match=r"restore an edited run\.toml"):
         export(run_dir, tmp_path / "out")
 
 

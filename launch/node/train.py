@@ -18,6 +18,7 @@ from aedit.launch.node.evaluate import held_out_loss
 from aedit.launch.node.inner import lr_at, set_lr
 from aedit.launch.node.meter import StepMeter
 from aedit.launch.node.model import loss
+from aedit.launch.node.participation import Participation, WorldParticipation
 from aedit.launch.node.resume import Resumed, training_state
 from aedit.launch.node.stop import Stop, Stopped
 from aedit.launch.node.world import World
@@ -64,6 +65,7 @@ class TrainingNode:
     recorder: Recorder
     facts: dict[str, Any]
     slowdown: float
+    participation: Participation = field(default_factory=WorldParticipation)
     resumed: bool = False
     owed: list[Round] = field(default_factory=list)
     tokens: int = 0
@@ -93,6 +95,7 @@ class TrainingNode:
         self.sync.on_round = self.record_round
         if not self.resumed:
             self.evaluate()
+        self.participation.begin(self)
 
     def reopen_abandoned_rounds(self) -> None:
         """Open the rounds again that this node had opened and abandoned before the checkpoint."""
@@ -108,28 +111,13 @@ class TrainingNode:
         self.recorder.event("stop", reason="done", step=self.sync.steps, tokens=self.tokens)
 
     def leave_early(self) -> None:
-        """Finish before the end of the budget.
-
-        Land what all nodes have opened, abandon other rounds, and save.
-        """
+        """Finish before the end of the budget: leave the run as `participation` does, and save."""
         self.order = self.meter.undo_draw(self.order)
         self.stop.announce(self.sync.position)
-        owed = self._land_or_abandon()
+        owed, reason = self.participation.leave_early(self)
         self.record_metrics()
         self.save(Mark(self.milestone, self._next_sub()), owed)
-        self.recorder.event("stop", reason="signal", step=self.sync.steps, tokens=self.tokens)
-
-    def _land_or_abandon(self) -> list[Round]:
-        """Finish the rounds in flight; return those that some node will not open.
-
-        No node is waited for in between, since others may wait for this node's part of a round that all have
-        opened.
-        """
-        try:
-            self.sync.finish()
-        except Stopped:
-            return self.sync.abandon()
-        return []
+        self.recorder.event("stop", reason=reason, step=self.sync.steps, tokens=self.tokens)
 
     # -- one step
 
@@ -163,6 +151,7 @@ class TrainingNode:
         self.recorder.clock.busy_s += self.meter.end_step(self.sync.waited_s)
         if self.sync.shards.decide([self.recorder.line_is_due()])[0]:
             self.record_metrics()
+        self.participation.record_step(self)
 
     def _draw(self) -> list[Any]:
         """Return this rank's share of the node's next samples, one entry per micro-batch."""
