@@ -66,7 +66,7 @@ class DraftLayer(nn.Module):
             generator: Source of the initial weights.
 
         Returns:
-        A layer in float32, or float64 for a float64 model.
+            A layer in float32, or float64 for a float64 model.
         """
         config = getattr(model, "config", model)
         layer = cls(DraftShape.of(config, taps=taps), generator=generator)

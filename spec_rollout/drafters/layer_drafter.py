@@ -156,8 +156,8 @@ class LayerDrafter:
         """Return the tensors of a chain or a tree.
 
         Returns:
-        (tokens, scores, log q) of a chain, with log q in rejection mode only, or (tokens, scores, parents) of
-        a tree.
+            (tokens, scores, log q) of a chain, with log q in rejection mode only, or (tokens, scores,
+            parents) of a tree.
         """
         num_rows, longest = len(backlogs), max(max(row.length, 1) for row in backlogs)
         num_slots = longest + (arm.depth - 1) * arm.width

@@ -38,7 +38,8 @@ def best(scores_BM: Tensor, parents_BM: Tensor, nodes: int) -> tuple[Tensor, Ten
     result, and its first n nodes are the best n, connected, for every n.
 
     Returns:
-    Indices of the nodes and of their parents, each (B, min(nodes, M)). The parent of the first level is -1.
+        Indices of the nodes and of their parents, each (B, min(nodes, M)). The parent of the first level is
+        -1.
     """
     picked = frontier(scores_BM, nodes)
     # Index of each grown node in the result; the last column is the root's.

@@ -286,7 +286,7 @@ class Engine:
         """Append verified tokens to the rollouts, up to their ends.
 
         Returns:
-        The number of appended tokens of each row, and the rows that have ended.
+            The number of appended tokens of each row, and the rows that have ended.
         """
         version, kept, ended = self.target.version, [], []
         for row, each in enumerate(self._rows.running):

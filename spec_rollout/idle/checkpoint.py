@@ -31,7 +31,7 @@ class AsyncCheckpoint:
         """Start to write a copy of `tensors` in a thread and return at once.
 
         Returns:
-        False if the previous write is still in progress; nothing is written then.
+            False if the previous write is still in progress; nothing is written then.
         """
         if self.is_writing:
             return False

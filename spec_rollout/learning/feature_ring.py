@@ -184,7 +184,7 @@ class FeatureRing:
         """Append pairs: each token with the policy's hidden state of the token before it, on the CPU.
 
         Returns:
-        False if no room can be made. Nothing is kept of the sample then.
+            False if no room can be made. Nothing is kept of the sample then.
 
         Raises:
             ValueError: Numbers of tokens and features differ, or the feature size is wrong.

@@ -124,8 +124,8 @@ class Target:
             start: Position of the first token.
 
         Returns:
-        Hidden states after the final norm, with tapped layers, (T, f). Pass them to `logits` where logits are
-        needed.
+            Hidden states after the final norm, with tapped layers, (T, f). Pass them to `logits` where logits
+            are needed.
         """
         self._check_capacity(start + len(tokens_T))
         parts, at = [torch.empty(0, self.feature_size, dtype=self.dtype, device=self.device)], start
@@ -158,8 +158,8 @@ class Target:
             parents_BN: int64, parent of each node of a tree (N = q - 1; -1 is the root); None for a chain.
 
         Returns:
-        Logits (B, q, V) and hidden states after the final norm (B, q, f). On CUDA the logits are valid until
-        the next step.
+            Logits (B, q, V) and hidden states after the final norm (B, q, f). On CUDA the logits are valid
+            until the next step.
 
         Raises:
             ValueError: The numbers of rows differ, or a row would exceed `max_tokens`.
