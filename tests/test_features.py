@@ -304,5 +304,5 @@ def test_bytes_that_hold_nothing_are_refused():
     with pytest.raises(ValueError, match="does not fit"):
         FeatureRing(bytearray(100), shape)
     ring, _, _ = made()
-    with pytest.raises(ValueError, match="one feature for each token"):
+    with pytest.raises(ValueError, match="needs one feature per token"):
         ring.append(ring.begin(1, 1, 1), torch.tensor([1, 2]), torch.zeros(1, WIDTH))
