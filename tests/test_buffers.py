@@ -287,3 +287,21 @@ def test_sharded_nodes_start_equal_and_end_with_equal_buffers(world):
         assert apart(ended, results[0][1]) == []
     means = torch.stack([mine for _, _, mine in results]).mean(0)
     assert torch.allclose(results[0][1]["0.1.running_mean"], means, atol=1e-6)
+
+
+def test_a_node_that_has_not_stepped_has_no_part_in_the_mean():
+    found = in_threads(2, lambda t, n: train(normed(), t, data_of(n, [3, 0][n]), after=landed_buffers))
+    assert torch.allclose(found[0][2]["blocks.0.1.running_var"], trained_alone(0, 3))
+
+
+def test_buffers_are_equal_where_the_warm_up_ends():
+    found = in_threads(
+        2, lambda t, n: train(normed(), t, data_of(n, 3), after=landed_buffers, warmup_steps=3, every=99)
+    )
+    assert apart(found[0][1], found[1][1]) != []
+    assert apart(found[0][2], found[1][2]) == []
+
+
+def landed_buffers(sync, step):
+    sync.finish()
+    return buffers(sync.model)

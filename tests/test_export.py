@@ -107,7 +107,9 @@ def test_during_the_warm_up_the_weights_of_a_node_are_exported(run_dir, tmp_path
     _, params = train_and_save(run_dir, node=0, mark=Mark(0), config=EditConfig(warmup_steps="all"))
     export(run_dir, tmp_path / "out")
     assert_is(reloaded(tmp_path / "out"), params)
-    assert "weights of" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "weights of" in shown.out
+    assert shown.err == "", "no progress bar for what takes a moment"
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newest(

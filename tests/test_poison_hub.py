@@ -10,8 +10,8 @@ import pytest
 from benchmarks.poison_parts.attacks import attacks
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
 
-from aedit.async_sgd.hub.hub import HubPlan
 from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub, make_push
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig, StalenessConfig
 from aedit.clock import VirtualClock

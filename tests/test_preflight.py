@@ -56,9 +56,13 @@ def test_a_way_to_read_files_is_no_dataset():
     check_data(data("hf:roneneldan/TinyStories"))
 
 
+WIDE = {"hidden_size": 16384, "num_hidden_layers": 1, "num_attention_heads": 128, "num_key_value_heads": 128}
+"""Wider than the family's own feed-forward layer."""
+
 FAMILIES = [
     ModelConfig(),
     ModelConfig(sizes={"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}),
+    ModelConfig(sizes=WIDE),
     ModelConfig(family="qwen2", sizes={"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}),
     ModelConfig(family="gpt2", sizes={"n_embd": 64, "n_layer": 3, "n_head": 4}),
     ModelConfig(family="gpt_neox", sizes={"hidden_size": 64, "num_hidden_layers": 2}),

@@ -1,4 +1,4 @@
-"""What becomes of a push: judged on arrival, weighed when it is merged."""
+"""Admission of pushes: judged on arrival, weighted when they are merged."""
 
 import math
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ _MOST_TOKENS = 2**40
 
 
 def judged(state: State, push: Push, config: HubConfig, most_steps: float) -> list[Record]:
-    """Accepted, or Refused with Left where it was one violation too many; nothing if it was judged before.
+    """Return Accepted, or Refused (with Left after too many violations); nothing for a push judged before.
 
-    most_steps: more than a push can hold; who claims so would use up the run's budget for the others.
+    most_steps: more than an honest push can hold; a larger claim would use up the run's budget.
     """
     member = state.members[push.node]
     if push.seq <= member.received.get(push.unit, 0):
@@ -31,7 +31,7 @@ def judged(state: State, push: Push, config: HubConfig, most_steps: float) -> li
 
 
 def exclusion(member: Member, reason: str, config: PushFilterConfig) -> list[Record]:
-    """Left, if one violation more is one too many."""
+    """Return Left if one more violation exceeds the limit, else nothing."""
     if member.violations + 1 < config.violations:
         return []
     text = f"excluded after {config.violations} violations, the last one {reason}"
@@ -41,7 +41,7 @@ def exclusion(member: Member, reason: str, config: PushFilterConfig) -> list[Rec
 def _refused(
     state: State, member: Member, push: Push, config: HubConfig, most_steps: float
 ) -> Refused | None:
-    """The first rule that it breaks."""
+    """Return Refused for the first rule that the push breaks, or None."""
     assert state.layout is not None
     unit = state.units[push.unit]
     tensors = state.layout.units[push.unit].tensors
@@ -78,18 +78,23 @@ def _refused_founding(state: State, unit: Unit, push: Push) -> Refused | None:
 
 
 def _violation(member: Member, push: Push, reason: str) -> Refused:
-    """Not believed. One bad round is one violation, however many units it has."""
+    """Return Refused for a push that is not believed.
+
+    One bad round is one violation, however many units it has.
+    """
     return Refused(push.node, push.unit, push.seq, reason, True, push.seq > member.offended)
 
 
 def _stale(push: Push, reason: str) -> Refused:
-    """Nothing wrong with the node: it keeps its progress."""
+    """Return Refused without a violation: the node keeps its progress."""
     return Refused(push.node, push.unit, push.seq, reason, False, False)
 
 
 def parts(pushes: Sequence[Push], unit: Unit, config: HubConfig, penalty: PenaltyConfig) -> tuple[Part, ...]:
-    """How much each push counts in the merge; 0 if it is far longer than the others. Staleness and excess
-    length scale the push itself, so that they have effect in a merge of one, too."""
+    """Return how much each push counts in the merge; 0 if it is far longer than the others.
+
+    Staleness and excess length scale the push itself, so that they have an effect in a merge of one, too.
+    """
     crude = push_filter.outliers(pushes, config.push_filter)
     kept = [push for push, is_crude in zip(pushes, crude, strict=True) if not is_crude]
     found = iter(weights(kept, config.weights, penalty))

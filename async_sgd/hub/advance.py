@@ -13,19 +13,21 @@ from aedit.types import UnitLayout
 
 
 class Quantiser(Protocol):
-    """How changes of an anchor are written for the way down; `aedit.proto.codecs.codecs` has them."""
+    """Codec of the changes of an anchor on their way to the nodes; `aedit.proto.codecs.codecs` has some."""
 
     feedback: bool
     """Whether what it leaves out must be made up for later: below 8 bits."""
 
-    def encode(self, x: Vector) -> bytes | memoryview: ...
+    def encode(self, x: Vector) -> bytes | memoryview:
+        """Return x in fewer bytes."""
 
-    def decode(self, data: bytes | memoryview, numel: int, start: int, stop: int) -> Vector: ...
+    def decode(self, data: bytes | memoryview, numel: int, start: int, stop: int) -> Vector:
+        """Return elements start..stop of the `numel` encoded ones, as fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """One version of one unit. Its arrays never change: readers may keep them as long as they like."""
+    """One version of one unit. Its arrays never change, so readers may keep them."""
 
     version: int
     values: Vector
@@ -36,7 +38,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a Merged or Mixed record leads to."""
+    """The result of a Merged or Mixed record."""
 
     anchor: Anchor
     delta: bytes = b""
@@ -51,7 +53,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a unit goes on."""
+    """Rules by which a unit advances: merge, outer optimizer, quantiser."""
 
     outer: OuterOptimizer
     merge: str
@@ -61,15 +63,18 @@ class Rule:
 
 
 def founded(values: Values, layout: UnitLayout, rule: Rule) -> Computed:
-    """Version 1 is what the founder has brought."""
+    """Return version 1: the values that the founding node has brought."""
     first = _read(values, layout.numel)
     apart = rule.quantiser is not None and rule.quantiser.feedback
     return Computed(_frozen(Anchor(1, first, rule.outer.init(first), first if apart else None)))
 
 
 def merged(old: Anchor, pushes: Sequence[tuple[Push, Part]], layout: UnitLayout, rule: Rule) -> Computed:
-    """The outer step with the merged pushes. If nothing of weight remains, or what comes out is not finite,
-    anchor and momentum stay as they are, under the next version."""
+    """Return the next version after the outer step with the merged pushes.
+
+    If nothing of weight remains, or the result is not finite, anchor and momentum stay as they are, under the
+    next version.
+    """
     if not any(part.weight > 0 for _, part in pushes):
         return _unchanged(old)
     mean = merge(pushes, layout, rule.merge)
@@ -100,13 +105,13 @@ def merged(old: Anchor, pushes: Sequence[tuple[Push, Part]], layout: UnitLayout,
 
 
 def mixed(old: Anchor, values: Values, mix: float, rule: Rule) -> Computed:
-    """x <- (1 - a) x + a global (HALoS, arXiv:2506.04531); the momentum stays as it is."""
+    """Return x <- (1 - a) x + a global (HALoS, arXiv:2506.04531); the momentum stays as it is."""
     new = mixture(old.values, values, mix)
     return _handed_out(old, new, old.outer, rule)
 
 
 def mixture(x: Vector, values: Values, mix: float) -> Vector:
-    """(1 - mix) x + mix values, a new array; the first is not read if mix is 1."""
+    """Return (1 - mix) x + mix values, a new array; x is not read if mix is 1."""
     new = np.empty_like(x)
     for start, stop in slices(len(x)):
         new[start:stop] = values.read(start, stop)
@@ -117,14 +122,17 @@ def mixture(x: Vector, values: Values, mix: float) -> Vector:
 
 
 def look_ahead(anchor: Anchor, rule: Rule) -> Vector:
-    """Where the momentum will carry the anchor next."""
+    """Return where the momentum will carry the anchor next."""
     ahead: Vector = rule.outer.look_ahead(anchor.values, anchor.outer)
     return ahead
 
 
 def _handed_out(old: Anchor, new: Vector, state: OuterState[Vector], rule: Rule) -> Computed:
-    """With a quantiser nodes and hub take the same coarse step. What it leaves out is kept in `values`, so
-    that the next step makes up for it, or is dropped on both sides where the quantiser is fine enough."""
+    """Return the new version as nodes will hold it.
+
+    With a quantiser, nodes and hub take the same coarse step. The remainder is kept in `values`, so that the
+    next step makes up for it, or is dropped on both sides where the quantiser is fine enough.
+    """
     version = old.version + 1
     if rule.quantiser is None:
         return Computed(_frozen(Anchor(version, new, state)))

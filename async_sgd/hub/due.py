@@ -1,4 +1,4 @@
-"""When the pushes of a unit become its next anchor."""
+"""Decide when the pushes of a unit become its next anchor."""
 
 from collections.abc import Mapping, Set
 
@@ -8,13 +8,15 @@ from aedit.async_sgd.rules.config import HubConfig
 def is_due(
     config: HubConfig, came_s: Mapping[int, float], awaited: Set[int], usual_s: float, now_s: float
 ) -> bool:
-    """Whether to merge what is there. came_s: by node, when its push of this unit came. awaited: members
-    who may still bring one.
+    """Return whether to merge the pushes that have arrived.
 
-    At once with a quorum of 1 or when all who are awaited have come. Otherwise with a quorum, after a grace
-    period of `grace` times the usual time between merges (Decoupled DiLoCo, arXiv:2604.21428); and without
-    one after three times the usual time, but not before a silent node would be given up, so that nobody is
-    stuck because of one who is alive and brings nothing.
+    came_s: arrival time of each node's push of this unit. awaited: members that may still bring one. usual_s:
+    usual time between merges.
+
+    With a quorum of 1, or when all awaited pushes are here: at once. With a quorum: after a grace period of
+    `grace` times the usual time (Decoupled DiLoCo, arXiv:2604.21428). Without one: after three times the
+    usual time, but not before a silent node would be given up, so that a live node that brings nothing blocks
+    nobody.
     """
     if not came_s:
         return False

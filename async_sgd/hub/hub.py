@@ -1,23 +1,23 @@
 """The hub of an asynchronous run, as a state machine without network, files or a clock of its own.
 
-Deciding (`join`, `offer`, `tick`, `lease`, ...) reads the state and the time and returns records; what is
-journaled changes only when the driver has written them down and calls `apply`. One decision at a time: its
+Deciding (`join`, `offer`, `tick`, `lease`, ...) reads the state and the time and returns records; journaled
+state changes only when the driver has written them down and calls `apply`. One decision at a time: its
 records are applied before the next one is asked for, but `compute`, the heavy part of a merge, may run
 meanwhile. Times are those of any monotonic clock, in seconds.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from aedit.async_sgd.hub import admission, advance
 from aedit.async_sgd.hub.advance import Computed, Quantiser, Rule
+from aedit.async_sgd.hub.clocks import Clocks
 from aedit.async_sgd.hub.due import is_due
 from aedit.async_sgd.hub.joins import Denied, Joiner, joining
 from aedit.async_sgd.hub.members import Member, Report, dylu
+from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.saved import Saved, load, save
 from aedit.async_sgd.hub.state import State, Unit
-from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.async_sgd.rules.push_filter import directions
 from aedit.async_sgd.rules.records import (
@@ -53,41 +53,11 @@ _MOST_STEPS_PER_S = 1e9
 """What a node can say of its speed: more would leave the range of numbers when it is multiplied."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HubPlan:
-    """What a hub must know of the run's configuration."""
-
-    hub: HubConfig
-    outer: OuterConfig
-    penalty: PenaltyConfig
-    every: float
-    """Length of a local phase, in steps or, with pace "seconds", in seconds."""
-    pace: Literal["steps", "dylu", "seconds"] = "dylu"
-    """What decides when a node pushes: `edit.schedule` of the run."""
-    steps: int
-    """The budget: inner steps per node, as the mean over those who are members."""
-    seconds: float | None = None
-    """The budget in time, if that is used up sooner."""
-    part: tuple[int, int] = (0, 1)
-    """(k, n): this hub owns the units i with i % n == k."""
-
-
-class Clocks:
-    """What is true now and need not be true after a restart."""
-
-    def __init__(self) -> None:
-        self.offset_s: float | None = None
-        self.seen: dict[int, float] = {}
-        self.came_s: dict[tuple[int, int, int], float] = {}
-        """By unit, node and sequence number."""
-        self.reports: dict[int, Report] = {}
-
-
 class Hub:
-    """Owns the anchors of a run, or of its share of the units."""
+    """The state machine that owns the anchors of a run, or of its share of the units."""
 
     def __init__(self, plan: HubPlan, quantiser: Quantiser | None = None) -> None:
-        """quantiser: of `hub.codec_down`; None for "fp32"."""
+        """Create a hub that nobody has joined. quantiser: of `hub.codec_down`; None for "fp32"."""
         assert (quantiser is None) == (plan.hub.codec_down == "fp32"), "a codec that nobody uses, or none"
         self.plan, self.config = plan, plan.hub
         self.rule = Rule(make_outer(plan.outer), plan.hub.merge, plan.penalty.clip, quantiser)
@@ -97,9 +67,11 @@ class Hub:
     # -- deciding
 
     def join(self, joiner: Joiner, now: float) -> list[Record]:
-        """Become a member. The last record but leases is Joined, with index and session.
+        """Return the records that make `joiner` a member.
 
-        Raises Denied if the node trains something else, was excluded, or there are too many.
+        The last record but leases is Joined, with index and session.
+
+        Raises Denied if the node trains another model, was excluded, or there are too many nodes.
         """
         decided = joining(self.state, joiner, self.config, self.elapsed_s(now))
         joined = next(record for record in decided if isinstance(record, Joined))
@@ -108,7 +80,10 @@ class Hub:
         return decided
 
     def member(self, node: int, session: int) -> Member:
-        """The live member who speaks. Raises Denied: unknown (join again), replaced, or excluded."""
+        """Return the live member with this index and session.
+
+        Raises Denied if it is unknown (the node joins again), replaced by a newer process, or excluded.
+        """
         if not 0 <= node < len(self.state.members):
             raise Denied("unknown", f"no node {node} has joined this hub")
         member = self._must_be_live(node)
@@ -117,10 +92,10 @@ class Hub:
         return member
 
     def offer(self, push: Push, now: float) -> list[Record]:
-        """Accepted or Refused (and perhaps Left: excluded); nothing for what is decided already.
+        """Return Accepted or Refused (and Left if the node is excluded); nothing for a push decided before.
 
-        The same push may be offered again and again. Raises Denied if the pusher is not a live member, or the
-        unit is not this hub's.
+        The same push may be offered repeatedly. Raises Denied if the pusher is not a live member, or the unit
+        is not this hub's.
         """
         self._must_be_live(push.node)
         if push.unit not in self.state.units:  # not journaled: there is no end of such numbers
@@ -132,14 +107,18 @@ class Hub:
         return decided
 
     def garbled(self, node: int, unit: int, reason: str) -> list[Record]:
-        """What came as a push of this unit was none: Garbled (and perhaps Left: excluded). Raises Denied if
-        the node is not a live member."""
+        """Return Garbled (and Left if the node is excluded) for a message that is not a valid push.
+
+        Raises Denied if the node is not a live member.
+        """
         member = self._must_be_live(node)
         return [Garbled(node, unit, reason), *admission.exclusion(member, reason, self.config.push_filter)]
 
     def tick(self, now: float) -> list[Record]:
-        """What time has brought: silent nodes leave, a round opens, merges are due (one per unit at a time:
-        tick again when they are applied)."""
+        """Return what is due at `now`: silent nodes leave, a round opens, units merge.
+
+        One merge per unit at a time: call it again when they are applied.
+        """
         elapsed_s = self.elapsed_s(now)
         decided: list[Record] = []
         if elapsed_s >= self.state.elapsed_s + _TICK_S:
@@ -155,10 +134,12 @@ class Hub:
         return decided
 
     def lease(self, node: int, samples: int, now: float) -> list[Record]:
-        """Blocks of the sample stream, at most `hub.lease_samples` in all; 0 asks for as many.
+        """Return leases of blocks of the sample stream, at most `hub.lease_samples` in all.
 
-        What others have given back comes first, so that there may be several blocks, and fewer samples.
-        Raises Denied if the node hoards.
+        0 asks for that many.
+
+        Blocks that others have returned come first, so there may be several blocks, and fewer samples. Raises
+        Denied if the node holds too many unused samples.
         """
         self._must_be_live(node)
         self.clocks.seen[node] = now
@@ -169,8 +150,12 @@ class Hub:
         return [Leased(node, start, end) for start, end in blocks[:_MOST_BLOCKS]]
 
     def use(self, node: int, start: int, upto: int) -> list[Record]:
-        """Positions from `start`, where a lease began, up to `upto` are in an accepted push. What is known,
-        or is not the node's any more, is passed over."""
+        """Return Used for positions from `start`, where a lease began, up to `upto`.
+
+        They are in an accepted push.
+
+        Positions that are known as used, or no longer the node's, are skipped.
+        """
         return [
             Used(node, lease, min(upto, end))
             for lease, (used, end) in self.state.pool.leases.get(node, {}).items()
@@ -178,19 +163,21 @@ class Hub:
         ]
 
     def leave(self, node: int) -> list[Record]:
-        """A node has pushed what it owed and goes."""
+        """Return the records of a node that has sent its last pushes and leaves."""
         return [Left(node, "left")] if self.state.members[node].live else []
 
     def heartbeat(self, node: int, report: Report, now: float) -> None:
-        """A live member says how it does. Nothing of it is journaled."""
+        """Take the report of a live member. Nothing of it is journaled."""
         self.clocks.seen[node] = now
         self.clocks.reports[node] = report
 
     # -- applying
 
     def compute(self, record: Record) -> Computed | None:
-        """The heavy part of Merged or Mixed; None for others. Changes nothing and needs no lock: only the
-        record itself, when applied, changes what this reads."""
+        """Return the result of Merged or Mixed, the heavy part; None for other records.
+
+        Changes nothing and needs no lock: only the record itself, when applied, changes what this reads.
+        """
         match record:
             case Merged():
                 return self._compute_merge(record)
@@ -200,31 +187,31 @@ class Hub:
                 return None
 
     def apply(self, record: Record, computed: Computed | None = None) -> None:
-        """Take a record in, in the order of the journal. Without `computed` it is computed here."""
+        """Apply a record, in the order of the journal. Without `computed` the result is computed here."""
         if computed is None:
             computed = self.compute(record)
         self.state.apply(record, computed)
         self._forget(record)
 
     def saved(self) -> Saved:
-        """Everything that is journaled, for a snapshot. Copies no array; they never change."""
+        """Return everything that is journaled, for a snapshot. Copies no array; arrays never change."""
         return save(self.state)
 
     def restore(self, saved: Saved) -> None:
-        """Go on from a snapshot, before any record is applied. The arrays become the hub's."""
+        """Continue from a snapshot, before any record is applied. Takes ownership of the arrays."""
         assert self.state.layout is None, "this hub has a past of its own"
         load(saved, self.state)
 
     # -- reading
 
     def elapsed_s(self, now: float) -> float:
-        """Age of the run, outages of the hub not counted."""
+        """Return the age of the run in seconds, outages of the hub not counted."""
         if self.state.layout is None:
             return 0.0
         return max(self.state.elapsed_s, now + self._start_clock(now))
 
     def progress(self, now: float) -> float:
-        """Share of the budget that is used up, 0 to 1; 0 for a run without one."""
+        """Return the share of the budget that is used up, 0 to 1; 0 for a run without a budget."""
         if self.config.endless:
             return 0.0
         share = self.state.mean_steps / self.plan.steps
@@ -233,7 +220,7 @@ class Hub:
         return min(1.0, share)
 
     def pace_steps(self, node: int) -> int:
-        """Steps that this node should do before its next push; 0 with pace "seconds"."""
+        """Return the steps that this node should do before its next push; 0 with pace "seconds"."""
         if self.plan.pace == "seconds":
             return 0
         if self.plan.pace == "steps":
@@ -241,15 +228,19 @@ class Hub:
         return dylu(int(self.plan.every), self._speed(node), self._speeds())
 
     def paces(self) -> dict[int, int]:
-        """`pace_steps` of every live member."""
+        """Return `pace_steps` of every live member, by node."""
         if self.plan.pace != "dylu":
             return {node: self.pace_steps(node) for node in self.state.live}
         speeds, every = self._speeds(), int(self.plan.every)
         return {node: dylu(every, self._speed(node), speeds) for node in self.state.live}
 
     def anchor(self, index: int) -> tuple[int, Vector]:
-        """What nodes hold of the newest version: (version, values). Not to be changed; (0, empty) before the
-        unit is founded."""
+        """Return (version, values) of the newest version as nodes hold it.
+
+        (0, empty) before the unit is founded.
+
+        The values must not be changed.
+        """
         anchor = self.state.units[index].anchor
         if anchor is None:
             return 0, Vector(0)
@@ -259,7 +250,10 @@ class Hub:
         return anchor.version, advance.look_ahead(anchor, self.rule) if ahead else anchor.values
 
     def chain(self, index: int, base: int) -> tuple[tuple[int, bytes], ...] | None:
-        """(version, encoded delta) after `base` up to the newest; None where the whole anchor is shorter."""
+        """Return (version, encoded delta) after `base` up to the newest.
+
+        None where the whole anchor is shorter.
+        """
         unit = self.state.units[index]
         links = tuple((version, data) for version, data in unit.deltas if version > base)
         if unit.anchor is None or not base or len(links) != unit.version - base:
@@ -270,14 +264,14 @@ class Hub:
     # -- inside
 
     def _start_clock(self, now: float) -> float:
-        """The first time anything is asked, the run is as old as its journal says."""
+        """Start the clock at the first call: the run is as old as its journal says."""
         if self.clocks.offset_s is None:
             self.clocks.offset_s = self.state.elapsed_s - now
         return self.clocks.offset_s
 
     @property
     def _most_steps(self) -> float:
-        """What an outage and refused pushes can bring together, with room to spare."""
+        """Return more steps than an outage and refused pushes can bring together."""
         if self.plan.pace == "seconds":
             return math.inf
         return _LONGEST * max(self.config.max_steps_ahead, self.plan.every)
@@ -299,7 +293,10 @@ class Hub:
         return member
 
     def _goners(self, now: float) -> list[Left]:
-        """Who was silent for too long, and who was found out in a merge (not on arrival: that is at once)."""
+        """Return Left for nodes that were silent for too long or were found out in a merge.
+
+        A violation on arrival excludes at once and does not wait for this.
+        """
         goners = []
         for node, member in self.state.live.items():
             if member.violations >= self.config.push_filter.violations:
@@ -314,12 +311,18 @@ class Hub:
         return elapsed_s >= self.state.round_at_s + self.plan.every
 
     def _round_at_s(self, elapsed_s: float) -> float:
-        """On the grid of rounds, so that they do not drift; anew after a pause."""
+        """Return the time of the current round on a fixed grid, so that rounds do not drift.
+
+        Restarts after a pause.
+        """
         on_time_s = self.state.round_at_s + self.plan.every
         return on_time_s if elapsed_s < on_time_s + self.plan.every else elapsed_s
 
     def _is_awaited(self, node: int) -> bool:
-        """Not who still fetches its first weights, nor whose trainer is stuck: they bring nothing soon."""
+        """Return whether a push of this node can be expected soon.
+
+        Not of a node that still fetches its first weights, nor of one whose trainer is stuck.
+        """
         report = self.clocks.reports.get(node)
         return report is None or report.state not in ("joining", "stalled")
 
@@ -348,8 +351,11 @@ class Hub:
         return Merged(index, unit.version + 1, parts, elapsed_s)
 
     def _share_of_one(self) -> float:
-        """By which a push is shortened that is merged alone: as many as the outer optimizer's `delay` are to
-        move the anchor as one mean does, and with more nodes than that, all of theirs together."""
+        """Return the factor for a push that is merged alone.
+
+        As many pushes as the outer optimizer's `delay` are to move the anchor as one mean does; with more
+        nodes than that, all of theirs together.
+        """
         delay: int | None = getattr(self.rule.outer, "delay", None)
         if self.config.quorum != 1 or delay is None:
             return 1.0
@@ -378,7 +384,7 @@ class Hub:
         return replace(computed, up=advance.mixture(known, record.values, record.mix))
 
     def _forget(self, record: Record) -> None:
-        """Volatile facts about what is over."""
+        """Drop volatile state that the record has made obsolete."""
         match record:
             case Left(node):
                 self.clocks.seen.pop(node, None)

@@ -1,4 +1,4 @@
-"""Who may become a member, and under which number."""
+"""Admission of members: who may join, and under which index."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,19 +14,19 @@ _LONGEST_NAME = 128
 
 
 class Denied(Exception):
-    """What a peer must be told instead of an answer."""
+    """A request that the hub refuses; says what the peer is told."""
 
     def __init__(
         self, kind: Literal["unknown", "replaced", "excluded", "full", "different"], reason: str
     ) -> None:
-        """kind: join again; end; end; come again later; it can never be right."""
+        """Create a refusal. kind: join again; end; end; come again later; can never succeed."""
         super().__init__(reason)
         self.kind, self.reason = kind, reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joiner:
-    """What a node says of itself when it comes."""
+    """The description that a node gives of itself when it joins."""
 
     name: str
     layout: Layout
@@ -48,8 +48,11 @@ class Joiner:
 
 
 def joining(state: State, joiner: Joiner, config: HubConfig, elapsed_s: float) -> list[Record]:
-    """Founded, if it is the first; Left, if it takes the place of a process that seems alive; Joined; and the
-    leases it had when it was given up for silent, as far as nobody else has got them since."""
+    """Return the records of a join.
+
+    Founded, if it is the first node; Left, if it replaces a process that seems alive; Joined; and the leases
+    it had when it was given up as silent, unless others have them since.
+    """
     if not joiner.name or len(joiner.name) > _LONGEST_NAME or not joiner.name.isprintable():
         raise Denied("different", f"a node's name has 1 to {_LONGEST_NAME} printable characters")
     decided: list[Record] = []
@@ -74,14 +77,16 @@ def joining(state: State, joiner: Joiner, config: HubConfig, elapsed_s: float) -
 
 
 def _is_same(member: Member, joiner: Joiner) -> bool:
-    """Whether it is the process that was a member before."""
+    """Return whether it is the process that was a member before."""
     told = joiner.process != 0 and member.process == joiner.process
     return told or member.session == joiner.session
 
 
 def _new_index(state: State, prefers: int | None, config: HubConfig) -> int:
-    """Behind everybody, unless the node may have the one it prefers. An index that is left out meanwhile
-    stays free for whoever prefers it."""
+    """Return the next free index, or the one that the node prefers if that is free.
+
+    An index that is skipped stays free for a node that prefers it.
+    """
     if prefers is None or not 0 <= prefers < config.limits.nodes:
         return len(state.members)
     is_free = prefers >= len(state.members) or not state.members[prefers].name
@@ -116,7 +121,7 @@ def _compare(state: State, joiner: Joiner) -> None:
 
 
 def _difference(here: Layout, there: Layout) -> str:
-    """The first one, for a person."""
+    """Return the first difference of two layouts, for a person."""
     for ours, theirs in zip(here.units, there.units, strict=False):
         if ours.name != theirs.name:
             return f"unit {theirs.name} where this run has {ours.name}"

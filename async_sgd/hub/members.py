@@ -1,4 +1,4 @@
-"""Who takes part, what each was told last, and how many steps each should do."""
+"""Members of the run: what each was told last, and how many steps each should do."""
 
 import math
 from collections.abc import Mapping
@@ -30,7 +30,10 @@ class Told:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a node says of itself. Not journaled: gone after a restart of the hub, and soon said again."""
+    """A node's report about itself. Not journaled.
+
+    Lost when the hub restarts, and sent again with the next heartbeat.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -75,10 +78,12 @@ class Member:
     told: dict[int, Told] = field(default_factory=dict)
 
     def join(self, record: Joined) -> None:
+        """Take the record of a join: new session, process and donor address."""
         self.session, self.donor, self.live, self.gone = record.session, record.donor, True, ""
         self.process = record.process
 
     def accept(self, push: Push) -> None:
+        """Count an accepted push. Every 16 accepted pushes forgive one violation."""
         self.received[push.unit] = push.seq
         self.steps += push.steps
         self.tokens += push.tokens
@@ -87,6 +92,7 @@ class Member:
             self.violations = max(0, self.violations - 1)
 
     def refuse(self, record: Refused) -> None:
+        """Note a refused push: what the node is told, its reason and its violation."""
         self.received[record.unit] = max(record.seq, self.received.get(record.unit, 0))
         verdict = Verdict.DISTRUSTED if record.distrusted else Verdict.REFUSED
         self.tell(record.unit, Told(record.seq, verdict, record.reason))
@@ -95,35 +101,36 @@ class Member:
             self.add_violation(record.seq)
 
     def count(self, reason: str) -> None:
-        """One more push that did not count, for `status`."""
+        """Count one more push that was not merged, by reason, for `status`."""
         self.refused[kind(reason)] = self.refused.get(kind(reason), 0) + 1
 
     def add_violation(self, seq: int) -> None:
-        """One bad round is one violation, however many units it has."""
+        """Count one violation per round, however many units it has."""
         if seq > self.offended:
             self.violations += 1
             self.offended = seq
 
     def is_refused(self, unit: int) -> bool:
-        """Whether its last push of the unit was not accepted: others need not wait for the next one."""
+        """Return whether its last push of the unit was refused: others need not wait for the next one."""
         last = self.told.get(unit, Told())
         return last.verdict in (Verdict.REFUSED, Verdict.DISTRUSTED) and last.seq == self.received.get(unit)
 
     def tell(self, unit: int, told: Told) -> None:
+        """Note the newest decision about this node's pushes of the unit."""
         if told.seq > self.told.get(unit, Told()).seq:
             self.told[unit] = told
 
 
 def kind(reason: str) -> str:
-    """What a reason is counted under."""
+    """Return the key under which a reason is counted."""
     return reason.split(":")[0]
 
 
 def dylu(every: int, steps_per_s: float, speeds: Mapping[int, float]) -> int:
-    """H_w = max(1, floor(H v_w / v_max)) (arXiv:2401.09135): steps of a node of this speed before its push.
+    """Return H_w = max(1, floor(H v_w / v_max)) (DyLU, arXiv:2401.09135): steps of a node before its push.
 
-    speeds: inner steps per second of all live nodes, unknown ones left out. A node that has not said its
-    speed does `every` steps.
+    steps_per_s: speed of the node. speeds: inner steps per second of all live nodes, unknown ones left out. A
+    node that has not reported its speed does `every` steps.
     """
     if not steps_per_s or not speeds:
         return every

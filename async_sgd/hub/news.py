@@ -1,4 +1,4 @@
-"""What a hub has to say: to a node at every heartbeat, and to people who look."""
+"""What a hub reports: to a node with every heartbeat, and to the views."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class UnitNews:
-    """Of one unit, for one node."""
+    """State of one unit, for one node."""
 
     unit: int
     version: int
@@ -26,7 +26,7 @@ class UnitNews:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatReply:
-    """What one node should know now."""
+    """State of the run, for one node."""
 
     term: int
     units: tuple[UnitNews, ...]
@@ -43,13 +43,13 @@ class HeartbeatReply:
 
 
 def unit_news(hub: Hub, node: int, unit: int) -> UnitNews:
-    """The last decision about this node's pushes of the unit, and its newest version."""
+    """Return the last decision about this node's pushes of the unit, and its newest version."""
     told = hub.state.members[node].told.get(unit, Told())
     return UnitNews(unit, hub.state.units[unit].version, told.seq, told.verdict, told.reason)
 
 
 def news(hub: Hub, node: int, now: float) -> HeartbeatReply:
-    """For a member."""
+    """Return the reply to a member's heartbeat."""
     state, live = hub.state, hub.state.live
     progress = hub.progress(now)
     return HeartbeatReply(
@@ -69,7 +69,7 @@ def news(hub: Hub, node: int, now: float) -> HeartbeatReply:
 
 
 def status(hub: Hub, now: float) -> dict[str, Any]:
-    """All that the views show, fit for JSON (what is not known is None)."""
+    """Return everything that the views show, as values that JSON can hold; None where unknown."""
     state = hub.state
     layout = state.layout.units if state.layout else ()
     paces = hub.paces()

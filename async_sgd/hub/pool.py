@@ -1,4 +1,4 @@
-"""Who trains on which samples: positions of one endless stream, each with one node at a time."""
+"""Leases of training samples: positions of one endless stream, each held by one node at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ Block = tuple[int, int]
 
 @dataclass(slots=True)
 class Pool:
-    """Hands out blocks and takes them back. What lies below the watermark is used, leased or returned."""
+    """Leases blocks and takes them back. Positions below the watermark are used, leased or returned."""
 
     watermark: int = 0
     """First position that nobody has ever had."""
@@ -19,7 +19,7 @@ class Pool:
     """By node and first position: how far it is used, and its end."""
 
     def offer(self, samples: int) -> list[Block]:
-        """The blocks that a node gets who asks for so many samples. Changes nothing."""
+        """Return the blocks that a node gets that asks for this many samples. Changes nothing."""
         blocks: list[Block] = []
         for start, end in self.returned:
             if samples == 0:
@@ -30,7 +30,7 @@ class Pool:
         return [*blocks, (self.watermark, self.watermark + samples)] if samples else blocks
 
     def lease(self, node: int, start: int, end: int) -> None:
-        """These positions are the node's from now on; they must have been on offer."""
+        """Give positions start..end to the node; they must have been offered."""
         if start >= self.watermark:
             assert start == self.watermark, f"position {self.watermark} would be left out"
             self.watermark = end
@@ -39,7 +39,7 @@ class Pool:
         self.leases.setdefault(node, {})[start] = (start, end)
 
     def use(self, node: int, start: int, upto: int) -> None:
-        """Positions of that lease below `upto` never come back. The same again changes nothing."""
+        """Mark positions of that lease below `upto` as used. Repeating it changes nothing."""
         used, end = self.leases.get(node, {}).get(start, (upto, upto))
         if upto >= end:
             self.leases.get(node, {}).pop(start, None)
@@ -47,16 +47,16 @@ class Pool:
             self.leases[node][start] = (upto, end)
 
     def give_back(self, node: int) -> None:
-        """What the node has not used is for others."""
+        """Return the node's unused positions to the pool."""
         self.returned = _joined([*self.returned, *self.leases.pop(node, {}).values()])
 
     def outstanding(self, node: int) -> list[Block]:
-        """What the node still has to use, in order."""
+        """Return the node's unused blocks, in order."""
         return sorted(self.leases.get(node, {}).values())
 
 
 def _joined(blocks: Sequence[Block]) -> list[Block]:
-    """The same positions in the fewest blocks, in order."""
+    """Return the same positions in the fewest blocks, in order."""
     whole: list[Block] = []
     for start, end in sorted(blocks):
         if whole and whole[-1][1] == start:
@@ -67,7 +67,7 @@ def _joined(blocks: Sequence[Block]) -> list[Block]:
 
 
 def _without(blocks: Sequence[Block], taken: Block) -> list[Block]:
-    """The same positions but those of `taken`, which lie in one of the blocks."""
+    """Return the same positions but those of `taken`, which lie in one of the blocks."""
     rest = []
     found = False
     for start, end in blocks:

@@ -1,4 +1,4 @@
-"""A hub's state as plain numbers and arrays, unit by unit, for snapshots and back."""
+"""State of a hub as plain numbers and arrays, unit by unit, for snapshots."""
 
 import math
 from collections.abc import Iterable
@@ -17,7 +17,10 @@ from aedit.types import Layout, TensorLayout, UnitLayout, Verdict
 
 @dataclass(frozen=True, slots=True)
 class SavedUnit:
-    """One unit. The arrays are the hub's own and never change: they may be written while it goes on."""
+    """State of one unit. The arrays are the hub's own and never change.
+
+    They may be written while it goes on.
+    """
 
     index: int
     numbers: dict[str, Any]
@@ -29,7 +32,7 @@ class SavedUnit:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Everything that is journaled, as of one moment."""
+    """Everything that is journaled, at one moment."""
 
     numbers: dict[str, Any]
     """Fit for JSON."""
@@ -43,7 +46,7 @@ _UNIT = ("merged_at_s", "usual_s", "sent_at")
 
 
 def save(state: State) -> Saved:
-    """Takes no copy of an array and reads no payload."""
+    """Return the state as `Saved`. Copies no array and reads no payload."""
     pool = state.pool
     numbers = {name: getattr(state, name) for name in (*_PLAIN, "mean_steps")}
     numbers["layout"] = _layout_out(state.layout)
@@ -64,7 +67,7 @@ def save(state: State) -> Saved:
 
 
 def load(saved: Saved, state: State) -> None:
-    """Into the state of a hub with the same plan that has seen nothing yet. The arrays become the hub's."""
+    """Load `saved` into the fresh state of a hub with the same plan. Takes ownership of the arrays."""
     numbers, pool = saved.numbers, saved.numbers["pool"]
     for name in (*_PLAIN, "mean_steps"):
         setattr(state, name, numbers[name])

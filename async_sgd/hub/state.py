@@ -1,4 +1,7 @@
-"""All that a hub remembers, and how a record changes it. Nothing else does, and no clock is read here."""
+"""The journaled state of a hub, and how a record changes it.
+
+Nothing else changes it, and no clock is read here.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,7 +20,7 @@ COUNT_BITS = 20
 
 @dataclass(slots=True)
 class Unit:
-    """One unit that this hub owns."""
+    """State of one unit that this hub owns."""
 
     anchor: Anchor | None = None
     pending: dict[tuple[int, int], Push] = field(default_factory=dict)
@@ -40,12 +43,13 @@ class Unit:
 
     @property
     def version(self) -> int:
+        """Return the version of the newest anchor; 0 before the unit is founded."""
         return self.anchor.version if self.anchor else 0
 
 
 @dataclass(slots=True)
 class State:
-    """Made by applying records, and by nothing else."""
+    """Journaled state of a hub: made by applying records, and by nothing else."""
 
     part: tuple[int, int] = (0, 1)
     has_parent: bool = False
@@ -75,26 +79,28 @@ class State:
 
     @property
     def live(self) -> dict[int, Member]:
+        """Return the live members, by node."""
         return {member.node: member for member in self.members if member.live}
 
     @property
     def is_founded(self) -> bool:
-        """Whether every unit has an anchor."""
+        """Return whether every unit has an anchor."""
         return self.layout is not None and all(unit.anchor for unit in self.units.values())
 
     @property
     def total_steps(self) -> int:
-        """Steps of all nodes; a step is in a push of every unit."""
+        """Return the inner steps of all nodes; a step is in a push of every unit."""
         return self.steps // max(1, len(self.units))
 
     @property
     def total_tokens(self) -> int:
+        """Return the tokens of all nodes; a token is in a push of every unit."""
         return self.tokens // max(1, len(self.units))
 
     # -- applying
 
     def apply(self, record: records.Record, computed: Computed | None = None) -> None:
-        """Take one record in. `computed` belongs to Merged and Mixed."""
+        """Apply one record. `computed` belongs to Merged and Mixed."""
         match record:
             case records.Founded():
                 self._found(record)
@@ -202,7 +208,7 @@ class State:
         unit.up, unit.sent, unit.sent_at = computed.up, None, record.version
 
     def _send_up(self, unit: Unit, version: int) -> None:
-        """Version 0 takes it back: the parent has not believed it."""
+        """Note what the parent was sent. Version 0 takes it back: the parent has not believed it."""
         assert version in (0, unit.version), f"version {version} is not at hand any more"
         unit.sent = unit.anchor.values if unit.anchor and version else None
 

@@ -1,4 +1,4 @@
-"""The hub's records as JSON, and back. Payloads are referred to by where they stand."""
+"""Encode the hub's records as JSON, and decode them. Payloads are referred to by their place in the file."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -32,17 +32,17 @@ _PUSH = ("node", "unit", "seq", "base", "steps", "tokens")
 
 
 def encode(batch: Sequence[Record]) -> bytes:
-    """Records that were decided together, and are applied together or not at all."""
+    """Return a batch as JSON: records that were decided together, and are applied together or not at all."""
     return json.dumps([_out(record) for record in batch], separators=(",", ":")).encode()
 
 
 def decode(data: bytes, locate: Locate) -> list[Record]:
-    """What `encode` was given."""
+    """Return the batch that `encode` was given. locate: finds a payload by its place."""
     return [_in(fields, locate) for fields in json.loads(data)]
 
 
 def push_out(push: Push) -> dict[str, Any]:
-    """A push but for its numbers, fit for JSON. NaN and infinities are kept."""
+    """Return a push without its values, as JSON can hold it. NaN and infinities are kept."""
     return {name: getattr(push, name) for name in _PUSH} | {
         "norms": list(push.norms),
         "values": place(push.values),
@@ -50,13 +50,13 @@ def push_out(push: Push) -> dict[str, Any]:
 
 
 def push_in(plain: dict[str, Any], locate: Locate) -> Push:
-    """What `push_out` was given."""
+    """Return the push that `push_out` was given."""
     numbers = {name: plain[name] for name in _PUSH}
     return Push(**numbers, norms=tuple(plain["norms"]), values=locate(plain["values"]))
 
 
 def place(values: Values) -> dict[str, Any]:
-    """Where a payload stands in its own file, and what it is."""
+    """Return where a payload is in its file, and its size, codec and checksum."""
     assert isinstance(values, Payload), "only what is in the journal's file can be referred to"
     stretch = values.stretch
     return {

@@ -1,11 +1,11 @@
-"""Files of framed records: what a hub's segments and snapshots are made of.
+"""Files of framed records: the format of a hub's journal segments and snapshots.
 
 A file begins with a head: format, four random bytes (the mark), and the length of the segment before it. Then
-come frames: a header with its own CRC, and a body. The mark begins every header, so that whoever sends a
+come frames: a header with its own CRC, and a body. The mark begins every header, so that the sender of a
 payload cannot put something into it that looks like a frame.
 
-A header also says how much of its file was known to be on the disk when it was written. What is damaged
-beyond that was never acknowledged and is cut off; what is damaged before it is refused: the disk forgets.
+A header also says how much of its file was known to be on disk when it was written. Damage beyond that point
+was never acknowledged and is cut off; damage before it is refused.
 """
 
 import mmap
@@ -30,15 +30,15 @@ _PIECE = 2**22
 
 
 class Damaged(Exception):
-    """What stands in a file is not what was written."""
+    """The content of a file is not what was written."""
 
 
 class Short(Damaged):
-    """There is less than was written, or than will have been."""
+    """A file has fewer bytes than were written, or than will have been."""
 
 
 class File:
-    """An open file; stays readable after its name is gone, until nobody refers to it."""
+    """An open file. It stays readable after its name is gone, until nothing refers to it."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         self.path = path
@@ -50,14 +50,15 @@ class File:
 
     @property
     def num_bytes(self) -> int:
+        """Return the size of the file in bytes."""
         return os.fstat(self.fd).st_size
 
     def read(self, offset: int, length: int) -> bytes:
-        """Fewer bytes at the end of the file."""
+        """Return `length` bytes from `offset`; fewer at the end of the file."""
         return os.pread(self.fd, length, offset)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view`; Damaged if the file is too short."""
+        """Fill `view`. Raises Damaged if the file is too short."""
         while view:
             count = os.preadv(self.fd, [view[:_PIECE]], offset)
             if not count:
@@ -65,6 +66,7 @@ class File:
             view, offset = view[count:], offset + count
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Write all of `data` at `offset`."""
         view = memoryview(data).cast("B")
         while view:
             count = os.pwrite(self.fd, view[:_PIECE], offset)
@@ -73,14 +75,14 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some bytes of a file."""
+    """A range of bytes in a file."""
 
     file: File
     offset: int
     length: int
 
     def view(self) -> memoryview:
-        """Without a copy in memory; valid as long as somebody holds it."""
+        """Return the bytes without a copy in memory; valid as long as it is held."""
         if not self.length:
             return memoryview(b"")
         before = self.offset % mmap.ALLOCATIONGRANULARITY
@@ -101,10 +103,11 @@ class Frame:
 
     @property
     def end(self) -> int:
+        """Return the offset after the frame."""
         return self.body.offset + self.body.length
 
     def read(self) -> bytes:
-        """The body; Damaged if it is not what was written."""
+        """Return the body. Raises Damaged if it is not what was written."""
         data = self.body.file.read(self.body.offset, self.body.length)
         if len(data) != self.body.length or zlib.crc32(data) != self.crc:
             raise Damaged(f"{self.body.file.path}: damaged at byte {self.body.offset}")
@@ -112,13 +115,13 @@ class Frame:
 
 
 def file_head(before_bytes: int, mark: bytes) -> bytes:
-    """How a file begins that follows a segment of `before_bytes`."""
+    """Return the head of a file that follows a segment of `before_bytes`."""
     first = _FILE.pack(_FORMAT, mark, before_bytes, 0)[:-4]
     return first + struct.pack("<I", zlib.crc32(first))
 
 
 def read_head(file: File) -> tuple[bytes, int]:
-    """Mark of a file, and length of the segment before it."""
+    """Return the mark of a file, and the length of the segment before it."""
     head = file.read(0, FILE_BYTES)
     if len(head) < FILE_BYTES or zlib.crc32(head[:-4]) != struct.unpack("<I", head[-4:])[0]:
         raise Damaged(f"{file.path} has no head")
@@ -129,13 +132,16 @@ def read_head(file: File) -> tuple[bytes, int]:
 
 
 def frame_header(mark: bytes, kind: int, length: int, crc: int, synced: int) -> bytes:
-    """What stands before a body. crc: of the body; 0 for a PAYLOAD."""
+    """Return the header of a body. crc: of the body; 0 for a PAYLOAD."""
     first = _FRAME.pack(mark, kind, crc, length, synced, 0)[:-4]
     return first + struct.pack("<I", zlib.crc32(first))
 
 
 def frame_at(file: File, mark: bytes, offset: int) -> Frame:
-    """The frame that begins at `offset`; its body is not looked at. Damaged if there is none, or no end."""
+    """Return the frame that begins at `offset`; its body is not read.
+
+    Raises Damaged if there is none, or no end.
+    """
     header = file.read(offset, FRAME_BYTES)
     if len(header) < FRAME_BYTES:
         raise Short(f"{file.path}: ends within the frame at byte {offset}")
@@ -150,8 +156,10 @@ def frame_at(file: File, mark: bytes, offset: int) -> Frame:
 
 
 def frames(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[Frame, bytes]]:
-    """All frames from `offset` on with their bodies, which are empty for PAYLOAD and ARRAY. Damaged at the
-    first that is not whole."""
+    """Yield all frames from `offset` on with their bodies, which are empty for PAYLOAD and ARRAY.
+
+    Raises Damaged at the first that is not whole.
+    """
     mark, _ = read_head(file)
     while offset < file.num_bytes:
         frame = frame_at(file, mark, offset)
@@ -160,7 +168,7 @@ def frames(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[Frame, bytes]
 
 
 def is_vouched_for(file: File, offset: int) -> bool:
-    """Whether something that was written later knew that the bytes at `offset` were on the disk."""
+    """Return whether something that was written later knew that the bytes at `offset` were on disk."""
     mark, _ = read_head(file)
     at, end = offset + 1, file.num_bytes
     while at < end:

@@ -1,8 +1,8 @@
-"""Where a hub writes down what it decides, before it happens.
+"""The journal: a hub writes down what it decides before it happens.
 
-Segments `journal-N` follow one another; a snapshot `snapshot-N` is all that was decided before segment N. One
-thread at a time appends small records; payloads are written beside each other. `sync` puts what several
-threads have written on the disk at once.
+Segments `journal-N` follow one another; a snapshot `snapshot-N` holds everything decided before segment N.
+One thread at a time appends small records; payloads are written next to each other. `sync` flushes the writes
+of several threads at once.
 """
 
 import errno
@@ -36,22 +36,22 @@ class NoSpace(Exception):
 
 
 class Broken(Exception):
-    """The disk does not do what it said. Nothing may be acknowledged any more."""
+    """The disk failed after it had reported success. Nothing may be acknowledged any more."""
 
 
 @dataclass(slots=True)
 class _Ends:
-    """How far the journal has come, in bytes of the newest segment."""
+    """Progress of the journal, in bytes of the newest segment."""
 
     written: int
     synced: int = 0
 
 
 class Journal:
-    """The newest segment of a folder, to be written on. Any thread may call."""
+    """The newest segment of a folder, open for writing. Any thread may call."""
 
     def __init__(self, directory: Path, number: int, *, fsync: bool) -> None:
-        """Goes on at the end of segment `number`, which must be whole; makes it if there is none."""
+        """Continue at the end of segment `number`, which must be whole; create it if there is none."""
         self.directory, self.number, self._fsync = directory, number, fsync
         self._lock, self._sync_lock = threading.Lock(), threading.Lock()
         self._filling: set[int] = set()
@@ -65,7 +65,7 @@ class Journal:
             self._begin(0)
 
     def append(self, body: bytes) -> Position:
-        """Add a batch of records; returns the position after it. Raises NoSpace or Broken."""
+        """Append a batch of records and return the position after it. Raises NoSpace or Broken."""
         with self._lock:
             self._check()
             start = self._ends.written
@@ -78,7 +78,10 @@ class Journal:
             return self.number, self._ends.written
 
     def store(self, data: memoryview) -> Stretch:
-        """Put a payload into the file; it counts once a record refers to it. Raises NoSpace or Broken."""
+        """Write a payload and return its place; it counts once a record refers to it.
+
+        Raises NoSpace or Broken.
+        """
         with self._lock:
             self._check()
             start, file = self._ends.written, self.file
@@ -100,7 +103,7 @@ class Journal:
         return stretch
 
     def sync(self, position: Position) -> None:
-        """Returns when everything before `position` is on the disk. Raises Broken."""
+        """Return when everything before `position` is on disk. Raises Broken."""
         with self._sync_lock:
             with self._lock:
                 self._check()
@@ -113,7 +116,7 @@ class Journal:
             ends.synced = max(ends.synced, written)
 
     def rotate(self) -> int:
-        """Begin the next segment, whose number is returned. Nobody may append meanwhile (`store` may)."""
+        """Begin the next segment and return its number. Nobody may append meanwhile (`store` may)."""
         with self._sync_lock, self._lock:
             self._check()
             if self._fsync:
@@ -130,22 +133,24 @@ class Journal:
 
     @property
     def position(self) -> Position:
+        """Return the segment number and the bytes written to it."""
         with self._lock:
             return self.number, self._ends.written
 
     @property
     def complete(self) -> Position:
-        """Nothing before it is still being written."""
+        """Return the position before which nothing is still being written."""
         with self._lock:
             return self.number, min(self._filling, default=self._ends.written)
 
     @property
     def segment_bytes(self) -> int:
+        """Return the bytes written to the newest segment."""
         return self._ends.written
 
     @property
     def broken(self) -> str:
-        """Why nothing can be written any more; empty: it can."""
+        """Return why nothing can be written any more; empty if it can."""
         return self._broken
 
     def _begin(self, before_bytes: int) -> None:
@@ -163,7 +168,7 @@ class Journal:
         return frame_header(self._mark, kind, length, crc, ends.synced if self._fsync else ends.written)
 
     def _not_written(self, start: int, error: OSError) -> Exception:
-        """Take back what has half been written."""
+        """Take back a partial write and return the error to raise."""
         try:
             os.ftruncate(self.file.fd, start)
         except OSError as worse:
@@ -171,8 +176,10 @@ class Journal:
         return self._judged(error)
 
     def _given_up(self, stretch: Stretch, error: OSError) -> Exception:
-        """A payload could not be written. Behind it others may have: then it stays, as a hole that nothing
-        refers to."""
+        """Return the error to raise for a payload that could not be written.
+
+        Others may have been written behind it: then it stays as a hole that nothing refers to.
+        """
         with self._lock:
             start, end = stretch.offset - FRAME_BYTES, stretch.offset + stretch.length
             if stretch.file is not self.file or self._ends.written != end:
@@ -200,4 +207,5 @@ class Journal:
 
 
 def segment_path(directory: Path, number: int) -> Path:
+    """Return the path of segment `number`."""
     return directory / f"journal-{number:08d}"

@@ -1,4 +1,4 @@
-"""A hub's state and its journal, kept together: what is decided is written down, then it happens."""
+"""The ledger of a hub: its state and its journal together. A decision is written down, then it happens."""
 
 import threading
 import time
@@ -21,10 +21,11 @@ _WAIT_LIMIT_S = 30.0
 
 
 class Ledger:
-    """Deciding and `commit` happen under `lock`, one at a time; waiting for the disk does not.
+    """State machine and journal behind one lock.
 
-    Whoever tells the outside about something waits for `durable` first: so what anybody knows of the hub is
-    what a hub knows that comes back after a crash.
+    Deciding and `commit` happen under `lock`, one at a time; waiting for the disk does not. Call `durable`
+    before anything is told to a peer: then a hub that restarts after a crash knows everything that any peer
+    knows of it.
     """
 
     def __init__(
@@ -35,7 +36,10 @@ class Ledger:
         told: Callable[[Record], None] = lambda record: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """told: of every record, once it has happened. Called under the lock."""
+        """Join a hub and its journal. told.
+
+        Called with every record, once it has happened, under the lock.
+        """
         self.hub, self.journal, self.store, self._told, self.clock = hub, journal, store, told, clock
         self.lock = threading.RLock()
         self.standby = StandbyTracker(clock)
@@ -47,8 +51,10 @@ class Ledger:
         """Of the segments before the newest one, since this process began."""
 
     def commit(self, records: Sequence[Record], computed: Computed | None = None) -> Position:
-        """Write down and apply; the lock is held. `computed`: of the one heavy record. Raises NoSpace or
-        Broken, and nothing has happened."""
+        """Write records down and apply them; the lock is held. Returns the journal's position after them.
+
+        computed: the result of the one heavy record. Raises NoSpace or Broken, and nothing has happened.
+        """
         if not records:
             return self.journal.position
         position = self.journal.append(encode(records))
@@ -58,27 +64,32 @@ class Ledger:
         return position
 
     def store_payload(self, codec: str, numel: int, crc: int, data: memoryview) -> Payload:
-        """Put an encoded array into the journal's file; it counts once a record refers to it."""
+        """Write an encoded array to the journal's file; it counts once a record refers to it."""
         return Payload(codec, numel, crc, self.journal.store(data))
 
     def is_current(self, payload: Payload) -> bool:
-        """Whether a record that is committed now may refer to it; the lock is held. False: store it again."""
+        """Return whether a record that is committed now may refer to it; the lock is held.
+
+        If not, store it again.
+        """
         return payload.stretch.file is self.journal.file
 
     def durable(self, position: Position) -> None:
-        """Returns when `position` is on the disk here, and on a standby if there is one. Raises Broken."""
+        """Return when `position` is on disk here, and at the standby if there is one. Raises Broken."""
         self.journal.sync(position)
         self.standby.wait(position)
 
     def snapshot_is_due(self, num_bytes: int) -> bool:
-        """Whether the journal has grown by so much since the last snapshot, and by enough to be worth one."""
+        """Return whether the journal has grown by `num_bytes`, and by enough, since the last snapshot."""
         number, offset = self.journal.position
         began, before = self._snapshot_at
         return number != began or offset - before >= max(num_bytes, 2 * self._saved_bytes)
 
     def snapshot(self) -> int:
-        """Write all down in one file, so that the journal before it may go; its bytes. The hub goes on
-        meanwhile. Raises NoSpace, Broken or OSError, and the journal stays."""
+        """Write a snapshot, so that the journal before it may be deleted, and return its bytes.
+
+        The hub goes on meanwhile. Raises NoSpace, Broken or OSError, and the journal stays.
+        """
         with self._saving:
             with self.lock:
                 self.past_bytes += self.journal.segment_bytes
@@ -91,7 +102,7 @@ class Ledger:
 
 
 class StandbyTracker:
-    """The standby, as its primary sees it: there, near, and waited for, or not."""
+    """The standby as its primary sees it: absent, catching up, or attached and waited for."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -103,7 +114,7 @@ class StandbyTracker:
         """Called when it is waited for from now on, or no longer."""
 
     def heard(self, confirmed: Position, newest: Position) -> None:
-        """It has everything before `confirmed` on its disk; here is more, up to `newest`."""
+        """Note that the standby has everything before `confirmed` on disk; the journal ends at `newest`."""
         with self._change:
             self._heard_s, self.confirmed = self._clock(), confirmed
             near = confirmed[0] == newest[0] and newest[1] - confirmed[1] <= STANDBY_NEAR_BYTES
@@ -114,7 +125,7 @@ class StandbyTracker:
             self.changed(True)
 
     def wait(self, position: Position) -> None:
-        """Until it has everything before `position`, unless it is not there or falls silent."""
+        """Wait until the standby has everything before `position`, unless it is absent or falls silent."""
         limit_s = self._clock() + _WAIT_LIMIT_S
         with self._change:
             while self.attached and self.confirmed < position:
@@ -129,7 +140,7 @@ class StandbyTracker:
         self.changed(False)
 
     def look(self) -> None:
-        """Find out that it has fallen silent, though nobody waits for it."""
+        """Detach a standby that has fallen silent while nobody waited for it."""
         with self._change:
             lost = self.attached and self._clock() - self._heard_s > STANDBY_SILENT_S
             if lost:

@@ -1,4 +1,4 @@
-"""A primary's journal, byte for byte in a folder of one's own, and the state that follows from it."""
+"""A copy of a primary's journal, byte for byte, and the state that follows from it."""
 
 import logging
 import os
@@ -6,7 +6,8 @@ import threading
 import zlib
 from collections.abc import Callable
 
-from aedit.async_sgd.hub.hub import Clocks, Hub
+from aedit.async_sgd.hub.clocks import Clocks
+from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.saved import load, save
 from aedit.async_sgd.journal import snapshot
 from aedit.async_sgd.journal.encoding import decode
@@ -20,11 +21,13 @@ log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """One thread calls `take`, one `sync`, one `apply`. Any may read `position` and `hub`, the hub under
-    `lock`."""
+    """The journal and state of a standby.
+
+    One thread calls `take`, one `sync`, one `apply`. Any may read `position` and `hub`, the hub under `lock`.
+    """
 
     def __init__(self, store: Store, make: Callable[[], Hub]) -> None:
-        """Goes on with what the folder has."""
+        """Continue with what the folder has."""
         self._store, self._make, self._directory = store, make, store.directory
         self.lock = threading.RLock()
         """Held while records are applied."""
@@ -40,7 +43,7 @@ class Mirror:
             self.forget()
 
     def forget(self) -> None:
-        """Begin anew: what is in the folder is of another term."""
+        """Begin anew: the content of the folder is of another term."""
         with self.lock:
             for kind, path in (("snapshot", snapshot_path), ("journal", segment_path)):
                 for number in numbers(self._directory, kind):
@@ -48,8 +51,10 @@ class Mirror:
             self.hub, self.position, self._applied = self._make(), (1, 0), (1, 0)
 
     def take(self, chunk: pb.TailChunk) -> None:
-        """Write down what has come. Raises Damaged if it does not go on where the last one ended, OSError if
-        the disk is full."""
+        """Write a received chunk.
+
+        Raises Damaged if it does not continue the last one, OSError if the disk is full.
+        """
         if zlib.crc32(chunk.data) != chunk.crc:
             raise Damaged("the journal was damaged on its way")
         at = chunk.segment, chunk.offset
@@ -66,14 +71,14 @@ class Mirror:
             self.position = chunk.segment, chunk.offset + len(chunk.data)
 
     def sync(self) -> Position:
-        """Everything before the returned position is on the disk."""
+        """Flush to disk and return the position before which everything is there."""
         with self.lock:
             position, file = self.position, self._file
         os.fdatasync(file.fd)
         return position
 
     def apply(self) -> bool:
-        """Apply one batch of records, if there is one that has not been applied. Raises Damaged."""
+        """Apply one batch of records and return True, or return False if there is none. Raises Damaged."""
         with self.lock:
             segment, offset = self._applied
             if self.position <= self._applied or self.position == (segment, 0):
@@ -95,8 +100,10 @@ class Mirror:
             return True
 
     def journal(self, *, fsync: bool) -> Journal:
-        """Apply all there is, cut off what is not whole, and let somebody write on. Nobody calls `take` any
-        more."""
+        """Apply everything, cut off an incomplete end, and return the journal for writing.
+
+        Ends the mirroring.
+        """
         with self.lock:
             while self.apply():
                 pass
@@ -107,7 +114,7 @@ class Mirror:
             return Journal(self._directory, segment, fsync=fsync)
 
     def _is_whole(self, segment: int, offset: int) -> bool:
-        """Whether the next frame, or the segment's end, is there."""
+        """Return whether the next frame, or the segment's end, has arrived."""
         if self.position[0] > segment:
             return True
         if self.position[1] < FILE_BYTES:
@@ -119,7 +126,7 @@ class Mirror:
         return True
 
     def _begin(self, segment: int) -> None:
-        """The next segment, or the first one after a snapshot or of a journal."""
+        """Begin the next segment, or the first one after a snapshot or of a journal."""
         with self.lock:
             if self._incoming is not None:
                 self._adopt(segment)
@@ -138,7 +145,7 @@ class Mirror:
         self._incoming.write(chunk.offset, chunk.data)
 
     def _adopt(self, segment: int) -> None:
-        """A snapshot has come in whole: it takes the place of everything."""
+        """Replace everything by a snapshot that has arrived whole."""
         incoming, self._incoming = self._incoming, None
         assert incoming is not None
         os.fsync(incoming.fd)
@@ -149,7 +156,7 @@ class Mirror:
         self._applied = segment, 0
 
     def _turn_over(self, segment: int) -> None:
-        """A segment is applied to its end: the state is what the primary's snapshot would have."""
+        """Finish a segment that is applied to its end: the state is that of the primary's snapshot."""
         self._applied = segment, 0
         try:
             self._store.save(save(self.hub.state), segment)

@@ -1,4 +1,4 @@
-"""How long each tensor of a push is, as measured by the hub itself."""
+"""Norms of the tensors of a push, as measured by the hub."""
 
 from math import sqrt
 
@@ -9,7 +9,7 @@ from aedit.types import UnitLayout
 
 
 def norms(data: Payload, codec: Codec, layout: UnitLayout) -> tuple[float, ...]:
-    """Euclidean norm of each tensor, slice by slice; NaN or infinite if an element is."""
+    """Return the Euclidean norm of each tensor, slice by slice; NaN or infinite if an element is."""
     ends = np.cumsum([tensor.numel for tensor in layout.tensors])
     squares = [0.0] * len(layout.tensors)
     tensor = 0

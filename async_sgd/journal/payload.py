@@ -1,4 +1,4 @@
-"""Pushes that wait for their merge: their numbers stay encoded in the journal's file."""
+"""Payloads of pushes that wait for their merge: they stay encoded in the journal's file."""
 
 import zlib
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Payload:
     stretch: Stretch
 
     def read(self, start: int, stop: int) -> Vector:
-        """Elements start..stop as fp32."""
+        """Return elements start..stop as fp32."""
         return codec(self.codec).decode(self.stretch.view(), self.numel, start, stop)
 
     def check(self) -> None:
-        """Damaged unless the file still has what was acknowledged."""
+        """Raise Damaged unless the file still has what was acknowledged."""
         if zlib.crc32(self.stretch.view()) != self.crc:
             where = f"{self.stretch.file.path}, byte {self.stretch.offset}"
             raise Damaged(f"{where}: an accepted push is damaged")

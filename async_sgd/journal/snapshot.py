@@ -1,4 +1,4 @@
-"""All that a hub remembers in one file, so that the journal before it may be forgotten."""
+"""Snapshots: the whole state of a hub in one file, so that the journal before it may be deleted."""
 
 import json
 import os
@@ -34,9 +34,9 @@ from aedit.system import sync_directory
 
 
 def write(path: Path, saved: Saved, *, fsync: bool = True) -> int:
-    """Under the name `path` there is the whole snapshot or what was there before. Returns its bytes.
+    """Write a snapshot to `path`, whole or not at all, and return its bytes.
 
-    Array by array, without a copy in memory. Raises OSError if the disk is full, say.
+    Array by array, without a copy in memory. Raises OSError, for example if the disk is full.
     """
     beside = path.with_name(path.name + ".new")
     try:
@@ -58,7 +58,7 @@ def write(path: Path, saved: Saved, *, fsync: bool = True) -> int:
 
 
 def read(path: Path) -> Saved:
-    """What `write` was given. Its units are read one by one; each may raise Damaged, as this does."""
+    """Return what `write` was given. Its units are read one by one; each may raise Damaged, as this does."""
     file = File(path)
     read_head(file)
     whole = _Reader(file)

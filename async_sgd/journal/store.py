@@ -1,10 +1,10 @@
-"""A hub's folder: what is in it, how a hub comes out of it, and what may go.
+"""The folder of a hub: its files, recovery from them, and the deletion of old ones.
 
     run.toml             the run's configuration, and `part.json`: which share of the units
-    snapshot-N           all that was decided before segment N
-    journal-N, N+1 ...   what was decided since
+    snapshot-N           everything decided before segment N
+    journal-N, N+1 ...   everything decided since
 
-Two snapshots are kept and the segments from the older one on. So a damaged newest one does no harm, and the
+Two snapshots are kept, and the segments from the older one on. So a damaged newest one does no harm, and the
 journal of a run that is shorter than `hub.snapshot_bytes` is there from its beginning.
 """
 
@@ -39,22 +39,26 @@ log = logging.getLogger(__name__)
 
 
 class Store:
-    """The folder of one hub, which nobody else writes to."""
+    """The folder of one hub; no other process writes to it."""
 
     def __init__(self, directory: Path, *, fsync: bool = True) -> None:
         self.directory, self._fsync = directory, fsync
 
     def recover(self, hub: Hub) -> Journal:
-        """Bring a new hub to where the folder's last one was, and go on in its journal. What was not wholly
-        written is cut off. UserError if something is damaged that was."""
+        """Bring a new hub to the state of the folder's last one, and return the journal to continue.
+
+        An incomplete end is cut off. Raises UserError if something that was acknowledged is damaged.
+        """
         for left in self.directory.glob("*.new"):
             left.unlink()
         last = self.read(hub, mend=True)
         return Journal(self.directory, last, fsync=self._fsync)
 
     def read(self, hub: Hub, *, mend: bool = False) -> int:
-        """Bring a new hub to where the folder's last one was; returns the newest segment's number. Changes
-        nothing unless told to mend."""
+        """Bring a new hub to the state of the folder's last one; return the number of the newest segment.
+
+        Changes no file unless `mend` is true.
+        """
         first = self._load_newest(hub)
         segments = [number for number in numbers(self.directory, "journal") if number >= first]
         check_gapless(self.directory, first, segments)
@@ -63,14 +67,16 @@ class Store:
         return segments[-1] if segments else first
 
     def save(self, state: Saved, number: int) -> int:
-        """Write the snapshot before segment `number` and forget what it makes unnecessary; its bytes. Raises
-        OSError, and all is as before."""
+        """Write the snapshot before segment `number`, delete what it makes unnecessary, and return its bytes.
+
+        Raises OSError, and everything is as before.
+        """
         num_bytes = snapshot.write(snapshot_path(self.directory, number), state, fsync=self._fsync)
         self._prune()
         return num_bytes
 
     def saved_bytes(self) -> int:
-        """Of the newest snapshot; 0 if there is none."""
+        """Return the size of the newest snapshot; 0 if there is none."""
         paths = [snapshot_path(self.directory, number) for number in numbers(self.directory, "snapshot")[-1:]]
         return sum(path.stat().st_size for path in paths)
 
@@ -85,7 +91,7 @@ class Store:
                 path.unlink()
 
     def _load_newest(self, hub: Hub) -> int:
-        """Number of the first segment to be replayed."""
+        """Load the newest snapshot that is whole; return the number of the first segment to replay."""
         snapshots = numbers(self.directory, "snapshot")
         for number in reversed(snapshots):
             try:
@@ -129,13 +135,13 @@ class Store:
 
 
 def batches(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[list[Record], int]]:
-    """What was decided together (nothing, for a payload), and where it ends. Damaged at what is not whole."""
+    """Yield what was decided together (nothing, for a payload), and where it ends. Raises Damaged."""
     for frame, body in frames(file, offset):
         yield decode(body, lambda plain: locate(file, plain)) if frame.kind == RECORDS else [], frame.end
 
 
 def check_gapless(directory: Path, first: int, segments: list[int]) -> None:
-    """UserError if a segment is missing or shorter than the one after it says."""
+    """Raise UserError if a segment is missing or shorter than the one after it says."""
     if segments and segments != list(range(first, first + len(segments))):
         raise UserError(f"{directory}: journal segments {segments} are not all from {first} on; restore them")
     for number in segments[1:]:
@@ -149,23 +155,24 @@ def check_gapless(directory: Path, first: int, segments: list[int]) -> None:
 
 
 def locate(file: File, plain: dict[str, Any]) -> Values:
-    """The payload that a record of the same file refers to."""
+    """Return the payload that a record of the same file refers to."""
     stretch = Stretch(file, plain["at"], plain["length"])
     return Payload(plain["codec"], plain["numel"], plain["crc"], stretch)
 
 
 def check_payloads(batch: list[Record]) -> None:
-    """Damaged if a push that was accepted is not what it was."""
+    """Raise Damaged if an accepted push of the batch is not what it was."""
     for record in batch:
         if isinstance(record, Accepted) and isinstance(record.push.values, Payload):
             record.push.values.check()
 
 
 def numbers(directory: Path, kind: str) -> list[int]:
-    """Of all snapshots or segments, ascending."""
+    """Return the numbers of all snapshots or segments, ascending."""
     found = (path.name.rpartition("-")[2] for path in directory.glob(f"{kind}-*"))
     return sorted(int(number) for number in found if number.isdecimal())
 
 
 def snapshot_path(directory: Path, number: int) -> Path:
+    """Return the path of the snapshot before segment `number`."""
     return directory / f"snapshot-{number:08d}"

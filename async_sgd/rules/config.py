@@ -1,4 +1,4 @@
-"""The outer step and the hub. Imports no torch."""
+"""Configuration of the outer step and of the hub. Imports no torch."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -269,5 +269,5 @@ class HubConfig:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """One per hub process; hub k owns the units i with i % len(addresses) == k."""
+        """Return one address per hub process; hub k owns the units i with i % len(addresses) == k."""
         return tuple(filter(None, self.address.split(",")))

@@ -1,7 +1,7 @@
-"""One pseudo-gradient out of many, slice by slice: nothing but the result is held whole.
+"""Merge many pseudo-gradients into one, slice by slice, so that only the result is held whole.
 
-Pushes are taken in the order of their nodes, whatever order they come in, so that the same pushes give the
-same bits. What weighs 0 is not even read: `0 * nan` is `nan`.
+Pushes are taken in the order of their nodes, whatever order they arrive in, so that the same pushes give the
+same bits. A push of weight 0 is not read: `0 * nan` is `nan`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,15 @@ Weighted = Sequence[tuple[Push, Part]]
 
 
 def merge(parts: Weighted, layout: UnitLayout, rule: str) -> Vector:
-    """sum(w s x) / sum(w), or what `rule` says instead, for weights w >= 0 and scales s; fp32, a new array.
+    """Return sum(w s x) / sum(w), or what `rule` computes instead, as a new fp32 array.
 
-    `rda` (arXiv:2604.21428): per tensor of two or more dimensions sum(w |s x|) / sum(w) times the direction
-    of sum(w x / |x|); the mean for all else, and where directions cancel. `trimmed`: per element the
-    weighted mean without the third of the values at either end. Any other `rule` is a function by import
-    path, called with the parts that have weight, in the order of their nodes, and the layout. ValueError if
-    nothing has weight, or if that function cannot be imported or returns something else.
+    w >= 0 are weights and s are scales, one of each per push x. `rda` (arXiv:2604.21428): for each tensor of
+    two or more dimensions sum(w |s x|) / sum(w) times the direction of sum(w x / |x|); the mean for all other
+    tensors and where directions cancel. `trimmed`: for each element the weighted mean without the third of
+    the values at either end. Any other `rule` is a function by import path, called with the parts that have
+    weight, in the order of their nodes, and the layout.
+
+    Raises ValueError if no push has weight, or if that function cannot be imported or returns something else.
     """
     parts = sorted(
         (pair for pair in parts if pair[1].weight > 0), key=lambda pair: (pair[1].node, pair[1].seq)
@@ -58,12 +60,12 @@ def _checked(merged: Vector, path: str, numel: int) -> Vector:
 
 
 def slices(numel: int) -> Iterator[tuple[int, int]]:
-    """Starts and stops of a unit's slices."""
+    """Yield start and stop of each slice of a unit."""
     return ((start, min(start + SLICE, numel)) for start in range(0, numel, SLICE))
 
 
 def _shares(parts: Weighted) -> NDArray[np.float32]:
-    """w s / sum(w), one per part."""
+    """Return w s / sum(w), one per part."""
     w_N = np.array([part.weight for _, part in parts])
     scale_N = np.array([part.scale for _, part in parts])
     shares_N: NDArray[np.float32] = (w_N * scale_N / w_N.sum()).astype(np.float32)
@@ -89,7 +91,10 @@ def _add(parts: Weighted, shares_N: NDArray[np.float32], at: tuple[int, int], in
 
 
 def _rda(parts: Weighted, layout: UnitLayout) -> Vector:
-    """Two passes, of which the second is over the result alone: the norms of what is merged are known."""
+    """Return the merge by `rda`. The second of two passes is over the result alone.
+
+    The norms of the merged tensors are known from the pushes.
+    """
     ends = np.cumsum([0, *(tensor.numel for tensor in layout.tensors)])
     shares_NT = _direction_shares(parts, layout)
     total = np.empty(layout.numel, np.float32)
@@ -106,7 +111,7 @@ def _rda(parts: Weighted, layout: UnitLayout) -> Vector:
 
 
 def _direction_shares(parts: Weighted, layout: UnitLayout) -> NDArray[np.float32]:
-    """What each part's tensors are multiplied with: w / sum(w) / |x|, or w s / sum(w) for the plain mean."""
+    """Return the factor of each part's tensors: w / sum(w) / |x|, or w s / sum(w) for the plain mean."""
     w_N1 = np.array([[part.weight] for _, part in parts])
     norms_NT = np.array([push.norms for push, _ in parts])
     matrix_T = np.array([len(tensor.shape) >= 2 for tensor in layout.tensors])
@@ -131,7 +136,7 @@ def _lengthen(total: Vector, parts: Weighted, layout: UnitLayout, ends: NDArray[
 
 
 def _mean_of_piece(parts: Weighted, at: tuple[int, int], total: Vector) -> None:
-    """The plain weighted mean of elements at[0]..at[1], into `total`."""
+    """Write the weighted mean of elements at[0]..at[1] into `total`."""
     begin, end = at
     for start in range(begin - begin % GRAIN, end, SLICE):
         stop = min(start + SLICE, len(total))
@@ -142,7 +147,7 @@ def _mean_of_piece(parts: Weighted, at: tuple[int, int], total: Vector) -> None:
 
 
 def norm(vector: Vector) -> float:
-    """Euclidean norm, summed in double precision, the same bits whatever BLAS is there."""
+    """Return the Euclidean norm, summed in double precision: the same bits with any BLAS."""
     total = 0.0
     for start, stop in slices(len(vector)):
         piece = vector[start:stop].astype(np.float64)

@@ -1,8 +1,8 @@
 """Outer optimizers: from an averaged pseudo-gradient and a state to the step to subtract, and the next state.
 
-Pure functions of arrays: NumPy's in a hub, torch's on a node, whole units or equal slices of anchor,
-gradient and state. They own no parameters and talk to no network, so one instance serves every unit, and a
-state can be checkpointed, offloaded or sent to a joining node as it is.
+Pure functions of arrays: NumPy's in a hub, torch's on a node, whole units or equal slices of anchor, gradient
+and state. They own no parameters and use no network, so one instance serves every unit, and a state can be
+checkpointed, offloaded or sent to a joining node as it is.
 """
 
 import inspect
@@ -22,7 +22,7 @@ A = TypeVar("A", bound=Any)
 
 @dataclass(frozen=True, slots=True)
 class OuterState(Generic[A]):
-    """What one unit's outer optimizer remembers."""
+    """State of the outer optimizer for one unit."""
 
     momentum: A
     """Same shape as the unit's anchor; empty for an optimizer without memory."""
@@ -34,35 +34,41 @@ class OuterState(Generic[A]):
     """How many those are."""
 
     def map(self, change: Callable[[A], A]) -> "OuterState[A]":
-        """The same state with every array changed, to move, copy or slice it."""
+        """Return the same state with every array changed by `change`, to move, copy or slice it."""
         pending = None if self.pending is None else change(self.pending)
         return OuterState(change(self.momentum), pending, self.count)
 
     @property
     def arrays(self) -> tuple[A, ...]:
-        """Momentum first, then what is pending, if there is such a thing."""
+        """Return the arrays of the state: momentum first, then the pending sum, if there is one."""
         return (self.momentum,) if self.pending is None else (self.momentum, self.pending)
 
     def with_arrays(self, *arrays: A) -> "OuterState[A]":
-        """The same state with other numbers, in the order of `arrays`."""
+        """Return the same state with other arrays, in the order of `arrays`."""
         momentum, *pending = arrays
         return replace(self, momentum=momentum, pending=pending[0] if pending else None)
 
 
 class OuterOptimizer(Protocol):
-    """Pure, per unit, owns nothing."""
+    """Interface of an outer optimizer: pure functions, unit by unit."""
 
-    def init(self, anchor: A) -> OuterState[A]: ...
+    def init(self, anchor: A) -> OuterState[A]:
+        """Return the state before the first step. anchor: the unit's values; its shape and dtype count."""
 
     def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
-        """The step to subtract from the anchor, and the next state.
+        """Return the step to subtract from the anchor, and the next state.
 
-        `gradient` is the averaged pseudo-gradient (anchor minus local). The arguments are not changed.
+        gradient: the averaged pseudo-gradient (anchor minus local), of the anchor's shape. The arguments are
+        not changed.
         """
 
     def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
-        """Where the momentum will carry the anchor next: the point to measure from, for what comes back
-        late. The arguments are not changed; without momentum it is `anchor` itself."""
+        """Return where the momentum will carry the anchor next.
+
+        The point from which late pushes are measured.
+
+        The arguments are not changed. Without momentum it is `anchor` itself.
+        """
 
 
 class Average:
@@ -72,12 +78,15 @@ class Average:
         self.lr = lr
 
     def init(self, anchor: A) -> OuterState[A]:
+        """Return an empty state: plain averaging keeps none."""
         return OuterState(abs(anchor[:0]))
 
     def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
+        """Return `lr * gradient` and the same state."""
         return gradient * self.lr, state
 
     def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
+        """Return `anchor`: there is no momentum."""
         return anchor
 
 
@@ -91,13 +100,16 @@ class Nesterov:
         self.lr, self.mu = lr, momentum
 
     def init(self, anchor: A) -> OuterState[A]:
+        """Return zero momentum."""
         return OuterState(_zeros(anchor))
 
     def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
+        """Return lr (g + mu u) and the state with u <- mu u + g."""
         u = _plus(state.momentum * self.mu, gradient)
         return _times(_plus(u * self.mu, gradient), self.lr), OuterState(u)
 
     def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
+        """Return x - lr mu u."""
         ahead: A = anchor - state.momentum * (self.lr * self.mu)
         return ahead
 
@@ -117,9 +129,11 @@ class DelayedNesterov:
         self.lr, self.mu, self.delay, self.c = lr, momentum, delay, activation
 
     def init(self, anchor: A) -> OuterState[A]:
+        """Return zero momentum and a zero pending sum."""
         return OuterState(_zeros(anchor), _zeros(anchor))
 
     def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
+        """Return the step of algorithm 3 and the next state; every `delay`-th call updates the momentum."""
         pending, u, n = gradient + state.pending, state.momentum, self.delay
         if state.count + 1 < n:
             step, share = gradient * (self.lr / n), self.c
@@ -131,6 +145,7 @@ class DelayedNesterov:
         return (_plus(step, u * (self.lr * self.mu * share)) if share else step), after
 
     def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
+        """Return x - lr mu u."""
         ahead: A = anchor - state.momentum * (self.lr * self.mu)
         return ahead
 
@@ -163,12 +178,12 @@ def _zeros(like: A) -> A:
 
 
 def _plus(own: A, other: A) -> A:
-    """own + other, in own's memory."""
+    """Return own + other, in own's memory."""
     own += other
     return own
 
 
 def _times(own: A, factor: float) -> A:
-    """own * factor, in own's memory."""
+    """Return own * factor, in own's memory."""
     own *= factor
     return own

@@ -1,9 +1,7 @@
-"""How much each node's pseudo-gradient counts, by its norm and its steps (EDiT, arXiv:2412.07210,
-section 3.2).
+"""Weights of pseudo-gradients by their norms and steps (EDiT, arXiv:2412.07210, section 3.2).
 
-Pure functions in the paper's letters. Shapes: N nodes, L units.
-G_NL: norms of the pseudo-gradients, inf where they are distrusted. g_NL: inner steps since the unit's last
-round.
+Pure functions in the paper's letters. Shapes: N nodes, L units. G_NL: norms of the pseudo-gradients, inf
+where they are distrusted. g_NL: inner steps since the unit's last round.
 """
 
 import numpy as np
@@ -15,9 +13,9 @@ Array = NDArray[np.float64]
 
 
 def weights(G_NL: Array, g_NL: Array, config: PenaltyConfig) -> Array:
-    """w_NL: weights that sum to 1 over nodes, or are all 0 for a unit that nobody trusts.
+    """Return w_NL: weights that sum to 1 over nodes, or are all 0 for a unit that nobody trusts.
 
-    A node that took no step since the unit's last round has nothing to say and weighs 0.
+    A node that took no step since the unit's last round weighs 0.
     """
     trusted_NL = np.isfinite(G_NL) & (g_NL > 0)
     score_NL = _score(np.where(trusted_NL, G_NL, 0.0), trusted_NL, config)
@@ -45,7 +43,7 @@ def _median(G_N: Array, trusted_N: NDArray[np.bool_]) -> float:
 
 
 def _softmax(score_NL: Array) -> Array:
-    """Over nodes; a column of -inf becomes 0."""
+    """Return the softmax over nodes; a column of -inf becomes 0."""
     top_L = score_NL.max(0, initial=-np.inf)
     e_NL = np.exp(score_NL - np.where(np.isfinite(top_L), top_L, 0.0))
     total_L = e_NL.sum(0)
@@ -53,6 +51,9 @@ def _softmax(score_NL: Array) -> Array:
 
 
 def effective_nodes(w_NL: Array) -> Array:
-    """1 / sum(w^2) per unit: how many nodes the average is really over; 0 where nobody is trusted."""
+    """Return 1 / sum(w^2) per unit: the number of nodes that the average is effectively over.
+
+    0 without trust.
+    """
     squares_L = (w_NL**2).sum(0)
     return np.where(squares_L > 0, 1 / np.maximum(squares_L, 1e-30), 0.0)

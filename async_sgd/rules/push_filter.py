@@ -1,9 +1,9 @@
-"""Which pushes are believed, by their size and their direction.
+"""Decide which pushes are believed, by size and direction.
 
-Sizes are logarithms of norms per steps^0.75: a pseudo-gradient grows like its steps while they agree and like
-their root where they do not. They are judged one-sided, against all nodes alike: each node counts once,
-however often it pushes, so that less than half of the nodes cannot move what is usual. This keeps out what is
-broken or crude; it does not stop many nodes that lie together, or one that stays within what is usual.
+Sizes are logarithms of norm / steps^0.75: a pseudo-gradient grows like its steps while gradients agree and
+like their square root where they do not. Sizes are judged one-sided, against all nodes alike: each node
+counts once, however often it pushes, so that less than half of the nodes cannot move the median. This keeps
+out what is broken or crude; it does not stop many colluding nodes, or one that stays within the usual range.
 """
 
 import math
@@ -60,33 +60,39 @@ class NormHistory:
 
     @classmethod
     def of(cls, numbers: Any) -> "NormHistory":
-        """Back from `numbers`."""
+        """Return the history that `numbers` describes."""
         sizes = tuple((int(node), float(size)) for node, size in numbers["sizes"])
         anchor_norm = math.inf if numbers["anchor_norm"] is None else numbers["anchor_norm"]
         return cls(sizes, anchor_norm, tuple(numbers["doubted"]))
 
     def numbers(self) -> dict[str, Any]:
-        """Fit for JSON."""
+        """Return the history as values that JSON can hold."""
         anchor_norm = self.anchor_norm if math.isfinite(self.anchor_norm) else None
         return {"sizes": list(self.sizes), "anchor_norm": anchor_norm, "doubted": list(self.doubted)}
 
     def with_push(self, push: Push) -> "NormHistory":
-        """After an accepted push; one that founds the unit says how long its anchor is."""
+        """Return the history after an accepted push.
+
+        The push that founds the unit gives the anchor's norm.
+        """
         if push.base == 0:
             return replace(self, anchor_norm=norm(push) or math.inf)
         sizes = (*self.sizes, (push.node, log_size(push))) if norm(push) > 0 else self.sizes
         return replace(self, sizes=sizes[-WINDOW:], doubted=())
 
     def with_refusal(self, node: int) -> "NormHistory":
-        """After a push that was refused for its size. When most nodes are, it is the history that is wrong:
-        a new learning rate or new data must not lock everyone out."""
+        """Return the history after a push that was refused for its size.
+
+        When most nodes are refused, the history is wrong: a new learning rate or new data must not lock
+        everyone out.
+        """
         doubted = (*self.doubted, node)[-WINDOW:]
         most = 2 * len(set(doubted)) > len(self.by_node())
         lost = len(doubted) >= PATIENCE and most
         return replace(self, sizes=(), doubted=()) if lost else replace(self, doubted=doubted)
 
     def by_node(self) -> dict[int, list[float]]:
-        """Each node's newest sizes."""
+        """Return each node's newest sizes."""
         found: dict[int, list[float]] = {}
         for node, size in reversed(self.sizes):
             found.setdefault(node, []).append(size)
@@ -95,14 +101,16 @@ class NormHistory:
 
 
 def log_size(push: Push) -> float:
-    """log(norm / steps^0.75); -inf for a push of zeros."""
+    """Return log(norm / steps^0.75); -inf for a push of zeros."""
     length = norm(push)
     return math.log(length) - GROWTH * math.log(max(1, push.steps)) if length > 0 else -math.inf
 
 
 def judge_push(push: Push, history: NormHistory, config: PushFilterConfig) -> str | None:
-    """Why a push is not believed, by what is known on its arrival: its norm, and against what; None: nothing
-    against it."""
+    """Return why a push is not believed (its norm, and what it was compared with), or None if it is.
+
+    Uses only what is known when the push arrives.
+    """
     length = norm(push)
     if not math.isfinite(length):
         return "not finite"
@@ -121,8 +129,10 @@ def judge_push(push: Push, history: NormHistory, config: PushFilterConfig) -> st
 
 
 def clip_scale(push: Push, history: NormHistory, config: PushFilterConfig) -> float:
-    """By what to shorten a push so that it is at most `clip` usual norms long; looser in the first round,
-    when sizes still grow with the learning rate, and most of all while few nodes are known."""
+    """Return the factor that shortens a push to at most `clip` usual norms.
+
+    Looser in the first round, when sizes still grow with the learning rate, and while few nodes are known.
+    """
     if config.clip is None or not history.sizes or not norm(push) > 0:
         return 1.0
     usual, _, rounds = _usual(history)
@@ -132,7 +142,10 @@ def clip_scale(push: Push, history: NormHistory, config: PushFilterConfig) -> fl
 
 
 def outliers(pushes: Sequence[Push], config: PushFilterConfig) -> tuple[bool, ...]:
-    """Which pushes of one merge are far longer than the others of it. It takes four to compare."""
+    """Return which pushes of one merge are far longer than the others of it.
+
+    Fewer than four are not compared.
+    """
     sizes = [log_size(push) for push in pushes]
     if len(sizes) < ENOUGH:
         return (False,) * len(sizes)
@@ -147,10 +160,10 @@ def outliers(pushes: Sequence[Push], config: PushFilterConfig) -> tuple[bool, ..
 def directions(
     parts: Sequence[tuple[Push, Part]], layout: UnitLayout, config: PushFilterConfig
 ) -> tuple[bool, ...]:
-    """Which pushes of one merge point away from every other one: even the largest cosine is below 0.
+    """Return which pushes of one merge point away from every other one: even the largest cosine is below 0.
 
-    Only those with weight take part, and at least four of them; a large unit is compared on a sample. Nodes
-    with data of their own pull against each other honestly, so that most others are not the measure.
+    Only pushes with weight take part, and at least four of them; a large unit is compared on a sample. Nodes
+    with data of their own differ honestly, so the direction of the majority is not the measure.
     """
     at = [i for i, (_, part) in enumerate(parts) if part.weight > 0]
     if not config.cosine or len(at) < ENOUGH:
@@ -164,7 +177,10 @@ def directions(
 
 
 def _cosines(pushes: Sequence[Push], numel: int) -> tuple[NDArray[np.float64], int]:
-    """Of every pair, and on how many elements; rounded, so that another BLAS comes to the same verdict."""
+    """Return the cosine of every pair and the number of elements compared.
+
+    Rounded, so that another BLAS comes to the same decision.
+    """
     num_blocks = -(-numel // GRAIN)
     blocks = np.unique(np.linspace(0, num_blocks - 1, min(num_blocks, SAMPLE_BLOCKS)).astype(int))
     products_NN, seen = np.zeros((len(pushes), len(pushes))), 0
@@ -182,13 +198,16 @@ def _direction(push: Push, start: int, stop: int) -> NDArray[np.float64]:
 
 
 def _slack(num_nodes: int, rounds: int) -> float:
-    """By which a limit is wider than in the long run: the middle of few numbers may be off. That of four
-    nodes is not; but in the learning rate's rise honest sizes treble from the first round to the second."""
+    """Return the extra width of a limit while few nodes or rounds are known.
+
+    The median of few numbers is uncertain. That of four nodes is not; but while the learning rate rises,
+    honest sizes treble from the first round to the second.
+    """
     return 1 + 1 / (rounds + 2) if num_nodes >= ENOUGH else 1 + 1 / rounds
 
 
 def _usual(history: NormHistory) -> tuple[float, float, int]:
-    """Median log-size over nodes, its robust standard deviation, and how many rounds that is from."""
+    """Return median log-size over nodes, its robust standard deviation, and the number of rounds."""
     by_node = history.by_node().values()
     usual, spread = _median_and_spread([median(sizes) for sizes in by_node])
     return usual, spread, int(median(len(sizes) for sizes in by_node))

@@ -1,7 +1,9 @@
-"""What happens to a hub, as values. Applying the same records in the same order gives the same bits.
+"""Records: everything that happens to a hub, as values.
+
+The same records in the same order give the same bits.
 
 A hub decides (reading the time and its state), writes the decision down as records, and only then applies
-them. The journal is the list of records; a restart, a replay and a standby do nothing but apply it.
+them. The journal is the list of records; a restart, a replay and a standby only apply it.
 """
 
 from dataclasses import dataclass
@@ -16,15 +18,18 @@ Vector = NDArray[np.float32]
 
 
 class Values(Protocol):
-    """The numbers of one unit, somewhere: in memory, or encoded in a file. May be read again and again."""
+    """The numbers of one unit, in memory or encoded in a file. May be read repeatedly."""
 
     def read(self, start: int, stop: int) -> Vector:
-        """Elements start..stop as fp32; both are multiples of 4096 or the end. The caller may change them."""
+        """Return elements start..stop as fp32; both are multiples of 4096 or the end.
+
+        The caller may change them.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """A pseudo-gradient of one unit that a node has brought."""
+    """A pseudo-gradient of one unit from one node."""
 
     node: int
     unit: int
@@ -44,7 +49,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Founded:
-    """The first node has said what is trained."""
+    """The first node has described the model: layout, facts and number of samples."""
 
     layout: Layout
     facts: tuple[tuple[str, str], ...]
@@ -53,7 +58,7 @@ class Founded:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A node is a member from now on. A name that was here before has its old index."""
+    """A node has become a member. A name that was a member before keeps its index."""
 
     name: str
     node: int
@@ -65,7 +70,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A node is no member any more: it said so, was silent too long, or was excluded."""
+    """A node is no longer a member: it left, was silent too long, or was excluded."""
 
     node: int
     reason: str
@@ -74,14 +79,14 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A push is the hub's to keep: it will be merged, whatever happens."""
+    """A push was accepted: it will be merged, whatever happens."""
 
     push: Push
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A push was not believed or came too late."""
+    """A push was not believed, or arrived too late."""
 
     node: int
     unit: int
@@ -94,8 +99,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Garbled:
-    """A push was no push: bits had changed on the way, or it was not what its head said. It may come again,
-    under the same number."""
+    """A push was damaged on the way, or did not match its header. It may come again under the same number."""
 
     node: int
     unit: int
@@ -116,7 +120,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A unit has its next version. `parts` are all pending pushes that it takes, with weight 0 too."""
+    """A unit has its next version.
+
+    `parts` are all pending pushes that it consumes, also those of weight 0.
+    """
 
     unit: int
     version: int
@@ -126,7 +133,7 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """A unit has its next version by mixing the parent hub's anchor in."""
+    """A unit has its next version by mixing in the parent hub's anchor."""
 
     unit: int
     version: int
@@ -136,7 +143,7 @@ class Mixed:
 
 @dataclass(frozen=True, slots=True)
 class SentUp:
-    """Version `version` of a unit is what the parent hub has been told."""
+    """Version `version` of a unit was sent to the parent hub."""
 
     unit: int
     version: int
@@ -152,7 +159,7 @@ class RoundOpened:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Positions start..end of the endless stream of samples are this node's."""
+    """Positions start..end of the endless stream of samples belong to this node."""
 
     node: int
     start: int

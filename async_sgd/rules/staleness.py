@@ -1,4 +1,4 @@
-"""How much a pseudo-gradient still counts that was measured from an older anchor."""
+"""Weight of a pseudo-gradient that was measured from an older anchor."""
 
 import math
 
@@ -6,10 +6,11 @@ from aedit.async_sgd.rules.config import StalenessConfig
 
 
 def factor(config: StalenessConfig, versions: int) -> float:
-    """Share of a pseudo-gradient that counts, in [0, 1]; 0 means that it is refused.
+    """Return the share of a pseudo-gradient that counts, in [0, 1]; 0 means that it is refused.
 
-    versions: anchor versions made since it was measured, s >= 0. 1; (1 + s)^-power (arXiv:2401.09135); or
-    exp(-rate s) times a gate of half a cosine (arXiv:2605.09126). All are 0 from the cutoff on.
+    versions: anchor versions made since it was measured, s >= 0. The share is 1; (1 + s)^-power
+    (arXiv:2401.09135); or exp(-rate s) times a gate of half a cosine (arXiv:2605.09126). All are 0 from the
+    cutoff on.
     """
     assert versions >= 0, "measured from an anchor that does not exist yet"
     if versions >= config.cutoff:

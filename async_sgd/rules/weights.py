@@ -1,4 +1,4 @@
-"""What a push weighs against the others of its merge, before staleness and doubt."""
+"""Weight of a push among the others of its merge, before staleness and filtering."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def weights(
     rule: Literal["uniform", "steps", "tokens", "penalty"],
     config: PenaltyConfig | None = None,
 ) -> tuple[float, ...]:
-    """One weight per push, at least 0; not normalised. A push without steps weighs 0.
+    """Return one weight per push, at least 0, not normalised. A push without steps weighs 0.
 
     `tokens` is tokens^2 / steps (arXiv:2604.21428): who saw more per step counts more. `penalty` is EDiT's
     softmax over norms, with a share by steps, as `config` says (default: its defaults).
@@ -36,5 +36,8 @@ def weights(
 
 
 def norm(push: Push) -> float:
-    """Norm of the whole unit's pseudo-gradient; not finite if one of its tensors' is not."""
+    """Return the norm of the whole unit's pseudo-gradient.
+
+    Not finite if that of one of its tensors is not.
+    """
     return math.hypot(*push.norms)

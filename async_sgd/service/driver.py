@@ -1,4 +1,4 @@
-"""A hub that leads, as gRPC sees it: check who speaks, decide, write it down, answer."""
+"""The gRPC calls of a leading hub: check the caller, decide, write it down, answer."""
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +17,13 @@ _SECRET_BITS = 43
 
 
 class Driver:
-    """`HubCore` of a hub that leads. Small calls hold the lock for a moment only."""
+    """`HubCore` of a leading hub. Small calls hold the lock only briefly."""
 
     def __init__(self, guard: RequestGuard, responder: HelloResponder, status: Callable[[int], str]) -> None:
-        """status: JSON, with the hub's own lines after so many."""
+        """Create the driver. status.
+
+        Returns the status as JSON, with the hub's own metric lines after a number.
+        """
         self._guard, self._ledger, self._hub = guard, guard.ledger, guard.ledger.hub
         self._responder, self._status = responder, status
         self._tailing = Tailing(guard)
@@ -31,10 +34,12 @@ class Driver:
         self.confirm = self._tailing.confirm
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
+        """Return the run's configuration to a peer of the same protocol and method."""
         self._guard.check_leads()
         return self._responder.reply(request, self._hub.state.term)
 
     def join(self, request: pb.JoinRequest) -> pb.JoinReply:
+        """Make the caller a member, and return what it must know. Raises Refusal with the reason."""
         who = replace(messages.joiner(request), secret=secrets.randbits(_SECRET_BITS))
         with self._guard.deciding() as now:
             self._guard.check_who(request.who)
@@ -46,6 +51,7 @@ class Driver:
         return reply
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
+        """Take a member's report and return the state of the run."""
         with self._guard.deciding() as now:
             member = self._guard.speaker(request.who)
             self._hub.heartbeat(member.node, messages.report(request), now)
@@ -57,6 +63,7 @@ class Driver:
         return told
 
     def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
+        """Return new blocks of sample positions."""
         with self._guard.deciding() as now:
             member = self._guard.speaker(request.who)
             leased = self._hub.lease(member.node, request.samples, now)
@@ -66,6 +73,7 @@ class Driver:
         return pb.LeaseReply(blocks=blocks)
 
     def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
+        """Take a member out that has sent its last pushes."""
         with self._guard.deciding():
             member = self._guard.speaker(request.who)
             decided = [*self._used(member, request.consumed), *self._hub.leave(member.node)]
@@ -75,15 +83,17 @@ class Driver:
         return pb.LeaveReply()
 
     def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
-        """It leads already."""
+        """Return that this hub leads already."""
         with self._guard.deciding():
             self._guard.check_who(request.who)
             return pb.TakeOverReply(term=self._hub.state.term, leads=True)
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
+        """Return the hub's status as JSON."""
         return pb.StatusReply(json=self._status(request.metrics_after))
 
     def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk]:
+        """Stream the journal to a standby."""
         return self._tailing.tail(request)
 
     def _used(self, member: Member, consumed: Sequence[pb.Consumed]) -> list[Record]:

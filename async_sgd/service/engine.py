@@ -1,4 +1,4 @@
-"""What a hub does by itself: time passes, merges are computed, snapshots are written, ends are noticed."""
+"""Background work of a hub: time, merges, snapshots and the end of the run."""
 
 import logging
 import threading
@@ -23,8 +23,10 @@ Event = Callable[..., None]
 
 
 class Engine:
-    """Threads that drive a ledger, from `start` to `stop`. After `over` is set, `failure` says why: empty if
-    the run has ended well."""
+    """Threads that drive a ledger, from `start` to `stop`.
+
+    After `over` is set, `failure` says why; empty if the run has ended well.
+    """
 
     def __init__(self, ledger: Ledger, event: Event, *, snapshot_bytes: int, mergers: int = 1) -> None:
         self.ledger, self._event, self._snapshot_bytes = ledger, event, snapshot_bytes
@@ -42,14 +44,15 @@ class Engine:
         self._empty_since_s: float | None = None
 
     def start(self) -> None:
+        """Start the threads."""
         self._ticker.start()
 
     def wake(self) -> None:
-        """Something has come: look now whether it is due."""
+        """Look now whether something is due."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Decide nothing more; what is being computed is given up."""
+        """Decide nothing more and discard what is being computed."""
         self._stopping.set()
         self._wake.set()
         if self._ticker.is_alive():
@@ -59,13 +62,13 @@ class Engine:
             self._snapshots.join(timeout=60)
 
     def fail(self, error: BaseException) -> None:
-        """This hub must not go on: what it would say could be untrue."""
+        """Stop the hub: its answers could be untrue."""
         log.error("the hub gives up", exc_info=error)
         self.failure = self.failure or f"{type(error).__name__}: {error}"
         self.over.set()
 
     def is_full(self, error: NoSpace) -> None:
-        """The disk had no room: say it once, and do nothing heavy for a while."""
+        """Log once that the disk has no room, and pause heavy work."""
         now = self.ledger.clock()
         if not self._full_until_s:
             log.error("%s: pushes are refused until there is room", error)
@@ -110,9 +113,10 @@ class Engine:
             self._pool.submit(self._merge, record)
 
     def mix(self, unit: int, anchor: Vector, share: float | None) -> bool:
-        """Mix the parent hub's anchor in, at once. False if a merge of the unit is under way: come again.
+        """Mix in the parent hub's anchor at once and return True; False if a merge of the unit is under way.
 
-        All under the lock, as a new segment of the journal must not begin in between; it is rare and short.
+        Everything happens under the lock, as a new segment of the journal must not begin in between; it is
+        rare and short.
         """
         ledger = self.ledger
         data = anchor.data.cast("B")
@@ -150,8 +154,11 @@ class Engine:
             self.wake()
 
     def _is_saving(self) -> bool:
-        """Merges wait for it: it holds the arrays of its moment, and each merge would make more of them.
-        Nodes train on meanwhile, and their pushes lie on the disk."""
+        """Return whether a snapshot is being written, so that merges wait.
+
+        It holds the arrays of its moment, and each merge would make more of them. Nodes train on meanwhile,
+        and their pushes are on disk.
+        """
         return self._snapshots is not None and self._snapshots.is_alive()
 
     def _snapshot(self) -> None:

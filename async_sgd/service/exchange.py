@@ -33,14 +33,14 @@ class _Transfer:
 
 
 class _Unread:
-    """The numbers of a push that is only asked about."""
+    """The values of a push that is only asked about."""
 
     def read(self, start: int, stop: int) -> Vector:
         raise AssertionError("a push is read after it is accepted")
 
 
 class Exchange:
-    """Push and pull. Arrays are worked on outside the lock."""
+    """Push and pull. Arrays are processed outside the lock."""
 
     def __init__(self, guard: RequestGuard) -> None:
         self._guard, self._ledger, self._hub = guard, guard.ledger, guard.ledger.hub
@@ -50,13 +50,13 @@ class Exchange:
         self.bytes_out = 0
 
     def max_push_bytes(self, unit: int) -> int:
-        """Most bytes of a push of this unit."""
+        """Return the largest allowed size of a push of this unit."""
         with self._guard.deciding():
             numel = self._layout(unit).numel
         return max(4 * numel, codec(self._hub.config.codec).num_bytes(numel))
 
     def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
-        """Keep it, or say why not."""
+        """Accept the push, or say why not."""
         with self._guard.deciding():
             member = self._guard.speaker(head.who)
             layout = self._layout(head.unit)
@@ -74,15 +74,15 @@ class Exchange:
         return self._decided(head)
 
     def garbled(self, head: pb.PushHead, reason: str) -> None:
-        """Name whose push was none, once he has shown that he is who he says."""
+        """Count a message that is not a valid push against its sender, once authenticated."""
         with self._guard.deciding():
             member = self._guard.speaker(head.who)
             self._ledger.commit(self._hub.garbled(member.node, head.unit, reason))
 
     def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
-        """The newest anchor: whole, or what has changed since `base`, whichever is shorter.
+        """Return the newest anchor: whole, or the changes since `base`, whichever is shorter.
 
-        Who names no session is a reader, such as `aedit export`, and no member.
+        A request without a session comes from a reader, such as `aedit export`, and not from a member.
         """
         unit = request.unit
         with self._guard.deciding():
@@ -114,7 +114,7 @@ class Exchange:
         return layout.units[unit]
 
     def _checked(self, head: pb.PushHead, data: memoryview, numel: int) -> Codec:
-        """How to read the payload. Refusal if that is not what it says it is."""
+        """Return the codec of the payload. Raises Refusal if the payload does not match its header."""
         wanted = self._hub.config.codec if head.base else "fp32"
         found = codec(wanted)
         try:
@@ -127,7 +127,10 @@ class Exchange:
         return found
 
     def _offer(self, transfer: _Transfer, payload: Payload | None) -> bool:
-        """Decide on the push. False: it would be accepted, but its payload is not in the journal's file."""
+        """Decide on the push.
+
+        Returns False if it would be accepted but its payload is not in the journal's file.
+        """
         with self._guard.deciding() as now:
             self._guard.speaker(transfer.head.who)
             decided = self._hub.offer(_push(transfer, payload), now)
@@ -139,7 +142,7 @@ class Exchange:
         return True
 
     def _decided(self, head: pb.PushHead) -> pb.PushReply:
-        """The answer to a push that has been decided on, once that is on the disk."""
+        """Return the answer to a decided push, once the decision is on disk."""
         with self._ledger.lock:
             told = self._hub.state.members[head.who.node].told.get(head.unit, Told())
             refused = told.seq == head.seq and told.verdict in (Verdict.REFUSED, Verdict.DISTRUSTED)

@@ -1,4 +1,4 @@
-"""What a hub says to everybody who asks."""
+"""The answer of a hub to Hello, the first call of every peer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _SHOWN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelloResponder:
-    """What everybody may know who asks, in the words of HelloReply; the term is the hub's own."""
+    """The content of HelloReply, which anybody may know who asks; the term is the hub's own."""
 
     protocol: int
     method: Mapping[str, str]
@@ -30,12 +30,15 @@ class HelloResponder:
     """Empty: nobody else could lead."""
 
     def question(self) -> pb.HelloRequest:
-        """Return what this hub asks another one of its run: that hub must have the same method."""
+        """Return the Hello that this hub sends to another one of its run.
+
+        That hub must have the same method.
+        """
         method = pb.Method(settings=dict(self.method))
         return pb.HelloRequest(protocol=self.protocol, version=self.version, method=method)
 
     def reply(self, request: pb.HelloRequest, term: int) -> pb.HelloReply:
-        """Return the greeting. Raises Refusal, with the difference named, for another protocol or method."""
+        """Return the reply. Raises Refusal, with the difference named, for another protocol or method."""
         theirs = f"aedit {request.version[:_SHOWN]}"
         if request.protocol != self.protocol:
             raise _refusal(

@@ -1,4 +1,4 @@
-"""A hub's lines of metrics in memory: of a run of any length, as many bytes as one message may have."""
+"""Metric lines of a hub in memory: bounded to one message, for a run of any length."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ MOST_BYTES = 2**20
 
 
 def to_json(values: Mapping[str, Any]) -> str:
-    """JSON has no NaN and no infinity: null instead."""
+    """Return values as JSON, which has no NaN and no infinity: null instead."""
     text = json.dumps(values)
     if "NaN" not in text and "Infinity" not in text:
         return text
@@ -17,7 +17,7 @@ def to_json(values: Mapping[str, Any]) -> str:
 
 
 class Lines:
-    """Of a long run it keeps every 2nd, 4th, 8th... line, and the newest. For one thread at a time."""
+    """Metric lines. Of a long run it keeps every 2nd, 4th, 8th... line, and the newest. Not thread-safe."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -28,7 +28,7 @@ class Lines:
         """Lines that have ever been added."""
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """The newest one."""
+        """Add the newest line."""
         if self._lines and self._lines[-1][0] % self._every:
             self._num_bytes -= len(self._lines.pop()[1])
         text = to_json(values)
@@ -39,8 +39,7 @@ class Lines:
             self._thin_out()
 
     def after(self, count: int) -> list[str]:
-        """Those that are left of what was added after the first `count`, as JSON: many ask, and a line is
-        hundreds of objects."""
+        """Return the kept lines that were added after the first `count`, as JSON."""
         return [text for number, text in self._lines if number >= count]
 
     def _thin_out(self) -> None:

@@ -1,4 +1,4 @@
-"""Arrays that are no longer needed go back to the system."""
+"""Return the memory of freed arrays to the operating system."""
 
 import ctypes
 
@@ -8,13 +8,12 @@ _KEPT_BYTES = 4 * 2**20
 
 
 def give_back_what_is_freed() -> None:
-    """Let every large array have pages of its own, which are given back with it.
+    """Give every large array pages of its own, which are returned with it.
 
-    Left alone, glibc keeps freed arrays of up to 32 MiB, in an arena per thread: measured, a hub with 184 MiB
-    of parameters took 180 MiB more. Small buffers, such as chunks of pushes, stay with glibc, to be used
-    again; but from one arena, as those of many threads are never full and never empty: a hub that was sent
-    100,000 calls of every kind grew by half with one per thread. Does nothing where another C library is at
-    work.
+    By default glibc keeps freed arrays of up to 32 MiB, in an arena per thread: measured, a hub with 184 MiB
+    of parameters took 180 MiB more. Small buffers, such as chunks of pushes, stay with glibc for reuse; but
+    in one arena, as those of many threads are never full and never empty: a hub that was sent 100,000 calls
+    of every kind grew by half with one per thread. Does nothing with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""The hub's own words in protobuf, and back."""
+"""Convert between the hub's types and protocol buffers."""
 
 from typing import cast
 
@@ -24,12 +24,12 @@ _LONGEST_TEXT = 256
 
 
 def refusal(denied: Denied) -> Refusal:
-    """What the peer must be told."""
+    """Return what the peer is told."""
     return Refusal(_CODES[denied.kind], denied.reason)
 
 
 def joiner(request: pb.JoinRequest) -> Joiner:
-    """Who wants to join. Raises Refusal if that is nobody."""
+    """Return the node that wants to join. Raises Refusal if its name or layout is missing."""
     if len(request.donor) > _LONGEST_TEXT:
         raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a donor's address is shorter than that")
     return Joiner(
@@ -45,7 +45,7 @@ def joiner(request: pb.JoinRequest) -> Joiner:
 
 
 def layout(request: pb.JoinRequest) -> Layout:
-    """What the node trains."""
+    """Return the layout of the node's model."""
     return Layout(
         tuple(
             UnitLayout(unit.name, tuple(TensorLayout(t.name, tuple(t.shape)) for t in unit.tensors))
@@ -55,7 +55,7 @@ def layout(request: pb.JoinRequest) -> Layout:
 
 
 def report(request: pb.HeartbeatRequest) -> Report:
-    """What a node says of itself."""
+    """Return a node's report about itself."""
     return Report(
         steps=request.steps,
         tokens=request.tokens,
@@ -71,7 +71,7 @@ def report(request: pb.HeartbeatRequest) -> Report:
 
 
 def join_reply(hub: Hub, member: Member, now: float) -> pb.JoinReply:
-    """What a new member must know."""
+    """Return what a new member must know."""
     state = hub.state
     assert state.layout is not None
     indices = range(len(state.layout.units))
@@ -89,7 +89,7 @@ def join_reply(hub: Hub, member: Member, now: float) -> pb.JoinReply:
 
 
 def tell(hub: Hub, node: int, now: float) -> pb.News:
-    """What a member should know now."""
+    """Return the state of the run for a member."""
     told = news.news(hub, node, now)
     return pb.News(
         term=told.term,
@@ -108,7 +108,7 @@ def tell(hub: Hub, node: int, now: float) -> pb.News:
 
 
 def unit(item: news.UnitNews) -> pb.UnitNews:
-    """Of one unit."""
+    """Return the state of one unit."""
     return pb.UnitNews(
         unit=item.unit,
         version=item.version,

@@ -41,7 +41,7 @@ _NODE = (
 
 
 class Page:
-    """Serves until `close`. overview: how the hub stands, asked for at every visit."""
+    """HTTP server that serves until `close`. overview: returns the hub's status at every request."""
 
     def __init__(self, overview: Callable[[], Mapping[str, Any]], host: str, port: int) -> None:
         registry = CollectorRegistry()
@@ -53,9 +53,11 @@ class Page:
 
     @property
     def port(self) -> int:
+        """Return the port that the server listens on."""
         return int(self._server.server_port)
 
     def close(self) -> None:
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)

@@ -1,4 +1,4 @@
-"""Who speaks, may they, and what they are told when something is in the way."""
+"""Checks before a call is answered: identity, term, leadership; and the refusals that a peer gets."""
 
 import threading
 from collections.abc import Iterator
@@ -17,24 +17,27 @@ from aedit.proto.wire.service import Refusal
 
 
 class RequestGuard:
-    """The front of a hub that leads under one term, for all its services."""
+    """The checks of a hub that leads under one term, for all its services."""
 
     def __init__(self, ledger: Ledger, engine: Engine, run: str, *, has_other: bool) -> None:
-        """has_other: whether there is another hub that could lead instead: a standby, or who led before."""
+        """Create the checks. has_other: whether another hub could lead instead.
+
+        A standby, or a former leader.
+        """
         self.ledger, self.engine, self.run, self._has_other = ledger, engine, run, has_other
         self.replaced = threading.Event()
         """Somebody knows of a higher term: this hub has nothing to say any more."""
 
     @contextmanager
     def deciding(self) -> Iterator[float]:
-        """The lock, and the time. What goes wrong inside becomes what the peer is told."""
+        """Hold the lock and yield the time; errors inside become refusals."""
         with self.told(), self.ledger.lock:
             self.check_leads()
             yield self.ledger.clock()
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """What goes wrong inside becomes what the peer is told."""
+        """Turn errors inside the block into refusals."""
         try:
             yield
         except Denied as denied:
@@ -47,19 +50,22 @@ class RequestGuard:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the hub's disk has failed: {error}") from error
 
     def speaker(self, who: pb.Who) -> Member:
-        """The live member who calls; the lock is held."""
+        """Return the live member that calls; the lock is held."""
         self.check_who(who)
         return self.ledger.hub.member(who.node, who.session)
 
     def check_who(self, who: pb.Who) -> None:
-        """Is it about this run, and does it believe in this hub?"""
+        """Raise Refusal unless the call is about this run and accepts this hub's term."""
         if who.run and who.run != self.run:
             text = f"this hub leads the run {self.run!r}, not {who.run[:64]!r}"
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
         self.check_term(who.term)
 
     def check_term(self, term: int) -> None:
-        """A higher one means that another hub leads. Where there is no other hub nobody can know of one."""
+        """Raise Refusal if a higher term is credible.
+
+        Without another hub nobody can know of a higher term.
+        """
         if term > self.ledger.hub.state.term:
             if self._has_other:
                 self.replaced.set()
@@ -68,19 +74,19 @@ class RequestGuard:
         self.check_leads()
 
     def check_follower(self) -> None:
-        """Refusal if no hub can follow this one: whoever says so would only make it wait for him."""
+        """Raise Refusal if no hub can follow this one: a false standby would only make it wait."""
         if not self._has_other:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "this run has no standby (hub.standby)")
 
     def check_leads(self) -> None:
-        """Refusal if this hub has been replaced."""
+        """Raise Refusal if this hub has been replaced."""
         if self.replaced.is_set():
             term = self.ledger.hub.state.term
             text = f"this hub led under term {term}, which is over: ask the other one"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
 
     def durable(self, position: Position) -> None:
-        """Returns when a crash cannot take `position` back; only then may it be spoken of."""
+        """Return when a crash cannot take `position` back; only then may a peer be told."""
         with self.told():
             self.ledger.durable(position)
         self.check_leads()

@@ -1,4 +1,4 @@
-"""What gRPC holds while a hub changes from a standby to the one that leads."""
+"""The object that gRPC calls while a hub changes from standby to leader."""
 
 from collections.abc import Iterator
 
@@ -7,46 +7,59 @@ from aedit.proto.wire.service import HubCore
 
 
 class Switch:
-    """`HubCore` that hands every call to `core`, whichever that is by now."""
+    """`HubCore` that passes every call to `core`, which may be replaced."""
 
     def __init__(self, core: HubCore) -> None:
         self.core = core
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
+        """Call `core.hello`."""
         return self.core.hello(request)
 
     def join(self, request: pb.JoinRequest) -> pb.JoinReply:
+        """Call `core.join`."""
         return self.core.join(request)
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
+        """Call `core.heartbeat`."""
         return self.core.heartbeat(request)
 
     def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
+        """Call `core.lease`."""
         return self.core.lease(request)
 
     def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
+        """Call `core.leave`."""
         return self.core.leave(request)
 
     def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
+        """Call `core.take_over`."""
         return self.core.take_over(request)
 
     def max_push_bytes(self, unit: int) -> int:
+        """Call `core.max_push_bytes`."""
         return self.core.max_push_bytes(unit)
 
     def push(self, head: pb.PushHead, data: memoryview) -> pb.PushReply:
+        """Call `core.push`."""
         return self.core.push(head, data)
 
     def garbled(self, head: pb.PushHead, reason: str) -> None:
+        """Call `core.garbled`."""
         self.core.garbled(head, reason)
 
     def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
+        """Call `core.pull`."""
         return self.core.pull(request)
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
+        """Call `core.status`."""
         return self.core.status(request)
 
     def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk]:
+        """Call `core.tail`."""
         return self.core.tail(request)
 
     def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
+        """Call `core.confirm`."""
         return self.core.confirm(request)

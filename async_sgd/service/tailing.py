@@ -1,4 +1,4 @@
-"""The journal as it grows, for a standby."""
+"""Stream the growing journal to a standby."""
 
 import time
 import zlib
@@ -17,13 +17,13 @@ _QUIET_S = 0.5
 
 
 class Tailing:
-    """What a primary does for its standby."""
+    """The primary's side of its standby."""
 
     def __init__(self, guard: RequestGuard) -> None:
         self._guard, self._ledger = guard, guard.ledger
 
     def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk]:
-        """From the given byte on if that segment is still there, else a snapshot first."""
+        """Stream from the given byte on if that segment is still there, else a snapshot first."""
         self._guard.check_term(request.term)
         directory = self._ledger.store.directory
         segment, offset = request.segment, request.offset
@@ -36,7 +36,7 @@ class Tailing:
         yield from self._segments(segment, offset)
 
     def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
-        """The standby's disk has everything before this."""
+        """Note that the standby's disk has everything before this."""
         self._guard.check_follower()
         self._guard.check_term(request.term)
         newest = self._ledger.journal.complete
@@ -65,7 +65,10 @@ class Tailing:
                 time.sleep(_LOOK_S)
 
     def _end(self, file: File, segment: int) -> int:
-        """How much of a segment is complete and on the disk: no standby has what its primary can lose."""
+        """Return how much of a segment is complete and on disk.
+
+        A standby must not have what its primary can lose.
+        """
         complete = self._ledger.journal.complete
         self._ledger.journal.sync(complete)
         return complete[1] if complete[0] == segment else file.num_bytes

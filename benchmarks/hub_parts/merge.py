@@ -14,8 +14,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.joins import Joiner
+from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.journal.journal import Journal
 from aedit.async_sgd.journal.norms import norms
 from aedit.async_sgd.journal.payload import Payload

@@ -20,7 +20,7 @@ from aedit.proto.wire.client import HubClient
 from aedit.proto.wire.frames import CHUNK_BYTES
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.server import Server
-from aedit.proto.wire.service import Door, HubCore, Service
+from aedit.proto.wire.service import CallHandlers, HubCore, Service
 
 HOST = "127.0.0.1"
 STARTS_WITHIN_S = 60.0
@@ -106,8 +106,8 @@ class _Sink:
 def _receive(asked: Connection, num_bytes: int) -> None:
     """Serve until the other end of `asked` is closed."""
     pool = ThreadPoolExecutor(4)
-    door, core = Door(Limits(in_flight_bytes=2 * num_bytes)), cast(HubCore, _Sink(num_bytes))
-    server = Server([Service("aedit.v1.Exchange", {"Push": door.push(core, pool)}, (pool,))], f"{HOST}:0")
+    handlers, core = CallHandlers(Limits(in_flight_bytes=2 * num_bytes)), cast(HubCore, _Sink(num_bytes))
+    server = Server([Service("aedit.v1.Exchange", {"Push": handlers.push(core, pool)}, (pool,))], f"{HOST}:0")
     with socket.create_server((HOST, 0)) as listener:
         asked.send((server.port, listener.getsockname()[1]))
         listener.settimeout(STARTS_WITHIN_S)

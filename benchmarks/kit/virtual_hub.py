@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from aedit.async_sgd.hub.hub import HubPlan
+from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub, InProcessLink, Tally, Tamper
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig
 from aedit.async_sgd.rules.outer import Average, Nesterov

@@ -5,12 +5,14 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from aedit.edit.shards import Shards
 from aedit.launch.cli.anchors import from_folders, from_network
@@ -25,6 +27,8 @@ from aedit.proto.wire.hello import caller_keys, greet
 from aedit.proto.wire.security import ClientKeys
 from aedit.types import UserError
 
+_logging: Any = logging  # its functions carry no types
+
 ATTEMPTS = 5
 """A run that goes on removes old checkpoints, also while they are being read."""
 
@@ -36,6 +40,7 @@ def export(place: str | Path, out: Path, keys: Path | None = None, *, insecure: 
     Raises UserError if `out` holds something, or there is no run, no checkpoint, no hub.
     """
     _check_empty(out)
+    _logging.disable_progress_bar()
     model, tokenizer, where = read_run(place, keys, insecure=insecure)
     try:
         write_model(model, tokenizer, out)

@@ -51,7 +51,7 @@ def least_parameters(config: RunConfig) -> int | None:
     heads = _first(sizes, "num_attention_heads", "n_head")
     width = heads * (_first(sizes, "head_dim") or hidden // heads) if heads else hidden
     keys = (_first(sizes, "num_key_value_heads") or 1) * width // heads if heads else 0
-    inner = _first(sizes, "intermediate_size", "n_inner") or hidden
+    inner = _first(sizes, "intermediate_size", "n_inner") or 0  # the family's own, which may be small
     matrices = 3 if config.model.family in _GATED else 2
     vocabulary = BYTE_VOCABULARY if config.data.tokenizer == "byte" else 0
     return layers * hidden * (2 * width + 2 * keys + matrices * inner) + vocabulary * hidden

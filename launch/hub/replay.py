@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.journal.frames import File
 from aedit.async_sgd.journal.journal import segment_path
 from aedit.async_sgd.journal.store import Store, batches, check_gapless, check_payloads, numbers

@@ -1,4 +1,4 @@
-"""The node agent: all that a node does on the network, whether it is a process or threads of the trainer."""
+"""The node agent: all network work of a node, as a process or as threads of the trainer."""
 
 import logging
 import os
@@ -31,14 +31,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Seen:
-    """What the agent has made of the trainer's progress so far."""
+    """State that the agent derives from the trainer's progress."""
 
     watchdog: Watchdog = field(default_factory=Watchdog)
     speed: Speed = field(default_factory=Speed)
 
 
 class Agent:
-    """`run` is the body of a process or a thread, and returns when the trainer has left or is gone."""
+    """A node agent. `run` is the body of a process or a thread.
+
+    It returns when the trainer has left or has ended.
+    """
 
     def __init__(
         self, plan: AgentPlan, box: Mailbox, wakeups: WakeReceiver, connections: Connections
@@ -57,8 +60,10 @@ class Agent:
         self._threads: list[threading.Thread] = []
 
     def run(self, is_alive: Callable[[], bool] = lambda: True) -> bool:
-        """Serve until the trainer has left (True), is gone, or there is no use in going on (False).
-        is_alive: whether the trainer is, as far as can be told without the wakeups."""
+        """Serve until the trainer has left (True), has ended, or nothing more can be done (False).
+
+        is_alive: whether the trainer lives, as far as can be told without the wakeups.
+        """
         self._is_alive = is_alive
         try:
             return self._serve()
@@ -79,7 +84,10 @@ class Agent:
         return True
 
     def _until(self, is_over: Callable[[], bool]) -> bool:
-        """Start what is ordered until `is_over`; False: the trainer is gone, or the agent has given up."""
+        """Start ordered exchanges until `is_over` and return True.
+
+        False if the trainer or the agent has ended.
+        """
         while self._box.state() in (State.IDLE, State.MEMBER):
             pending = self._start_ordered()
             if not pending and is_over():
@@ -91,7 +99,7 @@ class Agent:
         return False
 
     def _start_ordered(self) -> bool:
-        """Start the exchanges whose slices are all there; whether others have been ordered."""
+        """Start the exchanges whose slices are complete; return whether others have been ordered."""
         waiting = False
         for unit, (seq, base, steps, tokens) in enumerate(self._box.orders().tolist()):
             if seq <= self._started[unit]:
@@ -106,7 +114,7 @@ class Agent:
     # --- begin and end
 
     def _begin(self) -> None:
-        """Open the door for other nodes, and go through those of the hubs."""
+        """Serve anchors to other nodes if the plan says so, and connect to the hubs."""
         donor = Donor(self._plan.run, self._box.anchors, self._transfers.versions, self._transfers.guards)
         address = self._connections.open(donor, self._plan.donor) if self._plan.donor else ""
         for membership in self._memberships:
@@ -157,17 +165,20 @@ class Agent:
     # --- what the memberships tell and ask (membership.Owner)
 
     def joined(self, part: int, reply: pb.JoinReply) -> None:
+        """Take the reply of hub process `part` to a join."""
         self._transfers.accepted(part, reply.seqs)
         self._initial_sync.joined(part, reply)
         self.heard(part, reply.news)
 
     def heard(self, part: int, news: pb.News) -> None:
+        """Take the news of hub process `part`."""
         self._transfers.heard(news.units)
         if part == 0:
             self._news = news
             self._box.publish_news(_news(news), time.monotonic())
 
     def report(self, part: int) -> pb.HeartbeatRequest:
+        """Return the heartbeat for hub process `part`."""
         progress, now_s = self._box.progress(), time.monotonic()
         seen = self._seen
         if part == 0:
@@ -186,12 +197,14 @@ class Agent:
         return heartbeat
 
     def beaten(self, part: int, heartbeat: pb.HeartbeatRequest) -> None:
+        """Note that hub process `part` has the heartbeat."""
         if part == 0:
             with self._lease_lock:
                 self._leases = self._leases.settle(sum(c.upto - c.start for c in heartbeat.consumed))
             self._lease()
 
     def refused(self, text: str) -> None:
+        """End with an error that only a person can correct."""
         self._box.end(State.REFUSED, text)
 
     def _state(self, now_s: float) -> str:
@@ -209,7 +222,7 @@ class Agent:
         return [pb.Consumed(start=start, upto=upto) for start, upto in blocks]
 
     def _lease(self) -> None:
-        """Hold samples for `steps_ahead` more steps, or two leases."""
+        """Lease samples for `steps_ahead` more steps, or two leases."""
         plan, progress = self._plan, self._box.progress()
         if not plan.samples_per_step or self._box.wanted() == Wants.LEAVE or self._news.finished:
             return
@@ -242,5 +255,5 @@ def _news(news: pb.News) -> News:
 
 
 def parent_lives(pid: int) -> Callable[[], bool]:
-    """Whether this process is still the child of `pid`."""
+    """Return a function that tells whether this process is still the child of `pid`."""
     return lambda: os.getppid() == pid

@@ -1,4 +1,4 @@
-"""The trainer's end of its node agent, which is a process of its own or threads of the trainer's."""
+"""The trainer's end of its node agent, which is a process of its own or threads of the trainer."""
 
 import logging
 import os
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 
 class AgentLost(RuntimeError):
-    """The node's agent has ended, and with it all that the node could send or receive."""
+    """The node's agent has ended; the node can neither send nor receive."""
 
 
 class NodeRefused(UserError, ValueError):
-    """The hub does not want this node. A person must mend something, or the library's caller."""
+    """The hub does not accept this node; the message says why."""
 
 
 class AgentLink:
@@ -40,7 +40,10 @@ class AgentLink:
     def __init__(
         self, box: Mailbox, rank: int, waker: WakeSender | None, end: Callable[[float], bool]
     ) -> None:
-        """end: end the agent, which has so many seconds for it by itself; whether it did."""
+        """Create the end of `rank`. end: ends the agent within a number of seconds.
+
+        Returns whether it ended.
+        """
         self._box, self._rank, self._waker, self._end = box, rank, waker, end
         self._blocks: list[tuple[int, int]] = []
         self.anchors: Sequence[NDArray[np.float32]] = box.anchors
@@ -49,55 +52,67 @@ class AgentLink:
 
     @property
     def path(self) -> str:
-        """What other ranks of this machine `attach` to."""
+        """Return the path that other ranks of this machine `attach` to."""
         return self._box.path
 
     @property
     def node(self) -> int:
+        """Return the index that the hub gave this node."""
         return self._box.node
 
     @property
     def bytes_sent(self) -> int:
+        """Return the payload bytes handed to the network so far."""
         return self._box.bytes_sent
 
     def join(self, timeout_s: float) -> tuple[int, ...]:
-        """As `Link.join`; ranks but the first may call it too, and only wait. Raises UserError with the hub's
-        words if it does not want this node, AgentLost, TimeoutError."""
+        """Wait until this node is a member; see `Link.join`.
+
+        Ranks but the first may call it too, and only wait.
+
+        Raises UserError with the hub's words if it does not accept this node, AgentLost, or TimeoutError.
+        """
         if self._waker:
             self._ask(Wants.JOIN)
         self._wait(lambda: self._state() == State.MEMBER, timeout_s, "to join: no hub, or no anchors yet")
         return self._box.versions()
 
     def written(self, unit: int, seq: int) -> None:
+        """See `Link.written`."""
         self._box.written(unit, self._rank, seq)
 
     def send(self, unit: int, seq: int, *, base: int, steps: int, tokens: int) -> None:
+        """See `Link.send`."""
         self._box.order(unit, seq, (base, steps, tokens))
         self._first().ring()
 
     def answer(self, unit: int, seq: int) -> Answer | None:
-        """As `Link.answer`; raises AgentLost or UserError if none will ever come."""
+        """See `Link.answer`. Raises AgentLost or UserError if no answer will ever come."""
         found = self._box.answered(unit, seq)
         if found is None:
             self._state()
         return found
 
     def news(self) -> News:
+        """See `Link.news`."""
         return self._box.news(time.monotonic()) or News()
 
     def tell(self, progress: Progress) -> None:
+        """See `Link.tell`."""
         self._box.tell(progress)
 
     def leases(self) -> Sequence[tuple[int, int]]:
+        """See `Link.leases`."""
         self._state()
         self._blocks += self._box.blocks(len(self._blocks))
         return self._blocks
 
     def residuals(self) -> Mapping[int, NDArray[np.float32]]:
-        """As `Link.residuals`; written into before `join`, they go on where a checkpoint was taken."""
+        """See `Link.residuals`. Values written before `join` continue those of a checkpoint."""
         return self._box.residuals
 
     def leave(self, timeout_s: float) -> None:
+        """See `Link.leave`."""
         self._ask(Wants.LEAVE)
         deadline_s = time.monotonic() + timeout_s
         try:
@@ -107,7 +122,7 @@ class AgentLink:
             mailbox.release(self._box)
 
     def stop(self) -> None:
-        """End the agent at once, without a goodbye: the hub finds out by itself."""
+        """End the agent at once, without a leave call: the hub notices the silence."""
         if self._waker:
             self._waker.close()
         self._end(STOP_S)
@@ -122,7 +137,7 @@ class AgentLink:
         self._first().ring()
 
     def _state(self) -> State:
-        """Raises where there is no use in waiting for the agent."""
+        """Return the agent's state. Raises if waiting for the agent has no use."""
         state = self._box.state()
         if state == State.REFUSED:
             raise NodeRefused(self._box.error())
@@ -139,19 +154,20 @@ class AgentLink:
 
 
 def start_agent(plan: AgentPlan, *, ranks: int, mode: Literal["process", "thread"] = "process") -> AgentLink:
-    """Start this node's agent; what comes back is the first rank's end. It ends with this process, however
-    that ends. Raises UserError.
+    """Start this node's agent and return the first rank's end of it. It ends with this process.
 
-    As a process by default: it says that a trainer hangs when that holds Python's lock for ever, and with it
+    Raises UserError.
+
+    As a process (default) it reports a trainer that hangs, even one that holds Python's lock for ever, and
     the trainer's steps are a little shorter (`python -m benchmarks.agent`). As threads it needs no 60 MB of
-    its own and is there at once, which suits tests and small machines.
+    its own and starts at once, which suits tests and small machines.
     """
     box = mailbox.create(plan.numels, ranks, plan.has_feedback)
     return (_start_process if mode == "process" else _start_thread)(plan, box)
 
 
 def attach(path: str, rank: int) -> AgentLink:
-    """The end of another rank of the same node. path: `AgentLink.path` of the first one."""
+    """Return the end of another rank of the same node. path: `AgentLink.path` of the first one."""
     try:
         box = mailbox.attach(path)
     except OSError as error:
@@ -196,7 +212,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _reap(process: "subprocess.Popen[bytes]", box: Mailbox) -> None:
-    """Tell all ranks when the agent has died without a word."""
+    """Tell all ranks when the agent process has died."""
     code = process.wait()
     box.end(State.LOST, f"process {process.pid} ended with {code}; its log is this node's")
 

@@ -20,6 +20,7 @@ from aedit.types import UserError
 
 
 def main(words: list[str]) -> int:
+    """Run the agent; return its exit code."""
     fd, parent, tied = int(words[0]), int(words[1]), words[2] == "1"
     # A person's Ctrl-C and a launcher's SIGTERM are for the trainer, who leaves through us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -42,7 +43,7 @@ def main(words: list[str]) -> int:
 
 
 def _first_line() -> str:
-    """Not a byte more than the line: what follows belongs to the wakeups."""
+    """Read one line, and not a byte more: what follows belongs to the wakeups."""
     line = bytearray()
     while (byte := os.read(sys.stdin.fileno(), 1)) not in (b"\n", b""):
         line += byte

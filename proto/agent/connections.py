@@ -1,4 +1,4 @@
-"""A node's connections: to hubs, to nodes that give it anchors, and from nodes that want its own."""
+"""Connections of a node: to hubs, to nodes that give it anchors, and from nodes that fetch its own."""
 
 import threading
 from pathlib import Path
@@ -20,7 +20,7 @@ DONOR_TIMEOUT_S = 4.0
 
 
 class Connections:
-    """Made once per agent; `close` shuts them all. Raises UserError if the keys cannot be read."""
+    """All connections of an agent; `close` shuts them. Raises UserError if the keys cannot be read."""
 
     def __init__(self, plan: AgentPlan) -> None:
         self._plan = plan
@@ -30,11 +30,11 @@ class Connections:
         self._server: Server | None = None
 
     def hub(self, address: str) -> HubClient:
-        """A client of its own; whoever asks closes it."""
+        """Return a new client for `address`; the caller closes it."""
         return HubClient(address, self._keys, call_timeout_s=self._plan.call_timeout_s, channels=BULK)
 
     def giver(self, address: str) -> HubClient:
-        """For pulls from another node; one client per address, for all."""
+        """Return the client for pulls from another node; one per address, shared."""
         with self._lock:
             if address not in self._givers:
                 timeout_s = min(DONOR_TIMEOUT_S, self._plan.call_timeout_s)
@@ -42,13 +42,14 @@ class Connections:
             return self._givers[address]
 
     def open(self, donor: Donor, address: str) -> str:
-        """Serve `donor` at HOST:PORT; the address with the port that was taken. Raises UserError."""
+        """Serve `donor` at HOST:PORT; return the address with the port that was taken. Raises UserError."""
         keys = server_keys(Path(self._plan.keys)) if self._plan.keys else None
         service = donor_service(donor.pull, Limits(), GIVEN_AT_A_TIME)
         self._server = Server([service], address, keys=keys, threads=GIVEN_AT_A_TIME)
         return self._server.address
 
     def close(self) -> None:
+        """Stop serving and close all shared clients."""
         if self._server:
             self._server.stop(0)
         with self._lock:

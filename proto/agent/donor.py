@@ -1,4 +1,4 @@
-"""What a node gives to those who join: its anchors, so that ten of them do not queue at the hub."""
+"""Serve this node's anchors to nodes that join, so that they do not queue at the hub."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,8 +16,11 @@ PATIENCE_S = 0.2
 
 
 class Donor:
-    """The core of Exchange.Pull over a node's anchors. Each answer is a copy, made while the anchor does not
-    change; the server's threads bound how many there are."""
+    """`Exchange.Pull` over a node's anchors.
+
+    Each answer is a copy, made while the anchor does not change; the number of server threads bounds the
+    number of copies.
+    """
 
     def __init__(
         self,
@@ -26,12 +29,18 @@ class Donor:
         versions: Sequence[int],
         guards: Sequence[Lock],
     ) -> None:
-        """versions: of the anchors, 0 while one has none; changed by their owner under the same guards."""
+        """Create a donor. versions: of the anchors, 0 while one has none.
+
+        Changed by their owner under the same guards.
+        """
         self._run, self._anchors, self._versions, self._guards = run, anchors, versions, guards
 
     def pull(self, request: pb.PullRequest) -> tuple[pb.PullHead, memoryview]:
-        """The anchor, whole. FAILED_PRECONDITION: it is on its way here, so it is quicker to ask another;
-        NOT_FOUND: this node is of another run."""
+        """Return the anchor, whole.
+
+        FAILED_PRECONDITION: it is still being fetched here, so ask another; NOT_FOUND: this node is of
+        another run.
+        """
         if request.who.run != self._run:
             raise Refusal(grpc.StatusCode.NOT_FOUND, f"this node is of run {self._run}")
         if request.unit >= len(self._anchors):

@@ -1,4 +1,4 @@
-"""How a node that has been let in gets its anchors, or gives the run its first ones."""
+"""Initial anchors of a node that has joined: fetch them, or give the run its first ones."""
 
 import logging
 import random
@@ -26,7 +26,7 @@ Giver = Callable[[str], HubClient]
 
 
 class InitialSync:
-    """From the first Join to anchors for all units. `enter` is the body of a thread."""
+    """From the first join to anchors for all units. `enter` is the body of a thread."""
 
     def __init__(self, plan: AgentPlan, box: Mailbox, transfers: UnitTransfers, traffic: Traffic) -> None:
         self._plan, self._box, self._transfers, self._traffic = plan, box, transfers, traffic
@@ -37,19 +37,22 @@ class InitialSync:
         """Donors that have broken off, or not answered: they are not asked for other units, too."""
 
     def joined(self, part: int, reply: pb.JoinReply) -> None:
-        """Hub process `part` has let this node in, perhaps once more."""
+        """Note that hub process `part` has accepted this node, perhaps again."""
         with self._change:
             self._replies[part] = reply
             self._change.notify_all()
 
     def close(self) -> None:
+        """End all waits."""
         with self._change:
             self._ended = True
             self._change.notify_all()
 
     def enter(self, memberships: Sequence[Membership], giver: Giver) -> Sequence[int] | None:
-        """Bring all anchors here. The version of each; None: closed before. giver: a client for another
-        node's address."""
+        """Fetch all anchors and return the version of each; None if closed before. giver.
+
+        Returns a client for a node.
+        """
         if not self._wait(lambda: len(self._replies) == len(memberships)):
             return None
         with ThreadPoolExecutor(self._plan.streams, "initial_sync") as pool:
@@ -75,11 +78,12 @@ class InitialSync:
                 self._wait(lambda: self._replies[membership.part] is not reply, ASK_AGAIN_S)  # noqa: B023
 
     def _take(self, unit: int, membership: Membership, giver: Giver, donors: list[str]) -> None:
-        """From other nodes, each unit from another one first so that they share the work; else from the hub.
-        What one of them has sent is not asked for again, as long as the next has the same version.
+        """Fetch one unit from other nodes, else from the hub.
 
-        An anchor is checked against the hash that its sender names: that finds damage, not malice. A donor is
-        a member of the run, and has shown the run's token.
+        Each unit begins at another node, so that they share the work. Bytes that one of them has sent are not
+        asked for again, as long as the next has the same version. An anchor is checked against the hash that
+        its sender names: that finds damage, not malice. A donor is a member of the run, and has shown the
+        run's token.
         """
         # What proves to the hub who we are is no other node's business.
         request = pb.PullRequest(who=pb.Who(run=self._plan.run), unit=unit)
@@ -96,7 +100,10 @@ class InitialSync:
             membership.pause(random.uniform(0.5, 1.5) * self._plan.heartbeat_s)
 
     def _is_taken(self, unit: int, download: "_Counted", client: HubClient, donor: str = "") -> bool:
-        """donor: its address, if `client` is not the hub's."""
+        """Return whether the unit was fetched from `client`. donor.
+
+        Its address, if `client` is not the hub's.
+        """
         before = download.num_bytes
         try:
             with self._traffic.moving(), self._transfers.guards[unit]:
@@ -120,7 +127,7 @@ class InitialSync:
 
 
 class _Counted(Download):
-    """Counts what comes, also what comes twice."""
+    """A download that counts what arrives, also what arrives twice."""
 
     num_bytes = 0
 

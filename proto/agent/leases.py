@@ -1,4 +1,4 @@
-"""Which data a node holds, and what of it is in accepted pushes."""
+"""Leased samples of a node, and how many of them are in accepted pushes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,7 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """Blocks [start, end) of positions, in the order in which the node draws them. A value: every change
-    makes a new one."""
+    """Blocks [start, end) of positions, in the order in which the node draws them. Immutable."""
 
     blocks: tuple[Block, ...] = ()
     """Without those that the hub knows to be used up."""
@@ -18,14 +17,15 @@ class Leases:
 
     @property
     def num_samples(self) -> int:
-        """Leased so far, in this attempt."""
+        """Return the number of samples leased so far, in this attempt."""
         return self.settled + sum(end - start for start, end in self.blocks)
 
     def more(self, blocks: Sequence[Block]) -> "Leases":
+        """Return leases with these blocks added."""
         return Leases((*self.blocks, *blocks), self.settled)
 
     def consumed(self, used: int) -> list[Block]:
-        """(start, upto) of the blocks that the first `used` samples of all reach into."""
+        """Return (start, upto) of the blocks that the first `used` samples of all reach into."""
         found, left = [], used - self.settled
         for start, end in self.blocks:
             if left <= 0:
@@ -35,7 +35,7 @@ class Leases:
         return found
 
     def settle(self, used: int) -> "Leases":
-        """The hub has heard `consumed(used)`: of whole blocks no more need be said."""
+        """Return leases after the hub has received `consumed(used)`: whole blocks are not reported again."""
         whole = [block for block in self.consumed(used) if block in self.blocks]
         samples = sum(end - start for start, end in whole)
         return Leases(self.blocks[len(whole) :], self.settled + samples)

@@ -1,10 +1,10 @@
-"""The memory that the ranks of a node and its agent share: vectors, and control words read without locks.
+"""Memory shared by the ranks of a node and its agent: vectors, and control words read without locks.
 
-Every word has one writer. What belongs together is published by one 8-byte word, written last: the reader
-looks at that word first. In between, on both sides, stands `memory_fence`.
+Every word has one writer. Words that belong together are published by one 8-byte word, written last; the
+reader looks at that word first. In between, on both sides, there is a `memory_fence`.
 
-On Linux the memory belongs to no folder (memfd): when the last process that holds it ends, however it ends,
-nothing is left. Elsewhere it is a file in the temporary folder, removed once all ranks have it.
+On Linux the memory has no name in the file system (memfd): when the last process that holds it ends, nothing
+is left. Elsewhere it is a file in the temporary folder, removed once all ranks have it.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ Vector = NDArray[np.float32]
 
 
 class State(IntEnum):
-    """Of the agent, as the ranks see it."""
+    """State of the agent, as the ranks see it."""
 
     IDLE = 0
     MEMBER = 1
@@ -66,7 +66,7 @@ class Head(IntEnum):
 
 
 class Wants(IntEnum):
-    """What the trainer asks of its agent, in this order."""
+    """Requests of the trainer to its agent, in this order."""
 
     NOTHING = 0
     JOIN = 1
@@ -74,7 +74,7 @@ class Wants(IntEnum):
 
 
 class Mailbox:
-    """Plain arrays over one mapping; the methods are the only order in which words may be touched."""
+    """Arrays over one mapping; the methods keep the order in which words may be accessed."""
 
     def __init__(self, fd: int, path: str, numels: Sequence[int], counts: tuple[int, int, bool]) -> None:
         ranks, feedback = counts[1], counts[2]
@@ -99,32 +99,38 @@ class Mailbox:
     # --- the trainer's words
 
     def want(self, wants: Wants) -> None:
+        """Request `wants` of the agent."""
         memory_fence()
         self._head[Head.WANTS] = wants
 
     def wanted(self) -> Wants:
+        """Return what the trainer has requested."""
         wants = Wants(int(self._head[Head.WANTS]))
         memory_fence()
         return wants
 
     def written(self, unit: int, rank: int, seq: int) -> None:
-        """Rank `rank` has written its slices for exchange `seq`."""
+        """Note that rank `rank` has written its slices for exchange `seq`."""
         memory_fence()
         self._written[unit, rank] = seq
 
     def all_written(self, unit: int, seq: int) -> bool:
+        """Return whether all ranks have written their slices for exchange `seq`."""
         there = bool((self._written[unit] >= seq).all())
         memory_fence()
         return there
 
     def order(self, unit: int, seq: int, numbers: tuple[int, int, int]) -> None:
-        """numbers: base, steps, tokens."""
+        """Order exchange `seq` of a unit. numbers: base, steps, tokens."""
         self._orders[unit, 1:] = numbers
         memory_fence()
         self._orders[unit, 0] = seq
 
     def orders(self) -> Ints:
-        """Per unit the last exchange ordered: seq, base, steps, tokens. A row whose seq is new is whole."""
+        """Return the last exchange ordered per unit: seq, base, steps, tokens.
+
+        A row whose seq is new is complete.
+        """
         seqs = self._orders[:, 0].copy()
         memory_fence()
         rows = self._orders.copy()
@@ -132,45 +138,49 @@ class Mailbox:
         return rows
 
     def tell(self, progress: Progress) -> None:
+        """Publish the trainer's progress."""
         self._progress.write(astuple(progress))
 
     def has_told(self) -> bool:
-        """Whether the trainer has begun."""
+        """Return whether the trainer has begun."""
         return self._progress.any()
 
     def progress(self) -> Progress:
-        """What the trainer told last; before it has begun, zeros."""
+        """Return the trainer's last progress; zeros before it has begun."""
         if not self.has_told():
             return Progress()
         steps, tokens, busy_s, wait_s, loss, used, drawn = self._progress.read()
         return Progress(int(steps), int(tokens), busy_s, wait_s, loss, int(used), int(drawn))
 
     def attach(self, rank: int) -> None:
+        """Note that rank `rank` has the memory."""
         self._attached[rank] = 1
 
     def all_attached(self) -> bool:
+        """Return whether all ranks have the memory."""
         return bool(self._attached.all())
 
     # --- the agent's words
 
     def answer(self, unit: int, answer: Answer) -> None:
-        """Publish; anchors[unit] has been written before."""
+        """Publish an answer; anchors[unit] has been written before."""
         self._answers[unit, 1:] = (answer.version, answer.verdict)
         memory_fence()
         self._answers[unit, 0] = answer.seq
 
     def answered(self, unit: int, seq: int) -> Answer | None:
+        """Return the answer to exchange `seq`, or None."""
         if int(self._answers[unit, 0]) != seq:
             return None
         memory_fence()
         return Answer(seq, int(self._answers[unit, 1]), Verdict(int(self._answers[unit, 2])))
 
     def publish_news(self, news: News, at_s: float) -> None:
-        """at_s: on the machine's monotonic clock, in place of `news.age_s`."""
+        """Publish the hub's news. at_s: on the machine's monotonic clock, in place of `news.age_s`."""
         self._news.write((at_s, *astuple(news)[1:]))
 
     def news(self, now_s: float) -> News | None:
-        """None: the hub has said nothing yet."""
+        """Return the hub's last news; None if there is none yet."""
         if not self._news.any():
             return None
         at_s, round_, pace, nodes, steps, tokens, elapsed_s, share, finished, evaluates = self._news.read()
@@ -178,7 +188,7 @@ class Mailbox:
         return News(now_s - at_s, *numbers, elapsed_s, share, bool(finished), bool(evaluates))
 
     def add_blocks(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """More data; raises RuntimeError when the table is full."""
+        """Add leased blocks. Raises RuntimeError when the table is full."""
         count = int(self._head[Head.BLOCKS])
         if count + len(blocks) > MAX_BLOCKS:
             raise RuntimeError(
@@ -190,20 +200,22 @@ class Mailbox:
         self._head[Head.BLOCKS] = count + len(blocks)
 
     def blocks(self, start: int) -> list[tuple[int, int]]:
-        """The blocks from number `start` on."""
+        """Return the blocks from number `start` on."""
         count = int(self._head[Head.BLOCKS])
         memory_fence()
         return [(int(first), int(end)) for first, end in self._blocks[start:count]]
 
     def sent(self, num_bytes: int) -> None:
+        """Publish the number of bytes sent."""
         self._head[Head.SENT] = num_bytes
 
     @property
     def bytes_sent(self) -> int:
+        """Return the number of bytes sent."""
         return int(self._head[Head.SENT])
 
     def admit(self, node: int, versions: Sequence[int]) -> None:
-        """This node is a member and all anchors are there."""
+        """Publish that this node is a member and all anchors are there."""
         self._versions[:] = versions
         self._head[Head.NODE] = node
         memory_fence()
@@ -211,14 +223,15 @@ class Mailbox:
 
     @property
     def node(self) -> int:
+        """Return the index that the hub gave this node."""
         return int(self._head[Head.NODE])
 
     def versions(self) -> tuple[int, ...]:
-        """Of the anchors at the join."""
+        """Return the versions of the anchors at the join."""
         return tuple(int(version) for version in self._versions)
 
     def end(self, state: State, error: str = "") -> None:
-        """The agent's last word. The first one stays, as it is nearest to the cause."""
+        """Publish the agent's last state. The first one stays, as it is nearest to the cause."""
         if self.state() in (State.GONE, State.REFUSED, State.LOST):
             return
         text = error.encode()[:MAX_ERROR_BYTES]
@@ -228,17 +241,22 @@ class Mailbox:
         self._head[Head.STATE] = state
 
     def state(self) -> State:
+        """Return the agent's state."""
         state = State(int(self._head[Head.STATE]))
         memory_fence()
         return state
 
     def error(self) -> str:
+        """Return why the agent has ended."""
         return self._error.tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 class _Published:
-    """A row of numbers that changes as a whole: the reader copies one of two slots while the writer fills
-    the other, and copies again if it was overtaken. A writer that dies in the middle blocks nobody."""
+    """A row of numbers that changes as a whole.
+
+    The reader copies one of two slots while the writer fills the other, and copies again if it was overtaken.
+    A writer that dies in the middle blocks nobody.
+    """
 
     def __init__(self, count: Ints, slots: NDArray[np.float64]) -> None:
         self._count, self._slots = count, slots
@@ -264,7 +282,7 @@ class _Published:
 
 
 def create(numels: Sequence[int], ranks: int, feedback: bool) -> Mailbox:
-    """A fresh mailbox, all zeros. feedback: whether there are residuals."""
+    """Return a new mailbox, all zeros. feedback: whether there are residuals."""
     num_bytes = _size(_places(numels, ranks, feedback))
     if sys.platform == "linux":
         fd = anonymous_memory("aedit-mailbox", num_bytes)
@@ -282,7 +300,7 @@ def create(numels: Sequence[int], ranks: int, feedback: bool) -> Mailbox:
 
 
 def attach(path: str | int) -> Mailbox:
-    """The mailbox of another process of this machine, by its path; or by a descriptor that was inherited."""
+    """Return the mailbox of another process of this machine, by its path or by an inherited descriptor."""
     fd = path if isinstance(path, int) else os.open(path, os.O_RDWR | os.O_CLOEXEC)
     head = np.frombuffer(os.pread(fd, 8 * Head.NUMELS, 0), dtype=np.int64)
     if len(head) < Head.NUMELS or head[Head.MAGIC] != MAGIC:
@@ -293,14 +311,14 @@ def attach(path: str | int) -> Mailbox:
 
 
 def remove(box: Mailbox) -> None:
-    """Take the path away, where there is one; whoever has the memory keeps it."""
+    """Remove the path, where there is one; processes that have the memory keep it."""
     if not box.path.startswith("/proc/"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(box.path)
 
 
 def release(box: Mailbox) -> None:
-    """Nobody else is to attach any more: give the descriptor back. The memory stays as long as it is used."""
+    """Close the descriptor: no other process can attach any more. The memory stays as long as it is used."""
     remove(box)
     if box.fd >= 0:
         os.close(box.fd)
@@ -332,7 +350,7 @@ def _places(numels: Sequence[int], ranks: int, feedback: bool) -> Places:
 
 
 def _num_bytes(dtype: Any, shape: tuple[int, ...]) -> int:
-    """Rounded up to pages, so that no two sections share one."""
+    """Return the size rounded up to pages, so that no two sections share one."""
     return -(-prod(shape) * int(np.dtype(dtype).itemsize) // 4096) * 4096
 
 

@@ -34,24 +34,29 @@ Connect = Callable[[str], HubClient]
 
 
 class Owner(Protocol):
-    """Who keeps the membership. Its methods are called by the membership's own thread."""
+    """The owner of a membership. Its methods are called by the membership's own thread."""
 
-    def joined(self, part: int, reply: pb.JoinReply) -> None: ...
+    def joined(self, part: int, reply: pb.JoinReply) -> None:
+        """Take the reply to a join."""
 
-    def heard(self, part: int, news: pb.News) -> None: ...
+    def heard(self, part: int, news: pb.News) -> None:
+        """Take the hub's news."""
 
     def report(self, part: int) -> pb.HeartbeatRequest:
-        """All of a heartbeat but who sends it."""
+        """Return the heartbeat, all but its sender."""
 
     def beaten(self, part: int, heartbeat: pb.HeartbeatRequest) -> None:
-        """The hub has that report. May call the hub."""
+        """Note that the hub has that heartbeat. May call the hub."""
 
     def refused(self, text: str) -> None:
-        """There is no use in going on: a person must mend something."""
+        """End: only a person can correct the error."""
 
 
 class Membership:
-    """Of this node at hub process `part`. `run` is the body of a thread; the rest may be called by any."""
+    """Membership of this node at hub process `part`. `run` is the body of a thread.
+
+    Any thread may call the rest.
+    """
 
     def __init__(self, part: int, plan: AgentPlan, connect: Connect) -> None:
         self.part, self._plan, self._connect = part, plan, connect
@@ -74,7 +79,7 @@ class Membership:
     # --- for those who push and pull
 
     def wait(self, timeout_s: float = float("inf")) -> bool:
-        """Wait until this node is a member and the hub is there. False: it never will be, or not in time."""
+        """Wait until this node is a member and the hub answers; False if it never will be, or not in time."""
         deadline_s = time.monotonic() + timeout_s
         with self._change:
             while not (self._member and self._here) and not self._ended:
@@ -85,6 +90,7 @@ class Membership:
             return not self._ended
 
     def who(self) -> pb.Who:
+        """Return the identity that every request carries."""
         with self._change:
             copy = pb.Who()
             copy.CopyFrom(self._who)
@@ -92,29 +98,29 @@ class Membership:
 
     @property
     def node(self) -> int:
-        """The index that this hub gave."""
+        """Return the index that this hub gave."""
         return self.who().node
 
     @property
     def address(self) -> str:
-        """Of the hub that leads, as far as this node knows."""
+        """Return the address of the hub that leads, as far as this node knows."""
         return self._address
 
     def join_again(self) -> None:
-        """Ask once more what there is, now."""
+        """Join again now, to receive everything once more."""
         self._set(member=False)
         self._hurry.set()
 
     def ask_soon(self) -> None:
-        """There may be news before the next heartbeat is due."""
+        """Send the next heartbeat early: there may be news."""
         self._hurry.set()
 
     def missed(self) -> None:
-        """A call found the hub away. Nobody calls it until a heartbeat gets through."""
+        """Note that a call found the hub away. No other call is made until a heartbeat gets through."""
         self._set(here=False)
 
     def refused(self, error: HubRefused) -> None:
-        """A call was refused: what follows for the membership."""
+        """React to a refused call: join again, follow a new hub, or end."""
         if error.code == grpc.StatusCode.NOT_FOUND:
             self._set(member=False)
         elif error.code in FATAL:
@@ -125,7 +131,7 @@ class Membership:
         self._hurry.set()
 
     def pause(self, pause_s: float) -> None:
-        """Let time go by, unless this ends."""
+        """Wait, unless the membership ends."""
         with self._change:
             self._change.wait_for(lambda: self._ended, pause_s)
 
@@ -137,7 +143,7 @@ class Membership:
         self._hurry.set()
 
     def leave(self, consumed: list[pb.Consumed]) -> None:
-        """Say goodbye, if the hub is there to hear it."""
+        """Tell the hub that this node leaves, if it answers."""
         if self._member:
             with suppress(HubUnreachable, HubRefused):
                 self.client.leave(pb.LeaveRequest(who=self.who(), consumed=consumed), self._patience_s)
@@ -145,7 +151,10 @@ class Membership:
     # --- the thread
 
     def run(self, owner: Owner) -> None:
-        """Stay a member until `stop`: heartbeat, join again when need be, go over to the standby."""
+        """Stay a member until `stop`.
+
+        Send heartbeats, join again when needed, follow the run to the standby.
+        """
         while not self._ended:
             self._hurry.clear()
             try:
@@ -190,7 +199,7 @@ class Membership:
         return reply
 
     def _is_of_now(self, term: int) -> bool:
-        """Take a higher term over; False for a lower one."""
+        """Take over a higher term and return True; return False for a lower one."""
         with self._change:
             if term < self._who.term:
                 return False

@@ -1,4 +1,4 @@
-"""What a node agent must know before it starts, as a value that travels to another process as JSON."""
+"""The configuration of a node agent, as a value that travels to another process as JSON."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from aedit.types import TensorLayout, UnitLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentPlan:
-    """Who this node is, where its hubs are, and what it trains."""
+    """Identity of this node, addresses of its hubs, and the model's layout."""
 
     addresses: tuple[str, ...]
     """HOST:PORT of the hub processes; number k owns the units i with i % len(addresses) == k."""
@@ -49,25 +49,26 @@ class AgentPlan:
 
     @property
     def numels(self) -> tuple[int, ...]:
+        """Return the number of elements of each unit."""
         return tuple(unit.numel for unit in self.units)
 
     @property
     def has_feedback(self) -> bool:
-        """Whether the codec leaves out so much that it must be sent later."""
+        """Return whether the codec is so coarse that its error is sent later."""
         return codec(self.codec).feedback
 
     def standby(self, part: int) -> str:
-        """Of hub process `part`; empty: it has none."""
+        """Return the standby of hub process `part`; empty if it has none."""
         return self.standbys[part] if part < len(self.standbys) else ""
 
 
 def to_json(plan: AgentPlan) -> str:
-    """One line."""
+    """Return the plan as one line."""
     return json.dumps(asdict(plan))
 
 
 def from_json(text: str) -> AgentPlan:
-    """The plan that `to_json` wrote."""
+    """Return the plan that `to_json` wrote."""
     fields = json.loads(text)
     for name in ("addresses", "standbys"):
         fields[name] = tuple(fields[name])

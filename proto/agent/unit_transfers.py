@@ -1,4 +1,4 @@
-"""One unit there and back: encode, push until the hub has it, wait for the decision, pull, answer."""
+"""Exchange of one unit: encode, push until the hub has it, wait for the decision, pull, answer."""
 
 import logging
 import random
@@ -46,13 +46,15 @@ class Transfer:
     arrived: bool = False
 
     def is_lost(self, last: int) -> bool:
-        """Whether a hub that had this push, and had not decided on it, now says that `last` was the last."""
+        """Return whether a hub that had this undecided push now says that `last` was the last it has."""
         return self.arrived and not self.verdict and self.number > last
 
 
 class UnitTransfers:
-    """All exchanges of a node. The owner calls `start` and hands on what hubs say; answers appear in the
-    mailbox. One exchange per unit at a time."""
+    """All exchanges of a node, at most one per unit at a time.
+
+    The owner calls `start` and passes on what hubs report; answers appear in the mailbox.
+    """
 
     def __init__(
         self, plan: AgentPlan, box: Mailbox, memberships: Sequence[Membership], traffic: Traffic
@@ -71,11 +73,11 @@ class UnitTransfers:
         self._failed: Callable[[BaseException], None] = lambda error: None
 
     def on_failure(self, tell: Callable[[BaseException], None]) -> None:
-        """Whom to tell when an exchange cannot end."""
+        """Set the function that is called when an exchange cannot end."""
         self._failed = tell
 
     def start(self, transfer: Transfer) -> None:
-        """Its slices are in the outbox."""
+        """Start an exchange whose slices are in the outbox."""
         with self._lock:
             assert transfer.unit not in self._active, f"unit {transfer.unit}: two exchanges at a time"
             self._active[transfer.unit] = transfer
@@ -83,11 +85,14 @@ class UnitTransfers:
 
     @property
     def under_way(self) -> int:
+        """Return the number of exchanges under way."""
         return len(self._active)
 
     def accepted(self, part: int, numbers: Sequence[int]) -> None:
-        """A hub said at the join which push of each of its units was the last that it has. What it had and
-        has no more is pushed again: its successor may have been told less than it knew."""
+        """Take from a join which push of each of its units was the last that the hub has.
+
+        A push that it had and no longer has is pushed again: a successor may know less than its predecessor.
+        """
         units = range(part, len(numbers), len(self._memberships))
         with self._lock:
             for unit in units:
@@ -100,7 +105,7 @@ class UnitTransfers:
             self._submit(self._push, transfer)
 
     def heard(self, news: Sequence[pb.UnitNews]) -> None:
-        """What a hub has decided on."""
+        """Take the hub's decisions."""
         for item in news:
             with self._lock:
                 self._news[item.unit] = item
@@ -110,7 +115,7 @@ class UnitTransfers:
                 self._consider(transfer, item)
 
     def found(self, unit: int) -> None:
-        """Push anchors[unit] as the run's first; returns when the hub has them, or others are here."""
+        """Push anchors[unit] as the run's first; return when the hub has them, or others are here."""
         reply = self._deliver(Transfer(unit, 0, 0, 0, 0, payload=_bytes(self._box.anchors[unit])))
         if reply is None or reply.accepted:
             self.versions[unit] = 1
@@ -118,6 +123,7 @@ class UnitTransfers:
             self.pull(unit)
 
     def close(self) -> None:
+        """Stop all work."""
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -146,7 +152,7 @@ class UnitTransfers:
             self._memberships[transfer.unit % len(self._memberships)].ask_soon()
 
     def _deliver(self, transfer: Transfer) -> pb.PushReply | None:
-        """Push until the hub has answered; None: it has it already, or there is no use any more."""
+        """Push until the hub has answered; None if it has the push already, or it is no longer needed."""
         membership = self._memberships[transfer.unit % len(self._memberships)]
         while membership.wait():
             if self._is_there(transfer):
@@ -165,8 +171,10 @@ class UnitTransfers:
         return None
 
     def _is_there(self, transfer: Transfer) -> bool:
-        """Whether the hub said at a join that it has this push. Numbers it if it has no number yet, or if
-        the hub has lost count."""
+        """Return whether the hub said at a join that it has this push.
+
+        Numbers the push if it has no number yet, or if the hub has lost count.
+        """
         with self._lock:
             last = self._accepted[transfer.unit]
             if transfer.number and last >= transfer.number:
@@ -191,7 +199,7 @@ class UnitTransfers:
         return reply
 
     def _consider(self, transfer: Transfer, news: pb.UnitNews) -> None:
-        """Is this the decision that the transfer waits for?"""
+        """End the transfer if `news` has its decision."""
         with self._lock:
             if transfer.verdict or not news.verdict or news.seq < transfer.number:
                 return
@@ -213,7 +221,7 @@ class UnitTransfers:
     # --- anchors
 
     def pull(self, unit: int) -> int:
-        """Bring anchors[unit] to the hub's newest version, which is returned; 0: stopped."""
+        """Bring anchors[unit] to the hub's newest version and return that; 0 if stopped."""
         membership = self._memberships[unit % len(self._memberships)]
         while membership.wait():
             try:
@@ -252,15 +260,18 @@ class UnitTransfers:
     # --- error feedback
 
     def _encode(self, unit: int) -> memoryview:
-        """What travels: the outbox, with what earlier encodings of this unit have left out."""
+        """Return the payload: the outbox plus the error of earlier encodings of this unit."""
         outbox = self._box.outbox[unit]
         if self._codec.name == "fp32":
             return _bytes(outbox)
         return self._feedback(unit).encode(outbox) if self._codec.feedback else self._codec.encode(outbox)
 
     def _settle(self, transfer: Transfer) -> None:
-        """What the hub took is the decoded payload; the rest goes with the next push. A refused push leaves
-        all with the trainer, so the residual stays as it was; one that was not believed is given up."""
+        """Update the error feedback after a decision.
+
+        The hub has taken the decoded payload; the rest goes with the next push. A refused push stays with the
+        trainer, so the residual stays as it was; a distrusted one is dropped.
+        """
         assert transfer.payload is not None
         if transfer.verdict == Verdict.DISTRUSTED:
             self._box.residuals[transfer.unit][:] = 0
@@ -286,6 +297,6 @@ def _bytes(vector: Vector) -> memoryview:
 
 
 def _refused(membership: Membership, error: HubRefused) -> None:
-    """Hand the refusal to the membership, and let some time go by."""
+    """Pass the refusal to the membership, and pause."""
     membership.refused(error)
     membership.pause(random.uniform(0.5, 1.5) * PAUSE_S)

@@ -1,4 +1,4 @@
-"""A pipe by which a trainer wakes its agent, and by whose end the agent learns that the trainer is gone."""
+"""A pipe by which a trainer wakes its agent; its end tells the agent that the trainer has ended."""
 
 import os
 import select
@@ -17,12 +17,13 @@ class WakeSender:
         self._lock = threading.Lock()
 
     def ring(self) -> None:
+        """Wake the agent."""
         with self._lock, suppress(BlockingIOError, BrokenPipeError):
             if self._fd >= 0:
                 os.write(self._fd, RING)
 
     def close(self) -> None:
-        """Tell the agent that this end is gone. Once is enough; more does nothing."""
+        """Close the pipe: the agent ends. May be called repeatedly."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -36,9 +37,10 @@ class WakeReceiver:
         self._fd = fd
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it rings or the time is over. False: the trainer is gone."""
+        """Wait for a wakeup or the timeout; return False if the trainer has ended."""
         ready, _, _ = select.select([self._fd], [], [], timeout_s)
         return not ready or len(os.read(self._fd, 65536)) > 0
 
     def close(self) -> None:
+        """Close this end."""
         os.close(self._fd)

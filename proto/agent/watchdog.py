@@ -1,4 +1,4 @@
-"""Does the trainer still move? Judged by its step counter alone, as a hung process tells nothing."""
+"""Detect a trainer that hangs, by its step counter alone."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ KEEP = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Watchdog:
-    """A value; `see` gives the next one. Times are on any monotonic clock."""
+    """Immutable state; `see` returns the next one. Times are on any monotonic clock."""
 
     steps: int = -1
     moved_s: float = 0.0
@@ -18,7 +18,7 @@ class Watchdog:
     """Time of a step of late."""
 
     def see(self, steps: int, now_s: float) -> "Watchdog":
-        """The trainer has done so many steps by now."""
+        """Return the state after the trainer has done `steps` steps at `now_s`."""
         if steps == self.steps:
             return self
         if self.steps < 0 or steps < self.steps:
@@ -28,7 +28,7 @@ class Watchdog:
         return Watchdog(steps, now_s, usual_s)
 
     def is_stalled(self, now_s: float) -> bool:
-        """No step for 30 s and for 20 times as long as usual. A trainer that has not begun is not judged."""
+        """Return whether there was no step for 30 s and for 20 times the usual. Not before the first step."""
         return self.steps > 0 and now_s - self.moved_s > max(LEAST_S, USUAL * self.usual_s)
 
 
@@ -41,7 +41,7 @@ class Speed:
     per_s: float = 0.0
 
     def see(self, steps: int, busy_s: float) -> "Speed":
-        """Both as the trainer counts them, from its start."""
+        """Return the next state. Both are counted by the trainer from its start."""
         took_s = busy_s - self.busy_s
         if steps < self.steps or took_s < 0:
             return Speed(steps, busy_s, self.per_s)

@@ -1,9 +1,9 @@
-"""Numbers by blocks: one scale and few bits each. Pure functions of NumPy arrays, shapes by suffix.
+"""Blocks of numbers as one scale and few bits each. Pure functions of NumPy arrays, shapes by suffix.
 
 B blocks of K numbers. A scale is a positive bfloat16, held as its 16 bits: 8 significant bits, so that scale
-times code is exact in fp32, and encoding what was decoded gives the same bits. 0 stands for a block in which
-nothing is worth a code, NOT_FINITE for one with a NaN or an infinity in it: it decodes to NaN throughout, so
-that whoever receives it sees that something is wrong.
+times code is exact in fp32, and encoding decoded numbers gives the same bits. 0 stands for a block without
+codes, NOT_FINITE for one with a NaN or an infinity in it: it decodes to NaN throughout, so that the receiver
+sees the error.
 """
 
 import numpy as np
@@ -42,11 +42,12 @@ def to_bf16(bits: Bits) -> Bits:
 
 
 def from_bf16(scales_B: Scales) -> Floats:
+    """Return the scales as fp32."""
     return (scales_B.astype(np.uint32) << 16).view(np.float32)
 
 
 def scales(top_B: Bits, step: np.float32, largest: int) -> Scales:
-    """top_B: bits of each block's largest magnitude. A scale is `step` times it."""
+    """Return one scale per block: `step` times its largest magnitude. top_B: bits of those magnitudes."""
     finite_B = top_B < INFINITE
     step_B = np.where(finite_B, top_B, 0).astype(np.uint32).view(np.float32) * step
     scale_B = np.minimum(to_bf16(step_B.view(np.uint32)), largest)
@@ -64,7 +65,7 @@ def check_scales(scales_B: Scales, largest: int) -> None:
 
 
 def magnitudes(x_BK: Floats) -> Bits:
-    """Bits of |x|, which are in the same order as the numbers; NaN is above all."""
+    """Return the bits of |x|, which are in the same order as the numbers; NaN is above all."""
     return np.bitwise_and(x_BK.view(np.uint32), np.uint32(ABSOLUTE))
 
 
@@ -72,7 +73,7 @@ def magnitudes(x_BK: Floats) -> Bits:
 
 
 def encode_int8(x_BK: Floats, scales_B: Scales, codes_BK: NDArray[np.int8]) -> None:
-    """round(x / scale), ties to even. It stays within 127: rounding the scale moves it by less than 2^-8."""
+    """Write round(x / scale), ties to even. Within 127: rounding the scale moves it by less than 2^-8."""
     usable_B = (scales_B != 0) & (scales_B != NOT_FINITE)
     divisor_B = np.where(usable_B, from_bf16(scales_B), np.float32(np.inf))
     if (scales_B == NOT_FINITE).any():
@@ -83,11 +84,13 @@ def encode_int8(x_BK: Floats, scales_B: Scales, codes_BK: NDArray[np.int8]) -> N
 
 
 def decode_int8(codes_BK: NDArray[np.int8], scales_B: Scales, out_BK: Floats) -> None:
+    """Write scale times code."""
     np.copyto(out_BK, codes_BK)
     out_BK *= from_bf16(scales_B)[:, None]
 
 
 def check_int8(codes: NDArray[np.int8]) -> None:
+    """Raise ValueError for -128, which is no code."""
     if codes.size and codes.min() == -128:
         raise ValueError("-128 is no code")
 
@@ -96,7 +99,9 @@ def check_int8(codes: NDArray[np.int8]) -> None:
 
 
 def encode_e3m0(x_BK: Floats, scales_B: Scales, codes_BK: Bytes) -> None:
-    """The nearest power of two in the logarithm, 3 bits and the sign above them; 0 below scale * 2^-6.5.
+    """Write the nearest power of two in the logarithm, 3 bits and the sign above them.
+
+    0 below scale * 2^-6.5.
 
     Between powers of two times t = scale / sqrt(2) the difference of the bits keeps its upper part, which is
     the exponent of x / t: floor(log2(x / t)) = round(log2(x / scale)), with no logarithm and no rounding.
@@ -114,18 +119,22 @@ def encode_e3m0(x_BK: Floats, scales_B: Scales, codes_BK: Bytes) -> None:
 
 
 def pack_nibbles(codes: Bytes) -> Bytes:
-    """An even number of codes below 16, two to a byte, the first one in the lower half."""
+    """Return codes below 16 packed two to a byte, the first one in the lower half.
+
+    Their number must be even.
+    """
     pairs = codes.view(np.uint16)
     return (pairs | pairs >> 4).astype(np.uint8)
 
 
 def decode_e3m0(packed: Bytes, scales_B: Scales, out_BK: Floats) -> None:
+    """Write scale times the decoded powers of two."""
     np.take(_PAIRS, packed, out=out_BK.reshape(-1).view(np.uint64), mode="clip")
     out_BK *= from_bf16(scales_B)[:, None]
 
 
 def _pairs() -> NDArray[np.uint64]:
-    """Both numbers of a byte, for each of the 256, side by side."""
+    """Return both numbers of a byte, for each of the 256."""
     values = np.array([0, *(2.0 ** (code - 7) for code in range(1, 8))], np.float32)
     values = np.concatenate([values, -values])
     byte = np.arange(256)

@@ -38,12 +38,12 @@ SLICE = 16 * GRAIN
 
 
 def slices(numel: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of all slices of `numel` elements, in order."""
+    """Yield (start, stop) of all slices of `numel` elements, in order."""
     return ((start, min(start + SLICE, numel)) for start in range(0, numel, SLICE))
 
 
 class Codec(ABC):
-    """One way to write `numel` fp32 numbers as bytes. Stateless."""
+    """A stateless encoding of `numel` fp32 numbers as bytes."""
 
     name: str
     feedback = False
@@ -51,28 +51,35 @@ class Codec(ABC):
 
     @abstractmethod
     def num_bytes(self, numel: int) -> int:
-        """Exact length of the payload."""
+        """Return the exact length of the payload."""
 
     @abstractmethod
     def encode_slice(self, x: Floats, out: memoryview, numel: int, start: int) -> None:
-        """Write the elements start..start + len(x) into `out`, the payload of all `numel`. Both ends are
-        multiples of GRAIN or the end."""
+        """Write the elements start..start + len(x) into `out`, the payload of all `numel`.
+
+        Both ends are multiples of GRAIN or the end.
+        """
 
     @abstractmethod
     def decode(self, data: Payload, numel: int, start: int, stop: int, out: Floats | None = None) -> Floats:
-        """Elements start..stop of a valid payload, in `out` or in an array of the caller's own. Both ends are
-        multiples of GRAIN or the end."""
+        """Return elements start..stop of a valid payload, in `out` or in a new array.
+
+        Both ends are multiples of GRAIN or the end.
+        """
 
     def encode(self, x: Floats, out: memoryview | None = None) -> memoryview:
-        """The payload of the 1-d contiguous `x`, in `out` if given, of exactly `num_bytes`."""
+        """Return the payload of the 1-d contiguous `x`, in `out` if given, of exactly `num_bytes`."""
         payload = np.empty(self.num_bytes(x.size), np.uint8).data if out is None else out
         for start, stop in slices(x.size):
             self.encode_slice(x[start:stop], payload, x.size, start)
         return payload
 
     def is_valid(self, data: Payload, numel: int) -> None:
-        """Raise ValueError, and say why, unless `data` is a payload of `numel` elements. That they are finite
-        is for the receiver to see: a valid payload decodes to what is finite or NaN, never with a warning."""
+        """Raise ValueError with the reason unless `data` is a payload of `numel` elements.
+
+        Whether they are finite is for the receiver to check: a valid payload decodes to what is finite or
+        NaN, never with a warning.
+        """
         size = memoryview(data).nbytes
         if size != self.num_bytes(numel):
             raise ValueError(f"{self.name}: {size} bytes, {numel} elements have {self.num_bytes(numel)}")
@@ -82,7 +89,7 @@ class Codec(ABC):
             raise ValueError(f"{self.name}: {error}") from None
 
     def _check(self, data: Payload, numel: int) -> None:
-        """Raise ValueError for what is wrong although the length is right."""
+        """Raise ValueError for an error other than the length."""
         return
 
 
@@ -103,31 +110,36 @@ def codec(name: str) -> Codec:
 
 
 class Fp32(Codec):
-    """As they are."""
+    """Numbers as they are."""
 
     name = "fp32"
 
     def num_bytes(self, numel: int) -> int:
+        """See `Codec.num_bytes`."""
         return 4 * numel
 
     def encode_slice(self, x: Floats, out: memoryview, numel: int, start: int) -> None:
+        """See `Codec.encode_slice`."""
         np.frombuffer(out, np.float32)[start : start + x.size] = x
 
     def decode(self, data: Payload, numel: int, start: int, stop: int, out: Floats | None = None) -> Floats:
+        """See `Codec.decode`."""
         out = _room(out, stop - start)
         np.copyto(out, np.frombuffer(data, np.float32)[start:stop])
         return out
 
 
 class Bf16(Codec):
-    """The upper half of each. Above 3.39e38 the nearest is infinite."""
+    """The upper half of each number. Above 3.39e38 the nearest is infinite."""
 
     name = "bf16"
 
     def num_bytes(self, numel: int) -> int:
+        """See `Codec.num_bytes`."""
         return 2 * numel
 
     def encode_slice(self, x: Floats, out: memoryview, numel: int, start: int) -> None:
+        """See `Codec.encode_slice`."""
         to = np.frombuffer(out, np.uint16)[start : start + x.size]
         np.copyto(to, blocks.to_bf16(x.view(np.uint32)), casting="unsafe")
         nan = np.isnan(x)  # rounding may carry its bits over into a number
@@ -135,6 +147,7 @@ class Bf16(Codec):
             to[nan] = blocks.NOT_FINITE
 
     def decode(self, data: Payload, numel: int, start: int, stop: int, out: Floats | None = None) -> Floats:
+        """See `Codec.decode`."""
         out = _room(out, stop - start)
         bits = out.view(np.uint32)
         np.copyto(bits, np.frombuffer(data, np.uint16)[start:stop])
@@ -176,7 +189,7 @@ class _Blocks(Codec):
         return out
 
     def _parts(self, data: Payload, numel: int) -> tuple[NDArray[np.uint16], Bytes]:
-        """Scales and codes, as views."""
+        """Return scales and codes, as views."""
         num_scales = _up(numel, BLOCK)
         return np.frombuffer(data, np.uint16, num_scales), np.frombuffer(data, np.uint8)[2 * num_scales :]
 
@@ -191,7 +204,7 @@ class _Blocks(Codec):
 
 
 class Int8(_Blocks):
-    """Within half a scale of what it was, the scale being the block's largest magnitude / 127."""
+    """One byte per number: within half a scale, the scale being the block's largest magnitude / 127."""
 
     name = "int8"
     step, largest = blocks.PER_STEP, blocks.LARGEST_INT8
@@ -214,7 +227,7 @@ class Int8(_Blocks):
 
 
 class E3M0(_Blocks):
-    """Within a factor of sqrt(2) of what it was; 0 below 1/90 of the block's largest magnitude."""
+    """Four bits per number: within a factor of sqrt(2); 0 below 1/90 of the block's largest magnitude."""
 
     name = "e3m0"
     feedback = True
@@ -239,20 +252,23 @@ class E3M0(_Blocks):
 
 
 class TopK(Codec):
-    """What was kept is within half a scale of what it was; the rest is 0."""
+    """The largest numbers of each chunk: within half a scale; the rest is 0."""
 
     name = "topk"
     feedback = True
 
     def num_bytes(self, numel: int) -> int:
+        """See `Codec.num_bytes`."""
         return 2 * _up(numel, topk.WIDTH) + 3 * self._num_kept(numel)
 
     def encode_slice(self, x: Floats, out: memoryview, numel: int, start: int) -> None:
+        """See `Codec.encode_slice`."""
         for first, x_CW in _chunks(x):
             scales_C, places_Ck, codes_Ck = self._parts(out, numel, start + first, start + first + x_CW.size)
             scales_C[:], places_Ck[:], codes_Ck[:] = topk.encode(x_CW)
 
     def decode(self, data: Payload, numel: int, start: int, stop: int, out: Floats | None = None) -> Floats:
+        """See `Codec.decode`."""
         out = _room(out, stop - start)
         for first, out_CW in _chunks(out):
             topk.decode(*self._parts(data, numel, start + first, start + first + out_CW.size), out_CW)
@@ -270,7 +286,7 @@ class TopK(Codec):
     def _parts(
         self, data: Payload, numel: int, start: int, stop: int
     ) -> tuple[blocks.Scales, topk.Places, topk.Codes]:
-        """Scales_C, places_Ck and codes_Ck, as views; the chunks are all whole or one short one."""
+        """Return scales_C, places_Ck and codes_Ck, as views; the chunks are all whole or one short one."""
         num_chunks, num_kept = _up(numel, topk.WIDTH), self._num_kept(numel)
         first, last = self._num_kept(start), self._num_kept(stop)
         shape = (-1, topk.num_kept(min(topk.WIDTH, stop - start)))
@@ -288,9 +304,10 @@ class TopK(Codec):
 
 
 class Feedback:
-    """Error feedback: what a coarse codec has not said yet is said with a later push.
+    """Error feedback: the error of a coarse codec is added to a later push.
 
-    e' = x + e - decode(encode(x + e)), so that all that was decoded is the sum of all x, less the last e.
+    e' = x + e - decode(encode(x + e)), so that the sum of all decoded values is the sum of all x, less the
+    last e.
 
     residual: e, fp32, of as many elements as the unit; changed in place, and only by `taken`. A push that is
     refused or given up leaves it as it was.
@@ -301,7 +318,7 @@ class Feedback:
         self.residual = residual
 
     def encode(self, x: Floats, out: memoryview | None = None) -> memoryview:
-        """The payload of x plus what is owed."""
+        """Return the payload of x plus the residual."""
         numel = x.size
         payload = np.empty(self.codec.num_bytes(numel), np.uint8).data if out is None else out
         for start, stop in slices(numel):
@@ -311,8 +328,11 @@ class Feedback:
         return payload
 
     def taken(self, x: Floats, payload: Payload) -> None:
-        """The receiver has `payload`, which `encode(x)` made: from now on the rest is owed. What is not
-        finite has been shown and is not owed: one bad push does not spoil those after it."""
+        """Update the residual: the receiver has `payload`, which `encode(x)` made.
+
+        Values that are not finite were visible to the receiver and are dropped: one bad push does not spoil
+        those after it.
+        """
         for start, stop in slices(x.size):
             owed = self.residual[start:stop]
             with np.errstate(over="ignore", invalid="ignore"):
@@ -326,18 +346,18 @@ def _room(out: Floats | None, size: int) -> Floats:
 
 
 def _up(numel: int, size: int) -> int:
-    """How many pieces of `size` hold `numel`."""
+    """Return how many pieces of `size` hold `numel`."""
     return -(-numel // size)
 
 
 def _padded(x: NDArray[T], size: int) -> NDArray[T]:
-    """`x` with zeros after it, up to a multiple of `size`."""
+    """Return `x` with zeros after it, up to a multiple of `size`."""
     missing = -x.size % size
     return np.concatenate([x, np.zeros(missing, x.dtype)]) if missing else x
 
 
 def _chunks(x: Floats) -> Iterator[tuple[int, Floats]]:
-    """The whole chunks of `x` as (C, W), then the short one at its end, each with where it begins."""
+    """Yield the whole chunks of `x` as (C, W), then the short one at its end, each with its start."""
     whole = x.size // topk.WIDTH * topk.WIDTH
     if whole:
         yield 0, x[:whole].reshape(-1, topk.WIDTH)

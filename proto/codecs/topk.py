@@ -1,6 +1,6 @@
 """The largest few of many numbers, with their places. Pure functions of NumPy arrays, shapes by suffix.
 
-C chunks of W numbers, of which k are kept; their places within the chunk go up. What is kept travels as int8
+C chunks of W numbers, of which k are kept; their places within the chunk ascend. Kept numbers travel as int8
 with a scale per chunk (see `blocks`).
 """
 
@@ -18,13 +18,15 @@ Codes = NDArray[np.int8]
 
 
 def num_kept(width: int) -> int:
-    """Of a chunk; a short one keeps as many as a long one, or all it has."""
+    """Return how many numbers of a chunk are kept; a short one keeps as many as a long one, or all it has."""
     return min(KEPT, width)
 
 
 def encode(x_CW: Floats) -> tuple[Scales, Places, Codes]:
-    """Scales_C, places_Ck and codes_Ck of the numbers of largest magnitude. NaN and infinities are above all
-    and make their chunk's scale NOT_FINITE."""
+    """Return scales_C, places_Ck and codes_Ck of the numbers of largest magnitude.
+
+    NaN and infinities are above all and make their chunk's scale NOT_FINITE.
+    """
     bits_CW = blocks.magnitudes(x_CW)
     width, kept = x_CW.shape[1], num_kept(x_CW.shape[1])
     place_Ck = np.argpartition(bits_CW, width - kept, axis=1)[:, width - kept :]
@@ -37,7 +39,7 @@ def encode(x_CW: Floats) -> tuple[Scales, Places, Codes]:
 
 
 def decode(scales_C: Scales, places_Ck: Places, codes_Ck: Codes, out_CW: Floats) -> None:
-    """0 wherever nothing was kept."""
+    """Write the kept numbers, and 0 elsewhere."""
     value_Ck = np.empty(codes_Ck.shape, np.float32)
     blocks.decode_int8(codes_Ck, scales_C, value_Ck)
     out_CW.fill(0)

@@ -1,6 +1,6 @@
 """Nodes of one `torch.distributed` world: NCCL or Gloo collectives over the `sync` axis of the mesh.
 
-Everybody must be there: a node that does not come fails the round on all others, at the deadline and by name.
+All nodes must take part: a missing node fails the round on all others, at the deadline and by name.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aedit.proto.transports.store_notes import Board
+from aedit.proto.transports.store_notes import StoreNotes
 from aedit.proto.transports.transport import Mean, PeersMissing, Rows
 
 T = TypeVar("T")
@@ -39,11 +39,10 @@ class _Collective(Generic[T]):
 
 
 class TorchTransport:
-    """Transport over one process group. Constructing it is a collective call: all ranks of the group
-    together.
+    """Transport over one process group. Creating it is a collective call of all ranks of the group.
 
-    group: ranks that hold the same shard, one per node, such as `mesh.get_group("sync")`; None is the
-    whole world.
+    group: ranks that hold the same shard, one per node, such as `mesh.get_group("sync")`; None is the whole
+    world.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0) -> None:
@@ -52,9 +51,10 @@ class TorchTransport:
         self.bytes_sent = 0
         # Small rows go over Gloo where the group has it, so that no GPU is waited for.
         self._device = torch.device("cpu" if "gloo" in str(dist.get_backend(group)) else "cuda")
-        self._board = Board(group, timeout_s)
+        self._notes = StoreNotes(group, timeout_s)
 
     def gather(self, key: str, row: Tensor) -> _Collective[Rows]:
+        """See `Transport.gather`."""
         mine = row.detach().to(self._device, torch.float64, copy=True)
         rows = mine.new_empty(dist.get_world_size(self.group), mine.numel())
         work = dist.all_gather(list(rows), mine, group=self.group, async_op=True)
@@ -62,6 +62,7 @@ class TorchTransport:
         return self._under_way(key, work, mine, lambda: Rows(rows.cpu(), rank))
 
     def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> _Collective[Mean]:
+        """See `Transport.weighted_mean`."""
         # The weight rides behind its value: one collective, not two.
         packed = value.new_empty(value.numel() + 1)
         _weigh(value.detach().reshape(-1), weight, out=packed[:-1])
@@ -82,17 +83,20 @@ class TorchTransport:
         return _Collective(key, work, self.timeout_s, read)
 
     def post(self, key: str, text: str) -> None:
-        self._board.post(key, text)
+        """See `Transport.post`."""
+        self._notes.post(key, text)
 
     def read(self, key: str) -> str | None:
-        return self._board.read(key)
+        """See `Transport.read`."""
+        return self._notes.read(key)
 
     def close(self) -> None:
-        self._board.close()
+        """See `Transport.close`."""
+        self._notes.close()
 
 
 def _weigh(value: Tensor, weight: float | Tensor, out: Tensor) -> None:
-    """weight * value, but zeros for weight 0, where 0 * nan would be nan."""
+    """Write weight * value, but zeros for weight 0, where 0 * nan would be nan."""
     if isinstance(weight, Tensor):  # on its device: nothing is waited for
         out.copy_(torch.where(weight > 0, value * weight, 0.0))
     elif weight > 0:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Meeting:
-    """What has been brought to one key. Closed once: everybody, also the late, gets the same answer."""
+    """Contributions to one key. Closed once: all nodes, also late ones, get the same answer."""
 
     given: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
@@ -24,8 +24,11 @@ class _Meeting:
 
 
 class MemoryWorld:
-    """Where in-process nodes meet. A key is answered when every member has brought its part to it, or when
-    the first of them has waited `timeout_s`; then the answer is over those who came."""
+    """The nodes of one process.
+
+    A key is answered when every member has contributed to it, or when the first of them has waited
+    `timeout_s`; then the answer is over those that have.
+    """
 
     def __init__(self, nodes: int, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
@@ -35,10 +38,11 @@ class MemoryWorld:
         self._changed = Condition()
 
     def node(self, index: int) -> "MemoryTransport":
-        """The transport of node `index`."""
+        """Return the transport of node `index`."""
         return MemoryTransport(self, index)
 
     def give(self, node: int, key: str, value: Tensor, weight: float) -> _Meeting:
+        """Contribute `value` to `key`."""
         with self._changed:
             meeting = self._meetings.setdefault(key, _Meeting())
             if meeting.closed:
@@ -55,20 +59,24 @@ class MemoryWorld:
             self._members.add(node)
 
     def leave(self, node: int) -> None:
+        """Do not wait for this node any more."""
         with self._changed:
             self._members.discard(node)
             self._close_complete()
 
     def wait(self, meeting: _Meeting, deadline: float) -> None:
+        """Wait until the key is answered, or close it at the deadline."""
         with self._changed:
             while not meeting.closed and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             meeting.closed = True
 
     def post(self, key: str, text: str) -> None:
+        """See `Transport.post`."""
         self._notes.setdefault(key, text)
 
     def read(self, key: str) -> str | None:
+        """See `Transport.read`."""
         return self._notes.get(key)
 
     def _close_complete(self) -> None:
@@ -111,6 +119,8 @@ class MemoryTransport:
         self.bytes_sent = 0
 
     def gather(self, key: str, row: Tensor) -> _Answer[Rows]:
+        """See `Transport.gather`."""
+
         def rows(meeting: _Meeting) -> Rows:
             nodes = sorted(meeting.given)
             mine = nodes.index(self.node) if self.node in meeting.given else None
@@ -119,6 +129,8 @@ class MemoryTransport:
         return self._give(key, row.detach().to("cpu", torch.float64, copy=True), 1.0, rows)
 
     def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> _Answer[Mean]:
+        """See `Transport.weighted_mean`."""
+
         def mean(meeting: _Meeting) -> Mean:
             total = torch.tensor(sum(w for _, w in meeting.given.values()), dtype=torch.float32)
             mixed = torch.zeros_like(value)
@@ -136,10 +148,13 @@ class MemoryTransport:
         return _Answer(self.world, self.world.give(self.node, key, value, weight), read)
 
     def post(self, key: str, text: str) -> None:
+        """See `Transport.post`."""
         self.world.post(key, text)
 
     def read(self, key: str) -> str | None:
+        """See `Transport.read`."""
         return self.world.read(key)
 
     def close(self) -> None:
+        """See `Transport.close`."""
         self.world.leave(self.node)

@@ -1,7 +1,7 @@
-"""Notes that every process of a `torch.distributed` group sees: "round 12 is due", "stop".
+"""Notes that every process of a `torch.distributed` group sees, such as "round 12 is due" or "stop".
 
-The notes are a list that only grows, in a store of its own. A thread per process waits for the next one,
-so that reading costs a dictionary look-up and no training step ever asks the network.
+The notes are a list that only grows, in a store of its own. A thread per process waits for the next one, so
+that reading is a dictionary look-up and no training step uses the network.
 """
 
 import os
@@ -21,8 +21,8 @@ _WAIT = timedelta(hours=1)
 _CLOSE_LIMIT_S = 5.0
 
 
-class Board:
-    """Open on every rank of `group` at the same time; the group's first rank serves the store."""
+class StoreNotes:
+    """Notes of one group. Created on every rank at the same time; the group's first rank serves the store."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         timeout = timedelta(seconds=timeout_s)
@@ -46,7 +46,7 @@ class Board:
         self._notes.setdefault(key, text)
 
     def read(self, key: str) -> str | None:
-        """The note under `key`, if this process has heard of it. Never blocks."""
+        """Return the note under `key`, if this process has it. Never blocks."""
         return self._notes.get(key)
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Board:
 
 
 def _tell(group: dist.ProcessGroup | None, host: str, port: int) -> tuple[str, int]:
-    """The first rank's address, as bytes in a tensor: nothing is pickled."""
+    """Broadcast the first rank's address, as bytes in a tensor: nothing is pickled."""
     device = "cpu" if "gloo" in str(dist.get_backend(group)) else "cuda"
     text = torch.zeros(256, dtype=torch.uint8, device=device)
     raw = f"{host}:{port}".encode()

@@ -1,7 +1,7 @@
-"""What a round needs from the network, and nothing else.
+"""The interface between a round and the network.
 
 Every call returns at once. Keys are equal on all nodes, and every node asks for the same keys in the same
-order. A fixed number of nodes appears nowhere: who took part is in the answer.
+order. There is no fixed number of nodes: each answer says who took part.
 """
 
 from collections.abc import Callable
@@ -16,22 +16,21 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class PeersMissing(TimeoutError):
-    """A wait passed its deadline, or a peer is gone. The message names the key that was waited for."""
+    """A wait passed its deadline, or a peer has ended. The message names the key that was waited for."""
 
 
 class Pending(Protocol[T_co]):
     """An answer under way."""
 
     def done(self) -> bool:
-        """Never blocks. Once true, `result` does not wait either."""
+        """Return whether the answer is there. Never blocks; once True, `result` does not block either."""
 
     def result(self) -> T_co:
-        """Block until the answer is here; raise `PeersMissing` at the transport's deadline. May be called
-        again."""
+        """Wait for the answer and return it. Raises `PeersMissing` at the deadline. May be called again."""
 
 
 class Then(Generic[S, T]):
-    """`Pending` whose answer is computed once, by the thread that asks, from another one's."""
+    """`Pending` whose answer is computed once, by the thread that asks, from that of another one."""
 
     def __init__(self, pending: Pending[S], convert: Callable[[S], T]) -> None:
         self._pending = pending
@@ -39,9 +38,11 @@ class Then(Generic[S, T]):
         self._answer: list[T] = []
 
     def done(self) -> bool:
+        """See `Pending.done`."""
         return bool(self._answer) or self._pending.done()
 
     def result(self) -> T:
+        """See `Pending.result`."""
         if not self._answer:
             self._answer.append(self._convert(self._pending.result()))
         return self._answer[0]
@@ -49,8 +50,10 @@ class Then(Generic[S, T]):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One row per node that answered in time, in an order equal on all nodes. rows: (nodes, width), on
-    CPU."""
+    """One row per node that answered in time, in an order equal on all nodes. rows.
+
+    (nodes, width), on CPU.
+    """
 
     rows: Tensor
     mine: int | None
@@ -67,7 +70,7 @@ class Mean:
 
 
 class Transport(Protocol):
-    """How bytes travel between the nodes of one run."""
+    """Messages between the nodes of one run."""
 
     bytes_sent: int
     """Payload bytes handed to the network so far."""
@@ -76,14 +79,17 @@ class Transport(Protocol):
         """Exchange one small float64 row. `row` is copied before this returns."""
 
     def weighted_mean(self, key: str, value: Tensor, weight: float | Tensor) -> Pending[Mean]:
-        """Mean over nodes of equal-shaped fp32 `value`. A value of weight 0 never leaves the node, so a
-        NaN in it harms nobody. `value` is copied before this returns; the answer belongs to the caller."""
+        """Return the mean over nodes of equal-shaped fp32 `value`.
+
+        A value of weight 0 never leaves the node, so a NaN in it does no harm. `value` is copied before this
+        returns; the answer belongs to the caller.
+        """
 
     def post(self, key: str, text: str) -> None:
-        """Leave a note that all nodes see soon. The first text posted under a key stays."""
+        """Post a note that all nodes see soon. The first text under a key stays."""
 
     def read(self, key: str) -> str | None:
-        """The note under `key` if it is here already. Never blocks: cheap enough to ask every step."""
+        """Return the note under `key` if it is here already. Never blocks: cheap enough for every step."""
 
     def close(self) -> None:
-        """Leave. Others do not wait for this node from now on, where the transport can do without it."""
+        """Leave. Other nodes do not wait for this one from now on, where the transport can do without it."""

@@ -1,4 +1,4 @@
-"""A `Transport` between threads in virtual time: who waits gives the turn to those who are behind."""
+"""A `Transport` between threads in virtual time: a thread that waits lets those run that are behind."""
 
 from typing import Generic, TypeVar
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class VirtualTransport:
-    """A memory transport whose waits take virtual time and give the turn away."""
+    """A memory transport whose waits take virtual time."""
 
     def __init__(self, transport: MemoryTransport, turns: Turns) -> None:
         self.transport, self.turns = transport, turns

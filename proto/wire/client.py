@@ -1,5 +1,7 @@
-"""A hub, seen from a node, a standby or a reader: every call has a deadline and is tried again while it may
-become right by itself."""
+"""Client of a hub, for a node, a standby or a reader.
+
+Every call has a deadline and is retried while the error may pass by itself.
+"""
 
 import itertools
 import logging
@@ -57,11 +59,11 @@ _PATIENT = (
 
 
 class HubClient:
-    """Warm connections to one address: one for small calls and `channels` for arrays.
+    """Open connections to one address: one for small calls and `channels` for arrays.
 
     Any thread may call. `call_timeout_s` is the deadline of a small call with all its tries, and how long an
     array may stand still; as a whole it has that much time for each MiB. Every method raises HubUnreachable
-    after its deadline, and HubRefused if the other side says no. sleep(seconds), random() in [0, 1): for
+    after its deadline, and HubRefused if the other side refuses. sleep(seconds), random() in [0, 1): for
     tests.
     """
 
@@ -86,31 +88,39 @@ class HubClient:
         self._bulk = itertools.cycle(self._channels[1:])
 
     def hello(self, request: hub_pb2.HelloRequest, timeout_s: float | None = None) -> hub_pb2.HelloReply:
+        """Ask for the run's configuration."""
         return self._call("Membership/Hello", request, hub_pb2.HelloReply, timeout_s)
 
     def join(self, request: hub_pb2.JoinRequest, timeout_s: float | None = None) -> hub_pb2.JoinReply:
+        """Become a member."""
         return self._call("Membership/Join", request, hub_pb2.JoinReply, timeout_s)
 
     def heartbeat(self, request: hub_pb2.HeartbeatRequest, timeout_s: float | None = None) -> hub_pb2.News:
+        """Send a report and return the news."""
         return self._call("Membership/Heartbeat", request, hub_pb2.News, timeout_s)
 
     def lease(self, request: hub_pb2.LeaseRequest, timeout_s: float | None = None) -> hub_pb2.LeaseReply:
+        """Ask for blocks of sample positions."""
         return self._call("Membership/Lease", request, hub_pb2.LeaseReply, timeout_s)
 
     def leave(self, request: hub_pb2.LeaveRequest, timeout_s: float | None = None) -> hub_pb2.LeaveReply:
+        """Leave the run."""
         return self._call("Membership/Leave", request, hub_pb2.LeaveReply, timeout_s)
 
     def take_over(
         self, request: hub_pb2.TakeOverRequest, timeout_s: float | None = None
     ) -> hub_pb2.TakeOverReply:
+        """Vote for the standby at this address."""
         return self._call("Membership/TakeOver", request, hub_pb2.TakeOverReply, timeout_s)
 
     def status(self, request: hub_pb2.StatusRequest, timeout_s: float | None = None) -> hub_pb2.StatusReply:
+        """Ask for the hub's status."""
         return self._call("State/Status", request, hub_pb2.StatusReply, timeout_s)
 
     def confirm(
         self, request: hub_pb2.ConfirmRequest, timeout_s: float | None = None
     ) -> hub_pb2.ConfirmReply:
+        """Say what this standby has on disk."""
         return self._call("State/Confirm", request, hub_pb2.ConfirmReply, timeout_s)
 
     def push(self, head: hub_pb2.PushHead, data: memoryview) -> hub_pb2.PushReply:
@@ -132,13 +142,19 @@ class HubClient:
         return self._try(f"push unit {head.unit}", once, self._patience(data.nbytes))
 
     def pull(self, request: hub_pb2.PullRequest, into: memoryview) -> hub_pb2.PullHead:
-        """Fetch the answer into the start of `into`, complete and equal to its SHA-256. What has come is not
-        fetched twice when the connection breaks. HubRefused if `into` is too short for it."""
+        """Fetch the answer into the start of `into`, complete and equal to its SHA-256.
+
+        Bytes that have arrived are not fetched again when the connection breaks. Raises HubRefused if `into`
+        is too short.
+        """
         return self.fetch(Download(request, into))
 
     def fetch(self, download: Download, *, again: bool = True) -> hub_pb2.PullHead:
-        """`pull`, going on where another hub or node has left off. After HubUnreachable, `download` may go on
-        at the next one. again: whether to try again here before that, where there is no next one."""
+        """Fetch like `pull`, continuing where another hub or node has left off.
+
+        After HubUnreachable, `download` may continue at the next one. again: whether to retry here before
+        that, where there is no next one.
+        """
 
         def once(patience: Patience) -> hub_pb2.PullHead:
             def moved(num_bytes: int) -> None:
@@ -156,8 +172,10 @@ class HubClient:
         return self._try(f"pull unit {download.request.unit}", once, patience)
 
     def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk]:
-        """The hub's journal as it grows, in one go: whoever wants more after it broke asks again. The hub
-        sends something every second, so a silence of `call_timeout_s` ends it too."""
+        """Yield the hub's journal as it grows; ask again after an error.
+
+        The hub sends something every second, so a silence of `call_timeout_s` ends it too.
+        """
         try:
             with self._watched() as (stream, calls):
                 asked: Any = next(self._bulk).unary_stream("/aedit.v1.State/Tail")
@@ -169,7 +187,7 @@ class HubClient:
             raise self._error("tail", error) from error
 
     def close(self) -> None:
-        """Hang up. What other threads have under way here ends with HubUnreachable."""
+        """Close all connections. Calls of other threads end with HubUnreachable."""
         self._closed.set()
         for channel in self._channels:
             channel.close()
@@ -188,8 +206,7 @@ class HubClient:
 
     @contextmanager
     def _watched(self) -> Iterator[tuple[Stream, list[Any]]]:
-        """A stream that is ended when it stands still. Whoever makes its call puts it into the list; it is
-        over when the context is."""
+        """Yield a stream that is ended when it stands still, and the list for its call."""
         calls: list[Any] = []
         with self._watch.over(lambda: [call.cancel() for call in calls]) as stream:
             try:
@@ -227,7 +244,7 @@ class HubClient:
         return self._closed.is_set() or (isinstance(error, grpc.RpcError) and is_final(error))
 
     def _error(self, what: str, error: Exception) -> HubUnreachable | HubRefused:
-        """What a failed call raises in the end."""
+        """Return what a failed call raises in the end."""
         if self._closed.is_set():
             return HubUnreachable(f"{self._asked(what)}: closed here")
         if not isinstance(error, grpc.RpcError):
@@ -240,8 +257,10 @@ class HubClient:
 
 
 def channel(address: str, keys: ClientKeys | None, *, quick: bool = False) -> grpc.Channel:
-    """A connection of its own to HOST:PORT, made when it is needed and again when it breaks. `quick`: for
-    small calls only; a peer that is stopped or cut off is noticed within 8 s instead of 40."""
+    """Return a new connection to HOST:PORT, made when it is needed and again when it breaks.
+
+    `quick`: for small calls only; a peer that is stopped or cut off is noticed within 8 s instead of 40.
+    """
     options = _OPTIONS + (_QUICK if quick else _PATIENT)
     if keys is None or keys.credentials is None:
         return grpc.insecure_channel(address, options)

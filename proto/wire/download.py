@@ -1,4 +1,4 @@
-"""One unit's anchor on its way here: it goes on at the byte where it broke off, from anybody who has it."""
+"""Download of one unit's anchor: it continues at the byte where it broke off, from any sender."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ _MAX_WRONG = 3
 class Download:
     """Collects the answer to `request` in `into`, from one sender after another.
 
-    into: writable bytes with room for the largest answer. If request.offset is above 0, so many bytes of
-    the answer of request.version are in `into` already.
+    into: writable bytes with room for the largest answer. If request.offset is above 0, so many bytes of the
+    answer of request.version are in `into` already.
     """
 
     def __init__(self, request: hub_pb2.PullRequest, into: memoryview) -> None:
@@ -31,11 +31,12 @@ class Download:
 
     @property
     def room_bytes(self) -> int:
+        """Return the room in `into`."""
         return self._into.nbytes
 
     @property
     def request(self) -> hub_pb2.PullRequest:
-        """What to ask the next sender for."""
+        """Return the request for the next sender."""
         wanted = hub_pb2.PullRequest()
         wanted.CopyFrom(self._asked)
         wanted.offset = self.received
@@ -44,8 +45,11 @@ class Download:
         return wanted
 
     def take(self, messages: Iterator[bytes], moved: Callable[[int], None]) -> hub_pb2.PullHead:
-        """Take one sender's answer to `request`, up to its end; `moved` is told how many bytes came. Raises
-        Broken if it ends early or is damaged, and keeps what was right; HubRefused if it can never be."""
+        """Take one sender's answer to `request`, up to its end; `moved` is told how many bytes arrived.
+
+        Raises Broken if it ends early or is damaged, and keeps what was right; HubRefused if it can never
+        succeed.
+        """
         try:
             assembly = None
             for message in messages:
@@ -80,7 +84,7 @@ class Download:
         return frames.Assembly(head.num_bytes, limit_bytes=room, into=self._into, offset=offset)
 
     def _goes_on(self, head: hub_pb2.PullHead) -> bool:
-        """Whether `head` is of the answer of which there is a part already."""
+        """Return whether `head` belongs to the answer that is partly here."""
         if self._head is None:
             return head.version == self._asked.version
         return head == self._head

@@ -1,7 +1,7 @@
 """Arrays in chunks: `Chunk` of hub.proto without the copies that the generated class makes.
 
-The bytes on the wire are protobuf's, so either end may use the generated class instead. Sending copies the
-data once, into the message; a received chunk is a view of the bytes that gRPC has handed over.
+The bytes on the wire are those of protobuf, so either end may use the generated class instead. Sending copies
+the data once, into the message; a received chunk is a view of the bytes that gRPC has handed over.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,11 +23,11 @@ _MAX_VARINT_BYTES = 10
 
 
 class Short(ValueError):
-    """Not all has come. A link that was cut looks like a peer that has ended."""
+    """The array is incomplete. A cut link looks like a peer that has ended."""
 
 
 class Damaged(ValueError):
-    """Bits have changed on the way: sent again, it may be right. head: what came as the chunk's head."""
+    """Bits have changed on the way; a repetition may succeed. head: the chunk's head as it arrived."""
 
     def __init__(self, text: str, head: bytes = b"") -> None:
         super().__init__(text)
@@ -52,8 +52,10 @@ class Chunk:
 def chunks(
     head: bytes, data: memoryview, *, offset: int = 0, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[Chunk]:
-    """Cut `data` from byte `offset` on into chunks, which are views of it. The first one carries `head`, and
-    comes even if there is no data."""
+    """Yield `data` from byte `offset` on in chunks, which are views of it.
+
+    The first one carries `head`, and is sent even if there is no data.
+    """
     stop = max(data.nbytes, offset + 1)
     for start in range(offset, stop, chunk_bytes):
         piece = data[start : start + chunk_bytes]
@@ -62,7 +64,7 @@ def chunks(
 
 
 def pack(chunk: Chunk) -> bytes:
-    """`chunk` as a protobuf message, the same bytes that the generated class writes."""
+    """Return `chunk` as a protobuf message, the same bytes that the generated class writes."""
     parts: list[bytes | memoryview] = []
     if chunk.offset:
         parts.append(_varint(_OFFSET) + _varint(chunk.offset))
@@ -75,8 +77,11 @@ def pack(chunk: Chunk) -> bytes:
 
 
 def unpack(message: bytes) -> Chunk:
-    """The chunk in a protobuf message, as views of it. Fields come in any order and the last of each counts;
-    unknown ones are passed over. Raises ValueError if it is no message."""
+    """Return the chunk in a protobuf message, as views of it.
+
+    Fields come in any order and the last of each counts; unknown ones are skipped. Raises ValueError if it is
+    no message.
+    """
     view = memoryview(message)
     offset, crc = 0, 0
     data, head = view[:0], view[:0]
@@ -99,8 +104,9 @@ def unpack(message: bytes) -> Chunk:
 class Assembly:
     """An array that arrives in chunks, in order: nothing is believed before it is checked.
 
-    `num_bytes` is what the sender has declared; ValueError if it is above `limit_bytes`, before anything is
-    allocated. With `into`, the array is put there, of which the first `offset` bytes are there already.
+    `num_bytes` is what the sender has declared; raises ValueError if it is above `limit_bytes`, before
+    anything is allocated. With `into`, the array is put there, of which the first `offset` bytes are there
+    already.
     """
 
     def __init__(
@@ -120,8 +126,10 @@ class Assembly:
         self._begun = False
 
     def add(self, chunk: Chunk) -> None:
-        """Take the next chunk. Raises ValueError, and keeps nothing of it, if it is not the next one, is
-        damaged, too long or empty."""
+        """Take the next chunk.
+
+        Raises ValueError, and keeps nothing of it, if it is not the next one, is damaged, too long or empty.
+        """
         size = len(chunk.data)
         if chunk.offset != self.received:
             raise ValueError(f"a chunk at byte {chunk.offset}, where {self.received} is next")
@@ -137,15 +145,17 @@ class Assembly:
 
     @property
     def data(self) -> memoryview:
-        """The whole array. Raises ValueError as long as something is missing."""
+        """Return the whole array. Raises ValueError as long as something is missing."""
         if self.received < self.num_bytes:
             raise Short(f"ended after {self.received} of {self.num_bytes} bytes")
         return self._buffer
 
 
 def receive(messages: Iterator[bytes], begin: Callable[[bytes], Assembly]) -> memoryview:
-    """Put an array together from all `messages`; `begin` reads the head and says what is to come. Raises
-    ValueError for whatever is not as declared, and what `messages` raises."""
+    """Return the array assembled from all `messages`; `begin` reads the head and says what is to come.
+
+    Raises ValueError for anything that is not as declared, and what `messages` raises.
+    """
     first = unpack(next(messages, b""))
     if not first.head:
         raise ValueError("the first chunk has no head")
@@ -167,7 +177,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
-    """The number that starts at `at`, and where it ends."""
+    """Return the number that starts at `at`, and where it ends."""
     value = 0
     for place in range(_MAX_VARINT_BYTES):
         if at + place >= len(view):
@@ -180,7 +190,7 @@ def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
 
 
 def _field(view: memoryview, at: int, tag: int) -> tuple[int, int, int]:
-    """Where the field's bytes start and end, and its value if it is a number."""
+    """Return where the field's bytes start and end, and its value if it is a number."""
     kind = tag & 7
     value = 0
     if not 8 <= tag < 2**32:

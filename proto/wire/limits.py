@@ -1,4 +1,4 @@
-"""What one peer may take of a server: calls per second, and bytes under way."""
+"""Limits per peer of a server: calls per second, and bytes under way."""
 
 import threading
 from collections import OrderedDict
@@ -35,7 +35,7 @@ class Rates:
         self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
 
     def allow(self, key: Hashable) -> bool:
-        """Take one of `key`'s tokens, if it has one."""
+        """Take one of `key`'s tokens and return True, or return False if there is none."""
         with self._lock:
             now_s = self._clock()
             tokens, then_s = self._buckets.pop(key, (self._burst, now_s))
@@ -48,7 +48,7 @@ class Rates:
 
 
 class Budget:
-    """Bytes that may be under way at a time. One alone always may, however large it is."""
+    """Bytes that may be under way at a time. A single transfer is always allowed, however large it is."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -56,12 +56,13 @@ class Budget:
         self.taken = 0
 
     def take(self, num_bytes: int) -> bool:
-        """Reserve, if there is room. Who got true gives it back."""
+        """Reserve bytes and return True if there is room; then `give` must return them."""
         with self._lock:
             fits = self.taken == 0 or self.taken + num_bytes <= self._num_bytes
             self.taken += num_bytes * fits
         return fits
 
     def give(self, num_bytes: int) -> None:
+        """Return reserved bytes."""
         with self._lock:
             self.taken -= num_bytes

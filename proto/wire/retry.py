@@ -1,4 +1,4 @@
-"""Trying again: what may become right by itself, for how long, and what a person is told in the end."""
+"""Retries: which errors may pass, for how long to try, and what a person is told in the end."""
 
 from collections.abc import Callable
 from time import monotonic
@@ -31,11 +31,11 @@ _HUNG_UP = ("Socket closed", "Connection reset", "Stream removed", "GOAWAY")
 
 
 class HubUnreachable(TimeoutError):
-    """Nothing, or nothing but `later`, came from an address until the deadline."""
+    """No answer came from an address until the deadline."""
 
 
 class HubRefused(Exception):
-    """An address has answered, and the answer is no."""
+    """The other side has answered, and refuses."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
@@ -44,11 +44,11 @@ class HubRefused(Exception):
 
 
 class Broken(Exception):
-    """An answer that broke off or was damaged on the way; as good as none."""
+    """An answer broke off or was damaged on the way."""
 
 
 class Patience:
-    """How long to go on: until nothing has moved for `still_s`, and no longer than `total_s` in all."""
+    """How long to retry: until nothing has moved for `still_s`, and no longer than `total_s` in all."""
 
     def __init__(self, still_s: float, total_s: float, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -58,16 +58,19 @@ class Patience:
         self._moved_s = clock()
 
     def moved(self) -> None:
-        """Something got through: it is worth going on."""
+        """Note progress: retrying is worthwhile."""
         self._moved_s = self._clock()
 
     @property
     def left_s(self) -> float:
-        """Seconds until the end, whatever moves."""
+        """Return the seconds until the end, whatever moves."""
         return self._end_s - self._clock()
 
     def pause_s(self, random: float) -> float | None:
-        """How long to wait before the next try (exponential, full jitter; random in [0, 1)); None: enough."""
+        """Return the pause before the next try (exponential, full jitter; random in [0, 1)).
+
+        None to give up.
+        """
         longest_s = min(_FIRST_PAUSE_S * 2 ** min(self._tries, 8), _LONGEST_PAUSE_S)
         self._tries += 1
         after_s = self._clock() + random * longest_s
@@ -76,7 +79,7 @@ class Patience:
 
 
 def is_final(error: grpc.RpcError) -> bool:
-    """Whether the same call can only end the same way."""
+    """Return whether the same call can only end the same way."""
     text = error.details() or ""
     return (
         error.code() not in _AGAIN or "larger than max" in text or any(sign in text for sign, _ in _REASONS)
@@ -84,7 +87,7 @@ def is_final(error: grpc.RpcError) -> bool:
 
 
 def why(error: grpc.RpcError, encrypted: bool) -> str:
-    """What went wrong, in words, as far as gRPC tells."""
+    """Return what went wrong, in words, as far as gRPC tells."""
     text = (error.details() or "no reason given").splitlines()[0]
     meanings = [meaning for sign, meaning in _REASONS if sign in text]
     if not meanings and error.code() is grpc.StatusCode.UNAVAILABLE and any(s in text for s in _HUNG_UP):

@@ -1,7 +1,7 @@
-"""Who may talk to a hub: TLS, one token for the run, and node certificates where they are asked for.
+"""Access to a hub: TLS, one token for the run, and node certificates where they are required.
 
-`aedit keys` (launch/cli/keys.py) writes the folders that are read here. Loopback is open without them; any
-other address is not, unless a person spells out that it shall be.
+`aedit keys` (launch/cli/keys.py) writes the folders that are read here. Loopback addresses need no keys; any
+other address does, unless the user passes --insecure.
 """
 
 import hmac
@@ -30,7 +30,7 @@ _Found: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """What a server asks of those who call it."""
+    """Credentials that a server requires of its callers."""
 
     credentials: grpc.ServerCredentials | None = None
     """None: plaintext."""
@@ -39,15 +39,18 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """What a caller shows, and by what it knows its server."""
+    """Credentials of a caller, and those by which it recognises its server."""
 
     credentials: grpc.ChannelCredentials | None = None
     """None: plaintext."""
 
 
 def server_keys(directory: Path, *, require_client_certificates: bool = False) -> ServerKeys:
-    """Let in who has the token in `directory`, over TLS; with `require_client_certificates` only nodes that
-    also have a certificate of the run's own authority. Raises UserError naming the file."""
+    """Return keys that admit callers with the token in `directory`, over TLS.
+
+    With `require_client_certificates` only nodes that also have a certificate of the run's own authority.
+    Raises UserError naming the file.
+    """
     pair = _pair(directory, SERVER)
     if require_client_certificates:
         credentials = grpc.ssl_server_credentials([pair], _read(directory / CA), require_client_auth=True)
@@ -57,8 +60,11 @@ def server_keys(directory: Path, *, require_client_certificates: bool = False) -
 
 
 def client_keys(directory: Path) -> ClientKeys:
-    """Call with the token in `directory`, and with its node certificate if it has one. Only a server that
-    the run's own authority has certified gets to see the token. Raises UserError naming the file."""
+    """Return keys with the token in `directory`, and its node certificate if it has one.
+
+    Only a server that the run's own authority has certified receives the token. Raises UserError naming the
+    file.
+    """
     key, certificate = _pair(directory, NODE) if (directory / f"{NODE}.key").exists() else (None, None)
     tls = grpc.ssl_channel_credentials(_read(directory / CA), key, certificate)
     token = grpc.access_token_call_credentials(_token(directory))
@@ -66,7 +72,7 @@ def client_keys(directory: Path) -> ClientKeys:
 
 
 def check_exposure(address: str, keys: ServerKeys | None, insecure: bool) -> None:
-    """Refuse to serve HOST:PORT to others than this machine without TLS and token, unless told to."""
+    """Raise UserError for serving other machines without TLS and token, unless `insecure` is true."""
     if insecure or is_loopback(address):
         return
     if keys is None or keys.credentials is None or not keys.interceptors:
@@ -78,7 +84,7 @@ def check_exposure(address: str, keys: ServerKeys | None, insecure: bool) -> Non
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach HOST:PORT. Host names but `localhost` may mean anything."""
+    """Return whether only this machine can reach HOST:PORT. Host names but `localhost` may mean anything."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -87,8 +93,7 @@ def is_loopback(address: str) -> bool:
 
 
 class TokenCheck(grpc.ServerInterceptor):
-    """Answers whoever lacks the token before anything of the server is reached: no method, no stream, no
-    health check, no reflection."""
+    """Interceptor that answers a caller without the token before anything of the server is reached."""
 
     def __init__(self, token: str) -> None:
         self._wanted = f"Bearer {token}".encode()
@@ -98,6 +103,7 @@ class TokenCheck(grpc.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], _Found],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Found:
+        """Return the handler of the call, or one that refuses it."""
         found = [v for k, v in handler_call_details.invocation_metadata or () if k == "authorization"]
         if len(found) == 1 and self._is_wanted(found[0]):
             return continuation(handler_call_details)
@@ -121,7 +127,7 @@ _WRONG_TOKEN = _refusing("wrong token: this run was made with other keys")
 
 
 def _pair(directory: Path, name: str) -> tuple[bytes, bytes]:
-    """Private key and certificate, which must not have expired: a TLS peer would only be cut off."""
+    """Return private key and certificate. Raises UserError if the certificate has expired."""
     key, certificate = _read(directory / f"{name}.key"), _read(directory / f"{name}.crt")
     path = directory / f"{name}.crt"
     try:

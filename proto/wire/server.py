@@ -1,4 +1,4 @@
-"""A gRPC server that people can look into with the usual tools: health and reflection are on."""
+"""A gRPC server that the usual tools can inspect: health and reflection are on."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +31,7 @@ _MAX_CALLS = 4096
 
 
 class Server:
-    """Serves from the moment it is made until `stop`. Raises UserError if the address cannot be had.
+    """Serves from its creation until `stop`. Raises UserError if the address is not available.
 
     address: HOST:PORT; port 0 takes a free one, which `port` and `address` then tell.
     """
@@ -39,7 +39,7 @@ class Server:
     def __init__(
         self, services: Sequence[Service], address: str, *, keys: ServerKeys | None = None, threads: int = 8
     ) -> None:
-        """`threads` serve what has none of its own: health, reflection, and services without `pools`."""
+        """Start serving. `threads` serve health, reflection, and services without `pools`."""
         keys = keys or ServerKeys()
         pool = ThreadPoolExecutor(threads, "serve")
         self._pools = [pool, *(p for service in services for p in service.pools)]
@@ -84,8 +84,10 @@ def serve(
     limits: Limits | None = None,
     threads: int = 16,
 ) -> Server:
-    """Let nodes, standbys and readers reach `core` at HOST:PORT. `threads`: pushes, and as many pulls, at a
-    time. Raises UserError if the address cannot be had."""
+    """Serve `core` to nodes, standbys and readers at HOST:PORT.
+
+    `threads`: pushes, and as many pulls, at a time. Raises UserError if the address is not available.
+    """
     return Server(hub_services(core, limits or Limits(), threads), address, keys=credentials)
 
 

@@ -1,5 +1,8 @@
-"""A hub's gRPC services over `HubCore`: limits are kept, and nothing is believed of a message, before the
-core sees it; what goes wrong in here is logged here, and the peer gets one line."""
+"""The gRPC services of a hub over `HubCore`.
+
+Limits are kept, and messages are checked, before the core sees them. Errors are logged here, and the peer
+gets one line.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +26,7 @@ Pull = Callable[[hub_pb2.PullRequest], tuple[hub_pb2.PullHead, memoryview]]
 
 
 class Refusal(Exception):
-    """What the peer must be told. hub.proto says what a node makes of each code."""
+    """An answer that refuses a call. hub.proto says how a node reacts to each code."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
@@ -32,41 +35,58 @@ class Refusal(Exception):
 
 
 class HubCore(Protocol):
-    """What gRPC needs of a hub. Called by many threads at once; every method may raise `Refusal`."""
+    """The interface of a hub for gRPC. Called by many threads at once; every method may raise `Refusal`."""
 
-    def hello(self, request: hub_pb2.HelloRequest) -> hub_pb2.HelloReply: ...
+    def hello(self, request: hub_pb2.HelloRequest) -> hub_pb2.HelloReply:
+        """Return the run's configuration."""
 
-    def join(self, request: hub_pb2.JoinRequest) -> hub_pb2.JoinReply: ...
+    def join(self, request: hub_pb2.JoinRequest) -> hub_pb2.JoinReply:
+        """Make the caller a member."""
 
-    def heartbeat(self, request: hub_pb2.HeartbeatRequest) -> hub_pb2.News: ...
+    def heartbeat(self, request: hub_pb2.HeartbeatRequest) -> hub_pb2.News:
+        """Take a report and return the news."""
 
-    def lease(self, request: hub_pb2.LeaseRequest) -> hub_pb2.LeaseReply: ...
+    def lease(self, request: hub_pb2.LeaseRequest) -> hub_pb2.LeaseReply:
+        """Return new blocks of sample positions."""
 
-    def leave(self, request: hub_pb2.LeaveRequest) -> hub_pb2.LeaveReply: ...
+    def leave(self, request: hub_pb2.LeaveRequest) -> hub_pb2.LeaveReply:
+        """Take the caller out of the run."""
 
-    def take_over(self, request: hub_pb2.TakeOverRequest) -> hub_pb2.TakeOverReply: ...
+    def take_over(self, request: hub_pb2.TakeOverRequest) -> hub_pb2.TakeOverReply:
+        """Count a vote for this standby."""
 
     def max_push_bytes(self, unit: int) -> int:
-        """Most bytes that a push of this unit can have; asked before anything is allocated for one."""
+        """Return the largest size of a push of this unit; asked before anything is allocated for one."""
 
     def push(self, head: hub_pb2.PushHead, data: memoryview) -> hub_pb2.PushReply:
-        """`data`: head.num_bytes bytes, complete and undamaged, the core's own from now on: it may
-        release them."""
+        """Take a push. `data`.
+
+        Head.num_bytes bytes, complete and undamaged, owned by the core from now on.
+        """
 
     def garbled(self, head: hub_pb2.PushHead, reason: str) -> None:
-        """What came after `head` was damaged, or not what it says; `head` itself may be."""
+        """Note that what came after `head` was damaged, or not what it says; `head` itself may be."""
 
     def pull(self, request: hub_pb2.PullRequest) -> tuple[hub_pb2.PullHead, memoryview]:
-        """The whole answer, of which bytes from request.offset on are sent. If it is of another version than
-        request.version, all of it is. The bytes must not change as long as somebody holds the view."""
+        """Return the whole answer, of which bytes from request.offset on are sent.
 
-    def status(self, request: hub_pb2.StatusRequest) -> hub_pb2.StatusReply: ...
+        If it is of another version than request.version, all of it is. The bytes must not change while the
+        view is held.
+        """
+
+    def status(self, request: hub_pb2.StatusRequest) -> hub_pb2.StatusReply:
+        """Return the hub's status."""
 
     def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk]:
-        """Must yield at least every second, a chunk without data if there is nothing new: only then is it
-        found out that the standby has gone."""
+        """Yield the journal as it grows, at least once a second.
 
-    def confirm(self, request: hub_pb2.ConfirmRequest) -> hub_pb2.ConfirmReply: ...
+        A chunk without data if there is nothing new.
+
+        Only then is it noticed that the standby has gone.
+        """
+
+    def confirm(self, request: hub_pb2.ConfirmRequest) -> hub_pb2.ConfirmReply:
+        """Note what the standby has on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +99,26 @@ class Service:
 
 
 def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, ...]:
-    """Membership, Exchange and State. `threads`: pushes, and as many pulls, at a time; who waits for one of
-    them does not hold up the small calls."""
-    door = Door(limits)
+    """Return Membership, Exchange and State. `threads`: pushes, and as many pulls, at a time.
+
+    Calls that wait for one of them do not hold up the small calls.
+    """
+    handlers = CallHandlers(limits)
     small, pushes = ThreadPoolExecutor(8, "call"), ThreadPoolExecutor(threads, "push")
     pulls, tails = ThreadPoolExecutor(threads, "pull"), ThreadPoolExecutor(4, "tail")
     membership = {
-        "Hello": door.call(hub_pb2.HelloRequest, core.hello, small),
-        "Join": door.call(hub_pb2.JoinRequest, core.join, small),
-        "Heartbeat": door.call(hub_pb2.HeartbeatRequest, core.heartbeat, small),
-        "Lease": door.call(hub_pb2.LeaseRequest, core.lease, small),
-        "Leave": door.call(hub_pb2.LeaveRequest, core.leave, small),
-        "TakeOver": door.call(hub_pb2.TakeOverRequest, core.take_over, small),
+        "Hello": handlers.call(hub_pb2.HelloRequest, core.hello, small),
+        "Join": handlers.call(hub_pb2.JoinRequest, core.join, small),
+        "Heartbeat": handlers.call(hub_pb2.HeartbeatRequest, core.heartbeat, small),
+        "Lease": handlers.call(hub_pb2.LeaseRequest, core.lease, small),
+        "Leave": handlers.call(hub_pb2.LeaveRequest, core.leave, small),
+        "TakeOver": handlers.call(hub_pb2.TakeOverRequest, core.take_over, small),
     }
-    exchange = {"Push": door.push(core, pushes), "Pull": door.pull(core.pull, pulls)}
+    exchange = {"Push": handlers.push(core, pushes), "Pull": handlers.pull(core.pull, pulls)}
     state = {
-        "Status": door.call(hub_pb2.StatusRequest, core.status, small),
-        "Tail": door.tail(core, tails),
-        "Confirm": door.call(hub_pb2.ConfirmRequest, core.confirm, small),
+        "Status": handlers.call(hub_pb2.StatusRequest, core.status, small),
+        "Tail": handlers.tail(core, tails),
+        "Confirm": handlers.call(hub_pb2.ConfirmRequest, core.confirm, small),
     }
     return (
         Service("aedit.v1.Membership", membership, (small,)),
@@ -106,12 +128,12 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
 
 
 def donor_service(pull: Pull, limits: Limits, threads: int) -> Service:
-    """Exchange without Push: what a node serves that gives its anchors to others, `threads` at a time."""
+    """Return Exchange without Push, for a node that serves its anchors, `threads` at a time."""
     pulls = ThreadPoolExecutor(threads, "pull")
-    return Service("aedit.v1.Exchange", {"Pull": Door(limits).pull(pull, pulls)}, (pulls,))
+    return Service("aedit.v1.Exchange", {"Pull": CallHandlers(limits).pull(pull, pulls)}, (pulls,))
 
 
-class Door:
+class CallHandlers:
     """Makes gRPC handlers of plain functions: raw bytes are read here, under the limits."""
 
     def __init__(self, limits: Limits) -> None:
@@ -122,7 +144,7 @@ class Door:
         self._watch = Watch(limits.stall_s, limits.bytes_per_s)
 
     def call(self, kind: type[M], answer: Callable[[M], Message], pool: ThreadPoolExecutor) -> Handler:
-        """One message in, one out."""
+        """Return a handler with one message in and one out."""
 
         def behaviour(message: bytes, context: grpc.ServicerContext) -> bytes:
             with self._told(context, answer.__name__):
@@ -133,7 +155,7 @@ class Door:
         return grpc.unary_unary_rpc_method_handler(_in(pool, behaviour))
 
     def push(self, core: HubCore, pool: ThreadPoolExecutor) -> Handler:
-        """Chunks in; the core sees them when they are complete."""
+        """Return a handler for chunks in; the core sees them when they are complete."""
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
             with self._told(context, "push"), ExitStack() as held:
@@ -157,7 +179,7 @@ class Door:
         return grpc.stream_unary_rpc_method_handler(_in(pool, behaviour))
 
     def pull(self, pull: Pull, pool: ThreadPoolExecutor) -> Handler:
-        """The answer in chunks, from the byte on that was asked for."""
+        """Return a handler that sends the answer in chunks, from the requested byte on."""
 
         def behaviour(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._told(context, "pull"):
@@ -178,7 +200,7 @@ class Door:
         return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
 
     def tail(self, core: HubCore, pool: ThreadPoolExecutor) -> Handler:
-        """Messages out for as long as the peer is there."""
+        """Return a handler that streams messages for as long as the peer is there."""
 
         def behaviour(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
             with self._told(context, "tail"):
@@ -190,8 +212,11 @@ class Door:
         return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
 
     def _admit(self, request: Message, context: grpc.ServicerContext) -> None:
-        """Refuse whoever calls too often. A node is told apart by its host and what it says its index is, so
-        a liar takes from those of its own host."""
+        """Refuse a caller that calls too often.
+
+        A node is identified by its host and by the index that it claims, so that a liar takes only from those
+        of its own host.
+        """
         who = getattr(request, "who", None)
         node = who.node if who is not None and who.session and who.node < self._limits.nodes else None
         if not self._calls.allow((_host(context), node)):
@@ -200,7 +225,7 @@ class Door:
             )
 
     def _room(self, num_bytes: int, limit_bytes: int, held: ExitStack) -> frames.Assembly:
-        """Somewhere to put a push; its bytes count as under way until `held` ends."""
+        """Return a buffer for a push; its bytes count as under way until `held` ends."""
         assembly = frames.Assembly(num_bytes, limit_bytes=limit_bytes)
         if not self._budget.take(num_bytes):
             raise Refusal(
@@ -212,7 +237,7 @@ class Door:
 
     @contextmanager
     def _told(self, context: grpc.ServicerContext, what: str) -> Iterator[None]:
-        """Whatever goes wrong inside ends the call with a code and one line, and no more."""
+        """End the call with a code and one line if anything fails inside the block."""
         try:
             yield
         except grpc.RpcError:
@@ -230,14 +255,16 @@ class Door:
             context.abort(grpc.StatusCode.INTERNAL, f"{what} failed here: the log of this server says why")
 
     def _say(self, context: grpc.ServicerContext, what: str, error: Exception) -> None:
-        """Log what a peer has sent that cannot be, but let no peer fill the disk with it."""
+        """Log an invalid message, at a bounded rate, so that no peer can fill the disk."""
         if self._lines.allow(_host(context)):
             log.warning("%s from %s: %s", what, context.peer(), str(error))
 
 
 def _name(core: HubCore, heads: list[hub_pb2.PushHead], error: ValueError) -> None:
-    """Tell the core whose push was none. A head that is damaged too does no harm: it would have to name
-    another node and that node's secret."""
+    """Tell the core whose push was invalid.
+
+    A head that is damaged too does no harm: it would have to name another node and that node's secret.
+    """
     kind, claimed = ("damaged", error.head) if isinstance(error, frames.Damaged) else ("malformed", b"")
     with suppress(DecodeError, Refusal):
         core.garbled(heads[0] if heads else hub_pb2.PushHead.FromString(claimed), f"{kind}: {error}")
@@ -254,6 +281,6 @@ def _host(context: grpc.ServicerContext) -> str:
 
 
 def _in(pool: ThreadPoolExecutor, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-    """Let gRPC run `behaviour` by `pool`'s threads."""
+    """Let gRPC run `behaviour` in the threads of `pool`."""
     behaviour.experimental_thread_pool = pool  # type: ignore[attr-defined]
     return behaviour

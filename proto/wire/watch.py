@@ -1,5 +1,8 @@
-"""Ends streams that stand still. A deadline for the whole would have to be hours for an array of gigabytes,
-and keepalive says only that the peer's kernel is there."""
+"""End streams that stand still.
+
+A deadline for the whole would have to be hours for an array of gigabytes, and keepalive says only that the
+peer's kernel is there.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,7 +11,7 @@ from time import monotonic
 
 
 class Stream:
-    """One transfer under way. The thread that does it calls `moved`."""
+    """One transfer under way. Its thread calls `moved`."""
 
     def __init__(self, cancel: Callable[[], object], stall_s: float, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -20,12 +23,12 @@ class Stream:
         """It was ended for standing still."""
 
     def moved(self, num_bytes: int) -> None:
-        """So many more bytes have passed."""
+        """Note that so many more bytes have passed."""
         self.num_bytes += num_bytes
         self.last_s = self._clock()
 
     def due_s(self, bytes_per_s: float) -> float:
-        """When it is to be ended, if nothing more passes."""
+        """Return when it is to be ended, if nothing more passes."""
         paid_s = self.num_bytes / bytes_per_s
         return min(self.last_s, self.started_s + paid_s) + self._stall_s
 
@@ -64,7 +67,7 @@ class Watch:
                 self._wake.notify()
 
     def end_stalled(self) -> float:
-        """Cancel what is due; seconds until the next one may be."""
+        """Cancel what is due; return the seconds until the next one may be."""
         now_s = self._clock()
         with self._wake:
             due = {stream: stream.due_s(self._bytes_per_s) for stream in self._streams}

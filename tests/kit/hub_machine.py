@@ -7,9 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from aedit.async_sgd.hub.hub import Hub, HubPlan
+from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.joins import Joiner
 from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.saved import Saved
 from aedit.async_sgd.rules.config import (
     HubConfig,

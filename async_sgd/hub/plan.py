@@ -1,0 +1,25 @@
+"""The part of a run's configuration that decides what its hub does."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubPlan:
+    """The part of the run's configuration that a hub needs."""
+
+    hub: HubConfig
+    outer: OuterConfig
+    penalty: PenaltyConfig
+    every: float
+    """Length of a local phase, in steps or, with pace "seconds", in seconds."""
+    pace: Literal["steps", "dylu", "seconds"] = "dylu"
+    """What decides when a node pushes: `edit.schedule` of the run."""
+    steps: int
+    """The budget: inner steps per node, as the mean over those who are members."""
+    seconds: float | None = None
+    """The budget in time, if that is used up sooner."""
+    part: tuple[int, int] = (0, 1)
+    """(k, n): this hub owns the units i with i % n == k."""
