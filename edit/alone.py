@@ -15,9 +15,11 @@ class Here(Pending[T]):
         self._make = make
 
     def done(self) -> bool:
+        """Return True."""
         return True
 
     def result(self) -> T:
+        """Return the answer."""
         return self._make()
 
 
@@ -28,7 +30,9 @@ class OwnNotes:
         self._notes: dict[str, str] = {}
 
     def post(self, key: str, text: str) -> None:
+        """Keep the first text under a key."""
         self._notes.setdefault(key, text)
 
     def read(self, key: str) -> str | None:
+        """Return the text under `key`, or None."""
         return self._notes.get(key)

@@ -1,4 +1,4 @@
-"""A unit's canonical form: its parameters in registration order, whole, row-major, fp32, end to end.
+"""Canonical form of a sync unit: its parameters in registration order, whole, row-major, as one fp32 vector.
 
 Nodes with any number of ranks agree on it, and each rank knows which slices of it are its own.
 """
@@ -27,9 +27,9 @@ def _tensors(unit: SyncUnit) -> tuple[TensorLayout, ...]:
 
 
 def owned(unit: SyncUnit, shards: Shards) -> list[slice]:
-    """Where this rank's part of `unit`, as `SyncUnit.flat` orders it, lies in the canonical vector.
+    """Return the slices of the canonical vector that this rank holds, in the order of `SyncUnit.flat`.
 
-    Neighbours are one slice: a node of one rank has one per unit. Raises ValueError if a parameter is
+    Adjacent slices are joined: a node of one rank has one per unit. Raises ValueError if a parameter is
     sharded over anything but its first dimension.
     """
     found: list[slice] = []
@@ -45,7 +45,7 @@ def owned(unit: SyncUnit, shards: Shards) -> list[slice]:
 
 
 def _rows(p: nn.Parameter, name: str, shards: Shards) -> slice:
-    """This rank's elements of `p`: whole rows, as `torch.chunk` deals them out, perhaps none."""
+    """Return this rank's elements of `p`: whole rows, as `torch.chunk` distributes them, perhaps none."""
     if not isinstance(p, DTensor) or shards.size == 1:
         return slice(0, p.numel())
     if not p.placements[0].is_shard(0):
@@ -69,16 +69,16 @@ class SharedVector:
         self._copied: torch.cuda.Event | None = None
 
     def read(self) -> Tensor:
-        """The slices as one vector on the device. On a CPU node of one rank it shares the memory."""
+        """Return the slices as one vector on the device. On a CPU node of one rank it shares the memory."""
         parts = [part.to(self._device, non_blocking=True) for part in self._parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def target(self) -> Tensor | None:
-        """Where `write` would put everything, if a kernel can write there itself."""
+        """Return the tensor that `write` would fill, if a kernel can write there itself; else None."""
         return self._parts[0] if len(self._parts) == 1 and self._stream is None else None
 
     def write(self, flat: Tensor) -> None:
-        """Put `flat` there. From a GPU it is under way when this returns; see `written`."""
+        """Write `flat`. From a GPU the copy may still be under way when this returns; see `written`."""
         sizes = [part.numel() for part in self._parts]
         if self._stream is None:
             for part, values in zip(self._parts, torch.split(flat, sizes), strict=True):
@@ -92,12 +92,12 @@ class SharedVector:
             self._copied = self._stream.record_event()
 
     def written(self) -> bool:
-        """Whether the last `write` is complete. Never blocks."""
+        """Return whether the last `write` is complete. Never blocks."""
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
 
 def pin(arrays: Sequence[NDArray[np.float32]]) -> None:
-    """Let a GPU copy from and to `arrays` without the host's help.
+    """Pin `arrays`, so that a GPU copies from and to them asynchronously.
 
     Where the driver refuses (a limit on locked memory), copies are slower and nothing else changes.
     """

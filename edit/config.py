@@ -1,4 +1,4 @@
-"""What one node does between rounds and at a round. Imports no torch."""
+"""Configuration of a node between rounds and at a round. Imports no torch."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,7 +9,7 @@ from aedit.types import check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditConfig:
-    """When nodes exchange, what travels together, and when it lands."""
+    """When nodes exchange, which parameters form a unit, and when a unit lands."""
 
     schedule: Literal["steps", "seconds", "dylu"] = "steps"
     """`steps` is EDiT: a round every so many inner steps; `seconds` is A-EDiT: each node at its own pace,

@@ -1,9 +1,9 @@
-"""Which of a node's own pseudo-gradient norms are too large to be believed.
+"""Detect pseudo-gradient norms of a node that are too large to be believed.
 
-G_L: this node's norms, one per unit (L units), float64 on CPU. Detectors are pure: a history goes in with
-the new norms and comes out with the believed ones added. What is distrusted teaches nothing, and NaN or
-Inf never enters a history; but `patience` finite outliers in a row are a new normal, and the history
-starts anew from them.
+G_L: this node's norms, one per unit (L units), float64 on CPU. Detectors are pure functions: they take a
+history and the new norms and return the history with the believed ones added. A distrusted norm is not added,
+and NaN or Inf never enters a history; but after `patience` finite outliers in a row the history starts anew
+from them.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ RECENT = 5
 
 @dataclass(frozen=True, slots=True)
 class NormHistory:
-    """What a detector remembers. W: rounds kept, newest last, nan where there is none yet."""
+    """History of a detector. W: rounds kept, newest last, nan where there is none yet."""
 
     norms_WL: Tensor
     mean_L: Tensor
@@ -34,17 +34,17 @@ class NormHistory:
 
     @classmethod
     def empty(cls, num_units: int, window: int) -> "NormHistory":
+        """Return a history without rounds."""
         # Each a tensor of its own: a checkpoint is read into them in place.
         zeros = [torch.zeros(num_units, dtype=torch.float64) for _ in range(4)]
         return cls(torch.full((window, num_units), torch.nan, dtype=torch.float64), *zeros)
 
 
 def robust_score(G_L: Tensor, history: NormHistory) -> Tensor:
-    """Log-norms against the median of the newest rounds.
+    """Return the distance of log-norms from the median of the newest rounds, in standard deviations.
 
-    The spread comes from differences of neighbouring rounds, so a steady decay does not widen it; only
-    believed norms are in the history, so the plain root mean square can be used, which needs fewer rounds
-    than a median.
+    The spread comes from differences of successive rounds, so a steady decay does not widen it; only believed
+    norms are in the history, so the root mean square can be used, which needs fewer rounds than a median.
     """
     x_WL = history.norms_WL.log()
     centre_L = x_WL[-RECENT:].nanquantile(0.5, dim=0)
@@ -57,13 +57,15 @@ def robust_score(G_L: Tensor, history: NormHistory) -> Tensor:
 
 
 def ema_score(G_L: Tensor, history: NormHistory) -> Tensor:
-    """The paper's z-test on raw norms with exponential running mean and variance (EDiT, arXiv:2412.07210,
-    eq. 2)."""
+    """Return the paper's z-score of raw norms: exponential running mean and variance (arXiv:2412.07210, eq.
+
+    2).
+    """
     return (G_L - history.mean_L) / history.var_L.sqrt().clamp(min=1e-12)
 
 
 def judge(G_L: Tensor, history: NormHistory, config: PenaltyConfig) -> tuple[Tensor, NormHistory]:
-    """The norms with every distrusted one set to inf, and the history that includes the believed ones."""
+    """Return the norms, inf where distrusted, and the history with the believed ones added."""
     finite_L = G_L.isfinite()
     distrusted_L = ~finite_L | _outliers(G_L, history, config)
     suspects_L = torch.where(distrusted_L & finite_L, history.suspects_L + 1, history.suspects_L * ~finite_L)
@@ -78,7 +80,7 @@ def judge(G_L: Tensor, history: NormHistory, config: PenaltyConfig) -> tuple[Ten
 
 
 def learned_only(new: NormHistory, old: NormHistory, units: list[int]) -> NormHistory:
-    """`new` for `units` and `old` for the rest."""
+    """Return `new` for `units` and `old` for the rest."""
     mask_L = torch.zeros(old.mean_L.numel(), dtype=torch.bool)
     mask_L[units] = True
     names = ("norms_WL", "mean_L", "var_L", "rounds_L", "suspects_L")

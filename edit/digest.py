@@ -1,5 +1,4 @@
-"""An 8-byte digest of a tensor, computed where the tensor is: equal bits give equal digests on every
-machine."""
+"""An 8-byte digest of a tensor, computed on its device: equal bits give equal digests on every machine."""
 
 import torch
 from torch import Tensor
@@ -10,8 +9,10 @@ _ODD = 0x1E3779B97F4A7C15
 
 @torch.no_grad()
 def digest(flat: Tensor) -> Tensor:
-    """0-dim int64 over the bits and the places of an fp32 vector. Sums wrap, so the order of adding cannot
-    matter."""
+    """Return a 0-dim int64 digest of the bits and places of an fp32 vector.
+
+    Sums wrap, so the order of additions cannot matter.
+    """
     if flat.numel() % 2 or flat.storage_offset() % 2:
         flat = torch.cat([flat, flat.new_zeros(flat.numel() % 2)])
     pairs = flat.view(torch.int64)  # two numbers at a time: half the work of a slow multiplication
@@ -24,6 +25,6 @@ def digest(flat: Tensor) -> Tensor:
 
 
 def halves(digest: int) -> tuple[float, float]:
-    """A digest as two numbers that float64 holds exactly."""
+    """Return a digest as two numbers that float64 holds exactly."""
     unsigned = digest & 0xFFFFFFFFFFFFFFFF
     return float(unsigned >> 32), float(unsigned & 0xFFFFFFFF)

@@ -41,15 +41,15 @@ class Flight:
 
     @property
     def landed(self) -> bool:
-        """Whether all of it has landed."""
+        """Return whether every unit of the round has landed."""
         buffers_landed = self.buffers is None or self.buffers.landed
         return buffers_landed and not self.sent and not self.unsent
 
 
 def note_answers(flights: Sequence[Flight], shards: Shards, step: int) -> list[Flight]:
-    """Note which answers are here on every rank of the node, and land buffers that are; at local step `step`.
+    """Note which answers are here on every rank of the node, and land buffers that are.
 
-    Returns the flights whose verdict has come. Never waits for another node.
+    Returns the flights whose round has been decided. step: the local step. Never waits for another node.
     """
     if not flights:
         return []

@@ -1,7 +1,7 @@
-"""When a node of a hub pushes: at its own pace, or when the hub says so.
+"""Schedules of a node with a hub: at its own pace, or when the hub opens a round.
 
 Rounds are numbered per node; no node waits for another one's. `LayerSync` does not ask while a unit of the
-next round is still under way, so all of these say "now" to whoever comes late.
+next round is still under way, so a late node gets a round at once.
 """
 
 import time
@@ -16,10 +16,10 @@ SILENCE = 2.0
 
 
 class OwnPace:
-    """A round `every` steps after the last one; with `news`, as many as the hub thinks right for this node
-    (DyLU, arXiv:2401.09135, section 5.2: the fastest does `every`, the others what they can in that time).
+    """A round `every` steps after the last one; with `news`, as many as the hub asks of this node.
 
-    share: of those steps; 1 / fragments if each round moves one of so many fragments.
+    DyLU (arXiv:2401.09135, section 5.2): the fastest node does `every` steps, the others what they can in
+    that time. share: of those steps; 1 / fragments if each round moves one of so many fragments.
     """
 
     def __init__(self, every: int, news: Callable[[], News] | None = None, *, share: float = 1.0) -> None:
@@ -28,17 +28,22 @@ class OwnPace:
         self.last_step = 0
 
     def due(self, step: int) -> Round | None:
+        """Return the round to open after local step `step`, or None."""
         told = self.news().pace_steps if self.news else 0
         steps = max(1, round((told or self.every) * self.share))
         return _now(self, step) if step - self.last_step >= steps else None
 
     def listen(self, notes: Notes) -> None:
+        """Do nothing: this schedule needs no agreement."""
         pass
 
 
 class HubPace:
-    """A round when the hub opens one, which it does every `every_s`; after `SILENCE` intervals without a word
-    from it, by the node's own clock. With fragments, those that are left follow at equal distances."""
+    """A round when the hub opens one, which it does every `every_s` seconds.
+
+    After `SILENCE` intervals without a report from the hub, the node's own clock decides. With fragments, the
+    remaining ones follow at equal distances.
+    """
 
     def __init__(
         self,
@@ -56,6 +61,7 @@ class HubPace:
         self._left = 0  # fragments whose turn comes before the hub's next round
 
     def due(self, step: int) -> Round | None:
+        """Return the round to open after local step `step`, or None."""
         news, now = self.news(), self.clock()
         if self._seen is None:  # rounds opened before this node came are not its own
             self._seen, self._opened_at = news.round, now
@@ -71,6 +77,7 @@ class HubPace:
         return _now(self, step)
 
     def listen(self, notes: Notes) -> None:
+        """Do nothing: the hub decides for all nodes."""
         pass
 
 

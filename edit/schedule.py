@@ -1,5 +1,7 @@
-"""When the next round is due. A schedule knows an injected monotonic clock and step numbers, and no
-tensors."""
+"""Schedules: when the next round is due.
+
+A schedule knows an injected monotonic clock and step numbers, no tensors.
+"""
 
 import time
 from collections.abc import Callable
@@ -10,25 +12,29 @@ from aedit.types import Round
 
 
 class Notes(Protocol):
-    """Where nodes read what one of them has decided: the notes of a transport."""
+    """Small messages by which nodes share decisions: the notes of a transport."""
 
-    def post(self, key: str, text: str) -> None: ...
+    def post(self, key: str, text: str) -> None:
+        """Post `text` under `key`; the first text under a key stays."""
 
-    def read(self, key: str) -> str | None: ...
+    def read(self, key: str) -> str | None:
+        """Return the text under `key`, or None."""
 
 
 class RoundSchedule(Protocol):
-    """Asked once after every inner step of a local phase; not while a hub has not answered for the units that
-    the next round would move."""
+    """The interface of a schedule, asked once after every inner step of a local phase.
+
+    Not asked while a hub has not answered for the units that the next round would move.
+    """
 
     last_id: int
     last_step: int
 
     def due(self, step: int) -> Round | None:
-        """The round to open after local step `step` (counted from 1), if it is time for one."""
+        """Return the round to open after local step `step` (from 1), or None."""
 
     def listen(self, notes: Notes) -> None:
-        """From now on agree with the other nodes through `notes`, if the schedule needs to agree at all."""
+        """Agree with the other nodes through `notes` from now on, if the schedule needs agreement."""
 
 
 class EverySteps:
@@ -40,18 +46,19 @@ class EverySteps:
         self.last_step = 0
 
     def due(self, step: int) -> Round | None:
+        """Return a round at every multiple of `every` steps."""
         return _next(self, step) if step % self.every == 0 else None
 
     def listen(self, notes: Notes) -> None:
+        """Do nothing: step counts are equal on all nodes."""
         pass
 
 
 class EverySeconds:
-    """A-EDiT: a round once `every` seconds have passed since the last one, each node being at a step of
-    its own.
+    """A-EDiT: a round once `every` seconds have passed since the last one; nodes may be at different steps.
 
-    Decided once: the first node to see the time pass posts a note, and a node opens a round when it sees
-    the note, whatever its own clock says. The clock is monotonic, so wall clocks may be wrong or jump.
+    Decided once: the first node to see the time pass posts a note, and a node opens a round when it sees the
+    note, whatever its own clock says. The clock is monotonic, so wall clocks may be wrong or jump.
     """
 
     def __init__(self, every: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,6 +70,7 @@ class EverySeconds:
         self._notes: Notes | None = None
 
     def due(self, step: int) -> Round | None:
+        """Return a round if the time has passed here or at another node."""
         now = self.clock()
         if self._last_at is None:  # the first local step, not the start of the warm-up
             self._last_at = now
@@ -72,6 +80,7 @@ class EverySeconds:
         return _next(self, step)
 
     def listen(self, notes: Notes) -> None:
+        """Share the decision with other nodes through `notes`."""
         self._notes = notes
 
     def _decided(self, time_is_up: bool) -> bool:
@@ -90,8 +99,10 @@ def _next(schedule: RoundSchedule, step: int) -> Round:
 
 
 def make_schedule(config: EditConfig) -> RoundSchedule:
-    """The schedule that `[edit]` names. With fragments each round moves one of them, so rounds come more
-    often."""
+    """Return the schedule that `[edit]` names.
+
+    With fragments each round moves one, so rounds are more frequent.
+    """
     match config.schedule:
         case "steps":
             return EverySteps(int(config.every) // config.fragments)

@@ -1,6 +1,7 @@
-"""The ranks of one node, seen as one: sums over their shards, and decisions that all of them share.
+"""The ranks of one node: sums over their shards, and decisions that all of them share.
 
-A node with one rank is the group of size 1, where a sum is the number itself: there is no other path for it.
+A node with one rank is a group of size 1, where a sum is the number itself: there is no other code path for
+it.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,12 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter: the shard of a DTensor, or the tensor itself. Shares memory with
-    it."""
+    """Return this rank's part of a parameter: the shard of a DTensor, or the tensor itself. Shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Shards:
-    """group: the ranks of this node, such as `mesh.get_group("shard")`; None is a node of one rank."""
+    """The ranks of this node. group: such as `mesh.get_group("shard")`; None is a node of one rank."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -27,18 +27,18 @@ class Shards:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank decides for its node."""
+        """Return whether this rank decides for its node."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Elementwise sum over the node's ranks, equal bits on all of them. `values` is not changed."""
+        """Return the elementwise sum over the node's ranks, equal bits on all. `values` is not changed."""
         if self.size > 1:
             values = values.clone()
             dist.all_reduce(values, group=self.group)
         return values
 
     def decide(self, numbers: Sequence[int]) -> list[int]:
-        """The leader's numbers, on every rank. Ranks never each compare their own clocks."""
+        """Return the leader's numbers, on every rank: ranks never compare their own clocks."""
         if self.size == 1:
             return list(numbers)
         said = torch.tensor(numbers, dtype=torch.int64, device=self._device)
@@ -46,7 +46,7 @@ class Shards:
         return [int(n) for n in said.tolist()]
 
     def all(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag, whether it is set on every rank of the node."""
+        """Return for each flag whether it is set on every rank of the node."""
         if self.size == 1 or not flags:
             return list(flags)
         count = torch.tensor([int(flag) for flag in flags], device=self._device)
@@ -59,12 +59,15 @@ class Shards:
 
 
 def control_device(group: dist.ProcessGroup | None) -> str:
-    """Where small numbers travel: over Gloo if the group has it, so that the GPU is not waited for."""
+    """Return the device for small numbers.
+
+    The CPU over Gloo if the group has it, so that no GPU is waited for.
+    """
     return "cpu" if "gloo" in str(dist.get_backend(group)) else "cuda"
 
 
 def shards_of(params: Sequence[Tensor]) -> Shards:
-    """The node that FSDP2 has split `params` over: one rank if they are plain tensors.
+    """Return the node that FSDP2 has split `params` over: one rank if they are plain tensors.
 
     Raises ValueError if they are split over more than one mesh axis.
     """

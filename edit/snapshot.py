@@ -24,8 +24,10 @@ _FIELDS = ("steps", "anchored", "round_id", "total_steps", "last_id", "last_step
 
 
 def tensors(sync: "LayerSync") -> dict[str, Tensor]:
-    """Return the exchange's tensors, with nothing under way. Views: save before the next step. With an
-    asynchronous exchange, something may be under way."""
+    """Return the exchange's tensors, with nothing under way. They are views: save before the next step.
+
+    With an asynchronous exchange, something may be under way.
+    """
     assert sync.free or not sync.in_flight, "land first: a snapshot holds no half round"
     return sync.exchange.state_dict()
 
@@ -52,7 +54,7 @@ def blank(sync: "LayerSync", saved: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def restore(sync: "LayerSync", loaded: dict[str, Tensor], saved: dict[str, Any]) -> list[Round]:
-    """Make `sync` what it was. Returns the rounds to open again once training goes on."""
+    """Restore `sync`. Returns the rounds to open again once training goes on."""
     sync.steps, sync.anchored = saved["steps"], saved["anchored"]
     sync.round_id, sync.total_steps = saved["round_id"], saved["total_steps"]
     sync.schedule.last_id, sync.schedule.last_step = saved["last_id"], saved["last_step"]

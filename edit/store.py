@@ -1,4 +1,4 @@
-"""Where anchors and outer states live between rounds: on the device, or in pinned host memory.
+"""Storage of anchors and outer states between rounds: on the device, or in pinned host memory.
 
 A unit is read once to measure its pseudo-gradient and once to step; with offload it is on the device only
 then.
@@ -20,36 +20,40 @@ class OuterStore(Protocol):
     """Anchor and outer state of every unit."""
 
     def ahead(self, i: int) -> None:
-        """Start to bring unit `i` to the device, if it is elsewhere. Never blocks the host."""
+        """Start to copy unit `i` to the device, if it is elsewhere. Never blocks the host."""
 
     def read(self, i: int) -> Kept:
-        """Unit `i` on the device, ready for the current stream. The tensors must not be changed."""
+        """Return unit `i` on the device, ready for the current stream. The tensors must not be changed."""
 
     def write(self, i: int, anchor: Tensor, state: OuterState[Tensor]) -> None:
         """Keep new values; the caller gives up the tensors. Never blocks the host."""
 
     def peek(self, i: int) -> Kept:
-        """Unit `i` where it lies, for a checkpoint; complete when this returns."""
+        """Return unit `i` where it is, for a checkpoint; complete when this returns."""
 
     def __len__(self) -> int: ...
 
 
 class DeviceStore:
-    """Everything stays where it was made."""
+    """Keeps everything on the device."""
 
     def __init__(self, kept: Iterable[Kept]) -> None:
         self._kept = list(kept)
 
     def ahead(self, i: int) -> None:
+        """Do nothing: everything is on the device."""
         pass
 
     def read(self, i: int) -> Kept:
+        """See `OuterStore.read`."""
         return self._kept[i]
 
     def write(self, i: int, anchor: Tensor, state: OuterState[Tensor]) -> None:
+        """See `OuterStore.write`."""
         self._kept[i] = (anchor, state)
 
     def peek(self, i: int) -> Kept:
+        """See `OuterStore.peek`."""
         return self._kept[i]
 
     def __len__(self) -> int:
@@ -57,7 +61,7 @@ class DeviceStore:
 
 
 class PinnedStore:
-    """Pinned host memory, allocated once, copied on a side stream.
+    """Keeps everything in pinned host memory, allocated once and copied on a side stream.
 
     Two units are on the device at most: the one in use and the one that comes next (double buffering).
     """
@@ -68,6 +72,7 @@ class PinnedStore:
         self._device: dict[int, Kept] = {}
 
     def ahead(self, i: int) -> None:
+        """See `OuterStore.ahead`."""
         if i in self._device or i >= len(self._host):
             return
         anchor, state = self._host[i]
@@ -75,6 +80,7 @@ class PinnedStore:
             self._device[i] = (anchor.cuda(non_blocking=True), state.map(lambda t: t.cuda(non_blocking=True)))
 
     def read(self, i: int) -> Kept:
+        """See `OuterStore.read`."""
         self.ahead(i)
         current = torch.cuda.current_stream()
         current.wait_stream(self._stream)
@@ -84,6 +90,7 @@ class PinnedStore:
         return anchor, state
 
     def write(self, i: int, anchor: Tensor, state: OuterState[Tensor]) -> None:
+        """See `OuterStore.write`."""
         self._device.pop(i, None)
         self._stream.wait_stream(torch.cuda.current_stream())
         host_anchor, host_state = self._host[i]
@@ -94,6 +101,7 @@ class PinnedStore:
                 device.record_stream(self._stream)
 
     def peek(self, i: int) -> Kept:
+        """See `OuterStore.peek`."""
         self._stream.synchronize()
         return self._host[i]
 

@@ -1,4 +1,4 @@
-"""What travels together: one transformer block each, and `rest` for what no block owns."""
+"""Sync units: parameters exchanged together, one transformer block each, and `rest` for all others."""
 
 from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -22,12 +22,14 @@ class WeightStates(Protocol):
         """Return the most exact value of `p` there is."""
 
     def shift(self, p: nn.Parameter, to: Tensor) -> None:
-        """Move everything else that has to stay where it is relative to `p`, which is about to become `to`,
-        this rank's part as a vector."""
+        """Move the other values that must keep their distance to `p`, which is about to become `to`.
+
+        to: this rank's part as a vector.
+        """
 
 
 class NoWeightStates:
-    """An optimizer that keeps none."""
+    """An optimizer whose state holds no weights."""
 
     def exact(self, p: nn.Parameter) -> Tensor:
         """Return `p`."""
@@ -38,8 +40,10 @@ class NoWeightStates:
 
 
 class SyncUnit:
-    """Trainable parameters that are exchanged together, as this rank holds them, and the module they land
-    before."""
+    """Trainable parameters that are exchanged together, as this rank holds them.
+
+    They land before `modules` run.
+    """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
@@ -58,17 +62,19 @@ class SyncUnit:
 
     @property
     def numel(self) -> int:
-        """Parameters of the whole unit, over all ranks of the node."""
+        """Return the number of elements of the whole unit, over all ranks of the node."""
         return sum(p.numel() for p in self.params)
 
     @torch.no_grad()
     def flat(self) -> Tensor:
-        """Return a new fp32 vector of this rank's part, parameters in registration order; of the optimizer's
-        master weights where it has them."""
+        """Return a new fp32 vector of this rank's part, parameters in registration order.
+
+        Of the optimizer's master weights where it has them.
+        """
         return torch.cat([local(self.states.exact(p)).reshape(-1).float() for p in self.params])
 
     def value(self) -> Tensor:
-        """What this node brings to the round under way: the snapshot, or the parameters as they are."""
+        """Return this node's values for the round under way: the snapshot, or the current parameters."""
         return self.flat() if self.sent is None else self.sent
 
     @torch.no_grad()
@@ -91,15 +97,17 @@ class SyncUnit:
 
     @torch.no_grad()
     def follow(self, anchor: Tensor) -> None:
-        """Move by what `anchor` is ahead of the snapshot, so that what was learned since then stays. Where
-        nothing was, the parameters become the anchor to the last bit."""
+        """Move by the difference of `anchor` and the snapshot, so that later inner steps stay.
+
+        Without later steps the parameters become the anchor to the last bit.
+        """
         assert self.sent is not None, "nothing is under way"
         now = self.flat()
         self.adopt(torch.where(now == self.sent, anchor, now + (anchor - self.sent)))
 
     @torch.no_grad()
     def gradient(self) -> Tensor:
-        """A new fp32 vector of this rank's gradients, zeros where there are none."""
+        """Return a new fp32 vector of this rank's gradients, zeros where there are none."""
         parts = (torch.zeros_like(local(p)) if p.grad is None else _dense(local(p.grad)) for p in self.params)
         return torch.cat([part.reshape(-1).float() for part in parts])
 
@@ -115,7 +123,7 @@ class SyncUnit:
                 local(p.grad).copy_(part.view_as(local(p.grad)))
 
     def split(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """`flat` cut into one vector per parameter."""
+        """Yield each parameter with its part of `flat`."""
         return zip(self.params, torch.split(flat, [local(p).numel() for p in self.params]), strict=True)
 
 
@@ -179,14 +187,19 @@ def _owners(model: nn.Module, units: list[SyncUnit]) -> Iterator[tuple[SyncUnit,
 
 
 def _holders(model: nn.Module, params: set[nn.Parameter]) -> list[nn.Module]:
-    """Modules inside `model` that hold any of `params` themselves: somebody may run them without running
-    `model`, which may even be a container that cannot run."""
+    """Return the modules inside `model` that hold any of `params` themselves.
+
+    A program may run them without running `model`, which may be a container that cannot run.
+    """
     return [m for m in model.modules() if m is not model and params & set(m.parameters(recurse=False))]
 
 
 def _gatherers(model: nn.Module, param_names: Iterable[str]) -> list[nn.Module]:
-    """Return the FSDP2 modules that gather these parameters: a unit must have landed before they do, and they
-    must gather anew afterwards, also if they keep what they gathered (`reshard_after_forward=False`)."""
+    """Return the FSDP2 modules that gather these parameters.
+
+    A unit must land before they gather, and they must gather anew afterwards, also if they keep what they
+    gathered (`reshard_after_forward=False`).
+    """
     sharded = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     found: set[str] = set()
     for name in param_names if sharded else ():
@@ -240,6 +253,5 @@ def _runs(module: nn.Module) -> bool:
 
 
 def fragment(round_id: int, P: int, num_units: int) -> tuple[int, ...]:
-    """Return the units of one round, every P-th: a fragment is spread over the depth (Streaming DiLoCo,
-    arXiv:2501.18512)."""
+    """Return the units of one round, every P-th: a fragment is spread over the depth (arXiv:2501.18512)."""
     return tuple(range((round_id - 1) % P, num_units, P))

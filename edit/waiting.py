@@ -1,4 +1,4 @@
-"""How a node waits for what others have to say: named, with a deadline, and with something else to do."""
+"""Waits of a node for other nodes: named, with a deadline, and with idle work meanwhile."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ class Waiter:
 
     @property
     def idle(self) -> IdleWork | None:
-        """The work that runs while the node waits."""
+        """Return the work that runs while the node waits."""
         return self._idle
 
     @idle.setter
@@ -45,13 +45,17 @@ class Waiter:
 
     @property
     def idle_used_s(self) -> float:
-        """Processor time in seconds that idle work has used while it was attached, as the work itself reports
-        it. Part of it may come from other waits of the node than those for rounds."""
+        """Return the processor time in seconds that idle work has used while it was attached.
+
+        The work itself reports it. Part of it may come from other waits of the node than those for rounds.
+        """
         return self._used_before_s + (self._idle.used_s if self._idle else 0.0)
 
     def wait(self, pending: Pending[T], flight: Flight | None = None, needed: int | None = None) -> T:
-        """The answer, on this rank as soon as it is there. needed: the position of other nodes that it takes;
-        None: they have reached it already."""
+        """Return the answer, on this rank as soon as it is there.
+
+        needed: the position that other nodes must reach for it; None: they have reached it already.
+        """
         if pending.done():
             return pending.result()
         with self._waiting(flight):
@@ -64,8 +68,11 @@ class Waiter:
     def wait_together(
         self, pending: Pending[T], what: str, *, flight: Flight | None = None, position: int = 0
     ) -> T:
-        """The answer, on all ranks of the node at one time, so that what breaks the wait off for one does so
-        for all. Raises `PeersMissing`, naming `what`, after `timeout_s`."""
+        """Return the answer, on all ranks of the node at one time.
+
+        So an interruption of the wait reaches all of them. Raises `PeersMissing`, naming `what`, after
+        `timeout_s`.
+        """
         if self.shards.all([pending.done()])[0]:
             return pending.result()
         give_up_at = self.clock() + self.timeout_s

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import psutil
 import pytest
-from kit.agents import SHAPES, MemoryHub, exchange, node, order, plan, until
+from kit.agents import SHAPES, MemoryHub, exchange, node, order, plan
+from kit.waiting import until
 
 from aedit.proto.agent.agent_link import AgentLost, attach
 from aedit.proto.agent.link import Progress

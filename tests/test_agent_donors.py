@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 import grpc
 import numpy as np
 import pytest
-from kit.agents import MemoryHub, exchange, node, plan, until
+from kit.agents import MemoryHub, exchange, node, plan
+from kit.waiting import until
 
 from aedit.proto.agent.donor import Donor
 from aedit.proto.wire import frames
@@ -60,7 +61,7 @@ def donors(hub, count, dies_at=None):
                 if dies and chunk.offset >= dies_at:
                     threading.Thread(target=servers[i].stop, args=(0,)).start()
                     context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
-                yield frames.pack(chunk)
+                yield frames.pack_chunk(chunk)
 
         return Service("aedit.v1.Exchange", {"Pull": grpc.unary_stream_rpc_method_handler(behaviour)})
 

@@ -4,8 +4,9 @@ import threading
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
-from kit.agents import node, order, plan, until
+from kit.agents import node, order, plan
 from kit.hub_processes import HubProcess, ending
+from kit.waiting import until
 
 from aedit.types import Verdict
 
@@ -57,7 +58,7 @@ def train(link, seed, merged, reached):
             kept[unit] += rng.integers(-8, 9, kept[unit].size)
             order(link, unit, seq, kept[unit], versions[unit])
         for unit in (0, 1):
-            answer = until(lambda u=unit, s=seq: link.answer(u, s), "an answer", deadline_s=60)
+            answer = until(lambda u=unit, s=seq: link.answer(u, s), "an answer", limit_s=60)
             assert answer.version >= versions[unit]
             versions[unit] = answer.version
             if answer.verdict == Verdict.MERGED:
@@ -93,7 +94,7 @@ def training(links, first):
 
 
 def after(reached, rounds):
-    until(lambda: reached[0] > rounds, "the rounds before the kill", deadline_s=60)
+    until(lambda: reached[0] > rounds, "the rounds before the kill", limit_s=60)
 
 
 def test_a_hub_that_is_killed_again_and_again_has_every_push_once(tmp_path):

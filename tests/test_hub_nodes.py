@@ -5,9 +5,10 @@ import threading
 import numpy as np
 import torch
 from dist_jobs.hub_node_jobs import agent_plan
-from kit.agents import MemoryHub, node, until
+from kit.agents import MemoryHub, node
 from kit.hub_process import real_hub
 from kit.nodes import UNITS, tower
+from kit.waiting import until
 
 from aedit.proto.wire import hub_pb2 as pb
 
@@ -66,7 +67,7 @@ def test_nodes_train_on_while_their_hub_is_away_and_nothing_is_lost(world):
     hub.broken = ["push after"]
 
     def outage():
-        until(lambda: len(hub.pushed) > 20, "twenty pushes", deadline_s=60)
+        until(lambda: len(hub.pushed) > 20, "twenty pushes", limit_s=60)
         address = hub.server.address
         hub.kill()
         hub.serve(address)
@@ -105,6 +106,6 @@ def _kill_twice(hub):
 
     for _ in range(2):
         before = grown()
-        until(lambda before=before: grown() > before + 5000, "the journal to grow", deadline_s=60)
+        until(lambda before=before: grown() > before + 5000, "the journal to grow", limit_s=60)
         hub.kill()
         hub.start()

@@ -11,7 +11,8 @@ import urllib.request
 import grpc
 import numpy as np
 import pytest
-from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, until, write_run
+from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, write_run
+from kit.waiting import until
 
 from aedit.launch.config.load import load
 from aedit.launch.config.method import method

@@ -12,6 +12,7 @@ from collections import Counter
 import psutil
 import pytest
 import torch
+from kit.waiting import until
 from transformers import AutoModelForCausalLM
 
 from aedit.launch.hub.replay import anchors_of, pushes_of
@@ -109,13 +110,6 @@ def ends_well(process):
     return out
 
 
-def until(true, what, limit_s=LIMIT_S):
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, f"waited {limit_s} s for {what}"
-        time.sleep(0.05)
-
-
 def steps_in(events, kind):
     return [event["step"] for event in events if event["event"] == kind]
 
@@ -145,12 +139,12 @@ def test_a_local_run_has_a_hub_and_a_torchrun_per_node_and_ends_with_a_report(pl
 def test_a_run_goes_on_when_its_hub_and_a_node_are_killed(place):
     place.configure(1500)
     run = place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs")
-    until(lambda: any(steps_in(place.events(n), "round") for n in (0, 1)), "the first round")
+    until(lambda: any(steps_in(place.events(n), "round") for n in (0, 1)), "the first round", LIMIT_S)
     (hub,) = place.processes("aedit.launch.cli hub")
     hub.kill()
-    until(lambda: place.processes("aedit.launch.cli hub") not in ([], [hub]), "the hub to be back")
+    until(lambda: place.processes("aedit.launch.cli hub") not in ([], [hub]), "the hub to be back", LIMIT_S)
     before = len(steps_in(place.events(1), "round"))
-    until(lambda: len(steps_in(place.events(1), "round")) > before, "node 1 to be answered again")
+    until(lambda: len(steps_in(place.events(1), "round")) > before, "node 1 to be answered again", LIMIT_S)
     assert len([event for event in place.events(1) if event["event"] == "start"]) == 1, (
         "not because of the hub"
     )
@@ -179,7 +173,7 @@ def test_nodes_join_with_an_address_and_keys_from_one_directory_and_all_leave_wi
     def rounds(index):
         return steps_in(place.events(index, here), "round")
 
-    until(lambda: rounds(0) and rounds(1), "a round of each")
+    until(lambda: rounds(0) and rounds(1), "a round of each", LIMIT_S)
     names = [(here / f"nodes/{index}/name").read_text() for index in (0, 1)]
     assert sorted(names) == sorted((here / "node_name").read_text().split())
     assert ends_well(place.aedit("status", *words[1:])).count("train") >= 2
@@ -215,10 +209,10 @@ def test_a_run_with_a_hub_starts_it_and_a_second_terminal_joins(place):
     address = told.split()[-1]
     assert f"hub at {address};" in told
     run_dir = place.directory / "runs" / "x"
-    until(lambda: steps_in(place.events(0), "round"), "a round of the first")
+    until(lambda: steps_in(place.events(0), "round"), "a round of the first", LIMIT_S)
     configuration = (run_dir / "run.toml").read_text()
     joined = place.aedit("join", address, f"--dir={place.directory}/runs", "--device=cpu")
-    until(lambda: steps_in(place.events(1), "round"), "a round of the second")
+    until(lambda: steps_in(place.events(1), "round"), "a round of the second", LIMIT_S)
     assert (run_dir / "run.toml").read_text() == configuration, "that of the run, not of the second node"
     for process in (run, joined):
         process.send_signal(signal.SIGINT)

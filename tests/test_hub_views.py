@@ -10,7 +10,8 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from kit.hub_processes import Client, HubProcess, ending, until, write_run
+from kit.hub_processes import Client, HubProcess, ending, write_run
+from kit.waiting import until
 from matplotlib import style as look
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kit.agents import until
 from kit.hub_process import real_hub
+from kit.waiting import until
 from torch import nn
 
 from aedit.edit.hub_exchange import HubExchange

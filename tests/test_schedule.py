@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 
 from aedit.edit.config import EditConfig
-from aedit.edit.schedule import EverySeconds, EverySteps
-from aedit.edit.sync import make_schedule
+from aedit.edit.schedule import EverySeconds, EverySteps, make_schedule
 from aedit.types import Round
 
 

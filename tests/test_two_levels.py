@@ -1,10 +1,9 @@
 """Two levels of hubs as real processes: what one region learns reaches the other one."""
 
-import time
-
 import pytest
 from benchmarks.kit.cluster import Field
 from benchmarks.kit.paced_node import PacedNode
+from kit.waiting import until
 
 from aedit.launch.hub.replay import anchors_of
 
@@ -26,13 +25,6 @@ def field(tmp_path):
     yield make
     for one in made:
         one.__exit__()
-
-
-def until(true, what):
-    deadline = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for {what}"
-        time.sleep(0.1)
 
 
 def region(field, name, parent):
@@ -58,7 +50,7 @@ def test_what_one_region_learns_reaches_the_other(field):
     first, second = region(field, "first", parent), region(field, "second", parent)
     first.start_node("one-0", prefers=3)
     second.start_node("two-0", prefers=5)
-    until(lambda: pushes(parent) >= [6, 6], "six pushes of both regions at the parent")
+    until(lambda: pushes(parent) >= [6, 6], "six pushes of both regions at the parent", LIMIT_S)
     assert set(first.end_nodes().values()) == set(second.end_nodes().values()) == {0}
     for one in (first, second, parent):
         one.end_hub()
@@ -74,11 +66,11 @@ def test_a_region_outlives_its_parent(field):
     parent.start_hub()
     one = region(field, "one", parent)
     one.start_node("one-0")
-    until(lambda: min(versions(parent), default=0) >= 2, "the region to be heard")
+    until(lambda: min(versions(parent), default=0) >= 2, "the region to be heard", LIMIT_S)
     parent.kill_hub()
     before = min(versions(one))
-    until(lambda: min(versions(one)) >= before + 30, "the region to go on alone")
+    until(lambda: min(versions(one)) >= before + 30, "the region to go on alone", LIMIT_S)
     parent.start_hub()
     known = min(versions(parent))
-    until(lambda: min(versions(parent)) >= known + 2, "the region to be heard again")
+    until(lambda: min(versions(parent)) >= known + 2, "the region to be heard again", LIMIT_S)
     assert one.nodes["one-0"].poll() is None

@@ -7,6 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from kit.waiting import until
 from kit.wire import MemoryCore, noise
 
 from aedit.proto.wire import frames, hub_pb2
@@ -72,7 +73,7 @@ def pushed(data, **fields):
 
 
 def packed(chunks):
-    return [frames.pack(chunk) for chunk in chunks]
+    return [frames.pack_chunk(chunk) for chunk in chunks]
 
 
 # --- what is right arrives
@@ -151,7 +152,7 @@ def test_pushes_that_wait_do_not_hold_up_a_beat(core):
         for thread in threads:
             thread.start()
         try:
-            until(lambda: core.calls == ["push", "push"])
+            until(lambda: core.calls == ["push", "push"], "both pushes")
             assert client.heartbeat(hub_pb2.HeartbeatRequest(steps=1), timeout_s=5).total_steps == 1
             assert core.pushes == {}
         finally:
@@ -237,7 +238,7 @@ def test_whose_push_was_damaged_or_malformed_is_told_to_the_hub(core, server):
 
 def test_a_push_above_the_units_size_is_refused_before_it_is_sent(server, core):
     core.limit_bytes = 1000
-    huge = frames.pack(next(frames.chunks(head(2**60).SerializeToString(), memoryview(b"1234"))))
+    huge = frames.pack_chunk(next(frames.chunks(head(2**60).SerializeToString(), memoryview(b"1234"))))
     assert raw_push(server, [huge]) == (
         grpc.StatusCode.INVALID_ARGUMENT,
         f"push: {2**60} bytes declared, at most 1000 are allowed",
@@ -249,7 +250,7 @@ def test_pushes_above_the_bytes_in_flight_come_again(core):
     with hub(core, Limits(in_flight_bytes=MIB)) as server, node(server) as first, node(server) as second:
         inside = threading.Thread(target=first.push, args=(head(MIB, unit=1), memoryview(bytes(MIB))))
         inside.start()
-        until(lambda: core.calls == ["push"])
+        until(lambda: core.calls == ["push"], "the push")
         code, said = raw_push(server, packed(pushed(b"12345678", unit=2)))
         assert (code.name, said) == (
             "RESOURCE_EXHAUSTED",
@@ -279,16 +280,6 @@ def test_a_node_that_calls_too_often_is_asked_to_wait_and_others_are_not(core):
         assert called(1) is None
         assert called(1) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "more than 0.001 calls a second")
         assert called(2) is None
-
-
-def until(condition, timeout_s=20.0):
-    """Ask again and again: for what another thread does."""
-    done = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if condition():
-            return
-        done.wait(0.01)
-    raise AssertionError("did not happen in time")
 
 
 def test_a_peer_that_stops_sending_is_ended(core):

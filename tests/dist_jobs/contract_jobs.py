@@ -5,6 +5,7 @@ import time
 
 import torch
 from kit import transport_contract
+from kit.waiting import until
 
 from aedit.proto.transports.c10d import TorchTransport
 from aedit.proto.transports.transport import PeersMissing
@@ -28,9 +29,7 @@ def wait_for_a_node_that_never_comes(rank, size, kind):
     transport.timeout_s = 0.5
     try:
         if rank == 0:  # it keeps the notes, so it must be the last to go
-            transport_contract.until(
-                lambda: all(transport.read(f"gave up/{n}") for n in range(1, size)), "the end"
-            )
+            until(lambda: all(transport.read(f"gave up/{n}") for n in range(1, size)), "the end")
             return None
         told = _wait_in_vain(transport, kind)
         transport.post(f"gave up/{rank}", "x")

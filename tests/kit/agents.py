@@ -2,7 +2,6 @@
 
 import hashlib
 import threading
-import time
 from contextlib import contextmanager
 
 import grpc
@@ -16,6 +15,7 @@ from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.server import serve
 from aedit.proto.wire.service import Refusal
 from aedit.types import TensorLayout, UnitLayout
+from kit.waiting import until
 
 SHAPES = (((3, 5), (7,)), ((5000,),))
 DEADLINE_S = 20.0
@@ -48,15 +48,6 @@ def node(made, *, ranks=1, mode="thread", start=None):
         yield link
     finally:
         link.stop()
-
-
-def until(ask, what, deadline_s=DEADLINE_S):
-    """Ask until there is an answer."""
-    end_s = time.monotonic() + deadline_s
-    while not (found := ask()):
-        assert time.monotonic() < end_s, f"waited {deadline_s} s for {what}"
-        time.sleep(0.002)
-    return found
 
 
 def exchange(link, unit, seq, value, base, *, steps=1):

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from aedit.proto.codecs.codecs import codec
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hello import PROTOCOL
+from kit.waiting import until
 
 LIMIT_S = 30.0
 
@@ -205,13 +205,6 @@ class Client:
 
 def numbers(unit, seq, numel):
     return np.random.default_rng([unit, seq]).standard_normal(numel, dtype=np.float32)
-
-
-def until(true, what, limit_s=LIMIT_S):
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, f"waited {limit_s:g} s for {what}"
-        time.sleep(0.01)
 
 
 def hello(address):

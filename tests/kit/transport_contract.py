@@ -4,19 +4,12 @@ It checks what it can see from one node and returns a tensor, which must have th
 """
 
 import math
-import time
 
 import torch
 
+from kit.waiting import until
+
 LIMIT_S = 10.0
-
-
-def until(true, what):
-    """Look until `true()`; nothing here may take longer than `LIMIT_S`."""
-    end = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < end, f"{what} did not happen"
-        time.sleep(0.0005)
 
 
 def numbers(node, size=6):
