@@ -26,7 +26,7 @@ from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
 from aedit.spec_rollout.learning.gate import Match, held_out_match
 from aedit.spec_rollout.learning.losses import PolicyEmbeddings
-from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.learning.packing import pack_samples
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 from benchmarks.policies import ROOT, Policy, load, prompts, ready
 
@@ -114,7 +114,7 @@ def train_drafter(
     while (share := (clock() - began) / (60 * recipe.minutes)) < 1:
         trainer.lr_factor = LOWEST_LR + (1 - LOWEST_LR) * 0.5 * (1 + math.cos(math.pi * share))
         trainer.step(_batch(learned, trainer.config.batch_pairs, rng), ends)
-    rows = [row.to(layer.gain.device) for row in pack(apart, trainer.config.row_pairs)]
+    rows = [row.to(layer.gain.device) for row in pack_samples(apart, trainer.config.row_pairs)]
     return layer, held_out_match(layer, rows, ends, JUDGED_DEPTH)
 
 
