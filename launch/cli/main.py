@@ -121,7 +121,7 @@ def _add_run(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
-    hub = _command(commands, "hub", "serve a run as its hub, which nodes join and leave at any time", _hub)
+    hub = _command(commands, "hub", "run the hub of a training run, which nodes join at any time", _hub)
     _with_flags(hub)
     _add_configs(hub)
     hub.add_argument(
@@ -301,9 +301,9 @@ def _export(options: Options) -> None:
 
 
 def _generate(options: Options) -> int:
-    from aedit.launch.cli.generate import Wanted, generate
+    from aedit.launch.cli.generate import GenerateRequest, generate
 
-    wanted = Wanted(
+    request = GenerateRequest(
         prompts=tuple(options.prompt),
         samples=options.samples,
         max_new_tokens=options.max_new_tokens,
@@ -314,7 +314,7 @@ def _generate(options: Options) -> int:
         arm=options.arm,
         drafter=options.drafter,
     )
-    return generate(options.place, wanted, compare=options.compare)
+    return generate(options.place, request, compare=options.compare)
 
 
 def _config_show(options: Options) -> None:
