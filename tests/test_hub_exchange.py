@@ -97,14 +97,14 @@ def test_a_refused_push_travels_again_with_what_was_learned_since():
     verdicts = iter([Verdict.REFUSED] * 4 + [Verdict.MERGED] * 100)
     hub, _, sync, _ = one_node(hub=Hub(judge=lambda push: next(verdicts)), model=round_numbers(tower()))
     rng, start, total, seen = torch.Generator().manual_seed(0), parameters(sync.model), {}, []
-    sync.on_round = lambda verdict, waited_s: seen.append(verdict)
+    sync.on_round = lambda outcome, waited_s: seen.append(outcome)
     with sync:
         for _ in range(9):
             total = plus(total, moved_step(sync, rng))
     assert [push.steps for push in hub.pushes] == [3] * 4 + [6] * 4 + [3] * 4
     assert [push.tokens for push in hub.pushes[:5]] == [30] * 4 + [60]
     assert [push.base for push in hub.pushes] == [1] * 8 + [2] * 4
-    assert [sorted(verdict.refused) for verdict in seen] == [
+    assert [sorted(outcome.refused) for outcome in seen] == [
         [0, 1, 2, 3],
         [],
         [],
@@ -140,7 +140,7 @@ def test_whom_the_hub_distrusts_adopts_the_anchor_and_forgets_its_moments():
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     sync = one_node(hub=Hub(judge=judge), model=model, inner=inner, every=4)[2]
     start, seen = parameters(model), []
-    sync.on_round = lambda verdict, waited_s: seen.append(verdict.distrusted)
+    sync.on_round = lambda outcome, waited_s: seen.append(outcome.distrusted)
     with sync:
         for batch in batches(0, 5):
             step(sync, inner, batch)
@@ -174,7 +174,7 @@ def test_many_steps_after_an_outage_are_believed_and_a_jump_is_not():
     """A drift of 1 per step: ten times the steps are ten times the norm, and honest."""
     hub, link, sync, _ = one_node(every=4, penalty=PenaltyConfig())
     seen, chance = [], random.Random(0)
-    sync.on_round = lambda verdict, waited_s: seen.append(verdict.distrusted)
+    sync.on_round = lambda outcome, waited_s: seen.append(outcome.distrusted)
 
     def drift(steps, size=1.0):
         for _ in range(steps):
