@@ -189,7 +189,7 @@ class MeanExchange:
         anchor = self.store.read(i)[0]
         value = self._pseudo_gradient(i, anchor) if weight > 0 else torch.zeros_like(anchor)
         mean = self.transport.weighted_mean(f"{outcome.round.id}/{self.units[i].name}", value, weight)
-        # The last round takes the mean as it is: no inner step follows that could correct overshooting momentum.
+        # The last round takes the mean as it is: no inner step follows to correct an overshoot.
         outer = Average() if outcome.all_leaving else self.outer
         nobody = i in self._open.nobody
         return Then(mean, lambda mean: self._step(i, mean, outer, nobody))

@@ -18,7 +18,7 @@ POLL_S = 0.005
 
 
 @dataclass(slots=True)
-class Place:
+class UnitProgress:
     """The state of one unit's exchange on this node."""
 
     anchors: SharedVector
@@ -50,10 +50,10 @@ class Sender(Protocol):
     timeout_s: float
 
 
-class Push(Pending[Tensor]):
+class PendingPush(Pending[Tensor]):
     """Push of one unit, `Pending` until the hub has decided; it is sent once the outbox is written."""
 
-    def __init__(self, sender: Sender, i: int, unit: SyncUnit, place: Place) -> None:
+    def __init__(self, sender: Sender, i: int, unit: SyncUnit, place: UnitProgress) -> None:
         self._sender, self._i, self._unit, self._place, self._seq = sender, i, unit, place, place.seq
         self._sent = False
         self.done()

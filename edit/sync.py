@@ -55,8 +55,8 @@ class LayerSync(Waiter):
         self.free = exchange.asynchronous
         if self.free and config.warmup_steps:
             raise ValueError(
-                f"edit.warmup_steps = {config.warmup_steps!r} must be 0 with a hub, whose nodes do not average "
-                "gradients: set it to 0"
+                f"edit.warmup_steps = {config.warmup_steps!r} must be 0 with a hub: its nodes do not "
+                "average gradients"
             )
         self.units: Sequence[SyncUnit] = find_units(model, config.units)
         if config.fragments > (most := len(self.units)):

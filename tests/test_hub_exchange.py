@@ -127,7 +127,7 @@ def test_the_first_nodes_parameters_are_the_anchors_and_later_nodes_adopt_them()
 
 
 def test_a_hub_has_no_synchronous_phase():
-    with pytest.raises(ValueError, match=r"edit\.warmup_steps must be 0"):
+    with pytest.raises(ValueError, match=r"edit\.warmup_steps = 5 must be 0"):
         one_node(warmup_steps=5)
 
 

@@ -43,7 +43,7 @@ class HubRefused(Exception):
         self.text = text
 
 
-class Broken(Exception):
+class TransferBroken(Exception):
     """An answer broke off or was damaged on the way."""
 
 
