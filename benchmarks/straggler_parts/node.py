@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange
 from aedit.edit.hub_exchange import HubExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.pace import make_pace
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig

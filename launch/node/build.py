@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.edit.agreement import compare
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import ModelConfig, RunConfig
 from aedit.launch.config.memory import check_memory

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from aedit.edit import snapshot
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.launch.data.order import SampleOrder, first_free
 from aedit.launch.node.checkpoint import Mark, NodeCheckpoints, read_meta

@@ -242,10 +242,10 @@ class TrainingNode:
 
     # -- records
 
-    def record_round(self, verdict: RoundOutcome, waited_s: float) -> None:
+    def record_round(self, outcome: RoundOutcome, waited_s: float) -> None:
         """Record a finished round. Called by `sync`."""
         sent = self.sync.exchange.bytes_sent
-        per_unit = dict(zip(verdict.units, range(len(verdict.units)), strict=True))
+        per_unit = dict(zip(outcome.units, range(len(outcome.units)), strict=True))
 
         def spread(values: tuple[float, ...]) -> list[float | None]:
             known = per_unit if values else {}  # a hub does not send weights to the nodes
@@ -253,23 +253,23 @@ class TrainingNode:
 
         self.recorder.event(
             "round",
-            id=verdict.round.id,
+            id=outcome.round.id,
             step=self.sync.steps,
-            steps=verdict.round.steps,
+            steps=outcome.round.steps,
             wait_s=round(waited_s, 6),
             bytes=sent - self.bytes_before,
-            norms=spread(verdict.norms),
-            weights=spread(verdict.weights),
-            distrusted=list(verdict.distrusted),
-            effective_nodes=spread(verdict.effective_nodes),
-            rolled_back=list(verdict.rolled_back),
-            refused=list(verdict.refused),
-            nodes=verdict.nodes,
-            total_steps=verdict.total_steps,
+            norms=spread(outcome.norms),
+            weights=spread(outcome.weights),
+            distrusted=list(outcome.distrusted),
+            effective_nodes=spread(outcome.effective_nodes),
+            rolled_back=list(outcome.rolled_back),
+            refused=list(outcome.refused),
+            nodes=outcome.nodes,
+            total_steps=outcome.total_steps,
         )
         self.bytes_before = sent
-        if verdict.healed_from is not None:
-            self.recorder.event("heal", round=verdict.round.id, from_node=verdict.healed_from)
+        if outcome.healed_from is not None:
+            self.recorder.event("heal", round=outcome.round.id, from_node=outcome.healed_from)
 
     def record_metrics(self) -> None:
         """Write one line of metrics. All ranks of the node together, as the loss is a mean over them."""

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.load import load
 from aedit.launch.data.tokenizer import load_tokenizer
