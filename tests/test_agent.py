@@ -1,4 +1,4 @@
-"""A node's agent takes pushes up and anchors down, and counts each push once, whatever happens to the hub."""
+"""Tests that a node's agent sends pushes and fetches anchors, and counts each push once if the hub fails."""
 
 import gc
 import math

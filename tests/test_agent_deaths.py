@@ -1,4 +1,4 @@
-"""Whoever dies between a trainer and its agent: the other one knows at once, and nothing stays behind."""
+"""Tests the death of a trainer or its agent: the other one notices at once, and no process stays behind."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ def hub():
 
 @contextlib.contextmanager
 def trainer(hub, kind=""):
-    """A process with an agent; all that is left of it is ended afterwards."""
+    """Yield a process with an agent; end all that is left of it afterwards."""
     words = [sys.executable, "-c", textwrap.dedent(TRAINER), to_json(plan([hub.server.address])), kind]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     family = []
@@ -124,7 +124,7 @@ def test_an_agent_that_cannot_go_on_says_why(hub):
 
 
 def test_what_only_the_person_can_mend_about_an_agent_is_not_a_death(hub, tmp_path):
-    """An AgentLost would have torchrun start the node again, with the same end."""
+    """An AgentLost would make torchrun start the node again, with the same result."""
     make_keys(tmp_path, ["127.0.0.1"])
     keys = str(tmp_path / "nodes")
     with (

@@ -1,4 +1,4 @@
-"""Corpus, packing and cache: every byte of every document, once, on one side."""
+"""Tests corpus, packing and cache: every byte of every document, once, on one side of the split."""
 
 import errno
 import hashlib
@@ -93,11 +93,11 @@ def test_rows_without_text_are_no_documents(tmp_path):
         ("a.csv", b"text", "a.csv has the unknown suffix '.csv'"),
         ("a.txt", b"\xff\xfe", "a.txt is not UTF-8 text"),
         ("a.py", b"# coding: nonsense\n", "a.py is not UTF-8 text"),
-        ("a.txt", b"", "holds no text"),
+        ("a.txt", b"", "contains no text"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2 is not JSON"),
         ("a.jsonl", b'{"txt": "x"}\n', "'text' is missing in .*a.jsonl:1"),
-        ("a.jsonl", b'{"text": 5}\n', "names a int in .*a.jsonl:1, not text"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1 holds half a surrogate"),
+        ("a.jsonl", b'{"text": 5}\n', "the field of .*a.jsonl:1 holds int, expected text"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1 contains an unpaired surrogate"),
         ("a.parquet", b"not parquet", "cannot read .*a.parquet"),
     ],
 )
@@ -188,7 +188,7 @@ def test_too_little_text_says_how_much_there_is_and_how_much_it_takes(tmp_path):
 
 
 def test_there_is_always_a_sample_to_evaluate_on(tmp_path):
-    """Of three texts none is below the share: the one with the smallest hash is held out, and only that."""
+    """None of three texts is below the share, so only the one with the smallest hash is held out."""
     texts = ["aa " * 8, "bb " * 8, "cc " * 8]
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)

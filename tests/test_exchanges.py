@@ -1,4 +1,4 @@
-"""An exchange of somebody's own, not derived from any of ours, is driven and saved like ours."""
+"""Tests that an exchange that derives from none of the package's is driven and saved like them."""
 
 import torch
 from kit.nodes import batches, in_threads, loss, parameters, tower
@@ -6,12 +6,13 @@ from kit.nodes import batches, in_threads, loss, parameters, tower
 from aedit.async_sgd.rules.outer import Nesterov
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import Exchange, MeanExchange
+from aedit.edit.exchange import Exchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 
 
 class Foreign:
-    """Has what the Exchange protocol names and nothing else, answered by a MeanExchange inside."""
+    """Exchange with only the names of the Exchange protocol; a MeanExchange inside answers."""
 
     _NAMES = frozenset(name for name in dir(Exchange) if not name.startswith("_"))
     asynchronous = False

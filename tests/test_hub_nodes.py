@@ -1,4 +1,4 @@
-"""Two nodes of one and two ranks, each with its agent, and a hub: everything between them is real."""
+"""Tests two nodes of one and two ranks, their agents and a hub over a real network."""
 
 import threading
 
@@ -22,7 +22,7 @@ def shapes():
 
 
 def whole(anchors):
-    """The hub's anchors by parameter name."""
+    """Return the hub's anchors by parameter name."""
     found = {}
     for names, unit_shapes, anchor in zip(UNITS.values(), shapes(), anchors, strict=True):
         parts = torch.from_numpy(np.array(anchor)).split([int(np.prod(shape)) for shape in unit_shapes])
@@ -44,7 +44,7 @@ def run_with(world, hub, rounds):
 
 
 def check_books(anchors, results):
-    """What the steps of all nodes added is in the anchors, to the last bit; no sample was drawn twice."""
+    """Check that the anchors have all nodes' steps, to the last bit, and that no sample was drawn twice."""
     one, two, other_rank = results
     ended = whole(anchors)
     for name, first in start().items():

@@ -1,4 +1,7 @@
-"""The hub as a process: killed at any moment it comes back with equal bits; what does not fit is refused."""
+"""Tests the hub as a process.
+
+Killed at any time it restarts with equal bits, and refuses what does not fit.
+"""
 
 import json
 import random
@@ -27,7 +30,7 @@ def start(tmp_path, *words, more="", file_limit=None, **values):
 
 
 def asking(settings):
-    """A greeting of another build that has these settings."""
+    """Return the hello request of another build with these settings."""
     return pb.HelloRequest(protocol=PROTOCOL, version="9.9", method=pb.Method(settings=settings))
 
 
@@ -214,7 +217,7 @@ def test_two_hubs_cannot_work_in_one_folder(tmp_path):
     with ending():
         second = subprocess.run(hub.process.args, capture_output=True, text=True, timeout=60)
         assert second.returncode == 2
-        assert "another hub works in" in second.stderr
+        assert "another hub is running in this folder" in second.stderr
         assert Client(hub.address).join().founder
 
 

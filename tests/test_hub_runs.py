@@ -1,4 +1,4 @@
-"""Whole runs with a hub, as a person starts them: real processes, torchrun and all."""
+"""Tests whole runs with a hub from the command line: real processes, with torchrun."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def free_port():
 
 
 class Place:
-    """A directory with a configuration, and the commands started there."""
+    """Directory with a configuration, and the commands started there."""
 
     def __init__(self, directory):
         self.directory, self.started = directory, []
@@ -77,7 +77,7 @@ class Place:
         return process
 
     def processes(self, *marks):
-        """Processes that have all of `marks` in their command."""
+        """Return the processes that have all of `marks` in their command line."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             line = " ".join(process.info["cmdline"] or [])
@@ -157,7 +157,10 @@ def test_a_run_goes_on_when_its_hub_and_a_node_are_killed(place):
 
 
 def test_nodes_join_with_an_address_and_keys_from_one_directory_and_all_leave_with_ctrl_c(place):
-    """The second of one directory is another node; a hub that hears Ctrl-C with its nodes hears them out."""
+    """A second node of one directory is another node.
+
+    A hub stopped by Ctrl-C waits for its nodes to leave.
+    """
     address, keys = f"127.0.0.1:{free_port()}", place.directory / "keys"
     ends_well(place.aedit("keys", keys, "--host=127.0.0.1"))
     place.configure(100_000, address=address)
@@ -195,7 +198,7 @@ def test_nodes_join_with_an_address_and_keys_from_one_directory_and_all_leave_wi
 
 
 def started_by(process, run_dir, index):
-    """Whether the node of this index is a descendant of the command."""
+    """Return whether the node of this index is a descendant of the command."""
     events = [json.loads(line) for line in (run_dir / f"nodes/{index}/events.jsonl").read_text().splitlines()]
     return any(
         child.pid == events[0]["pid"] for child in psutil.Process(process.pid).children(recursive=True)

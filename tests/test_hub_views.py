@@ -1,4 +1,4 @@
-"""What people see of a run with a hub: from folders written here by hand, and from a real hub."""
+"""Tests the views of a run with a hub, from folders written by the test and from a real hub."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from aedit.launch.cli import main
-from aedit.launch.rundir.hub_records import Hub, HubAt, gained, totals
+from aedit.launch.rundir.hub_records import HubRecords, HubSample, gained, totals
 from aedit.launch.rundir.reader import RunFollower, read_run
 from aedit.launch.views import hubview, plot, status
 from aedit.launch.views.bars import bytes_per_round
@@ -33,7 +33,7 @@ HUB_PLOTS = {"hub_nodes.png", "hub_traffic.png"}
 
 
 def node_at(index, steps, state="training", **changes):
-    """As a hub writes it: all counts follow from the steps."""
+    """Return a node's record as a hub writes it, with all counts computed from the steps."""
     told = {"busy_s": steps / 10, "wait_s": steps / 1000, "wire_s": steps / 20}
     told |= {"bytes_up": 100 * steps, "bytes_down": 300 * steps, "steps_per_s": 10.0, "pace_steps": 16}
     judged = {"weight": 0.5, "staleness": index, "accepted": steps // 8, "refused": {}, "loss": 2.0}
@@ -76,8 +76,11 @@ def node_files(run_dir, index, evaluations=()):
 
 
 def hub_run(tmp_path):
-    """Two nodes for 20 s: box-1's process begins anew at 10 s, box-2 is excluded, both leave; in the middle
-    the hub has just been restarted and has heard of nobody."""
+    """Write a run of two nodes over 20 s.
+
+    The process of box-1 restarts at 10 s, box-2 is excluded, and both leave. In the middle the hub has just
+    restarted and has no heartbeat yet.
+    """
     run_dir = tmp_path / "wide"
     lines = [line(t, [node_at(0, 10 * t), node_at(1, 5 * t)], [t, t + 1]) for t in range(1, 10)]
     silent = dict.fromkeys(("busy_s", "wait_s", "wire_s", "bytes_up", "bytes_down", "steps_per_s"), 0)
@@ -253,7 +256,7 @@ def test_plots_of_a_hub_have_something_on_them(tmp_path, few):
 
 
 def ticks(axis):
-    """Labels of the ticks within the view, with the offset that matplotlib may add to all of them."""
+    """Return the labels of the ticks in view, with the offset that matplotlib may add to all of them."""
     low, high = sorted(axis.get_view_interval())
     places = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
     return [label.get_text() for at, label in places if low <= at <= high], axis.get_offset_text().get_text()
@@ -294,7 +297,7 @@ def test_lines_of_another_kind_harm_nothing(tmp_path):
     write(tmp_path / "odd" / "hub", [*odd, line(4, [node_at(0, 8)], [2])])
     (hub,) = read_run(tmp_path / "odd").hubs
     assert hub.last.t == 4
-    assert totals([Hub((), ())]) is None
+    assert totals([HubRecords((), ())]) is None
 
 
 def test_a_real_hub_is_shown_followed_and_drawn(tmp_path, monkeypatch, capsys):
@@ -323,7 +326,7 @@ def test_a_real_hub_is_shown_followed_and_drawn(tmp_path, monkeypatch, capsys):
         assert "1 future" in capsys.readouterr().out
         node.leave()
         assert hub.stop() == 0
-    last = HubAt.of(json.loads((tmp_path / "run" / "hub" / "metrics.jsonl").read_text().splitlines()[-1]))
+    last = HubSample.of(json.loads((tmp_path / "run" / "hub" / "metrics.jsonl").read_text().splitlines()[-1]))
     assert last.nodes[0].state == "gone: left", "the last line is written at the end"
     (read,) = read_run(tmp_path / "run").hubs
     assert (read.last.nodes[0].steps, read.last.nodes[0].refused) == (40, {"future": 1})

@@ -1,4 +1,4 @@
-"""The library without the command line: five lines around somebody's own loop, against plain torch."""
+"""Tests the library without the command line: five lines in a plain loop, against plain torch."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aedit.async_sgd.rules.outer import Average
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.schedule import EverySteps
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import ModelConfig
@@ -24,9 +24,10 @@ JOBS = "tests/dist_jobs/library_jobs.py"
 
 
 def together(models, data, every, loss=loss, accumulate=1, config=None, wrap=None, after_step=None):
-    """Train one model per thread with the five lines; returns each node's parameters, sync and rounds.
+    """Train one model per thread with the five lines; return each node's parameters, sync and rounds.
 
-    wrap: what to make of a transport. after_step: called with the sync, the step and the node.
+    wrap: returns the transport to use for a given one. after_step: called with the sync, the step and the
+    node.
     """
     world = MemoryWorld(len(models), timeout_s=10)
 
@@ -37,7 +38,7 @@ def together(models, data, every, loss=loss, accumulate=1, config=None, wrap=Non
         exchange = MeanExchange(between, outer=Average(), penalty=PLAIN)
         try:
             sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySteps(every), config=config)
-            sync.on_round = lambda verdict, waited_s: rounds.append(verdict)
+            sync.on_round = lambda outcome, waited_s: rounds.append(outcome)
             with sync:
                 for batch in data[i]:
                     for part in batch.chunk(accumulate):
@@ -71,7 +72,7 @@ def test_five_lines_make_a_plain_mlp_a_node():
     results = together(replicas(model, 3), data, every=3)
     assert_same_bits(results)
     assert furthest(results[0][0], local_sgd(model, data, loss, every=3)) < 1e-6
-    assert [verdict.round.steps for verdict in results[0][2]] == [3, 3, 1]
+    assert [outcome.round.steps for outcome in results[0][2]] == [3, 3, 1]
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 1), (2, 1)])
@@ -94,7 +95,7 @@ def test_a_step_is_an_optimizer_step_whatever_the_number_of_micro_batches():
     model, data = Tower(), [batches(i, 4) for i in range(2)]
     results = together(replicas(model, 2), data, every=2, accumulate=4)
     assert furthest(results[0][0], local_sgd(model, data, loss, every=2)) < 1e-6
-    assert [verdict.round.steps for verdict in results[0][2]][:2] == [2, 2]
+    assert [outcome.round.steps for outcome in results[0][2]][:2] == [2, 2]
 
 
 class Recomputed(Tower):
@@ -133,7 +134,7 @@ def test_tied_embeddings_travel_once_and_stay_tied():
 
 
 class Adapted(nn.Module):
-    """As PEFT leaves a model: everything frozen but a little in every block, so the root trains nothing."""
+    """Model as PEFT leaves it: only a few parameters of each block are trainable, and none of the root."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +160,7 @@ def test_with_a_frozen_root_only_the_adapters_travel():
 
 
 class Parts(nn.ModuleDict):
-    """A root that is a container: it has no forward of its own, and nobody calls it."""
+    """Root module that is a container: it has no forward of its own and is never called."""
 
 
 def run_parts(parts, x):
@@ -237,8 +238,7 @@ def test_nodes_with_unequal_numbers_of_batches_end_together(counts):
 
 
 class Drift(nn.Module):
-    """Its gradient is its input, wherever its weight is: what a node learns does not depend on when rounds
-    land."""
+    """Model whose gradient is its input, whatever its weight: a node's steps do not depend on landings."""
 
     def __init__(self):
         super().__init__()
@@ -258,7 +258,7 @@ class Drifts(nn.Module):
 
 
 class Slow:
-    """A transport whose answers are noticed only when somebody has asked for them `asks` times."""
+    """Transport whose answers are done only after `asks` calls of `done`."""
 
     def __init__(self, transport, asks):
         self.transport, self.asks = transport, asks
@@ -310,7 +310,7 @@ def test_a_node_whose_anchors_differ_is_found_and_healed_at_the_next_round():
     data = [batches(i, 6) for i in range(3)]
     results = together(replicas(Tower(), 3), data, every=2, after_step=corrupt)
     assert_same_bits(results)
-    assert [[verdict.healed_from for verdict in rounds[:3]] for _, _, rounds in results] == [
+    assert [[outcome.healed_from for outcome in rounds[:3]] for _, _, rounds in results] == [
         [None, None, None],
         [None, None, None],
         [None, 0, None],

@@ -1,4 +1,4 @@
-"""The algorithm as a whole against plain torch and a second EDiT in float64 (tests/kit/oracle.py)."""
+"""Tests the whole algorithm against plain torch and a second EDiT in float64 (tests/kit/oracle.py)."""
 
 from copy import deepcopy
 from dataclasses import asdict
@@ -21,7 +21,7 @@ from kit.oracle import Rules, edit
 
 from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 
 JOBS = "tests/dist_jobs/oracle_jobs.py"
 GRID = [(nodes, ranks) for nodes in (1, 2, 3) for ranks in (1, 2)]
@@ -40,7 +40,7 @@ RULES = {
 
 
 def joined(shards, steps=STEPS):
-    """What one process trains on when it has the batches of all."""
+    """Return the batches of all nodes joined, for one process."""
     return [torch.cat(parts) for parts in zip(*(batches(seed, steps) for seed in range(shards)), strict=True)]
 
 
@@ -69,7 +69,7 @@ def test_averaging_every_step_is_one_process_with_the_joined_batch(nodes, inner,
 
 
 def script(nodes, seed=7):
-    """What the inner steps of each node add before each of the rounds, with faults that must be seen.
+    """Return what the inner steps of each node add before each round, with faults that must be detected.
 
     Round 8: node 0's first block goes astray. Round 11: every node's middle block does. Round 14: a NaN in
     the last block of the last node, in one number only.
@@ -99,7 +99,7 @@ def _go_astray(move, r, n, nodes):
 
 
 def expectation(moves, steps, rules):
-    """What the oracle says about every unit."""
+    """Return the oracle's result for every unit."""
     start = {name: p.detach().numpy() for name, p in tower().named_parameters()}
     steps_RN = np.array(steps).T
     return {
@@ -122,7 +122,7 @@ def penalty_of(rules):
 
 
 def check_against_the_oracle(runs, expected):
-    """runs: for every node what it has seen, round by round."""
+    """Compare `runs`, what every node recorded round by round, with the oracle."""
     for r in range(ROUNDS):
         assert len({seen[r].fingerprint for seen in runs}) == 1, f"replicas differ after round {r + 1}"
         for n, seen in enumerate(runs):
@@ -130,18 +130,18 @@ def check_against_the_oracle(runs, expected):
 
 
 def check_node(n, seen, landed):
-    verdict = seen.verdict
-    assert verdict.distrusted == tuple(i for i, unit in enumerate(landed) if not unit.trusted[n])
-    assert verdict.rolled_back == tuple(i for i, unit in enumerate(landed) if unit.rolled_back)
-    np.testing.assert_allclose(verdict.norms, [unit.norms[n] for unit in landed], rtol=1e-4)
-    np.testing.assert_allclose(verdict.weights, [unit.weights[n] for unit in landed], atol=2e-5)
-    np.testing.assert_allclose(verdict.effective_nodes, [unit.effective_nodes for unit in landed], rtol=1e-4)
+    outcome = seen.outcome
+    assert outcome.distrusted == tuple(i for i, unit in enumerate(landed) if not unit.trusted[n])
+    assert outcome.rolled_back == tuple(i for i, unit in enumerate(landed) if unit.rolled_back)
+    np.testing.assert_allclose(outcome.norms, [unit.norms[n] for unit in landed], rtol=1e-4)
+    np.testing.assert_allclose(outcome.weights, [unit.weights[n] for unit in landed], atol=2e-5)
+    np.testing.assert_allclose(outcome.effective_nodes, [unit.effective_nodes for unit in landed], rtol=1e-4)
     for unit, names in zip(landed, UNITS.values(), strict=True):
         np.testing.assert_allclose(flat(seen.parameters, names), unit.anchor, atol=5e-6)
 
 
 def check_that_it_is_a_test(nodes, expected):
-    """Everything that can happen has happened; otherwise the comparison would show nothing."""
+    """Check that every kind of event has occurred; otherwise the comparison would show nothing."""
     first, middle, last = expected["first"], expected["middle"], expected["last"]
     assert not first[7].trusted[0]
     assert first[7].trusted[1:].all()
@@ -175,7 +175,7 @@ def test_edit_over_twenty_rounds_is_the_oracles(nodes, kind):
 
 @pytest.fixture(scope="module", params=GRID, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def processes(request, world):
-    """nodes, ranks and what a run of all cases gave, by rank."""
+    """Return nodes, ranks and the results of a run of all cases, by rank."""
     nodes, ranks = request.param
     moves, steps = script(nodes)
     following = [

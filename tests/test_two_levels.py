@@ -1,4 +1,4 @@
-"""Two levels of hubs as real processes: what one region learns reaches the other one."""
+"""Tests two levels of hubs as real processes: one region's updates reach the other."""
 
 import pytest
 from benchmarks.kit.cluster import Field
@@ -13,7 +13,7 @@ NODE = PacedNode(hub="", name="", ledger="", units=2, numel=64, step_s=0.005, ev
 
 @pytest.fixture
 def field(tmp_path):
-    """Fields that end with the test."""
+    """Yield a function that starts fields, which end with the test."""
     made = []
 
     def make(name, more="", **changes):
@@ -39,7 +39,7 @@ def versions(one):
 
 
 def pushes(one):
-    """Accepted so far, of each node, from the least on; [] if there are not two yet."""
+    """Return the number of accepted pushes of each node, ascending; [] if there are not two nodes yet."""
     found = sorted(node["accepted"] for node in (one.status() or {"nodes": []})["nodes"])
     return found if len(found) == 2 else []
 

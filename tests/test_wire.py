@@ -1,4 +1,4 @@
-"""A hub over real sockets: calls, pushes and pulls arrive as they were sent, and what is wrong is refused."""
+"""Tests a hub over real sockets: calls, pushes and pulls arrive as sent, and invalid ones are refused."""
 
 import threading
 from contextlib import contextmanager
@@ -59,7 +59,7 @@ def head(num_bytes, unit=1, seq=1, **fields):
 
 
 def raw_push(server, messages, timeout_s=10.0):
-    """What a peer gets that sends these bytes, whatever they are."""
+    """Return the answer to a peer that sends these bytes."""
     with channel(server.address, None) as line:
         try:
             return line.stream_unary("/aedit.v1.Exchange/Push")(iter(messages), timeout=timeout_s)
@@ -192,7 +192,7 @@ def without(chunks, i):
 
 
 def flipped(chunks, i):
-    """The chunks, one bit of number i's data another."""
+    """Return the chunks with one bit of chunk i flipped."""
     data = bytearray(chunks[i].data)
     data[len(data) // 2] ^= 4
     return [
@@ -231,7 +231,7 @@ def test_a_push_that_cannot_be_never_reaches_the_hub(core, server, messages, cod
 def test_whose_push_was_damaged_or_malformed_is_told_to_the_hub(core, server):
     for bad in (flipped(pushed(DATA), 0), flipped(pushed(DATA), 2), without(pushed(DATA), 1)):
         raw_push(server, packed(bad))
-    raw_push(server, packed(pushed(DATA)[:2]))  # as a link that was cut: nobody's violation
+    raw_push(server, packed(pushed(DATA)[:2]))  # as on a cut link: no violation
     seq = head(len(DATA)).seq
     assert core.calls == [("garbled", seq, why) for why in ("damaged", "damaged", "malformed")]
 

@@ -1,4 +1,4 @@
-"""Chunks are protobuf's bytes, and an array is believed only if every chunk of it is right."""
+"""Tests that chunks are protobuf's bytes, and that an array is accepted only if every chunk is right."""
 
 from zlib import crc32
 

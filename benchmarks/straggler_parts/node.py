@@ -1,8 +1,8 @@
-"""One node of the straggler benchmark with a hub: LayerSync, an agent, and steps of a fixed pace.
+"""Run one node of the straggler benchmark with a hub: LayerSync, an agent, and steps of a fixed pace.
 
     python -m benchmarks.straggler_parts.node '{"run_toml": ..., "hub": ..., "index": ..., ...}'
 
-Says "ready" when it is a member, walks when told "go", and prints its Walk as JSON.
+Says "ready" when it is a member, begins when it reads "go", and prints its Walk as JSON.
 """
 
 import json
@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange
 from aedit.edit.hub_exchange import HubExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.pace import make_pace
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load
-from aedit.launch.config.placement import Membership
+from aedit.launch.config.placement import JoinOptions
 from aedit.launch.node.build_hub import agent_plan
 from aedit.proto.agent.agent_link import AgentLink, start_agent
 from aedit.proto.agent.link import Progress
@@ -30,7 +30,7 @@ from benchmarks.kit.paced import Pace, Walk, tower, walk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one process is told."""
+    """Job of one process."""
 
     run_toml: str
     hub: str
@@ -65,7 +65,7 @@ def main(words: list[str]) -> int:
 
 
 def _solo(job: Job) -> Walk:
-    """The same node with nobody to wait for and no rounds."""
+    """Run the same node alone and without rounds."""
     model = tower()
     config = EditConfig(every=10**9)
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -75,7 +75,7 @@ def _solo(job: Job) -> Walk:
 
 
 def _link(job: Job, config: RunConfig, model: torch.nn.Module) -> AgentLink:
-    member = Membership(hub=job.hub, name=f"node-{job.index}", prefers=job.index)
+    member = JoinOptions(hub=job.hub, name=f"node-{job.index}", prefers=job.index)
     return start_agent(agent_plan(config, member, model, {}, 10**6), ranks=1)
 
 

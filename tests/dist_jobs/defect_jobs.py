@@ -8,14 +8,17 @@ from torch.distributed.fsdp import fully_shard
 
 from aedit.async_sgd.rules.outer import Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.schedule import EverySeconds, EverySteps
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.c10d import TorchTransport
 
 
 def follow(rank, size, moves, rounds):
-    """Scripted training of nodes of one rank: last parameters, their bits, rounds with distrust."""
+    """Run scripted training on nodes of one rank.
+
+    Return the last parameters, their bits and the distrusted rounds.
+    """
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("sync", "shard"))
     transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
     try:
@@ -24,7 +27,7 @@ def follow(rank, size, moves, rounds):
         )
     finally:
         transport.close()
-    distrusted = [r for r, one in enumerate(seen, 1) if one.verdict.distrusted]
+    distrusted = [r for r, one in enumerate(seen, 1) if one.outcome.distrusted]
     return seen[-1].parameters, seen[-1].fingerprint, distrusted
 
 
@@ -37,10 +40,10 @@ def sharded(mesh):
 
 
 def collectives_of_the_users_own(rank, size, nodes, timed, steps):
-    """Clocks that disagree ever more within a node, and a collective of the user's own in every step: over
-    the ranks of a node if rounds are timed, else over everybody.
+    """Train with clocks that drift apart within a node and a collective of the user's own in every step.
 
-    Returns the inner steps at which rounds were opened, and the final parameters.
+    The collective runs over the ranks of a node if rounds are timed, otherwise over all ranks. Returns the
+    inner steps at which rounds were opened, and the final parameters.
     """
     mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
     transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
@@ -68,7 +71,7 @@ def collectives_of_the_users_own(rank, size, nodes, timed, steps):
 
 
 class Ticking:
-    """A clock that moves when it is told to."""
+    """Clock that moves only when the test sets it."""
 
     def __init__(self, now):
         self.now = now
@@ -78,14 +81,17 @@ class Ticking:
 
 
 def accumulate_without_gradient_sync(rank, size, nodes, every, micro, steps):
-    """FSDP2 with gradients reduced at the last micro-batch only. Returns inner steps at every round."""
+    """Train with FSDP2 and gradients reduced at the last micro-batch only.
+
+    Return the inner step of every round.
+    """
     mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
     transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
     model = sharded(mesh)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = LayerSync.of(model, inner, exchange=MeanExchange(transport), config=EditConfig(every=every))
     rounds = []
-    sync.on_round = lambda verdict, waited_s: rounds.append(verdict.round.steps)
+    sync.on_round = lambda outcome, waited_s: rounds.append(outcome.round.steps)
     data = iter(batches(rank, steps * micro))
     with sync:
         for _ in range(steps):
@@ -101,14 +107,17 @@ def accumulate_without_gradient_sync(rank, size, nodes, every, micro, steps):
 
 
 def one_rank_goes_bad(rank, size, nodes):
-    """A NaN in the shard of one rank only, in the second round. Returns verdicts and final bits."""
+    """Put a NaN into the shard of one rank in the second round.
+
+    Return the round outcomes and the final bits.
+    """
     mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
     transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
     model = sharded(mesh)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = LayerSync.of(model, inner, exchange=MeanExchange(transport), config=EditConfig(every=2))
     rounds = []
-    sync.on_round = lambda verdict, waited_s: rounds.append((verdict.distrusted, verdict.weights))
+    sync.on_round = lambda outcome, waited_s: rounds.append((outcome.distrusted, outcome.weights))
     with sync:
         for step, batch in enumerate(batches(rank, 6)):
             loss(model, batch).backward()

@@ -1,4 +1,4 @@
-"""A node that has trained a little and saved, as `aedit run` does, for tests/test_export.py."""
+"""Jobs of tests/test_export.py: a node that trains briefly and saves as `aedit run` does."""
 
 from pathlib import Path
 
@@ -8,18 +8,18 @@ from torch.distributed.fsdp import fully_shard
 
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.load import load
 from aedit.launch.data.tokenizer import load_tokenizer
-from aedit.launch.node.checkpoint import Checkpoints
+from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.model import blocks, build_model, loss
 from aedit.launch.node.resume import training_state
 from aedit.proto.transports.memory import MemoryWorld
 
 
 def train_and_save(run_dir, node, mark, mesh=None, config=None):
-    """One checkpoint after a round and a step of its own; returns whole anchors and whole parameters."""
+    """Save one checkpoint after a round and one local step; return whole anchors and whole parameters."""
     described = load(Path(run_dir) / "run.toml", []).config
     tokenizer = load_tokenizer(described.data.tokenizer)
     model = build_model(described.model, tokenizer.vocab_size, described.data.seq_len, node, tokenizer.eos_id)
@@ -38,7 +38,7 @@ def train_and_save(run_dir, node, mark, mesh=None, config=None):
             inner.zero_grad()
             sync.step()
         directory = Path(run_dir) / "nodes" / str(node) / "checkpoints"
-        checkpoints = Checkpoints(directory, keep=2, shards=sync.shards)
+        checkpoints = NodeCheckpoints(directory, keep=2, shards=sync.shards)
         checkpoints.save(mark, training_state(sync), {"sync": snapshot.numbers(sync, [])})
         found = {name: whole(tensor) for name, tensor in snapshot.tensors(sync).items()}
     anchors = {name[len("anchor/") :]: t for name, t in found.items() if name.startswith("anchor/")}

@@ -1,4 +1,4 @@
-"""Going on with other nodes, or other ranks per node, than before: same anchors, no sample twice."""
+"""Tests resuming with other nodes or ranks per node: same anchors, no sample drawn twice."""
 
 import shutil
 import signal
@@ -17,7 +17,7 @@ def parameters(state):
 
 
 def leave_after_one_step(run, nodes, ranks, step):
-    """Resume and stop before any round: what was resumed from is in the checkpoint that this leaves."""
+    """Resume and stop before any round, so that the checkpoint left behind shows what was resumed from."""
     run.train(nodes, ranks, [deed(node, "drawing", step, "SIGTERM") for node in range(nodes)])
 
 
@@ -82,7 +82,7 @@ def test_a_node_cannot_join_during_the_warm_up(make_run):
     run.train(deeds=[deed(0, "drawn", 1, "SIGTERM")])
     nodes = run.start(3)
     assert nodes.wait(2) == 2
-    assert "aedit: round_000000_1 is from the warm-up" in nodes.log()
+    assert "aedit: round_000000_1: made during the warm-up" in nodes.log()
 
 
 def test_a_node_that_was_away_does_not_take_the_others_back(make_run):

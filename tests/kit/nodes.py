@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange, RoundOutcome
+from aedit.edit.exchange import RoundOutcome
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.shards import local
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.memory import MemoryWorld
@@ -41,24 +42,24 @@ UNITS = {
 
 
 def tower(seed=0):
-    """A Tower with bits of its own seed. Not for threads: the seed is the process's."""
+    """Return a Tower initialized from `seed`. Not for threads: the seed is the process's."""
     torch.manual_seed(seed)
     return Tower()
 
 
 def loss(model, batch):
-    """Mean squared error of the sum of five numbers' sines."""
+    """Return the mean squared error against the sum of five numbers' sines."""
     return (model(batch) - batch.sin().sum(-1, keepdim=True)).square().mean()
 
 
 def batches(seed, count, rows=4):
-    """`count` batches of `rows` x 5 numbers."""
+    """Return `count` batches of `rows` x 5 numbers."""
     rng = torch.Generator().manual_seed(seed)
     return [torch.randn(rows, 5, generator=rng) for _ in range(count)]
 
 
 def in_threads(nodes, job, *, timeout_s=20.0, wrap=lambda transport, node: transport):
-    """What `job(transport, node)` returned on each of `nodes` threads; the first error is raised.
+    """Return what `job(transport, node)` returned on each of `nodes` threads; raise the first error.
 
     `wrap` may put a test's own transport around the one in memory.
     """
@@ -76,7 +77,7 @@ def in_threads(nodes, job, *, timeout_s=20.0, wrap=lambda transport, node: trans
 
 
 def train(model, inner, exchange, data, config, *, accumulate=1, act=lambda sync, step: None):
-    """Plain training on `data` as a node; `act` sees the sync after every step. Returns the sync."""
+    """Train on `data` as a node; `act` gets the sync after every step. Returns the sync."""
     sync = LayerSync.of(model, inner, exchange=exchange, config=config)
     with sync:
         for step in range(0, len(data), accumulate):
@@ -90,7 +91,7 @@ def train(model, inner, exchange, data, config, *, accumulate=1, act=lambda sync
 
 
 def plain_training(model, make_inner, data):
-    """The same training by torch alone: parameters by name after it."""
+    """Run the same training in torch alone; return the parameters by name."""
     model = deepcopy(model)
     inner = make_inner(model)
     for batch in data:
@@ -101,7 +102,7 @@ def plain_training(model, make_inner, data):
 
 
 def parameters(model):
-    """Whole parameters by name, as new tensors. A collective call on a sharded model."""
+    """Return whole parameters by name, as new tensors. A collective call on a sharded model."""
     return {name: whole(p).detach().clone() for name, p in model.named_parameters()}
 
 
@@ -110,19 +111,19 @@ def whole(p):
 
 
 def furthest(ours, theirs):
-    """Largest absolute difference between two sets of parameters."""
+    """Return the largest absolute difference between two sets of parameters."""
     assert ours.keys() == theirs.keys()
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
 def fingerprint(model):
-    """sha256 of the bits this rank holds."""
+    """Return the sha256 of the bits this rank holds."""
     held = b"".join(local(p.detach()).contiguous().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(held).hexdigest()
 
 
 class Script:
-    """A schedule that opens round r after this node's own steps[r] inner steps."""
+    """Schedule that opens round r after this node's own steps[r] inner steps."""
 
     def __init__(self, steps):
         self.ends = torch.tensor(steps).cumsum(0).tolist()
@@ -141,11 +142,11 @@ class Script:
 
 @dataclass(frozen=True)
 class Seen:
-    """A node after one round of scripted training."""
+    """State of a node after one round of scripted training."""
 
     parameters: dict
     fingerprint: str
-    verdict: RoundOutcome
+    outcome: RoundOutcome
 
 
 def follow_script(model, transport, moves, steps, *, outer, penalty, prefetch=1):
@@ -153,12 +154,12 @@ def follow_script(model, transport, moves, steps, *, outer, penalty, prefetch=1)
 
     Every step has a forward and a backward pass, so that everything lands where it lands in training.
     """
-    verdicts, seen = [], []
+    outcomes, seen = [], []
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     exchange = MeanExchange(transport, outer=outer, penalty=penalty)
     config = EditConfig(prefetch=prefetch)
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=Script(steps), config=config)
-    sync.on_round = lambda verdict, waited_s: verdicts.append(verdict)
+    sync.on_round = lambda outcome, waited_s: outcomes.append(outcome)
     x = torch.ones(2, 5)
     with sync:
         for move, count in zip(moves, steps, strict=True):
@@ -168,7 +169,7 @@ def follow_script(model, transport, moves, steps, *, outer, penalty, prefetch=1)
                     add(model, move)
                 sync.step()
             _pass(model, x)
-            seen.append(Seen(parameters(model), fingerprint(model), verdicts[-1]))
+            seen.append(Seen(parameters(model), fingerprint(model), outcomes[-1]))
     return seen
 
 

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does, with a deadline and a name."""
+"""Waiting for another thread or process, with a deadline and a name."""
 
 import time
 
