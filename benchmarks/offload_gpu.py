@@ -31,7 +31,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How long and how large everything is."""
+    """Length of the run and size of the model."""
 
     hidden_size: int = 768
     num_layers: int = 14
@@ -46,7 +46,7 @@ QUICK = Size(hidden_size=128, num_layers=2, seq_len=128, every=4, intervals=3)
 
 @dataclass(frozen=True, slots=True)
 class Ride:
-    """What one loop did."""
+    """Result of one loop."""
 
     step_s: tuple[float, ...]
     """Time per step, one value per interval, its round included."""
@@ -148,7 +148,7 @@ def _measured(
 
 
 def host_syncs(act: Callable[[], None]) -> int:
-    """How often `act` makes the host wait for the GPU, as far as PyTorch can tell."""
+    """Return how often `act` makes the host wait for the GPU, as far as PyTorch can tell."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

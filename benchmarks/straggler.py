@@ -35,7 +35,7 @@ BARS = {"speeds 1, 1, 1, 0.25": 0.95, "random 5x, p = 0.1": 0.93}
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long everything is."""
+    """Durations of one run."""
 
     steps: dict[str, int]
     """Of the methods that count steps, by scene."""

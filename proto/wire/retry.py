@@ -48,7 +48,7 @@ class TransferBroken(Exception):
 
 
 class Patience:
-    """How long to retry: until nothing has moved for `still_s`, and no longer than `total_s` in all."""
+    """Limits on retries: stop when nothing has moved for `still_s`, and after `total_s` in all."""
 
     def __init__(self, still_s: float, total_s: float, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
