@@ -226,7 +226,7 @@ def _run(options: Options) -> int:
 
     local = options.local is not None
     if local and (options.master or options.nodes != 1 or options.node):
-        raise UserError("--local: starts all nodes on this machine; remove --nodes, --node and --master")
+        raise UserError("--local: starts all nodes here; remove --nodes, --node and --master")
     nodes = options.local if local else options.nodes
     placement = Placement(nodes=nodes, node=options.node, local=local, master=options.master)
     config = load(options.config, options.flags, strict=True).config

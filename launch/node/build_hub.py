@@ -41,7 +41,7 @@ from aedit.types import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOptions:
+class NodeStartOptions:
     """Options of a node beside the configuration: how it joins, and where it writes."""
 
     membership: JoinOptions
@@ -54,7 +54,7 @@ class NodeOptions:
 
 
 @contextmanager
-def build_with_hub(config: RunConfig, world: World, options: NodeOptions) -> Iterator[TrainingNode]:
+def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -> Iterator[TrainingNode]:
     """Build a node, join the run of its hub, and close the node when the block ends.
 
     All ranks of the node together. Raises UserError if the hub refuses this node.

@@ -60,10 +60,10 @@ def _train_with_hub(
     config: RunConfig, world: "World", run_dir: Path, attempt: int, options: argparse.Namespace
 ) -> None:
     """Train as a node of a world of its own, whose index the hub assigns."""
-    from aedit.launch.node.build_hub import NodeOptions, build_with_hub
+    from aedit.launch.node.build_hub import NodeStartOptions, build_with_hub
     from aedit.launch.node.train import train
 
-    node_options = NodeOptions(
+    node_options = NodeStartOptions(
         membership=JoinOptions(
             hub=options.hub,
             standby=options.standby,
