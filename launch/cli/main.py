@@ -37,7 +37,7 @@ def main(words: list[str] | None = None) -> int:
 
 def parser() -> Parser:
     """The commands and their options, without the configuration flags."""
-    top = Parser(prog="aedit", description="Asynchronous decentralised training.", allow_abbrev=False)
+    top = Parser(prog="aedit", description="Asynchronous decentralized training.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"aedit {aedit.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_run(commands)
@@ -64,7 +64,7 @@ def parser() -> Parser:
         "--preset", metavar="PRESET", default="", help="its values (default: the preset NAME, or tiny)"
     )
     doctor = _command(commands, "doctor", "check this machine, and a configuration's files", _doctor)
-    doctor.add_argument("config", metavar="CONFIG", type=Path, nargs="*", help="TOML files, as for run")
+    doctor.add_argument("config", metavar="CONFIG", type=Path, nargs="*", help="TOML files, as for aedit run")
     completion = _command(commands, "completion", "print a script that completes in a shell", _completion)
     completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     return top
@@ -105,55 +105,59 @@ def _add_configs(command: Parser) -> None:
 
 
 def _add_run(commands: "argparse._SubParsersAction[Parser]") -> None:
-    run = _command(commands, "run", "train; the same command goes on where an earlier one stopped", _run)
+    run = _command(commands, "run", "train; the same command resumes a stopped run", _run)
     _with_flags(run)
     _add_configs(run)
     run.add_argument("--local", metavar="N", type=int, help="start all N nodes on this machine")
     run.add_argument("--dry-run", action="store_true", help="print what would happen and start nothing")
     run.add_argument("--nodes", metavar="N", type=int, default=1, help="machines in the run (default 1)")
-    run.add_argument("--node", metavar="I", type=int, default=0, help="which of them this is, from 0")
-    run.add_argument("--master", metavar="HOST:PORT", default="", help="where node 0 listens")
+    run.add_argument("--node", metavar="I", type=int, default=0, help="number of this machine, from 0")
+    run.add_argument("--master", metavar="HOST:PORT", default="", help="address of node 0")
 
 
 def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
-    hub = _command(commands, "hub", "own the anchors of a run whose nodes come and go", _hub)
+    hub = _command(commands, "hub", "start the hub (parameter server) of a run", _hub)
     _with_flags(hub)
     _add_configs(hub)
-    hub.add_argument("--address", metavar="HOST:PORT", default="", help="where to listen instead")
-    hub.add_argument("--directory", metavar="DIR", type=Path, help="of its journal; default: the run's hub")
-    hub.add_argument("--part", metavar="K/N", default="0/1", help="which of N hub processes this is, from 0")
+    hub.add_argument("--address", metavar="HOST:PORT", default="", help="listen here; default: hub.address")
+    hub.add_argument("--directory", metavar="DIR", type=Path, help="of its journal; default: runs/NAME/hub")
+    hub.add_argument("--part", metavar="K/N", default="0/1", help="hub K, from 0, of N that split the units")
     hub.add_argument("--standby", action="store_true", help="follow the hub and take over when it is gone")
     _add_trust(hub)
 
 
 def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
-    join = _command(commands, "join", "be a node of the run that a hub leads", _join)
+    join = _command(commands, "join", "train as a node of the run of a hub", _join)
     _with_flags(join)
-    join.add_argument("hub", metavar="HOST:PORT", help="of the hub, or of several that split the units")
+    join.add_argument("hub", metavar="HOST:PORT", help="address of the hub; separate several by commas")
     join.add_argument("--as", dest="name", metavar="NAME", default="", help="this node's name in the run")
     _add_trust(join)
 
 
 def _add_trust(command: Parser) -> None:
-    command.add_argument("--keys", metavar="DIR", type=Path, help="what aedit keys made")
-    command.add_argument("--insecure", action="store_true", help="no TLS though others can listen in")
+    command.add_argument("--keys", metavar="DIR", type=Path, help="directory that aedit keys wrote")
+    command.add_argument("--insecure", action="store_true", help="connect to other machines without TLS")
 
 
 def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
     keys = _command(commands, "keys", "make certificates and a token for a hub and its nodes", _keys)
     keys.add_argument("out", metavar="DIR", type=Path, help="new directory for them")
     keys.add_argument(
-        "--host", metavar="NAME", action="append", default=[], help="of the hub, or its IP; repeat"
+        "--host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="name or IP address of the hub; repeat",
     )
     keys.add_argument("--node", metavar="NAME", action="append", default=[], help="name of a node; repeat")
 
 
 def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
-    does = "write text with a policy, speculating, and tell how fast that was"
+    does = "generate text by speculative decoding and print the speed"
     generate = _command(commands, "generate", does, _generate)
     generate.add_argument("place", metavar="RUN", help="run, or a directory that save_pretrained wrote")
     add = generate.add_argument
-    add("--prompt", metavar="TEXT", action="append", required=True, help="what it goes on from; repeat")
+    add("--prompt", metavar="TEXT", action="append", required=True, help="text to continue; repeat")
     add("--max-new-tokens", metavar="N", type=int, help="of each sample (default 256, if the model can)")
     add("--temperature", metavar="T", type=float, default=1.0, help="0 is greedy (default 1)")
     add("--top-k", metavar="K", type=int, default=0, help="draw from the K most likely tokens only")
@@ -167,11 +171,15 @@ def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="auto, bandit, off, suffix:8, layer:4, layer:4x2x8 or module:Chooser",
     )
     add("--drafter", metavar="FILE", type=Path, help="a trained drafter of this policy, or module:Drafter")
-    add("--compare", action="store_true", help="do it again without speculation: how much faster, and same?")
+    add(
+        "--compare",
+        action="store_true",
+        help="repeat without speculation; print speed-up and equality",
+    )
 
 
 def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
-    config = commands.add_parser("config", help="show every value, or what two files differ in")
+    config = commands.add_parser("config", help="show every value, or the differences of two files")
     actions = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
     show = _command(actions, "show", "print every value and where it comes from", _config_show)
     _with_flags(show)
@@ -257,12 +265,18 @@ def _plot(options: Options) -> None:
 
 
 def _export(options: Options) -> None:
+    from aedit.launch.cli.places import check_source
+
+    check_source(options.run)  # before torch is imported
     from aedit.launch.cli.export import export
 
     export(options.run, options.out, options.keys, insecure=options.insecure)
 
 
 def _generate(options: Options) -> int:
+    from aedit.launch.cli.places import policy_folder
+
+    policy_folder(options.place)  # before torch is imported
     from aedit.launch.cli.generate import Wanted, generate
 
     wanted = Wanted(
@@ -324,7 +338,7 @@ def _completion(options: Options) -> None:
 SHELLS = ("bash", "zsh", "tcsh", "fish", "powershell")
 
 VIEWS = (
-    ("status", _status, "print how a run stands"),
+    ("status", _status, "print the state of a run"),
     ("top", _top, "watch a run"),
     ("plot", _plot, "draw a run: loss, time, norms, bytes, staleness"),
 )

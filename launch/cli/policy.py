@@ -9,10 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from aedit.launch.cli.export import read_run
+from aedit.launch.cli.places import policy_folder
 from aedit.launch.cli.text_stream import Decode
 from aedit.types import UserError
-
-RUNS = Path("runs")
 
 # Their methods carry no types.
 _model: Any = AutoModelForCausalLM
@@ -35,12 +34,8 @@ def load_policy(place: str) -> Policy:
     """The policy of a run (a run directory, or its name in `runs`), or a directory that `save_pretrained`
     wrote. UserError if it is neither, or has no tokenizer."""
     _logging.disable_progress_bar()
-    for path in (Path(place), RUNS / place):
-        if (path / "run.toml").is_file():
-            return _of_run(place, path)
-        if (path / "config.json").is_file():
-            return _of_directory(place, path)
-    raise UserError(f"{place}: no run and no model directory, here or in {RUNS}")
+    path = policy_folder(place)
+    return (_of_run if (path / "run.toml").is_file() else _of_directory)(place, path)
 
 
 def _of_run(place: str, path: Path) -> Policy:

@@ -127,12 +127,9 @@ def torchrun_words(
 
 def warnings(config: RunConfig, placement: Placement) -> list[str]:
     """Values that can have no effect here, each in a sentence."""
-    slowed = len(config.local.slowdown)
-    if slowed and not placement.local:
+    if config.local.slowdown and not placement.local:
         return ["local.slowdown has no effect without --local"]
-    if slowed > placement.nodes:
-        return [f"local.slowdown has {slowed} entries for {placement.nodes} nodes; the rest has no effect"]
-    return []
+    return []  # More entries than nodes are no mistake: one file serves any number of nodes.
 
 
 def _rendezvous(placement: Placement, membership: Membership | None) -> list[str]:
