@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from kit.hub_process import real_hub
 from test_own_hub_loop import HUB, Net, anchors
@@ -58,6 +59,7 @@ def other_build(directory):
     return directory
 
 
+@pytest.mark.filterwarnings("ignore:buffers of this model")
 def test_a_node_of_another_build_joins_and_what_it_learns_is_in_the_anchors(tmp_path):
     from aedit.launch.rundir.provenance import source_digest
 

@@ -67,7 +67,8 @@ def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[Hu
     plan = agent_plan(config, place.membership, model, facts, len(corpus.train))
     link = _link(plan, world)
     try:
-        sync = _sync(config, model, link)
+        exchange = _exchange(config, link)
+        sync = _sync(config, model, exchange, link)
         known = known_directory(place.run_dir, place.membership.name)
         resumed = rejoin(sync, _checkpoints(config, known, sync), facts) if known else None
         sync.anchor()
@@ -96,6 +97,7 @@ def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[Hu
             facts=facts,
             slowdown=place.slowdown,
             link=link,
+            exchange=exchange,
         )
         try:
             if resumed:
@@ -176,19 +178,22 @@ def _link(plan: AgentPlan, world: World) -> AgentLink:
     return link
 
 
-def _sync(config: RunConfig, model: nn.Module, link: AgentLink) -> LayerSync:
-    train, penalty = config.train, config.edit.penalty
-    exchange = HubExchange(
+def _exchange(config: RunConfig, link: AgentLink) -> HubExchange:
+    train = config.train
+    return HubExchange(
         link,
         max_steps_ahead=config.hub.max_steps_ahead,
         tokens_per_step=train.batch_size * train.accumulate * config.data.seq_len,
-        penalty=penalty,
+        penalty=config.edit.penalty,
         timeout_s=config.edit.timeout_s,
     )
+
+
+def _sync(config: RunConfig, model: nn.Module, exchange: HubExchange, link: AgentLink) -> LayerSync:
     try:
         return LayerSync.of(
             model,
-            make_inner(model, train),
+            make_inner(model, config.train),
             exchange=exchange,
             schedule=make_pace(config.edit, link.news),
             config=config.edit,

@@ -13,16 +13,15 @@ from aedit.proto.transports.transport import PeersMissing
 
 @dataclass(slots=True, kw_only=True)
 class HubNode(Node):
-    """link: to this node's agent."""
+    """link: to this node's agent. exchange: that of `sync`, which asks the hub."""
 
     link: Link
+    exchange: HubExchange
     leaves_by_s: float = field(default=LEAVE_HUB_WITHIN_S)
 
     def begin(self) -> None:
         Node.begin(self)  # slots: the class is made anew, and super() would look for the first one
-        exchange = self.sync.exchange
-        assert isinstance(exchange, HubExchange)
-        exchange.before_leaving = self._tell
+        self.exchange.before_leaving = self._tell
 
     def note_step(self) -> None:
         Node.note_step(self)
@@ -33,9 +32,7 @@ class HubNode(Node):
         in the checkpoint's count, not in the run."""
         self.order = self.meter.undo_draw(self.order)
         self.stop.promise(self.sync.position)
-        exchange = self.sync.exchange
-        assert isinstance(exchange, HubExchange)
-        exchange.timeout_s = min(exchange.timeout_s, self.leaves_by_s)
+        self.exchange.timeout_s = min(self.exchange.timeout_s, self.leaves_by_s)
         reason = "signal"
         try:
             self._tell()
@@ -50,8 +47,7 @@ class HubNode(Node):
     def _tell(self) -> None:
         if not self.sync.shards.leads:
             return
-        clock, exchange, train = self.recorder.clock, self.sync.exchange, self.config.train
-        assert isinstance(exchange, HubExchange)
+        clock, train = self.recorder.clock, self.config.train
         assert isinstance(self.order, LeasedOrder)
         self.link.tell(
             Progress(
@@ -60,7 +56,7 @@ class HubNode(Node):
                 busy_s=clock.busy_s,
                 wait_s=self.sync.waited_s,
                 loss=self.newest_loss,
-                used=exchange.used_steps * train.batch_size * train.accumulate,
+                used=self.exchange.used_steps * train.batch_size * train.accumulate,
                 drawn=self.order.drawn,
             )
         )
