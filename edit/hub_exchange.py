@@ -26,7 +26,7 @@ from aedit.edit.hub_join import NodeOptions, open_link
 from aedit.edit.hub_lease import Positions
 from aedit.edit.hub_report import StepReport
 from aedit.edit.named import history, named_history
-from aedit.edit.push import POLL_S, Place, Push
+from aedit.edit.push import POLL_S, PendingPush, UnitProgress
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
@@ -76,8 +76,8 @@ class HubExchange:
         """Inner steps whose progress no push has taken; unit by unit."""
         self.norms = NormHistory.empty(0, self.penalty.window)
         self.norms_per_step = self.norms
-        self._places: list[Place] = []
-        self._under_way: dict[int, Push] = {}
+        self._places: list[UnitProgress] = []
+        self._under_way: dict[int, PendingPush] = {}
         self._distrusted: frozenset[int] = frozenset()
 
     @classmethod
@@ -187,7 +187,7 @@ class HubExchange:
             anchors, outbox = (
                 SharedVector(v[i], slices, device) for v in (self.link.anchors, self.link.outbox)
             )
-            self._places.append(Place(anchors, outbox))
+            self._places.append(UnitProgress(anchors, outbox))
 
     def compare(self, settings: Mapping[str, str]) -> None:
         """Do nothing: the hub compares layout and method with its own when the node joins."""
@@ -276,7 +276,7 @@ class HubExchange:
             return Here(place.anchors.read)
         place.seq += 1
         place.sent_steps = steps
-        push = self._under_way[i] = Push(self, i, self.units[i], place)
+        push = self._under_way[i] = PendingPush(self, i, self.units[i], place)
         return push
 
     def conclude(self, i: int, verdict: RoundOutcome) -> RoundOutcome:

@@ -18,7 +18,7 @@ POLL_S = 0.005
 
 
 @dataclass(slots=True)
-class Place:
+class UnitProgress:
     """What the node knows of one unit's exchange."""
 
     anchors: SharedVector
@@ -50,10 +50,10 @@ class Sender(Protocol):
     timeout_s: float
 
 
-class Push(Pending[Tensor]):
+class PendingPush(Pending[Tensor]):
     """`Pending` until the hub has decided; sends once the outbox is written."""
 
-    def __init__(self, sender: Sender, i: int, unit: SyncUnit, place: Place) -> None:
+    def __init__(self, sender: Sender, i: int, unit: SyncUnit, place: UnitProgress) -> None:
         self._sender, self._i, self._unit, self._place, self._seq = sender, i, unit, place, place.seq
         self._sent = False
         self.done()

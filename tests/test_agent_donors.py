@@ -60,7 +60,7 @@ def donors(hub, count, dies_at=None):
                 if dies and chunk.offset >= dies_at:
                     threading.Thread(target=servers[i].stop, args=(0,)).start()
                     context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
-                yield frames.pack(chunk)
+                yield frames.pack_chunk(chunk)
 
         return Service("aedit.v1.Exchange", {"Pull": grpc.unary_stream_rpc_method_handler(behaviour)})
 

@@ -8,7 +8,7 @@ import pytest
 from aedit.proto.agent import mailbox
 from aedit.proto.agent.leases import Leases
 from aedit.proto.agent.link import Answer, Progress
-from aedit.proto.agent.mailbox import State, Wants
+from aedit.proto.agent.mailbox import AgentState, Wants
 from aedit.proto.agent.plan import AgentPlan, from_json, to_json
 from aedit.proto.agent.watchdog import Speed, Watchdog
 from aedit.types import News, TensorLayout, UnitLayout, Verdict
@@ -20,7 +20,7 @@ def box():
 
 
 def test_another_end_of_the_mailbox_sees_the_same_memory(box):
-    other = mailbox.attach(box.path)
+    other = mailbox.attach_mailbox(box.path)
     for vectors in (box.anchors, box.outbox, list(box.residuals.values())):
         for i, vector in enumerate(vectors):
             vector[:] = np.arange(vector.size) + i
@@ -37,11 +37,11 @@ def test_another_end_of_the_mailbox_sees_the_same_memory(box):
 def test_what_is_no_mailbox_is_refused(tmp_path):
     (tmp_path / "other").write_bytes(b"x" * 4096)
     with pytest.raises(ValueError, match="not the mailbox"):
-        mailbox.attach(str(tmp_path / "other"))
+        mailbox.attach_mailbox(str(tmp_path / "other"))
 
 
 def test_words_travel_both_ways(box):
-    other = mailbox.attach(box.path)
+    other = mailbox.attach_mailbox(box.path)
     assert other.wanted() == Wants.NOTHING
     box.want(Wants.LEAVE)
     box.order(1, 3, (7, 8, 9))
@@ -62,13 +62,13 @@ def test_words_travel_both_ways(box):
     assert box.answered(1, 4) is None
     assert box.news(102.0) == News(2.0, 1, 2, 3, 4, 5, 6.5, 0.25, True, False)
     assert box.blocks(1) == [(32, 48)]
-    assert (box.node, box.versions(), box.state()) == (4, (11, 12), State.MEMBER)
+    assert (box.node, box.versions(), box.state()) == (4, (11, 12), AgentState.MEMBER)
 
 
 def test_the_first_reason_for_an_end_is_the_one_that_is_told(box):
-    box.end(State.REFUSED, "another model")
-    box.end(State.LOST, "ended with 1")
-    assert (box.state(), box.error()) == (State.REFUSED, "another model")
+    box.end(AgentState.REFUSED, "another model")
+    box.end(AgentState.LOST, "ended with 1")
+    assert (box.state(), box.error()) == (AgentState.REFUSED, "another model")
 
 
 def test_too_many_leases_are_an_error(box, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_mailbox_in_a_file_is_removed_once(tmp_path, monkeypatch):
         mailbox.tempfile, "mkstemp", lambda prefix: (os.open(path, os.O_RDWR | os.O_CREAT), str(path))
     )
     box = mailbox.create([5], 1, False)
-    other = mailbox.attach(str(path))
+    other = mailbox.attach_mailbox(str(path))
     mailbox.remove(box)
     mailbox.remove(box)
     assert not path.exists()

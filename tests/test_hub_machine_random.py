@@ -19,7 +19,7 @@ from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.news import news, status
 from aedit.async_sgd.rules.config import LimitConfig, PushFilterConfig, StalenessConfig
 from aedit.async_sgd.rules.records import Accepted, Joined, Leased, Left, Merged, Refused, Used
-from aedit.async_sgd.rules.weights import norm
+from aedit.async_sgd.rules.weights import push_norm
 from aedit.types import Verdict
 
 NAMES = "abcde"
@@ -175,7 +175,7 @@ class Machine(RuleBasedStateMachine):
         assert len(decided) == 1
         if isinstance(decided[0], Refused) and base and version - base < 4:
             first = self.world.hub.state.units[unit].history.anchor_norm
-            is_crude = norm(made) > 9.99 * first  # all that a hub can go by that knows one node
+            is_crude = push_norm(made) > 9.99 * first  # all that a hub can go by that knows one node
             assert decided[0].reason.startswith(("early", "norm") if is_crude else "early")
 
     @rule(i=NODES, unit=UNITS)

@@ -11,12 +11,12 @@ import pytest
 
 from aedit.async_sgd.hub.joins import Joiner
 from aedit.async_sgd.journal import frames, snapshot
-from aedit.async_sgd.journal.encoding import decode, encode
+from aedit.async_sgd.journal.encoding import decode_records, encode_records
 from aedit.async_sgd.journal.frames import Damaged, File, Stretch
 from aedit.async_sgd.journal.journal import Journal, NoSpace, segment_path
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.journal.payload import Payload
-from aedit.async_sgd.journal.store import Store, batches, numbers, snapshot_path
+from aedit.async_sgd.journal.store import Store, batches, segment_numbers, snapshot_path
 from aedit.async_sgd.rules import records
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig
 from aedit.async_sgd.rules.records import Part, Push
@@ -140,7 +140,7 @@ def test_every_kind_of_record_comes_back_as_it_was(tmp_path):
         assert plain == {"codec": "fp32", "numel": 2, "crc": 7, "at": 4, "length": 8}
         return values
 
-    assert decode(encode(batch), located) == batch
+    assert decode_records(encode_records(batch), located) == batch
 
 
 @pytest.mark.parametrize("quorum", [1, "all"])
@@ -168,8 +168,8 @@ def test_what_two_snapshots_have_made_unnecessary_is_deleted(tmp_path):
     for _ in range(4):
         book.push(0, 0)
         book.ledger.snapshot()
-    assert numbers(tmp_path, "snapshot") == [4, 5]
-    assert numbers(tmp_path, "journal") == [4, 5]
+    assert segment_numbers(tmp_path, "snapshot") == [4, 5]
+    assert segment_numbers(tmp_path, "journal") == [4, 5]
     same(book.hub, reopened(tmp_path))
 
 
@@ -204,7 +204,7 @@ def test_wherever_the_file_is_cut_an_older_state_comes_back(tmp_path):
         versions.append(sum(unit.version for unit in hub.state.units.values()))
         # Goes on from there.
         journal = Journal(place, 1, fsync=True)
-        journal.append(encode([records.Led(77)]))
+        journal.append(encode_records([records.Led(77)]))
         assert reopened(place).state.term == 77
     assert versions == sorted(versions)
     assert versions[-1] == sum(unit.version for unit in book.hub.state.units.values())
@@ -230,9 +230,9 @@ def test_a_damaged_middle_is_refused_wherever_it_is(tmp_path):
 def test_damage_behind_what_was_acknowledged_is_cut_off(tmp_path):
     """After a power cut pages may be missing that nobody was told of, also before others that are there."""
     journal = Journal(tmp_path, 1, fsync=True)
-    journal.sync(journal.append(encode([records.Led(1)])))
-    middle = journal.append(encode([records.Led(2)]))[1]
-    journal.append(encode([records.Led(3)]))
+    journal.sync(journal.append(encode_records([records.Led(1)])))
+    middle = journal.append(encode_records([records.Led(2)]))[1]
+    journal.append(encode_records([records.Led(3)]))
     data = bytearray(segment_path(tmp_path, 1).read_bytes())
     data[middle - 5 : middle] = bytes(5)
     segment_path(tmp_path, 1).write_bytes(data)
@@ -289,7 +289,7 @@ def test_payloads_are_written_beside_each_other_and_beside_records(tmp_path):
 
     def store(i):
         stretches[i] = journal.store(memoryview(payloads[i]))
-        journal.sync(journal.append(encode([records.Led(i)])))
+        journal.sync(journal.append(encode_records([records.Led(i)])))
 
     threads = [threading.Thread(target=store, args=(i,)) for i in range(12)]
     for thread in threads:
@@ -306,8 +306,8 @@ def test_payloads_are_written_beside_each_other_and_beside_records(tmp_path):
 def test_what_a_payload_contains_can_not_look_like_a_frame(tmp_path):
     """In the hole that a torn payload leaves it would be taken for a later frame that vouches for it."""
     journal = Journal(tmp_path, 1, fsync=True)
-    journal.sync(journal.append(encode([records.Led(1)])))
-    body = encode([records.Led(9)])
+    journal.sync(journal.append(encode_records([records.Led(1)])))
+    body = encode_records([records.Led(9)])
     forged = frames.frame_header(b"mark", frames.RECORDS, len(body), zlib.crc32(body), 2**40) + body
     stretch = journal.store(memoryview(forged * 100))
     data = bytearray(segment_path(tmp_path, 1).read_bytes())

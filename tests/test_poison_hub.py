@@ -102,7 +102,8 @@ PATIENT = "[hub.push_filter]\nviolations = 1000\n"
 def sent(line, head, data, damage=lambda message: message):
     """The hub's answer to a push of these bytes, each message damaged; or what it said instead."""
     messages = [
-        frames.pack(c) for c in frames.chunks(head.SerializeToString(), memoryview(data), chunk_bytes=8192)
+        frames.pack_chunk(c)
+        for c in frames.chunks(head.SerializeToString(), memoryview(data), chunk_bytes=8192)
     ]
     try:
         call = line.stream_unary("/aedit.v1.Exchange/Push")

@@ -8,12 +8,12 @@ import pytest
 
 from aedit.async_sgd.rules.config import PushFilterConfig
 from aedit.async_sgd.rules.push_filter import (
-    NormHistory,
-    clip_scale,
+    SizeHistory,
     directions,
     judge_push,
     log_size,
     outliers,
+    shortening,
 )
 from aedit.async_sgd.rules.records import Part, Push
 from aedit.types import TensorLayout, UnitLayout
@@ -52,7 +52,7 @@ def seen(pushes, history=None):
 
 
 def founded(anchor_norm=10.0):
-    return NormHistory().with_push(push(0, anchor_norm, base=0, steps=0))
+    return SizeHistory().with_push(push(0, anchor_norm, base=0, steps=0))
 
 
 def rounds_of(seed, count=60, steps=(16, 16, 16, 16, 12, 8, 4, 2)):
@@ -113,14 +113,14 @@ def test_honest_sizes_may_treble_from_the_first_round_to_the_second():
     history = seen(push(n, 1.0) for n in range(4))
     for node in range(4):
         assert judge_push(push(node, 3.0 * 1.5), history, SCREEN) is None
-        assert clip_scale(push(node, 3.0), history, SCREEN) == 1
-    assert clip_scale(push(0, 8.0), history, SCREEN) == pytest.approx(0.5)
-    assert clip_scale(push(0, 8.0), seen(push(n, 1.0) for n in range(3)), SCREEN) == 1
+        assert shortening(push(node, 3.0), history, SCREEN) == 1
+    assert shortening(push(0, 8.0), history, SCREEN) == pytest.approx(0.5)
+    assert shortening(push(0, 8.0), seen(push(n, 1.0) for n in range(3)), SCREEN) == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_never_believed(bad):
-    for history in (NormHistory(), founded(), seen(rounds_of(0, 2)[1])):
+    for history in (SizeHistory(), founded(), seen(rounds_of(0, 2)[1])):
         assert judge_push(push(0, bad), history, SCREEN) == "not finite"
 
 
@@ -169,12 +169,12 @@ def test_a_node_alone_is_judged_by_its_own_past_and_not_locked_out():
 
 def test_what_is_long_is_shortened_to_twice_what_is_usual_for_its_steps():
     history = seen(push(n, 3.0) for _ in range(3) for n in range(4))
-    assert clip_scale(push(0, 5.9), history, SCREEN) == 1
-    assert clip_scale(push(0, 12.0), history, SCREEN) == pytest.approx(0.5)
-    assert clip_scale(push(0, 12.0 * 16**0.75, steps=256), history, SCREEN) == pytest.approx(0.5)
-    assert clip_scale(push(0, 12.0), history, PushFilterConfig(clip=None)) == 1
-    assert clip_scale(push(0, 12.0), founded(), SCREEN) == 1
-    assert clip_scale(push(0, 0.0), history, SCREEN) == 1
+    assert shortening(push(0, 5.9), history, SCREEN) == 1
+    assert shortening(push(0, 12.0), history, SCREEN) == pytest.approx(0.5)
+    assert shortening(push(0, 12.0 * 16**0.75, steps=256), history, SCREEN) == pytest.approx(0.5)
+    assert shortening(push(0, 12.0), history, PushFilterConfig(clip=None)) == 1
+    assert shortening(push(0, 12.0), founded(), SCREEN) == 1
+    assert shortening(push(0, 0.0), history, SCREEN) == 1
 
 
 @pytest.mark.parametrize("count", [4, 8])
@@ -245,12 +245,12 @@ def test_a_push_of_zeros_points_nowhere():
 
 def test_a_history_survives_as_json():
     history = seen(one for pushes in rounds_of(0, 3) for one in pushes).with_refusal(2)
-    assert NormHistory.of(json.loads(json.dumps(history.numbers()))) == history
-    assert NormHistory.of(json.loads(json.dumps(NormHistory().numbers()))) == NormHistory()
+    assert SizeHistory.of(json.loads(json.dumps(history.numbers()))) == history
+    assert SizeHistory.of(json.loads(json.dumps(SizeHistory().numbers()))) == SizeHistory()
 
 
 def test_sizes_far_beyond_what_floats_hold_are_judged_all_the_same():
     history = seen(push(n, 1e-300) for n in range(4))
     assert judge_push(push(0, 1e300), history, SCREEN) is not None
-    assert clip_scale(push(0, 1e-300), seen(push(n, 1e300) for n in range(4)), SCREEN) == 1
+    assert shortening(push(0, 1e-300), seen(push(n, 1e300) for n in range(4)), SCREEN) == 1
     assert log_size(push(0, 0.0)) == -math.inf

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, hello, status, until, write_run
 
-from aedit.async_sgd.journal.encoding import encode
+from aedit.async_sgd.journal.encoding import encode_records
 from aedit.async_sgd.journal.frames import Damaged
 from aedit.async_sgd.journal.journal import Journal
 from aedit.async_sgd.journal.ledger import Ledger, StandbyTracker
@@ -254,7 +254,7 @@ def test_a_mirror_has_what_was_decided_as_soon_as_it_is_whole(tmp_path):
     (tmp_path / "b").mkdir()
     journal = Journal(tmp_path / "a", 1, fsync=True)
     for term in (1, 2, 3):
-        journal.append(encode([records.Led(term)]))
+        journal.append(encode_records([records.Led(term)]))
     data = journal.file.read(0, journal.position[1])
     mirror = Mirror(Store(tmp_path / "b"), lambda: make_hub(RunConfig(), (0, 1)))
     terms = []
@@ -270,7 +270,7 @@ def test_a_mirror_has_what_was_decided_as_soon_as_it_is_whole(tmp_path):
     with pytest.raises(Damaged, match="on its way"):
         mirror.take(pb.TailChunk(segment=1, offset=len(data), data=b"x", crc=7))
     again = mirror.journal(fsync=True)
-    again.append(encode([records.Led(4)]))
+    again.append(encode_records([records.Led(4)]))
     hub = make_hub(RunConfig(), (0, 1))
     Store(tmp_path / "b").recover(hub)
     assert hub.state.term == 4

@@ -72,7 +72,7 @@ def pushed(data, **fields):
 
 
 def packed(chunks):
-    return [frames.pack(chunk) for chunk in chunks]
+    return [frames.pack_chunk(chunk) for chunk in chunks]
 
 
 # --- what is right arrives
@@ -237,7 +237,7 @@ def test_whose_push_was_damaged_or_malformed_is_told_to_the_hub(core, server):
 
 def test_a_push_above_the_units_size_is_refused_before_it_is_sent(server, core):
     core.limit_bytes = 1000
-    huge = frames.pack(next(frames.chunks(head(2**60).SerializeToString(), memoryview(b"1234"))))
+    huge = frames.pack_chunk(next(frames.chunks(head(2**60).SerializeToString(), memoryview(b"1234"))))
     assert raw_push(server, [huge]) == (
         grpc.StatusCode.INVALID_ARGUMENT,
         f"push: {2**60} bytes declared, at most 1000 are allowed",

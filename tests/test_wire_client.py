@@ -18,7 +18,7 @@ from kit.wire import MemoryCore, noise
 from aedit.launch.cli.keys import make_keys
 from aedit.proto.wire import frames, hub_pb2
 from aedit.proto.wire.client import Download, HubClient, HubRefused, HubUnreachable, channel
-from aedit.proto.wire.retry import Broken, Patience
+from aedit.proto.wire.retry import Patience, TransferBroken
 from aedit.proto.wire.security import ClientKeys, client_keys, server_keys
 from aedit.proto.wire.server import serve
 from aedit.proto.wire.service import Refusal
@@ -271,7 +271,7 @@ def messages(data, head=None, offset=0):
     digest = hashlib.sha256(data).digest()
     head = head or hub_pb2.PullHead(version=1, num_bytes=len(data), sha256=digest)
     return [
-        frames.pack(chunk)
+        frames.pack_chunk(chunk)
         for chunk in frames.chunks(
             head.SerializeToString(), memoryview(data), offset=offset, chunk_bytes=1000
         )
@@ -286,10 +286,10 @@ def test_another_answer_of_the_same_version_does_not_complete_the_first():
     whole, chain = noise(4000), noise(3000, seed=1)
     into = bytearray(4000)
     download = Download(hub_pb2.PullRequest(), memoryview(into))
-    with pytest.raises(Broken, match="ended after 2000"):
+    with pytest.raises(TransferBroken, match="ended after 2000"):
         download.take(iter(messages(whole)[:2]), ignored)
     assert (download.request.version, download.request.offset) == (1, 2000)
-    with pytest.raises(Broken, match="something else"):
+    with pytest.raises(TransferBroken, match="something else"):
         download.take(iter(messages(chain, offset=2000)), ignored)
     assert (download.request.version, download.request.offset) == (0, 0)
     assert download.take(iter(messages(chain)), ignored).num_bytes == 3000
@@ -303,7 +303,7 @@ def test_a_damaged_chunk_is_fetched_again_and_nothing_before_it():
     bad[500] ^= 1
     into = bytearray(4000)
     download = Download(hub_pb2.PullRequest(), memoryview(into))
-    with pytest.raises(Broken, match="checksum"):
+    with pytest.raises(TransferBroken, match="checksum"):
         download.take(iter([*good[:2], bytes(bad), good[3]]), ignored)
     assert into == data[:2000] + bytes(2000)
     download.take(iter(messages(data, offset=download.request.offset)), ignored)
@@ -318,7 +318,7 @@ def test_bytes_from_before_count_for_the_hash():
         if fine:
             download.take(iter(messages(data, offset=2000)), ignored)
         else:
-            with pytest.raises(Broken, match="SHA-256"):
+            with pytest.raises(TransferBroken, match="SHA-256"):
                 download.take(iter(messages(data, offset=2000)), ignored)
             assert download.request.offset == 0
 
@@ -341,7 +341,7 @@ def test_an_answer_that_has_no_room_is_refused(connect, start):
 def test_a_push_that_was_damaged_is_sent_again(connect, start, monkeypatch):
     """By the test: the first message of the first try has another bit."""
     core = MemoryCore()
-    pack, packed = frames.pack, []
+    pack, packed = frames.pack_chunk, []
 
     def damaged(chunk):
         packed.append(chunk)

@@ -10,7 +10,7 @@ from kit.wire import MemoryCore, noise
 
 from aedit.proto.wire import frames, hub_pb2
 from aedit.proto.wire.client import channel
-from aedit.proto.wire.limits import Budget, Limits, Rates
+from aedit.proto.wire.limits import ByteBudget, Limits, Rates
 from aedit.proto.wire.server import serve
 from aedit.proto.wire.watch import Watch
 
@@ -53,7 +53,7 @@ def test_callers_without_number_take_no_memory_without_bound():
 
 
 def test_bytes_above_the_budget_wait_until_some_are_given_back():
-    budget = Budget(10)
+    budget = ByteBudget(10)
     assert [budget.take(n) for n in (6, 4, 1)] == [True, True, False]
     budget.give(4)
     assert budget.take(1)
@@ -61,7 +61,7 @@ def test_bytes_above_the_budget_wait_until_some_are_given_back():
 
 
 def test_what_is_larger_than_the_budget_may_come_alone():
-    budget = Budget(10)
+    budget = ByteBudget(10)
     assert budget.take(11)
     assert not budget.take(0)
     budget.give(11)
@@ -177,4 +177,4 @@ def _send(line, rng):
         line.unary_unary(path)(fuzzed(rng), timeout=10)
     else:
         for message in line.unary_stream(path)(fuzzed(rng), timeout=10):
-            assert method == "State/Tail" or frames.unpack(message).crc
+            assert method == "State/Tail" or frames.unpack_chunk(message).crc

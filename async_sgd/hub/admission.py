@@ -4,17 +4,17 @@ import math
 from collections.abc import Sequence
 
 from aedit.async_sgd.hub.members import NORM, Member
-from aedit.async_sgd.hub.state import State, Unit
+from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules import push_filter, staleness
 from aedit.async_sgd.rules.config import HubConfig, PenaltyConfig, PushFilterConfig
 from aedit.async_sgd.rules.records import Accepted, Left, Part, Push, Record, Refused
-from aedit.async_sgd.rules.weights import weights
+from aedit.async_sgd.rules.weights import merge_weights
 
 _MOST_TOKENS = 2**40
 """In one push. Sums of more would leave the 64 bits in which everybody is told of them, and stop the run."""
 
 
-def judged(state: State, push: Push, config: HubConfig, most_steps: float) -> list[Record]:
+def judged(state: HubState, push: Push, config: HubConfig, most_steps: float) -> list[Record]:
     """Return Accepted, or Refused (with Left after too many violations); nothing for a push judged before.
 
     most_steps: more than an honest push can hold; a larger claim would use up the run's budget.
@@ -39,7 +39,7 @@ def exclusion(member: Member, reason: str, config: PushFilterConfig) -> list[Rec
 
 
 def _refused(
-    state: State, member: Member, push: Push, config: HubConfig, most_steps: float
+    state: HubState, member: Member, push: Push, config: HubConfig, most_steps: float
 ) -> Refused | None:
     """Return Refused for the first rule that the push breaks, or None."""
     assert state.layout is not None
@@ -69,7 +69,7 @@ def _refused(
     return _violation(member, push, f"{NORM}: {doubt}") if doubt else None
 
 
-def _refused_founding(state: State, unit: Unit, push: Push) -> Refused | None:
+def _refused_founding(state: HubState, unit: Unit, push: Push) -> Refused | None:
     if unit.anchor is not None or unit.pending:
         return Refused(push.node, push.unit, push.seq, "founded: the unit has an anchor", True, False)
     if push.node != state.founder:
@@ -97,13 +97,13 @@ def parts(pushes: Sequence[Push], unit: Unit, config: HubConfig, penalty: Penalt
     """
     crude = push_filter.outliers(pushes, config.push_filter)
     kept = [push for push, is_crude in zip(pushes, crude, strict=True) if not is_crude]
-    found = iter(weights(kept, config.weights, penalty))
+    found = iter(merge_weights(kept, config.weights, penalty))
     shares = [0.0 if is_crude else next(found) for is_crude in crude]
     late = [unit.version - push.base if push.base else 0 for push in pushes]
     last = config.staleness.cutoff - 1  # what was accepted counts, if others were merged before it meanwhile
     scales = [
         staleness.factor(config.staleness, min(s, last))
-        * push_filter.clip_scale(push, unit.history, config.push_filter)
+        * push_filter.shortening(push, unit.history, config.push_filter)
         for push, s in zip(pushes, late, strict=True)
     ]
     return tuple(

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from aedit.async_sgd.rules.merge import merge, norm, slices
+from aedit.async_sgd.rules.merge import merge, norm, unit_slices
 from aedit.async_sgd.rules.outer import OuterOptimizer, OuterState
 from aedit.async_sgd.rules.records import Part, Push, Values, Vector
 from aedit.types import UnitLayout
@@ -52,7 +52,7 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AdvanceRule:
     """Rules by which a unit advances: merge, outer optimizer, quantiser."""
 
     outer: OuterOptimizer
@@ -62,14 +62,16 @@ class Rule:
     quantiser: Quantiser | None
 
 
-def founded(values: Values, layout: UnitLayout, rule: Rule) -> Computed:
+def founded(values: Values, layout: UnitLayout, rule: AdvanceRule) -> Computed:
     """Return version 1: the values that the founding node has brought."""
     first = _read(values, layout.numel)
     apart = rule.quantiser is not None and rule.quantiser.feedback
     return Computed(_frozen(Anchor(1, first, rule.outer.init(first), first if apart else None)))
 
 
-def merged(old: Anchor, pushes: Sequence[tuple[Push, Part]], layout: UnitLayout, rule: Rule) -> Computed:
+def merged(
+    old: Anchor, pushes: Sequence[tuple[Push, Part]], layout: UnitLayout, rule: AdvanceRule
+) -> Computed:
     """Return the next version after the outer step with the merged pushes.
 
     If nothing of weight remains, or the result is not finite, anchor and momentum stay as they are, under the
@@ -86,7 +88,7 @@ def merged(old: Anchor, pushes: Sequence[tuple[Push, Part]], layout: UnitLayout,
     wholes: list[Vector | None] = [None for _ in old.outer.arrays]
     count = old.outer.count
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
-        for start, stop in slices(layout.numel):
+        for start, stop in unit_slices(layout.numel):
             before = old.outer.map(lambda array, at=slice(start, stop): array[at])  # type: ignore[misc]
             step, after = rule.outer.update(mean[start:stop], before)
             np.subtract(old.values[start:stop], step, out=new[start:stop])
@@ -104,7 +106,7 @@ def merged(old: Anchor, pushes: Sequence[tuple[Push, Part]], layout: UnitLayout,
     return replace(_handed_out(old, new, state, rule), norm=length)
 
 
-def mixed(old: Anchor, values: Values, mix: float, rule: Rule) -> Computed:
+def mixed(old: Anchor, values: Values, mix: float, rule: AdvanceRule) -> Computed:
     """Return x <- (1 - a) x + a global (HALoS, arXiv:2506.04531); the momentum stays as it is."""
     new = mixture(old.values, values, mix)
     return _handed_out(old, new, old.outer, rule)
@@ -113,7 +115,7 @@ def mixed(old: Anchor, values: Values, mix: float, rule: Rule) -> Computed:
 def mixture(x: Vector, values: Values, mix: float) -> Vector:
     """Return (1 - mix) x + mix values, a new array; x is not read if mix is 1."""
     new = np.empty_like(x)
-    for start, stop in slices(len(x)):
+    for start, stop in unit_slices(len(x)):
         new[start:stop] = values.read(start, stop)
         if mix != 1.0:
             new[start:stop] *= np.float32(mix)
@@ -121,13 +123,13 @@ def mixture(x: Vector, values: Values, mix: float) -> Vector:
     return new
 
 
-def look_ahead(anchor: Anchor, rule: Rule) -> Vector:
+def look_ahead(anchor: Anchor, rule: AdvanceRule) -> Vector:
     """Return where the momentum will carry the anchor next."""
     ahead: Vector = rule.outer.look_ahead(anchor.values, anchor.outer)
     return ahead
 
 
-def _handed_out(old: Anchor, new: Vector, state: OuterState[Vector], rule: Rule) -> Computed:
+def _handed_out(old: Anchor, new: Vector, state: OuterState[Vector], rule: AdvanceRule) -> Computed:
     """Return the new version as nodes will hold it.
 
     With a quantiser, nodes and hub take the same coarse step. The remainder is kept in `values`, so that the
@@ -139,7 +141,7 @@ def _handed_out(old: Anchor, new: Vector, state: OuterState[Vector], rule: Rule)
     held = old.values if old.handed is None else old.handed
     delta = bytes(rule.quantiser.encode(new - held))
     handed = np.empty_like(held)
-    for start, stop in slices(len(held)):
+    for start, stop in unit_slices(len(held)):
         decoded = rule.quantiser.decode(delta, len(held), start, stop)
         np.add(held[start:stop], decoded, out=handed[start:stop])
     if old.handed is None:
@@ -160,6 +162,6 @@ def _frozen(anchor: Anchor) -> Anchor:
 
 def _read(values: Values, numel: int) -> Vector:
     whole = np.empty(numel, np.float32)
-    for start, stop in slices(numel):
+    for start, stop in unit_slices(numel):
         whole[start:stop] = values.read(start, stop)
     return whole

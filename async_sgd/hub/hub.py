@@ -10,14 +10,14 @@ import math
 from dataclasses import replace
 
 from aedit.async_sgd.hub import admission, advance
-from aedit.async_sgd.hub.advance import Computed, Quantiser, Rule
+from aedit.async_sgd.hub.advance import AdvanceRule, Computed, Quantiser
 from aedit.async_sgd.hub.clocks import Clocks
 from aedit.async_sgd.hub.due import is_due
 from aedit.async_sgd.hub.joins import Denied, Joiner, joining
 from aedit.async_sgd.hub.members import Member, Report, dylu
 from aedit.async_sgd.hub.plan import HubPlan
-from aedit.async_sgd.hub.saved import Saved, load, save
-from aedit.async_sgd.hub.state import State, Unit
+from aedit.async_sgd.hub.saved import Saved, load_state, save_state
+from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.async_sgd.rules.push_filter import directions
 from aedit.async_sgd.rules.records import (
@@ -60,8 +60,8 @@ class Hub:
         """Create a hub that nobody has joined. quantiser: of `hub.codec_down`; None for "fp32"."""
         assert (quantiser is None) == (plan.hub.codec_down == "fp32"), "a codec that nobody uses, or none"
         self.plan, self.config = plan, plan.hub
-        self.rule = Rule(make_outer(plan.outer), plan.hub.merge, plan.penalty.clip, quantiser)
-        self.state = State(part=plan.part, has_parent=bool(plan.hub.parent))
+        self.rule = AdvanceRule(make_outer(plan.outer), plan.hub.merge, plan.penalty.clip, quantiser)
+        self.state = HubState(part=plan.part, has_parent=bool(plan.hub.parent))
         self.clocks = Clocks()
 
     # -- deciding
@@ -195,12 +195,12 @@ class Hub:
 
     def saved(self) -> Saved:
         """Return everything that is journaled, for a snapshot. Copies no array; arrays never change."""
-        return save(self.state)
+        return save_state(self.state)
 
     def restore(self, saved: Saved) -> None:
         """Continue from a snapshot, before any record is applied. Takes ownership of the arrays."""
         assert self.state.layout is None, "this hub has a past of its own"
-        load(saved, self.state)
+        load_state(saved, self.state)
 
     # -- reading
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from aedit.async_sgd.hub.members import Member
 from aedit.async_sgd.hub.pool import Block
-from aedit.async_sgd.hub.state import COUNT_BITS, State
+from aedit.async_sgd.hub.state import COUNT_BITS, HubState
 from aedit.async_sgd.rules.config import HubConfig
 from aedit.async_sgd.rules.records import Founded, Joined, Leased, Left, Record
 from aedit.types import Layout
@@ -47,7 +47,7 @@ class Joiner:
     """Random bits for its new session, drawn by the hub: who has not been told cannot speak for the node."""
 
 
-def joining(state: State, joiner: Joiner, config: HubConfig, elapsed_s: float) -> list[Record]:
+def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float) -> list[Record]:
     """Return the records of a join.
 
     Founded, if it is the first node; Left, if it replaces a process that seems alive; Joined; and the leases
@@ -82,7 +82,7 @@ def _is_same(member: Member, joiner: Joiner) -> bool:
     return told or member.session == joiner.session
 
 
-def _new_index(state: State, prefers: int | None, config: HubConfig) -> int:
+def _new_index(state: HubState, prefers: int | None, config: HubConfig) -> int:
     """Return the next free index, or the one that the node prefers if that is free.
 
     An index that is skipped stays free for a node that prefers it.
@@ -104,7 +104,7 @@ def _founded(joiner: Joiner) -> Founded:
     return Founded(joiner.layout, tuple(sorted(joiner.facts)), joiner.num_samples)
 
 
-def _compare(state: State, joiner: Joiner) -> None:
+def _compare(state: HubState, joiner: Joiner) -> None:
     facts = dict(joiner.facts)
     for name in sorted(state.facts.keys() | facts.keys()):
         here, there = state.facts.get(name, "not set"), facts.get(name, "not set")
@@ -133,7 +133,7 @@ def _difference(here: Layout, there: Layout) -> str:
     return f"{len(there.units)} units, {len(here.units)} in this run"
 
 
-def _still_free(state: State, node: int) -> list[Block]:
+def _still_free(state: HubState, node: int) -> list[Block]:
     blocks = []
     for start, end in state.lost.get(node, []):
         for first, last in state.pool.returned:

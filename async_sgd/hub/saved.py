@@ -8,9 +8,9 @@ from typing import Any
 from aedit.async_sgd.hub.advance import Anchor
 from aedit.async_sgd.hub.members import Member, Told
 from aedit.async_sgd.hub.pool import Pool
-from aedit.async_sgd.hub.state import State, Unit
+from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules.outer import OuterState
-from aedit.async_sgd.rules.push_filter import NormHistory
+from aedit.async_sgd.rules.push_filter import SizeHistory
 from aedit.async_sgd.rules.records import Push, Vector
 from aedit.types import Layout, TensorLayout, UnitLayout, Verdict
 
@@ -45,7 +45,7 @@ _MEMBER = [field.name for field in fields(Member) if field.name not in ("refused
 _UNIT = ("merged_at_s", "usual_s", "sent_at")
 
 
-def save(state: State) -> Saved:
+def save_state(state: HubState) -> Saved:
     """Return the state as `Saved`. Copies no array and reads no payload."""
     pool = state.pool
     numbers = {name: getattr(state, name) for name in (*_PLAIN, "mean_steps")}
@@ -66,7 +66,7 @@ def save(state: State) -> Saved:
     return Saved(numbers, tuple(_unit_out(index, unit) for index, unit in state.units.items()))
 
 
-def load(saved: Saved, state: State) -> None:
+def load_state(saved: Saved, state: HubState) -> None:
     """Load `saved` into the fresh state of a hub with the same plan. Takes ownership of the arrays."""
     numbers, pool = saved.numbers, saved.numbers["pool"]
     for name in (*_PLAIN, "mean_steps"):
@@ -117,16 +117,16 @@ def _member_in(numbers: dict[str, Any]) -> Member:
     return member
 
 
-def _history_out(history: NormHistory) -> dict[str, Any]:
+def _history_out(history: SizeHistory) -> dict[str, Any]:
     first = history.anchor_norm if math.isfinite(history.anchor_norm) else None
     sizes = [list(size) for size in history.sizes]
     return {"sizes": sizes, "anchor_norm": first, "doubted": list(history.doubted)}
 
 
-def _history_in(numbers: dict[str, Any]) -> NormHistory:
+def _history_in(numbers: dict[str, Any]) -> SizeHistory:
     first = math.inf if numbers["anchor_norm"] is None else numbers["anchor_norm"]
     sizes = tuple((node, size) for node, size in numbers["sizes"])
-    return NormHistory(sizes, first, tuple(numbers["doubted"]))
+    return SizeHistory(sizes, first, tuple(numbers["doubted"]))
 
 
 def _unit_out(index: int, unit: Unit) -> SavedUnit:

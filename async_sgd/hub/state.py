@@ -10,7 +10,7 @@ from aedit.async_sgd.hub.advance import Anchor, Computed
 from aedit.async_sgd.hub.members import NORM, Member, Told, kind
 from aedit.async_sgd.hub.pool import Block, Pool
 from aedit.async_sgd.rules import records
-from aedit.async_sgd.rules.push_filter import NormHistory
+from aedit.async_sgd.rules.push_filter import SizeHistory
 from aedit.async_sgd.rules.records import Push, Vector
 from aedit.types import Layout, Verdict
 
@@ -25,7 +25,7 @@ class Unit:
     anchor: Anchor | None = None
     pending: dict[tuple[int, int], Push] = field(default_factory=dict)
     """By node and sequence number, in the order of arrival."""
-    history: NormHistory = field(default_factory=NormHistory)
+    history: SizeHistory = field(default_factory=SizeHistory)
     deltas: deque[tuple[int, bytes]] = field(default_factory=deque)
     """Newest last: a version, and what was added to the one before. Together shorter than
     the anchor: beyond that a chain is of no use."""
@@ -48,7 +48,7 @@ class Unit:
 
 
 @dataclass(slots=True)
-class State:
+class HubState:
     """Journaled state of a hub: made by applying records, and by nothing else."""
 
     part: tuple[int, int] = (0, 1)

@@ -31,12 +31,12 @@ _PLAIN = {
 _PUSH = ("node", "unit", "seq", "base", "steps", "tokens")
 
 
-def encode(batch: Sequence[Record]) -> bytes:
+def encode_records(batch: Sequence[Record]) -> bytes:
     """Return a batch as JSON: records that were decided together, and are applied together or not at all."""
     return json.dumps([_out(record) for record in batch], separators=(",", ":")).encode()
 
 
-def decode(data: bytes, locate: Locate) -> list[Record]:
+def decode_records(data: bytes, locate: Locate) -> list[Record]:
     """Return the batch that `encode` was given. locate: finds a payload by its place."""
     return [_in(fields, locate) for fields in json.loads(data)]
 

@@ -35,7 +35,7 @@ class NoSpace(Exception):
     """The disk has no room. Nothing of what was to be written counts."""
 
 
-class Broken(Exception):
+class JournalBroken(Exception):
     """The disk failed after it had reported success. Nothing may be acknowledged any more."""
 
 
@@ -65,7 +65,7 @@ class Journal:
             self._begin(0)
 
     def append(self, body: bytes) -> Position:
-        """Append a batch of records and return the position after it. Raises NoSpace or Broken."""
+        """Append a batch of records and return the position after it. Raises NoSpace or JournalBroken."""
         with self._lock:
             self._check()
             start = self._ends.written
@@ -80,7 +80,7 @@ class Journal:
     def store(self, data: memoryview) -> Stretch:
         """Write a payload and return its place; it counts once a record refers to it.
 
-        Raises NoSpace or Broken.
+        Raises NoSpace or JournalBroken.
         """
         with self._lock:
             self._check()
@@ -103,7 +103,7 @@ class Journal:
         return stretch
 
     def sync(self, position: Position) -> None:
-        """Return when everything before `position` is on disk. Raises Broken."""
+        """Return when everything before `position` is on disk. Raises JournalBroken."""
         with self._sync_lock:
             with self._lock:
                 self._check()
@@ -191,7 +191,7 @@ class Journal:
         if error.errno in _FULL:
             return NoSpace(f"journal: no space ({error.strerror})")
         self._broken = f"{self.file.path}: {error.strerror}"
-        return Broken(self._broken)
+        return JournalBroken(self._broken)
 
     def _flush(self, file: File) -> None:
         try:
@@ -199,11 +199,11 @@ class Journal:
         except OSError as error:
             # A second try would succeed without having written what the kernel has dropped.
             self._broken = f"{file.path}: {error.strerror}"
-            raise Broken(self._broken) from error
+            raise JournalBroken(self._broken) from error
 
     def _check(self) -> None:
         if self._broken:
-            raise Broken(self._broken)
+            raise JournalBroken(self._broken)
 
 
 def segment_path(directory: Path, number: int) -> Path:

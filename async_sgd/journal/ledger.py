@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from aedit.async_sgd.hub.advance import Computed
 from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.saved import save
-from aedit.async_sgd.journal.encoding import encode
+from aedit.async_sgd.hub.saved import save_state
+from aedit.async_sgd.journal.encoding import encode_records
 from aedit.async_sgd.journal.journal import Journal, Position
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.journal.store import Store
@@ -57,7 +57,7 @@ class Ledger:
         """
         if not records:
             return self.journal.position
-        position = self.journal.append(encode(records))
+        position = self.journal.append(encode_records(records))
         for record in records:
             self.hub.apply(record, computed if isinstance(record, Merged | Mixed) else None)
             self._told(record)
@@ -94,7 +94,7 @@ class Ledger:
             with self.lock:
                 self.past_bytes += self.journal.segment_bytes
                 number = self.journal.rotate()
-                saved = save(self.hub.state)
+                saved = save_state(self.hub.state)
             # Also if this fails: it is tried again after as many bytes.
             self._snapshot_at = self.journal.position
             self._saved_bytes = self.store.save(saved, number)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from aedit.async_sgd.hub.clocks import Clocks
 from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.saved import load, save
+from aedit.async_sgd.hub.saved import load_state, save_state
 from aedit.async_sgd.journal import snapshot
-from aedit.async_sgd.journal.encoding import decode
+from aedit.async_sgd.journal.encoding import decode_records
 from aedit.async_sgd.journal.frames import FILE_BYTES, RECORDS, Damaged, File, Short, frame_at, read_head
 from aedit.async_sgd.journal.journal import Journal, Position, segment_path
-from aedit.async_sgd.journal.store import Store, locate, numbers, snapshot_path
+from aedit.async_sgd.journal.store import Store, locate, segment_numbers, snapshot_path
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.system import sync_directory
 
@@ -46,7 +46,7 @@ class Mirror:
         """Begin anew: the content of the folder is of another term."""
         with self.lock:
             for kind, path in (("snapshot", snapshot_path), ("journal", segment_path)):
-                for number in numbers(self._directory, kind):
+                for number in segment_numbers(self._directory, kind):
                     path(self._directory, number).unlink()
             self.hub, self.position, self._applied = self._make(), (1, 0), (1, 0)
 
@@ -94,7 +94,7 @@ class Mirror:
                 return True
             frame = frame_at(self._reading, mark, offset)
             if frame.kind == RECORDS:
-                for record in decode(frame.read(), lambda plain: locate(frame.body.file, plain)):
+                for record in decode_records(frame.read(), lambda plain: locate(frame.body.file, plain)):
                     self.hub.apply(record)
             self._applied = segment, frame.end
             return True
@@ -152,13 +152,13 @@ class Mirror:
         self.forget()
         path = snapshot_path(self._directory, segment)
         os.replace(incoming.path, path)
-        load(snapshot.read(path), self.hub.state)
+        load_state(snapshot.read(path), self.hub.state)
         self._applied = segment, 0
 
     def _turn_over(self, segment: int) -> None:
         """Finish a segment that is applied to its end: the state is that of the primary's snapshot."""
         self._applied = segment, 0
         try:
-            self._store.save(save(self.hub.state), segment)
+            self._store.save(save_state(self.hub.state), segment)
         except OSError as error:
             log.error("no snapshot: %s", error)

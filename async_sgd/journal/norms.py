@@ -8,7 +8,7 @@ from aedit.proto.codecs.codecs import Codec, Payload, slices
 from aedit.types import UnitLayout
 
 
-def norms(data: Payload, codec: Codec, layout: UnitLayout) -> tuple[float, ...]:
+def tensor_norms(data: Payload, codec: Codec, layout: UnitLayout) -> tuple[float, ...]:
     """Return the Euclidean norm of each tensor, slice by slice; NaN or infinite if an element is."""
     ends = np.cumsum([tensor.numel for tensor in layout.tensors])
     squares = [0.0] * len(layout.tensors)

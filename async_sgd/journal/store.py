@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.saved import Saved, load
-from aedit.async_sgd.hub.state import State
+from aedit.async_sgd.hub.saved import Saved, load_state
+from aedit.async_sgd.hub.state import HubState
 from aedit.async_sgd.journal import snapshot
-from aedit.async_sgd.journal.encoding import decode
+from aedit.async_sgd.journal.encoding import decode_records
 from aedit.async_sgd.journal.frames import (
     FILE_BYTES,
     RECORDS,
@@ -60,7 +60,7 @@ class Store:
         Changes no file unless `mend` is true.
         """
         first = self._load_newest(hub)
-        segments = [number for number in numbers(self.directory, "journal") if number >= first]
+        segments = [number for number in segment_numbers(self.directory, "journal") if number >= first]
         check_gapless(self.directory, first, segments)
         for number in segments:
             self._replay(hub, number, is_last=number == segments[-1], mend=mend)
@@ -77,30 +77,33 @@ class Store:
 
     def saved_bytes(self) -> int:
         """Return the size of the newest snapshot; 0 if there is none."""
-        paths = [snapshot_path(self.directory, number) for number in numbers(self.directory, "snapshot")[-1:]]
+        paths = [
+            snapshot_path(self.directory, number)
+            for number in segment_numbers(self.directory, "snapshot")[-1:]
+        ]
         return sum(path.stat().st_size for path in paths)
 
     def _prune(self) -> None:
-        snapshots = numbers(self.directory, "snapshot")
+        snapshots = segment_numbers(self.directory, "snapshot")
         oldest = snapshots[-2] if len(snapshots) > 1 else 0
         for path, number in [
             *((snapshot_path(self.directory, n), n) for n in snapshots),
-            *((segment_path(self.directory, n), n) for n in numbers(self.directory, "journal")),
+            *((segment_path(self.directory, n), n) for n in segment_numbers(self.directory, "journal")),
         ]:
             if number < oldest:
                 path.unlink()
 
     def _load_newest(self, hub: Hub) -> int:
         """Load the newest snapshot that is whole; return the number of the first segment to replay."""
-        snapshots = numbers(self.directory, "snapshot")
+        snapshots = segment_numbers(self.directory, "snapshot")
         for number in reversed(snapshots):
             try:
-                load(snapshot.read(snapshot_path(self.directory, number)), hub.state)
+                load_state(snapshot.read(snapshot_path(self.directory, number)), hub.state)
                 return number
             except Damaged as error:
                 log.error("%s: going back to the snapshot before it", error)
-                hub.state = State(hub.state.part, hub.state.has_parent)
-        if snapshots and 1 not in numbers(self.directory, "journal"):
+                hub.state = HubState(hub.state.part, hub.state.has_parent)
+        if snapshots and 1 not in segment_numbers(self.directory, "journal"):
             raise UserError(f"{self.directory}: no snapshot is whole; restore the folder from a copy")
         return 1
 
@@ -137,7 +140,10 @@ class Store:
 def batches(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[list[Record], int]]:
     """Yield what was decided together (nothing, for a payload), and where it ends. Raises Damaged."""
     for frame, body in frames(file, offset):
-        yield decode(body, lambda plain: locate(file, plain)) if frame.kind == RECORDS else [], frame.end
+        yield (
+            decode_records(body, lambda plain: locate(file, plain)) if frame.kind == RECORDS else [],
+            frame.end,
+        )
 
 
 def check_gapless(directory: Path, first: int, segments: list[int]) -> None:
@@ -167,7 +173,7 @@ def check_payloads(batch: list[Record]) -> None:
             record.push.values.check()
 
 
-def numbers(directory: Path, kind: str) -> list[int]:
+def segment_numbers(directory: Path, kind: str) -> list[int]:
     """Return the numbers of all snapshots or segments, ascending."""
     found = (path.name.rpartition("-")[2] for path in directory.glob(f"{kind}-*"))
     return sorted(int(number) for number in found if number.isdecimal())

@@ -59,7 +59,7 @@ def _checked(merged: Vector, path: str, numel: int) -> Vector:
     return merged
 
 
-def slices(numel: int) -> Iterator[tuple[int, int]]:
+def unit_slices(numel: int) -> Iterator[tuple[int, int]]:
     """Yield start and stop of each slice of a unit."""
     return ((start, min(start + SLICE, numel)) for start in range(0, numel, SLICE))
 
@@ -74,7 +74,7 @@ def _shares(parts: Weighted) -> NDArray[np.float32]:
 
 def _weighted_sum(parts: Weighted, numel: int, shares_N: NDArray[np.float32]) -> Vector:
     total = np.empty(numel, np.float32)
-    for start, stop in slices(numel):
+    for start, stop in unit_slices(numel):
         _add(parts, shares_N, (start, stop), total[start:stop])
     return total
 
@@ -98,7 +98,7 @@ def _rda(parts: Weighted, layout: UnitLayout) -> Vector:
     ends = np.cumsum([0, *(tensor.numel for tensor in layout.tensors)])
     shares_NT = _direction_shares(parts, layout)
     total = np.empty(layout.numel, np.float32)
-    for start, stop in slices(layout.numel):
+    for start, stop in unit_slices(layout.numel):
         total[start:stop] = 0
         first, last = np.searchsorted(ends, [start, stop - 1], side="right") - 1
         for (push, _), shares_T in zip(parts, shares_NT, strict=True):
@@ -149,7 +149,7 @@ def _mean_of_piece(parts: Weighted, at: tuple[int, int], total: Vector) -> None:
 def norm(vector: Vector) -> float:
     """Return the Euclidean norm, summed in double precision: the same bits with any BLAS."""
     total = 0.0
-    for start, stop in slices(len(vector)):
+    for start, stop in unit_slices(len(vector)):
         piece = vector[start:stop].astype(np.float64)
         total += float(np.square(piece, out=piece).sum())
     return float(np.sqrt(total))
@@ -162,7 +162,7 @@ def _trimmed(parts: Weighted, numel: int) -> Vector:
     total = np.empty(numel, np.float32)
     cut = len(parts) // 3
     w_N1 = np.array([[part.weight] for _, part in parts], np.float32)
-    for start, stop in slices(numel):
+    for start, stop in unit_slices(numel):
         values_NE = np.stack([push.values.read(start, stop) for push, _ in parts])
         values_NE *= np.array([[part.scale] for _, part in parts], np.float32)
         order_NE = np.argsort(values_NE, axis=0, kind="stable")[cut : len(parts) - cut]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from aedit.async_sgd.rules.config import PushFilterConfig
 from aedit.async_sgd.rules.merge import GRAIN
 from aedit.async_sgd.rules.records import Part, Push
-from aedit.async_sgd.rules.weights import norm
+from aedit.async_sgd.rules.weights import push_norm
 from aedit.types import UnitLayout
 
 GROWTH = 0.75
@@ -48,7 +48,7 @@ SAMPLE_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class NormHistory:
+class SizeHistory:
     """Sizes of one unit's accepted pushes, newest last."""
 
     sizes: tuple[tuple[int, float], ...] = ()
@@ -59,7 +59,7 @@ class NormHistory:
     """Nodes refused for their size since the last accepted push."""
 
     @classmethod
-    def of(cls, numbers: Any) -> "NormHistory":
+    def of(cls, numbers: Any) -> "SizeHistory":
         """Return the history that `numbers` describes."""
         sizes = tuple((int(node), float(size)) for node, size in numbers["sizes"])
         anchor_norm = math.inf if numbers["anchor_norm"] is None else numbers["anchor_norm"]
@@ -70,17 +70,17 @@ class NormHistory:
         anchor_norm = self.anchor_norm if math.isfinite(self.anchor_norm) else None
         return {"sizes": list(self.sizes), "anchor_norm": anchor_norm, "doubted": list(self.doubted)}
 
-    def with_push(self, push: Push) -> "NormHistory":
+    def with_push(self, push: Push) -> "SizeHistory":
         """Return the history after an accepted push.
 
         The push that founds the unit gives the anchor's norm.
         """
         if push.base == 0:
-            return replace(self, anchor_norm=norm(push) or math.inf)
-        sizes = (*self.sizes, (push.node, log_size(push))) if norm(push) > 0 else self.sizes
+            return replace(self, anchor_norm=push_norm(push) or math.inf)
+        sizes = (*self.sizes, (push.node, log_size(push))) if push_norm(push) > 0 else self.sizes
         return replace(self, sizes=sizes[-WINDOW:], doubted=())
 
-    def with_refusal(self, node: int) -> "NormHistory":
+    def with_refusal(self, node: int) -> "SizeHistory":
         """Return the history after a push that was refused for its size.
 
         When most nodes are refused, the history is wrong: a new learning rate or new data must not lock
@@ -102,16 +102,16 @@ class NormHistory:
 
 def log_size(push: Push) -> float:
     """Return log(norm / steps^0.75); -inf for a push of zeros."""
-    length = norm(push)
+    length = push_norm(push)
     return math.log(length) - GROWTH * math.log(max(1, push.steps)) if length > 0 else -math.inf
 
 
-def judge_push(push: Push, history: NormHistory, config: PushFilterConfig) -> str | None:
+def judge_push(push: Push, history: SizeHistory, config: PushFilterConfig) -> str | None:
     """Return why a push is not believed (its norm, and what it was compared with), or None if it is.
 
     Uses only what is known when the push arrives.
     """
-    length = norm(push)
+    length = push_norm(push)
     if not math.isfinite(length):
         return "not finite"
     nodes = history.by_node().keys()
@@ -128,12 +128,12 @@ def judge_push(push: Push, history: NormHistory, config: PushFilterConfig) -> st
     return f"{length:.3g}, {times:.3g} times what is usual for {push.steps} steps"
 
 
-def clip_scale(push: Push, history: NormHistory, config: PushFilterConfig) -> float:
+def shortening(push: Push, history: SizeHistory, config: PushFilterConfig) -> float:
     """Return the factor that shortens a push to at most `clip` usual norms.
 
     Looser in the first round, when sizes still grow with the learning rate, and while few nodes are known.
     """
-    if config.clip is None or not history.sizes or not norm(push) > 0:
+    if config.clip is None or not history.sizes or not push_norm(push) > 0:
         return 1.0
     usual, _, rounds = _usual(history)
     loose = 2 if len(history.by_node()) >= ENOUGH else 4
@@ -194,7 +194,7 @@ def _cosines(pushes: Sequence[Push], numel: int) -> tuple[NDArray[np.float64], i
 
 
 def _direction(push: Push, start: int, stop: int) -> NDArray[np.float64]:
-    return push.values.read(start, stop).astype(np.float64) / max(norm(push), 1e-300)
+    return push.values.read(start, stop).astype(np.float64) / max(push_norm(push), 1e-300)
 
 
 def _slack(num_nodes: int, rounds: int) -> float:
@@ -206,7 +206,7 @@ def _slack(num_nodes: int, rounds: int) -> float:
     return 1 + 1 / (rounds + 2) if num_nodes >= ENOUGH else 1 + 1 / rounds
 
 
-def _usual(history: NormHistory) -> tuple[float, float, int]:
+def _usual(history: SizeHistory) -> tuple[float, float, int]:
     """Return median log-size over nodes, its robust standard deviation, and the number of rounds."""
     by_node = history.by_node().values()
     usual, spread = _median_and_spread([median(sizes) for sizes in by_node])

@@ -11,7 +11,7 @@ from aedit.async_sgd.rules.config import PenaltyConfig
 from aedit.async_sgd.rules.records import Push
 
 
-def weights(
+def merge_weights(
     pushes: Sequence[Push],
     rule: Literal["uniform", "steps", "tokens", "penalty"],
     config: PenaltyConfig | None = None,
@@ -29,13 +29,13 @@ def weights(
         case "tokens":
             return tuple(push.tokens * push.tokens / max(push.steps, 1) * (push.steps > 0) for push in pushes)
         case "penalty":
-            norms_N1 = np.array([[norm(push)] for push in pushes]).reshape(len(pushes), 1)
+            norms_N1 = np.array([[push_norm(push)] for push in pushes]).reshape(len(pushes), 1)
             steps_N1 = np.array([[float(push.steps)] for push in pushes]).reshape(len(pushes), 1)
             w_N1 = penalty.weights(norms_N1, steps_N1, config or PenaltyConfig())
             return tuple(w_N1[:, 0].tolist())
 
 
-def norm(push: Push) -> float:
+def push_norm(push: Push) -> float:
     """Return the norm of the whole unit's pseudo-gradient.
 
     Not finite if that of one of its tensors is not.

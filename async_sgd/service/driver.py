@@ -7,7 +7,7 @@ from dataclasses import replace
 from aedit.async_sgd.hub.members import Member
 from aedit.async_sgd.rules.records import Joined, Leased, Record
 from aedit.async_sgd.service import messages
-from aedit.async_sgd.service.exchange import Exchange
+from aedit.async_sgd.service.exchange import PushPull
 from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.async_sgd.service.tailing import Tailing
@@ -27,7 +27,7 @@ class Driver:
         self._guard, self._ledger, self._hub = guard, guard.ledger, guard.ledger.hub
         self._responder, self._status = responder, status
         self._tailing = Tailing(guard)
-        self.exchange = Exchange(guard)
+        self.exchange = PushPull(guard)
         self.max_push_bytes = self.exchange.max_push_bytes
         self.push, self.pull = self.exchange.push, self.exchange.pull
         self.garbled = self.exchange.garbled
@@ -54,7 +54,7 @@ class Driver:
         """Take a member's report and return the state of the run."""
         with self._guard.deciding() as now:
             member = self._guard.speaker(request.who)
-            self._hub.heartbeat(member.node, messages.report(request), now)
+            self._hub.heartbeat(member.node, messages.report_of(request), now)
             used = self._used(member, request.consumed)
             position = self._ledger.commit(used)
             told = messages.tell(self._hub, member.node, now)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from aedit.async_sgd.hub import upward
-from aedit.async_sgd.journal.journal import Broken, NoSpace
+from aedit.async_sgd.journal.journal import JournalBroken, NoSpace
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.rules.records import Merged, Vector
 
@@ -22,7 +22,7 @@ _ENDED_S = 3.0
 Event = Callable[..., None]
 
 
-class Engine:
+class HubWorker:
     """Threads that drive a ledger, from `start` to `stop`.
 
     After `over` is set, `failure` says why; empty if the run has ended well.
@@ -167,7 +167,7 @@ class Engine:
         except (NoSpace, OSError) as error:
             log.error("no snapshot: %s", error)
             self._event("snapshot_failed", reason=str(error))
-        except Broken as error:
+        except JournalBroken as error:
             self.fail(error)
 
     def _look_for_the_end(self, now: float) -> None:

@@ -8,7 +8,7 @@ import grpc
 
 from aedit.async_sgd.hub import news
 from aedit.async_sgd.hub.members import Told
-from aedit.async_sgd.journal.norms import norms
+from aedit.async_sgd.journal.norms import tensor_norms
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules.records import Accepted, Push, Vector
 from aedit.async_sgd.service import messages
@@ -39,7 +39,7 @@ class _Unread:
         raise AssertionError("a push is read after it is accepted")
 
 
-class Exchange:
+class PushPull:
     """Push and pull. Arrays are processed outside the lock."""
 
     def __init__(self, guard: RequestGuard) -> None:
@@ -63,7 +63,7 @@ class Exchange:
             is_new = head.seq > member.received.get(head.unit, 0)
         if is_new:
             self.bytes_in += len(data)
-            lengths = norms(data, self._checked(head, data, layout.numel), layout)
+            lengths = tensor_norms(data, self._checked(head, data, layout.numel), layout)
             transfer = _Transfer(head, data, zlib.crc32(data), layout.numel, lengths)
             payload: Payload | None = None
             # A snapshot may begin a new segment while the payload is on its way into the old one: then again.

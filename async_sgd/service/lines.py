@@ -8,7 +8,7 @@ MOST_BYTES = 2**20
 """Of all lines, as JSON: with them a status stays below the largest message."""
 
 
-def to_json(values: Mapping[str, Any]) -> str:
+def json_line(values: Mapping[str, Any]) -> str:
     """Return values as JSON, which has no NaN and no infinity: null instead."""
     text = json.dumps(values)
     if "NaN" not in text and "Infinity" not in text:
@@ -31,7 +31,7 @@ class Lines:
         """Add the newest line."""
         if self._lines and self._lines[-1][0] % self._every:
             self._num_bytes -= len(self._lines.pop()[1])
-        text = to_json(values)
+        text = json_line(values)
         self._lines.append((self.count, text))
         self._num_bytes += len(text)
         self.count += 1

@@ -34,7 +34,7 @@ def joiner(request: pb.JoinRequest) -> Joiner:
         raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a donor's address is shorter than that")
     return Joiner(
         name=request.name,
-        layout=layout(request),
+        layout=layout_of(request),
         facts=tuple(sorted(request.facts.items())),
         num_samples=request.num_samples,
         donor=request.donor,
@@ -44,7 +44,7 @@ def joiner(request: pb.JoinRequest) -> Joiner:
     )
 
 
-def layout(request: pb.JoinRequest) -> Layout:
+def layout_of(request: pb.JoinRequest) -> Layout:
     """Return the layout of the node's model."""
     return Layout(
         tuple(
@@ -54,7 +54,7 @@ def layout(request: pb.JoinRequest) -> Layout:
     )
 
 
-def report(request: pb.HeartbeatRequest) -> Report:
+def report_of(request: pb.HeartbeatRequest) -> Report:
     """Return a node's report about itself."""
     return Report(
         steps=request.steps,

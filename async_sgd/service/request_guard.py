@@ -8,10 +8,10 @@ import grpc
 
 from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.members import Member
-from aedit.async_sgd.journal.journal import Broken, NoSpace, Position
+from aedit.async_sgd.journal.journal import JournalBroken, NoSpace, Position
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.service import messages
-from aedit.async_sgd.service.engine import Engine
+from aedit.async_sgd.service.engine import HubWorker
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
 
@@ -19,7 +19,7 @@ from aedit.proto.wire.service import Refusal
 class RequestGuard:
     """The checks of a hub that leads under one term, for all its services."""
 
-    def __init__(self, ledger: Ledger, engine: Engine, run: str, *, has_other: bool) -> None:
+    def __init__(self, ledger: Ledger, engine: HubWorker, run: str, *, has_other: bool) -> None:
         """Create the checks. has_other: whether another hub could lead instead.
 
         A standby, or a former leader.
@@ -45,7 +45,7 @@ class RequestGuard:
         except NoSpace as error:
             self.engine.is_full(error)
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from error
-        except Broken as error:
+        except JournalBroken as error:
             self.engine.fail(error)
             raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the hub's disk has failed: {error}") from error
 

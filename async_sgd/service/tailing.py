@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from aedit.async_sgd.journal.frames import File
 from aedit.async_sgd.journal.journal import Position, segment_path
-from aedit.async_sgd.journal.store import numbers, snapshot_path
+from aedit.async_sgd.journal.store import segment_numbers, snapshot_path
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.wire import hub_pb2 as pb
 
@@ -29,7 +29,7 @@ class Tailing:
         segment, offset = request.segment, request.offset
         path = segment_path(directory, segment)
         if not path.exists() or path.stat().st_size < offset:
-            snapshots = numbers(directory, "snapshot")
+            snapshots = segment_numbers(directory, "snapshot")
             segment, offset = (snapshots[-1] if snapshots else 1), 0
             if snapshots:
                 yield from _file(File(snapshot_path(directory, segment)), segment)

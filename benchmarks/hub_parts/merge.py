@@ -18,7 +18,7 @@ from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.joins import Joiner
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.journal.journal import Journal
-from aedit.async_sgd.journal.norms import norms
+from aedit.async_sgd.journal.norms import tensor_norms
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules.config import Codec, HubConfig, OuterConfig, PenaltyConfig
 from aedit.async_sgd.rules.records import Merged, Push, Record
@@ -148,7 +148,7 @@ def _round(hub: Hub, kind: Kind, layout: UnitLayout, arrived: Sequence[Payload])
         began = time.process_time()
         data = payload.stretch.view()
         how.is_valid(data, layout.numel)
-        lengths = norms(data, how, layout)
+        lengths = tensor_norms(data, how, layout)
         check_s += time.process_time() - began
         began = time.process_time()
         seq = hub.state.members[node].received.get(0, 0) + 1

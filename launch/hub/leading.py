@@ -9,7 +9,7 @@ from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.journal.store import Store
 from aedit.async_sgd.rules.records import Led
 from aedit.async_sgd.service.driver import Driver
-from aedit.async_sgd.service.engine import Engine
+from aedit.async_sgd.service.engine import HubWorker
 from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.launch.config.config import RunConfig
@@ -35,7 +35,7 @@ class Leading:
         self._reports, self._config = reports, config
         self.ledger = Ledger(hub, journal, store, reports.told)
         self.ledger.standby.changed = self._standby_changed
-        self.engine = Engine(self.ledger, reports.event, snapshot_bytes=config.hub.snapshot_bytes)
+        self.engine = HubWorker(self.ledger, reports.event, snapshot_bytes=config.hub.snapshot_bytes)
         has_other = bool(config.hub.standby)
         self.guard = RequestGuard(self.ledger, self.engine, config.name, has_other=has_other)
         self.driver = Driver(self.guard, responder, self._status)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import aedit
 from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.journal.journal import Broken, Journal, NoSpace
+from aedit.async_sgd.journal.journal import Journal, JournalBroken, NoSpace
 from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.journal.store import Store
 from aedit.async_sgd.service.hello_responder import HelloResponder
@@ -196,7 +196,7 @@ class _Process:
         if self._leading is not None:
             try:
                 self._leading.stop()
-            except (NoSpace, Broken, OSError) as error:
+            except (NoSpace, JournalBroken, OSError) as error:
                 log.error("no snapshot at the end: %s; the journal has everything", error)
         self._reports.close()
 

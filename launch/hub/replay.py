@@ -8,7 +8,7 @@ from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.journal.frames import File
 from aedit.async_sgd.journal.journal import segment_path
-from aedit.async_sgd.journal.store import Store, batches, check_gapless, check_payloads, numbers
+from aedit.async_sgd.journal.store import Store, batches, check_gapless, check_payloads, segment_numbers
 from aedit.async_sgd.rules.records import Accepted, Push, Record, Vector
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load
@@ -42,7 +42,7 @@ def replayed(directory: Path, *, from_the_beginning: bool = False) -> Hub:
     which must still be there, and through no snapshot. UserError if the folder is damaged."""
     hub = hub_of(directory)
     if from_the_beginning:
-        check_gapless(directory, 1, numbers(directory, "journal"))
+        check_gapless(directory, 1, segment_numbers(directory, "journal"))
         for batch in _journaled(directory, 1):
             for record in batch:
                 hub.apply(record)
@@ -64,13 +64,13 @@ def pushes_of(directory: Path) -> Iterator[Push]:
 
 def records_of(directory: Path) -> Iterator[Record]:
     """All records of the segments that are still there, in the order of the journal."""
-    first = min(numbers(directory, "journal"), default=1)
+    first = min(segment_numbers(directory, "journal"), default=1)
     for batch in _journaled(directory, first):
         yield from batch
 
 
 def _journaled(directory: Path, first: int) -> Iterator[list[Record]]:
-    for number in numbers(directory, "journal"):
+    for number in segment_numbers(directory, "journal"):
         if number >= first:
             for batch, _ in batches(File(segment_path(directory, number))):
                 check_payloads(batch)

@@ -9,8 +9,8 @@ from typing import Any
 from aedit.async_sgd.hub import news
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.rules import records
-from aedit.async_sgd.service.engine import Engine
-from aedit.async_sgd.service.lines import Lines, to_json
+from aedit.async_sgd.service.engine import HubWorker
+from aedit.async_sgd.service.lines import Lines, json_line
 from aedit.launch.rundir.recorder import Clock, Recorder
 
 LINE_EVERY_S = 2.0
@@ -94,14 +94,14 @@ class Reports:
         """JSON of `now`, the latest events, and the lines after the first `after` ones of this process."""
         with self._lock:
             lines, count, events = self._lines.after(after), self._lines.count, list(self._events)
-        head = to_json({**now, "num_lines": count, "events": events})
+        head = json_line({**now, "num_lines": count, "events": events})
         return f'{head[:-1]}, "lines": [{", ".join(lines)}]}}'
 
     def close(self) -> None:
         self._files.close()
 
 
-def overview(ledger: Ledger, engine: Engine) -> dict[str, Any]:
+def overview(ledger: Ledger, engine: HubWorker) -> dict[str, Any]:
     """How the hub stands, fit for JSON but for NaN."""
     with ledger.lock:
         now = news.status(ledger.hub, ledger.clock())

@@ -14,7 +14,7 @@ import numpy as np
 import aedit
 from aedit.async_sgd.hub import upward
 from aedit.async_sgd.rules.records import Vector
-from aedit.async_sgd.service.engine import Engine
+from aedit.async_sgd.service.engine import HubWorker
 from aedit.launch.config.load import parse
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, start_agent
 from aedit.proto.agent.link import Answer, Progress
@@ -47,7 +47,7 @@ class _UnitLink:
 class Uplink:
     """Tells the parent what the region has learned, and the region what the parent has."""
 
-    def __init__(self, engine: Engine, name: str, keys: ClientKeys, keys_directory: Path | None) -> None:
+    def __init__(self, engine: HubWorker, name: str, keys: ClientKeys, keys_directory: Path | None) -> None:
         """name: of this hub among the parent's nodes, kept over restarts."""
         self._engine, self._ledger, self._hub = engine, engine.ledger, engine.ledger.hub
         self._config = self._hub.config

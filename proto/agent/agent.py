@@ -12,7 +12,7 @@ from aedit.proto.agent.connections import Connections
 from aedit.proto.agent.donor import Donor
 from aedit.proto.agent.joining import InitialSync
 from aedit.proto.agent.leases import Leases
-from aedit.proto.agent.mailbox import Mailbox, State, Wants, remove
+from aedit.proto.agent.mailbox import AgentState, Mailbox, Wants, remove
 from aedit.proto.agent.membership import Membership
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.agent.traffic import Traffic
@@ -71,7 +71,7 @@ class Agent:
             self._fail(error)
             return False
         finally:
-            self._box.end(State.LOST, "the trainer has let it go")
+            self._box.end(AgentState.LOST, "the trainer has let it go")
             self._close()
 
     def _serve(self) -> bool:
@@ -88,7 +88,7 @@ class Agent:
 
         False if the trainer or the agent has ended.
         """
-        while self._box.state() in (State.IDLE, State.MEMBER):
+        while self._box.state() in (AgentState.IDLE, AgentState.MEMBER):
             pending = self._start_ordered()
             if not pending and is_over():
                 return True
@@ -141,7 +141,7 @@ class Agent:
     def _leave(self) -> None:
         for membership in self._memberships:
             membership.leave(self._consumed() if membership.part == 0 else [])
-        self._box.end(State.GONE)
+        self._box.end(AgentState.GONE)
 
     def _close(self) -> None:
         for membership in self._memberships:
@@ -158,9 +158,9 @@ class Agent:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, UserError):  # a person must act: no restart of the node can help
-            return self._box.end(State.REFUSED, str(error))
+            return self._box.end(AgentState.REFUSED, str(error))
         log.error("the agent gives up", exc_info=error)
-        self._box.end(State.LOST, f"{type(error).__name__}: {error}")
+        self._box.end(AgentState.LOST, f"{type(error).__name__}: {error}")
 
     # --- what the memberships tell and ask (membership.Owner)
 
@@ -205,12 +205,12 @@ class Agent:
 
     def refused(self, text: str) -> None:
         """End with an error that only a person can correct."""
-        self._box.end(State.REFUSED, text)
+        self._box.end(AgentState.REFUSED, text)
 
     def _state(self, now_s: float) -> str:
         if self._box.wanted() == Wants.LEAVE:
             return "leaving"
-        if self._box.state() != State.MEMBER:
+        if self._box.state() != AgentState.MEMBER:
             return "joining"
         return "stalled" if self._seen.watchdog.is_stalled(now_s) else "training"
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from aedit.proto.agent import mailbox
 from aedit.proto.agent.link import Answer, Progress
-from aedit.proto.agent.mailbox import Mailbox, State, Wants
+from aedit.proto.agent.mailbox import AgentState, Mailbox, Wants
 from aedit.proto.agent.plan import AgentPlan, to_json
 from aedit.proto.agent.wakeup import WakeReceiver, WakeSender
 from aedit.types import News, UserError
@@ -74,7 +74,9 @@ class AgentLink:
         """
         if self._waker:
             self._ask(Wants.JOIN)
-        self._wait(lambda: self._state() == State.MEMBER, timeout_s, "to join: no hub, or no anchors yet")
+        self._wait(
+            lambda: self._state() == AgentState.MEMBER, timeout_s, "to join: no hub, or no anchors yet"
+        )
         return self._box.versions()
 
     def written(self, unit: int, seq: int) -> None:
@@ -116,9 +118,13 @@ class AgentLink:
         self._ask(Wants.LEAVE)
         deadline_s = time.monotonic() + timeout_s
         try:
-            self._wait(lambda: self._state() == State.GONE, timeout_s, "to leave: pushes have no answer yet")
+            self._wait(
+                lambda: self._state() == AgentState.GONE, timeout_s, "to leave: pushes have no answer yet"
+            )
         finally:
-            self._end(max(STOP_S, deadline_s - time.monotonic()) if self._box.state() == State.GONE else 0.0)
+            self._end(
+                max(STOP_S, deadline_s - time.monotonic()) if self._box.state() == AgentState.GONE else 0.0
+            )
             mailbox.release(self._box)
 
     def stop(self) -> None:
@@ -136,12 +142,12 @@ class AgentLink:
         self._box.want(wants)
         self._first().ring()
 
-    def _state(self) -> State:
+    def _state(self) -> AgentState:
         """Return the agent's state. Raises if waiting for the agent has no use."""
         state = self._box.state()
-        if state == State.REFUSED:
+        if state == AgentState.REFUSED:
             raise NodeRefused(self._box.error())
-        if state == State.LOST:
+        if state == AgentState.LOST:
             raise AgentLost(f"the node agent has ended: {self._box.error()}")
         return state
 
@@ -169,7 +175,7 @@ def start_agent(plan: AgentPlan, *, ranks: int, mode: Literal["process", "thread
 def attach(path: str, rank: int) -> AgentLink:
     """Return the end of another rank of the same node. path: `AgentLink.path` of the first one."""
     try:
-        box = mailbox.attach(path)
+        box = mailbox.attach_mailbox(path)
     except OSError as error:
         raise UserError(f"rank {rank} cannot reach the memory of its node's agent: {error}") from error
     return AgentLink(box, rank, None, lambda timeout_s: True)
@@ -214,7 +220,7 @@ def _write(fd: int, data: bytes) -> None:
 def _reap(process: "subprocess.Popen[bytes]", box: Mailbox) -> None:
     """Tell all ranks when the agent process has died."""
     code = process.wait()
-    box.end(State.LOST, f"process {process.pid} ended with {code}; its log is this node's")
+    box.end(AgentState.LOST, f"process {process.pid} ended with {code}; its log is this node's")
 
 
 def _start_thread(plan: AgentPlan, box: Mailbox) -> AgentLink:

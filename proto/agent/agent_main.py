@@ -12,7 +12,7 @@ import sys
 from aedit.proto.agent import mailbox
 from aedit.proto.agent.agent import Agent, parent_lives
 from aedit.proto.agent.connections import Connections
-from aedit.proto.agent.mailbox import State
+from aedit.proto.agent.mailbox import AgentState
 from aedit.proto.agent.plan import from_json
 from aedit.proto.agent.wakeup import WakeReceiver
 from aedit.system import end_with_parent
@@ -31,11 +31,11 @@ def main(words: list[str]) -> int:
         os._exit(1)
     logging.basicConfig(level=logging.WARNING, format="node agent: %(message)s")
     plan = from_json(_first_line())
-    box = mailbox.attach(fd)
+    box = mailbox.attach_mailbox(fd)
     try:
         connections = Connections(plan)
     except UserError as error:
-        box.end(State.REFUSED, str(error))
+        box.end(AgentState.REFUSED, str(error))
         return 2
     return (
         0 if Agent(plan, box, WakeReceiver(sys.stdin.fileno()), connections).run(parent_lives(parent)) else 1

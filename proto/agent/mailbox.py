@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 Vector = NDArray[np.float32]
 
 
-class State(IntEnum):
+class AgentState(IntEnum):
     """State of the agent, as the ranks see it."""
 
     IDLE = 0
@@ -219,7 +219,7 @@ class Mailbox:
         self._versions[:] = versions
         self._head[Head.NODE] = node
         memory_fence()
-        self._head[Head.STATE] = State.MEMBER
+        self._head[Head.STATE] = AgentState.MEMBER
 
     @property
     def node(self) -> int:
@@ -230,9 +230,9 @@ class Mailbox:
         """Return the versions of the anchors at the join."""
         return tuple(int(version) for version in self._versions)
 
-    def end(self, state: State, error: str = "") -> None:
+    def end(self, state: AgentState, error: str = "") -> None:
         """Publish the agent's last state. The first one stays, as it is nearest to the cause."""
-        if self.state() in (State.GONE, State.REFUSED, State.LOST):
+        if self.state() in (AgentState.GONE, AgentState.REFUSED, AgentState.LOST):
             return
         text = error.encode()[:MAX_ERROR_BYTES]
         self._error[:] = 0
@@ -240,9 +240,9 @@ class Mailbox:
         memory_fence()
         self._head[Head.STATE] = state
 
-    def state(self) -> State:
+    def state(self) -> AgentState:
         """Return the agent's state."""
-        state = State(int(self._head[Head.STATE]))
+        state = AgentState(int(self._head[Head.STATE]))
         memory_fence()
         return state
 
@@ -299,7 +299,7 @@ def create(numels: Sequence[int], ranks: int, feedback: bool) -> Mailbox:
     return box
 
 
-def attach(path: str | int) -> Mailbox:
+def attach_mailbox(path: str | int) -> Mailbox:
     """Return the mailbox of another process of this machine, by its path or by an inherited descriptor."""
     fd = path if isinstance(path, int) else os.open(path, os.O_RDWR | os.O_CLOEXEC)
     head = np.frombuffer(os.pread(fd, 8 * Head.NUMELS, 0), dtype=np.int64)

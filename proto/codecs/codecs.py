@@ -280,7 +280,7 @@ class TopK(Codec):
             if start < stop:
                 scales_C, places_Ck, codes_Ck = self._parts(data, numel, start, stop)
                 blocks.check_scales(scales_C, blocks.LARGEST_INT8)
-                topk.check(places_Ck, min(topk.WIDTH, stop - start))
+                topk.check_places(places_Ck, min(topk.WIDTH, stop - start))
                 blocks.check_int8(codes_Ck)
 
     def _parts(

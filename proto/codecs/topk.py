@@ -46,7 +46,7 @@ def decode(scales_C: Scales, places_Ck: Places, codes_Ck: Codes, out_CW: Floats)
     np.put_along_axis(out_CW, places_Ck.astype(np.intp), value_Ck, axis=1)
 
 
-def check(places_Ck: Places, width: int) -> None:
+def check_places(places_Ck: Places, width: int) -> None:
     """Raise ValueError if a place is not in the chunk or there twice."""
     if (places_Ck >= width).any():
         raise ValueError(f"a place is beyond the {width} of its chunk")

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from aedit.proto.wire import frames, hub_pb2
 from aedit.proto.wire.download import Download
-from aedit.proto.wire.retry import Broken, HubRefused, HubUnreachable, Patience, is_final, why
+from aedit.proto.wire.retry import HubRefused, HubUnreachable, Patience, TransferBroken, is_final, why
 from aedit.proto.wire.security import ClientKeys
 from aedit.proto.wire.watch import Stream, Watch
 
@@ -130,7 +130,7 @@ class HubClient:
         def once(patience: Patience) -> hub_pb2.PushReply:
             def messages() -> Iterator[bytes]:
                 for chunk in frames.chunks(first, data):
-                    yield frames.pack(chunk)
+                    yield frames.pack_chunk(chunk)
                     stream.moved(len(chunk.data))
                     patience.moved()
 
@@ -183,7 +183,7 @@ class HubClient:
                 for message in calls[0]:
                     stream.moved(_MIB)
                     yield hub_pb2.TailChunk.FromString(message)
-        except (grpc.RpcError, Broken, DecodeError) as error:
+        except (grpc.RpcError, TransferBroken, DecodeError) as error:
             raise self._error("tail", error) from error
 
     def close(self) -> None:
@@ -213,9 +213,9 @@ class HubClient:
                 yield stream, calls
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
                 if stream.stalled:
-                    raise Broken(f"nothing moved for {self._timeout_s:g} s") from error
+                    raise TransferBroken(f"nothing moved for {self._timeout_s:g} s") from error
                 if isinstance(error, grpc.FutureCancelledError):
-                    raise Broken("closed here") from error
+                    raise TransferBroken("closed here") from error
                 raise
             finally:
                 for call in calls:
@@ -234,7 +234,7 @@ class HubClient:
                 return once(patience)
             except HubRefused as refused:
                 raise HubRefused(refused.code, f"{self._asked(what)}: {refused.text}") from None
-            except (grpc.RpcError, Broken, DecodeError, ValueError) as error:
+            except (grpc.RpcError, TransferBroken, DecodeError, ValueError) as error:
                 pause_s = patience.pause_s(self._random())
                 if self._is_over(error) or pause_s is None:
                     raise self._error(what, error) from error

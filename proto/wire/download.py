@@ -7,7 +7,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from aedit.proto.wire import frames, hub_pb2
-from aedit.proto.wire.retry import Broken, HubRefused
+from aedit.proto.wire.retry import HubRefused, TransferBroken
 
 _MAX_WRONG = 3
 """Complete answers with another hash than they say, after which the sender is no good."""
@@ -47,13 +47,13 @@ class Download:
     def take(self, messages: Iterator[bytes], moved: Callable[[int], None]) -> hub_pb2.PullHead:
         """Take one sender's answer to `request`, up to its end; `moved` is told how many bytes arrived.
 
-        Raises Broken if it ends early or is damaged, and keeps what was right; HubRefused if it can never
+        Raises TransferBroken if it ends early or is damaged, and keeps what was right; HubRefused if it can never
         succeed.
         """
         try:
             assembly = None
             for message in messages:
-                chunk = frames.unpack(message)
+                chunk = frames.unpack_chunk(message)
                 if assembly is None:
                     chunk.check()
                     assembly = self._begin(hub_pb2.PullHead.FromString(bytes(chunk.head)), chunk.offset)
@@ -62,9 +62,9 @@ class Download:
                 self.received = assembly.received
                 moved(len(message))
             if assembly is None or assembly.received < assembly.num_bytes:
-                raise Broken(f"the answer ended after {self.received} bytes")
+                raise TransferBroken(f"the answer ended after {self.received} bytes")
         except (ValueError, DecodeError) as error:
-            raise Broken(str(error)) from error
+            raise TransferBroken(str(error)) from error
         assert self._head is not None
         self._check_hash(self._head)
         return self._head
@@ -77,7 +77,7 @@ class Download:
             )
         if offset and (offset != self.received or not self._goes_on(head)):
             self._restart()
-            raise Broken(f"the answer starts at byte {offset} of something else")
+            raise TransferBroken(f"the answer starts at byte {offset} of something else")
         if offset == 0 or self._head is None:
             self._hash = hashlib.sha256(self._into[:offset])
         self._head, self.received = head, offset
@@ -100,4 +100,4 @@ class Download:
         text = f"version {head.version} is not what its SHA-256 says"
         if self._wrong == _MAX_WRONG:
             raise HubRefused(grpc.StatusCode.DATA_LOSS, text)
-        raise Broken(text)
+        raise TransferBroken(text)

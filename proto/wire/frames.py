@@ -22,11 +22,11 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 
 
-class Short(ValueError):
+class ArrayIncomplete(ValueError):
     """The array is incomplete. A cut link looks like a peer that has ended."""
 
 
-class Damaged(ValueError):
+class ChunkDamaged(ValueError):
     """Bits have changed on the way; a repetition may succeed. head: the chunk's head as it arrived."""
 
     def __init__(self, text: str, head: bytes = b"") -> None:
@@ -44,9 +44,9 @@ class Chunk:
     head: memoryview | bytes = b""
 
     def check(self) -> None:
-        """Raise Damaged if the checksum is not that of the content."""
+        """Raise ChunkDamaged if the checksum is not that of the content."""
         if crc32(self.head, crc32(self.data)) != self.crc:
-            raise Damaged(f"chunk at byte {self.offset}: the checksum does not match", bytes(self.head))
+            raise ChunkDamaged(f"chunk at byte {self.offset}: the checksum does not match", bytes(self.head))
 
 
 def chunks(
@@ -63,7 +63,7 @@ def chunks(
         head = b""
 
 
-def pack(chunk: Chunk) -> bytes:
+def pack_chunk(chunk: Chunk) -> bytes:
     """Return `chunk` as a protobuf message, the same bytes that the generated class writes."""
     parts: list[bytes | memoryview] = []
     if chunk.offset:
@@ -76,7 +76,7 @@ def pack(chunk: Chunk) -> bytes:
     return b"".join(parts)
 
 
-def unpack(message: bytes) -> Chunk:
+def unpack_chunk(message: bytes) -> Chunk:
     """Return the chunk in a protobuf message, as views of it.
 
     Fields come in any order and the last of each counts; unknown ones are skipped. Raises ValueError if it is
@@ -147,7 +147,7 @@ class Assembly:
     def data(self) -> memoryview:
         """Return the whole array. Raises ValueError as long as something is missing."""
         if self.received < self.num_bytes:
-            raise Short(f"ended after {self.received} of {self.num_bytes} bytes")
+            raise ArrayIncomplete(f"ended after {self.received} of {self.num_bytes} bytes")
         return self._buffer
 
 
@@ -156,14 +156,14 @@ def receive(messages: Iterator[bytes], begin: Callable[[bytes], Assembly]) -> me
 
     Raises ValueError for anything that is not as declared, and what `messages` raises.
     """
-    first = unpack(next(messages, b""))
+    first = unpack_chunk(next(messages, b""))
     if not first.head:
         raise ValueError("the first chunk has no head")
     first.check()
     assembly = begin(bytes(first.head))
     assembly.add(first)
     for message in messages:
-        assembly.add(unpack(message))
+        assembly.add(unpack_chunk(message))
     return assembly.data
 
 

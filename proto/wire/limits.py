@@ -47,7 +47,7 @@ class Rates:
         return allowed
 
 
-class Budget:
+class ByteBudget:
     """Bytes that may be under way at a time. A single transfer is always allowed, however large it is."""
 
     def __init__(self, num_bytes: int) -> None:

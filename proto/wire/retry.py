@@ -48,7 +48,7 @@ class HubRefused(Exception):
         self.text = text
 
 
-class Broken(Exception):
+class TransferBroken(Exception):
     """An answer broke off or was damaged on the way."""
 
 

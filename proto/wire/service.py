@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from aedit.proto.wire import frames, hub_pb2
-from aedit.proto.wire.limits import Budget, Limits, Rates
+from aedit.proto.wire.limits import ByteBudget, Limits, Rates
 from aedit.proto.wire.watch import Stream, Watch
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class CallHandlers:
         self._limits = limits
         self._calls = Rates(limits.calls_per_s)
         self._lines = Rates(1.0)
-        self._budget = Budget(limits.in_flight_bytes)
+        self._budget = ByteBudget(limits.in_flight_bytes)
         self._watch = Watch(limits.stall_s, limits.bytes_per_s)
 
     def call(self, kind: type[M], answer: Callable[[M], Message], pool: ThreadPoolExecutor) -> Handler:
@@ -169,7 +169,7 @@ class CallHandlers:
                 try:
                     with self._watch.over(context.cancel) as stream:
                         data = frames.receive(_counted(messages, stream), begin)
-                except frames.Short:
+                except frames.ArrayIncomplete:
                     raise  # Not a violation: gRPC may report a cut link as if the peer had ended the stream.
                 except ValueError as error:
                     _name(core, heads, error)
@@ -194,7 +194,7 @@ class CallHandlers:
                     )
                 with self._watch.over(context.cancel) as stream:
                     for chunk in frames.chunks(head.SerializeToString(), data, offset=offset):
-                        yield frames.pack(chunk)
+                        yield frames.pack_chunk(chunk)
                         stream.moved(len(chunk.data))
 
         return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
@@ -244,7 +244,7 @@ class CallHandlers:
             raise  # The peer has gone, or was ended for standing still.
         except Refusal as refusal:
             context.abort(refusal.code, refusal.text)
-        except frames.Damaged as error:
+        except frames.ChunkDamaged as error:
             self._say(context, what, error)
             context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         except (DecodeError, ValueError) as error:
@@ -265,7 +265,7 @@ def _name(core: HubCore, heads: list[hub_pb2.PushHead], error: ValueError) -> No
 
     A head that is damaged too does no harm: it would have to name another node and that node's secret.
     """
-    kind, claimed = ("damaged", error.head) if isinstance(error, frames.Damaged) else ("malformed", b"")
+    kind, claimed = ("damaged", error.head) if isinstance(error, frames.ChunkDamaged) else ("malformed", b"")
     with suppress(DecodeError, Refusal):
         core.garbled(heads[0] if heads else hub_pb2.PushHead.FromString(claimed), f"{kind}: {error}")
 

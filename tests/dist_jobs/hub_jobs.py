@@ -70,7 +70,7 @@ def _box(model, rank, size):
         box = mailbox.create([unit.numel for unit in find_units(model)], size, False)
         path = [box.path]
     dist.broadcast_object_list(path)
-    box = box if rank == 0 else mailbox.attach(path[0])
+    box = box if rank == 0 else mailbox.attach_mailbox(path[0])
     dist.barrier()
     return box
 
