@@ -1,4 +1,4 @@
-"""What all tests share: the workers for torch.distributed, and the promise to leave no process behind."""
+"""Fixtures shared by all tests: workers for torch.distributed, and a check that no process is left behind."""
 
 import os
 import uuid

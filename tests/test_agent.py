@@ -1,4 +1,4 @@
-"""A node's agent takes pushes up and anchors down, and counts each push once, whatever happens to the hub."""
+"""Tests that a node's agent sends pushes and fetches anchors, and counts each push once if the hub fails."""
 
 import gc
 import math
@@ -6,7 +6,8 @@ import math
 import numpy as np
 import psutil
 import pytest
-from kit.agents import SHAPES, MemoryHub, exchange, node, order, plan, until
+from kit.agents import SHAPES, MemoryHub, exchange, node, order, plan
+from kit.waiting import until
 
 from aedit.proto.agent.agent_link import AgentLost, attach
 from aedit.proto.agent.link import Progress

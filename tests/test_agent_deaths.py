@@ -1,4 +1,4 @@
-"""Whoever dies between a trainer and its agent: the other one knows at once, and nothing stays behind."""
+"""Tests the death of a trainer or its agent: the other one notices at once, and no process stays behind."""
 
 import contextlib
 import os
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from kit.agents import MemoryHub, node, order, plan, until
+from kit.agents import MemoryHub, node, order, plan
+from kit.waiting import until
 
 from aedit.launch.cli.keys import make_keys
 from aedit.proto.agent.agent_link import AgentLost, attach
@@ -49,7 +50,7 @@ def hub():
 
 @contextlib.contextmanager
 def trainer(hub, kind=""):
-    """A process with an agent; all that is left of it is ended afterwards."""
+    """Yield a process with an agent; end all that is left of it afterwards."""
     words = [sys.executable, "-c", textwrap.dedent(TRAINER), to_json(plan([hub.server.address])), kind]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     family = []
@@ -79,14 +80,14 @@ def is_gone(process):
 def test_an_agent_ends_within_two_seconds_of_its_trainer(hub, kind):
     with trainer(hub, kind) as (process, agent):
         os.kill(process.pid, signal.SIGKILL)
-        until(lambda: is_gone(agent), "the agent's end", deadline_s=2)
+        until(lambda: is_gone(agent), "the agent's end", limit_s=2)
 
 
 def test_an_agent_that_is_stopped_ends_with_its_trainer_too(hub):
     with trainer(hub) as (process, agent):
         agent.suspend()
         os.kill(process.pid, signal.SIGKILL)
-        until(lambda: is_gone(agent), "the agent's end", deadline_s=2)
+        until(lambda: is_gone(agent), "the agent's end", limit_s=2)
 
 
 def test_signals_for_the_trainer_do_not_end_the_agent_it_leaves_through(hub):
@@ -107,7 +108,7 @@ def test_a_trainer_whose_agent_was_killed_hears_of_it_on_every_rank(hub):
         agent_of(os.getpid()).kill()
         for end in (link, other):
             with pytest.raises(AgentLost, match="ended with -9"):
-                until(lambda end=end: end.leases() and False, "the news", deadline_s=5)
+                until(lambda end=end: end.leases() and False, "the news", limit_s=5)
             with pytest.raises(AgentLost):
                 end.answer(0, 1)
         with pytest.raises(AgentLost):
@@ -123,7 +124,7 @@ def test_an_agent_that_cannot_go_on_says_why(hub):
 
 
 def test_what_only_the_person_can_mend_about_an_agent_is_not_a_death(hub, tmp_path):
-    """An AgentLost would have torchrun start the node again, with the same end."""
+    """An AgentLost would make torchrun start the node again, with the same result."""
     make_keys(tmp_path, ["127.0.0.1"])
     keys = str(tmp_path / "nodes")
     with (
@@ -140,7 +141,7 @@ def test_the_memory_of_a_node_has_no_name_in_any_folder(hub):
         maps = Path(f"/proc/{agent.pid}/maps").read_text()
         assert "memfd:aedit-mailbox (deleted)" in maps
         os.kill(process.pid, signal.SIGKILL)
-        until(lambda: is_gone(agent), "the agent's end", deadline_s=5)
+        until(lambda: is_gone(agent), "the agent's end", limit_s=5)
 
 
 def test_an_agent_needs_no_torch_and_little_memory(hub):

@@ -1,4 +1,4 @@
-"""Nodes that come get their anchors from those that are there, and go on elsewhere when a donor dies."""
+"""Tests that new nodes get their anchors from other nodes, and continue elsewhere when a donor dies."""
 
 import hashlib
 import threading
@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 import grpc
 import numpy as np
 import pytest
-from kit.agents import MemoryHub, exchange, node, plan, until
+from kit.agents import MemoryHub, exchange, node, plan
+from kit.waiting import until
 
 from aedit.proto.agent.donor import Donor
 from aedit.proto.wire import frames
@@ -34,7 +35,7 @@ def of(hub, **changes):
 
 
 def with_anchors(hub):
-    """The hub of a run that has been founded."""
+    """Return the hub of a founded run."""
     rng = np.random.default_rng(0)
     hub.anchors = [rng.standard_normal(numel, np.float32) for numel in hub.numels]
     hub.versions, hub.founder = [1, 1], 7
@@ -43,8 +44,10 @@ def with_anchors(hub):
 
 @contextmanager
 def donors(hub, count, dies_at=None):
-    """Nodes that hold the hub's anchors; `asked` lists what they were asked for unit 1. The first that is
-    asked for it dies after `dies_at` bytes."""
+    """Yield nodes that hold the hub's anchors; `asked` lists what they were asked for unit 1.
+
+    The first one asked for it dies after `dies_at` bytes.
+    """
     asked, servers, lock = [], [], threading.Lock()
 
     def service(i):
@@ -112,7 +115,7 @@ def test_many_who_join_at_once_hardly_burden_the_hub(hub):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_when_a_donor_dies_halfway_no_more_than_a_tenth_is_sent_again(hub, count):
-    """By the hub, if there is no other donor."""
+    """If there is no other donor, the hub sends the rest."""
     with donors(with_anchors(hub), count, dies_at=SIZE // 2) as asked, node(of(hub), start=[0, 0]) as link:
         assert link.join(20) == (1, 1)
         assert np.array_equal(link.anchors[1], hub.anchors[1])

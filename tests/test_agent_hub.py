@@ -1,11 +1,12 @@
-"""Agents and a real hub that is killed at any moment: what was pushed is in the anchors, once."""
+"""Tests agents with a real hub that is killed at any time: every push is in the anchors exactly once."""
 
 import threading
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
-from kit.agents import node, order, plan, until
+from kit.agents import node, order, plan
 from kit.hub_processes import HubProcess, ending
+from kit.waiting import until
 
 from aedit.types import Verdict
 
@@ -48,7 +49,7 @@ def member(address, name, **changes):
 
 
 def train(link, seed, merged, reached):
-    """Push whole numbers, whose sums fp32 holds exactly; what is refused goes with the next push."""
+    """Push whole numbers, whose sums fp32 holds exactly; a refused push is added to the next one."""
     rng = np.random.default_rng(seed)
     versions = list(link.join(30))
     kept = [np.zeros_like(v) for v in link.outbox]
@@ -57,7 +58,7 @@ def train(link, seed, merged, reached):
             kept[unit] += rng.integers(-8, 9, kept[unit].size)
             order(link, unit, seq, kept[unit], versions[unit])
         for unit in (0, 1):
-            answer = until(lambda u=unit, s=seq: link.answer(u, s), "an answer", deadline_s=60)
+            answer = until(lambda u=unit, s=seq: link.answer(u, s), "an answer", limit_s=60)
             assert answer.version >= versions[unit]
             versions[unit] = answer.version
             if answer.verdict == Verdict.MERGED:
@@ -68,7 +69,7 @@ def train(link, seed, merged, reached):
 
 
 def check(address, first, merged):
-    """What a new node gets is what the run began with, less everything that was merged."""
+    """Check that a new node gets the run's start minus everything that was merged."""
     with node(member(address, "c"), start=[0, 0]) as third:
         third.join(30)
         for unit, wanted in enumerate(first):
@@ -79,7 +80,7 @@ def check(address, first, merged):
 
 @contextmanager
 def training(links, first):
-    """Two nodes at work. Yields what of theirs was merged, and their rounds so far; waits for them."""
+    """Run two nodes; yield what was merged of theirs and their rounds so far, then wait for them."""
     merged, reached = [[np.zeros_like(v) for v in first] for _ in links], [0, 0]
     threads = [
         threading.Thread(target=train, args=(link, i, merged[i], reached)) for i, link in enumerate(links)
@@ -93,7 +94,7 @@ def training(links, first):
 
 
 def after(reached, rounds):
-    until(lambda: reached[0] > rounds, "the rounds before the kill", deadline_s=60)
+    until(lambda: reached[0] > rounds, "the rounds before the kill", limit_s=60)
 
 
 def test_a_hub_that_is_killed_again_and_again_has_every_push_once(tmp_path):

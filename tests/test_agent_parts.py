@@ -1,4 +1,4 @@
-"""The parts of a node agent that need no network: shared memory, leases, the watchdog."""
+"""Tests the parts of a node agent that need no network: shared memory, leases, the watchdog."""
 
 import os
 
@@ -78,7 +78,7 @@ def test_too_many_leases_are_an_error(box, monkeypatch):
 
 
 def test_numbers_are_never_half_old_and_half_new():
-    """A writer that fills both slots again while a reader copies."""
+    """A writer fills both slots again while a reader copies."""
     count, slots = np.zeros(1, np.int64), np.zeros((2, 4))
     writer = mailbox._Published(count, slots)
     writer.write((1, 1, 1, 1))

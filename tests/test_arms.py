@@ -1,4 +1,4 @@
-"""Which arm a step uses: fixed ones, and what is known of a step before and after."""
+"""Tests the fixed arms of a step, and what a chooser knows before and after the step."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Landing on arrival: nobody waits, nothing is lost, nothing is counted twice."""
+"""Tests landing on arrival: no node waits, no step is lost, none is counted twice."""
 
 from copy import deepcopy
 
@@ -14,7 +14,7 @@ from aedit.types import Round
 
 
 def keep_moving(model, transport, steps, left, seed, config):
-    """Scripted inner steps; returns what they added and where the anchors are in the end."""
+    """Take scripted inner steps; return what they added and the anchors at the end."""
     sync, _ = node(model, transport, schedule=Script(steps), landing="arrival", **config)
     rng, x = torch.Generator().manual_seed(seed), torch.ones(1, 5)
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -106,7 +106,7 @@ def test_a_node_that_ends_early_answers_on_and_weighs_nothing():
     (short, anchor, _), (long, same, ended) = in_threads(2, job)
     rng = torch.Generator().manual_seed(1)
     shared = {name: torch.zeros_like(p) for name, p in start.named_parameters()}
-    for _ in range(3):  # what the longer one added while both were there
+    for _ in range(3):  # what the longer node added while both took part
         for name, moved in move(deepcopy(start), rng).items():
             shared[name] += moved
     for name, p in start.named_parameters():

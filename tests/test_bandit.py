@@ -1,4 +1,4 @@
-"""Bucketed epsilon-greedy: groups, rewards, and the same choices on every rank."""
+"""Tests the bucketed epsilon-greedy chooser: groups, rewards, and equal choices on every rank."""
 
 import random
 from collections import Counter
@@ -23,7 +23,7 @@ def step(rows, arm, emitted, total_s, draft_s=0.0):
 
 
 def played(bandit, rows, worth, steps):
-    """The arms of so many steps in a world where an arm makes so many tokens a second."""
+    """Return the arms chosen over `steps` steps when each arm yields `worth` tokens per second."""
     found = []
     for _ in range(steps):
         arm = bandit.choose(view(rows))
@@ -106,7 +106,7 @@ def test_ranks_that_are_told_the_same_choose_the_same_and_the_log_replays_them()
 
 
 def test_it_plays_as_algorithm_1_does():
-    """Written again from the paper, plain."""
+    """The oracle is a second, plain implementation of the paper's algorithm."""
 
     def algorithm(log):
         chance, rewards = random.Random(5), {}

@@ -1,4 +1,4 @@
-"""The arithmetic of the bandwidth benchmark; the network itself is in tests/test_benchmarks.py."""
+"""Tests the arithmetic of the bandwidth benchmark; tests/test_benchmarks.py tests the network itself."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A batch mixes what this step has said so far with the long samples of the step before."""
+"""Tests batches that mix samples of this step with the long samples of the step before."""
 
 from aedit.spec_rollout.learning.batches import held_out, is_held_out, one_step_off
 from aedit.spec_rollout.learning.feature_reader import Entry
@@ -9,7 +9,7 @@ def entry(serial, num_tokens, step):
 
 
 def numbered(lengths, step, first):
-    """Samples of these lengths that may be learned from."""
+    """Return samples of these lengths that are not held out."""
     serials = [serial for serial in range(first, first + 2 * len(lengths) + 8) if serial % 8]
     return [entry(serial, length, step) for serial, length in zip(serials, lengths, strict=False)]
 

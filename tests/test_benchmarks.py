@@ -1,4 +1,4 @@
-"""The benchmarks run, print their table and bars, and measure what they say. No test asserts a timing."""
+"""Tests that the benchmarks run and print their tables and bars. No test asserts a timing."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ SMALL = Setting(steps=12, warmup_steps=4, every=4, hidden_size=32, num_layers=1,
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """`python -m benchmarks.NAME FLAGS` without a new process; returns what it prints."""
+    """Return a function that runs `python -m benchmarks.NAME FLAGS` in this process and returns output."""
 
     def call(name, *flags):
         module = importlib.import_module(f"benchmarks.{name}")
@@ -128,7 +128,7 @@ def test_random_delays_are_the_same_for_the_same_seed_and_as_frequent_as_said():
 
 
 def test_the_ddp_baseline_is_plain_training_with_the_joined_batch():
-    # By hand in plain torch: all nodes' samples at once, AdamW, a cosine with a rise of 2 %.
+    # Oracle in plain torch: all nodes' samples at once, AdamW, a cosine with a rise of 2 %.
     found = train("ddp", SMALL).loss
     data, size = corpus(SMALL.seq_len), SMALL.batch_size
     model = llama(SMALL.hidden_size, SMALL.num_layers, SMALL.seq_len, SMALL.seed)
@@ -178,7 +178,7 @@ def test_bad_data_reaches_one_node_and_changes_the_run():
 def test_intervals_are_students_t():
     mean, half = mean_and_half_width([1.0, 2.0, 3.0])
     assert mean == 2.0
-    assert half == pytest.approx(4.303 / 3**0.5, rel=1e-3)  # of a printed table
+    assert half == pytest.approx(4.303 / 3**0.5, rel=1e-3)  # columns of a printed table
 
 
 def test_a_wire_is_enough_if_it_needs_less_than_the_interval():

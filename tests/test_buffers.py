@@ -1,4 +1,4 @@
-"""Buffers such as the running statistics of BatchNorm are equal on all nodes after a round."""
+"""Tests that buffers such as the running statistics of BatchNorm are equal on all nodes after a round."""
 
 import warnings
 from copy import deepcopy
@@ -20,7 +20,7 @@ PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
 
 
 class Normed(nn.Module):
-    """BatchNorm in two blocks, a table that is the same everywhere, and a float64 statistic of its own."""
+    """Model with BatchNorm in two blocks, a constant table, and a float64 statistic of the root's own."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ def normed():
 
 
 def data_of(node, count):
-    """Nodes see inputs of different mean and spread: their statistics differ."""
+    """Return `count` inputs whose mean and spread depend on the node, so that statistics differ."""
     rng = torch.Generator().manual_seed(node)
     return [torch.randn(6, 5, generator=rng) * (1 + node) + node for _ in range(count)]
 
@@ -72,7 +72,7 @@ def apart(ours, theirs):
 
 
 def train(model, transport, data, *, every=3, after=lambda sync, step: None, outer=None, **config):
-    """`model` as a node; what `after` returned after each step."""
+    """Train `model` as a node; return what `after` returned after each step."""
     inner, noted = torch.optim.SGD(model.parameters(), lr=0.01), []
     exchange = MeanExchange(transport, outer=outer or Average(), penalty=PLAIN)
     config = EditConfig(**{"every": every, **config})
@@ -89,7 +89,7 @@ def train(model, transport, data, *, every=3, after=lambda sync, step: None, out
 
 
 def test_at_a_round_statistics_are_the_mean_and_counters_those_of_the_first_node():
-    """Against plain torch: each node's buffers after three steps, then their mean."""
+    """The oracle is plain torch: each node's buffers after three steps, then their mean."""
     plain = []
     for node in range(3):
         model = normed()
@@ -143,7 +143,10 @@ def test_nodes_end_with_equal_buffers_and_equal_outputs_in_evaluation(config):
 
 
 class First(nn.Module):
-    """What changes first has no parameters, so no unit lands before it runs; two passes share a backward."""
+    """Model whose first changed module has no parameters, so no unit lands before it.
+
+    Two passes share a backward.
+    """
 
     def __init__(self):
         super().__init__()
@@ -239,7 +242,7 @@ def test_a_node_without_steps_takes_the_statistics_of_the_others():
 
 
 def test_a_table_of_another_length_on_one_node_stays_where_it_is():
-    """As a rotary table that has grown with the context: not part of the state dict."""
+    """The case is a rotary table that has grown with the context and is not part of the state dict."""
 
     def job(transport, n):
         model = normed()

@@ -1,4 +1,4 @@
-"""What scores are worth: against drafters whose worth is known."""
+"""Tests the calibration of draft scores against drafters of known acceptance."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def humble(chance):
 
 
 def chains(rng, rows, depth, short=False):
-    """A draft of lines with random scores."""
+    """Return a draft of chains with random scores."""
     chance = rng.beta(2, 1, size=(rows, depth))
     scores = torch.tensor(np.log(chance).cumsum(1), dtype=torch.float32)
     counts = torch.tensor(rng.integers(0, depth + 1, rows)) if short else None
@@ -25,18 +25,18 @@ def chains(rng, rows, depth, short=False):
 
 
 def said(draft):
-    """(B, N): the drafter's probability of each node of lines, given the one before."""
+    """Return the drafter's probability of each node of the chains, given its parent, (B, N)."""
     scores = draft.scores_BN.double().numpy()
     return np.exp(np.diff(scores, axis=1, prepend=0.0))
 
 
 def up_to(nodes, num_verified):
-    """(B, N): the first nodes of each row."""
+    """Return a mask of the first `num_verified` nodes of each row, (B, N)."""
     return np.broadcast_to(np.arange(nodes.real_BN.shape[1]) < num_verified, nodes.real_BN.shape)
 
 
 def judged(rng, nodes, num_verified, worth):
-    """How many nodes of each line a policy accepts that agrees with `worth` of the drafter's chance."""
+    """Return how many nodes of each row a policy accepts whose agreement is `worth(chance)`."""
     chance = (nodes.levels_BN + 0.5) / NUM_LEVELS
     says = (rng.random(chance.shape) < worth(chance)) & nodes.real_BN
     says[:, num_verified:] = False
@@ -55,7 +55,7 @@ def taught(worth, steps, *, seed=0, verified=lambda rng, nodes: 6, calibration=N
 
 
 def expected_error(calibration, worth, seed=99):
-    """On drafts that it has not seen: expected calibration error, in 20 bins of what it says."""
+    """Return the expected calibration error on unseen drafts, in 20 bins of the predicted chance."""
     rng = np.random.default_rng(seed)
     draft = chains(rng, 20_000, 1)
     promised = calibration.probabilities(DraftNodes.of(draft))[:, 0]
@@ -107,7 +107,7 @@ def test_a_policy_that_moves_is_followed():
 
 
 def tree(parents, chance):
-    """One row; chances given the parent."""
+    """Return a tree of one row from chances given the parent."""
     scores = []
     for parent, each in zip(parents, chance, strict=True):
         scores.append((scores[parent] if parent >= 0 else 0.0) + np.log(each))

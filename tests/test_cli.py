@@ -1,4 +1,4 @@
-"""The command a person types: instant help, one line for an error, the right exit code."""
+"""Tests the command line: fast help, one-line errors, exit codes."""
 
 import resource
 import subprocess
@@ -170,7 +170,7 @@ def test_the_doctor_shows_the_names_of_extras_whole(capsys, monkeypatch):
 
 
 def completed(script, *words):
-    """What bash offers for the last word."""
+    """Return bash's completions of the last word."""
     program = (
         'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_aedit; printf "%s\\n" '
         '"${COMPREPLY[@]}"'

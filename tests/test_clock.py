@@ -1,4 +1,4 @@
-"""Virtual time goes on only when told, and threads that live in it run in the order of their clocks."""
+"""Tests virtual time: it advances only when told, and its threads run in the order of their clocks."""
 
 from concurrent.futures import ThreadPoolExecutor
 

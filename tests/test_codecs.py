@@ -1,5 +1,4 @@
-"""Codecs: what is lost is bounded, nothing is laundered, nothing malformed is believed, and bits are equal
-wherever they are made."""
+"""Tests codecs: bounded loss, NaN stays visible, malformed data is refused, equal bits on all machines."""
 
 from math import frexp, log2
 
@@ -22,7 +21,7 @@ each = pytest.mark.parametrize("name", NAMES)
 
 
 def random_numbers(seed, numel, spread):
-    """Normal numbers times e to a normal power, some of them zero."""
+    """Return normal numbers times e to a normal power, some of them zero."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(numel) * np.exp(spread * rng.standard_normal(numel)) * 1e-3
     return np.where(rng.random(numel) < 0.05, 0, x).astype(np.float32)
@@ -39,7 +38,7 @@ FINITE = st.one_of(RANDOM, ANY)
 
 
 def through(name, x):
-    """`x` after the journey."""
+    """Return `x` after encoding and decoding."""
     how = codec(name)
     payload = how.encode(x)
     how.is_valid(payload, x.size)
@@ -58,7 +57,7 @@ def bits(x):
 
 
 def as_bf16(value):
-    """The nearest number of 8 significant bits, ties to even."""
+    """Return the nearest number of 8 significant bits, ties to even."""
     fraction, exponent = frexp(value)
     return round(fraction * 256) / 256 * 2.0**exponent
 
@@ -132,7 +131,7 @@ def test_what_is_lost_is_bounded(name, x):
 
 
 def bound(name, block):
-    """Most that may be lost of each number of a block."""
+    """Return the largest permitted error of each number of a block."""
     size = np.abs(block.astype(np.float64))
     top = size.max()
     half_a_scale = top / 127 * (1 + 2**-8) / 2
@@ -157,7 +156,7 @@ def test_encoding_what_was_decoded_changes_no_bit(name, x):
 @given(x=FINITE)
 @settings(max_examples=30, deadline=None)
 def test_the_opposite_decodes_to_the_opposite(name, x):
-    if name == "topk":  # of equal magnitudes any may be kept
+    if name == "topk":  # any of several equal magnitudes may be kept
         x = x[np.unique(np.abs(x), return_index=True)[1]]
     np.testing.assert_array_equal(through(name, -x), -through(name, x))
 
@@ -256,7 +255,7 @@ def test_an_unknown_codec_is_refused_by_name():
 
 
 def spoiled(name, numel, place, value, width=np.uint8):
-    """A payload in which one number at byte `place` has become `value`."""
+    """Return a payload in which the number at byte `place` is `value`."""
     payload = bytearray(codec(name).encode(random_numbers(4, numel, 1.0)))
     at = place % len(payload)
     payload[at : at + np.dtype(width).itemsize] = np.array([value], width).tobytes()
@@ -264,7 +263,7 @@ def spoiled(name, numel, place, value, width=np.uint8):
 
 
 NUMEL = 8193  # 33 blocks; two chunks of 4096 and one number
-PLACES = 2 * 3  # where topk's places begin
+PLACES = 2 * 3  # offset of topk's indices
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Defaults, file, flags: what wins, what is refused in which words, and what survives being written."""
+"""Tests defaults, file and flags: precedence, error messages, and values that survive being written."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Every shipped TOML is dry-run and is the method whose name it bears; the plan's figures are right."""
+"""Tests that every shipped TOML passes a dry run, is the method of its name, and plans the right figures."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""One set of promises (tests/kit/transport_contract.py), kept by every transport."""
+"""Tests every transport against one contract (tests/kit/transport_contract.py)."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_in_memory_every_element_is_reduced(sizes):
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_over_torch_every_promise_is_kept(world, nodes):
-    """A traceback names the promise that is broken."""
+    """A traceback names the contract function that failed."""
     kept = world.run(JOBS, "keep_all", size=nodes)
     for name in kept[0]:
         check_equal_bits([answers[name] for answers in kept])

@@ -1,4 +1,4 @@
-"""How long a step takes: predictions against worlds whose times are known."""
+"""Tests predicted step times against simulated machines of known times."""
 
 import math
 
@@ -44,7 +44,7 @@ def step(rows, nodes, context, total_s, *, arm=None, draft_s=0.0):
 
 
 def noisy(rng, seconds):
-    """10 % of noise, and now and then a step that the machine had something else to do."""
+    """Return the seconds with 10 % of noise and occasional slow steps, as on a shared machine."""
     return seconds * math.exp(0.1 * rng.normal()) * (10.0 if rng.random() < 0.03 else 1.0)
 
 
@@ -173,8 +173,11 @@ def test_what_a_step_took_is_told_in_terms_of_what_was_foreseen():
 
 
 def test_what_a_token_in_the_cache_takes_is_told_by_steps_of_one_place():
-    """Arms are tried one after the other while the context grows: it is not its fault that drafts are longer,
-    and that one token more is a jump (measured on two rows)."""
+    """Arms are tried one after the other while the context grows.
+
+    Neither longer drafts nor the jump from one token more (measured on two rows) may be attributed to the
+    context.
+    """
     cost, rng, takes_s = StepCost(), np.random.default_rng(3), {0: 5e-3, 1: 8e-3, 3: 9.5e-3, 7: 11.5e-3}
     for i, nodes in enumerate([0] * 12 + [1] * 4 + [3] * 4 + [7] * 16):
         context = 50 + 5 * i

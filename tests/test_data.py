@@ -1,4 +1,4 @@
-"""Corpus, packing and cache: every byte of every document, once, on one side."""
+"""Tests corpus, packing and cache: every byte of every document, once, on one side of the split."""
 
 import errno
 import hashlib
@@ -197,7 +197,7 @@ def test_too_little_text_says_how_much_there_is_and_how_much_it_takes(tmp_path):
 
 
 def test_there_is_always_a_sample_to_evaluate_on(tmp_path):
-    """Of three texts none is below the share: the one with the smallest hash is held out, and only that."""
+    """None of three texts is below the share, so only the one with the smallest hash is held out."""
     texts = ["aa " * 8, "bb " * 8, "cc " * 8]
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)

@@ -1,8 +1,8 @@
-"""One test for each defect of the EDiT authors' code (ATorch), so that ours never has it.
+"""Tests for each defect of the EDiT authors' code (ATorch).
 
-Four cannot be ours as they are; what they would have broken is tested instead:
+Four cannot occur in this code as they are; the tests check what they would have broken:
 
-    F3   GTA: the reduced value is thrown away             what lands is the mean, on every node
+    F3   GTA: the reduced value is discarded               what lands is the mean, on every node
     F13  Megatron: averaging ends at the wrong step        averaging ends with the warm-up
     F14  DDP averager: checkpoints without anchors         all nodes go on bit for bit
     F18  GTA: three times the traffic                      a round sends each parameter once
@@ -28,7 +28,7 @@ PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
 
 
 class Watched:
-    """A transport that remembers what was sent under which key."""
+    """Transport that records what was sent under which key."""
 
     def __init__(self, transport):
         self.transport, self.sent = transport, []
@@ -46,7 +46,7 @@ class Watched:
 
 
 def local_sgd(model, data, config, *, penalty=None, outer=None, act=lambda sync, step: None, wrap=None):
-    """One node per list of batches: (parameters, verdicts, transport) of each after training on it."""
+    """Train one node per list of batches; return (parameters, outcomes, transport) of each."""
     models = model if isinstance(model, list) else [deepcopy(model) for _ in data]
 
     def job(transport, n):
@@ -65,7 +65,7 @@ def local_sgd(model, data, config, *, penalty=None, outer=None, act=lambda sync,
 
 
 def plain(model, data, steps, joined):
-    """`steps` of SGD by torch alone, on the batches of one node or of all nodes joined."""
+    """Take `steps` of SGD in torch alone, on the batches of one node or of all nodes joined."""
     model = deepcopy(model)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(steps):
@@ -144,7 +144,7 @@ def test_f06_a_node_of_one_process_exchanges_too(world):
 
 
 class Container(nn.Module):
-    """A root without parameters of its own."""
+    """Root module without parameters of its own."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +166,7 @@ def test_f07_a_root_without_parameters_and_a_frozen_root_exchange():
 
 
 def told(norms, config=None):
-    """For each of a series of norms, whether it was believed."""
+    """Return for each of a series of norms whether it was trusted."""
     config = config or PenaltyConfig()
     history, believed = NormHistory.empty(1, config.window), []
     for norm in norms:

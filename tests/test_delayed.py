@@ -1,4 +1,4 @@
-"""Delayed Nesterov where the nodes average among themselves: it is kept, rolled back, healed and resumed."""
+"""Tests delayed Nesterov with averaging among the nodes: state, rollback, healing and resume."""
 
 import copy
 import io

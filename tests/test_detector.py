@@ -1,6 +1,6 @@
-"""The detectors: what they catch and what they leave alone, by simulation, and against a loop in NumPy.
+"""Tests the detectors in simulation and against a loop in NumPy: what they catch and what they pass.
 
-The units of one history are independent, so a simulation gives every trial a unit of its own.
+The units of one history are independent, so a simulation gives every trial its own unit.
 """
 
 import math
@@ -19,7 +19,7 @@ JUDGED = (*range(5, 17), 40)
 
 
 def decaying_norms(noise, rounds=ROUNDS, trials=TRIALS, seed=0):
-    """5 / (1 + t / 40) with Gaussian noise, one column per trial."""
+    """Return 5 / (1 + t / 40) with Gaussian noise, one column per trial."""
     rng = np.random.default_rng(seed)
     mean = 5 / (1 + np.arange(1, rounds + 1) / 40)
     return torch.from_numpy(mean[:, None] * np.maximum(1 + noise * rng.normal(size=(rounds, trials)), 0.05))
@@ -30,7 +30,7 @@ def told_apart(G_L, history, config):
 
 
 def simulate(noise, config, factors=(2.0, 3.0)):
-    """Share of false alarms, and the share of spikes caught by (round, factor)."""
+    """Return the share of false alarms, and the share of spikes caught by (round, factor)."""
     history, alarms, power = NormHistory.empty(TRIALS, config.window), 0.0, {}
     for t, G_L in enumerate(decaying_norms(noise), 1):
         for factor in factors if t in JUDGED else ():
@@ -53,7 +53,7 @@ def test_noisier_norms_raise_no_more_false_alarms():
 
 
 def test_the_paper_s_detector_sleeps_on_decaying_norms():
-    """Why it is not the default: its mean lags behind, so by round 40 a doubled norm passes."""
+    """It is not the default, because its mean lags behind: by round 40 a doubled norm passes."""
     alarms, power = simulate(0.1, PenaltyConfig(detector="ema", threshold=3.0, warmup_rounds=10, window=16))
     assert power[40, 2.0] <= 0.05
     assert power[40, 3.0] <= 0.8
@@ -64,7 +64,7 @@ def test_the_paper_s_detector_sleeps_on_decaying_norms():
 
 
 def rough_stream(seed, rounds=80):
-    """Decaying norms with spikes, shifts that last, zeros, NaN and Inf."""
+    """Return decaying norms with spikes, lasting shifts, zeros, NaN and Inf."""
     rng = np.random.default_rng(seed)
     norms = 5 / (1 + np.arange(rounds) / 40) * (1 + 0.15 * rng.normal(size=rounds))
     norms[rounds // 2 :] *= rng.choice([1.0, 6.0])
@@ -94,7 +94,7 @@ def test_a_detector_says_what_a_plain_loop_says(detector, ema, patience, window)
 
 
 def after(norms, config, units=1):
-    """The history after `norms`, the same for every unit, and who was believed in each round."""
+    """Return the history after `norms`, the same for every unit, and the trusted units of each round."""
     history, believed = NormHistory.empty(units, config.window), []
     for norm in norms:
         G_L, history = judge(torch.full((units,), norm, dtype=torch.float64), history, config)

@@ -1,4 +1,4 @@
-"""The digest of anchors, against the same sum in Python's whole numbers."""
+"""Tests the digest of anchors against the same sum in Python integers."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,10 @@ MASK = 2**64 - 1
 
 
 def by_hand(numbers):
-    """Pairs of fp32 as one little-endian 64-bit word each, mixed, weighted by place, summed modulo 2^64."""
+    """Compute the digest by definition, in Python integers.
+
+    Pairs of fp32 form one little-endian 64-bit word each, mixed, weighted by place and summed modulo 2^64.
+    """
     padded = np.append(numbers, np.zeros(len(numbers) % 2)).astype(np.float32)
     words = [int(word) for word in padded.view(np.uint64)]
     return sum((w ^ (w << 29)) * ((i * ODD) | 1) for i, w in enumerate(words)) & MASK

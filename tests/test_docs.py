@@ -1,4 +1,4 @@
-"""What the pages name is there: files, links, commands, configuration keys, RPCs."""
+"""Tests that the files, links, commands, configuration keys and RPCs named in the pages exist."""
 
 import re
 import tomllib
@@ -20,7 +20,7 @@ GROUPS = {name[:end] for name in KEYS for end in [i for i, c in enumerate(name) 
 
 
 def each(pattern, page=None):
-    """All finds in one page, or in all."""
+    """Return all matches in one page, or in all."""
     texts = [TEXT[page]] if page else TEXT.values()
     return sorted({found for text in texts for found in re.findall(pattern, text)})
 

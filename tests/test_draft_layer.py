@@ -1,4 +1,4 @@
-"""The draft layer against transformers' own decoder layers, and what may be saved, sent and loaded of it."""
+"""Tests the draft layer against transformers' decoder layers, and what is saved, sent and loaded of it."""
 
 import hashlib
 
@@ -60,14 +60,14 @@ def layer_for(model, **options):
 
 
 def halves(rows, heads):
-    """Rows whose pairs are neighbours, in transformers' order: the first of each pair, then the second."""
+    """Reorder rows of neighbouring pairs as transformers does: the first of each pair, then the second."""
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 @torch.no_grad()
 def theirs(model, layer):
-    """A decoder layer of transformers with the weights of `layer`."""
+    """Return a transformers decoder layer with the weights of `layer`."""
     made, shape = model.base_model.layers[0], layer.shape
     attention, mlp, (q, k) = made.self_attn, made.mlp, layer.shape.split
     for kind in ("weight", "bias") if shape.has_qkv_bias else ("weight",):

@@ -1,4 +1,4 @@
-"""A draft layer learns from what the policy has said, and goes on exactly where it was broken off."""
+"""Tests that a draft layer learns from the policy's samples, and resumes exactly where it stopped."""
 
 import copy
 

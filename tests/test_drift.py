@@ -1,4 +1,4 @@
-"""The benchmark of a moving policy: what it measures, what it teaches, and how it judges."""
+"""Tests the benchmark of a moving policy: its measurements, its training and its bars."""
 
 import math
 from dataclasses import replace
@@ -64,7 +64,7 @@ def test_a_rollout_is_weighed_against_its_own_group_and_equal_ones_teach_nothing
 
 
 def test_a_step_of_a_policy_follows_the_weighed_log_probabilities_of_answers_alone():
-    """The gradient that AdamW was given, against one text at a time in float32."""
+    """The oracle for the gradient that AdamW got is one text at a time in float32."""
     model, other = speaker(0), speaker(0)
     lessons = policy_gradient(of_many_lengths(18))
     mover, grads = Mover(model, 1e-3), {}
@@ -98,7 +98,7 @@ def test_a_rewarded_policy_says_more_of_what_is_rewarded_and_moves_away():
 
 
 def test_a_policy_keeps_to_its_schedule_however_far_a_step_takes_it():
-    """A policy of which the root of KL goes `stride` for each unit of the rates."""
+    """The root of the policy's KL moves by `stride` per unit of the rates."""
     for stride in (0.01, 0.02, 0.05, 0.1):
         lr, lr_sum, seen = 1.0, 0.0, []
         for step in range(36):

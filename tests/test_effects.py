@@ -1,4 +1,4 @@
-"""A key that a person gives and that can have no effect is an error with the key and the remedy."""
+"""Tests that a configuration key without effect is an error that names the key and the remedy."""
 
 import re
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_every_rule_is_tried_and_names_keys_that_exist():
 
 
 def test_a_flag_without_effect_is_an_error_and_a_flag_that_makes_a_key_useless_is_none(tmp_path):
-    """Who overrides a value of a file cannot take away the keys that depended on it."""
+    """A flag that overrides a value of a file may leave keys of the file without effect."""
     path = written(tmp_path, "[edit]\nprefetch = 3\n")
     assert load(path, ["--edit.landing", "arrival"], strict=True).config.edit.prefetch == 3
     above = written(tmp_path, '[edit]\nlanding = "arrival"\n', "above.toml")
@@ -91,6 +91,6 @@ def test_what_the_program_writes_can_be_loaded_as_a_persons_file(tmp_path):
 
 
 def test_all_keys_have_an_effect_in_some_configuration():
-    """No rule condemns a key whatever the others are: under its remedies each is free."""
+    """No rule rejects a key in every configuration: with its remedies applied, each key is accepted."""
     assert {r.cause for r in without_effect(RunConfig(), "edit.prefetch")} == set()
     assert {r.cause for r in without_effect(RunConfig(), "outer.delay")} == {"outer.kind"}

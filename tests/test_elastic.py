@@ -1,4 +1,4 @@
-"""Nodes come and go: the anchors do not jump, the leases' books balance, and nobody is held up."""
+"""Tests nodes that join and leave: anchors do not jump, leases add up, and no node waits."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_the_audit_finds_a_whole_epoch_in_good_books():
         (3, Leased(1, 5, 7), (2, 0)),  # 5 is leased to 1 before 0 has it, then 6 again to 1
         (7, Leased(1, 3, 4), (1, 0)),  # used already
         (8, Used(1, 4, 5), (0, 0)),  # its own
-        (4, Used(1, 6, 8), (0, 2)),  # nobody's
+        (4, Used(1, 6, 8), (0, 2)),  # of no node
     ],
 )
 def test_the_audit_finds_what_is_wrong(place, record, found):

@@ -1,3 +1,5 @@
+"""Tests how `aedit run` reads from a run directory how its nodes ended."""
+
 import json
 
 import pytest

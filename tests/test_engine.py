@@ -1,4 +1,4 @@
-"""The engine as a library: who is in which row, what is known of each token, what is refused."""
+"""Tests the engine as a library: row assignment, per-token features and refused requests."""
 
 from dataclasses import replace
 
@@ -36,12 +36,12 @@ def engine_of(policy, rows=4, drafter=None, arms=("off",), **more):
 
 
 def finish(engine):
-    """All that is here, by sample."""
+    """Run the engine to its end; return its rollouts, by sample."""
     return {rollout.prompt.sample: rollout for rollout in engine.generate([])}
 
 
 class Recorder:
-    """A feature sink that keeps all it is told, by row, and by sample what has ended."""
+    """Feature sink that keeps all it receives, by row, and the ended samples by key."""
 
     def __init__(self):
         self.rows, self.ended = {}, []
@@ -71,7 +71,7 @@ class Recorder:
 
 
 def features_of(policy, tokens):
-    """transformers' last hidden states, after the final norm."""
+    """Return transformers' last hidden states, after the final norm."""
     with torch.no_grad():
         return policy.model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
 

@@ -1,5 +1,7 @@
-"""The drafters that are shipped, in a real engine: none changes a token, and one learns from what the engine
-has computed anyway."""
+"""Tests the shipped drafters in a real engine.
+
+None changes a token, and one trains on the engine's features.
+"""
 
 import hashlib
 from dataclasses import replace
@@ -105,7 +107,7 @@ def test_layers_that_are_tapped_are_those_of_eagle_3():
 
 
 def test_new_weights_of_the_policy_are_at_once_those_of_its_drafter(mixed, trained):
-    """Defect 12 of fastrl: the drafter's embedding and head stayed those of an old policy."""
+    """Defect 12 of fastrl: the drafter's embedding and head remained those of an old policy."""
     model, new = tiny_policy(), tiny_policy(seed=5)
     engine = engine_of(model, 4, LAYER_ARMS, layer=trained, suffix=True)
     made = [engine.add(prompt) for prompt in mixed[:4]]

@@ -1,4 +1,4 @@
-"""Speculation changes no token: whatever is guessed, by whom, how much of it, and wherever a sample goes.
+"""Tests that speculation changes no token, for any drafter, draft length and movement of samples.
 
 The reference makes each token by a full forward pass of transformers' own model, with the same noise.
 """
@@ -34,7 +34,7 @@ def policy():
 
 @pytest.fixture(scope="module")
 def mixed():
-    """Twenty samples that want different things."""
+    """Return twenty samples with different sampling settings."""
     return samples(KINDS)
 
 
@@ -108,8 +108,10 @@ def test_in_float32_every_token_that_differs_was_a_draw_between_two(mixed, rows)
 
 
 def test_a_flip_costs_no_computation_of_what_is_there(policy, mixed, plain, texts, monkeypatch):
-    """Defect 15 of fastrl: turning speculation on meant to compute every live context anew, and it was never
-    turned off."""
+    """Defect 15 of fastrl.
+
+    Turning speculation on recomputed every live context, and it was never turned off.
+    """
     engine = engine_of(policy, 4, Insider(texts), "off", "layer:4", "off", "off", "layer:4x3x12")
     prefill, begun = engine.target.prefill, []
     monkeypatch.setattr(engine.target, "prefill", lambda *args: begun.append(1) or prefill(*args))
@@ -155,7 +157,7 @@ def test_who_is_not_here_cannot_be_taken_out(policy, mixed):
         engine.remove(rollout)
 
 
-@pytest.mark.timeout(400)  # of a machine that has other things to do while torch is imported
+@pytest.mark.timeout(400)  # importing torch is slow on a busy machine
 def test_a_sample_goes_on_in_another_process(mixed, plain, texts):
     seed = 0
     engine = engine_of(tiny_policy(seed), 4, Insider(texts), *FLIPS)

@@ -1,4 +1,4 @@
-"""An engine whose policy and drafter are on a GPU; what can be asked without one is asked on the CPU too."""
+"""Tests an engine whose policy and drafter are on a GPU; tests that need no GPU run on the CPU too."""
 
 import copy
 
@@ -22,11 +22,11 @@ GPU = pytest.param(
 )
 ARMS = ["off", "suffix:4", "layer:4", "layer:3x2x6"]
 TIE = 0.1
-"""Of logits of about 10, which bfloat16 rounds to multiples of 1/16."""
+"""Difference of logits of about 10, which bfloat16 rounds to multiples of 1/16."""
 
 
 def engine_on(device, arm, *, dtype=torch.float64, graphs=True, rows=7):
-    """More slots than most graphs look at, and rows that do not fill a bucket."""
+    """Return an engine with more slots than most graphs use, and rows that do not fill a bucket."""
     policy = copy.deepcopy(tiny_policy(dtype=dtype)).to(device)
     target = Target.of(policy, rows=rows, max_tokens=400, nodes=8)
     drafter = LayerDrafter.of(layer_for(policy), target)
@@ -67,7 +67,7 @@ def test_in_bfloat16_tokens_are_equal_up_to_the_first_tie(device, arm):
 
 @torch.no_grad()
 def before_the_first_tie(model, prompt, tokens):
-    """How many of the tokens come before one that another might have been."""
+    """Return how many tokens precede the first position with a tie."""
     text = torch.tensor([[*prompt.tokens, *tokens]], device=model.device)
     logits = model(input_ids=text, use_cache=False).logits[0].float().cpu()
     for i in range(len(tokens)):
@@ -122,6 +122,6 @@ def test_a_step_waits_for_the_device_once_when_it_asks_what_stands(device, arm, 
 
 
 def let_wait(device, what):
-    """what: "error" where nobody may wait for the GPU, "default" where all may."""
+    """Set the CUDA sync debug mode: "error" raises on a wait for the GPU, "default" permits it."""
     if device == "cuda":
         torch.cuda.set_sync_debug_mode(what)

@@ -1,8 +1,8 @@
-"""Speculation changes no token: every drafter with every arm, at every batch size, for every way to draw.
+"""Tests that speculation changes no token: every drafter and arm, at every batch size and sampling mode.
 
-Drafters: a fresh layer, one that knows the text by heart, one that always says the same, and a suffix
-automaton. Arms: off, chains of 1, 2, 4 and 8, trees, another one at every step, and that while the drafter is
-replaced again and again. (A choice of these, which takes seconds, is in the other tests of the engine.)
+Drafters: a fresh layer, one trained on the text, one with a constant guess, and a suffix automaton. Arms:
+off, chains of 1, 2, 4 and 8, trees, another one at every step, and that while the drafter is replaced again
+and again. Other tests of the engine cover a selection of these that takes seconds.
 """
 
 from collections import Counter
@@ -16,12 +16,12 @@ from kit.rollouts import KINDS, Stubborn, decode_plainly, perturbed, samples, ti
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SHAPES = ("1", "2", "4", "8", "3x2x6", "4x3x12")
 CLOSE = 1e-4
-"""Two tokens whose noisy logits are nearer are a draw in float32."""
+"""Tokens whose noisy logits differ by less are tied in float32."""
 
 
 @pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=["float64", "float32"])
 def world(request):
-    """A policy, two layers for it, and sixteen samples of each kind."""
+    """Return a policy, two layers for it, and sixteen samples of each kind."""
     policy = tiny_policy(dtype=request.param)
     asked = {kind: samples([kind] * 4) for kind in KINDS}
     return policy, (fresh(policy), learned_by_heart(policy, samples(KINDS), fresh(policy))), asked
@@ -34,7 +34,7 @@ def plain(world):
 
 
 class Played:
-    """An engine with one of the drafters."""
+    """Engine with one of the drafters."""
 
     def __init__(self, world, rows, drafter, arms):
         policy, self.layers, _ = world
@@ -63,7 +63,7 @@ class Played:
 
 
 def cells(drafter):
-    """(arms in turn, whether the drafter is replaced on the way)."""
+    """Return (arms in turn, whether the drafter is replaced on the way)."""
     by = "suffix" if drafter == "suffix" else "layer"
     all_arms = [f"{by}:{shape}" for shape in SHAPES]
     flips = [all_arms[2], "off", all_arms[5], all_arms[0], all_arms[4], all_arms[3], all_arms[1]]
@@ -71,7 +71,7 @@ def cells(drafter):
 
 
 def all_said(world, drafter, rows):
-    """(kind, prompts, tokens) of every cell."""
+    """Yield (kind, prompts, tokens) of every cell."""
     for kind, asked in world[2].items():
         prompts = asked[:: 4 if rows == 1 else 1]
         for arms, is_replaced in cells(drafter):
@@ -81,7 +81,7 @@ def all_said(world, drafter, rows):
 
 
 def gaps(policy, prompt, tokens):
-    """By how much each token misses the best that there is after those before it: 0 where it is that."""
+    """Return by how much the score of each token is below the best one; 0 where the token is the best."""
     text = [*prompt.tokens, *tokens]
     with torch.no_grad():
         logits = policy(input_ids=torch.tensor([text]), use_cache=False).logits[0, len(prompt.tokens) - 1 :]

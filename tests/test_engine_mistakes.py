@@ -1,6 +1,6 @@
-"""Mistakes that engines make, put into ours one at a time: the comparison with plain decoding sees every one.
+"""Tests that comparison with plain decoding detects engine faults, put in one at a time.
 
-What is wrong in how drafts are verified is in test_verify_mutants.py.
+Faults in the verification of drafts are in test_verify_mutants.py.
 """
 
 from types import SimpleNamespace

@@ -1,7 +1,7 @@
-"""An engine in rejection mode: other tokens than without drafts, but each text as likely as it should be.
+"""Tests an engine in rejection mode: tokens differ from those without drafts, the distribution does not.
 
-The vocabulary is so small that all texts can be listed, with their exact probabilities. They end at a stop
-token, so that what an accepted run says behind its end would show as well.
+The vocabulary is so small that all texts can be enumerated with their exact probabilities. Texts end at a
+stop token, so that tokens accepted behind the end would show as well.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ def policy():
 
 
 def exact(policy, sampling):
-    """The probability of every text, by the model's own forward pass over each of its beginnings."""
+    """Return the probability of every text, by the model's own forward pass over each of its prefixes."""
     chances, ended = {(): 1.0}, {}
     for _ in range(LENGTH):
         texts = list(chances)
@@ -56,7 +56,7 @@ def exact(policy, sampling):
 
 
 def engine_of(policy, rows, length):
-    """With two drafters that take turns."""
+    """Return an engine with two drafters that take turns."""
     target = Target.of(policy, rows=rows, max_tokens=length, nodes=4)
     layer = DraftLayer.of(policy, generator=torch.Generator().manual_seed(0))
     drafters = {
@@ -81,7 +81,7 @@ def p_value(policy, num=NUM, **draw):
 
 
 def says_the_most_likely(policy):
-    """Without heat nothing is drawn: it must say what there would be without drafts."""
+    """Return whether the tokens at temperature 0 are those of plain decoding."""
     sampling = Sampling(temperature=0.0, max_new_tokens=24)
     prompts = [Prompt(tokens=(i % V, 1 + i % 5), sample=i, sampling=sampling) for i in range(12)]
     return tokens_of(engine_of(policy, 5, 26), prompts) == decode_plainly(policy, prompts)

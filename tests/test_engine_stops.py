@@ -1,4 +1,4 @@
-"""Where rollouts end: at stop tokens and strings and at their length, wherever in a draft that comes."""
+"""Tests where rollouts end: at stop tokens, stop strings and their length, at any place in a draft."""
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ PARTS = sorted({bytes([byte]) for byte in "\u00e9\u4e2d\U0001f600".encode()})
 
 
 def tokenizer_of(pieces):
-    """A byte-level tokenizer of these tokens, as GPT-2's, some of which are parts of a character."""
+    """Return a byte-level tokenizer of these tokens, as GPT-2's, some of which are parts of a character."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     characters = {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
@@ -34,8 +34,10 @@ def decoded(tokenizer, tokens):
 
 
 def first_end(tokenizer, tokens, strings, at_least=0):
-    """How many tokens there are when one of the strings has just been completed, at the earliest after
-    `at_least`; found by decoding all of the text every time."""
+    """Return the number of tokens at which one of the strings is complete, at the earliest after `at_least`.
+
+    Found by decoding the whole text every time.
+    """
     before = ""
     for i in range(1, len(tokens) + 1):
         text = decoded(tokenizer, tokens[:i]).rstrip(REPLACEMENT)
@@ -84,7 +86,7 @@ def test_a_string_may_lie_across_tokens_and_a_character_across_bytes(tokenizer):
 
 
 class Letters:
-    """Each token is a letter, or two."""
+    """Tokenizer whose tokens are one or two letters."""
 
     letters = [chr(ord("A") + i) for i in range(26)] + [chr(ord("a") + i) for i in range(26)]
 
@@ -103,7 +105,7 @@ def engine_of(policy, texts, *arms):
 
 @pytest.fixture(scope="module")
 def said():
-    """A policy, prompts, and what it says to each if nothing stops it."""
+    """Return a policy, prompts, and its tokens for each prompt when nothing stops it."""
     policy, prompts = tiny_policy(seed=6), prompts_of(6, seed=6, max_new_tokens=20)
     return policy, prompts, decode_plainly(policy, prompts)
 

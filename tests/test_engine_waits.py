@@ -1,8 +1,8 @@
-"""What a step asks of a device: the host waits for its verdict and for nothing else.
+"""Tests that the host waits for the device only to read the result of a step's verification.
 
-Whatever makes the host wait for a GPU is seen on a CPU too: numbers that are read out of tensors, shapes that
-depend on them, and tensors that are made of Python's numbers (those wait unless they come from pinned memory,
-as `sent` makes them).
+Whatever makes the host wait for a GPU is detected on a CPU too: numbers read out of tensors, shapes that
+depend on them, and tensors made of Python's numbers (those wait unless they come from pinned memory, as
+`sent` makes them).
 """
 
 import sys
@@ -21,7 +21,7 @@ ARMS = ["off", "layer:4", "layer:3x2x6", "layer:1", "suffix:4", "suffix:3x2x6"]
 
 
 class Watch(TorchDispatchMode):
-    """What waits, by the name of the function that asked for it."""
+    """Records what waits, by the name of the function that asked for it."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ def watch(monkeypatch):
 
 
 def seen_by(watch, policy, arms):
-    """What waited while samples began, went on and ended."""
+    """Return what waited while samples began, went on and ended."""
     engine = engine_of(policy, 4, arms, layer=fresh(policy), suffix=True)
     for prompt in samples(KINDS):
         engine.add(prompt)

@@ -1,4 +1,4 @@
-"""Every script in examples/ runs, alone or as the nodes that its page starts, and learns something."""
+"""Tests that every script in examples/ runs, alone or as the nodes that its page starts, and learns."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def environment():
 
 @contextmanager
 def started(*words, cwd):
-    """A process, which is ended with the block."""
+    """Yield a process, which is ended with the block."""
     with (cwd / "log").open("a") as log:
         process = subprocess.Popen(
             [str(word) for word in words],
@@ -47,7 +47,7 @@ def started(*words, cwd):
 
 
 def run(*words, cwd):
-    """What a command prints."""
+    """Return what a command prints."""
     with started(*words, cwd=cwd) as process:
         told = process.communicate(timeout=LIMIT_S)[0]
         assert process.returncode == 0, told + (cwd / "log").read_text()
@@ -129,7 +129,7 @@ def test_the_compose_file_starts_what_the_page_starts():
 
 
 def test_the_commands_of_two_machines_run_on_this_one(tmp_path):
-    """As the page has them, but for the address."""
+    """The commands are the page's, except for the address."""
     (tmp_path / "run.toml").write_text((EXAMPLES / "two_machines" / "run.toml").read_text())
     port = free_port()
     known = {"aedit": [BIN / "aedit"], "python": [sys.executable], "../hub_cnn.py": [EXAMPLES / "hub_cnn.py"]}

@@ -1,4 +1,4 @@
-"""An exchange of somebody's own, not derived from any of ours, is driven and saved like ours."""
+"""Tests that an exchange that derives from none of the package's is driven and saved like them."""
 
 import torch
 from kit.nodes import batches, in_threads, loss, parameters, tower
@@ -11,7 +11,7 @@ from aedit.edit.sync import LayerSync
 
 
 class Foreign:
-    """Has what the Exchange protocol names and nothing else, answered by a MeanExchange inside."""
+    """Exchange with only the names of the Exchange protocol; a MeanExchange inside answers."""
 
     _NAMES = frozenset(name for name in dir(Exchange) if not name.startswith("_"))
     asynchronous = False

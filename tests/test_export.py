@@ -1,4 +1,4 @@
-"""`aedit export`: what transformers reads back is the anchors, bit for bit."""
+"""Tests `aedit export`: transformers reads back the anchors, bit for bit."""
 
 import math
 import shutil
@@ -194,7 +194,7 @@ seq_len = 16
 
 
 class ModelClient(Client):
-    """Pushes to the units of the model that a configuration describes."""
+    """Client that pushes to the units of the model that a configuration describes."""
 
     def of(self, config):
         model = measured(config)
@@ -211,7 +211,7 @@ class ModelClient(Client):
         return request
 
     def tensors(self, anchors):
-        """The parameters by name, cut out of one vector per unit."""
+        """Return the parameters by name, cut out of one vector per unit."""
         found = {}
         for unit, anchor in zip(self.layout.units, anchors, strict=True):
             parts = np.split(anchor, np.cumsum([math.prod(one.shape) for one in unit.tensors])[:-1])
@@ -226,7 +226,7 @@ def measured(config):
 
 
 def half_of(folder):
-    """As if another hub owned the second unit."""
+    """Return the hub of the folder without its second unit, as if another hub owned that."""
     hub = replayed(folder)
     del hub.state.units[1]
     return hub

@@ -1,4 +1,4 @@
-"""The code of docs/extending.md runs, and docs/methods.md points at what there is."""
+"""Tests that the code of docs/extending.md runs, and that the tests named in docs/methods.md exist."""
 
 import pkgutil
 import re

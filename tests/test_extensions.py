@@ -1,4 +1,4 @@
-"""Rules of somebody's own, named by import path in the configuration: those of docs/extending.md, used."""
+"""Tests rules of a user, named by import path in the configuration: those of docs/extending.md."""
 
 import json
 import re
@@ -28,7 +28,7 @@ NAMES = ("HeavyBall", "median", "Half", "Repeat", "EveryOther")
 
 @pytest.fixture
 def my_rules(monkeypatch):
-    """The blocks of the page that define the rules, as the module that it tells a person to save."""
+    """Return the page's blocks that define the rules, as the module that it tells a user to save."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     module = types.ModuleType("my_rules")
     code = [
@@ -59,7 +59,7 @@ def test_an_outer_optimizer_gets_the_values_that_its_constructor_names(my_rules)
 
 
 def test_a_merge_rule_of_ones_own_makes_the_hubs_next_anchor(my_rules):
-    """Three pushes at a real state machine, against the median by NumPy."""
+    """Three pushes at a real state machine are compared with NumPy's median."""
     made = World(hub_plan(config(quorum="all", merge="my_rules:median")))
     nodes = [made.join(name) for name in "abc"]
     made.found(nodes[0])

@@ -1,4 +1,4 @@
-"""What the engine computes anyway is kept in a bounded number of bytes, and read by another process."""
+"""Tests that the engine's features are kept in a bounded number of bytes and read by another process."""
 
 import mmap
 import subprocess
@@ -18,14 +18,14 @@ WIDTH = 6
 
 
 def made(num_bytes=40_000, dtype=torch.float32, page_tokens=4):
-    """A ring, its reader, and the bytes."""
+    """Return a ring, its reader, and the bytes."""
     shape = RingShape.within(num_bytes, WIDTH, dtype, page_tokens)
     buffer = bytearray(shape.num_bytes)
     return FeatureRing(buffer, shape), FeatureReader(buffer), buffer
 
 
 def feature(token, position):
-    """A feature that says which token and position it is of."""
+    """Return a feature that encodes its token and position."""
     return torch.full((WIDTH,), float(token)) + torch.arange(WIDTH) * 0.125 + position * 1000
 
 
@@ -70,7 +70,7 @@ def test_features_are_kept_in_the_dtype_that_was_asked_for(dtype):
 
 
 class Rows:
-    """An engine as its sink sees it: rows, whose tokens come from a list, with features that say whose."""
+    """Stand-in for the engine: rows whose tokens come from a list, with features that encode them."""
 
     def __init__(self, sink):
         self.sink, self.rows, self.texts = sink, [], []
@@ -83,7 +83,7 @@ class Rows:
         self.sink.begin(begun, version)
 
     def step(self, *emitted, version=1):
-        """The features are in one piece of memory, which the next step uses again."""
+        """Write one step; the features share one piece of memory, which the next step uses again."""
         longest = max(map(len, emitted))
         features = torch.zeros(len(emitted), longest, WIDTH)
         for row, tokens in enumerate(emitted):

@@ -1,5 +1,4 @@
-"""What an engine says and computes is what its drafter learns from, pair by pair; and what the drafter is
-taught is what it does when it drafts."""
+"""Tests that a drafter trains on exactly what the engine computes, and as it later drafts."""
 
 import torch
 from kit.tiny_policies import drafter, ends, policy
@@ -17,7 +16,7 @@ from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
 CLOSE = 1e-5
-"""The norms and rotary positions of transformers are computed in float32, whatever the model is of."""
+"""transformers computes norms and rotary positions in float32, whatever the dtype of the model."""
 
 
 class Silence:
@@ -28,7 +27,7 @@ class Silence:
 
 
 def engine_of(model, arm, rows=3):
-    """An engine that drafts with a layer, writes into a ring, and the reader of that."""
+    """Return an engine that drafts with a layer and writes into a ring, and the reader of that ring."""
     target = Target.of(model, rows=rows, max_tokens=64)
     layer = LayerDrafter.of(drafter(model), target)
     engine = Engine(target, drafters={"layer": layer}, chooser=Fixed(parse_arm(arm)))
@@ -39,7 +38,7 @@ def engine_of(model, arm, rows=3):
 
 
 def prompts():
-    """Of unequal lengths, two groups with a prompt each, and some alone."""
+    """Return prompts of unequal lengths: two groups with one prompt each, and some single ones."""
     made = [((1, 2, 3, 4), 0)] * 3 + [((5, 6), 1)] * 2 + [((7,), -1), ((8, 9, 10), -1)]
     return [
         Prompt(tokens=t, rollout=i, group=g, sampling=Sampling(max_new_tokens=5 + 4 * i))
@@ -113,7 +112,7 @@ def test_a_sample_that_leaves_stays_to_be_learned_from():
 
 
 def test_training_asks_what_the_drafter_computes_when_it_drafts():
-    """A chain that the drafter has drafted, taken as text: pass s must give its s-th probability."""
+    """Pass s over a drafted chain, taken as text, must give its s-th probability."""
     model = policy()
     layer = drafter(model)
     drafts = LayerDrafter(layer, (ends(model).embedding_Vd, ends(model).head_Vd), rows=2, max_tokens=64)
@@ -134,7 +133,7 @@ def test_training_asks_what_the_drafter_computes_when_it_drafts():
 
 
 def passes_along(layer, text, hidden_Td, policy_ends):
-    """log q of each pass at each pair of a text, whose features beyond those given nobody looks at."""
+    """Return log q of each pass at each pair of a text; the features beyond the given ones are never read."""
     unknown = torch.full((len(text) - 1 - (len(hidden_Td) - 1), hidden_Td.shape[1]), 7.0, dtype=torch.float64)
     features = torch.cat((hidden_Td[:-1], unknown))
     (row,) = pack([FeatureSample(torch.tensor(text), features, 2, 1, 0, 0, True)], 64)

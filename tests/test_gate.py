@@ -1,4 +1,4 @@
-"""Only a better drafter is published, and training rests when it would be in vain."""
+"""Tests that only a better drafter is published, and that training pauses when it does not help."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_the_rate_is_not_halved_for_ever():
 
 
 def settled(num_rejected=3):
-    """A drafter that was published at 0.6, and nothing better has been found since."""
+    """Return the state after a drafter was published at 0.6 and no better one was found afterwards."""
     _, state = decide(0.5, 0.6, GateState(), CONFIG)
     for _ in range(num_rejected):
         _, state = decide(0.6, 0.6, state, CONFIG)

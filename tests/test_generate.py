@@ -1,4 +1,4 @@
-"""`aedit generate`: the text is the model's, speculation changes none of it, and mistakes are one line."""
+"""Tests `aedit generate`: the text is the model's, speculation does not change it, errors are one line."""
 
 import io
 import re
@@ -28,7 +28,7 @@ LAST = re.compile(
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A model directory: bytes in, bytes out, one that repeats itself."""
+    """Return the directory of a byte-level model that repeats itself."""
     path = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
         vocab_size=257, **SIZES, num_key_value_heads=1, max_position_embeddings=128, eos_token_id=256,

@@ -1,4 +1,4 @@
-"""The generated code is what proto/*.proto says."""
+"""Tests that the generated code matches proto/*.proto."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The arm with the best goodput, in a world whose times and worths are known and whose clock is its own."""
+"""Tests the chooser of the arm with the best goodput, on a simulated engine with its own clock."""
 
 from collections import Counter
 from dataclasses import replace
@@ -25,13 +25,13 @@ def world(agree, *, seed=0, noise=0.02):
 
 
 def plain(rows, steps):
-    """Tokens per second of plain decoding."""
+    """Return the tokens per second of plain decoding."""
     times = [verify_s(rows, 0, rows * (64 + (2 * i) % 448)) for i in range(steps)]
     return rows * steps / sum(times)
 
 
 class Listening:
-    """A chooser whose arms are counted."""
+    """Chooser that records the arms it chose."""
 
     def __init__(self, chooser):
         self.chooser, self.arms = chooser, []
@@ -82,7 +82,7 @@ def test_a_new_engine_decodes_plainly_first_and_then_tries_for_a_few_steps():
 
 
 def test_a_drafter_that_is_replaced_is_found_out_within_100_steps():
-    """Bad for 200 steps, good for 200, bad again: in both directions."""
+    """The drafter is bad for 200 steps, good for 200, then bad again: both directions are tested."""
     here = World(
         {"layer": lambda step: 0.85 if 200 <= step < 400 else 0.02},
         noise=0.02,
@@ -106,8 +106,10 @@ def test_a_drafter_that_becomes_worse_without_a_word_is_dropped():
 
 
 def drained(chooser, here):
-    """Tokens per second from 64 rows down to 1, where each number of rows has its share of the tokens,
-    however many steps those take."""
+    """Return tokens per second from 64 rows down to 1.
+
+    Each number of rows has the same share of the tokens, however many steps those take.
+    """
     phases = ((64, 30), (32, 30), (12, 40), (4, 60), (2, 60), (1, 120))
     seconds = [rows * steps / here.run(chooser, rows, steps) for rows, steps in phases]
     return sum(rows * steps for rows, steps in phases) / sum(seconds)
@@ -145,7 +147,7 @@ def test_what_trying_may_cost_is_bounded():
 
 
 class Ending(Goodput):
-    """Of an engine whose samples end after each token, so that what is accepted beyond it is cut."""
+    """Chooser of an engine whose samples end after each token, so that further accepted tokens are cut."""
 
     def learn(self, observed):
         super().learn(replace(observed, emitted=observed.view.rows))
@@ -237,7 +239,7 @@ def test_a_drafter_that_rests_falls_behind_by_what_is_said():
 
 
 def test_nodes_that_were_cut_do_not_count_as_refused():
-    """Else an arm whose drafts are cut would seem worse, and be cut the more."""
+    """Otherwise an arm whose drafts are cut would seem worse, and be cut even more."""
     arm, whole, cut = parse_arm("layer:4"), DrafterStats(), DrafterStats()
     for step in range(64):
         made = observed(arm, emitted=20, nodes=4, draft=chain(4), accepted_B=[4] * 4)
@@ -247,7 +249,7 @@ def test_nodes_that_were_cut_do_not_count_as_refused():
 
 
 def chain(depth):
-    """Of four rows; the drafter is nearly sure of each node."""
+    """Return a draft for four rows; the drafter is nearly sure of each node."""
     scores = torch.full((4, depth), 0.97).log().cumsum(1)
     return Draft(torch.zeros(4, depth, dtype=torch.int64), None, None, scores)
 
@@ -268,7 +270,7 @@ def observed(arm, *, emitted, nodes=0, draft=None, accepted_B=(0, 0, 0, 0)):
 
 
 def test_where_nothing_is_gained_hardly_anything_is_learned(monkeypatch):
-    """At a batch of one a step takes 3 ms: what is computed in each must be next to nothing."""
+    """At a batch of one a step takes 3 ms, so the computation in each must be negligible."""
     chooser, here, timed, compared = Goodput(ARMS[:4]), world(USELESS), [], []
     here.run(chooser, 1, 400)
     learn, compare = chooser.cost.learn, chooser._compare
@@ -294,7 +296,7 @@ def test_arms_are_compared_at_once_when_rows_or_drafters_are_others(monkeypatch)
         EngineView(1, 100, {**versions, "layer": 1}),
     ]
     for view in changed:
-        chooser.exploration_budget_s = -1.0  # nothing is tried
+        chooser.exploration_budget_s = -1.0  # no trial
         chooser.choose(view)
         chooser.choose(view)
     assert compared == changed

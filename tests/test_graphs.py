@@ -1,4 +1,4 @@
-"""The memory that recorded graphs share, and what is forgotten; recorded here by functions without a GPU."""
+"""Tests the memory that recorded graphs share and the eviction of graphs, recorded here without a GPU."""
 
 import pytest
 import torch
@@ -15,9 +15,10 @@ CPU = torch.device("cpu")
 
 
 class Replayed:
-    """In the place of `CapturedGraph`: what goes in and what comes out lies where a graph's would. What a
-    replay
-    leaves behind on its way is gone before the next."""
+    """Stand-in for `CapturedGraph`: inputs and outputs lie where a graph's would.
+
+    Intermediate results of a replay are overwritten before the next.
+    """
 
     num_recorded = 0
 
@@ -94,7 +95,7 @@ def policy():
 
 
 def recorded_engine(policy, arm):
-    """Target and drafter as on a GPU, each with a pool of its own; more slots than most graphs look at."""
+    """Return target and drafter as on a GPU, each with its own pool and more slots than most graphs use."""
     target = Target.of(policy, rows=7, max_tokens=400, nodes=8)
     drafter = LayerDrafter.of(layer_for(policy), target)
     target.graphs, drafter.graphs = (GraphCache(CPU, record=Replayed) for _ in range(2))

@@ -1,4 +1,4 @@
-"""EditCallback under real Trainers of a tiny llama: one Trainer per process, or one alone."""
+"""Tests EditCallback under real Trainers of a tiny llama: one Trainer per process, or a single one."""
 
 import copy
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def hf_loss(model, batch):
 
 
 def expected_of(data, every):
-    """What plain local SGD makes of the tiny llama; data: per node a list of batches."""
+    """Return the tiny llama's parameters after plain local SGD; data: per node a list of batches."""
     return local_sgd(tiny_llama(), data, hf_loss, every, lr=0.1)
 
 
@@ -224,8 +224,10 @@ def test_nodes_that_disagree_about_loading_the_best_model_are_refused():
 
 
 def trained(out, transport, node, *, begin, stop, warmup_steps, begin_from=None):
-    """A node from step `begin` to `stop`, as a Trainer drives the callback; saves where it stops. Returns
-    parameters, steps and the round landed last."""
+    """Train a node from step `begin` to `stop` as a Trainer drives the callback; save where it stops.
+
+    Returns parameters, steps and the round landed last.
+    """
     model = tiny_llama()
     if begin:
         model.load_state_dict(torch.load(f"{out}/{node}/model-{begin}.pt"))
@@ -255,7 +257,7 @@ def trained(out, transport, node, *, begin, stop, warmup_steps, begin_from=None)
 def test_trainers_that_resume_apart_or_without_a_snapshot_begin_anew_from_the_first_ones_weights(
     begins, warmup_steps, tmp_path, monkeypatch
 ):
-    """From different steps; or from the same one, where one node has lost its `edit/`."""
+    """The nodes resume from different steps, or from the same one where one node has lost its `edit/`."""
     said = []
     monkeypatch.setattr("aedit.edit.hf._log.warning", said.append)
     for stop in (4, 6):

@@ -1,4 +1,4 @@
-"""Hooks on a model that is compiled, saved, copied, or run in parts."""
+"""Tests the hooks on a model that is compiled, saved, copied, or run in parts."""
 
 import copy
 import io
@@ -81,7 +81,7 @@ def test_a_copy_of_an_attached_model_is_a_plain_model(copied):
 
 
 class Skips(Tower):
-    """Runs its head, and uses a block's parameters without running it."""
+    """Model that runs its head, and uses a block's parameters without running the block."""
 
     def hidden(self, x):
         return self.head(x) * self.blocks[1].up.weight.sum()

@@ -1,4 +1,4 @@
-"""What becomes of a hub's anchors: on the way down, between hubs, and over restarts."""
+"""Tests a hub's anchors in transfer to nodes, between hubs, and over restarts."""
 
 import json
 import subprocess
@@ -177,7 +177,7 @@ def test_a_region_can_take_the_parents_anchor_as_it_is():
 
 
 def busy(outer=AVERAGE, quantiser=None, **settings):
-    """A hub in the middle of everything."""
+    """Return a hub with pushes, leases and votes in progress."""
     made = World(plan(config(**settings), outer=outer), quantiser)
     made.join("a"), made.join("b")
     made.found()

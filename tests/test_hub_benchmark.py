@@ -1,4 +1,4 @@
-"""`benchmarks.hub` measures a real hub; what it feeds to the hub's functions is merged. No timing decides."""
+"""Tests that `benchmarks.hub` measures a real hub and that its input to the hub is merged, not its timing."""
 
 import numpy as np
 from benchmarks.hub_parts import merge as hub_merge

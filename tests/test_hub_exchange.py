@@ -1,4 +1,4 @@
-"""A node of a hub: nobody waits, nothing is lost, what is not believed goes nowhere."""
+"""Tests a node of a hub: it does not wait, no step is lost, distrusted steps are not sent."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def one_node(*, every=3, hub=None, model=None, **config):
 
 
 def moved_step(sync, rng):
-    """A forward, in which answers land, and a scripted inner step."""
+    """Run a forward, in which answers land, and a scripted inner step; return what the step added."""
     sync.model(X)
     moved = move(sync.model, rng)
     sync.step()
@@ -48,7 +48,7 @@ def plus(total, moved):
 @given(st.integers(0, 10_000))
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_what_all_nodes_learned_is_in_the_anchors_or_still_with_them(fragments, seed):
-    """Any order of steps, late answers and refusals, nodes that join late: bit for bit."""
+    """The order of steps, late answers, refusals and late joins is random; the sum is exact, bit for bit."""
     chance = random.Random(seed)
     kinds = [Verdict.MERGED, Verdict.MERGED, Verdict.REFUSED]
     hub, start = Hub(judge=lambda push: chance.choice(kinds)), round_numbers(tower())
@@ -171,7 +171,7 @@ def test_what_is_not_finite_is_never_sent_and_its_node_goes_back_to_the_anchor()
 
 
 def test_many_steps_after_an_outage_are_believed_and_a_jump_is_not():
-    """A drift of 1 per step: ten times the steps are ten times the norm, and honest."""
+    """At a drift of 1 per step, ten times the steps have ten times the norm, which is legitimate."""
     hub, link, sync, _ = one_node(every=4, penalty=PenaltyConfig())
     seen, chance = [], random.Random(0)
     sync.on_round = lambda verdict, waited_s: seen.append(verdict.distrusted)

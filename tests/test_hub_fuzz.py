@@ -1,4 +1,4 @@
-"""Whatever is sent to a hub: it lives, it does not grow, nothing of it is believed, and good nodes go on."""
+"""Tests a hub under invalid messages: it keeps running, does not grow, merges none, and serves good nodes."""
 
 import random
 from collections import Counter, deque
@@ -21,8 +21,8 @@ calls_per_s = 1e9
 violations = 1000000
 threshold = 1e9
 """
-"""Or most of what comes would be turned away at the door; and the liar has so many names in the end that what
-they bring would be what is usual."""
+"""Limits that let most messages through, and a push filter without effect: the fuzzer's many names would
+otherwise determine the usual norm."""
 SAID = {
     "OK",
     "ABORTED",  # another session than the one it is said to be
@@ -36,9 +36,9 @@ NUMELS = (5000, 70)
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1500)]
 UNDER_WAY = 16
 ROUND = 500
-"""Messages, and then the good node pushes."""
+"""Messages between two pushes of the good node."""
 BETWEEN = 50
-"""Messages, and then it joins again, so that it knows what a member knows."""
+"""Messages until the fuzzer joins again, so that it knows the state of a member."""
 MIB = 2**20
 
 
@@ -91,7 +91,7 @@ def test_what_one_node_says_of_itself_stops_no_other(tmp_path):
 
 
 def _renew(fuzzer, liar):
-    """Let it speak for a member again; under another name, if it has used up its numbers."""
+    """Let the fuzzer speak for a member again, under another name once its push numbers are used up."""
     reply = liar.join()
     if max(reply.seqs) > 2**32:
         liar.leave()
@@ -102,7 +102,7 @@ def _renew(fuzzer, liar):
 
 
 def _send(line, fuzzer, messages):
-    """What the hub said, counted."""
+    """Send the messages; return the count of each answer."""
     said, under_way = Counter(), deque()
     for _ in range(messages):
         method, parts = fuzzer.call()
@@ -135,6 +135,6 @@ def _end(method, call):
 
 
 def _memory(hub):
-    """Bytes of its own: the journal's pages, which it has mapped, are the system's."""
+    """Return the bytes of the hub's own memory, without the journal's mapped pages."""
     info = psutil.Process(hub.process.pid).memory_info()
     return info.rss - info.shared

@@ -1,4 +1,4 @@
-"""What a hub keeps of its past in memory: little, but of all of it."""
+"""Tests the history that a hub keeps in memory: small, but covering all of the run."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Who may join a hub, and which pushes it believes, under a clock that only moves when it is told to."""
+"""Tests which nodes may join a hub and which pushes it accepts, on a clock that the test moves."""
 
 import math
 from dataclasses import replace

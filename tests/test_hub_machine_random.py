@@ -1,6 +1,6 @@
-"""Whatever comes in whatever order, wherever the hub dies: nothing accepted is lost, nothing counts twice.
+"""Tests a hub under random events and restarts: no accepted push is lost or counted twice.
 
-The ledger beside the hub knows only what the hub has answered, in float64 and plain sets.
+The ledger beside the hub sees only the hub's answers, in float64 and plain sets.
 """
 
 import math
@@ -29,14 +29,14 @@ FREE, USED = -1, -2
 
 
 class Ledger:
-    """What must be true, by the hub's answers alone."""
+    """Expected state, computed from the hub's answers alone."""
 
     def __init__(self):
         self.anchors = [np.zeros(unit.numel) for unit in LAYOUT.units]
         self.versions = [0, 0]
         self.accepted, self.merged = {}, Counter()
         self.owner = {}
-        """Of every position ever leased."""
+        """Node by leased position."""
         self.unused = defaultdict(list)
         """Blocks by node, as (start, end)."""
         self.sessions = {}
@@ -91,7 +91,7 @@ class Ledger:
 
 
 class Machine(RuleBasedStateMachine):
-    """Five nodes that may do anything at any time, and a hub that may die at any time."""
+    """Random actions of five nodes, and of a hub that may die at any time."""
 
     @initialize(
         quorum=st.sampled_from([1, 1, 2, 3, "all"]),
@@ -186,7 +186,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(i=NODES, unit=st.integers(0, 3))
     def push_garbage(self, i, unit):
-        """What comes is no push at all."""
+        """Send bytes that are no push at all."""
         node = self.live(i)
         if node is not None:
             self.world.do(self.world.hub.garbled(node, unit, "damaged: chunk at byte 0"))
@@ -199,7 +199,7 @@ class Machine(RuleBasedStateMachine):
         bad=st.sampled_from([math.nan, math.inf, 1.0]),
     )
     def push_nonsense(self, i, unit, ahead, base, bad):
-        """Another unit, number, base or value than can be."""
+        """Send a push with an invalid unit, number, base or value."""
         node = self.live(i)
         if node is None:
             return
@@ -321,7 +321,7 @@ class Machine(RuleBasedStateMachine):
                 np.testing.assert_allclose(unit.anchor.values, wanted, atol=1e-3)
 
     def teardown(self):
-        """When all have left, nothing is left waiting."""
+        """Check that nothing is left waiting when all nodes have left."""
         if not hasattr(self, "world"):
             return
         for node in list(self.world.hub.state.live):
@@ -337,7 +337,7 @@ class Machine(RuleBasedStateMachine):
         return self.world.hub.state.names.get(NAMES[i])
 
     def live(self, i):
-        """A live member, if there is one."""
+        """Return a live member, if there is one."""
         live = list(self.world.hub.state.live)
         return live[i % len(live)] if live else None
 

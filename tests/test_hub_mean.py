@@ -1,4 +1,4 @@
-"""A hub that waits for everybody and nodes that average among themselves come to the same anchors."""
+"""Tests that a hub that waits for all nodes computes the same anchors as nodes that average."""
 
 from copy import deepcopy
 
@@ -24,7 +24,7 @@ OUTERS = [
 
 
 def moves():
-    """What each node adds to its parameters in each round; some nodes go further than others."""
+    """Return what each node adds to its parameters in each round; some nodes move further than others."""
     rng = np.random.default_rng(7)
     shapes = {name: tuple(p.shape) for name, p in tower().named_parameters()}
     return [
@@ -40,7 +40,7 @@ def moves():
 
 
 def by_mean(model, script, outer, penalty):
-    """Parameters after each round, by name."""
+    """Return the parameters after each round of a mean exchange, by name."""
 
     def job(transport, n):
         own = deepcopy(model)

@@ -1,4 +1,4 @@
-"""What a hub has merged and let go of is not its memory any more."""
+"""Tests that a hub gives the memory of merged pushes back to the system."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""When a hub merges, how fast its nodes go, and who gets which samples."""
+"""Tests when a hub merges, how it measures the speed of its nodes, and how it leases samples."""
 
 import math
 

@@ -1,13 +1,14 @@
-"""Two nodes of one and two ranks, each with its agent, and a hub: everything between them is real."""
+"""Tests two nodes of one and two ranks, their agents and a hub over a real network."""
 
 import threading
 
 import numpy as np
 import torch
 from dist_jobs.hub_node_jobs import agent_plan
-from kit.agents import MemoryHub, node, until
+from kit.agents import MemoryHub, node
 from kit.hub_process import real_hub
 from kit.nodes import UNITS, tower
+from kit.waiting import until
 
 from aedit.proto.wire import hub_pb2 as pb
 
@@ -21,7 +22,7 @@ def shapes():
 
 
 def whole(anchors):
-    """The hub's anchors by parameter name."""
+    """Return the hub's anchors by parameter name."""
     found = {}
     for names, unit_shapes, anchor in zip(UNITS.values(), shapes(), anchors, strict=True):
         parts = torch.from_numpy(np.array(anchor)).split([int(np.prod(shape)) for shape in unit_shapes])
@@ -43,7 +44,7 @@ def run_with(world, hub, rounds):
 
 
 def check_books(anchors, results):
-    """What the steps of all nodes added is in the anchors, to the last bit; no sample was drawn twice."""
+    """Check that the anchors have all nodes' steps, to the last bit, and that no sample was drawn twice."""
     one, two, other_rank = results
     ended = whole(anchors)
     for name, first in start().items():
@@ -66,7 +67,7 @@ def test_nodes_train_on_while_their_hub_is_away_and_nothing_is_lost(world):
     hub.broken = ["push after"]
 
     def outage():
-        until(lambda: len(hub.pushed) > 20, "twenty pushes", deadline_s=60)
+        until(lambda: len(hub.pushed) > 20, "twenty pushes", limit_s=60)
         address = hub.server.address
         hub.kill()
         hub.serve(address)
@@ -105,6 +106,6 @@ def _kill_twice(hub):
 
     for _ in range(2):
         before = grown()
-        until(lambda before=before: grown() > before + 5000, "the journal to grow", deadline_s=60)
+        until(lambda before=before: grown() > before + 5000, "the journal to grow", limit_s=60)
         hub.kill()
         hub.start()

@@ -1,4 +1,7 @@
-"""The hub as a process: killed at any moment it comes back with equal bits; what does not fit is refused."""
+"""Tests the hub as a process.
+
+Killed at any time it restarts with equal bits, and refuses what does not fit.
+"""
 
 import json
 import random
@@ -11,7 +14,8 @@ import urllib.request
 import grpc
 import numpy as np
 import pytest
-from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, until, write_run
+from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, hello, write_run
+from kit.waiting import until
 
 from aedit.launch.config.load import load
 from aedit.launch.config.method import method
@@ -26,7 +30,7 @@ def start(tmp_path, *words, more="", file_limit=None, **values):
 
 
 def asking(settings):
-    """A greeting of another build that has these settings."""
+    """Return the hello request of another build with these settings."""
     return pb.HelloRequest(protocol=PROTOCOL, version="9.9", method=pb.Method(settings=settings))
 
 

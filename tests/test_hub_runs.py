@@ -1,4 +1,4 @@
-"""Whole runs with a hub, as a person starts them: real processes, torchrun and all."""
+"""Tests whole runs with a hub from the command line: real processes, with torchrun."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from collections import Counter
 import psutil
 import pytest
 import torch
+from kit.waiting import until
 from transformers import AutoModelForCausalLM
 
 from aedit.launch.hub.replay import anchors_of, pushes_of
@@ -54,7 +55,7 @@ def free_port():
 
 
 class Place:
-    """A directory with a configuration, and the commands started there."""
+    """Directory with a configuration, and the commands started there."""
 
     def __init__(self, directory):
         self.directory, self.started = directory, []
@@ -76,7 +77,7 @@ class Place:
         return process
 
     def processes(self, *marks):
-        """Processes that have all of `marks` in their command."""
+        """Return the processes that have all of `marks` in their command line."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             line = " ".join(process.info["cmdline"] or [])
@@ -109,13 +110,6 @@ def ends_well(process):
     return out
 
 
-def until(true, what, limit_s=LIMIT_S):
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, f"waited {limit_s} s for {what}"
-        time.sleep(0.05)
-
-
 def steps_in(events, kind):
     return [event["step"] for event in events if event["event"] == kind]
 
@@ -145,12 +139,12 @@ def test_a_local_run_has_a_hub_and_a_torchrun_per_node_and_ends_with_a_report(pl
 def test_a_run_goes_on_when_its_hub_and_a_node_are_killed(place):
     place.configure(1500)
     run = place.aedit("run", place.toml, "--local", 2, f"--dir={place.directory}/runs")
-    until(lambda: any(steps_in(place.events(n), "round") for n in (0, 1)), "the first round")
+    until(lambda: any(steps_in(place.events(n), "round") for n in (0, 1)), "the first round", LIMIT_S)
     (hub,) = place.processes("aedit.launch.cli hub")
     hub.kill()
-    until(lambda: place.processes("aedit.launch.cli hub") not in ([], [hub]), "the hub to be back")
+    until(lambda: place.processes("aedit.launch.cli hub") not in ([], [hub]), "the hub to be back", LIMIT_S)
     before = len(steps_in(place.events(1), "round"))
-    until(lambda: len(steps_in(place.events(1), "round")) > before, "node 1 to be answered again")
+    until(lambda: len(steps_in(place.events(1), "round")) > before, "node 1 to be answered again", LIMIT_S)
     assert len([event for event in place.events(1) if event["event"] == "start"]) == 1, (
         "not because of the hub"
     )
@@ -163,7 +157,10 @@ def test_a_run_goes_on_when_its_hub_and_a_node_are_killed(place):
 
 
 def test_nodes_join_with_an_address_and_keys_from_one_directory_and_all_leave_with_ctrl_c(place):
-    """The second of one directory is another node; a hub that hears Ctrl-C with its nodes hears them out."""
+    """A second node of one directory is another node.
+
+    A hub stopped by Ctrl-C waits for its nodes to leave.
+    """
     address, keys = f"127.0.0.1:{free_port()}", place.directory / "keys"
     ends_well(place.aedit("keys", keys, "--host=127.0.0.1"))
     place.configure(100_000, address=address)
@@ -179,7 +176,7 @@ def test_nodes_join_with_an_address_and_keys_from_one_directory_and_all_leave_wi
     def rounds(index):
         return steps_in(place.events(index, here), "round")
 
-    until(lambda: rounds(0) and rounds(1), "a round of each")
+    until(lambda: rounds(0) and rounds(1), "a round of each", LIMIT_S)
     names = [(here / f"nodes/{index}/name").read_text() for index in (0, 1)]
     assert sorted(names) == sorted((here / "node_name").read_text().split())
     assert ends_well(place.aedit("status", *words[1:])).count("train") >= 2
@@ -201,7 +198,7 @@ def test_nodes_join_with_an_address_and_keys_from_one_directory_and_all_leave_wi
 
 
 def started_by(process, run_dir, index):
-    """Whether the node of this index is a descendant of the command."""
+    """Return whether the node of this index is a descendant of the command."""
     events = [json.loads(line) for line in (run_dir / f"nodes/{index}/events.jsonl").read_text().splitlines()]
     return any(
         child.pid == events[0]["pid"] for child in psutil.Process(process.pid).children(recursive=True)
@@ -215,10 +212,10 @@ def test_a_run_with_a_hub_starts_it_and_a_second_terminal_joins(place):
     address = told.split()[-1]
     assert f"hub at {address};" in told
     run_dir = place.directory / "runs" / "x"
-    until(lambda: steps_in(place.events(0), "round"), "a round of the first")
+    until(lambda: steps_in(place.events(0), "round"), "a round of the first", LIMIT_S)
     configuration = (run_dir / "run.toml").read_text()
     joined = place.aedit("join", address, f"--dir={place.directory}/runs", "--device=cpu")
-    until(lambda: steps_in(place.events(1), "round"), "a round of the second")
+    until(lambda: steps_in(place.events(1), "round"), "a round of the second", LIMIT_S)
     assert (run_dir / "run.toml").read_text() == configuration, "that of the run, not of the second node"
     for process in (run, joined):
         process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""What people see of a run with a hub: from folders written here by hand, and from a real hub."""
+"""Tests the views of a run with a hub, from folders written by the test and from a real hub."""
 
 import io
 import json
@@ -10,7 +10,8 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from kit.hub_processes import Client, HubProcess, ending, until, write_run
+from kit.hub_processes import Client, HubProcess, ending, write_run
+from kit.waiting import until
 from matplotlib import style as look
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
@@ -32,7 +33,7 @@ HUB_PLOTS = {"hub_nodes.png", "hub_traffic.png"}
 
 
 def node_at(index, steps, state="training", **changes):
-    """As a hub writes it: all counts follow from the steps."""
+    """Return a node's record as a hub writes it, with all counts computed from the steps."""
     told = {"busy_s": steps / 10, "wait_s": steps / 1000, "wire_s": steps / 20}
     told |= {"bytes_up": 100 * steps, "bytes_down": 300 * steps, "steps_per_s": 10.0, "pace_steps": 16}
     judged = {"weight": 0.5, "staleness": index, "accepted": steps // 8, "refused": {}, "loss": 2.0}
@@ -75,8 +76,11 @@ def node_files(run_dir, index, evaluations=()):
 
 
 def hub_run(tmp_path):
-    """Two nodes for 20 s: box-1's process begins anew at 10 s, box-2 is excluded, both leave; in the middle
-    the hub has just been restarted and has heard of nobody."""
+    """Write a run of two nodes over 20 s.
+
+    The process of box-1 restarts at 10 s, box-2 is excluded, and both leave. In the middle the hub has just
+    restarted and has no heartbeat yet.
+    """
     run_dir = tmp_path / "wide"
     lines = [line(t, [node_at(0, 10 * t), node_at(1, 5 * t)], [t, t + 1]) for t in range(1, 10)]
     silent = dict.fromkeys(("busy_s", "wait_s", "wire_s", "bytes_up", "bytes_down", "steps_per_s"), 0)
@@ -252,7 +256,7 @@ def test_plots_of_a_hub_have_something_on_them(tmp_path, few):
 
 
 def ticks(axis):
-    """Labels of the ticks within the view, with the offset that matplotlib may add to all of them."""
+    """Return the labels of the ticks in view, with the offset that matplotlib may add to all of them."""
     low, high = sorted(axis.get_view_interval())
     places = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
     return [label.get_text() for at, label in places if low <= at <= high], axis.get_offset_text().get_text()

@@ -1,4 +1,4 @@
-"""The ledger of a node's waits, pauses between deaths, and windows that wait for nobody."""
+"""Tests the ledger of a node's waits, the pauses between restarts, and windows that never wait."""
 
 import sys
 import threading
@@ -78,7 +78,7 @@ def test_a_configuration_that_cannot_be_is_refused(wrong):
 
 
 class Recorded:
-    """A process that only notes which signals it gets."""
+    """Process stand-in that records the signals it gets."""
 
     def __init__(self, order):
         self.pid, self.signals, self.is_ready = 1, [], True

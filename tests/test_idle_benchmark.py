@@ -1,4 +1,4 @@
-"""The benchmark of idle training judges what it has measured as it says. No test asserts a timing."""
+"""Tests that the benchmark of idle training applies its stated bars. No test asserts a timing."""
 
 import math
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ BARS = ["busy", "outside", "stopped", "left", "control", "same", "shadow", "faul
 
 
 def verdicts(quick=False, **wrong):
-    """What the report says of each bar, for numbers that are given."""
+    """Return the report's result for each bar, for given numbers."""
     seen = {**GOOD, **wrong}
     leaving = Leaving(seen["left_s"], seen["stopped_s"], 1e-5, 0.01)
     windows = idle.Windows(
@@ -137,7 +137,7 @@ def test_a_message_ends_a_wait_and_says_when_it_was_sent():
 
 
 class Work:
-    """A trainer whose publications a test makes."""
+    """Trainer stand-in whose publications the test makes."""
 
     def __init__(self):
         self.offers, self.counts = [], {"deaths": 0, "corrupt": 0, "checkpoints": 0}
@@ -154,7 +154,7 @@ class Work:
 
 
 class Steps:
-    """A race without steps, in which something happens."""
+    """Race without steps that calls `happens` in every window."""
 
     def __init__(self, work, happens):
         self.work, self.happens = work, happens

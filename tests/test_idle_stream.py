@@ -1,4 +1,4 @@
-"""A drafter that learns in a thread of the node, for nodes whose foreground is on a GPU."""
+"""Tests drafter training in a thread of the node, for nodes whose foreground work is on a GPU."""
 
 import threading
 
@@ -11,7 +11,7 @@ from aedit.spec_rollout.idle.idle_stream import StreamTraining
 
 
 class Gated(trainees.Regression):
-    """Every microbatch waits until the test lets it go on."""
+    """Training whose every microbatch waits until the test lets it continue."""
 
     def __init__(self):
         super().__init__(None, publish_every=1)

@@ -1,4 +1,7 @@
-"""A hub in one's own process: nodes train through it as over a wire, on any clock, without torch."""
+"""Tests a hub in the caller's process.
+
+Nodes train through it as over a network, on any clock, without torch.
+"""
 
 import subprocess
 import sys
@@ -77,7 +80,7 @@ def test_blocks_of_samples_are_disjoint_and_more_come_as_they_are_drawn():
     assert len(positions) == len(set(positions)) == 96
     links[0].leave(1.0)
     again = here.link("third")
-    assert again.leases()[0] == (20, 32)  # what the first one had leased and not used
+    assert again.leases()[0] == (20, 32)  # samples that the first node had leased and not used
 
 
 def test_speed_is_measured_on_the_hubs_clock():

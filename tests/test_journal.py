@@ -1,5 +1,4 @@
-"""What a hub has written down comes back, whatever happens to the file's end; what was whole and is not any
-more is refused."""
+"""Tests that a journal restores a hub after damage to the file's end, and that other damage is refused."""
 
 import os
 import shutil
@@ -39,7 +38,7 @@ def config(quorum=1):
 
 
 class Book:
-    """A ledger over a folder, and one node that pushes what follows from (unit, seq)."""
+    """Ledger over a folder, and one node whose pushes are computed from (unit, seq)."""
 
     def __init__(self, directory, quorum=1):
         self.hub = make_hub(config(quorum), (0, 1))
@@ -85,7 +84,7 @@ class Book:
 
 
 def same(hub, other):
-    """Whether two hubs have equal bits."""
+    """Return whether two hubs have equal bits."""
     assert hub.state.units.keys() == other.state.units.keys()
     for index, unit in hub.state.units.items():
         twin = other.state.units[index]
@@ -185,7 +184,7 @@ def test_replaying_from_the_beginning_gives_what_a_snapshot_gives(tmp_path):
 
 
 def test_wherever_the_file_is_cut_an_older_state_comes_back(tmp_path):
-    """States are those after each batch: a cut within one leaves the one before."""
+    """States are those after each batch: a cut within one restores the one before."""
     (tmp_path / "hub").mkdir()
     book = Book(tmp_path / "hub").join("a")
     for _ in range(2):
@@ -228,7 +227,7 @@ def test_a_damaged_middle_is_refused_wherever_it_is(tmp_path):
 
 
 def test_damage_behind_what_was_acknowledged_is_cut_off(tmp_path):
-    """After a power cut pages may be missing that nobody was told of, also before others that are there."""
+    """After a power cut unacknowledged pages may be missing, even before others that were written."""
     journal = Journal(tmp_path, 1, fsync=True)
     journal.sync(journal.append(encode_records([records.Led(1)])))
     middle = journal.append(encode_records([records.Led(2)]))[1]
@@ -304,7 +303,7 @@ def test_payloads_are_written_beside_each_other_and_beside_records(tmp_path):
 
 
 def test_what_a_payload_contains_can_not_look_like_a_frame(tmp_path):
-    """In the hole that a torn payload leaves it would be taken for a later frame that vouches for it."""
+    """In the gap left by a torn payload it would be taken for a later frame that confirms the gap."""
     journal = Journal(tmp_path, 1, fsync=True)
     journal.sync(journal.append(encode_records([records.Led(1)])))
     body = encode_records([records.Led(9)])

@@ -1,4 +1,4 @@
-"""Rows of unequal length are read in pieces, each row as far as it must be and no piece for nothing."""
+"""Tests reading rows of unequal length in pieces: each row as far as needed, no piece without use."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ def slots_read(found):
 
 
 def least_cost(lengths, q, price):
-    """By trying all ways to cut."""
+    """Return the lowest cost over all ways to cut."""
     best = None
     for cuts in itertools.product((False, True), repeat=len(lengths) - 1):
         ends = [i for i, cut in enumerate(cuts, 1) if cut]

@@ -1,4 +1,4 @@
-"""Landing in the forward pass, once, whatever else runs modules."""
+"""Tests landing in the forward pass: exactly once, whatever else runs modules."""
 
 from copy import deepcopy
 
@@ -18,7 +18,7 @@ NAMES = ["rest", "first", "middle", "last"]
 
 
 def test_the_last_round_takes_the_mean_without_momentum():
-    """One node with a fast outer momentum: after the last, half interval its anchor is where it stands."""
+    """After the last half interval the anchor of one node with a fast outer momentum is its parameters."""
     model, transport = tower(), alone()
     sync, inner = node(model, transport, outer=Nesterov(0.8, 0.85), every=4)
     with sync:
@@ -84,7 +84,7 @@ def test_a_module_runs_on_its_new_anchor():
 
 
 class Checkpointed(Tower):
-    """A Tower whose blocks run again in the backward pass."""
+    """Tower whose blocks run again in the backward pass."""
 
     reentrant = False
 
@@ -95,7 +95,7 @@ class Checkpointed(Tower):
 
 
 class Stored(Checkpointed):
-    """The same, computed once."""
+    """The same Tower, computed once."""
 
     def forward(self, x):
         return self.last(self.middle(self.first(x).tanh()).tanh() * self.scale)

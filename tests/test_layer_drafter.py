@@ -1,4 +1,4 @@
-"""The layer drafter against a plain recomputation of everything it has ever seen, in float64."""
+"""Tests the layer drafter against a plain recomputation over the whole history, in float64."""
 
 import copy
 
@@ -16,7 +16,7 @@ V, D = 40, 24
 
 
 class Sample:
-    """One sample of a policy that says anything: its tokens, a feature for each but the last, its noise."""
+    """Sample of a random policy: its tokens, a feature for each but the last, its noise."""
 
     def __init__(self, seed, count, temperature=1.0, width=D):
         self.random = torch.Generator().manual_seed(seed)
@@ -31,7 +31,7 @@ class Sample:
         return torch.randn(count, width, generator=self.random, dtype=torch.float64)
 
     def says(self, count):
-        """The next tokens, with the features of those before them."""
+        """Return the next tokens, with the features of those before them."""
         tokens = torch.randint(V, (count,), generator=self.random).tolist()
         features = self.some_features(count)
         self.tokens += tokens
@@ -40,7 +40,7 @@ class Sample:
 
 
 class World:
-    """A drafter and the rows it follows."""
+    """Drafter and the rows it follows."""
 
     def __init__(self, layer, model, **options):
         self.layer, self.model, self.samples, self.seed = layer, model, [], 0
@@ -48,7 +48,7 @@ class World:
         self.drafter = LayerDrafter(layer, self.ends, rows=6, max_tokens=100, **options)
 
     def begin(self, *counts, temperatures=(1.0,), row=None):
-        """Samples of so many tokens in the next rows, or in `row`, whose own has ended."""
+        """Begin samples of so many tokens in the next rows, or in `row`, whose own sample has ended."""
         begun = []
         for i, count in enumerate(counts):
             self.seed += 1
@@ -66,7 +66,7 @@ class World:
         self.drafter.update(StepUpdate([tokens for tokens, _ in said], torch.stack(padded)))
 
     def end(self, row):
-        """The sample has ended, and the last row takes its place."""
+        """End the sample of a row; the last row takes its place."""
         self.drafter.end(row)
         last = len(self.samples) - 1
         sample = self.samples.pop()
@@ -83,8 +83,10 @@ class World:
         return self.drafter.propose(parse_arm(arm), len(self.samples), self, temperatures)
 
     def logits(self, sample, drafted):
-        """(logits after these drafted tokens, the features they were guessed with), over the whole history.
-        `drafted`: the tokens, with the guessed feature of the one before each."""
+        """Return the logits after these drafted tokens and the guessed features, over the whole history.
+
+        `drafted`: the tokens, with the guessed feature of the one before each.
+        """
         features = [sample.features[sample.forgotten :], *[feature[None] for _, feature in drafted]]
         tokens = [*sample.tokens[1 + sample.forgotten :], *[token for token, _ in drafted]]
         first = sample.forgotten
@@ -97,12 +99,12 @@ class World:
             return (guessed[0, -1] @ self.ends[1].T) / (sample.temperature or 1.0), guessed[0, -1]
 
     def rank(self, sample, logits, depth):
-        """How the children of a node at this depth are ranked."""
+        """Return the scores that rank the children of a node at this depth."""
         warm = sample.temperature > 0
         return logits + sample.noise[len(sample.tokens) + depth] if warm else logits
 
     def chain(self, sample, depth):
-        """(tokens, scores, log-probabilities) that should be drafted."""
+        """Return the expected draft as (tokens, scores, log-probabilities)."""
         drafted, scores, score, logqs = [], [], 0.0, []
         for j in range(depth):
             logits, guessed = self.logits(sample, drafted)
@@ -114,7 +116,7 @@ class World:
         return [token for token, _ in drafted], scores, torch.stack(logqs)
 
     def tree(self, sample, arm):
-        """{path: score} of the nodes that should be drafted: paths are tuples of tokens."""
+        """Return the expected nodes as {path: score}; paths are tuples of tokens."""
         frontier, nodes = [((), 0.0, [])], {}
         for level in range(arm.depth):
             grown = []
@@ -129,7 +131,7 @@ class World:
         return dict(sorted(nodes.items(), key=lambda node: -node[1])[: arm.nodes])
 
     def check(self, arm):
-        """The draft for all rows is what a plain recomputation makes."""
+        """Check the draft for all rows against a plain recomputation."""
         draft, arm = self.propose(arm), parse_arm(arm)
         assert draft.counts_B is None
         for row, sample in enumerate(self.samples):
@@ -147,7 +149,7 @@ class World:
 
 
 def paths_of(draft, row):
-    """The tokens on the way to each node."""
+    """Return the tokens on the way to each node."""
     paths = []
     for token, parent in zip(draft.tokens_BN[row].tolist(), draft.parents_BN[row].tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -240,7 +242,7 @@ def test_rows_move_end_and_begin_while_it_drafts():
     rows.end(1)
     rows.check("layer:3")
     rows.update(1, 1, 1)
-    rows.end(2)  # the last row: nobody moves
+    rows.end(2)  # the last row: no row moves
     rows.check("layer:2x2x4")
     rows.update(2, 1)
     rows.drafter.end(0)
@@ -368,7 +370,7 @@ def test_what_it_cannot_do_is_refused():
 
 @torch.no_grad()
 def test_the_feature_of_each_position_meets_the_token_after_it():
-    """With a real policy, whose features are recomputed offline from the text alone."""
+    """A real policy's features are recomputed offline from the text alone."""
     model = policy("qwen3")
     target = Target.of(model, rows=2, max_tokens=60)
     rows = World(layer_for(model), model)

@@ -1,4 +1,4 @@
-"""Drafts as recorded CUDA graphs; and, without a GPU, the rows and slots that recording adds."""
+"""Tests drafts as recorded CUDA graphs and, without a GPU, the padding that recording adds."""
 
 import copy
 from dataclasses import replace
@@ -15,7 +15,7 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 class Unrecorded:
-    """In the place of `GraphCache`: runs what would be recorded."""
+    """Stand-in for `GraphCache` that runs what would be recorded."""
 
     def __init__(self):
         self.keys = []
@@ -26,7 +26,7 @@ class Unrecorded:
 
 
 class OnGpu:
-    """A drafter on a GPU for rows whose tensors are on the CPU."""
+    """Drafter on a GPU for rows whose tensors are on the CPU."""
 
     def __init__(self, layer, ends, **sizes):
         layer = copy.deepcopy(layer).cuda()
@@ -52,7 +52,7 @@ class OnGpu:
 
 
 def check_a_few_steps(rows):
-    """Chains and trees of five, then four rows, of which one has begun late."""
+    """Check chains and trees of five rows, then of four, of which one has begun late."""
     rows.begin(9, 1, 17, 12, temperatures=(1.0, 0.0, 0.7))
     rows.update(1, 2, 1, 3)
     rows.begin(6)

@@ -1,4 +1,4 @@
-"""Imports point down only, the folders of the checkout are no packages, and configuration needs no torch."""
+"""Tests that imports point down only, that checkout folders are no packages, and torch-free configuration."""
 
 import ast
 import subprocess
@@ -57,13 +57,16 @@ MAY_IMPORT = {
     "proto.codecs": ("types", "system"),
     "proto.wire": ("types", "system"),
 }
-"""What the files of each sub-package may import, besides the sub-package itself."""
+"""Sub-packages that the files of each sub-package may import, besides their own."""
 
 PARTS = ("launch", "edit", "spec_rollout", "async_sgd", "proto")
 
 
 def imported(source):
-    """Every module that `source` may import: of `from a import b`, `a.b`; relative ones keep their dots."""
+    """Return every module that `source` may import: of `from a import b`, `a.b`.
+
+    Relative ones keep their dots.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -77,7 +80,7 @@ def within(name, places):
 
 
 def wrong_arrows(source, place):
-    """Imports of our own modules that a file of `place` must not have."""
+    """Return the imports of the project's modules that a file of `place` must not have."""
     for name in imported(source):
         first, _, rest = name.partition(".")
         up = first == "aedit" and rest and not within(rest, (*MAY_IMPORT[place], place))
@@ -144,7 +147,7 @@ def test_every_file_has_its_place_in_the_order():
 
 
 def python(program):
-    """What a fresh interpreter in the checkout prints."""
+    """Return the output of a fresh interpreter in the checkout."""
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

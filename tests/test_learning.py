@@ -1,5 +1,7 @@
-"""A drafter learns from a ring that a node writes, is judged on what it has not seen, and is published when
-it is better: in this process, and in one of its own."""
+"""Tests that a drafter learns from a node's ring, is judged on held-out samples, and is published if better.
+
+Training runs in this process, and in a process of its own.
+"""
 
 import sys
 from dataclasses import replace
@@ -32,7 +34,7 @@ QUICK = LearningConfig(
 
 @pytest.fixture(scope="module")
 def world():
-    """A small policy and what it has said to 16 prompts."""
+    """Return a small policy and its samples of 16 prompts."""
     model = policy(dtype=torch.float32)
     prompts = torch.randint(48, (16, 4), generator=torch.Generator().manual_seed(0)).tolist()
     return model, said(model, prompts, 40)
@@ -160,7 +162,7 @@ def test_who_has_learned_for_a_moved_policy_is_judged_at_once_and_not_when_it_is
 
     assert judged_after(40) == judged_after(40) == 1
     learning.set_policy(policy_tensors(ends(model)), 2)
-    assert judged_after(40) == 1  # nothing is there yet that the new policy has said
+    assert judged_after(40) == 1  # there are no samples of the new policy yet
     write(ring, samples, version=2)
     assert judged_after(40) == judged_after(40) == 2
 

@@ -1,4 +1,4 @@
-"""A drafter learns where a node waits: for the last samples of other engines, and for other nodes' rounds."""
+"""Tests that a drafter trains while a node waits for other engines' last samples and other nodes' rounds."""
 
 import queue
 import sys
@@ -36,7 +36,7 @@ LEARNING = LearningConfig(
 
 
 class Node:
-    """A policy, an engine that drafts and writes down what it computes, and the drafter's trainer."""
+    """A policy, an engine that drafts and writes its features, and the drafter's trainer."""
 
     def __init__(self):
         self.model = policy()
@@ -53,7 +53,7 @@ class Node:
         self.engine.sink = RowFeatures(FeatureRing(self.work.features, ring))
 
     def once(self, is_so, do):
-        """Another thread, which does something once the trainer is seen to have come to something."""
+        """Start a thread that calls `do` once `is_so()` is true of the trainer; return the thread."""
 
         def watch():
             trainers.until(is_so, self.work)
@@ -78,7 +78,7 @@ def world():
 
 
 def prompts():
-    """Twelve that end soon, and four whose samples are long."""
+    """Return twelve prompts with short samples and four with long ones."""
     lengths = [20] * 12 + [50] * 4
     return [
         Prompt(tokens=(i, i + 1, i + 2), rollout=i, sampling=Sampling(max_new_tokens=length))
@@ -87,8 +87,10 @@ def prompts():
 
 
 def test_it_learns_while_an_engine_waits_for_the_long_samples_of_another(world):
-    """The other engine's come when the trainer has been seen to learn; in the middle of its own ones this
-    engine takes the drafter that was learned meanwhile, and no token is another."""
+    """The other engine's samples arrive after the trainer has learned.
+
+    In the middle of its own samples this engine adopts the drafter learned meanwhile, and no token differs.
+    """
     work, engine = world.work, world.engine
     plainly = Engine.of(world.model, rows=4, max_tokens=64).generate(prompts())
     plain = {rollout.prompt.rollout: rollout.tokens for rollout in plainly}

@@ -1,4 +1,4 @@
-"""How much longer a sample will be: against enumeration, and where nothing is known."""
+"""Tests estimates of a sample's remaining length: against enumeration, and without data."""
 
 import numpy as np
 import pytest

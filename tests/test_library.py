@@ -1,4 +1,4 @@
-"""The library without the command line: five lines around somebody's own loop, against plain torch."""
+"""Tests the library without the command line: five lines in a plain loop, against plain torch."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +24,10 @@ JOBS = "tests/dist_jobs/library_jobs.py"
 
 
 def together(models, data, every, loss=loss, accumulate=1, config=None, wrap=None, after_step=None):
-    """Train one model per thread with the five lines; returns each node's parameters, sync and rounds.
+    """Train one model per thread with the five lines; return each node's parameters, sync and rounds.
 
-    wrap: what to make of a transport. after_step: called with the sync, the step and the node.
+    wrap: returns the transport to use for a given one. after_step: called with the sync, the step and the
+    node.
     """
     world = MemoryWorld(len(models), timeout_s=10)
 
@@ -133,7 +134,7 @@ def test_tied_embeddings_travel_once_and_stay_tied():
 
 
 class Adapted(nn.Module):
-    """As PEFT leaves a model: everything frozen but a little in every block, so the root trains nothing."""
+    """Model as PEFT leaves it: only a few parameters of each block are trainable, and none of the root."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +160,7 @@ def test_with_a_frozen_root_only_the_adapters_travel():
 
 
 class Parts(nn.ModuleDict):
-    """A root that is a container: it has no forward of its own, and nobody calls it."""
+    """Root module that is a container: it has no forward of its own and is never called."""
 
 
 def run_parts(parts, x):
@@ -237,8 +238,7 @@ def test_nodes_with_unequal_numbers_of_batches_end_together(counts):
 
 
 class Drift(nn.Module):
-    """Its gradient is its input, wherever its weight is: what a node learns does not depend on when rounds
-    land."""
+    """Model whose gradient is its input, whatever its weight: a node's steps do not depend on landings."""
 
     def __init__(self):
         super().__init__()
@@ -258,7 +258,7 @@ class Drifts(nn.Module):
 
 
 class Slow:
-    """A transport whose answers are noticed only when somebody has asked for them `asks` times."""
+    """Transport whose answers are done only after `asks` calls of `done`."""
 
     def __init__(self, transport, asks):
         self.transport, self.asks = transport, asks

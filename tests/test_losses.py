@@ -1,4 +1,4 @@
-"""What a drafter is taught is what it will be asked, and by the right teacher."""
+"""Tests that a drafter trains on the task it drafts for, with the right teacher."""
 
 import pytest
 import torch
@@ -19,8 +19,10 @@ from aedit.spec_rollout.learning.packing import pack
 
 
 def drafted(layer, sample, embedding, root, depth):
-    """What the layer guesses when a chain begins at pair `root` of a sample and follows its text, one pair at
-    a time through a cache, as a drafter does."""
+    """Return the layer's guesses for a chain that begins at pair `root` of a sample and follows its text.
+
+    The chain is fed one pair at a time through a cache, as a drafter does.
+    """
     features, tokens = sample.features_MF[None, : root + 1], sample.tokens_N
     causal = torch.ones(root + 1, root + 1).tril().bool()[None]
     at = torch.arange(root + 1)
@@ -66,7 +68,7 @@ def test_a_chain_begins_and_stays_in_one_sample():
 
 
 def by_hand(layer, samples, policy_ends, config):
-    """The loss from its definition, one chain and one pair at a time."""
+    """Compute the loss from its definition, one chain and one pair at a time."""
     total = 0.0
     for sample in samples:
         num_pairs = len(sample.features_MF)

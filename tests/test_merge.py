@@ -1,4 +1,4 @@
-"""Many pseudo-gradients become one: against float64, in any order, and nothing of what weighs nothing."""
+"""Tests the merge of pseudo-gradients: against float64, in any order, and without those of weight zero."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ RULES = ["mean", "rda", "trimmed"]
 
 
 class Held:
-    """What may be asked of `Values`, and no more."""
+    """Values that allow only the reads that `Values` permits."""
 
     def __init__(self, array):
         self.array = array

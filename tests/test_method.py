@@ -1,4 +1,4 @@
-"""What hub and nodes must have in common, apart from the code."""
+"""Tests the settings that hub and nodes must have in common, whatever their builds."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from aedit.launch.config.method import defaults, difference, method
 from aedit.proto.wire.hello import PROTOCOL
 
 DEFAULTS = {2: "119688f8cae900e0"}
-"""By protocol number: SHA-256 of the names and defaults of all settings that decide the result."""
+"""SHA-256, by protocol number, of the names and defaults of all settings that decide the result."""
 
 
 def test_a_default_that_changes_or_goes_needs_a_new_protocol_number():
-    """A build that does not know a setting takes part as long as it is at its default: new ones are free."""
+    """New settings need none: a build that lacks a setting takes part as long as it is at its default."""
     text = json.dumps(sorted(defaults().items()))
     found = hashlib.sha256(text.encode()).hexdigest()[:16]
     message = "a new PROTOCOL if a default has changed; else the new digest here"
@@ -41,7 +41,7 @@ def test_what_a_machine_chooses_for_itself_is_no_difference():
 
 
 def test_a_hub_sends_only_what_is_not_at_its_default():
-    """So that an older build reads the configuration of a newer one."""
+    """An older build can then read the configuration of a newer one."""
     config = with_flags(
         RunConfig(), ["--edit.every", "64", "--edit.penalty.clip", "none", "--model.sizes.n", "3"]
     )

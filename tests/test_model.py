@@ -1,4 +1,4 @@
-"""Models of several families: sizes that count, a loss that is right, errors that help."""
+"""Tests models of several families: their sizes, their loss, and error messages."""
 
 import math
 

@@ -1,5 +1,7 @@
-"""Keys and values that move with their sample: the same tokens, nothing computed twice, nothing of another
-policy taken over, nothing lost on the way."""
+"""Tests keys and values that move with their sample: same tokens, nothing recomputed or lost.
+
+Those of another policy version are not used.
+"""
 
 import gc
 import weakref
@@ -59,7 +61,7 @@ def num_kept(prompt):
 
 
 def test_samples_that_bring_their_keys_and_values_are_not_computed_again(model, asked, plain):
-    """From any row into any row, also of engines of other sizes."""
+    """Samples move from any row into any row, also of engines of other sizes."""
     here, there = engine_of(model, 5), engine_of(model, 3)
     made = begun(here, asked)
     moving = [
@@ -89,7 +91,7 @@ def test_a_sample_moves_on_from_every_engine_it_comes_to(model, asked, plain):
 
 @pytest.mark.parametrize("what", ["version", "shape", "dtype", "tokens"])
 def test_keys_and_values_that_do_not_fit_are_computed_anew(model, asked, what):
-    """Each with what a new beginning gives: the text so far as a prompt."""
+    """The oracle is a new start with the text so far as the prompt."""
     here, there = engine_of(model, 4), engine_of(model, 4)
     if what == "version":
         model_there = tiny_policy(seed=1)
@@ -138,7 +140,7 @@ def test_one_that_waits_keeps_them_until_it_has_a_row_and_nobody_after_that(mode
     waits = full.add(prompt)
     assert full.status()["transferred_kv_bytes"] == size
     prompt = full.remove(waits, kv=True)
-    assert full.remove(full.running[0]).partial.kv is None  # nobody asked for them
+    assert full.remove(full.running[0]).partial.kv is None  # `kv` was not requested
     moved = there.add(prompt)
     there.step()
     del prompt
@@ -166,7 +168,7 @@ def test_engines_of_one_process_move_them_unless_told_otherwise(model, asked):
 
 
 def drafting(model, rows=3):
-    """An engine that drafts with a layer and writes into a ring, and the reader of that."""
+    """Return an engine that drafts with a layer and writes into a ring, and the reader of that ring."""
     target = Target.of(model, rows=rows, max_tokens=64)
     layer = LayerDrafter.of(drafter(model), target)
     engine = Engine(target, drafters={"layer": layer}, chooser=Fixed.of("layer:3"))
@@ -183,7 +185,10 @@ def long_prompts():
 
 
 def test_drafter_and_ring_go_on_with_the_last_features(monkeypatch):
-    """Five tokens are read again; features of earlier ones stay behind. One of the group begins after it."""
+    """Five tokens are read again; features of earlier ones are not moved.
+
+    One sample begins after the move.
+    """
     monkeypatch.setattr(engine_rows, "RECOMPUTED_TOKENS", 5)
     model = policy()
     expected = {r.prompt.sample: r.tokens for r in drafting(model)[0].generate(long_prompts())}

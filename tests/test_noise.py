@@ -1,4 +1,4 @@
-"""The keyed noise: the published generator, one number for each token at a position."""
+"""Tests the keyed noise: the published generator, one number for each token at a position."""
 
 import math
 
@@ -18,7 +18,7 @@ def long(*values):
 
 
 def reference_philox(counter, key):
-    """Philox4x32-10 with Python's integers, as in the paper."""
+    """Compute Philox4x32-10 with Python's integers, as in the paper."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
         high0, low0 = divmod(0xD2511F53 * c0, 1 << 32)
@@ -43,7 +43,7 @@ def test_the_generator_is_philox_by_the_vectors_of_its_authors(counter, key, wor
 
 
 def expected_gumbel(rollout, sample, position, token):
-    """One number by the definition, in Python's integers and floats."""
+    """Compute one number by the definition, in Python's integers and floats."""
     counter = [token // 4, position, (rollout >> 32) & WORD, (sample >> 32) & WORD]
     bits = reference_philox(counter, [rollout & WORD, sample & WORD])[token % 4]
     return -math.log(-math.log((bits + 0.5) / 2**32))

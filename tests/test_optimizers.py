@@ -1,4 +1,4 @@
-"""Inner optimizers of every kind as a loop brings them, against the same training in plain torch."""
+"""Tests inner optimizers of every kind, against the same training in plain torch."""
 
 from copy import deepcopy
 
@@ -51,7 +51,7 @@ def test_every_class_of_torch_optim_is_tried():
 
 
 def steps_along(inner, p, gradients):
-    """Step along gradients that do not depend on the parameter; returns where it has been."""
+    """Step along gradients that do not depend on the parameter; return the parameter after each step."""
     passed = []
     for gradient in gradients:
 
@@ -133,7 +133,7 @@ def test_a_distrusted_node_goes_on_from_the_anchor_with_a_new_optimizer(name):
 
 
 class MasterSgd(torch.optim.Optimizer):
-    """bf16 parameters, written from fp32 copies that only the optimizer knows."""
+    """SGD whose bf16 parameters are written from fp32 copies that only the optimizer holds."""
 
     def __init__(self, params, lr, key="master"):
         super().__init__(params, {"lr": lr, "key": key})
@@ -184,7 +184,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 def trained_together(model, make_inner, data, *, config=None, act=lambda model, inner: None, **options):
-    """Models and optimizers of nodes that train together; `act` runs before they leave."""
+    """Return models and optimizers of nodes that train together; `act` runs before they leave."""
     config = config or EditConfig(every=EVERY)
 
     def job(transport, n):
@@ -207,7 +207,7 @@ def trained_together(model, make_inner, data, *, config=None, act=lambda model, 
 
 
 def nodes_by_hand(model, make_inner, data, weights_of, *, act=lambda model, inner: None):
-    """The oracle: plain loops that every EVERY steps move `weights_of(inner, p)` to their mean."""
+    """Train in plain loops that move `weights_of(inner, p)` to their mean every EVERY steps: the oracle."""
     nodes = [(own, make_inner(own)) for own in (deepcopy(model) for _ in data)]
     for start in range(0, STEPS, EVERY):
         for (own, inner), mine in zip(nodes, data, strict=True):
@@ -337,7 +337,10 @@ def test_a_round_must_not_land_on_parameters_that_mean_something_else():
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Slow weights that pull the fast ones of another optimizer (arXiv:1907.08610); no hooks of its own."""
+    """Lookahead (arXiv:1907.08610).
+
+    Slow weights of another optimizer's fast ones, without hooks of its own.
+    """
 
     def __init__(self, optimizer, k=2, alpha=0.5):
         self.optimizer, self.k, self.alpha, self.calls = optimizer, k, alpha, 0
@@ -386,7 +389,7 @@ def test_the_average_of_asgd_moves_with_the_parameters():
 
 
 class Keeping(torch.optim.SGD):
-    """Keeps a tensor like each parameter, at a distance."""
+    """SGD that keeps a tensor like each parameter, at a distance from it."""
 
     def __init__(self, params, distance):
         super().__init__(params, lr=0.01)
@@ -423,7 +426,7 @@ def test_state_that_may_be_a_weight_or_not_must_be_named():
 
 
 class Counting(torch.optim.Optimizer):
-    """Heavy-ball momentum, and numbers for each parameter that may be near one with a single element."""
+    """Heavy-ball momentum with a count and a factor per parameter that can equal a one-element parameter."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -451,7 +454,7 @@ def test_moments_are_no_weights_although_their_gradient_is_like_the_parameter():
 
 
 class InBytes(torch.optim.Optimizer):
-    """Moments in eight bits, with a scale for each tensor, as 8-bit optimizers have."""
+    """Optimizer with moments in eight bits and a scale for each tensor, as 8-bit optimizers have."""
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -1,4 +1,4 @@
-"""The algorithm as a whole against plain torch and a second EDiT in float64 (tests/kit/oracle.py)."""
+"""Tests the whole algorithm against plain torch and a second EDiT in float64 (tests/kit/oracle.py)."""
 
 from copy import deepcopy
 from dataclasses import asdict
@@ -40,7 +40,7 @@ RULES = {
 
 
 def joined(shards, steps=STEPS):
-    """What one process trains on when it has the batches of all."""
+    """Return the batches of all nodes joined, for one process."""
     return [torch.cat(parts) for parts in zip(*(batches(seed, steps) for seed in range(shards)), strict=True)]
 
 
@@ -69,7 +69,7 @@ def test_averaging_every_step_is_one_process_with_the_joined_batch(nodes, inner,
 
 
 def script(nodes, seed=7):
-    """What the inner steps of each node add before each of the rounds, with faults that must be seen.
+    """Return what the inner steps of each node add before each round, with faults that must be detected.
 
     Round 8: node 0's first block goes astray. Round 11: every node's middle block does. Round 14: a NaN in
     the last block of the last node, in one number only.
@@ -99,7 +99,7 @@ def _go_astray(move, r, n, nodes):
 
 
 def expectation(moves, steps, rules):
-    """What the oracle says about every unit."""
+    """Return the oracle's result for every unit."""
     start = {name: p.detach().numpy() for name, p in tower().named_parameters()}
     steps_RN = np.array(steps).T
     return {
@@ -122,7 +122,7 @@ def penalty_of(rules):
 
 
 def check_against_the_oracle(runs, expected):
-    """runs: for every node what it has seen, round by round."""
+    """Compare `runs`, what every node recorded round by round, with the oracle."""
     for r in range(ROUNDS):
         assert len({seen[r].fingerprint for seen in runs}) == 1, f"replicas differ after round {r + 1}"
         for n, seen in enumerate(runs):
@@ -141,7 +141,7 @@ def check_node(n, seen, landed):
 
 
 def check_that_it_is_a_test(nodes, expected):
-    """Everything that can happen has happened; otherwise the comparison would show nothing."""
+    """Check that every kind of event has occurred; otherwise the comparison would show nothing."""
     first, middle, last = expected["first"], expected["middle"], expected["last"]
     assert not first[7].trusted[0]
     assert first[7].trusted[1:].all()
@@ -175,7 +175,7 @@ def test_edit_over_twenty_rounds_is_the_oracles(nodes, kind):
 
 @pytest.fixture(scope="module", params=GRID, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def processes(request, world):
-    """nodes, ranks and what a run of all cases gave, by rank."""
+    """Return nodes, ranks and the results of a run of all cases, by rank."""
     nodes, ranks = request.param
     moves, steps = script(nodes)
     following = [

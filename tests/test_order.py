@@ -1,4 +1,4 @@
-"""Sample order: nobody draws what another one drew, and everything is drawn."""
+"""Tests the sample order: no sample is drawn twice, and all are drawn."""
 
 import json
 

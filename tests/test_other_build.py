@@ -1,4 +1,7 @@
-"""A node of another build joins a run: other sources, one more setting, the same protocol and method."""
+"""Tests that a node of another build joins a run.
+
+Other sources, one more setting, same protocol and method.
+"""
 
 import json
 import os
@@ -44,7 +47,7 @@ print(json.dumps(told))
 
 
 def other_build(directory):
-    """A copy of the package with another version, a comment in every file, and a setting that ours lacks."""
+    """Copy the package with another version, a comment in every file, and one more setting."""
     package = directory / "aedit"
     shutil.copytree(Path(aedit.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     for file in package.rglob("*.py"):

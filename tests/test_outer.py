@@ -1,4 +1,4 @@
-"""Outer optimizers: pure functions that equal what torch's optimizers do in place."""
+"""Tests the outer optimizers, pure functions, against torch's in-place optimizers."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A hub from somebody's own loop, with any module: five lines, a real hub process, and what can go wrong."""
+"""Tests a hub from a plain loop, with any module: five lines, a real hub process, and the errors."""
 
 import json
 import socket
@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kit.agents import until
 from kit.hub_process import real_hub
+from kit.waiting import until
 from torch import nn
 
 from aedit.edit.hub_exchange import HubExchange
@@ -43,11 +43,11 @@ lease_samples = 8
 staleness = { rule = "constant" }
 push_filter = { threshold = 1e9, cosine = false, clip = 1e9 }
 """
-"""No table of a model or of data. Every arrival moves the anchor by exactly what it brings."""
+"""Without tables for model and data. Every push moves the anchor by exactly its values."""
 
 
 class Net(nn.Module):
-    """A small CNN with running statistics, which no transformers class knows."""
+    """Small CNN with running statistics, of no transformers class."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -67,7 +67,7 @@ def join(address, model, name="a", **options):
 
 
 def move(model, rng):
-    """An inner step by numbers that fp32 adds without rounding; what it added, by name."""
+    """Take an inner step by numbers that fp32 adds without rounding; return what it added, by name."""
     moved = {
         name: torch.randint(-512, 512, p.shape, generator=rng) / 1024 for name, p in model.named_parameters()
     }
@@ -78,7 +78,7 @@ def move(model, rng):
 
 
 def steps(sync, rng, count, each=lambda: None):
-    """Scripted steps; the sum of what they added, by name."""
+    """Take scripted steps; return the sum of what they added, by name."""
     total = {name: torch.zeros_like(p) for name, p in sync.model.named_parameters()}
     for _ in range(count):
         each()
@@ -97,7 +97,7 @@ def node(address, name, seed, count, *, each=lambda: None, **options):
 
 
 def anchors(address):
-    """What a node that joins now takes over, by name."""
+    """Return what a node that joins now takes over, by name."""
     model = Net(99)
     with LayerSync.of(model, torch.optim.SGD(model.parameters()), exchange=join(address, model, "reader")):
         return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -112,14 +112,14 @@ def status(address):
 
 
 def check_books(address, moved):
-    """The first node's start, and all that both have added, to the last bit."""
+    """Check that the anchors are the first node's start plus all that both have added, to the last bit."""
     found = anchors(address)
     for name, first in Net(1).named_parameters():
         assert torch.equal(found[name] - first, sum(total[name] for total in moved)), name
 
 
 def test_nodes_of_ones_own_loop_with_any_module_learn_together_and_the_hub_says_how(tmp_path):
-    """One founds the run, the other one joins late with other weights; the hub is killed in between."""
+    """One node founds the run, the other joins late with other weights; the hub is killed in between."""
     with real_hub(tmp_path, HUB) as hub:
         model = Net(1)
         first = join(hub.address, model, "one")
@@ -143,7 +143,7 @@ def test_nodes_of_ones_own_loop_with_any_module_learn_together_and_the_hub_says_
 
 
 def test_leased_positions_go_to_one_node_each_and_unused_ones_to_the_next(tmp_path):
-    drawn = {"one": [], "two": [], "three": []}  # by node, the positions that were trained on
+    drawn = {"one": [], "two": [], "three": []}  # positions trained on, by node
     with real_hub(tmp_path, HUB) as hub:
 
         def train(name, seed, count, fail_at=10**9):

@@ -1,4 +1,4 @@
-"""Checkpoint and resume in one's own loop: a crash and a resume give the bits of no crash."""
+"""Tests checkpoint and resume in a plain loop: a crash and a resume give the bits of no crash."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +28,11 @@ class Crash(Exception):
 
 
 def train(model, transport, data, *, outer, warmup, directory=None, crash=False, resume=False):
-    """One node. With `directory` it saves after step 5; with `crash` it ends after step 7; with `resume` it
-    goes on from its file. Returns its parameters and the anchors' state."""
+    """Train one node; return its parameters and the anchors' state.
+
+    With `directory` it saves after step 5; with `crash` it ends after step 7; with `resume` it goes on from
+    its file.
+    """
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     exchange = MeanExchange(transport, outer=outer)
     config = EditConfig(warmup_steps=warmup)
@@ -53,7 +56,7 @@ def train(model, transport, data, *, outer, warmup, directory=None, crash=False,
 
 
 class Inner:
-    """Model and optimizer state by parameter name, as torch's own tools want it."""
+    """Model and optimizer state by parameter name, as torch's own tools expect."""
 
     def __init__(self, model, inner):
         self.model, self.inner = model, inner
@@ -66,7 +69,7 @@ class Inner:
 
 
 def together(nodes, **options):
-    """What two nodes on threads return; nodes: per node, options of its own."""
+    """Return what two nodes on threads return; nodes: per node, its own options."""
     world = MemoryWorld(len(nodes), timeout_s=20)
     models = [tower(i + 1) for i in range(len(nodes))]  # here: threads share one random generator
 
@@ -139,7 +142,7 @@ def test_a_state_in_the_middle_of_a_round_is_refused():
 
 
 def test_a_node_of_a_hub_resumes_with_what_only_it_knows(tmp_path):
-    """It comes back under its name, with its counters and its codec's residuals; anchors are the hub's."""
+    """It rejoins under its name, with its counters and its codec's residuals; anchors come from the hub."""
     config = HUB.replace('codec = "fp32"', 'codec = "e3m0"')
     with real_hub(tmp_path, config) as hub:
         model = Net(1)

@@ -1,4 +1,4 @@
-"""When a node of a hub pushes, and which data it draws."""
+"""Tests when a node of a hub pushes, and which data it draws."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from aedit.types import News
 
 
 def opened(schedule, steps, before=lambda step: None):
-    """(step, id, steps) of the rounds opened in so many steps."""
+    """Return (step, id, steps) of the rounds opened over `steps` steps."""
     found = []
     for step in range(1, steps + 1):
         before(step)
@@ -89,8 +89,11 @@ def test_a_node_whose_hub_is_silent_keeps_time_by_itself():
 
 
 def test_a_hub_whose_round_numbers_go_back_opens_none_until_they_have_caught_up():
-    """A standby may lead on from an older round. Its rounds 6 and 7 are not new to this node, which was in
-    them; in between the node keeps time by itself."""
+    """A standby may take over at an older round.
+
+    Its rounds 6 and 7 are not new to this node, which took part in them; until then the node keeps its own
+    schedule.
+    """
     told, now = Told(round=1, age_s=0.0), [0.0]
     pace = HubPace(10, told, clock=lambda: now[0])
     says = {1: (1, 0), 2: (8, 0), 3: (5, 0), 4: (5, 25), 5: (6, 0), 6: (7, 0), 7: (8, 0), 8: (9, 0)}
@@ -134,7 +137,7 @@ def stream(num_samples, seed, count):
 
 
 def test_leased_data_is_the_stream_at_the_leased_positions():
-    """Across blocks, and across epochs."""
+    """The leases reach across blocks and across epochs."""
     whole, link = stream(10, 3, 50), Leases((5, 9), (20, 21), (28, 40))
     order = LeasedOrder(link, 10, 3, alone())
     drawn = np.concatenate([order.take(k) for k in (2, 3, 1, 7)])

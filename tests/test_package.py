@@ -1,4 +1,4 @@
-"""What is built holds one package with everything in it, however it is built; all versions are pinned."""
+"""Tests that every build holds one package with everything in it, and that all versions are pinned."""
 
 import importlib.metadata
 import os
@@ -27,13 +27,16 @@ def command(*words, cwd=ROOT):
 
 
 def tracked():
-    """Names of the files in git, without those deleted since; safe.directory, as CI may be another user."""
+    """Return the names of the files in git, without deleted ones.
+
+    Safe.directory, as CI may be another user.
+    """
     names = command("git", "-c", "safe.directory=*", "ls-files", "-z").split("\0")[:-1]
     return [name for name in names if os.path.lexists(ROOT / name)]
 
 
 def packaged(names):
-    """Where each tracked module and data file of ours must be in the wheel."""
+    """Return the place in the wheel of each tracked module and data file."""
     for name in names:
         path = PurePosixPath(name)
         wanted = path.suffix == ".py" or path.suffix in DATA
@@ -47,7 +50,7 @@ def packaged(names):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of the tracked files, links kept: nothing else may be needed to build."""
+    """Return a copy of the tracked files with links kept: a build needs nothing else."""
     copy = tmp_path_factory.mktemp("checkout")
     for name in tracked():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +60,7 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def built(checkout, tmp_path_factory):
-    """The wheel built from the checkout, the sdist, and the wheel built from the sdist."""
+    """Return the wheel built from the checkout, the sdist, and the wheel built from the sdist."""
     direct, by_sdist = tmp_path_factory.mktemp("direct"), tmp_path_factory.mktemp("by_sdist")
     build = (sys.executable, "-m", "build", "--no-isolation")
     # Without --wheel, the wheel is made from the sdist; first, as the other one leaves a build folder.
@@ -101,7 +104,7 @@ def test_a_checkout_that_lost_its_links_is_not_built(checkout, tmp_path, names, 
 
 
 def contents(wheel):
-    """Bytes by name, without the list of hashes, whose order is free."""
+    """Return bytes by name, without the list of hashes, whose order is free."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/RECORD")]
         return {name: archive.read(name) for name in names}
@@ -187,7 +190,7 @@ def test_what_we_ask_for_allows_what_we_pin():
 
 
 def requirements(name, extras):
-    """What an installed distribution asks for on this machine."""
+    """Return the requirements of an installed distribution on this machine."""
     for line in importlib.metadata.requires(name) or []:
         wanted = Requirement(line)
         if wanted.marker is None or any(wanted.marker.evaluate({"extra": e}) for e in ("", *extras)):
@@ -205,7 +208,7 @@ def test_everything_we_install_is_pinned():
     while todo:
         wanted = todo.pop()
         name = canonicalize_name(wanted.name)
-        # What asks for one version, as torch does for its accelerators', pins it as well as we could.
+        # An exact requirement, as torch's of its accelerator packages, pins the version already.
         pinned |= {name} if exact(wanted) else set()
         if (name, frozenset(wanted.extras)) not in seen:
             seen.add((name, frozenset(wanted.extras)))

@@ -1,4 +1,4 @@
-"""Samples lie side by side in a row and know nothing of each other."""
+"""Tests that samples packed in one row do not affect each other."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ from aedit.spec_rollout.learning.packing import pack, visible
 
 
 def sample(num_tokens, num_prompt=1, number=1, version=1):
-    """Token i of sample n is 1000 n + i, and so is the feature of position i."""
+    """Return sample n, whose token i is 1000 n + i, as is the feature of position i."""
     tokens = torch.arange(num_tokens) + 1000 * number
     return FeatureSample(tokens, tokens[:-1, None].double(), num_prompt, version, 0, number, True)
 
 
 def pairs(rows):
-    """What is learned from: (feature, token, target) of every pair that counts, sorted."""
+    """Return (feature, token, target) of every pair that counts, sorted."""
     found = []
     for row in rows:
         parts = (row.features_Pw[:, 0].long(), row.tokens_P, row.targets_P)

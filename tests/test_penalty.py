@@ -1,4 +1,4 @@
-"""The weights, by hand."""
+"""Tests the penalty weights against values computed by hand."""
 
 import math
 

@@ -1,5 +1,7 @@
-"""One bad node of eight against a real hub: refused or bounded from the first round; the others are not.
-And bad bytes against a hub process: what is not whole, not new or not of this run changes nothing."""
+"""Tests one bad node of eight at a real hub: refused or bounded from the first round, unlike the others.
+
+Also tests bad bytes at a hub process: whatever is incomplete, old or of another run changes nothing.
+"""
 
 import random
 
@@ -37,7 +39,7 @@ GOAL = np.random.default_rng(0).normal(size=NUMEL)
 
 
 def run(quorum, tamper=None, nodes=NODES):
-    """Nodes that pull the anchor towards the goal, each with noise of its own; the anchor's way there."""
+    """Run nodes that pull the anchor towards the goal, each with its own noise; return the anchor's path."""
     weights = "penalty" if quorum == "all" else "uniform"
     staleness = StalenessConfig(rule="constant")
     hub_config = HubConfig(quorum=quorum, weights=weights, staleness=staleness)
@@ -100,7 +102,7 @@ PATIENT = "[hub.push_filter]\nviolations = 1000\n"
 
 
 def sent(line, head, data, damage=lambda message: message):
-    """The hub's answer to a push of these bytes, each message damaged; or what it said instead."""
+    """Return the hub's answer, or error, to a push of these bytes, each message damaged."""
     messages = [
         frames.pack_chunk(c)
         for c in frames.chunks(head.SerializeToString(), memoryview(data), chunk_bytes=8192)
@@ -113,7 +115,7 @@ def sent(line, head, data, damage=lambda message: message):
 
 
 def head_of(client, unit, **others):
-    """Of the client's next push."""
+    """Return the head of the client's next push."""
     facts = {"seq": client.seqs[unit] + 1, "base": 1, "steps": 1, "tokens": 10, "codec": "fp32"} | others
     return pb.PushHead(who=client.who, unit=unit, **{"num_bytes": 4 * NUMELS[unit]} | facts)
 
@@ -128,7 +130,7 @@ def one_bit(chance):
 
 
 def by_hand(pushes):
-    """Anchors after these pushes one by one: arXiv:2401.09135, algorithm 3, as it is written."""
+    """Return the anchors after these pushes one by one, by algorithm 3 of arXiv:2401.09135 as written."""
     anchors, lr, mu, n = [numbers(u, 1, NUMELS[u]).astype(np.float64) for u in (0, 1)], 0.8, 0.85, 4
     for unit in (0, 1):
         momentum = pending = np.zeros(NUMELS[unit])

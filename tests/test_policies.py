@@ -1,4 +1,4 @@
-"""The policies of the rollout benchmarks: their rows, stopping and resuming, and finding them again."""
+"""Tests the policies of the rollout benchmarks: their rows, stopping, resuming, and finding them again."""
 
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +22,7 @@ END = 256
 
 
 def segments(ids, labels):
-    """Prompt and answer of each task in a row, told apart by what has a label."""
+    """Return prompt and answer of each task in a row, separated by which positions have a label."""
     shown = [*zip(ids.tolist(), [IGNORED, *labels.tolist()], strict=False)]
     prompt, answer, found = [], [], []
     for token, label in shown:
@@ -74,7 +74,7 @@ def rows_of(step, done):
 
 
 def ticking(stop=None):
-    """Half a second passes with each look at the clock; Ctrl-C at the look `stop`."""
+    """Return a clock that advances 0.5 s per reading and raises KeyboardInterrupt at reading `stop`."""
     looks = count()
 
     def now():

@@ -1,4 +1,4 @@
-"""What is told before anything starts: data that is not there or too little, a model that cannot fit."""
+"""Tests the checks before a start: missing data, too little data, a model that cannot fit."""
 
 import subprocess
 import sys
@@ -57,7 +57,7 @@ def test_a_way_to_read_files_is_no_dataset():
 
 
 WIDE = {"hidden_size": 16384, "num_hidden_layers": 1, "num_attention_heads": 128, "num_key_value_heads": 128}
-"""Wider than the family's own feed-forward layer."""
+"""Model wider than the family's own feed-forward layer."""
 
 FAMILIES = [
     ModelConfig(),

@@ -1,4 +1,4 @@
-"""The public API is what the packages export: complete, lazy, typed, and all that pages and examples use."""
+"""Tests the public API: it is complete, lazy and typed, and all that pages and examples use."""
 
 import ast
 import importlib
@@ -27,7 +27,7 @@ def source(package):
 
 
 def typed_imports(package):
-    """Name and module of what a type checker sees."""
+    """Return name and module of what a type checker sees."""
     tree = ast.parse(source(package))
     blocks = [
         node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
@@ -79,7 +79,7 @@ def test_importing_the_packages_imports_nothing_heavy():
 
 
 def foreign_imports(code):
-    """What `code` imports of aedit that is not public."""
+    """Return what `code` imports of aedit that is not public."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.startswith("aedit") and a.name not in PACKAGES)

@@ -1,4 +1,4 @@
-"""Weights through shared memory: whole or not at all, and never at the price of the last good ones."""
+"""Tests weights through shared memory: read whole or not at all, and the last good ones are kept."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ FORMS = {"fc.weight": torch.zeros(3, 5), "norm": torch.zeros(7, dtype=torch.bflo
 
 
 def both_ends(like=None):
-    """The slots as the writer and as the reader have them."""
+    """Return the slots as the writer and as the reader have them."""
     layout = SlotLayout.of(like or FORMS)
     memory = memoryview(bytearray(layout.num_bytes))
     return SharedSlots(layout, memory), SharedSlots(layout, memory)
@@ -74,7 +74,7 @@ def test_a_writer_that_dies_in_the_middle_has_published_nothing(monkeypatch):
 
 
 def overtaken_once(writer, monkeypatch, publications):
-    """The writer publishes so often while the reader is between copying and looking again."""
+    """Let the writer publish `publications` times between the reader's copy and its second check."""
     real, calls = publishing.memory_fence, []
 
     def fence():

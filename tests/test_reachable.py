@@ -1,4 +1,4 @@
-"""Every library module is reached from the command line, the public API or a documented example."""
+"""Tests that every library module is reached from the command line, public API or a documented example."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ ROLLOUT_ONLY = ("spec_rollout.idle", "spec_rollout.learning", "spec_rollout.migr
 
 
 def modules():
-    """Return dotted name and file of each module that people wrote."""
+    """Return dotted name and file of each handwritten module."""
     files = [*SRC.glob("*.py"), *(file for part in PARTS for file in (SRC / part).rglob("*.py"))]
     names = {".".join(["aedit", *file.relative_to(SRC).with_suffix("").parts]): file for file in files}
     return {name.removesuffix(".__init__"): file for name, file in names.items() if "_pb2" not in name}

@@ -1,4 +1,4 @@
-"""The README's loop runs as it is printed, and its nodes agree."""
+"""Tests that the README's loop runs as printed and that its nodes agree."""
 
 import re
 import subprocess

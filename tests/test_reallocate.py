@@ -1,4 +1,4 @@
-"""Moving samples between engines: sooner done, nothing lost, nobody idle, no ping-pong, the same tokens."""
+"""Tests moving samples between engines: earlier ends, nothing lost, no idle engine, no repeated moves."""
 
 import math
 from collections import Counter
@@ -78,7 +78,7 @@ def test_the_busiest_gives_to_the_idlest_what_waits_there():
     assert {move.source for move in moves} == {5}
     assert moves[0].target == 9
     assert all(move.gain_s > 0 for move in moves)
-    assert [move.key[0] for move in moves][:3] == [7, 6, 5]  # who would have begun last
+    assert [move.key[0] for move in moves][:3] == [7, 6, 5]  # those that would have begun last
 
 
 def test_nothing_moves_between_engines_that_finish_together():
@@ -132,7 +132,7 @@ def test_one_engine_alone_has_nothing_to_plan():
 
 
 def unequal(seed, engines=4, groups=2, size=16):
-    """Groups whose samples are alike, and unlike those of others, as prompts are."""
+    """Return groups of samples with similar lengths within a group and unlike lengths between groups."""
     rng = np.random.default_rng(seed)
     work = []
     for engine in range(engines):
@@ -176,7 +176,7 @@ def test_with_one_engine_full_and_three_idle_it_takes_little_more_than_half():
 
 
 class Away(Simulated):
-    """An engine that cannot be reached, or will not take what comes."""
+    """Engine that cannot be reached, or refuses samples."""
 
     refuses = OSError("no route")
 
@@ -253,7 +253,7 @@ def test_an_engine_that_has_always_been_full_has_a_pace_too():
 
 
 def test_lengths_of_long_ago_are_forgotten():
-    """A long run holds no more of them than it looks at."""
+    """A long run keeps no more lengths than the estimate uses."""
     there = Reallocator([], MigrationRule())
     for length in [10] * 5000 + [500] * HISTORY_ROLLOUTS:
         rollout = Rollout(PROMPT_OF_NONE, [0] * length, finish_reason="stop")
@@ -274,7 +274,7 @@ def tiny():
 
 
 def asked():
-    """Of very unequal lengths; each must have its own tokens."""
+    """Yield samples of very unequal lengths; each must keep its tokens."""
     for i in range(8):
         sampling = Sampling(max_new_tokens=60 if i < 3 else 6, temperature=0.9)
         yield Prompt(tokens=(1, 2, i), rollout=1, sample=i, sampling=sampling)

@@ -1,3 +1,5 @@
+"""Tests the recorder of a node's figures, and the trackers that it writes to."""
+
 import json
 import sqlite3
 import struct
@@ -50,7 +52,7 @@ def origin(tmp_path):
 
 
 def recorded(tmp_path, *names):
-    """A node's recorder that has written two lines and an evaluation, and is closed."""
+    """Run a node's recorder that writes two lines and an evaluation, and close it."""
     sinks = partial(open_sinks, names, origin(tmp_path))
     recorder = Recorder(tmp_path, Clock(), writes=True, sinks=sinks)
     recorder.metrics(step=3, loss=2.5, lr=float("nan"), state="fine")
@@ -73,7 +75,7 @@ def test_tensorboard_gets_the_metrics(tmp_path):
 
 
 def wandb_entries(directory):
-    """The numbers in the files that `wandb` leaves behind offline."""
+    """Return the numbers in the files that `wandb` writes offline."""
     from wandb.proto import wandb_internal_pb2
 
     for file in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
@@ -86,7 +88,7 @@ def wandb_entries(directory):
 
 
 def log_records(data, block=32768, header=7, whole=1, last=4):
-    """Records of a LevelDB log, as `wandb` writes them behind a header of its own.
+    """Return the records of a LevelDB log, as `wandb` writes them behind its own header.
 
     Blocks of 32 KiB hold chunks: checksum (4 bytes), length (2), kind (1: whole, 2 to 4: parts), data.
     """
@@ -117,7 +119,7 @@ def test_weights_and_biases_gets_the_metrics_offline(tmp_path, monkeypatch):
 
 
 def test_trackio_gets_the_metrics_on_this_machine(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which it reads when it is imported
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when the module is imported
     pytest.importorskip("trackio")  # it wants other versions of what is pinned: not in the test extra
     recorded(tmp_path, "trackio")
     (database,) = (tmp_path / "trackio").glob("*.db")

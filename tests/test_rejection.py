@@ -1,4 +1,4 @@
-"""Rejection sampling: what is emitted is distributed as the policy, whatever was drafted."""
+"""Tests rejection sampling: the emitted tokens have the policy's distribution, whatever was drafted."""
 
 import numpy as np
 import pytest
@@ -89,7 +89,7 @@ def test_coupled_tokens_are_distributed_as_the_policy_in_float32():
 
 
 def one_by_one(draft, logits, numbers):
-    """The algorithm of the paper for one row, in plain loops."""
+    """Run the paper's algorithm for one row, in plain loops."""
     p, count = logits.softmax(-1).numpy(), int(draft.counts_B[0])
     emitted = []
     for n in range(count + 1):

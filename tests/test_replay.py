@@ -1,4 +1,4 @@
-"""A run with every kind of record: its journal, read from the first byte, gives the anchors nodes had."""
+"""Tests that the journal of a run with every kind of record reproduces the anchors that nodes had."""
 
 import random
 import zlib
@@ -59,7 +59,7 @@ def run_config(rule):
 
 
 class Life:
-    """A hub over a folder, its nodes and its parent, all at random but for the seed."""
+    """Random actions of a hub over a folder, its nodes and its parent, from one seed."""
 
     def __init__(self, folder, rule):
         self.folder, self.config, self.chance = folder, run_config(rule), random.Random(rule)
@@ -69,7 +69,7 @@ class Life:
         self.start()
 
     def start(self):
-        """Also after an end without a word: all that is known is in the folder."""
+        """Recover the hub from its folder, also after a kill, and start a new term."""
         self.hub = make_hub(self.config, (0, 1))
         store = Store(self.folder, fsync=False)
         self.ledger = Ledger(self.hub, store.recover(self.hub), store, clock=lambda: self.now)
@@ -129,7 +129,7 @@ class Life:
                 self.commit(self.hub.use(node, start, (start + end) // 2))
 
     def speak_up(self):
-        """What the parent is told, what it answers, and what it does not believe."""
+        """Send due records to the parent; at random it mixes them in or they are withdrawn."""
         for unit in upward.due(self.hub):
             self.commit([upward.send(self.hub, unit)])
             if self.chance.random() < 0.3:
@@ -138,7 +138,7 @@ class Life:
                 self.commit([upward.mix(self.hub, unit, self.payload(unit, "fp32")[1])])
 
     def go_on(self, turns):
-        """Everybody speaks, but for node 3, who falls silent by and by."""
+        """Take `turns` turns of all nodes; node 3 sends no heartbeat after 12 s."""
         for turn in range(turns):
             self.now += 0.5
             for node, member in enumerate(self.hub.state.members):

@@ -1,4 +1,4 @@
-"""What `benchmarks.rollout` measures is what it says: turns, forecasts, equality, bars. No timing decides."""
+"""Tests what `benchmarks.rollout` measures: turns, forecasts, equality, bars. No timing decides."""
 
 import json
 import random
@@ -44,7 +44,7 @@ QUICK = Policy(size="quick", minutes=0.001)
 
 @pytest.fixture(scope="module")
 def model():
-    """Untrained; its head is so loud that some next tokens are likely."""
+    """Return an untrained model; its head is scaled so that some next tokens are likely."""
     policy = new_model(QUICK).eval()
     with torch.no_grad():
         policy.get_input_embeddings().weight.mul_(8)
@@ -62,7 +62,7 @@ def ticking(by=1.0):
 
 
 def said(model, temperature, num_tokens=12, seed=1):
-    """Plain decoding of two samples of the stream."""
+    """Return plain decoding of two samples of the stream."""
     samples = stream(QUICK, temperature, seed)
     prompts = [next(samples) for _ in range(2)]
     prompts = [replace(p, sampling=replace(p.sampling, max_new_tokens=num_tokens)) for p in prompts]
@@ -70,7 +70,7 @@ def said(model, temperature, num_tokens=12, seed=1):
 
 
 class Steps:
-    """An engine whose steps make three tokens each."""
+    """Engine whose steps make three tokens each."""
 
     def __init__(self, rows=2):
         self.target, self.chooser, self.added = SimpleNamespace(rows=rows), None, 0
@@ -266,7 +266,10 @@ def test_a_drain_ends_with_the_same_tokens(cast, monkeypatch):
 
 
 def cell(rows=1, temperature=1.0, task="scratchpad", **speedups):
-    """Five repeats; what is not named is as fast as plain decoding. The first repeat is far off."""
+    """Return five repeats of a cell.
+
+    Arms not named are as fast as plain decoding, and the first is an outlier.
+    """
     names = (PLAIN, AGAIN, *FIXED, ADAPTIVE, RANDOM)
     later = {name: 100 * speedups.get(name.replace(" ", "_"), 1.0) for name in names}
     rates = {name: (1.0 if name == PLAIN else 9.0, *([rate] * 4)) for name, rate in later.items()}

@@ -1,23 +1,23 @@
-"""The eighteen defects of the code that TLT released (mit-han-lab/fastrl at bce3df7), and what forbids them.
+"""Tests for the eighteen defects of the code that TLT released (mit-han-lab/fastrl at bce3df7).
 
- 1  the step of the RL loop never advances       test_features: a new policy begins a step unasked
- 2  by default, nothing is trained on            here
- 3  features are collected by nobody, quietly    here
+ 1  the step of the RL loop never advances       test_features: a new policy begins a step by itself
+ 2  nothing is trained on by default             here
+ 3  features are silently not collected          here
  4  training ends before the long wait begins    test_idle: resumed by the first window, suspended by the last
  5  the rollout waits for the trainer            test_idle: windows wait for no trainer; benchmarks.idle
- 6  features are wiped with every session        here; test_batches: one step off
+ 6  features are deleted with every session      here; test_batches: one step off
  7  a feature with its own token, not the next   test_packing, test_features_engine, test_layer_drafter
- 8  left padding shifts features                 test_features_engine: ragged prompts, made anew offline
- 9  packed samples see each other                test_packing: in their own sample only; gradients
+ 8  left padding shifts features                 test_features_engine: ragged prompts, recomputed offline
+ 9  packed samples attend to each other          test_packing: in their own sample only; gradients
 10  features by request, not by accepted token   test_engine: features are those of the text
-11  features travel as lists of Python numbers   here
+11  features sent as lists of Python numbers     here
 12  the drafter's head is an old policy's        test_engine_drafters: new weights are at once the drafter's
 13  loading a drafter overwrites the policy      test_engine_drafters: checksum; test_draft_layer: refused
 14  rewards of the bandit are not used           test_bandit: algorithm 1, and one choice for all ranks
-15  once on, speculation stays on                test_engine_equality: a flip costs no computation
+15  once on, speculation stays on                test_engine_equality: a switch costs no computation
 16  "accept length" counts the policy's token    here: tokens per pass, and acceptance by position apart
 17  one family, one engine, one version          test_target: Llama, Qwen2 and Qwen3 of transformers
-18  thresholds that make verification lossy      test_verify_mutants: leniency is killed
+18  thresholds that make verification lossy      test_verify_mutants: lenient verification is detected
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The benchmark of rollouts on a GPU, as far as it can be asked without one."""
+"""Tests the GPU benchmark of rollouts, as far as it runs without a GPU."""
 
 from dataclasses import replace
 

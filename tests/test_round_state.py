@@ -1,4 +1,4 @@
-"""What an exchange remembers between rounds: norms and steps of units that a round leaves out or gives up."""
+"""Tests an exchange's state between rounds: norms and steps of units that a round leaves out or abandons."""
 
 from copy import deepcopy
 
@@ -19,15 +19,17 @@ from aedit.types import Round
 
 
 def far(model, by):
-    """An inner step of length `by` in every unit."""
+    """Take an inner step of size `by` in every unit."""
     with torch.no_grad():
         for p in model.parameters():
             p.add_(by)
 
 
 def test_patience_counts_the_rounds_of_a_fragment_not_those_of_others():
-    """Three honest rounds of each fragment, then norms a thousand times as large: the second one in a row of
-    the same fragment is the new normal."""
+    """Three normal rounds of each fragment come first, then norms a thousand times as large.
+
+    The second of these in a row, of the same fragment, is accepted as the new normal.
+    """
     model = tower()
     penalty = PenaltyConfig(warmup_rounds=2, patience=2, weights="uniform", clip=None)
     transport = MemoryWorld(1, timeout_s=5).node(0)
@@ -71,8 +73,10 @@ def same(ours, theirs, name):
 
 
 def test_a_resume_between_two_fragments_weighs_the_steps_of_both():
-    """The second fragment's steps since its last round are in the checkpoint: nodes that have made other
-    numbers of steps are weighed as if nobody had stopped."""
+    """The checkpoint has the second fragment's steps since its last round.
+
+    Nodes with other numbers of steps are weighted as if nobody had stopped.
+    """
     model = tower()
     penalty = PenaltyConfig(step_weight=1.0, weights="uniform", detector="off", clip=None)
 
@@ -132,7 +136,7 @@ def test_penalty_and_offload_of_the_configuration_are_refused_where_they_have_no
 
 
 def test_a_node_says_which_samples_it_has_used_before_it_says_goodbye():
-    """What is not told by then goes to other nodes: the steps of the last push would be trained twice."""
+    """Samples not reported by then go to other nodes: the steps of the last push would be trained twice."""
     model, hub = tower(), Hub()
     link, told = HubLink(hub, model), []
     sync, _ = hub_node(model, link, schedule=OwnPace(3))

@@ -1,4 +1,4 @@
-"""`aedit run` with real torchrun and pretended nodes: who starts, who is told, who is left."""
+"""Tests `aedit run` with real torchrun and stand-in nodes: starts, messages and processes that remain."""
 
 import fcntl
 import json
@@ -74,7 +74,7 @@ sys.exit(main(sys.argv[3:]))
 
 @pytest.fixture
 def start(tmp_path):
-    """Start the wrapper on two pretended nodes of a mode; all it started is gone afterwards."""
+    """Yield a function that starts the wrapper on two stand-in nodes of a mode; end all it started."""
     (tmp_path / "node.py").write_text(NODE)
     (tmp_path / "driver.py").write_text(DRIVER)
     (tmp_path / "run.toml").write_text('name = "x"\ndevice = "cpu"\n')
@@ -226,7 +226,7 @@ def test_two_runs_do_not_share_a_directory(start, tmp_path):
 
 
 def take_a_step(run_dir):
-    """What a node leaves that has trained."""
+    """Write what a node that has trained leaves behind."""
     (run_dir / "nodes/0").mkdir(parents=True)
     (run_dir / "nodes/0/metrics.jsonl").write_text('{"step": 12, "loss": 1.5}\n')
 

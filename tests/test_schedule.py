@@ -1,4 +1,4 @@
-"""When rounds are due, in a world whose time is simulated."""
+"""Tests when rounds are due, in simulated time."""
 
 import time
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from aedit.types import Round
 
 @dataclass
 class World:
-    """True time, and notes that others see only after a while."""
+    """True time, and notes that other nodes see only after a delay."""
 
     now: float = 0.0
     latency_s: float = 0.0
@@ -41,7 +41,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Machine:
-    """step_s: length of an inner step. Its clock shows `offset + rate * true time`."""
+    """Simulated machine; step_s: length of an inner step. Its clock shows `offset + rate * true time`."""
 
     step_s: float
     offset: float = 0.0
@@ -49,7 +49,7 @@ class Machine:
 
 
 def run(machines, every, until_s, latency_s=0.0):
-    """For each machine the rounds it opened, as (true time, Round)."""
+    """Return for each machine the rounds it opened, as (true time, Round)."""
     world = World(latency_s=latency_s)
     schedules, opened, events = [], [[] for _ in machines], []
     for n, m in enumerate(machines):

@@ -1,4 +1,4 @@
-"""Who is not believed: crude sizes from the first round on, and directions against all others."""
+"""Tests the push filter: coarse norms from the first round on, and directions against all other nodes."""
 
 import json
 import math
@@ -37,7 +37,10 @@ def push(node, length, *, steps=16, base=1, values=None):
 
 
 def honest(rng, node, round, steps=16):
-    """As small Llamas do: growing in the first rounds with the learning rate, decaying later, 15 % apart."""
+    """Return a push with a norm as of small Llamas.
+
+    Growing with the learning rate, decaying later, 15 % noise.
+    """
     usual = 3.0 * min(1.0, 0.2 + 0.3 * round) * math.exp(-round / 60)
     return push(
         node, usual * (steps / 16) ** rng.uniform(0.6, 0.9) * math.exp(0.15 * rng.normal()), steps=steps

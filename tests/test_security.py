@@ -1,4 +1,4 @@
-"""Who has no business with a hub does not reach anything of it, and is told why."""
+"""Tests that callers without valid keys reach nothing of a hub and are told why."""
 
 import os
 import stat
@@ -26,7 +26,7 @@ CALL_S = 10.0
 
 
 class Hub(grpc.GenericRpcHandler):
-    """Answers every kind of call, and notes that it was reached."""
+    """Answers every kind of call, and records that it was reached."""
 
     def __init__(self):
         self.reached = []
@@ -50,7 +50,7 @@ class Hub(grpc.GenericRpcHandler):
 
 @contextmanager
 def served(keys):
-    """A hub behind `keys` on loopback; yields it and its port."""
+    """Yield a hub that requires `keys` on loopback, and its port."""
     hub = Hub()
     server = grpc.server(ThreadPoolExecutor(4), handlers=[hub], interceptors=keys.interceptors)
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
@@ -72,7 +72,7 @@ def channel(credentials, port, host="127.0.0.1"):
 
 
 def calls(made):
-    """Every way to call, by name; each returns the first answer or raises."""
+    """Return every kind of call, by name; each returns the first answer or raises."""
     health_check = health_pb2_grpc.HealthStub(made).Check
     listing = reflection_pb2_grpc.ServerReflectionStub(made).ServerReflectionInfo
     asked = reflection_pb2.ServerReflectionRequest(list_services="")
@@ -106,7 +106,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def strangers(tmp_path_factory):
-    """The keys of some other run."""
+    """Return the keys of another run."""
     made = tmp_path_factory.mktemp("other") / "keys"
     make_keys(made, ["127.0.0.1"], ["alpha"])
     return made
@@ -149,7 +149,7 @@ def test_a_hub_that_asks_for_certificates_learns_the_name_of_the_node(folder):
 
 
 def test_a_hub_may_call_another_one_that_asks_for_certificates(folder):
-    """As a standby does, or the hub of a region."""
+    """The caller is a standby, or the hub of a region."""
     keys = client_keys(folder / "hub")
     asking = server_keys(folder / "hub", require_client_certificates=True)
     with served(asking) as (hub, port), channel(keys.credentials, port) as made:
@@ -272,7 +272,7 @@ def self_signed(folder):
 
 
 def expired(folder, target, kind):
-    """A folder whose certificate the run's authority signed, for a time that is over."""
+    """Return a folder whose certificate was signed by the run's authority and has expired."""
     authority = x509.load_pem_x509_certificate(read(folder / "ca.crt"))
     signer = load_pem_private_key(read(folder / "ca.key"), None)
     like = x509.load_pem_x509_certificate(
@@ -359,7 +359,7 @@ def test_only_their_owner_can_read_the_files(folder):
 
 
 def test_the_certificates_are_those_of_a_strict_verifier(folder):
-    """By the rules of the web, which are stricter than gRPC's: extensions, usages, names, validity."""
+    """Web rules are stricter than gRPC's: extensions, usages, names, validity."""
     store = Store([x509.load_pem_x509_certificate(read(folder / "ca.crt"))])
     server = x509.load_pem_x509_certificate(read(folder / "hub" / "server.crt"))
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -1,4 +1,4 @@
-"""Files and functions stay small enough to read, and nothing in the project belongs to one machine."""
+"""Tests that files and functions stay small, and that nothing in the project depends on one machine."""
 
 import ast
 import re
@@ -11,19 +11,19 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
 
-# Folders that exist for somebody, not for everybody.
+# Folders of a single machine or user.
 OWN_PLACE = re.compile(r"(?<![\w.~*])/(?:root|home|Users|work|opt|mnt|srv)/\w")
 
 
 def tracked(*patterns):
-    """The files in git that match, without those deleted since; safe.directory, as CI may be another user."""
+    """Return the files in git that match, without deleted ones; safe.directory, as CI may be another user."""
     words = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--", *patterns]
     names = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     return [ROOT / name for name in names.split("\0")[:-1] if (ROOT / name).is_file()]
 
 
 def sources():
-    """What people wrote and users run."""
+    """Return the handwritten files that users run."""
     names = tracked("*.py", ":!*_pb2*.py")
     found = [file for file in names if ROOT / "tests" not in file.parents]
     assert len(found) > 50
@@ -40,14 +40,14 @@ def num_lines(function):
 
 
 def num_parameters(function):
-    """All that a caller can give; `self` and `cls` are not given."""
+    """Return the number of arguments a caller can give, without `self` and `cls`."""
     spec = function.args
     names = [arg.arg for arg in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
     return len([n for n in names if n not in ("self", "cls")]) + bool(spec.vararg) + bool(spec.kwarg)
 
 
 def too_big(measure, limit):
-    """Functions above the limit, as `file:line name`."""
+    """Return the functions above the limit, as `file:line name`."""
     return [
         f"{file.relative_to(ROOT)}:{function.lineno} {function.name}"
         for file in sources()

@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning and refers to nothing outside itself."""
+"""Tests that the documentation site builds without a warning and refers to nothing outside itself."""
 
 import importlib
 import os
@@ -21,7 +21,7 @@ PACKAGES = {
 
 
 def public(module):
-    """Names that a package exports, without its sub-packages."""
+    """Return the names that a package exports, without its sub-packages."""
     return [
         name for name in importlib.import_module(module).__all__ if f"aedit.{name}" not in PACKAGES.values()
     ]

@@ -1,4 +1,4 @@
-"""What came late counts less, and from the cutoff on not at all."""
+"""Tests that late pushes weigh less, and from the cutoff on nothing."""
 
 import math
 

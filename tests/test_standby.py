@@ -1,4 +1,4 @@
-"""A standby has what its primary has, takes over when the nodes ask, and no run has two heads."""
+"""Tests a standby: it mirrors its primary and takes over on the nodes' request, and a run has one leader."""
 
 import time
 import zlib
@@ -6,7 +6,8 @@ import zlib
 import grpc
 import numpy as np
 import pytest
-from kit.hub_processes import Client, HubProcess, HubRefused, ending, hello, status, until, write_run
+from kit.hub_processes import Client, HubProcess, HubRefused, ending, hello, status, write_run
+from kit.waiting import until
 
 from aedit.async_sgd.journal.encoding import encode_records
 from aedit.async_sgd.journal.frames import Damaged
@@ -59,7 +60,7 @@ def test_a_standby_takes_over_with_the_same_bits_and_the_old_hub_does_not_lead_a
             assert v == w
             assert np.array_equal(values, again)
         node.merged(0)
-        assert node.heartbeat().elapsed_s < 120  # of the run, not of the machine
+        assert node.heartbeat().elapsed_s < 120  # elapsed time of the run, not of the machine
 
         old = HubProcess(toml, tmp_path / "run" / "hub")
         assert old.process.wait(20) == 2
@@ -228,7 +229,7 @@ def test_whoever_waits_for_the_disk_waits_for_the_standby_until_it_is_given_up()
     tracker.wait((1, 101))
     assert (changes, tracker.attached) == ([True, False], False)
     assert now[0] > 2.0
-    tracker.heard((1, 200), (3, 100))  # it lags behind: nobody waits for it yet
+    tracker.heard((1, 200), (3, 100))  # it lags behind: no answer waits for it yet
     assert not tracker.attached
 
 

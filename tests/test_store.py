@@ -1,4 +1,4 @@
-"""Where anchors live: what is read is what was written, on either side of the bus."""
+"""Tests the stores of anchors: what is read is what was written, on the device or in host memory."""
 
 import pytest
 import torch

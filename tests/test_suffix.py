@@ -1,4 +1,4 @@
-"""What has followed the same words before, against a search through everything that was said."""
+"""Tests the suffix drafter against a search through all texts."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ NOTHING = torch.zeros(0, 4)
 
 
 class Search:
-    """The oracle: every place of every text, found again by comparing."""
+    """Oracle that finds every place of every text by comparing."""
 
     def __init__(self):
         self.places = Counter()
@@ -40,14 +40,14 @@ class Search:
         return found
 
     def longest(self, text):
-        """Longest suffix that something has followed, and what has."""
+        """Return the longest suffix that has been followed by something, and what followed."""
         for length in range(len(text), 0, -1):
             if found := self.followers(text[-length:]):
                 return length, found
         return 0, None
 
     def line(self, text, depth, min_match):
-        """The chain that is to be drafted: tokens and log-probabilities of the path."""
+        """Return the expected chain: tokens and log-probabilities of the path."""
         text, tokens, scores, score = list(text), [], [], 0.0
         length, found = self.longest(text)
         while length >= min_match and len(tokens) < depth:

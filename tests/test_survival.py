@@ -1,4 +1,4 @@
-"""What an arm is expected to bring, from what was accepted of others."""
+"""Tests the expected acceptance of an arm, estimated from what was accepted of others."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ EIGHT, FOUR, TREE = map(parse_arm, ("layer:8", "layer:4", "layer:4x2x8"))
 
 
 def lines(*lengths, nodes=8):
-    """Rows of which so many nodes were accepted."""
+    """Return rows with these numbers of accepted nodes."""
     return (np.arange(nodes) < np.array(lengths)[:, None]).astype(float)
 
 

@@ -1,4 +1,4 @@
-"""Engines in virtual time: what they take was declared, and moves end sooner, with the same tokens."""
+"""Tests engines in virtual time: declared step times, earlier ends with moves, equal tokens."""
 
 from collections import Counter
 
@@ -85,7 +85,7 @@ def test_moving_ends_sooner_with_the_same_tokens_the_same_each_time(targets):
 
 
 def test_what_moves_is_there_when_it_has_left_and_been_copied(targets):
-    """The receiver had nothing to do: its clock has stood since it finished."""
+    """The receiver was idle: its clock has stood since it finished."""
     world = world_of(targets[:2], [samples(2, 60), samples(1, 2, 1)])
     nodes = world.nodes
     for _ in range(30):

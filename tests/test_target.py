@@ -1,4 +1,7 @@
-"""Our forward pass of the policy against the model's own, in float64: rows, chains, trees, new weights."""
+"""Tests the forward pass of the policy against the model's own, in float64.
+
+Rows, chains, trees, new weights.
+"""
 
 from types import MethodType
 
@@ -48,7 +51,7 @@ FAMILIES = {
 
 
 def made(name="llama", dtype=torch.float64, **more):
-    """A model with weights that are not small, and no parameter that could be left out unnoticed."""
+    """Return a model whose weights are large enough that omitting any parameter is detected."""
     torch.manual_seed(3)
     model = FAMILIES[name](**more).to(dtype).eval()
     with torch.no_grad():
@@ -62,7 +65,7 @@ def made(name="llama", dtype=torch.float64, **more):
 
 
 def exact_norm(self, x):
-    """The models' own norm rounds to float32 on its way, also in float64."""
+    """Normalize without rounding to float32, which the models' own norm does even in float64."""
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
@@ -72,14 +75,14 @@ def drawn(*shape, seed=0):
 
 @torch.no_grad()
 def own(model, tokens):
-    """The model's own logits and last hidden states for one text."""
+    """Return the model's own logits and last hidden states for one text."""
     out = model(torch.as_tensor(tokens)[None], output_hidden_states=True, use_cache=False)
     return out.logits[0], out.hidden_states[-1][0]
 
 
 @pytest.fixture(params=["together", "apart"])
 def looks(request, monkeypatch):
-    """Whether rows of unequal length are read apart."""
+    """Select whether rows of unequal length are read apart."""
     if request.param == "apart":
         monkeypatch.setattr(cache, "MIN_SAVED_BYTES", 0)
 
@@ -139,7 +142,7 @@ TREES = torch.tensor([[-1, -1, 0, 0, 1, 4, 2], [-1, 0, 1, 2, 3, 4, 5], [-1, -1, 
 
 
 def path_to(parents, node):
-    """The verified tokens from the root to drafted node `node`, root first, without a matrix."""
+    """Return the verified tokens from the root to drafted node `node`, root first, without a matrix."""
     return [0] if node < 0 else [*path_to(parents, int(parents[node])), node + 1]
 
 

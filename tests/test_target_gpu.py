@@ -1,4 +1,4 @@
-"""The policy's step as recorded CUDA graphs; and, without a GPU, the rows and slots that recording adds."""
+"""Tests the policy's step as recorded CUDA graphs and, without a GPU, the padding that recording adds."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ TREE = torch.tensor([[-1, 0, 0, 2]])
 TREES = torch.tensor(
     [[-1, 0, 0, 2], [-1, -1, 0, 1], [-1, 0, 1, 2], [-1, -1, -1, 2], [-1, 0, 0, 0], [-1, -1, 1, 1]]
 )
-"""Of each row another one: who gets a neighbour's is wrong."""
+"""Each row has another tree, so that using a neighbour's tree is detected."""
 
 
 class Unrecorded:
-    """In the place of `GraphCache`: runs what would be recorded."""
+    """Stand-in for `GraphCache` that runs what would be recorded."""
 
     def __init__(self):
         self.keys = []
@@ -42,7 +42,7 @@ def two_targets(lengths, dtype=torch.float64, device="cpu"):
 
 
 def check_steps_are_equal(target, eager, lengths, tolerance):
-    """Chains, trees and rows of several sizes, one after the other, on two targets."""
+    """Check chains, trees and rows of several sizes, one after the other, on two targets."""
     steps = [
         (1, 1, False),
         (5, 1, False),

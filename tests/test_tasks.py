@@ -1,4 +1,4 @@
-"""Scratchpad arithmetic: right answers, lengths with a long tail, and a checker that sees through."""
+"""Tests scratchpad arithmetic: correct answers, long-tailed lengths, and a strict checker."""
 
 import random
 
@@ -8,7 +8,7 @@ from benchmarks.kit.tasks import MAX_CHARS, MEDIAN_SIZE, Task, draw, draw_many, 
 
 
 def result(prompt):
-    """What Python says, without a scratchpad."""
+    """Compute the result in Python, without a scratchpad."""
     kind, _, rest = prompt.strip().partition(" ")
     if kind == "sort":
         return " ".join(sorted(rest.split(), key=int))

@@ -1,4 +1,4 @@
-"""The launch templates start the node command that the command line of today understands."""
+"""Tests that the launch templates start the node command as the current command line parses it."""
 
 import os
 import shlex
@@ -23,7 +23,7 @@ FLAGS = ["--train.steps", "5", "--name", "two words"]
 
 
 def start(template, *words, path=None, **env):
-    """The finished process; `path` is a folder of pretended programs."""
+    """Run a template to its end; `path` is a folder of stand-in programs. Returns the finished process."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")} | env
     if path:
         env["PATH"] = f"{path}:{env['PATH']}"
@@ -38,7 +38,7 @@ def pretend(folder, name, body):
 
 
 def understood(words):
-    """What our own parser makes of a node command; `aedit` and the configuration flags taken off."""
+    """Return what the project's parser makes of a node command, without `aedit` and configuration flags."""
     assert words[0] == "aedit"
     rest, flags = split_flags(words[1:])
     options = parser().parse_args(rest)
@@ -127,7 +127,7 @@ def test_ctrl_c_makes_every_machine_leave(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **at_terminal) as script:
         try:
             up = [script.stdout.readline() for _ in range(2)]
-            os.killpg(script.pid, signal.SIGINT)  # a terminal tells everybody
+            os.killpg(script.pid, signal.SIGINT)  # a terminal signals the whole process group
             left, _ = script.communicate(timeout=20)
         finally:
             with suppress(ProcessLookupError):

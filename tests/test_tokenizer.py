@@ -1,4 +1,4 @@
-"""Bytes and Hugging Face tokenizers: same ids in memory and in the files we write."""
+"""Tests byte and Hugging Face tokenizers: same ids in memory and in the files written."""
 
 from functools import cache
 
@@ -32,7 +32,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A real byte-pair tokenizer, as anybody's."""
+    """Return a real byte-pair tokenizer."""
     directory = tmp_path_factory.mktemp("bpe")
     fast = Tokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

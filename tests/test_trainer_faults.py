@@ -1,5 +1,7 @@
-"""A trainer that dies, hangs or publishes rubbish: the node goes on with the last good drafter, and a new
-trainer goes on where the old one was."""
+"""Tests a trainer that dies, hangs or publishes bad weights: the node keeps the last good drafter.
+
+A new trainer continues from the old one's state.
+"""
 
 import sys
 
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and stat
 
 
 class Node:
-    """A node whose drafter's trainer has a fault whenever it is told to."""
+    """Node whose drafter's trainer has a fault whenever the test orders one."""
 
     def __init__(self, folder):
         self.orders, self.checkpoint = folder / "orders", folder / "drafter.safetensors"
@@ -30,7 +32,7 @@ class Node:
         self.foreground = torch.full((32, 32), 1.0)
 
     def look(self):
-        """What the engine does at a step's end. Whatever it takes is whole."""
+        """Take the newest drafter as the engine does at a step's end, and check that it is whole."""
         found = self.work.newest(self.drafter.number if self.drafter else 1)
         if found is not None:
             assert found.tensors["fc.weight"].isfinite().all()
@@ -42,7 +44,7 @@ class Node:
         self.look()
 
     def suffer(self, fault, is_over):
-        """Order `fault`, and let the trainer run until it is over; looks at the drafter all the time."""
+        """Order `fault` and run the trainer until it is over, reading the drafter all the time."""
         trainees.give(self.orders, fault)
 
         def looked():

@@ -1,4 +1,4 @@
-"""What the trainer's process does, turn by turn, in this process."""
+"""Tests the loop of the trainer's process turn by turn, in this process."""
 
 import math
 import os
@@ -22,7 +22,7 @@ from aedit.system import anonymous_memory
 
 @pytest.fixture
 def memory():
-    """Both ends of a trainer's desk."""
+    """Yield a function that makes both ends of a trainer's shared memory."""
     made = []
 
     def make(**plan):

@@ -1,4 +1,7 @@
-"""The trainer as a real process: it runs in windows and only there, learns, publishes, and ends with us."""
+"""Tests the trainer as a real process.
+
+It runs in windows only, learns, publishes, and ends with its parent.
+"""
 
 import os
 import signal
@@ -42,7 +45,7 @@ def test_it_is_born_stopped_at_the_lowest_priority():
 
 
 def test_it_is_the_least_of_all_processes_before_it_has_done_anything():
-    """To load Python is work, too; and on a desktop each session has a share, which is lowered as well."""
+    """Loading Python is work too, and on a desktop each session has a share, which is lowered as well."""
     child = SuspendedProcess(ProcessSpec("aedit.spec_rollout.idle.trainer_process", pickled(None)))
     try:
         assert os.getpriority(os.PRIO_PROCESS, child.pid) == 19
@@ -121,7 +124,7 @@ def test_its_time_and_the_nodes_are_in_the_status(work):
 
 
 def test_it_trains_while_layer_sync_waits_for_another_node(work):
-    """Node 0 comes to the exchange first; node 1 comes when the trainer has been seen to learn."""
+    """Node 0 arrives at the exchange first; node 1 arrives after the trainer was seen to learn."""
     learned = threading.Event()
     trainers.until(lambda: trainers.is_stopped(work), work)
     wanted = work.status()["steps"] + 10

@@ -1,4 +1,4 @@
-"""Best-first trees, against every tree there is."""
+"""Tests best-first trees against an enumeration of all trees."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from aedit.spec_rollout.model.attention_mask import ancestors
 
 
 def grown(seed, levels=3, width=2, rows=3):
-    """(scores, parents) of trees whose every node has `width` children, by levels; equal scores are usual."""
+    """Return (scores, parents) of trees, by levels, with `width` children per node and many equal scores."""
     random = torch.Generator().manual_seed(seed)
     parents, scores, frontier = [], [], [-1]
     for _ in range(levels):

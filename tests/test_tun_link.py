@@ -1,4 +1,4 @@
-"""The long wire of the benchmarks does to packets what it says."""
+"""Tests that the simulated long-distance link of the benchmarks delays and shapes packets as configured."""
 
 import json
 import random
@@ -17,7 +17,7 @@ def lane(seed=0, **wire):
 
 
 def arrivals(lane):
-    """(time, packet) of all that is under way, taken out in order."""
+    """Return (time, packet) of all packets under way, in order."""
     found = []
     while lane.next_at < float("inf"):
         at = lane.next_at
@@ -40,7 +40,7 @@ def test_packets_come_at_the_rate_and_the_queue_has_an_end():
         wire.send(PACKET, 1.0)
     times = [at for at, _ in arrivals(wire)]
     assert times == pytest.approx([1.0 + 0.001 * (n + 1) for n in range(len(times))])
-    assert len(times) in (20, 21)  # what waits up to 20 ms at 1 ms each
+    assert len(times) in (20, 21)  # packets that wait up to 20 ms at 1 ms each
     assert wire.dropped == 100 - len(times)
 
 

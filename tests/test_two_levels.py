@@ -1,10 +1,9 @@
-"""Two levels of hubs as real processes: what one region learns reaches the other one."""
-
-import time
+"""Tests two levels of hubs as real processes: one region's updates reach the other."""
 
 import pytest
 from benchmarks.kit.cluster import Field
 from benchmarks.kit.paced_node import PacedNode
+from kit.waiting import until
 
 from aedit.launch.hub.replay import anchors_of
 
@@ -14,7 +13,7 @@ NODE = PacedNode(hub="", name="", ledger="", units=2, numel=64, step_s=0.005, ev
 
 @pytest.fixture
 def field(tmp_path):
-    """Fields that end with the test."""
+    """Yield a function that starts fields, which end with the test."""
     made = []
 
     def make(name, more="", **changes):
@@ -26,13 +25,6 @@ def field(tmp_path):
     yield make
     for one in made:
         one.__exit__()
-
-
-def until(true, what):
-    deadline = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < deadline, f"waited {LIMIT_S} s for {what}"
-        time.sleep(0.1)
 
 
 def region(field, name, parent):
@@ -47,7 +39,7 @@ def versions(one):
 
 
 def pushes(one):
-    """Accepted so far, of each node, from the least on; [] if there are not two yet."""
+    """Return the number of accepted pushes of each node, ascending; [] if there are not two nodes yet."""
     found = sorted(node["accepted"] for node in (one.status() or {"nodes": []})["nodes"])
     return found if len(found) == 2 else []
 
@@ -58,7 +50,7 @@ def test_what_one_region_learns_reaches_the_other(field):
     first, second = region(field, "first", parent), region(field, "second", parent)
     first.start_node("one-0", prefers=3)
     second.start_node("two-0", prefers=5)
-    until(lambda: pushes(parent) >= [6, 6], "six pushes of both regions at the parent")
+    until(lambda: pushes(parent) >= [6, 6], "six pushes of both regions at the parent", LIMIT_S)
     assert set(first.end_nodes().values()) == set(second.end_nodes().values()) == {0}
     for one in (first, second, parent):
         one.end_hub()
@@ -74,11 +66,11 @@ def test_a_region_outlives_its_parent(field):
     parent.start_hub()
     one = region(field, "one", parent)
     one.start_node("one-0")
-    until(lambda: min(versions(parent), default=0) >= 2, "the region to be heard")
+    until(lambda: min(versions(parent), default=0) >= 2, "the region to be heard", LIMIT_S)
     parent.kill_hub()
     before = min(versions(one))
-    until(lambda: min(versions(one)) >= before + 30, "the region to go on alone")
+    until(lambda: min(versions(one)) >= before + 30, "the region to go on alone", LIMIT_S)
     parent.start_hub()
     known = min(versions(parent))
-    until(lambda: min(versions(parent)) >= known + 2, "the region to be heard again")
+    until(lambda: min(versions(parent)) >= known + 2, "the region to be heard again", LIMIT_S)
     assert one.nodes["one-0"].poll() is None

@@ -1,4 +1,4 @@
-"""Units: every trainable parameter travels in one of them, and lands before anything uses it."""
+"""Tests units: every trainable parameter belongs to one of them, and lands before anything uses it."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def by_name(units):
 
 
 def check_partition(model, units):
-    """Every trainable parameter in exactly one unit, once; no frozen one in any."""
+    """Check that every trainable parameter is in exactly one unit, once, and no frozen one in any."""
     placed = [p for unit in units for p in unit.params]
     assert len({id(p) for p in placed}) == len(placed)
     assert {id(p) for p in placed} == {id(p) for p in model.parameters() if p.requires_grad}
@@ -69,7 +69,7 @@ def test_a_plain_mlp_travels_child_by_child():
 
 
 class Listed(nn.Module):
-    """Blocks in a list, as most hand-written transformers have them."""
+    """Model with blocks in a list, as most handwritten transformers have them."""
 
     def __init__(self):
         super().__init__()
@@ -251,7 +251,7 @@ def test_what_a_half_precision_unit_can_hold_is_told():
 
 
 class Branch(nn.Module):
-    """Runs its children in order; may own a parameter that it uses first."""
+    """Module that runs its children in order and may own a parameter that it uses first."""
 
     def __init__(self, children, owns, listed):
         super().__init__()
@@ -302,7 +302,7 @@ def test_whatever_the_model_every_parameter_lands_once_and_before_its_use(data):
 
 
 class Note:
-    """A hook that returns nothing, whatever it does."""
+    """Hook that returns nothing, whatever `act` returns."""
 
     def __init__(self, act):
         self.act = act
@@ -312,7 +312,7 @@ class Note:
 
 
 def check_landing_order(model, units):
-    """Run the model and watch: nothing uses a parameter before its unit's module has begun."""
+    """Run the model and check that nothing uses a parameter before its unit's module has begun."""
     landed, early = set(), []
     for unit in units:
         land = Note(lambda unit=unit: landed.update(map(id, unit.params)))

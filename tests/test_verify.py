@@ -1,4 +1,7 @@
-"""What may be drawn, what is drawn, and which guesses stand: against transformers and against plain loops."""
+"""Tests which tokens may be sampled, which are, and which drafts are accepted.
+
+The oracles are transformers and plain loops.
+"""
 
 import random
 
@@ -41,7 +44,7 @@ def draw_logits(*shape, seed=0, dtype=torch.float64):
 
 
 def by_transformers(logits_V, sampling, drawn):
-    """One distribution by transformers' own processors, in its order."""
+    """Return one distribution by transformers' own processors, in its order."""
     x = logits_V[None].clone()
     if sampling.allowed is not None:
         x[:, ~sampling.allowed] = -torch.inf
@@ -127,7 +130,7 @@ def draft_of(tokens, parents=None, counts=None):
 
 
 def by_hand(guesses, parents, count, drawn):
-    """The path from the root, and what is emitted, of one row."""
+    """Return the path from the root, and what is emitted, of one row."""
     path = [0]
     while True:
         here = path[-1]

@@ -1,7 +1,7 @@
-"""Mistakes that people have made in lossless decoding: the checks that let ours pass see each of them.
+"""Tests that the checks of lossless decoding detect known faults of other implementations.
 
-Rejection is held to the exact probability of every text, coupled sampling to the text without drafts. What
-only an engine can do wrong (its cache, where a rollout ends) is in the tests of the engine.
+Rejection is compared with the exact probability of every text, coupled sampling with the text without drafts.
+Faults of the engine alone (its cache, where a rollout ends) are in the tests of the engine.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ def assert_is_killed(p):
 
 
 def draw_best(made, rows):
-    """Not drawn at all, but said to be."""
+    """Return the most likely tokens, declared as drawn."""
     draft, before, tokens = draw_chain(made, rows), rows.roots, []
     for _ in range(DEPTH):
         before = made.drafter[before].argmax(-1)
@@ -68,7 +68,7 @@ def another_temperature(rows, draft, logits):
 
 
 def at_the_end(draft, logits, wrong):
-    """`wrong` instead of the logits after the last guess."""
+    """Replace the logits after the last guess by `wrong`."""
     num_nodes = draft.tokens_BN.shape[1]
     ends = num_nodes if draft.counts_B is None else draft.counts_B[:, None, None]
     return draft, wrong.where(torch.arange(num_nodes + 1)[:, None] == ends, logits)
@@ -97,7 +97,7 @@ def filler_is_judged(rows, draft, logits):
 
 
 def cut_where_it_is_unsure(rows, draft, logits):
-    """The arm follows from the tokens that have just been drawn, not from the past."""
+    """Choose the arm by the tokens that have just been drawn, not by the past."""
     chosen = draft.logq_BNV.gather(-1, draft.tokens_BN[..., None])[..., 0]
     sure = (chosen > -1.5).long().cumprod(1).sum(1)
     return replace(draft, counts_B=torch.minimum(draft.counts_B, sure)), logits
@@ -197,7 +197,7 @@ def test_noise_by_the_order_of_the_nodes_instead_of_their_depth_is_killed(monkey
 
 
 def siblings_confused(rows, draft, logits):
-    """Nodes are looked up under the sibling of their parent."""
+    """Look up nodes under the sibling of their parent."""
     other = {-1: -1, 0: 1, 1: 0, 2: 3}
     parents = torch.tensor([[other[parent] for parent in TREE_PARENTS]]).expand_as(draft.parents_BN)
     return replace(draft, parents_BN=parents), logits
@@ -209,7 +209,7 @@ def test_confused_siblings_are_killed():
 
 @DRAFTS
 def test_a_lenient_walk_is_killed(monkeypatch, draft):
-    """What is likely enough stays, though something else was drawn."""
+    """The fault keeps a sufficiently likely token although another one was drawn."""
     drawn_from = []
 
     def keeps(guess, tokens, depth=None):
@@ -231,7 +231,7 @@ def test_a_lenient_walk_is_killed(monkeypatch, draft):
 
 
 def num_beyond(change):
-    """Rows of which more stands than was guessed."""
+    """Return the number of rows in which more tokens are accepted than were guessed."""
     found = []
 
     def step(rows):
@@ -244,6 +244,6 @@ def num_beyond(change):
 
 
 def test_filler_that_stands_is_killed():
-    """The tokens are right even then, but nobody has drafted them."""
+    """The tokens are right even then, but were never drafted."""
     assert num_beyond(same) == 0
     assert num_beyond(filler_is_judged) > 0

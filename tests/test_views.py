@@ -1,4 +1,4 @@
-"""The views against a run directory written here by hand, whose figures are known by arithmetic."""
+"""Tests the views against a run directory written by the test, whose figures are known by arithmetic."""
 
 import io
 import json
@@ -98,7 +98,7 @@ def new_run(tmp_path, name="tiny"):
 
 
 def full_run(tmp_path, seconds=60, num_rounds=12):
-    """Three nodes; node 2 three times slower, node 1 distrusted twice, once for a norm that is no number."""
+    """Write a run of three nodes: node 2 three times slower, node 1 distrusted twice, once for a NaN norm."""
     run_dir = new_run(tmp_path)
     for index, slowdown in enumerate((1, 1, 3)):
         node = Writer(run_dir, index)
@@ -414,7 +414,7 @@ def test_a_node_that_has_written_nothing_is_starting_and_harms_nobody(tmp_path):
 
 
 def seen_state(tmp_path, *happenings, quiet_s=0.0):
-    """What a node is said to be doing after `happenings`, each a call on its writer."""
+    """Return the displayed state of a node after `happenings`, each a call on its writer."""
     run_dir = new_run(tmp_path, f"run{len(list(tmp_path.iterdir()))}")
     node = Writer(run_dir, 0)
     node.start()
@@ -487,7 +487,7 @@ def test_every_text_is_ascii_where_the_terminal_is(tmp_path):
 
 
 class Child:
-    """A child process that lives for so many seconds of a clock which only sleeping moves."""
+    """Child process that lives for some seconds of a clock that only sleeping moves."""
 
     def __init__(self, lifetime_s, run_dir=None):
         self.now_s, self.lifetime_s, self.looked = 0.0, lifetime_s, []
@@ -534,7 +534,7 @@ def test_without_a_terminal_the_end_has_a_line_of_its_own_if_there_is_news(tmp_p
 
 
 def screen_of(run_dir, num_lines=24, width=80):
-    """What `top` shows, line by line."""
+    """Return what `top` shows, line by line."""
     run = read_run(run_dir)
     console = Console(file=io.StringIO(), width=width, height=num_lines)
     shape = console.options.update_dimensions(width, num_lines)

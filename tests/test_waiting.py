@@ -1,4 +1,4 @@
-"""What a node does while it waits, gives up, is distrusted, or leaves the warm-up."""
+"""Tests a node that waits, gives up, is distrusted, or leaves the warm-up."""
 
 import pydoc_data.topics
 import random
@@ -48,7 +48,7 @@ def test_a_distrusted_node_adopts_the_mean_and_forgets_its_moments():
 
 
 class Windows:
-    """Idle work that remembers when it was let in, and uses a quarter of a second in every window."""
+    """Idle work that records its windows and takes a quarter of a second in each."""
 
     def __init__(self, used_s=0.0):
         self.causes, self.used_s = [], used_s
@@ -141,7 +141,7 @@ def test_a_round_given_up_and_opened_again_changes_nothing():
 
 
 def text(seed, count):
-    """Batches of 8 x 32 bytes of Python's own documentation."""
+    """Return batches of 8 x 32 bytes of Python's own documentation."""
     topics = "".join(pydoc_data.topics.topics.values()).encode("ascii", "ignore")
     starts = random.Random(seed)
     rows = [starts.randrange(len(topics) - 32) for _ in range(8 * count)]
@@ -153,7 +153,7 @@ def language_loss(model, ids):
 
 
 def test_a_language_model_does_not_jump_when_the_warm_up_ends():
-    """Held-out loss of a small Llama after each of the first local rounds, against the end of the warm-up."""
+    """The held-out loss after each of the first local rounds is compared with that at the warm-up's end."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes))

@@ -1,4 +1,4 @@
-"""The warm-up (and the method `ddp`) is one large batch, however the nodes begin and however a loop steps."""
+"""Tests that the warm-up (and the method `ddp`) equals one large batch, however nodes begin and step."""
 
 from copy import deepcopy
 
@@ -15,7 +15,7 @@ from aedit.edit.sync import LayerSync
 
 
 def warm(model, inner, transport, warmup_steps="all", every=1000, **config):
-    """`model` as a node that averages gradients at every step."""
+    """Return `model` as a node that averages gradients at every step."""
     exchange = MeanExchange(transport, outer=Average())
     config = EditConfig(warmup_steps=warmup_steps, every=every, **config)
     return LayerSync.of(model, inner, exchange=exchange, config=config)
@@ -26,7 +26,7 @@ def sgd(model):
 
 
 def large_batch(model, data, make_inner=sgd, loss=loss):
-    """Plain torch on the mean over nodes of the loss of each step; data: per node its batches."""
+    """Train in plain torch on the mean over nodes of each step's loss; data: per node its batches."""
     model = deepcopy(model)
     inner = make_inner(model)
     for parts in zip(*data, strict=True):
@@ -40,7 +40,7 @@ def large_batch(model, data, make_inner=sgd, loss=loss):
 
 
 class Frozen(nn.Module):
-    """A frozen first layer, a counter, a table that is not saved, and tied weights."""
+    """Model with a frozen first layer, a counter, an unsaved table, and tied weights."""
 
     def __init__(self, seed):
         super().__init__()
@@ -98,7 +98,7 @@ def test_nodes_with_other_weights_train_as_one_from_the_first_step(warmup_steps)
 
 
 class Branches(nn.Module):
-    """A node goes through one branch or the other, as its data says."""
+    """Model in which a node runs one branch or the other, depending on its data."""
 
     def __init__(self):
         super().__init__()
@@ -262,7 +262,7 @@ def test_a_step_that_was_not_averaged_is_an_error_that_says_what_to_do():
 
 
 class Scaler:
-    """As torch.amp.GradScaler does: scaled losses, and a step that is left out where a gradient is inf."""
+    """Loss scaler like torch.amp.GradScaler: scaled losses, and no step where a gradient is inf."""
 
     def __init__(self, inner, scale):
         self.inner, self.scale = inner, scale

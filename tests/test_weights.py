@@ -1,4 +1,4 @@
-"""What a push weighs against the others of its merge."""
+"""Tests the weight of a push against the others of its merge."""
 
 import math
 

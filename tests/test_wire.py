@@ -1,4 +1,4 @@
-"""A hub over real sockets: calls, pushes and pulls arrive as they were sent, and what is wrong is refused."""
+"""Tests a hub over real sockets: calls, pushes and pulls arrive as sent, and invalid ones are refused."""
 
 import threading
 from contextlib import contextmanager
@@ -7,6 +7,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from kit.waiting import until
 from kit.wire import MemoryCore, noise
 
 from aedit.proto.wire import frames, hub_pb2
@@ -58,7 +59,7 @@ def head(num_bytes, unit=1, seq=1, **fields):
 
 
 def raw_push(server, messages, timeout_s=10.0):
-    """What a peer gets that sends these bytes, whatever they are."""
+    """Return the answer to a peer that sends these bytes."""
     with channel(server.address, None) as line:
         try:
             return line.stream_unary("/aedit.v1.Exchange/Push")(iter(messages), timeout=timeout_s)
@@ -151,7 +152,7 @@ def test_pushes_that_wait_do_not_hold_up_a_beat(core):
         for thread in threads:
             thread.start()
         try:
-            until(lambda: core.calls == ["push", "push"])
+            until(lambda: core.calls == ["push", "push"], "both pushes")
             assert client.heartbeat(hub_pb2.HeartbeatRequest(steps=1), timeout_s=5).total_steps == 1
             assert core.pushes == {}
         finally:
@@ -191,7 +192,7 @@ def without(chunks, i):
 
 
 def flipped(chunks, i):
-    """The chunks, one bit of number i's data another."""
+    """Return the chunks with one bit of chunk i flipped."""
     data = bytearray(chunks[i].data)
     data[len(data) // 2] ^= 4
     return [
@@ -230,7 +231,7 @@ def test_a_push_that_cannot_be_never_reaches_the_hub(core, server, messages, cod
 def test_whose_push_was_damaged_or_malformed_is_told_to_the_hub(core, server):
     for bad in (flipped(pushed(DATA), 0), flipped(pushed(DATA), 2), without(pushed(DATA), 1)):
         raw_push(server, packed(bad))
-    raw_push(server, packed(pushed(DATA)[:2]))  # as a link that was cut: nobody's violation
+    raw_push(server, packed(pushed(DATA)[:2]))  # as on a cut link: no violation
     seq = head(len(DATA)).seq
     assert core.calls == [("garbled", seq, why) for why in ("damaged", "damaged", "malformed")]
 
@@ -249,7 +250,7 @@ def test_pushes_above_the_bytes_in_flight_come_again(core):
     with hub(core, Limits(in_flight_bytes=MIB)) as server, node(server) as first, node(server) as second:
         inside = threading.Thread(target=first.push, args=(head(MIB, unit=1), memoryview(bytes(MIB))))
         inside.start()
-        until(lambda: core.calls == ["push"])
+        until(lambda: core.calls == ["push"], "the push")
         code, said = raw_push(server, packed(pushed(b"12345678", unit=2)))
         assert (code.name, said) == (
             "RESOURCE_EXHAUSTED",
@@ -279,16 +280,6 @@ def test_a_node_that_calls_too_often_is_asked_to_wait_and_others_are_not(core):
         assert called(1) is None
         assert called(1) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "more than 0.001 calls a second")
         assert called(2) is None
-
-
-def until(condition, timeout_s=20.0):
-    """Ask again and again: for what another thread does."""
-    done = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if condition():
-            return
-        done.wait(0.01)
-    raise AssertionError("did not happen in time")
 
 
 def test_a_peer_that_stops_sending_is_ended(core):

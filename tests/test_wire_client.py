@@ -1,4 +1,4 @@
-"""A node goes on calling while it may help, is told why when it does not, and loses no byte that came."""
+"""Tests a client that retries while that can help, reports why when it cannot, and loses no received byte."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ NOBODY = "127.0.0.1:9"
 
 @pytest.fixture
 def connect():
-    """Clients that end with the test; their pauses are short."""
+    """Yield a function that makes clients, which end with the test; their pauses are short."""
     clients = []
 
     def made(address, timeout_s=10.0, **options):
@@ -88,7 +88,7 @@ def test_patience_ends_when_nothing_moves_and_in_any_case_at_the_deadline():
     assert patience.pause_s(0.0) is None
 
 
-# --- nobody there
+# --- no hub there
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_closing_ends_what_others_wait_for(connect):
 
 
 class Breaking(MemoryCore):
-    """Every pull but the last ends with UNAVAILABLE after one more chunk."""
+    """Core whose pulls, except the last, end with UNAVAILABLE after one more chunk."""
 
     def __init__(self, anchors, breaks):
         super().__init__(anchors)
@@ -202,7 +202,7 @@ def test_a_pull_that_breaks_goes_on_at_the_byte_it_has_reached(connect, start):
 
 @pytest.fixture
 def tiring(monkeypatch):
-    """Options of a client with a patience of 10 s, for which every pause lasts 4."""
+    """Return options of a client with a patience of 10 s, for which every pause lasts 4 s."""
     clock = Clock()
 
     def sleep(seconds):
@@ -339,7 +339,7 @@ def test_an_answer_that_has_no_room_is_refused(connect, start):
 
 
 def test_a_push_that_was_damaged_is_sent_again(connect, start, monkeypatch):
-    """By the test: the first message of the first try has another bit."""
+    """The test flips a bit in the first message of the first try."""
     core = MemoryCore()
     pack, packed = frames.pack_chunk, []
 
@@ -349,7 +349,7 @@ def test_a_push_that_was_damaged_is_sent_again(connect, start, monkeypatch):
         message[len(message) // 2] ^= len(packed) == 1
         return bytes(message)
 
-    monkeypatch.setattr(frames, "pack", damaged)
+    monkeypatch.setattr(frames, "pack_chunk", damaged)
     data = noise(3 * MIB)
     connect(start(core).address).push(hub_pb2.PushHead(num_bytes=3 * MIB), memoryview(data))
     assert (core.pushes[0, 0], core.calls[-1]) == (data, "push")
@@ -371,7 +371,7 @@ for line in sys.stdin:
 
 
 class Hub:
-    """A hub in a process of its own, at one address however often it is killed."""
+    """Hub in its own process, at the same address after every kill."""
 
     def __init__(self, num_bytes):
         self.program = HUB.format(num_bytes=num_bytes)
@@ -450,7 +450,7 @@ def test_a_hub_killed_in_the_middle_of_a_push_comes_back_and_gets_all_of_it_once
 
 
 class _Killing:
-    """Bytes of which the second half, the first time it is read, kills the hub."""
+    """Bytes whose second half, the first time it is read, kills the hub."""
 
     def __init__(self, data, hub):
         self.data, self.nbytes, self.hub, self.killed = memoryview(data), len(data), hub, False
@@ -464,7 +464,7 @@ class _Killing:
 
 
 def test_a_hub_that_is_stopped_is_noticed_long_before_the_deadline(hub_process):
-    """Its kernel still acknowledges what it is sent."""
+    """The hub's kernel still acknowledges what it is sent."""
     hub = hub_process(0)
     with channel(hub.address, None, quick=True) as line:
         heartbeat = line.unary_unary("/aedit.v1.Membership/Heartbeat")
@@ -480,7 +480,7 @@ def test_a_hub_that_is_stopped_is_noticed_long_before_the_deadline(hub_process):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two runs: ours with a node of the name `alpha`, and another one."""
+    """Return the keys of two runs: this one with a node named `alpha`, and another one."""
     folder = tmp_path_factory.mktemp("keys")
     make_keys(folder / "ours", ["localhost"], ["alpha"])
     make_keys(folder / "theirs", ["localhost"], ["alpha"])

@@ -1,4 +1,4 @@
-"""Chunks are protobuf's bytes, and an array is believed only if every chunk of it is right."""
+"""Tests that chunks are protobuf's bytes, and that an array is accepted only if every chunk is right."""
 
 from zlib import crc32
 
@@ -101,7 +101,7 @@ def test_an_array_comes_out_as_it_went_in(data, chunk_bytes, offset):
         assert head == b"head"
         return Assembly(len(data), limit_bytes=100, into=into, offset=offset)
 
-    assert receive(map(pack, pieces), begin) == data
+    assert receive(map(pack_chunk, pieces), begin) == data
     assert bytes(into) == data + bytes(3)
 
 
@@ -109,7 +109,7 @@ DATA = np.random.default_rng(0).bytes(1000)
 
 
 def assembled(pieces, num_bytes=1000):
-    return receive(map(pack, pieces), lambda head: Assembly(num_bytes, limit_bytes=2000))
+    return receive(map(pack_chunk, pieces), lambda head: Assembly(num_bytes, limit_bytes=2000))
 
 
 def pieces():

@@ -1,4 +1,4 @@
-"""What one peer may take: calls, bytes, and time. And whatever it sends, the answer is a plain no."""
+"""Tests the limits of one peer: calls, bytes, and time; any message gets an answer or a refusal."""
 
 import random
 
@@ -70,7 +70,7 @@ def test_what_is_larger_than_the_budget_may_come_alone():
 
 @pytest.fixture
 def watch():
-    """Its thread sleeps for an hour: the tests say when it looks."""
+    """Return a watch and its clock; its thread sleeps for an hour, so the tests decide when it checks."""
     clock = Clock()
     watch = Watch(3600.0, bytes_per_s=100.0, clock=clock)
     return watch, clock
@@ -121,7 +121,7 @@ def test_a_stream_that_is_over_is_not_ended(watch):
 
 
 def fuzzed(rng):
-    """Messages of the right kind, damaged, or noise."""
+    """Return messages of the right type, damaged, or noise."""
     who = hub_pb2.Who(
         run="r", term=rng.getrandbits(64), node=rng.getrandbits(32), session=rng.getrandbits(64)
     )

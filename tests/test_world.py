@@ -1,4 +1,4 @@
-"""The harness for torch.distributed tests is itself tested: a silent harness makes every test green."""
+"""Tests the harness of the torch.distributed tests: a harness that hides errors makes every test pass."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def is_alive(pid):
-    # One that nobody has waited for yet keeps its number.
+    # A process that has ended keeps its id until it is waited for.
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 

@@ -1,7 +1,7 @@
-"""What do coarse codecs cost in held-out loss at equal tokens? In virtual time, with the real hub and codecs.
+"""Measure what coarse codecs cost in held-out loss at equal tokens, in virtual time with a real hub.
 
-A wire changes no bits, so what counts is what the codecs leave out: of pushes, with error feedback, and of
-the steps that the hub's anchors take. The same setting gives the same bits.
+A network changes no bits, so only the codecs' losses count: of pushes, with error feedback, and of the steps
+that the hub's anchors take. The same setting gives the same bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ Name = Literal["fp32", "bf16", "int8", "e3m0"]
 
 @dataclass(slots=True)
 class CoarsePushes:
-    """What arrives of the pushes that a node encodes; it keeps what the codec leaves out."""
+    """Encode and decode the pushes of a node; what the codec leaves out is kept for the next push."""
 
     name: str
     residuals: dict[int, Vector] = field(default_factory=dict)
@@ -48,18 +48,18 @@ class CoarsePushes:
 
 
 def coarse(nodes: int, name: str) -> Mapping[int, Tamper]:
-    """For every node one with a memory of its own."""
+    """Return for every node a `CoarsePushes` with its own residuals."""
     return {} if name == "fp32" else {node: CoarsePushes(name) for node in range(nodes)}
 
 
 def losses(names: Sequence[Name], setting: Setting, seeds: Sequence[int]) -> dict[str, list[float]]:
-    """Held-out loss after equal tokens by codec, up and down, for each seed."""
+    """Return the held-out loss after equal tokens by codec, up and down, for each seed."""
     found = in_parallel(loss_of, list(product(names, [replace(setting, seed=seed) for seed in seeds])))
     return {name: found[i * len(seeds) : (i + 1) * len(seeds)] for i, name in enumerate(names)}
 
 
 def loss_of(name: Name, setting: Setting) -> float:
-    """Nodes of unequal pace and a hub that merges every arrival."""
+    """Train nodes of unequal pace with a hub that merges every arrival; return the held-out loss."""
     hub = HubConfig(weights="uniform", codec=name, codec_down=name)
     plain = PenaltyConfig(clip=None)
     method = Method(hub=hub, outer=OUTER, penalty=plain, tamper=coarse(setting.nodes, name))
@@ -67,5 +67,5 @@ def loss_of(name: Name, setting: Setting) -> float:
 
 
 def cost(losses_: Mapping[str, Sequence[float]], name: str) -> float:
-    """Mean loss above that of fp32, as a share of it."""
+    """Return the mean loss above that of fp32, as a share of it."""
     return fmean(losses_[name]) / fmean(losses_["fp32"]) - 1

@@ -1,5 +1,4 @@
-"""The part of `benchmarks.bandwidth` with a hub: nodes that nobody waits for, behind thin, long and lossy
-wires."""
+"""Part of `benchmarks.bandwidth` with a hub: nodes behind slow, long and lossy links that do not wait."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +40,7 @@ with a model that learns nothing."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSize:
-    """How long and how large everything is."""
+    """Duration and size of the measurement."""
 
     nodes: int = 2
     width: int = 256
@@ -53,8 +52,7 @@ class HubSize:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How nodes reach the hub: each through a shaped uplink of its own to a switch, or all through one long
-    wire."""
+    """Network between nodes and hub: a shaped uplink per node to a switch, or one long link for all."""
 
     rate_mbit: int
     wire: Wire | None = None
@@ -68,22 +66,22 @@ class Way:
 
 
 def long_way(delay_s: float, *, loss: float = 0.0, rate_mbit: int = 100) -> Way:
-    """delay_s: one way."""
+    """Return a long link; delay_s: one way."""
     wire = Wire(delay_s=delay_s, jitter_s=delay_s / 20, loss=loss, rate_mbit=rate_mbit)
     return Way(rate_mbit, wire)
 
 
 @dataclass(frozen=True, slots=True)
 class HubRow:
-    """What the nodes of one run did behind one wire."""
+    """Results of one run behind one network."""
 
     way: Way
     codec: str
     seen: HubSeen
-    """Of the node that waited longest."""
+    """Results of the node that waited longest."""
     interval_s: float
     wire_s: float
-    """What the wire needs for one round in the direction that all nodes share."""
+    """Seconds that one round needs in the direction that all nodes share."""
     lost: float
     """Share of the time beyond the steps' fixed pace."""
     up: float
@@ -125,7 +123,7 @@ def hub_row(way: Way, codec: str, size: HubSize) -> HubRow:
 
 @contextmanager
 def _laid(way: Way, nodes: int) -> Iterator[tuple[Place, list[Place]]]:
-    """The hub's place and the nodes'."""
+    """Yield the hub's place and the nodes'."""
     if way.wire is None:
         with netns.network(nodes + 1, way.rate_mbit) as places:
             yield places[0], places[1:]
@@ -135,7 +133,7 @@ def _laid(way: Way, nodes: int) -> Iterator[tuple[Place, list[Place]]]:
 
 
 def _nodes(places: Sequence[Place], hub: str, codec: str, size: HubSize) -> list[HubSeen]:
-    """One process per place."""
+    """Run one process per place; return the results."""
     jobs = [
         HubJob(
             hub=hub,
@@ -155,7 +153,7 @@ def _nodes(places: Sequence[Place], hub: str, codec: str, size: HubSize) -> list
 
 
 def _per_param(places: Sequence[Place], seen: Sequence[HubSeen]) -> tuple[float, float]:
-    """Bytes up and down per parameter pushed; nodes at one place share its interface."""
+    """Return the bytes up and down per parameter pushed; nodes at one place share its interface."""
     up = down = 0
     for place in set(places):
         here = [s for at, s in zip(places, seen, strict=True) if at == place]

@@ -1,6 +1,6 @@
-"""One node of `benchmarks.bandwidth` over a hub: a process in a network namespace, as unequal as it likes.
+"""Run one node of `benchmarks.bandwidth` over a hub: a process in a network namespace, at a given pace.
 
-Says "ready" once it is a member, begins when a line comes in, and prints one JSON line at the end.
+It prints "ready" once it is a member, begins when a line comes in, and prints one JSON line at the end.
 """
 
 import json
@@ -29,7 +29,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubJob:
-    """What a node is to do."""
+    """Job of a node."""
 
     hub: str
     name: str
@@ -44,7 +44,7 @@ class HubJob:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes through the interface so far, headers and all."""
+    """Bytes through the interface so far, with headers."""
 
     sent: int
     received: int
@@ -52,16 +52,16 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class HubSeen:
-    """What a node saw. wall_s, waited_s: until its last step ended; the rest until it had left."""
+    """Results of a node. wall_s, waited_s: until its last step ended; the rest until it had left."""
 
     wall_s: float
     waited_s: float
     before: Traffic
     after: Traffic
     params: int
-    """Of the model."""
+    """Number of parameters of the model."""
     params_pushed: int
-    """Of all pushes; as many came back in each answer."""
+    """Parameters in all pushes; as many came back in each answer."""
     refused: int
     """Pushes of units that did not count."""
 
@@ -85,7 +85,7 @@ def run(job: HubJob) -> HubSeen:
 
 
 def agent_plan(job: HubJob, model: nn.Module) -> AgentPlan:
-    """The agent of a node without data of its own."""
+    """Return the plan of an agent whose node has no data of its own."""
     layout = canonical.layout(find_units(model, "auto"))
     return AgentPlan(
         addresses=(job.hub,),

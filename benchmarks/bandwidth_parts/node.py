@@ -1,4 +1,4 @@
-"""One node of `benchmarks.bandwidth`: a process in a network namespace. Prints one JSON line."""
+"""Run one node of `benchmarks.bandwidth`: a process in a network namespace. Prints one JSON line."""
 
 import json
 import os
@@ -22,7 +22,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a node is to do."""
+    """Job of a node."""
 
     method: str
     steps: int
@@ -39,7 +39,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a node saw until its last step ended."""
+    """Results of a node until its last step ended."""
 
     wall_s: float
     waited_s: float
@@ -51,7 +51,7 @@ class Seen:
 
 
 def config(method: str, every: int) -> EditConfig:
-    """The presets that this benchmark compares."""
+    """Return the preset `method` with rounds every `every` steps."""
     match method:
         case "ddp":
             return EditConfig(warmup_steps="all")
@@ -63,7 +63,7 @@ def config(method: str, every: int) -> EditConfig:
 
 
 def run(job: Job) -> Seen:
-    """Train at a fixed pace; all nodes of the job together."""
+    """Train at a fixed pace, together with all nodes of the job."""
     os.environ |= {"GLOO_SOCKET_IFNAME": job.interface, "MASTER_ADDR": job.store}
     print("ready", flush=True)
     sys.stdin.readline()

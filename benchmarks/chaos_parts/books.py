@@ -1,4 +1,4 @@
-"""What a hub's journal, its anchors and the ledgers of paced nodes say, and whether they say the same."""
+"""Compare a hub's journal, its anchors and the ledgers of paced nodes."""
 
 import os
 import shutil
@@ -18,15 +18,15 @@ from benchmarks.kit.cluster import Field, answered
 from benchmarks.kit.paced_node import STRIDE, PacedNode
 
 LATE = "past its deadline"
-"""What a client says of a call that ended more than a second too late."""
+"""Text of a client's log for a call that ended more than a second too late."""
 
 Steps = Counter[tuple[int, int]]
-"""By node and unit."""
+"""Steps by node and unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """Nothing but `steps_per_s` is above 0, and `replayed` is true, if all is well."""
+    """Result of the comparison. Without an error all but `steps_per_s` are 0, and `replayed` is true."""
 
     steps_per_s: float
     """Steps in accepted pushes, mean over units, of all nodes together."""
@@ -45,7 +45,10 @@ class Books:
 
 
 def compare(ground: Field, ended_s: float) -> Books:
-    """Of a field that has ended. ended_s: when its nodes were asked to, by the monotonic clock."""
+    """Compare the accounts of a field that has ended.
+
+    ended_s: when its nodes were asked to end, by the monotonic clock.
+    """
     directory, whole = ground.directory / "hub", ground.directory / "whole"
     _keep(directory, whole)
     ledgers = [ground.lines(name) for name in ground.nodes]
@@ -67,7 +70,7 @@ def compare(ground: Field, ended_s: float) -> Books:
 
 @contextmanager
 def journal_kept(ground: Field) -> Iterator[None]:
-    """For `compare`: what the hub's snapshots let it forget is kept in another folder."""
+    """Keep in another folder, for `compare`, the segments that the hub's snapshots let it delete."""
     over = threading.Event()
 
     def watch() -> None:
@@ -84,7 +87,7 @@ def journal_kept(ground: Field) -> Iterator[None]:
 
 
 def _keep(directory: Path, whole: Path) -> None:
-    """Another name for every segment that is there, so that it stays when its first name goes."""
+    """Link every segment a second time, so that it stays when the hub deletes its own name."""
     whole.mkdir(exist_ok=True)
     for path in directory.glob("journal-*"):
         other = whole / path.name
@@ -99,7 +102,7 @@ def _keep(directory: Path, whole: Path) -> None:
 
 
 def expected(plan: PacedNode, journal: Steps) -> list[NDArray[np.float32]]:
-    """The anchors, if every push in the journal is in them once and whole."""
+    """Return the anchors that result if every push in the journal is in them once and whole."""
     found = []
     for unit, numel in enumerate(plan.numels):
         sums = np.zeros(numel, np.float32)
@@ -111,7 +114,7 @@ def expected(plan: PacedNode, journal: Steps) -> list[NDArray[np.float32]]:
 
 
 def attempts(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """A ledger, cut where its node was started anew."""
+    """Split a ledger at every restart of its node."""
     found: list[list[dict[str, Any]]] = []
     for line in lines:
         if line["event"] == "joined" or not found:
@@ -121,7 +124,7 @@ def attempts(lines: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def owed(attempt: list[dict[str, Any]], units: int) -> int:
-    """Steps of an attempt that has left, which are not in pushes that it saw accepted, over all units."""
+    """Return the steps of a node that left which are not in pushes it saw accepted, over all units."""
     if attempt[-1]["event"] != "left":
         return 0
     merged = Counter[int]()
@@ -139,7 +142,7 @@ def _seen(ledgers: list[list[dict[str, Any]]]) -> Steps:
 
 
 def _unanswered(ledgers: list[list[dict[str, Any]]]) -> Steps:
-    """In pushes whose node was killed before it saw the answer: accepted or not."""
+    """Return the steps in pushes whose node was killed before it saw the answer, accepted or not."""
     found = Steps()
     for attempt in (attempt for lines in ledgers for attempt in attempts(lines)):
         done = {(line["unit"], line["seq"]) for line in attempt if line["event"] == "answered"}
@@ -150,6 +153,6 @@ def _unanswered(ledgers: list[list[dict[str, Any]]]) -> Steps:
 
 
 def _mean_s(ledgers: list[list[dict[str, Any]]], ended_s: float) -> float:
-    """From a node's first joining to the end, mean over nodes."""
+    """Return the seconds from a node's first join to the end, mean over nodes."""
     began_s = [lines[0]["t"] for lines in ledgers]
     return float(np.mean([ended_s - t for t in began_s]))

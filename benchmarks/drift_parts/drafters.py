@@ -1,5 +1,7 @@
-"""Drafters of a policy that moves: trained in idle time, trained as much on the policy that stayed where it
-was, and trained on the moved policy until they learn no more."""
+"""Drafters of a moving policy: trained in idle time, on the unmoved policy, and to convergence.
+
+The second one gets as much training as the first, the third learns from the moved policy.
+"""
 
 import time
 from collections.abc import Sequence
@@ -33,16 +35,16 @@ SLOWEST = 60.0
 """A window ends without its processor time if it takes so many times as long: the machine is too busy."""
 STARTS_WITHIN_S = 600.0
 ROUND_STEPS = 16
-"""Of an oracle, between two looks at what it has learned."""
+"""Steps of an oracle between two evaluations."""
 LEARNS_NO_MORE = 0.003
-"""Of the match rate, in a round."""
+"""Increase of the match rate in a round, below which the rate is halved."""
 HALVINGS = 3
 ORACLE_ROW_PAIRS, ORACLE_LR = 512, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What the gate has decided so far."""
+    """Decisions of the gate so far."""
 
     published: int
     judged: int
@@ -53,14 +55,14 @@ class Gate:
 
 
 class IdleTrained:
-    """A drafter that learns in a process of its own, in windows; `close` ends that."""
+    """Drafter trained in windows by a process of its own; `close` ends the process."""
 
     def __init__(self, layer: DraftLayer, target: Target, learning: LearningConfig) -> None:
-        """layer: where training begins; it is copied."""
+        """Set up the process; layer: where training begins, copied."""
         self.layer = copy_of(layer)
         shape = RingShape.within(RING_BYTES, target.feature_size, torch.float32)
-        # Nothing of the run computes in a window, and what others compute is to change nothing of what is
-        # learned: here the trainer is no less than they are.
+        # The run computes nothing in a window, so the trainer needs no lower priority, and other processes
+        # should not change what it learns.
         idle = IdleConfig(niceness=0)
         self._work = train_when_idle(self.layer, ends_of(target), shape, learning=learning, idle=idle)
         self._number, self._begun_s = 1, 0.0
@@ -79,8 +81,10 @@ class IdleTrained:
         self._begun_s = self._work.used_s
 
     def wait(self, cause: str, idle_s: float) -> None:
-        """A window in which the trainer gets what is missing of all idle time up to now and `idle_s` more: a
-        busy machine makes it longer, but gives the trainer no more."""
+        """Open a window until the trainer has used all idle time so far and `idle_s` more.
+
+        A busy machine makes the window longer but gives the trainer no more time.
+        """
         self.idle_s += idle_s
         give_up_s = time.monotonic() + SLOWEST * idle_s + 1.0
         with self._work.window(cause):
@@ -88,12 +92,12 @@ class IdleTrained:
                 time.sleep(LOOK_S)
 
     def follow(self, target: Target) -> None:
-        """The policy has moved."""
+        """Send the weights of the moved policy to the trainer."""
         self._work.update_policy(policy_tensors(ends_of(target)), target.version)
         self.sink.ring.begin_step()
 
     def adopt(self) -> bool:
-        """Take what was published, if there is something new."""
+        """Take over what was published; return whether it is new."""
         found = self._work.newest(self._number)
         if found is None:
             return False
@@ -103,7 +107,7 @@ class IdleTrained:
 
     @property
     def used_s(self) -> float:
-        """Processor seconds of the trainer since it had started."""
+        """Return the processor seconds of the trainer since it started."""
         return self._work.used_s - self._begun_s
 
     @property
@@ -120,7 +124,7 @@ class IdleTrained:
 
 
 class Control:
-    """The same learning, as many microbatches of it, on rollouts of the policy that does not move."""
+    """The same training with equally many microbatches, on rollouts of the unmoved policy."""
 
     def __init__(self, layer: DraftLayer, target: Target, learning: LearningConfig) -> None:
         self.layer = copy_of(layer)
@@ -133,7 +137,7 @@ class Control:
         self.microbatches = 0
 
     def go_on(self, microbatches: int) -> None:
-        """Until it has done so many."""
+        """Train until `microbatches` are done."""
         while self.microbatches < microbatches and self._learning.microbatch():
             self.microbatches += 1
             better = self._learning.to_publish()
@@ -142,7 +146,7 @@ class Control:
 
 
 def collected(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Rollout], list[FeatureSample]]:
-    """What the policy says to `prompts`, and that with its features."""
+    """Return the policy's rollouts of `prompts`, and the same with its features."""
     width = engine.target.feature_size
     num_tokens = sum(len(p.tokens) + p.sampling.max_new_tokens for p in prompts)
     row_bytes = RingShape(width, torch.float32, 1).row_bytes
@@ -157,8 +161,10 @@ def collected(engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[Rollout],
 def oracle(
     layer: DraftLayer, samples: Sequence[FeatureSample], ends: PolicyEmbeddings, most_rounds: int
 ) -> tuple[DraftLayer, int]:
-    """The layer after training on a policy's samples until their held-out part says that it learns no more,
-    at a rate that is halved whenever it seems so; and how many steps that took."""
+    """Train a layer on a policy's samples until the held-out part shows no progress.
+
+    The rate is halved whenever progress stops. Returns the layer and the number of steps.
+    """
     config = DraftTrainingConfig(lr=ORACLE_LR, batch_pairs=2 * ORACLE_ROW_PAIRS, row_pairs=ORACLE_ROW_PAIRS)
     taught = [sample for sample in samples if sample.serial % HELD_OUT_EVERY]
     apart = pack([s for s in samples if s.serial % HELD_OUT_EVERY == 0], ORACLE_ROW_PAIRS)
@@ -181,7 +187,7 @@ def oracle(
 
 
 def matched(layer: DraftLayer, samples: Sequence[FeatureSample], ends: PolicyEmbeddings, depth: int) -> Match:
-    """How a drafter matches the policy on samples, without the chance of drawing."""
+    """Return how a drafter matches the policy on samples, from probabilities instead of draws."""
     return held_out_match(layer, pack(samples, ORACLE_ROW_PAIRS), ends, depth)
 
 
@@ -196,7 +202,7 @@ def copy_of(layer: DraftLayer) -> DraftLayer:
 
 
 def _batch(samples: Sequence[FeatureSample], num_pairs: int, rng: torch.Generator) -> list[FeatureSample]:
-    """Random samples of together so many pairs or a little more."""
+    """Return random samples with `num_pairs` pairs in total, or slightly more."""
     chosen: list[FeatureSample] = []
     while sum(len(sample.features_MF) for sample in chosen) < num_pairs:
         chosen.append(samples[int(torch.randint(len(samples), (), generator=rng))])

@@ -1,4 +1,4 @@
-"""How good drafters are on a policy as it is now: tokens per step, all with the same prompts and noise."""
+"""Evaluate drafters on the current policy: tokens per step, with equal prompts and noise for all."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,10 @@ ARM, SUFFIX_ARM = f"layer:{DEPTH}", f"suffix:{DEPTH}"
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One drafter on one policy."""
+    """Result of one drafter on one policy."""
 
     tokens_per_step: float
-    """Of a sample."""
+    """Tokens per step of a sample."""
     accepted_D: tuple[float, ...]
     """Share of the drafts that were right before this depth that are right here too. Empty: its drafts are of
     unequal depths."""
@@ -37,7 +37,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All drafters on one policy."""
+    """Results of all drafters on one policy."""
 
     step: int
     kl_nats: float
@@ -55,7 +55,7 @@ class Checkpoint:
 
 
 class Judge:
-    """Asks the same prompts with the same noise every time."""
+    """Evaluates with the same prompts and the same noise every time."""
 
     def __init__(
         self,
@@ -65,13 +65,16 @@ class Judge:
         asked: tuple[Sequence[Prompt], Sequence[Prompt]],
         oracle_rounds: int,
     ) -> None:
-        """policies: the one that moves, which `target` is of, and the one it was. layer: the static
-        drafter, where oracles begin too. asked: the prompts to judge by, and those oracles learn from."""
+        """Set up the evaluation.
+
+        policies: the moving one, which `target` is of, and the one at the start. layer: the static drafter,
+        where oracles begin too. asked: the prompts to evaluate on, and those that oracles learn from.
+        """
         self._policies, self._target, self._static = policies, target, layer
         self._oracle_rounds, (self._asked, self._oracle_asked) = oracle_rounds, asked
 
     def look(self, step: int, drafters: Mapping[str, DraftLayer], idle: IdleTrained) -> Checkpoint:
-        """At a moment when the target has no live rows."""
+        """Evaluate all drafters; the target must have no live rows."""
         best, oracle_steps = self._oracle(drafters["idle-trained"])
         first = self._engine(self._static)
         said, samples = collected(first, self._asked)
@@ -98,7 +101,7 @@ class Judge:
         )
 
     def _oracle(self, quick: DraftLayer) -> tuple[DraftLayer, int]:
-        """quick: drafts while it collects, which changes no token."""
+        """Return a trained oracle; quick: drafts during the collection, which changes no token."""
         _, samples = collected(self._engine(quick), self._oracle_asked)
         return oracle(self._static, samples, ends_of(self._target), self._oracle_rounds)
 
@@ -118,6 +121,6 @@ def _standing(engine: Engine, overlap_D: tuple[float, ...]) -> Standing:
 
 
 def _distinct_candidates(said: Sequence[Rollout], other: Sequence[Rollout]) -> set[int]:
-    """Samples of which the two differ."""
+    """Return the samples in which the two differ."""
     tokens = {rollout.prompt.sample: rollout.tokens for rollout in other}
     return {one.prompt.sample for one in said if one.tokens != tokens[one.prompt.sample]}

@@ -1,8 +1,7 @@
-"""A policy that moves: reinforcement learning on its own rollouts, with a reward that it can always have more
-of; and how far it has moved.
+"""Move a policy by reinforcement learning on its own rollouts, and measure how far it has moved.
 
-The reward is the share of one letter in what it writes. It is no use to anybody; but every rollout has some,
-so that a small policy learns from the first step on, and it can go as far as one likes.
+The reward is the share of one letter in the text. It has no use, but every rollout has some of it, so that a
+small policy learns from the first step on, and it can grow as far as the benchmark needs.
 """
 
 import math
@@ -19,30 +18,32 @@ from aedit.spec_rollout.sampling.samples import Rollout
 
 LETTER = ord("e")
 ROWS_AT_ONCE = 16
-"""Of a teacher-forced pass."""
+"""Rows of a teacher-forced pass."""
 AHEAD = 3
 """Steps in which a policy that is behind or ahead of its schedule comes back to it."""
 FASTER, SLOWER = 1.5, 0.7
-"""From one step to the next, at most."""
+"""Largest factors by which the rate changes from one step to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A rollout, and how much each of its tokens weighs; below 0 it is unlearned."""
+    """Rollout with the weight of each of its tokens; below 0 its probability is lowered."""
 
     rollout: Rollout
     weight: float
 
 
 def reward(rollout: Rollout) -> float:
-    """The share of the letter in the rollout."""
+    """Return the share of the letter in the rollout."""
     return rollout.tokens.count(LETTER) / len(rollout.tokens)
 
 
 def policy_gradient(rollouts: Sequence[Rollout]) -> list[Lesson]:
-    """Rollouts weighed by their advantage, the reward less the mean of their group over its spread (GRPO,
-    arXiv:2402.03300; one step per batch, so that there is no ratio to clip), by the tokens of all. Groups of
-    equal rewards teach nothing."""
+    """Return rollouts weighted by their advantage and normalized by the number of all tokens.
+
+    The advantage is the reward minus the mean of its group, over the group's spread (GRPO, arXiv:2402.03300;
+    one step per batch, so that there is no ratio to clip). Groups of equal rewards have weight 0.
+    """
     num_tokens = sum(len(rollout.tokens) for rollout in rollouts)
     lessons = []
     for _, members in groupby(sorted(rollouts, key=_group), key=_group):
@@ -56,10 +57,11 @@ def policy_gradient(rollouts: Sequence[Rollout]) -> list[Lesson]:
 
 
 def paced(lr: float, lr_sum: float, kl_nats: float, wanted_nats: float) -> float:
-    """The rate with which the policy is where it is wanted in `AHEAD` steps, if it goes on as it has gone:
-    the root of KL grows like the sum of the rates.
+    """Return the rate that brings the policy to the wanted distance in `AHEAD` steps.
 
-    lr: of the last step. lr_sum: of all steps. wanted_nats: that many steps ahead."""
+    It assumes that the root of KL grows like the sum of the rates. lr: of the last step. lr_sum: of all
+    steps. wanted_nats: that many steps ahead.
+    """
     gone = math.sqrt(max(kl_nats, 0.0))
     if not (gone and lr_sum):
         return lr
@@ -79,7 +81,7 @@ class Mover:
         self._inner = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
     def learn(self, lessons: Sequence[Lesson]) -> None:
-        """One step up the weighed log-probabilities of the answers."""
+        """Take one step up the weighted log-probabilities of the answers."""
         self.lr_sum += self.lr
         for group in self._inner.param_groups:
             group["lr"] = self.lr
@@ -99,8 +101,10 @@ class Mover:
 
 @torch.no_grad()
 def moved(now: PreTrainedModel, start: PreTrainedModel, rollouts: Sequence[Rollout]) -> tuple[float, float]:
-    """(KL(now || start), entropy of now), nats per token of what `now` has said, each token's from the whole
-    distributions."""
+    """Return (KL(now || start), entropy of now) in nats per token of the rollouts of `now`.
+
+    Each token's value is computed from the whole distributions.
+    """
     sums = torch.zeros(3, dtype=torch.float64)
     for part in _parts(rollouts):
         said_BT = part.answers_BT[:, 1:]
@@ -114,7 +118,7 @@ def moved(now: PreTrainedModel, start: PreTrainedModel, rollouts: Sequence[Rollo
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Texts side by side, padded behind their ends, where no token that counts can see."""
+    """Texts in one batch, padded after their ends, where no counted token attends."""
 
     indices: list[int]
     ids_BT: Tensor
@@ -123,7 +127,7 @@ class _Part:
 
 
 def _parts(rollouts: Sequence[Rollout]) -> Iterator[_Part]:
-    """Those of like length together."""
+    """Group texts of similar length."""
     texts = [(*rollout.prompt.tokens, *rollout.tokens) for rollout in rollouts]
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
     for first in range(0, len(order), ROWS_AT_ONCE):

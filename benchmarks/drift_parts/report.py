@@ -1,4 +1,4 @@
-"""What a policy's drift cost each drafter, as tables and bars."""
+"""Report what a policy's drift cost each drafter, as tables and bars."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ NAMES = ("static", "idle-trained", "control", "oracle", "suffix")
 
 
 def report(seen: Sequence[Checkpoint], size: Size) -> Report:
-    """A row for each checkpoint, and the bars over all that they are for."""
+    """Return a row for each checkpoint, and the bars over all of them."""
     shown = f"{size.groups} x {size.samples} rollouts of {size.most_new} tokens"
     return Report(
         name=f"Tokens per step at {ARM}, T = 1, as the policy moves",
@@ -42,7 +42,7 @@ def report(seen: Sequence[Checkpoint], size: Size) -> Report:
 
 
 def depths(seen: Sequence[Checkpoint]) -> Report:
-    """How acceptance falls along a draft, for the drafters with drafts of one depth."""
+    """Return the acceptance by depth, for the drafters with drafts of one depth."""
     rows = [
         (f"{one.step} {name}", *_by_depth(standing.accepted_D, standing.overlap_D))
         for one in seen
@@ -77,7 +77,7 @@ def over_control(seen: Checkpoint) -> float:
 
 
 def recovery(seen: Checkpoint) -> float:
-    """Not a number where the oracle is no better than the static drafter: there is nothing to recover."""
+    """Return the recovered share of the loss; NaN where the oracle is no better than the static drafter."""
     lost = _tokens(seen, "oracle") - _tokens(seen, "static")
     return (_tokens(seen, "idle-trained") - _tokens(seen, "static")) / lost if lost > 0 else math.nan
 
@@ -120,7 +120,7 @@ def _bars(seen: Sequence[Checkpoint]) -> list[Bar]:
 
 
 def _bar(seen: Sequence[Checkpoint], of: Callable[[Checkpoint], float], least: float, text: str) -> Bar:
-    """All checkpoints must reach it; the least of them is told."""
+    """Return a bar that all checkpoints must reach; its text has the lowest value."""
     if not seen:
         return Bar(f"{text}: no checkpoint there, wanted {least}", None)
     worst = min(seen, key=of)

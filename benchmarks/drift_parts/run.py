@@ -1,4 +1,4 @@
-"""The run in which a policy moves and its drafter learns in the waits."""
+"""Run in which a policy moves and its drafter trains during the waits."""
 
 import time
 from collections.abc import Iterator
@@ -24,32 +24,32 @@ from benchmarks.kit.policy_drafter import Recipe, drafter_ready
 from benchmarks.policies import PROMPT_BYTES, Policy, load, prompts
 
 IDLE_SHARE, HARVEST = 0.2, 0.85
-"""Of the step; and of the idle time that a trainer uses, by `benchmarks.idle`."""
+"""Idle share of a step, and the share of idle time that a trainer uses, by `benchmarks.idle`."""
 MOST_LR = 20.0
 """Times what it was at first, and as much lower."""
 PACED_BY = 8
 """Rollouts of a step, by which its policy is found to be too fast or too slow."""
 RUN_SEED, EVAL_SEED, ORACLE_SEED = 1, 2, 3
-"""Of prompts; the names of their noise differ too."""
+"""Seeds of prompts; the names of their noise differ too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is done."""
+    """Amount of work."""
 
     recipe: Recipe
-    """Of the drafter it begins with, and of its policy."""
+    """Recipe of the first drafter and of its policy."""
     steps: int
     looks: int
     """Checkpoints after the first, which is before step 0."""
     groups: int
     """Prompts of a step."""
     samples: int
-    """Of a prompt."""
+    """Samples of a prompt."""
     most_new: int
     """Tokens of a rollout."""
     lr: float
-    """Of the first one."""
+    """Learning rate of the first step."""
     kl_nats: float
     """Per token, where the policy is to be in the end."""
     judged_groups: int
@@ -61,8 +61,10 @@ class Size:
         return [round(self.steps * i / self.looks) for i in range(self.looks + 1)]
 
     def wanted_nats(self, step: int) -> float:
-        """How far the policy is to be after so many steps: what it has learned grows with them, and KL with
-        the square of that."""
+        """Return the KL that the policy should have after `step` steps.
+
+        What it has learned grows with the steps, and KL with the square of that.
+        """
         return self.kl_nats * (step / self.steps) ** 2
 
 
@@ -97,12 +99,15 @@ QUICK = Size(
 
 
 class Drift:
-    """A policy, those who follow it, and the judge. A context manager: leaving it ends the trainer."""
+    """Policy, drafters and their evaluation. A context manager: leaving it ends the trainer."""
 
     def __init__(
         self, size: Size, policies: tuple[PreTrainedModel, PreTrainedModel], layer: DraftLayer
     ) -> None:
-        """policies: two copies of one: to be moved, in place, and to stay. layer: its drafter."""
+        """Set up the run.
+
+        policies: two copies of one, the first to be moved in place. layer: its drafter.
+        """
         self._size, self._policies, self._step = size, policies, 0
         rows, max_tokens = size.groups * size.samples, PROMPT_BYTES + size.most_new
         self._target, start_target = (Target.of(m, rows=rows, max_tokens=max_tokens) for m in policies)
@@ -123,7 +128,7 @@ class Drift:
 
     @classmethod
     def of(cls, size: Size, root: Path) -> Self:
-        """Policy and drafter are trained first if they are not there."""
+        """Return the run; train policy and drafter first if they do not exist."""
         path = drafter_ready(size.recipe, root)
         policies = load(size.recipe.policy, root), load(size.recipe.policy, root)
         made = cls(size, policies, DraftLayer.load(path, policies[0]))
@@ -135,7 +140,7 @@ class Drift:
         return made
 
     def step(self) -> None:
-        """Of the policy; and as much of the control as the trainer has done in its waits."""
+        """Take a step of the policy, and as many of the control as the trainer has taken in its waits."""
         rows = self._size.groups * self._size.samples
         asked = self._asked[rows * self._step : rows * (self._step + 1)]
         self._step += 1
@@ -154,7 +159,7 @@ class Drift:
         self._control.go_on(self._idle.microbatches)
 
     def look(self) -> Checkpoint:
-        """How all drafters do on the policy as it is now."""
+        """Evaluate all drafters on the current policy."""
         drafters = {"idle-trained": self._idle.layer, "control": self._control.layer}
         return self._judge.look(self._step, drafters, self._idle)
 
@@ -165,7 +170,7 @@ class Drift:
         self._idle.close()
 
     def _pace(self, rollouts: list[Rollout]) -> None:
-        """Faster or slower, by where the policy is and where it is to be."""
+        """Adjust the rate to the wanted distance of the policy."""
         kl_nats, _ = moved(*self._policies, rollouts[:: -(-len(rollouts) // PACED_BY)])
         wanted_nats = self._size.wanted_nats(self._step - 1 + AHEAD)
         lr = paced(self._mover.lr, self._mover.lr_sum, kl_nats, wanted_nats)
@@ -186,8 +191,10 @@ class Used:
 
 @contextmanager
 def foreground() -> Iterator[Used]:
-    """What is inside is done by one thread, and its time is taken. (What is outside belongs to the measuring,
-    and takes what torch takes.)"""
+    """Run the block on one thread and take its time.
+
+    What is outside the block belongs to the measurement and uses as many threads as torch does.
+    """
     used, began_s = Used(), time.process_time()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -199,7 +206,7 @@ def foreground() -> Iterator[Used]:
 
 
 def _asked(size: Size, seed: int, groups: int, samples: int) -> list[Prompt]:
-    """Prompts at temperature 1, each `samples` times."""
+    """Return prompts at temperature 1, each `samples` times."""
     sampling = Sampling(max_new_tokens=size.most_new)
     return [
         Prompt(tokens=tokens, rollout=seed, sample=samples * group + i, group=group, sampling=sampling)

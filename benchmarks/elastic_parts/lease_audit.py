@@ -1,4 +1,4 @@
-"""Who has drawn which sample how often, by a hub's journal, without using the hub's own books."""
+"""Count from a hub's journal how often each sample was drawn, independently of the hub's ledger."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,10 +20,13 @@ class Attempt:
     node: int
     blocks: list[tuple[int, int]] = field(default_factory=list)
     steps: dict[int, int] = field(default_factory=dict)
-    """By unit, in accepted pushes."""
+    """Steps in accepted pushes, by unit."""
 
     def drawn(self, unit: int, samples_per_step: int) -> list[tuple[int, int]]:
-        """Positions whose gradients are in accepted pushes of the unit: a node draws its leases in order."""
+        """Return the positions whose gradients are in accepted pushes of the unit.
+
+        A node draws its leases in order.
+        """
         left, found = self.steps.get(unit, 0) * samples_per_step, []
         for start, end in self.blocks:
             found.append((start, min(end, start + left)))
@@ -32,12 +35,12 @@ class Attempt:
 
 
 class Audit:
-    """Feed it all records of a run, in order."""
+    """Audit of the leases; takes all records of a run, in order."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.holder = np.full(_ROOM, NOBODY, np.int32)
         self.used = np.zeros(_ROOM, np.int32)
-        """How often each position was said to be in an accepted push."""
+        """Number of accepted pushes reported to contain each position."""
         self.at_two = 0
         """Positions leased while another node had them, or after they were used."""
         self.not_held = 0
@@ -49,7 +52,7 @@ class Audit:
             self.take(record)
 
     def take(self, record: Record) -> None:
-        """The next record."""
+        """Process the next record."""
         match record:
             case Founded(_, _, num_samples):
                 self.num_samples = num_samples
@@ -81,16 +84,16 @@ class Audit:
 
     @property
     def complete(self) -> int:
-        """Epochs of which every sample has been drawn."""
+        """Return the number of epochs of which every sample has been drawn."""
         return int(np.argmax(self.used == 0)) // self.num_samples
 
     @property
     def wrong(self) -> int:
-        """Samples of those epochs that were not drawn exactly once, by the hub's ledger."""
+        """Return the samples of those epochs that were not drawn exactly once, by the hub's ledger."""
         return int((self.used[: self.complete * self.num_samples] != 1).sum())
 
     def drawn(self, unit: int, samples_per_step: int) -> NDArray[np.int32]:
-        """How often each position is in an accepted push of the unit, by the nodes' steps."""
+        """Return how often each position is in an accepted push of the unit, by the nodes' steps."""
         counts = np.zeros(_ROOM, np.int32)
         for attempt in self.attempts:
             for start, end in attempt.drawn(unit, samples_per_step):

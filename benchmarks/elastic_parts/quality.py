@@ -1,5 +1,7 @@
-"""The part of `benchmarks.elastic` with real gradients: held-out loss while nodes come and go, in virtual
-time."""
+"""Part of `benchmarks.elastic` with real gradients.
+
+Held-out loss while nodes come and go, in virtual time.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ SPEEDS_S = (1.0, 0.8, 1.3, 1.0, 0.7, 1.6)
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who is there in one phase. killed: of those who go at its beginning, those who do not say goodbye."""
+    """Members of one phase. killed: those of the nodes leaving at its start that leave without a message."""
 
     nodes: frozenset[int]
     killed: frozenset[int] = frozenset()
@@ -51,7 +53,7 @@ class Curve:
     loss: tuple[float, ...]
 
     def jump(self, changed_s: float, window_s: float) -> float:
-        """How far the loss rises above that before the change, as a share; below 0: it only fell."""
+        """Return how far the loss rises above that before the change, as a share; below 0 it only fell."""
         before = [loss for at_s, loss in zip(self.at_s, self.loss, strict=True) if at_s <= changed_s][-1]
         after = [
             loss
@@ -62,12 +64,12 @@ class Curve:
 
     @property
     def largest_rise(self) -> float:
-        """Between two neighbours anywhere, as a share: what goes up and down by itself."""
+        """Return the largest rise between two neighbours, as a share: the loss's own fluctuation."""
         return max(b / a - 1 for a, b in zip(self.loss, self.loss[1:], strict=False))
 
 
 def setting(seed: int, phase_s: float) -> Setting:
-    """All local steps of the schedule, as a mean over six nodes."""
+    """Return the setting, whose local steps are those of the schedule as a mean over six nodes."""
     steps = sum(phase_s / SPEEDS_S[node] for phase in PHASES for node in phase.nodes)
     return Setting(seed=seed, step_s=SPEEDS_S, steps=round(steps / len(SPEEDS_S)), held_out=64)
 
@@ -76,7 +78,7 @@ class Elastic:
     """One run under `PHASES`."""
 
     def __init__(self, of: Setting, method: Method, phase_s: float, look_s: float) -> None:
-        """look_s: virtual seconds between two measurements of the loss."""
+        """Set up the run; look_s: virtual seconds between two measurements of the loss."""
         self.setting, self.method, self.phase_s, self.look_s = of, method, phase_s, look_s
         self.start = warm_up(of)
         self.probe: nn.Module = start_model(of, self.start)[0]
@@ -108,7 +110,7 @@ class Elastic:
 
     def _join(self, index: int) -> Node:
         model, inner = start_model(self.setting, self.start)
-        if self.joined:  # who comes later has no optimizer state yet
+        if self.joined:  # a node that joins later has no optimizer state yet
             inner = make_inner(model, self.setting.train)
         shard = self.setting.shard(index, seed=2 + self.joined)
         node = make_node(self.hub, self.setting, self.method, index, (model, inner), shard)

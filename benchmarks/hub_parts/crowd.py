@@ -1,4 +1,4 @@
-"""How soon does a busy hub answer, and how much memory does it take? Part of `benchmarks.hub`."""
+"""Measure how soon a busy hub answers and how much memory it takes. Part of `benchmarks.hub`."""
 
 import threading
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How many nodes there are, how fast they are and what they send."""
+    """Number of nodes, their speed and what they send."""
 
     nodes: int
     processes: int
@@ -49,7 +49,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """What all nodes saw together."""
+    """Results of all nodes together."""
 
     heartbeat_s: list[float]
     merged: int
@@ -59,7 +59,7 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Of a hub, in bytes."""
+    """Memory of a hub, in bytes."""
 
     idle: int
     """Before anybody has joined."""
@@ -68,7 +68,7 @@ class Memory:
     own: int
     """The most without those, as far as looking at it every 20 ms has shown."""
     params: int
-    """Of the model in fp32."""
+    """Parameters of the model, in fp32."""
     merged: int
 
     @property
@@ -77,13 +77,13 @@ class Memory:
 
 
 def crowd(size: Size) -> Crowd:
-    """Many nodes at one hub."""
+    """Run many nodes at one hub."""
     with hub_process(ASYNC) as hub:
         return _together(run_jobs("benchmarks.hub_parts.member", _crews(size, hub.address)))
 
 
 def memory(size: Size, settings: str) -> Memory:
-    """A hub that takes pushes in as fast as they come."""
+    """Run a hub that receives pushes as fast as it can take them; return its memory."""
     with hub_process(settings) as hub:
         idle = memory_bytes(hub.pid, "VmRSS")
         with _watched(hub) as own:
@@ -95,7 +95,7 @@ def memory(size: Size, settings: str) -> Memory:
 
 @contextmanager
 def _watched(hub: HubProcess) -> Iterator[list[int]]:
-    """A list that fills with the bytes the hub has of its own."""
+    """Yield a list that fills with the bytes of the hub's own memory."""
     own, over = [memory_bytes(hub.pid, "RssAnon")], threading.Event()
 
     def watch() -> None:
@@ -112,7 +112,7 @@ def _watched(hub: HubProcess) -> Iterator[list[int]]:
 
 
 def _crews(size: Size, address: str) -> list[Crew]:
-    """The nodes, dealt out to the processes."""
+    """Return the nodes, divided among the processes."""
     every = 64
     share = [0.5 + node / max(1, size.nodes - 1) for node in range(size.nodes)]
     return [

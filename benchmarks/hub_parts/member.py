@@ -1,8 +1,8 @@
-"""Nodes of `benchmarks.hub`: all that a hub sees of a node, and nothing that takes time itself.
+"""Nodes of `benchmarks.hub`: everything a hub sees of a node, without the computation.
 
-Many fit into one process. Each sleeps through its steps, sends the same pseudo-gradients after every so many
-of them, fetches the anchors once the hub has decided, and reports with each heartbeat. Prints "ready" once
-all are members of a run that is founded, begins when a line comes in, and prints one JSON line at the end.
+Many fit into one process. Each sleeps through its steps, sends the same pseudo-gradients at its interval,
+fetches the anchors once the hub has decided, and reports with each heartbeat. Prints "ready" once all are
+members of a run that is founded, begins when a line comes in, and prints one JSON line at the end.
 """
 
 import json
@@ -27,27 +27,27 @@ LATE_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crew:
-    """The nodes of one process, and what they are to do."""
+    """Nodes of one process, and their job."""
 
     hub: str
     names: list[str]
     step_s: list[float]
-    """Of each node."""
+    """Step time of each node."""
     every: int
     """Steps between two pushes of every unit."""
     units: int
     numel: int
-    """Of each unit."""
+    """Elements of each unit."""
     codec: str
     seconds: float
 
 
 @dataclass(slots=True)
 class Seen:
-    """What the nodes of one process saw."""
+    """Results of the nodes of one process."""
 
     heartbeat_s: list[float] = field(default_factory=list)
-    """How long the hub took to answer a heartbeat."""
+    """Seconds until the hub answered each heartbeat."""
     merged: int = 0
     """Pushes of a unit."""
     refused: int = 0
@@ -56,7 +56,7 @@ class Seen:
 
 
 class Payloads:
-    """What all nodes of a process send: pseudo-gradients that agree, and the first anchor."""
+    """Payloads of all nodes of a process: pseudo-gradients that agree, and the first anchor."""
 
     def __init__(self, crew: Crew) -> None:
         rng = np.random.default_rng(0)
@@ -86,7 +86,7 @@ class Node:
         self._heartbeats = threading.Thread(target=self._heartbeat, daemon=True)
 
     def join(self) -> None:
-        """Become a member, and bring the first anchors if nobody else does."""
+        """Become a member, and send the first anchors if no other node does."""
         reply = self._client.join(_request(self._name, self._crew))
         self._who = pb.Who(run=RUN, term=reply.term, node=reply.node, session=reply.session)
         self._heartbeats.start()
@@ -113,7 +113,7 @@ class Node:
         self._client.close()
 
     def _exchange(self) -> None:
-        """All units go up before the first comes down."""
+        """Push all units before the first is pulled."""
         for unit in range(self._crew.units):
             self._push(unit, self._crew.codec, self._payloads.push)
         for unit in range(self._crew.units):
@@ -131,7 +131,7 @@ class Node:
         self._hear([self._client.push(head, data).news])
 
     def _pull(self, unit: int) -> None:
-        """Once there is an anchor: another node may still be bringing the first."""
+        """Pull once there is an anchor: another node may still be sending the first."""
         give_up_s = time.monotonic() + WITHIN_S
         while True:
             try:
@@ -144,7 +144,7 @@ class Node:
         self._versions[unit] = head.version
 
     def _decision(self, unit: int) -> pb.UnitNews:
-        """What became of the last push of `unit`."""
+        """Return the hub's decision on the last push of `unit`."""
         with self._change:
             if not self._change.wait_for(lambda: self._is_decided(unit), WITHIN_S):
                 raise TimeoutError(f"{self._name}: no decision on unit {unit} within {WITHIN_S:g} s")
@@ -161,7 +161,7 @@ class Node:
             self._change.notify_all()
 
     def _heartbeat(self) -> None:
-        """As the node agent does, in a thread of its own."""
+        """Send heartbeats from a thread of its own, as the node agent does."""
         while not self._over.wait(BEAT_S):
             began = time.perf_counter()
             news = self._client.heartbeat(pb.HeartbeatRequest(who=self._who, steps_per_s=1 / self._step_s))
@@ -170,7 +170,7 @@ class Node:
 
 
 def run(crew: Crew) -> Seen:
-    """All nodes of this process, a thread each."""
+    """Run all nodes of this process, one thread each."""
     seen, payloads = Seen(), Payloads(crew)
     nodes = [Node(crew, index, payloads, seen) for index in range(len(crew.names))]
     with ThreadPoolExecutor(len(nodes)) as threads:

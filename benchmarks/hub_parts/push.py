@@ -1,4 +1,4 @@
-"""How much of what a socket carries does a push over gRPC carry? Part of `benchmarks.hub`.
+"""Compare the rate of pushes over gRPC with that of a bare socket. Part of `benchmarks.hub`.
 
 One process sends 1 MiB chunks to another, by turns over gRPC as nodes push (protobuf, a CRC at both ends,
 limits, deadlines) and over a bare TCP socket with an 8-byte length before each chunk and one byte back.
@@ -28,8 +28,10 @@ MOVES_WITHIN_S = 120.0
 
 
 def push_seconds(num_bytes: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of each push of `num_bytes` random bytes over gRPC, and of each over a bare socket, by turns. A
-    first one of each, which makes connections and takes memory, does not count."""
+    """Return the seconds of each push of `num_bytes` random bytes over gRPC and over a bare socket, by turns.
+
+    The first push of each, which makes connections and allocates memory, does not count.
+    """
     data = memoryview(np.random.default_rng(0).bytes(num_bytes))
     with _receiver(num_bytes) as (grpc_port, tcp_port):
         client = HubClient(f"{HOST}:{grpc_port}", call_timeout_s=MOVES_WITHIN_S)
@@ -71,7 +73,7 @@ def _send(bare: socket.socket, data: memoryview) -> None:
 
 @contextmanager
 def _receiver(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Its ports, for gRPC and for the bare socket."""
+    """Start the receiver; yield its ports, for gRPC and for the bare socket."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_receive, args=(there, num_bytes), daemon=True)
@@ -88,7 +90,7 @@ def _receiver(num_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 class _Sink:
-    """Takes pushes and throws them away."""
+    """Receiver that discards pushes."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -120,7 +122,7 @@ def _receive(asked: Connection, num_bytes: int) -> None:
 
 
 def _receive_bare(bare: socket.socket, num_bytes: int) -> None:
-    """As the hub does: every push into memory of its own, taken as it arrives."""
+    """Receive every push into memory of its own as it arrives, as the hub does."""
     while True:
         buffer, received = np.empty(num_bytes, np.uint8).data, 0
         while received < num_bytes:

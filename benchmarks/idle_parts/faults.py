@@ -1,4 +1,4 @@
-"""A trainer that dies, hangs or publishes rubbish, again and again, while its node takes steps."""
+"""Trainer that dies, hangs or publishes invalid weights repeatedly while its node takes steps."""
 
 import tempfile
 import time
@@ -21,27 +21,27 @@ GIVE_UP_S = 60.0
 PAIRS_AFTER = 2
 """Steps beside the start of the next trainer."""
 COUNTERS = {"disk full": "checkpoints_failed", "corrupt publish": "corrupt"}
-"""What grows when a fault has been had; for the others it is the deaths."""
+"""Counter that grows with each fault; for faults not listed it is the number of deaths."""
 LARGEST = 100.0
-"""Far above what the training publishes, and far below what noise has somewhere."""
+"""Bound far above the published values and far below the largest values of noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suffered:
-    """What came of the faults of one kind."""
+    """Results of the faults of one kind."""
 
     fault: str
     injected: int
     kept: int
-    """After so many of them the node had a whole drafter, and a second look found it or nothing."""
+    """Number of faults after which the node had a whole drafter, and a second read found it or nothing."""
     recovered: int
-    """And after so many the trainer published and saved again."""
+    """Number of faults after which the trainer published and saved again."""
     bad_drafters: int
     pairs: tuple[Pair, ...]
 
 
 def suffer(fault: str, foreground: Foreground, count: int, waits_s: tuple[float, float]) -> Suffered:
-    """Steps go on in pairs while the trainer has `fault` and while the next one begins."""
+    """Take steps in pairs while the trainer has `fault` and while the next trainer starts."""
     with tempfile.TemporaryDirectory() as folder:
         orders = Path(folder, "orders")
         config = IdleConfig(
@@ -66,7 +66,7 @@ def suffer(fault: str, foreground: Foreground, count: int, waits_s: tuple[float,
 
 
 class Node:
-    """Takes steps in pairs, and takes what is published after each."""
+    """Takes steps in pairs, and adopts what is published after each."""
 
     def __init__(self, work: DrafterTraining, race: Race) -> None:
         self._work, self._race = work, race
@@ -87,7 +87,7 @@ class Node:
         return self.recovers()
 
     def recovers(self) -> bool:
-        """Whether there is a new drafter, and a new checkpoint, within a long wait."""
+        """Return whether a new drafter and a new checkpoint appear within a long wait."""
         number, saved = self._number, self._work.status()["checkpoints"]
         give_up_s = time.monotonic() + GIVE_UP_S
         with self._work.window("recovery"):
@@ -107,14 +107,14 @@ class Node:
         self._look()
 
     def _look(self) -> None:
-        """What an engine does between two of its steps."""
+        """Take over the newest drafter, as an engine does between two of its steps."""
         found = self._work.newest(self._number)
         if found is not None:
             self._drafter = found
             self.bad_drafters += not all(map(_is_whole, found.tensors.values()))
 
     def _has_the_last_good(self, fault: str) -> bool:
-        """A second look, at whatever is there, finds what the node has, or nothing that is whole."""
+        """Return whether a second read finds the node's drafter, or nothing that is whole."""
         found = self._work.newest(0)
         if fault == "corrupt publish":
             return found is None and self._drafter is not None

@@ -1,4 +1,4 @@
-"""A node that trains and waits in turn, and whether a trainer in its waits makes its steps longer."""
+"""Node that trains and waits in turn, to measure whether a trainer in its waits makes its steps longer."""
 
 import random
 import time
@@ -34,7 +34,7 @@ class Foreground:
             self.step(number)
 
     def step(self, number: int) -> None:
-        """On samples that are known by their number."""
+        """Take a step on the samples of this number."""
         first = BATCH_SIZE * number
         samples = batch(self._train, np.arange(first, first + BATCH_SIZE) % len(self._train))
         inner_step(self._model, self._inner, samples)
@@ -42,7 +42,7 @@ class Foreground:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What a wait is used for."""
+    """Use of a wait."""
 
     window: Window = nullcontext
     goes_on: bool = False
@@ -54,8 +54,10 @@ OFF = Arm()
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Seconds from the end of a wait to the end of the step after it, with a trainer in the wait and
-    without. The waits are of one length and the steps on the same samples."""
+    """Seconds from the end of a wait to the end of the next step, with and without a trainer in the wait.
+
+    The waits are of one length and the steps on the same samples.
+    """
 
     on_s: float
     off_s: float
@@ -84,15 +86,15 @@ class Ratio:
 
 
 class Race:
-    """Waits and steps of several arms in turn, in an order that is drawn for each turn."""
+    """Waits and steps of several arms in turn, in a random order per turn."""
 
     def __init__(self, foreground: Foreground, waits_s: tuple[float, float], seed: int = 0) -> None:
-        """waits_s: the shortest and the longest wait."""
+        """Set up the race; waits_s: the shortest and the longest wait."""
         self._foreground, self._waits_s, self._chance = foreground, waits_s, random.Random(seed)
         self._number = 0
 
     def turn(self, arms: Mapping[str, Arm]) -> dict[str, float]:
-        """Seconds of each arm, for one wait and one step that are the same for all."""
+        """Return the seconds of each arm, for one wait and one step that are the same for all."""
         wait_s, names = self._chance.uniform(*self._waits_s), list(arms)
         self._chance.shuffle(names)
         self._number += 1

@@ -1,4 +1,4 @@
-"""The real training of a draft layer, as a benchmark's trainer."""
+"""Real training of a draft layer, as a benchmark's trainer."""
 
 import os
 import time
@@ -20,8 +20,10 @@ NUM_SAMPLES, SAMPLE_TOKENS = 64, 256
 
 
 def learner(config: IdleConfig) -> DrafterTraining:
-    """The real training of a draft layer for a policy of about ten million parameters, on features that are
-    noise; it is never content, and never publishes."""
+    """Return the training of a draft layer for a policy of about ten million parameters, on random features.
+
+    It never converges and never publishes.
+    """
     sizes = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN_SIZE,
@@ -46,7 +48,7 @@ def learner(config: IdleConfig) -> DrafterTraining:
 
 
 def begun(work: DrafterTraining) -> None:
-    """Wait until it has begun to learn. Raises TimeoutError: it has no core while others want all."""
+    """Wait until it has begun to learn. Raises TimeoutError if it gets no core on a busy machine."""
     give_up_s = time.monotonic() + BEGINS_WITHIN_S
     with work.window("start"):
         while work.status()["steps"] == 0:

@@ -1,4 +1,4 @@
-"""Small trainings for the trainer's process, made to keep it busy, and to go wrong when a file says so."""
+"""Small trainings that keep the trainer's process busy, and fail when a file says so."""
 
 import os
 import resource
@@ -20,22 +20,22 @@ FAULTS = ("killed", "hung", "out of memory", "disk full", "corrupt publish")
 MENDED_BY = {"disk full": "disk empty", "corrupt publish": "publish"}
 """Orders after which all is well again; the other faults end the process."""
 SMALL_BYTES = 4096
-"""What a file may grow to when the disk is full."""
+"""Largest size of a file when the disk is full."""
 
 
 def weights(seed: int = 0, width: int = WIDTH) -> dict[str, Tensor]:
-    """A drafter to begin with."""
+    """Return the initial weights of a drafter."""
     rng = torch.Generator().manual_seed(seed)
     return {"fc.weight": torch.randn(width, width, generator=rng) / width**0.5}
 
 
 def policy(value: float = 1.0) -> dict[str, Tensor]:
-    """An embedding and a head that are known by their value."""
+    """Return an embedding and a head whose elements are all `value`."""
     return {"embedding": torch.full((8, 4), value), "head": torch.full((8, 4), value)}
 
 
 class Regression:
-    """Learns to be a fixed matrix; every microbatch makes it better, and it publishes every so many."""
+    """Learns a fixed matrix; every microbatch improves it, and it publishes at an interval."""
 
     def __init__(
         self, memory: TrainerMemory, width: int = WIDTH, rows: int = 64, publish_every: int = 5
@@ -80,7 +80,7 @@ class Regression:
 
 
 class Faulty(Regression):
-    """The same; when the file `orders` names a fault, it has it once."""
+    """The same training, with the faults that the file `orders` names, each once."""
 
     def __init__(self, memory: TrainerMemory, orders: Path, width: int = WIDTH) -> None:
         super().__init__(memory, width)
@@ -109,14 +109,14 @@ class Faulty(Regression):
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         elif order == "corrupt publish":
             spoil_newest(self._memory)
-            # Or it might be gone before anybody has looked at it.
+            # Otherwise it could be overwritten before it is read.
             self._holds_back = True
         elif order == "publish":
             self._holds_back = False
 
 
 def spoil_newest(memory: TrainerMemory) -> None:
-    """Publish noise under a checksum that is not its own."""
+    """Publish noise under a wrong checksum."""
     slots = memory.drafter
     number = slots.newest_number + 1
     slots._slot(number).random_()
@@ -126,12 +126,12 @@ def spoil_newest(memory: TrainerMemory) -> None:
 
 
 def busy(width: int = WIDTH, rows: int = 64) -> Callable[[TrainerMemory], Regression]:
-    """Makes a training whose microbatches take longer the wider it is."""
+    """Return a training whose microbatches take longer the wider it is."""
     return partial(Regression, width=width, rows=rows)
 
 
 def give(orders: Path, order: str) -> None:
-    """Have the trainer find `order` before its next microbatch, and find it whole."""
+    """Write `order` atomically; the trainer reads it before its next microbatch."""
     part = orders.with_name("order.part")
     part.write_text(order)
     part.rename(orders)
@@ -142,14 +142,14 @@ def faulty(orders: Path, width: int = WIDTH) -> Callable[[TrainerMemory], Faulty
 
 
 class Idler(Regression):
-    """Has nothing to learn from."""
+    """Training without data."""
 
     def microbatch(self) -> bool:
         return False
 
 
 class Broken(Regression):
-    """Cannot even begin."""
+    """Training that fails at its start."""
 
     def begin(self, drafter: Mapping[str, Tensor]) -> None:
         raise ValueError("this drafter cannot be trained")

@@ -1,4 +1,4 @@
-"""What a trainer makes of its node's waits, and how fast it is out of the way, as seen from outside."""
+"""Measure a trainer's use of its node's waits and how fast it stops, from outside."""
 
 import ctypes
 import os
@@ -22,30 +22,30 @@ AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """Of one window, seconds."""
+    """Result of one window, seconds."""
 
     idle_s: float
     cpu_s: float
     queued_s: float
-    """The trainer would have run, but the machine's cores were taken."""
+    """Time in which the trainer was ready to run but had no core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Of one window that a message ended; seconds since the message was sent."""
+    """Times of one window that a message ended, in seconds since the message was sent."""
 
     left_s: float
     """Until the foreground was out of the window and could go on."""
     stopped_s: float
     """Until no thread of the trainer could run."""
     call_s: float
-    """Of `left_s`, what leaving the window took."""
+    """Part of `left_s` that leaving the window took."""
     cpu_s: float
-    """What the trainer had computed in the window."""
+    """Processor time of the trainer in the window."""
 
 
 class Clocks:
-    """Of another process: its processor time and what its threads are doing, as the kernel has them."""
+    """Processor time and thread states of another process, as the kernel reports them."""
 
     def __init__(self, pid: int) -> None:
         self._tasks = Path(f"/proc/{pid}/task")
@@ -69,7 +69,7 @@ class Clocks:
 
 
 def priority(pid: int) -> tuple[str, str, str]:
-    """The class of a process, the priority of its session, and whether the kernel looks at sessions first."""
+    """Return a process's class, its session's priority, and whether the kernel schedules by session first."""
     classes = {os.SCHED_IDLE: "SCHED_IDLE", os.SCHED_OTHER: f"nice {os.getpriority(os.PRIO_PROCESS, pid)}"}
     session = Path(f"/proc/{pid}/autogroup")
     text = session.read_text().partition(" ")[2].strip() if session.exists() else ""
@@ -85,8 +85,10 @@ def priority(pid: int) -> tuple[str, str, str]:
 def harvest(
     work: DrafterTraining, step: Callable[[int], None], num_windows: int, windows_s: tuple[float, float]
 ) -> tuple[list[Harvest], float]:
-    """Windows of random length with a step after each, and the share of the trainer's processor time that it
-    had outside of them."""
+    """Run windows of random length with a step after each.
+
+    Returns their results, and the share of the trainer's processor time outside them.
+    """
     clocks, chance = Clocks(work.status()["pid"]), random.Random(0)
     found, began_s = [], clocks.cpu_s
     for number in range(num_windows):
@@ -101,7 +103,7 @@ def harvest(
 
 
 class Messenger:
-    """Another thread that sends word when it is time, as a peer would. Also a context manager."""
+    """Thread that sends a message at a given time, as a peer would. Also a context manager."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -110,11 +112,11 @@ class Messenger:
         self._thread.start()
 
     def order(self, after_s: float) -> None:
-        """A message so many seconds from now."""
+        """Send a message in `after_s` seconds."""
         self._orders.put(after_s)
 
     def receive(self) -> float:
-        """Wait for it as one waits for a socket; when it was sent, by `time.perf_counter`."""
+        """Wait for the message as on a socket; return when it was sent, by `time.perf_counter`."""
         if not select.select([self._read], [], [], MESSAGE_WITHIN_S)[0]:
             raise TimeoutError(f"no message came within {MESSAGE_WITHIN_S:g} s")
         (sent_s,) = struct.unpack("d", os.read(self._read, 8))
@@ -136,7 +138,7 @@ class Messenger:
 
 
 def leave(work: DrafterTraining, count: int, lengths_s: tuple[float, float]) -> list[Leaving]:
-    """Windows that a message ends at random moments of a microbatch."""
+    """End windows by messages at random moments of a microbatch; return the times."""
     clocks, chance, found = Clocks(work.status()["pid"]), random.Random(1), []
     with Messenger() as messenger:
         for _ in range(count):
@@ -149,7 +151,7 @@ def leave(work: DrafterTraining, count: int, lengths_s: tuple[float, float]) -> 
 
 
 def leave_nothing(window: Callable[[], AbstractContextManager[None]], count: int) -> list[float]:
-    """Seconds from a message to where the foreground goes on, when nothing is in its way."""
+    """Return the seconds from a message to the foreground's next instruction, without a trainer."""
     chance, found = random.Random(1), []
     with Messenger() as messenger:
         for _ in range(count):
@@ -161,7 +163,7 @@ def leave_nothing(window: Callable[[], AbstractContextManager[None]], count: int
 def _left(
     messenger: Messenger, window: AbstractContextManager[None], after_s: float
 ) -> tuple[float, float, float]:
-    """When the message was sent, when the window had been left, and how long leaving took."""
+    """Return when the message was sent, when the window had been left, and how long leaving took."""
     messenger.order(after_s)
     with window:
         sent_s = messenger.receive()

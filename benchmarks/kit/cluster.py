@@ -1,4 +1,4 @@
-"""A hub and paced nodes as real processes, each in a network namespace of its own if it has one."""
+"""A hub and paced nodes as real processes, optionally each in a network namespace of its own."""
 
 import json
 import os
@@ -52,7 +52,7 @@ cosine = false
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A push as its node's ledger has it."""
+    """Answered push, from its node's ledger."""
 
     node: int
     unit: int
@@ -61,12 +61,15 @@ class Answered:
 
 
 class Field:
-    """The processes of one run. Leaving the block ends all that are left."""
+    """Processes of one run. Leaving the block ends all that are left."""
 
     def __init__(
         self, directory: Path, plan: PacedNode, *, places: Sequence[Place] = (), more: str = ""
     ) -> None:
-        """plan: of every node; its hub, name and ledger are set here. places: the hub's, then the nodes'."""
+        """Set up the run in `directory`.
+
+        plan: of every node; its hub, name and ledger are set here. places: the hub's, then the nodes'.
+        """
         self.directory, self.places = directory, list(places)
         address = f"{self.places[0].address}:7000" if self.places else f"127.0.0.1:{free_port()}"
         self.plan = replace(plan, hub=address)
@@ -92,7 +95,7 @@ class Field:
     # -- the hub
 
     def start_hub(self) -> float:
-        """Start it, and wait until it serves, which it says in its folder; the seconds that took."""
+        """Start the hub and wait until its folder says that it serves; return the seconds that took."""
         place = self.places[0] if self.places else None
         self.hub, _, seconds = start_hub(self.toml, self.log, place)
         return seconds
@@ -103,13 +106,13 @@ class Field:
         self.hub.wait(10)
 
     def end_hub(self) -> None:
-        """As a person would; it writes its snapshot."""
+        """End the hub by a signal; it writes its snapshot."""
         assert self.hub is not None
         self.hub.terminate()
         assert self.hub.wait(30) == 0, f"the hub ended with exit code {self.hub.returncode}"
 
     def status(self) -> dict[str, Any] | None:
-        """What the hub says of itself; None if it does not answer within a second."""
+        """Return the hub's status; None if it does not answer within a second."""
         if not self.places:
             return ask(self.plan.hub)
         asked = start("benchmarks.kit.cluster", self.plan.hub, place=self.places[0], stdout=subprocess.PIPE)
@@ -129,14 +132,14 @@ class Field:
         return self.directory / f"{name}.jsonl"
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Of a node's ledger, all attempts; a line that a kill has torn is left out."""
+        """Return the lines of a node's ledger, all attempts, without a line that a kill has torn."""
         if not self.ledger(name).exists():
             return []
         texts = self.ledger(name).read_text().splitlines()
         return [json.loads(text) for text in texts if text.startswith("{") and text.endswith("}")]
 
     def latest(self, name: str) -> dict[str, Any]:
-        """The last line of a node's ledger, without reading the others; {} if there is none."""
+        """Return the last line of a node's ledger, without reading the others; {} if there is none."""
         with self.ledger(name).open("rb") as file:
             file.seek(max(0, self.ledger(name).stat().st_size - 512))
             texts = file.read().decode().splitlines()
@@ -151,12 +154,12 @@ class Field:
         self.nodes[name].send_signal(number)
 
     def end_node(self, name: str, timeout_s: float = 60.0) -> int:
-        """Ask one to push what it owes and leave; its exit code."""
+        """Ask a node to push what it owes and leave; return its exit code."""
         self.nodes[name].terminate()
         return self.nodes[name].wait(timeout_s)
 
     def end_nodes(self, timeout_s: float = 60.0) -> dict[str, int]:
-        """Ask all to push what they owe and leave; their exit codes."""
+        """Ask all nodes to push what they owe and leave; return their exit codes."""
         for process in self.nodes.values():
             process.terminate()
         return {name: process.wait(timeout_s) for name, process in self.nodes.items()}
@@ -164,7 +167,7 @@ class Field:
     # -- the network
 
     def cut(self, name: str) -> None:
-        """Silence in both directions: neither end is told."""
+        """Drop all packets in both directions; neither end is notified."""
         self._link(name, "down")
 
     def mend(self, name: str) -> None:
@@ -179,7 +182,7 @@ class Field:
     # -- processes
 
     def left_behind(self) -> list[str]:
-        """Commands of processes of this field that still run."""
+        """Return the commands of processes of this field that still run."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             line = " ".join(process.info["cmdline"] or [])
@@ -188,12 +191,12 @@ class Field:
         return found
 
     def _place(self, name: str) -> int:
-        """Nodes are called something-0, something-1, ..."""
+        """Return the index of a node's place; nodes are called something-0, something-1, ..."""
         return 1 + int(name.rpartition("-")[2])
 
 
 def answered(lines: Sequence[dict[str, Any]]) -> list[Answered]:
-    """The pushes of one ledger whose answer the node has seen."""
+    """Return the pushes of one ledger whose answer the node has seen."""
     found, node = [], -1
     for line in lines:
         if line["event"] == "joined":
@@ -204,10 +207,10 @@ def answered(lines: Sequence[dict[str, Any]]) -> list[Answered]:
 
 
 def ask(address: str) -> dict[str, Any] | None:
-    """The status of the hub at `address`; None if it does not answer within a second."""
+    """Return the status of the hub at `address`; None if it does not answer within a second."""
     client = HubClient(address, call_timeout_s=1.0)
     try:
-        # Nobody here wants the lines of the past, which are most of it.
+        # The lines of the past, most of the status, are not used here.
         request = StatusRequest(metrics_after=2**63)
         status: dict[str, Any] = json.loads(client.status(request).json)
     except (HubUnreachable, HubRefused):

@@ -1,4 +1,4 @@
-"""What hubs of the benchmarks are made from."""
+"""Layouts for hubs of the benchmarks."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""A small network of our own: nodes in namespaces, one switch, and a shaped uplink each. Needs root."""
+"""Small network of namespaces, one switch, and a shaped uplink per node. Needs root."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ COMMAND_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A node's end of the network."""
+    """Node's end of the network."""
 
     namespace: str
     interface: str
@@ -22,7 +22,7 @@ class Place:
 
 
 def why_not() -> str | None:
-    """Why this machine cannot have such a network; None if it can."""
+    """Return why this machine cannot have such a network; None if it can."""
     if os.geteuid() != 0:
         return "needs root for network namespaces: not run"
     if shutil.which("ip") is None or shutil.which("tc") is None:
@@ -36,8 +36,10 @@ def why_not() -> str | None:
 
 @contextmanager
 def network(nodes: int, rate_mbit: int) -> Iterator[list[Place]]:
-    """`nodes` namespaces around one switch, every node sending at most `rate_mbit`. Gone afterwards, also
-    after Ctrl-C or SIGTERM."""
+    """Set up `nodes` namespaces around one switch, every node sending at most `rate_mbit`.
+
+    They are removed afterwards, also after Ctrl-C or SIGTERM.
+    """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     switch = f"aedit-{os.getpid()}-switch"
     places = [Place(f"aedit-{os.getpid()}-{n}", f"ae{n}", f"10.77.0.{n + 1}") for n in range(nodes)]
@@ -75,6 +77,6 @@ def _join(place: Place, switch: str, rate_mbit: int) -> None:
 
 
 def run_command(command: str) -> str:
-    """What `command` prints; subprocess.CalledProcessError if it fails."""
+    """Return the output of `command`. Raises subprocess.CalledProcessError if it fails."""
     words = command.split()
     return subprocess.run(words, check=True, capture_output=True, text=True, timeout=COMMAND_S).stdout

@@ -1,7 +1,7 @@
 """Nodes of a fixed pace: threads whose steps end at a deadline, so that eight of them fit on two cores.
 
-A step computes something tiny for real and then sleeps until it has lasted as long as it should; time spent
-waiting for other nodes comes on top.
+A step computes a small amount for real and then sleeps until its duration is over; time spent waiting for
+other nodes is added.
 """
 
 import time
@@ -20,23 +20,23 @@ LATE_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long the steps of one node last."""
+    """Durations of the steps of one node."""
 
     step_s: float
     chance: float = 0.0
     """Probability that a step is a slow one."""
     factor: float = 1.0
-    """How many times longer a slow step lasts."""
+    """Factor by which a slow step lasts longer."""
 
     def durations_s(self, seed: int, num_steps: int) -> list[float]:
-        """The same ones for the same seed, whatever the method."""
+        """Return the same durations for the same seed, whatever the method."""
         slow = np.random.default_rng(seed).random(num_steps) < self.chance
         return [self.step_s * (self.factor if is_slow else 1.0) for is_slow in slow]
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What one node did."""
+    """Results of one node."""
 
     wall_s: float
     """From the first step until the node has left."""
@@ -52,13 +52,13 @@ class Walk:
         return len(self.ends_s)
 
     def speed(self, steps: int) -> float:
-        """Steps per second over the first `steps`."""
+        """Return the steps per second over the first `steps`."""
         steps = min(steps, self.steps)
         return steps / self.ends_s[steps - 1]
 
 
 def tower(width: int = 32, num_layers: int = 4) -> nn.Module:
-    """Layers that are exchanged one by one, with little to compute."""
+    """Return a model of layers that are exchanged one by one, with little to compute."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(num_layers)))
 
 
@@ -68,7 +68,7 @@ def walk(
     goes_on: Callable[[LayerSync], bool],
     begin: Callable[[], object],
 ) -> Walk:
-    """Train `sync.model` at the given pace for as long as `goes_on`. begin: waits for all nodes."""
+    """Train `sync.model` at the given pace while `goes_on`. begin: waits for all nodes."""
     width = next(sync.model.parameters()).shape[1]
     samples = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
     _gradients(sync, samples)  # the first pass of a thread is slow
@@ -96,6 +96,6 @@ def _gradients(sync: LayerSync, samples: torch.Tensor) -> None:
 
 
 def together(nodes: int, act: Callable[[int], Walk]) -> list[Walk]:
-    """`act(node)` for all nodes at once, one thread each."""
+    """Run `act(node)` for all nodes at once, one thread each; return the results."""
     with ThreadPoolExecutor(nodes) as threads:
         return list(threads.map(act, range(nodes)))

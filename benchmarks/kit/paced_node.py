@@ -1,9 +1,9 @@
-"""A node without a model: steps that last a fixed time, and numbers that can be checked to the last one.
+"""Run a node without a model: steps of a fixed duration, and values that can be checked exactly.
 
 Every step adds 1 to the node's own elements of every unit: each 64th one, so that all parts of a push have
 some. Over a hub that averages with rate 1 and merges every arrival, each of those elements of the anchor is
-therefore the number of steps of this node that have been merged: a push that were lost, counted twice or
-applied in half would show. No torch, so that it starts in half a second and sixty-four of them fit on two
+therefore the number of steps of this node that have been merged: a push that is lost, counted twice or
+applied in part is detected. No torch, so that it starts in half a second and sixty-four of them fit on two
 cores.
 
     python -m benchmarks.kit.paced_node '{"hub": "127.0.0.1:7000", "name": "a", ...}'     fields of PacedNode
@@ -35,7 +35,7 @@ STRIDE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PacedNode:
-    """What a node is told."""
+    """Plan of one node."""
 
     hub: str
     name: str
@@ -69,33 +69,33 @@ class PacedNode:
 
     @property
     def numels(self) -> list[int]:
-        """Elements of each unit."""
+        """Return the number of elements of each unit."""
         return [self.large_numel or self.numel, *[self.numel] * (self.units - 1)]
 
     @property
     def intervals(self) -> list[int]:
-        """Steps between two pushes of each unit."""
+        """Return the steps between two pushes of each unit."""
         return [self.large_every or self.every, *[self.every] * (self.units - 1)]
 
 
 @dataclass(slots=True)
 class Unit:
-    """One unit as the node sees it. `steps`: its own element above the anchor's, whether sent or not."""
+    """One unit as the node sees it. `steps`: its own element minus the anchor's, whether sent or not."""
 
     version: int
     seq: int = 0
     steps: int = 0
     sent: int = 0
-    """Of them, those in the push under way; 0: none is."""
+    """Steps in the push under way; 0 without one."""
 
 
 class Walker:
-    """Steps at a fixed pace, and exchanges whenever `every` steps are there and the last answer too."""
+    """Takes steps at a fixed pace, and exchanges after `every` steps once the last answer has arrived."""
 
     def __init__(
         self, plan: PacedNode, link: Link, note: Callable[..., None], ending: threading.Event
     ) -> None:
-        """ending: set when it is to push what it owes and leave."""
+        """Set up the node; ending: set when it is to push what it owes and leave."""
         self.plan, self.link, self.note = plan, link, note
         self.steps = 0
         self.longest_s = 0.0
@@ -107,7 +107,7 @@ class Walker:
         note("joined", node=link.node)
 
     def walk(self) -> None:
-        """Until the hub says that it is enough, or a signal; then push what is owed."""
+        """Walk until the hub ends the run or a signal comes; then push what is owed."""
         ended_at = time.monotonic()
         while not (self.ending.is_set() or self.link.news().finished or self.steps >= self.plan.max_steps):
             deadline = ended_at + self.plan.step_s
@@ -125,7 +125,7 @@ class Walker:
             ended_at = time.monotonic()
 
     def leave(self, timeout_s: float) -> None:
-        """Push the rest, wait for the answers, say goodbye."""
+        """Push the rest, wait for the answers, and leave."""
         deadline = time.monotonic() + timeout_s
         while any(unit.sent or unit.steps for unit in self.units):
             if time.monotonic() > deadline:
@@ -141,7 +141,7 @@ class Walker:
         return has_data and max(unit.steps for unit in self.units) < self.plan.max_steps_ahead
 
     def _leased(self) -> int:
-        """Samples so far. Asked again only when they are used up."""
+        """Return the number of samples leased so far; the link is asked only when they are used up."""
         if self.leased < (self.steps + 1) * self.plan.samples_per_step:
             self.leased = sum(end - start for start, end in self.link.leases())
         return self.leased
@@ -183,7 +183,7 @@ class Walker:
 
 @dataclass(slots=True)
 class Ledger:
-    """What a node says about itself, line by line."""
+    """Node's own record of its events, one line each."""
 
     path: Path
     began: float = field(default_factory=time.monotonic)
@@ -195,7 +195,7 @@ class Ledger:
 
 
 def agent_plan(plan: PacedNode) -> AgentPlan:
-    """What its agent is told: the same run for everybody."""
+    """Return the plan of its agent; the run is the same for all nodes."""
     return AgentPlan(
         addresses=tuple(plan.hub.split(",")),
         standbys=tuple(plan.standby.split(",")) if plan.standby else (),

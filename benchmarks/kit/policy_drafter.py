@@ -46,9 +46,9 @@ class Recipe:
 
     policy: Policy
     num_tokens: int = 131_072
-    """Of the policy's rollouts, prompts included."""
+    """Tokens of the policy's rollouts, prompts included."""
     minutes: float = 10.0
-    """Of training; collecting comes on top."""
+    """Duration of the training, without the collection."""
     temperature: float = 1.0
     lr: float = 3e-3
     seed: int = 0

@@ -1,4 +1,4 @@
-"""How the policies of the rollout benchmarks learn: packed rows, cosine over a budget of time, resumable."""
+"""Training of the rollout benchmarks' policies: packed rows, cosine over a time budget, resumable."""
 
 import json
 import random
@@ -33,10 +33,10 @@ Rows = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How long and how fast."""
+    """Duration and rate of a training."""
 
     seconds: float
-    """Of steps, saving not counted; the learning rate follows the share of it that is used."""
+    """Duration of the steps, without saving; the learning rate follows the share of it that is used."""
     lr: float = 1e-3
     device: str = "cpu"
 
@@ -47,7 +47,7 @@ class Budget:
 
 @dataclass(slots=True)
 class Progressed:
-    """How far a training has come."""
+    """Progress of a training."""
 
     step: int = 0
     seconds: float = 0.0
@@ -57,11 +57,11 @@ class Progressed:
 
 
 def task_rows(num_rows: int, seq_len: int, seed: str, longest: int = MAX_CHARS) -> Rows:
-    """Whole tasks side by side, each ended by the end token; only answers have labels.
+    """Return rows of whole tasks, each ended by the end token; only answers have labels.
 
-    A row begins with a task. What is left of a row when nothing more fits is padding without labels. Rows are
-    longer than seq_len where a first task is: else the longest would never be learned. longest: characters
-    of a task.
+    A row begins with a task. What is left of a row when nothing more fits is padding without labels. A row is
+    longer than seq_len if its first task is, because otherwise the longest tasks would never be trained on.
+    longest: characters of a task.
     """
     rng, tokenizer = random.Random(seed), ByteTokenizer()
     first = [draw(rng, longest) for _ in range(num_rows)]
@@ -86,14 +86,14 @@ def task_rows(num_rows: int, seq_len: int, seed: str, longest: int = MAX_CHARS) 
 
 
 def text_rows(samples: NDArray[np.unsignedinteger], num_rows: int, seed: str) -> Rows:
-    """Random samples of a corpus; every token has a label."""
+    """Return random samples of a corpus; every token has a label."""
     chosen = random.Random(seed).choices(range(len(samples)), k=num_rows)
     ids = batch(samples, np.array(chosen))
     return ids[:, :-1].clone(), ids[:, 1:].clone()
 
 
 def mean_loss(model: nn.Module, rows: Rows, device: str) -> Tensor:
-    """Nats per labelled token; the model computes in bf16, the loss is fp32."""
+    """Return the nats per labelled token; the model computes in bf16, the loss is fp32."""
     ids, labels = (part.to(device) for part in rows)
     with torch.autocast(device, dtype=torch.bfloat16):
         logits = model(input_ids=ids).logits
@@ -101,14 +101,19 @@ def mean_loss(model: nn.Module, rows: Rows, device: str) -> Tensor:
 
 
 class Training:
-    """A policy as it learns. With the same rows, budget and clock, stopped and resumed or not, the same
-    bits."""
+    """Training of a policy.
+
+    The same rows, budget and clock give the same bits, also after stops and resumes.
+    """
 
     def __init__(
         self, model: nn.Module, rows_of: Callable[[int, float], Rows], budget: Budget, place: Path
     ) -> None:
-        """rows_of(step, done): the rows of that step, when that share of the budget is used. place: the file
-        that holds what a later call goes on from."""
+        """Set up the training.
+
+        rows_of(step, done): the rows of that step, when that share of the budget is used. place: the file
+        from which a later call resumes.
+        """
         self.model, self._rows_of, self._budget, self._place = model.to(budget.device), rows_of, budget, place
         self._inner = make_inner(model, budget.train)
         self.progress = Progressed()
@@ -116,8 +121,10 @@ class Training:
             self._resume()
 
     def run(self, clock: Callable[[], float] = time.monotonic) -> Iterator[Progressed]:
-        """Train until the budget is used; after each step where it stands. Saves every minute, and when it is
-        left early."""
+        """Train until the budget is used; yield the progress after each step.
+
+        Saves every minute, and when it is left early.
+        """
         saved = self.progress.seconds
         self.model.train()
         try:
@@ -166,7 +173,7 @@ class Training:
 
 
 def watched(name: str, steps: Iterator[Progressed], seconds: float) -> None:
-    """Go through `steps` with one line on stderr that tells loss, speed and the time that is left."""
+    """Iterate over `steps` with a line on stderr that shows loss, speed and remaining time."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as shown:
         bar = shown.add_task(name, total=seconds)

@@ -13,7 +13,7 @@ from aedit.launch.node.model import build_model, loss
 
 
 def llama(hidden_size: int, num_layers: int, seq_len: int, seed: int = 0) -> nn.Module:
-    """A Llama for bytes, on CPU, with heads of 32 and tied embeddings."""
+    """Return a Llama for bytes, on CPU, with heads of 32 and tied embeddings."""
     sizes: dict[str, int | float | bool | str] = {
         "hidden_size": hidden_size,
         "intermediate_size": 8 * round(hidden_size / 3),
@@ -28,7 +28,7 @@ def llama(hidden_size: int, num_layers: int, seq_len: int, seed: int = 0) -> nn.
 
 @cache
 def corpus(seq_len: int) -> Corpus:
-    """The standard library's text as samples of seq_len + 1 bytes."""
+    """Return the standard library's text as samples of seq_len + 1 bytes."""
     return load_corpus(DataConfig(seq_len=seq_len), load_tokenizer("byte"), None)
 
 
@@ -38,7 +38,7 @@ def inner_step(
     samples: Tensor,
     before_clip: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Forward, backward, clip, step. Returns the loss, in nats per token."""
+    """Run forward, backward, clip and step. Returns the loss, in nats per token."""
     mean = loss(model, samples, "fp32")
     mean.backward()  # type: ignore[no-untyped-call]
     before_clip()

@@ -1,4 +1,4 @@
-"""Medians, intervals and how figures are written."""
+"""Medians, intervals and the format of figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

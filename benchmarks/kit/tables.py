@@ -1,4 +1,4 @@
-"""What every benchmark prints: its method in two lines, the machine in one, a table, and its bars."""
+"""Output of every benchmark: its method in two lines, the machine in one, a table, and its bars."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something a benchmark must reach. passed: None when this run was too short to tell."""
+    """Value that a benchmark must reach. passed: None when this run was too short to decide."""
 
     text: str
     passed: bool | None
@@ -28,7 +28,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One table and how it was made."""
+    """One table and its method."""
 
     name: str
     method: tuple[str, ...]
@@ -89,7 +89,7 @@ def show(report: Report, where: str, console: Console) -> None:
 
 
 def print_table(report: Report, console: Console) -> None:
-    """Its table alone."""
+    """Print the table without method, machine and bars."""
     table = Table(title=report.name)
     for i, column in enumerate(report.columns):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
@@ -102,7 +102,10 @@ def print_table(report: Report, console: Console) -> None:
 
 
 def machine(load_before: float) -> str:
-    """The machine in one line. load_before: the load average when the benchmark began; ours comes on top."""
+    """Return the machine in one line.
+
+    load_before: the load average when the benchmark began, without its own load.
+    """
     memory_gib = psutil.virtual_memory().total / 2**30
     return (
         f"{_cpu()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()} {platform.release()}, "

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MAX_CHARS = 1000
-"""Of prompt and answer together; a larger task is drawn again."""
+"""Longest prompt and answer together; a larger task is drawn again."""
 SIGMA = 0.6
-"""Of the logarithm of a task's size."""
+"""Standard deviation of the logarithm of a task's size."""
 MEDIAN_SIZE = {"add": 3.0, "mul": 1.5, "sort": 5.0, "eval": 4.0}
 """Digits, digits of each factor, numbers, operators."""
 
@@ -34,7 +34,10 @@ class Task:
 
 
 def draw(rng: random.Random, longest: int = MAX_CHARS) -> Task:
-    """One task of a kind and size that `rng` chooses. longest: characters of prompt and answer together."""
+    """Return a task of a kind and size that `rng` chooses.
+
+    longest: characters of prompt and answer together.
+    """
     while True:
         prompt = _prompt(rng.choice(tuple(MEDIAN_SIZE)), rng)
         task = Task(prompt, worked(prompt))
@@ -43,13 +46,16 @@ def draw(rng: random.Random, longest: int = MAX_CHARS) -> Task:
 
 
 def draw_many(count: int, seed: int) -> list[Task]:
-    """The same tasks for the same seed."""
+    """Return `count` tasks, the same for the same seed."""
     rng = random.Random(seed)
     return [draw(rng) for _ in range(count)]
 
 
 def worked(prompt: str) -> str:
-    """The answer that a model learns to give to `prompt`. ValueError if it is no task."""
+    """Return the correct answer to `prompt`, as a model is trained to give it.
+
+    Raises ValueError if it is no task.
+    """
     if not _TASK.fullmatch(prompt.strip()):
         raise ValueError(f"{prompt!r} is no task: write add 1+2, mul 3*4, sort 5 6 or eval (7-8)")
     kind, _, rest = prompt.strip().partition(" ")
@@ -64,7 +70,7 @@ def worked(prompt: str) -> str:
 
 
 def reward(prompt: str, text: str) -> float:
-    """1 if the last line of `text` is the right result, else 0; the way there is not looked at."""
+    """Return 1 if the last line of `text` is the right result, else 0; earlier lines are ignored."""
     return float(text.rstrip().rpartition("\n")[2] == worked(prompt).rstrip().rpartition("\n")[2])
 
 
@@ -107,7 +113,7 @@ def _lines(lines: Iterator[str]) -> str:
 
 
 def _add(a: str, b: str) -> Iterator[str]:
-    """Digit by digit from the right: what is left of both, one sum with its carry, the result so far."""
+    """Yield the digits from the right: what is left of both, one sum with its carry, the result so far."""
     total, carry = "", 0
     while a or b:
         digits = a[-1:] or "0", b[-1:] or "0"
@@ -120,7 +126,7 @@ def _add(a: str, b: str) -> Iterator[str]:
 
 
 def _mul(a: str, b: str) -> Iterator[str]:
-    """One line of products for each digit of b from the right, each followed by an addition."""
+    """Yield one line of products for each digit of b from the right, each followed by an addition."""
     total = "0"
     for shift, digit in enumerate(reversed(b)):
         row, carry, products = "", 0, []
@@ -139,7 +145,7 @@ def _mul(a: str, b: str) -> Iterator[str]:
 
 
 def _sort(numbers: list[str]) -> Iterator[str]:
-    """The least of what is left, and the rest in their order."""
+    """Yield the smallest remaining number, and the rest in their order."""
     ordered, left = sorted(numbers, key=int), list(numbers)
     for least in ordered:
         left.remove(least)
@@ -148,7 +154,7 @@ def _sort(numbers: list[str]) -> Iterator[str]:
 
 
 def _eval(expression: str) -> Iterator[str]:
-    """The first innermost pair of brackets, modulo 10, and the expression without it."""
+    """Yield the first innermost pair of brackets, modulo 10, and the expression without it."""
     while found := _INNERMOST.search(expression):
         a, sign, b = found.groups()
         value = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign] % 10

@@ -1,8 +1,7 @@
-"""A long wire between two network namespaces, for kernels without netem: delay, jitter, loss, rate, queue.
+"""Long link between two network namespaces, for kernels without netem: delay, jitter, loss, rate, queue.
 
-Each end is a TUN device; a child process carries packets from one to the other, as late as the wire says.
-Python carries some ten thousand packets a second, so 100 Mbit/s is about the most that tells the truth.
-Needs root.
+Each end is a TUN device; a child process carries packets from one to the other with the link's delay. Python
+carries some ten thousand packets a second, so results are valid up to about 100 Mbit/s. Needs root.
 """
 
 import ctypes
@@ -39,10 +38,10 @@ _BURST = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """What happens to packets, in each direction by itself."""
+    """Properties of the link, which apply to each direction separately."""
 
     delay_s: float = 0.0
-    """From one end to the other, in an empty wire."""
+    """Delay from one end to the other, on an empty link."""
     jitter_s: float = 0.0
     """On top, up to this much, drawn for each packet; they stay in order, as on one path they do."""
     loss: float = 0.0
@@ -56,7 +55,7 @@ class Wire:
 
 
 class Lane:
-    """One direction of a wire. Knows no clock and no socket."""
+    """One direction of a link, independent of clocks and sockets."""
 
     def __init__(self, wire: Wire, rng: random.Random) -> None:
         self._wire, self._rng = wire, rng
@@ -66,7 +65,7 @@ class Lane:
         self.dropped = 0
 
     def send(self, packet: bytes, now: float) -> None:
-        """Put a packet on the wire at time `now`, if it is not lost and finds room."""
+        """Send a packet at time `now`, unless it is lost or the queue is full."""
         wire = self._wire
         if self._rng.random() < wire.loss:
             self.lost += 1
@@ -81,32 +80,32 @@ class Lane:
 
     @property
     def next_at(self) -> float:
-        """When the next packet arrives; infinity if none is under way."""
+        """Return when the next packet arrives; infinity if none is under way."""
         return self._under_way[0][0] if self._under_way else float("inf")
 
     def arrived(self, now: float) -> Iterator[bytes]:
-        """Take the packets out that have arrived by `now`."""
+        """Yield and remove the packets that have arrived by `now`."""
         while self._under_way and self._under_way[0][0] <= now:
             yield self._under_way.popleft()[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Bytes through one end's interface, headers and all."""
+    """Bytes through one end's interface, with headers."""
 
     sent: int
     received: int
 
 
 def counted(place: Place) -> Counted:
-    """What the kernel has counted at `place` so far."""
+    """Return what the kernel has counted at `place` so far."""
     said = run_command(f"ip -n {place.namespace} -s -j link show dev {place.interface}")
     stats = json.loads(said)[0]["stats64"]
     return Counted(stats["tx"]["bytes"], stats["rx"]["bytes"])
 
 
 def why_not() -> str | None:
-    """Why this machine cannot have such a wire; None if it can."""
+    """Return why this machine cannot have such a link; None if it can."""
     if not DEVICE.exists():
         return f"needs {DEVICE}: not run"
     return netns.why_not()
@@ -114,7 +113,10 @@ def why_not() -> str | None:
 
 @contextmanager
 def link(wire: Wire) -> Iterator[tuple[Place, Place]]:
-    """Two namespaces with `wire` between them. Gone afterwards, also after Ctrl-C or SIGTERM."""
+    """Set up two namespaces with `wire` between them.
+
+    They are removed afterwards, also after Ctrl-C or SIGTERM.
+    """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     ends = tuple(Place(f"aedit-{os.getpid()}-wire{n}", INTERFACE, f"10.78.0.{n + 1}") for n in range(2))
     made: list[str] = []
@@ -133,7 +135,7 @@ def link(wire: Wire) -> Iterator[tuple[Place, Place]]:
 
 @contextmanager
 def _pump(wire: Wire, ends: tuple[Place, ...]) -> Iterator[None]:
-    """The child that carries packets; it also ends when this process goes."""
+    """Run the child process that carries packets; it also ends with this process."""
     job = json.dumps({"wire": asdict(wire), "ends": [asdict(place) for place in ends]})
     command = [sys.executable, "-m", "benchmarks.kit.tun_link", job]
     child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -193,7 +195,7 @@ def _take(fd: int, lane: Lane) -> None:
 
 
 def _tun(place: Place, peer: str, mtu: int) -> int:
-    """A new TUN device at `place`, up and with a route to its peer; its file descriptor."""
+    """Create a TUN device at `place`, up and with a route to its peer; return its file descriptor."""
     libc = ctypes.CDLL(None, use_errno=True)
     own = os.open("/proc/self/ns/net", os.O_RDONLY)
     other = os.open(f"/var/run/netns/{place.namespace}", os.O_RDONLY)

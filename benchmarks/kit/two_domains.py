@@ -21,7 +21,7 @@ Rows = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Samples of seq_len + 1 bytes. They share no document."""
+    """Samples of seq_len + 1 bytes. Training and held-out samples share no document."""
 
     train: Rows
     held_out: Rows
@@ -29,7 +29,7 @@ class Domain:
 
 @cache
 def domains(seq_len: int) -> tuple[Domain, Domain]:
-    """Source, then topics."""
+    """Return the domains: source, then topics."""
     texts = list(documents(DataConfig(seq_len=seq_len)))
     topics = [document for document in texts if document.key.startswith("topics/")]
     sources = [document for document in texts if not document.key.startswith("topics/")]
@@ -46,21 +46,24 @@ def _rows(text: bytes, width: int) -> Rows:
 
 
 class Shard:
-    """What one node of `nodes` draws: the same of both domains, or only of one."""
+    """Data of one node of `nodes`: the same of both domains, or only of one."""
 
     def __init__(self, seq_len: int, seed: int, node: int, nodes: int, *, mixed: bool) -> None:
         parts = domains(seq_len) if mixed else (domains(seq_len)[node % 2],)
         self._parts = [(part.train, SampleOrder(len(part.train), seed, node, nodes)) for part in parts]
 
     def take(self, k: int) -> Tensor:
-        """k samples."""
+        """Return k samples."""
         share = k // len(self._parts)
         return torch.cat([batch(rows, order.take(share)) for rows, order in self._parts])
 
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, seq_len: int, num_samples: int) -> float:
-    """Nats per byte, mean over both domains' held-out texts, at most `num_samples` samples of each."""
+    """Return the nats per byte, mean over both domains' held-out texts.
+
+    At most `num_samples` samples of each are used.
+    """
     means = []
     for part in domains(seq_len):
         indices = evaluation_indices(len(part.held_out), num_samples)

@@ -1,7 +1,7 @@
-"""Training runs of unequal nodes in virtual time: real gradients, real exchanges, a real hub, no network.
+"""Training runs of unequal nodes in virtual time: real gradients, exchanges and hub, no network.
 
-One thread: it is always the turn of the node whose next step ends first. The same setting gives the same
-bits whatever the machine does.
+One thread runs the node whose next step ends first. The same setting gives the same bits on every run of a
+machine.
 """
 
 import copy
@@ -36,7 +36,7 @@ STEP_S = (0.58, 0.75, 1.51, 3.33)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all methods have in common."""
+    """Settings common to all methods."""
 
     seed: int = 0
     iid: bool = True
@@ -63,7 +63,7 @@ class Setting:
         return TrainConfig(lr=self.lr)
 
     def lr_after(self, local_steps: int) -> float:
-        """Inner learning rate when all nodes together have done so many local steps."""
+        """Return the inner learning rate after `local_steps` local steps of all nodes together."""
         done = self.warmup_steps + local_steps / self.nodes
         return lr_at(done / (self.warmup_steps + self.steps), self.train)
 
@@ -73,14 +73,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """How the nodes of a hub go on. penalty: of the nodes and of the hub. pace: when a node pushes."""
+    """Method of the nodes of a hub. penalty: of the nodes and of the hub. pace: when a node pushes."""
 
     hub: HubConfig
     outer: OuterConfig
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     pace: Literal["steps", "dylu", "seconds"] = "dylu"
     tamper: Mapping[int, Tamper] = field(default_factory=dict)
-    """What some nodes send instead of what they have learned."""
+    """Changes of the pushes of some nodes, by node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Outcome:
 
 
 def warm_up(setting: Setting) -> bytes:
-    """The model and its optimizer after the warm-up: where all methods start."""
+    """Return the model and its optimizer after the warm-up, where all methods start."""
     model = llama(setting.hidden_size, setting.num_layers, setting.seq_len, setting.seed)
     inner = make_inner(model, setting.train)
     shard = Shard(setting.seq_len, 10 * setting.seed + 1, 0, 1, mixed=True)
@@ -107,7 +107,7 @@ def warm_up(setting: Setting) -> bytes:
 
 
 def start_model(setting: Setting, start: bytes) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and its optimizer as `warm_up` has left them."""
+    """Return the model and its optimizer as `warm_up` has left them."""
     saved: dict[str, Any] = torch.load(io.BytesIO(start), weights_only=True)
     model = llama(setting.hidden_size, setting.num_layers, setting.seq_len, setting.seed)
     model.load_state_dict(saved["model"])
@@ -116,11 +116,11 @@ def start_model(setting: Setting, start: bytes) -> tuple[nn.Module, torch.optim.
     return model, inner
 
 
-# --- with everybody waiting for everybody
+# --- synchronous
 
 
 def train_together(setting: Setting, start: bytes, outer: Nesterov) -> Outcome:
-    """DiLoCo (arXiv:2311.08105, algorithm 1), written down straight: the yardstick."""
+    """Train with plain DiLoCo (arXiv:2311.08105, algorithm 1), the reference."""
     nodes = [start_model(setting, start) for _ in range(setting.nodes)]
     shards = [setting.shard(node) for node in range(setting.nodes)]
     anchor = _flat(nodes[0][0])
@@ -151,7 +151,7 @@ def _adopt(model: nn.Module, flat: torch.Tensor) -> None:
         nn.utils.vector_to_parameters(flat.clone(), model.parameters())  # whose storage they become
 
 
-# --- with a hub and nobody waiting
+# --- asynchronous, with a hub
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class Node:
 
 
 def train_apart(setting: Setting, start: bytes, method: Method) -> Outcome:
-    """Every node at its own speed, until all together have done the steps."""
+    """Train every node at its own speed, until all together have done the steps."""
     clock = VirtualClock()
     models = [start_model(setting, start) for _ in range(setting.nodes)]
     hub = make_hub(setting, method, models[0][0], clock)
@@ -196,7 +196,7 @@ def train_apart(setting: Setting, start: bytes, method: Method) -> Outcome:
 
 
 def make_hub(setting: Setting, method: Method, model: nn.Module, clock: VirtualClock) -> InProcessHub:
-    """A hub for nodes that train `model`."""
+    """Return a hub for nodes that train `model`."""
     plan = HubPlan(
         hub=method.hub,
         outer=method.outer,
@@ -217,8 +217,10 @@ def make_node(
     trained: tuple[nn.Module, torch.optim.Optimizer],
     shard: Shard | None = None,
 ) -> Node:
-    """Node number `index` of the setting, a member from now on; its first step begins now. trained: its model
-    and optimizer. shard: its data, by default as the setting says."""
+    """Return node number `index` of the setting as a new member; its first step begins now.
+
+    trained: its model and optimizer. shard: its data, by default as the setting says.
+    """
     model, inner = trained
     link = hub.link(f"node {index}", tamper=method.tamper.get(index))
     exchange = HubExchange(link, tokens_per_step=setting.batch_size * setting.seq_len, penalty=method.penalty)
@@ -233,31 +235,31 @@ def make_node(
 
 
 def _every(setting: Setting, method: Method) -> float:
-    """In steps, or in the seconds in which the nodes do as many on average."""
+    """Return the interval in steps, or in the seconds in which the nodes take as many on average."""
     if method.pace != "seconds":
         return setting.every
     return setting.nodes * setting.every / sum(1 / step_s for step_s in setting.step_s)
 
 
 def _finish(hub: InProcessHub, clock: VirtualClock, nodes: list[Node]) -> None:
-    """What is under way is merged, then what has been learned since."""
+    """Merge the pushes under way, then the steps taken since."""
     for _ in range(2):
         for node in nodes:
             sync = node.sync
             if not sync.in_flight:
                 sync.begin(Round(sync.schedule.last_id + 1, sync.local_steps - sync.schedule.last_step))
                 sync.schedule.last_id, sync.schedule.last_step = sync.schedule.last_id + 1, sync.local_steps
-        clock.advance(1000.0)  # longer than any quorum is waited for, and nobody falls silent
+        clock.advance(1000.0)  # longer than the wait for any quorum; heartbeats follow at once
         for node in nodes:
             node.link.heartbeat(1 / node.step_s)
         hub.tick()
         for node in nodes:
-            if node.link.is_member:  # nobody answers one that was excluded for its last push
+            if node.link.is_member:  # a node excluded for its last push gets no answer
                 node.sync.finish()
 
 
 def adopt_anchors(model: nn.Module, hub: InProcessHub, sync: LayerSync) -> None:
-    """Have `model` be what the hub has now. sync: of any of its nodes."""
+    """Copy the hub's current anchors into `model`. sync: of any of its nodes."""
     named = dict(model.named_parameters())
     with torch.no_grad():
         for index, unit in enumerate(sync.units):

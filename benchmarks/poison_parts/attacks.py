@@ -1,4 +1,4 @@
-"""What a broken or lying node may send instead of what it has learned."""
+"""Pushes that a broken or malicious node may send instead of its pseudo-gradients."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ Attack = Callable[[Push, UnitLayout], Push]
 
 
 def values_of(push: Push, layout: UnitLayout) -> Vector:
-    """All of them."""
+    """Return all values of the push."""
     return push.values.read(0, layout.numel)
 
 
@@ -36,7 +36,7 @@ def _times(factor: float) -> Attack:
 
 
 def _flipped_bits(push: Push, layout: UnitLayout) -> Push:
-    """One bit of every thousandth number, any of the 32."""
+    """Flip a random bit of every thousandth number."""
     rng = np.random.default_rng(push.seq)
     values = values_of(push, layout)
     at = rng.integers(0, len(values), max(1, len(values) // 1000))
@@ -45,7 +45,7 @@ def _flipped_bits(push: Push, layout: UnitLayout) -> Push:
 
 
 class _Replay:
-    """The first push of each unit, again and again under new numbers."""
+    """Sends the first push of each unit repeatedly under new numbers."""
 
     def __init__(self) -> None:
         self._first: dict[int, Vector] = {}
@@ -69,7 +69,7 @@ def _noise(push: Push, layout: UnitLayout) -> Push:
 
 
 def attacks() -> dict[str, Attack]:
-    """By name; each may be used by one node of one run."""
+    """Return the attacks by name; each may be used by one node of one run."""
     return {
         "nan": _set(np.nan),
         "inf": _set(np.inf),

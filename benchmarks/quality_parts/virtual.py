@@ -31,7 +31,7 @@ BAD_FROM, BAD_TO = 0.4, 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all methods have in common."""
+    """Settings common to all methods."""
 
     seed: int = 0
     bad: bool = False
@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A preset at the size of this benchmark."""
+    """Preset at the size of this benchmark."""
 
     config: Callable[[Setting], EditConfig]
     outer: Nesterov
@@ -83,8 +83,11 @@ METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """loss: held-out, nats per byte, at the end. tokens: of all nodes. curve: (tokens, loss on a part of the
-    held-out text) on the way. waiting: share of virtual time."""
+    """Result of a run.
+
+    loss: held-out, nats per byte, at the end. tokens: of all nodes. curve: (tokens, loss on a part of the
+    held-out text) during the run. waiting: share of virtual time.
+    """
 
     loss: float
     tokens: int
@@ -97,7 +100,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Run:
-    """What the nodes of one run share. Only the node whose turn it is touches it."""
+    """State that the nodes of one run share; only the node whose turn it is uses it."""
 
     setting: Setting
     method: Method
@@ -123,7 +126,7 @@ class _Run:
 
 
 def train(method: str, setting: Setting) -> Outcome:
-    """One run. Every method takes the same number of steps over all nodes."""
+    """Run one training. Every method takes the same number of steps over all nodes."""
     return train_method(METHODS[method], setting)
 
 
@@ -139,7 +142,7 @@ def train_method(method: Method, setting: Setting) -> Outcome:
 
 
 def held_out_loss(model: nn.Module, data: Corpus, num_samples: int) -> float:
-    """Mean over the first tokens of `num_samples` samples spread over all held-out documents."""
+    """Return the mean over the first tokens of `num_samples` samples spread over all held-out documents."""
     indices = evaluation_indices(len(data.held_out), num_samples)
     parts = [indices[i : i + 64] for i in range(0, len(indices), 64)]
     with torch.no_grad():
@@ -201,14 +204,14 @@ def _goes_on(run: _Run, sync: LayerSync) -> bool:
 
 
 def _progress(run: _Run, sync: LayerSync) -> float:
-    """Share of the run that is done; equal on all nodes wherever they step together."""
+    """Return the share of the run that is done; equal on all nodes wherever they step together."""
     if isinstance(sync.schedule, EverySeconds) and not sync.warming_up:
         return run.steps / (NODES * run.setting.steps)
     return sync.steps / run.setting.steps
 
 
 def _evaluate(run: _Run, sync: LayerSync) -> None:
-    """Right after a landing, when all nodes are together again as far as they ever are."""
+    """Evaluate right after a landing, when the nodes' parameters are closest."""
     due = len(run.curve) * NODES * run.setting.steps <= run.steps * run.setting.points
     if due and not sync.in_flight:
         num_samples = max(1, run.setting.held_out // 8)

@@ -1,4 +1,4 @@
-"""What issue and documents want of rollouts, and what was seen."""
+"""Bars of the rollout benchmarks, and the values that were measured."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ ENOUGH_NODES = 1000
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """The worst of some cells."""
+    """Lowest value among some cells."""
 
     cell: Cell
     value: float
@@ -32,7 +32,7 @@ class Least:
 
 
 def bars(cells: Sequence[Cell]) -> list[Bar]:
-    """Of the cells of one task."""
+    """Return the bars for the cells of one task."""
     task = cells[0].task
     wanted = [
         _at_least("plain over generate", cells, Cell.over_theirs, OVER_GENERATE),
@@ -50,7 +50,7 @@ def bars(cells: Sequence[Cell]) -> list[Bar]:
 
 
 def drain_bars(found: Sequence[Drain]) -> list[Bar]:
-    """Of drains, of which the first is where the choice learns."""
+    """Return the bars for drains; in the first drain the chooser learns."""
     speedup, long = median([drain.speedup for drain in found[1:]]), tail(list(found))
     return [
         Bar(
@@ -63,7 +63,7 @@ def drain_bars(found: Sequence[Drain]) -> list[Bar]:
 
 
 def chance_error(cell: Cell) -> float | None:
-    """Of the worst drafter of which enough was seen."""
+    """Return the calibration error of the worst drafter with enough samples."""
     foretold = cell.foretold
     enough = [by for by, nodes in foretold.chance_nodes.items() if nodes >= ENOUGH_NODES]
     return max((foretold.chance_errors[by] for by in enough), default=None)
@@ -94,7 +94,7 @@ def _at_least(name: str, cells: Iterable[Cell], of: Callable[[Cell], Interval], 
 
 
 def _not_slower(name: str, cells: Iterable[Cell], of: Callable[[Cell], Interval], bar: float) -> Bar:
-    """Not decided where the machine's own noise is as large as what is to be seen."""
+    """Return a bar that is undecided where the machine's noise is as large as the difference."""
     least = _least(cells, of)
     noise = least.cell.noise
     text = f"{name}: {least.interval} at the least ({least.where}), bar {bar}"

@@ -1,4 +1,4 @@
-"""What is measured of one task, temperature and batch, as numbers."""
+"""Measurements of one task, temperature and batch."""
 
 import gc
 import random
@@ -29,12 +29,12 @@ FEW_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured."""
+    """Amount of measurement."""
 
     repeats: int
-    """Of a stream, after the one in which the choice learns."""
+    """Repeats of a stream, after the one in which the chooser learns."""
     turn_tokens: int
-    """Of a row in a repeat; of fewer than `FEW_ROWS` rows so many more that their sum is the same."""
+    """Tokens of a row in a repeat; with fewer than `FEW_ROWS` rows more, so that their sum is the same."""
     their_tokens: int
     their_repeats: int
     drains: int
@@ -44,7 +44,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """What one contestant's engine has done over all repeats."""
+    """Work of one contestant's engine over all repeats."""
 
     accepted_length: float
     """Tokens per pass."""
@@ -73,45 +73,45 @@ class Cell:
     """The same of `Theirs.race`, in which "plain" is another workload."""
     spoken: dict[str, Spoken]
     foretold: Foretold
-    """By the choice, after the first repeat."""
+    """Predictions of the chooser, after the first repeat."""
     same: Same
     """Every contestant's tokens beside those of plain decoding."""
     their_same: Same
 
     def speedup(self, name: str, over: str = PLAIN) -> Interval:
-        """Of a contestant over another, within each repeat but the first."""
+        """Return the speed-up of a contestant over another, within each repeat but the first."""
         pairs = zip(self.rates[name][1:], self.rates[over][1:], strict=True)
         return Interval.of([one / other for one, other in pairs])
 
     def first(self, name: str) -> float:
-        """The same in the repeat in which the choice learns."""
+        """Return the speed-up in the first repeat, in which the chooser learns."""
         return self.rates[name][0] / self.rates[PLAIN][0]
 
     def over_theirs(self, name: str = THEIRS) -> Interval:
-        """Our plain decoding over one of theirs."""
+        """Return the speed of plain decoding over one of transformers' ways."""
         pairs = zip(self.theirs[OURS], self.theirs[name], strict=True)
         return Interval.of([ours / their for ours, their in pairs])
 
     @property
     def best_fixed(self) -> str:
-        """In hindsight; plain decoding (`off`) is a fixed arm too."""
+        """Return the best fixed arm in hindsight; plain decoding (`off`) is one too."""
         best = max(FIXED, key=lambda name: self.speedup(name).middle)
         return best if self.speedup(best).middle > 1 else OFF
 
     @property
     def over_best(self) -> Interval:
-        """The choice over the best fixed arm."""
+        """Return the speed of the chooser over the best fixed arm."""
         return self.speedup(ADAPTIVE, PLAIN if self.best_fixed == OFF else self.best_fixed)
 
     @property
     def kept(self) -> float:
-        """Measured over foretold speed-up, both of steps alone."""
+        """Return the measured over the predicted speed-up, both of steps alone."""
         pairs = zip(self.step_rates[ADAPTIVE][1:], self.step_rates[PLAIN][1:], strict=True)
         return median([one / other for one, other in pairs]) / self.foretold.speedup
 
     @property
     def noise(self) -> float:
-        """How far from 1 the interval of plain over plain reaches."""
+        """Return how far from 1 the interval of plain over plain reaches."""
         again = self.speedup(AGAIN)
         return max(abs(again.high - 1), abs(again.low - 1))
 
@@ -128,7 +128,7 @@ class Cell:
 
 
 def measure_cell(cast: Cast, theirs: Theirs, rows: int, size: Size) -> Cell:
-    """Everything about one batch. Both race at the temperature of `theirs`."""
+    """Measure one batch, both races at the temperature of `theirs`."""
     temperature, rng = theirs.temperature, random.Random(rows)
     racers = contestants(cast, rows, temperature, seed=1)
     turn_tokens = size.turn_tokens * max(1, FEW_ROWS // rows)

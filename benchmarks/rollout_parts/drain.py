@@ -1,7 +1,7 @@
-"""The end of a batch of rollouts: all begin together, none follows, and the last ones are long.
+"""End of a batch of rollouts: all begin together, none follows, and the last ones are long.
 
 A plain engine and one that chooses its arm take turns of a quarter of a second until both have finished, so
-that both see the same machine. The choice keeps what it has learned from one drain to the next.
+that both run under the same load. The chooser keeps what it has learned from one drain to the next.
 """
 
 import random
@@ -26,7 +26,7 @@ MAX_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """One batch to its end."""
+    """One batch until its end."""
 
     plain_s: float
     adaptive_s: float
@@ -43,7 +43,7 @@ class Drain:
 
 @dataclass(slots=True, eq=False)
 class Draining:
-    """One engine at work."""
+    """One engine that finishes its batch."""
 
     engine: Engine
     rollouts: list[Rollout]
@@ -68,7 +68,7 @@ class Draining:
 
 
 def drains(cast: Cast, rows: int, repeats: int, temperature: float) -> list[Drain]:
-    """So many batches, one after the other; in the first one the choice knows nothing yet."""
+    """Run `repeats` batches, one after the other; in the first one the chooser has no data yet."""
     chooser = Watched(Goodput([parse_arm(arm) for arm in FIXED]))
     plain = engine_of(cast, rows, None, None, max_tokens=MAX_TOKENS)
     adaptive = engine_of(cast, rows, cast.layer, chooser, max_tokens=MAX_TOKENS)
@@ -85,7 +85,7 @@ def drains(cast: Cast, rows: int, repeats: int, temperature: float) -> list[Drai
 
 
 def tail(found: list[Drain]) -> float:
-    """p99 over p50 of the lengths of all drains."""
+    """Return p99 over p50 of the lengths of all drains."""
     lengths = [length for drain in found for length in drain.lengths]
     middle, long = np.percentile(lengths, [50, 99])
     return float(long / middle)

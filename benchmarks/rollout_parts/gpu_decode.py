@@ -1,7 +1,7 @@
-"""Decoding one sample beside what the memory of the device allows: every weight, and every key and value, is
-read once for each token.
+"""Compare decoding of one sample with the device's memory bandwidth.
 
-The model has the shape of Qwen3-0.6B and random weights in bf16: speed does not depend on what they say.
+Every weight, and every key and value, is read once for each token. The model has the shape of Qwen3-0.6B and
+random weights in bf16: speed does not depend on their values.
 """
 
 import random
@@ -42,7 +42,7 @@ _auto: Any = AutoModelForCausalLM  # its methods carry no types
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """How much is decoded, and copied."""
+    """Number of tokens decoded and bytes copied."""
 
     prompt: int = 128
     new: int = 256
@@ -54,7 +54,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What was measured."""
+    """Results of the measurement."""
 
     device: str
     parameters: int
@@ -70,19 +70,19 @@ class Decoded:
 
     @property
     def most(self) -> float:
-        """Tokens per second that the memory allows."""
+        """Return the tokens per second that the memory bandwidth allows."""
         return self.copy_bytes_per_s / self.token_bytes
 
     def share(self, name: str) -> float:
         return median(self.rates[name]) / self.most
 
     def over(self, name: str, other: str) -> Interval:
-        """Within each turn."""
+        """Return the ratio of two contestants within each turn."""
         return Interval.of([a / b for a, b in zip(self.rates[name], self.rates[other], strict=True)])
 
 
 def random_model(sizes: Mapping[str, Any], device: torch.device) -> PreTrainedModel:
-    """In bf16, made where it is to be."""
+    """Return a model in bf16, created on the device."""
     with torch.device(device):
         model: PreTrainedModel = _auto.from_config(Qwen3Config(**sizes), dtype=torch.bfloat16)
     model.train(False)
@@ -90,7 +90,7 @@ def random_model(sizes: Mapping[str, Any], device: torch.device) -> PreTrainedMo
 
 
 def decode(model: PreTrainedModel, length: Length) -> Decoded:
-    """All contestants take turns, in an order drawn for each; what happens only once has happened before."""
+    """Run all contestants in turns of random order, after one-time work is done."""
     turns = _contestants(model, length)
     for turn in turns.values():
         turn.rate()
@@ -116,7 +116,7 @@ def decode(model: PreTrainedModel, length: Length) -> Decoded:
 
 
 def copy_speed(device: torch.device, num_bytes: int, repeats: int = 10) -> float:
-    """Bytes read and written per second, by a copy within the device: the best of some."""
+    """Return the bytes read and written per second by a copy within the device, the best of `repeats`."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = []
@@ -128,7 +128,7 @@ def copy_speed(device: torch.device, num_bytes: int, repeats: int = 10) -> float
 
 
 def report(found: Decoded, quick: bool) -> Report:
-    """Its table and bars."""
+    """Return the table and bars."""
     share, again = found.share(GRAPHS), found.over(AGAIN, GRAPHS)
     noise = max(abs(again.high - 1), abs(again.low - 1))
     return Report(
@@ -177,7 +177,7 @@ def _target(model: nn.Module, length: Length, *, graphs: bool = True) -> Target:
 
 
 class _Engine:
-    """Tokens as a user gets them."""
+    """Tokens through the engine, as a user gets them."""
 
     def __init__(self, target: Target, length: Length, temperature: float) -> None:
         self.target, self._length = target, length
@@ -185,7 +185,7 @@ class _Engine:
         self._sampling = Sampling(temperature=temperature, max_new_tokens=length.new)
 
     def rate(self) -> float:
-        """Tokens per second of one text, its prompt not counted."""
+        """Return the tokens per second of one text, without its prompt."""
         tokens = tuple(range(1, 1 + self._length.prompt))
         self._engine.add(Prompt(tokens=tokens, sample=next(self._samples), sampling=self._sampling))
         self._engine.step()
@@ -196,14 +196,14 @@ class _Engine:
 
 
 class _Pass:
-    """The policy's passes one after the other, without a look at what they say."""
+    """Passes of the policy one after the other, without reading their results."""
 
     def __init__(self, target: Target, length: Length) -> None:
         self.target, self._length = target, length
         self._token = torch.ones(1, 1, dtype=torch.int64, device=target.device)
 
     def rate(self) -> float:
-        """Passes per second."""
+        """Return the passes per second."""
         first = self._length.prompt
         with _timed(self.target.device) as took_s:
             for past in range(first, first + self._length.new):
@@ -213,7 +213,7 @@ class _Pass:
 
 @contextmanager
 def _timed(device: torch.device) -> Iterator[list[float]]:
-    """Afterwards the list holds the seconds until all that was asked of the device was done."""
+    """Yield a list that afterwards holds the seconds until the device had done all its work."""
     took_s: list[float] = []
     wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()

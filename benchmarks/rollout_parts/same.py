@@ -1,4 +1,4 @@
-"""Do two engines say the same? And where they do not: is it arithmetic?"""
+"""Compare the tokens of two engines; a difference at a tie is arithmetic."""
 
 from collections.abc import Iterable
 from copy import deepcopy
@@ -17,8 +17,10 @@ TIE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """Tokens of samples that two engines have both made. After its first difference a sample is another text,
-    and is not compared."""
+    """Number of tokens compared, and of the first differences of samples.
+
+    After its first difference a sample is another text, and is not compared further.
+    """
 
     tokens: int = 0
     ties: int = 0
@@ -31,7 +33,7 @@ class Same:
 
     @classmethod
     def of(cls, model: PreTrainedModel, ours: Iterable[Rollout], theirs: Iterable[Rollout]) -> "Same":
-        """Of samples in the same order, also of those that are not finished."""
+        """Compare samples in the same order, also unfinished ones."""
         made = (
             cls.of_tokens(model, a.prompt, a.tokens, b.tokens) for a, b in zip(ours, theirs, strict=False)
         )
@@ -39,7 +41,7 @@ class Same:
 
     @classmethod
     def of_tokens(cls, model: PreTrainedModel, prompt: Prompt, a: list[int], b: list[int]) -> "Same":
-        """Of one sample. model: the policy."""
+        """Compare the tokens of one sample. model: the policy."""
         shared = min(len(a), len(b))
         at = next((i for i in range(shared) if a[i] != b[i]), None)
         if at is None:
@@ -50,7 +52,7 @@ class Same:
 
 @torch.inference_mode()
 def gap(model: PreTrainedModel, prompt: Prompt, before: list[int], pair: tuple[int, int]) -> float:
-    """By how much the first of two tokens is ahead, by transformers' own forward pass in float64."""
+    """Return by how much the first of two tokens is ahead, by transformers' own forward pass in float64."""
     exact: Any = deepcopy(model)  # the engines compute with the model's own parameters
     ids = torch.tensor([[*prompt.tokens, *before]], device=exact.device)
     scores_V = exact.double()(input_ids=ids).logits[0, -1].log_softmax(-1)

@@ -1,11 +1,11 @@
-"""One batch size, measured: engines that differ in who drafts take turns at the same stream of samples.
+"""Measure one batch size: engines with different drafters take turns at the same stream of samples.
 
 Samples have their natural ends (a stop token; Python text, which has none, ends after a length that is drawn
-once for all), and a row that is free takes the next sample at once. So the batch is constant although nobody
-is forced to talk on after the end of an answer, which would be another text than the one that matters.
-Prompts are computed in the measured time, one per sample, in all engines alike.
+once for all), and a free row takes the next sample at once. So the batch is constant without forcing any
+sample beyond the end of its answer, which would be an unrepresentative text. Prompts are computed in the
+measured time, one per sample, in all engines alike.
 
-A turn is so many tokens for each row. All take it in each repeat, in an order drawn for it; what one of them
+A turn is a number of tokens per row. All engines take it in each repeat, in a random order; what an engine
 makes beyond its turn counts for its next one, so that all stay at the same place of the stream.
 """
 
@@ -40,7 +40,7 @@ PYTHON_TOKENS = (64, 320)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cast:
-    """A policy and who guesses for it."""
+    """Policy and its drafters."""
 
     policy: Policy
     model: PreTrainedModel
@@ -50,13 +50,13 @@ class Cast:
 
 @dataclass(slots=True, eq=False)
 class Contestant:
-    """An engine that works through the stream."""
+    """Engine that works through the stream."""
 
     name: str
     engine: Engine
     stream: Iterator[Prompt]
     rollouts: list[Rollout] = field(default_factory=list)
-    """All that it has begun or will begin next, in the order of the stream."""
+    """Rollouts that it has begun or will begin next, in the order of the stream."""
     step_rates: list[float] = field(default_factory=list)
     """Tokens per second of each turn's steps alone: without the computation of prompts, which takes as long
     whatever is drafted, and which no forecast of a step speaks of."""
@@ -69,8 +69,10 @@ class Contestant:
         return self.engine.chooser if isinstance(self.engine.chooser, Watched) else None
 
     def turn(self, num_tokens: int) -> float:
-        """Make so many tokens, all rows together, less what there was too much the last time; tokens per
-        second."""
+        """Make `num_tokens` tokens, all rows together, less the surplus of the last turn.
+
+        Return tokens per second.
+        """
         self._owed += num_tokens
         tokens, seconds, of_steps_s = 0, 0.0, 0.0
         while tokens < self._owed:
@@ -88,15 +90,17 @@ class Contestant:
         return tokens / seconds
 
     def _queue(self) -> None:
-        """As many wait as could end in one step."""
+        """Keep as many samples queued as could end in one step."""
         while self._queued < 2 * self.engine.target.rows:
             self.rollouts.append(self.engine.add(next(self.stream)))
             self._queued += 1
 
 
 def stream(policy: Policy, temperature: float, seed: int) -> Iterator[Prompt]:
-    """Samples without end, the same for the same arguments. Each has a prompt of its own and is of no group:
-    what other samples have said helps no drafter."""
+    """Yield samples without end, the same for the same arguments.
+
+    Each has a prompt of its own and belongs to no group, so that no drafter gains from other samples.
+    """
     rng, samples = random.Random(seed), count()
     for chunk in count():
         for tokens in prompts(policy, 64, seed * 4096 + chunk):
@@ -106,8 +110,10 @@ def stream(policy: Policy, temperature: float, seed: int) -> Iterator[Prompt]:
 
 
 def contestants(cast: Cast, rows: int, temperature: float, seed: int) -> list[Contestant]:
-    """Plain decoding twice, each fixed arm, the choice among them, and the choice among the layer's arms when
-    the layer is random. What happens only once in a target has happened."""
+    """Return plain decoding twice, each fixed arm, the chooser, and the chooser with a random layer.
+
+    One-time work of the target has been done.
+    """
 
     def one(name: str, layer: DraftLayer | None, chooser: ArmChooser | None) -> Contestant:
         engine = engine_of(cast, rows, layer, chooser)
@@ -132,7 +138,7 @@ def engine_of(
     *,
     max_tokens: int = MAX_TOKENS,
 ) -> Engine:
-    """An engine with the drafters that its chooser may ask; their memory has been touched."""
+    """Return an engine with the drafters that its chooser may use; their memory has been touched."""
     target = Target.of(cast.model, rows=rows, max_tokens=max_tokens)
     plain = Engine(target)
     sampling = Sampling(temperature=0.0, max_new_tokens=2)
@@ -150,8 +156,10 @@ def engine_of(
 def race(
     racers: Sequence[Contestant], turn_tokens: int, repeats: int, rng: random.Random
 ) -> dict[str, list[float]]:
-    """Tokens per second of each, by repeat. The first one is where the choice learns: what its watch has seen
-    in it is forgotten."""
+    """Return the tokens per second of each engine, by repeat.
+
+    In the first repeat the chooser learns, and what its watch records in it is discarded.
+    """
     found: dict[str, list[float]] = {one.name: [] for one in racers}
     for repeat in range(repeats):
         for one in rng.sample(racers, len(racers)):
@@ -163,7 +171,7 @@ def race(
 
 
 def random_layer(model: PreTrainedModel, seed: int = 0) -> DraftLayer:
-    """A layer that has learned nothing, and is sure of it."""
+    """Return an untrained layer with confident predictions."""
     generator = torch.Generator().manual_seed(seed)
     layer = DraftLayer.of(model, generator=generator)
     with torch.no_grad():

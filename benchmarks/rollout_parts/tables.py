@@ -1,4 +1,4 @@
-"""Cells and drains as tables."""
+"""Tables of cells and drains."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ SHOWN_ARMS = 3
 
 
 def speeds(cells: Sequence[Cell]) -> Report:
-    """Plain decoding, its rivals and the choice, one row for each cell."""
+    """Return plain decoding, its rivals and the chooser, one row for each cell."""
     columns = (
         "task, T, batch",
         "plain, tokens/s",
@@ -32,7 +32,7 @@ def speeds(cells: Sequence[Cell]) -> Report:
 
 
 def forecasts(cells: Sequence[Cell]) -> Report:
-    """What the choice did, and how well it knew."""
+    """Return what the chooser did, and the errors of its predictions."""
     columns = (
         "task, T, batch",
         "tokens per pass",
@@ -46,13 +46,16 @@ def forecasts(cells: Sequence[Cell]) -> Report:
 
 
 def arms(cells: Sequence[Cell]) -> Report:
-    """Every fixed arm over plain decoding."""
+    """Return every fixed arm over plain decoding."""
     rows = [(_name(cell), *(str(cell.speedup(name)) for name in FIXED)) for cell in cells]
     return _table("fixed arms over plain decoding", ("task, T, batch", *FIXED), rows)
 
 
 def acceptance(cells: Sequence[Cell]) -> Report:
-    """By place in the draft, of the largest batch of each task and temperature: it sees most drafts."""
+    """Return acceptance by place in the draft, of each task and temperature at its largest batch.
+
+    The largest batch has the most drafts.
+    """
     largest: dict[tuple[str, float], Cell] = {}
     for cell in cells:
         largest[cell.task, cell.temperature] = cell
@@ -62,7 +65,7 @@ def acceptance(cells: Sequence[Cell]) -> Report:
 
 
 def drained(found: Sequence[Drain]) -> Report:
-    """One row for each drain."""
+    """Return one row for each drain."""
     rows = [
         (
             "learning" if i == 0 else str(i),
@@ -81,7 +84,7 @@ def drained(found: Sequence[Drain]) -> Report:
 
 
 def line(cell: Cell) -> str:
-    """A cell in few words, for whoever waits for the others."""
+    """Return a cell in one line, for progress output."""
     plain = f"plain {_rate(cell):.0f} tokens/s, {cell.over_theirs().middle:.2f} x generate"
     choice = f"adaptive {cell.speedup(ADAPTIVE)}, random drafter {cell.speedup(RANDOM)}"
     return f"{_name(cell)}: {plain}; {choice}, best fixed {_best(cell)}"

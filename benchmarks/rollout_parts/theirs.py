@@ -1,9 +1,9 @@
-"""The same policy through `transformers.generate`, beside our plain decoding.
+"""Compare plain decoding with `transformers.generate` on the same policy.
 
-`generate` has no queue: it ends when its longest answer does. So this is another race than that of
-stream.py: a batch of prompts whose answers are long, each with exactly so many new tokens and no stop
-token, in both. Prompts are padded on the left, for `generate` only. Its drafts (prompt lookup, a smaller
-policy) work for one prompt at a time, with their default settings.
+`generate` has no queue: it ends when its longest answer does. So this race differs from that of stream.py: a
+batch of prompts with long answers, in both with a fixed number of new tokens and no stop token. Prompts are
+padded on the left, for `generate` only. Its drafts (prompt lookup, a smaller policy) work for one prompt at a
+time, with their default settings.
 """
 
 import random
@@ -32,7 +32,7 @@ _config: Any = GenerationConfig  # it carries no types
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Theirs:
-    """What `generate` needs."""
+    """Inputs of `generate`."""
 
     policy: Policy
     model: PreTrainedModel
@@ -43,7 +43,7 @@ class Theirs:
     temperature: float
 
     def race(self, rows: int, repeats: int, rng: random.Random) -> tuple[dict[str, list[float]], Same]:
-        """Tokens per second of each way to do it, by repeat; and, at T = 0, whether our tokens are theirs."""
+        """Return the tokens per second of each way, by repeat, and at T = 0 the comparison of tokens."""
         engine = Engine(Target.of(self.model, rows=rows, max_tokens=MAX_PROMPT + self.num_new))
         asked = self._prompts(rows * (repeats + 1))
         ways = self._ways(engine, rows)
@@ -98,7 +98,7 @@ class Theirs:
         return answers
 
     def _prompts(self, num: int) -> list[Prompt]:
-        """Questions whose right answers are at least so long."""
+        """Return questions whose right answers are long enough."""
         sampling = Sampling(temperature=self.temperature, max_new_tokens=self.num_new)
         if self.policy.task == "python":
             texts = prompts(self.policy, num, seed=1)
@@ -110,7 +110,7 @@ class Theirs:
 
 
 def without_stop(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, with no token at which `generate` would stop."""
+    """Return the model, with no token at which `generate` would stop."""
     config: Any = model.generation_config
     config.eos_token_id = None
     return model

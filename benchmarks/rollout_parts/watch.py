@@ -1,7 +1,7 @@
-"""What `Goodput` foretold, kept beside what came: its step times, its chances, its speed-up.
+"""Compare the predictions of `Goodput` with the outcome: step times, chances, speed-up.
 
-Each forecast is made from what was known before the step. The watching takes time that no real engine spends:
-it is counted in `spent_s`, for whoever measures to take off.
+Each prediction is made from what was known before the step. The recording takes time that no real engine
+spends: `spent_s` counts it, to be subtracted.
 """
 
 import time
@@ -17,12 +17,12 @@ from aedit.spec_rollout.arms.goodput import Goodput
 from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft
 
 NUM_BINS = 20
-"""Of a promised chance; what is learnt from may have others."""
+"""Bins of a predicted chance; the calibration may use others."""
 
 
 @dataclass(slots=True)
 class Scores:
-    """Chances that were promised to nodes, and what came of them, by bins of the chance."""
+    """Predicted chances of nodes and their outcomes, by bins of the chance."""
 
     promised: Floats = field(default_factory=lambda: np.zeros(NUM_BINS))
     accepted: Floats = field(default_factory=lambda: np.zeros(NUM_BINS))
@@ -30,7 +30,7 @@ class Scores:
 
     @property
     def error(self) -> float:
-        """Expected calibration error; 0 of no node."""
+        """Return the expected calibration error; 0 without nodes."""
         total = float(self.nodes.sum())
         return float(np.abs(self.promised - self.accepted).sum()) / total if total else 0.0
 
@@ -43,7 +43,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Foretold:
-    """How good forecasts were."""
+    """Errors of the predictions."""
 
     step_error: float
     """Mean of |foretold - measured| / measured of step times."""
@@ -60,7 +60,7 @@ class Foretold:
 
 @dataclass(slots=True)
 class Watched:
-    """Chooses as `inner` does."""
+    """Chooser that chooses as `inner` does."""
 
     inner: Goodput
     clock: Callable[[], float] = time.perf_counter
@@ -85,7 +85,7 @@ class Watched:
         self.inner.learn(observed)
 
     def forget(self) -> None:
-        """What was noted so far."""
+        """Discard the records so far."""
         self._errors, self._scores = [], defaultdict(Scores)
         self._seconds = self._plain_s = 0.0
 

@@ -1,4 +1,4 @@
-"""The straggler benchmark with a hub: real processes, and the shipped presets at this benchmark's speed."""
+"""Straggler benchmark with a hub: real processes, and the shipped presets at this benchmark's speed."""
 
 import signal
 import subprocess
@@ -22,7 +22,7 @@ PRESETS = ("async", "a-edit-hub")
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What the nodes are like, and which of them is frozen for how long in the middle."""
+    """Speeds of the nodes, and which of them is frozen for how long in the middle."""
 
     name: str
     steps_s: tuple[float, ...]
@@ -50,7 +50,7 @@ class Seen:
 
 
 def run_scene(scene: Scene, preset: str, seconds: float, every_s: float) -> Seen:
-    """`scene` with `preset`, every interval of which lasts about `every_s`."""
+    """Run `scene` with `preset`, every interval of which lasts about `every_s`."""
 
     def freeze(nodes: "list[subprocess.Popen[str]]") -> None:
         if scene.frozen is not None:
@@ -108,7 +108,7 @@ def _speed(walk: dict[str, Any]) -> float:
 
 
 def _signal(process: "subprocess.Popen[str]", number: signal.Signals) -> None:
-    """To the trainer and its agent."""
+    """Send the signal to the trainer and its agent."""
     top = psutil.Process(process.pid)
     for one in (top, *top.children(recursive=True)):
         one.send_signal(number)

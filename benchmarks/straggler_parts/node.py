@@ -1,8 +1,8 @@
-"""One node of the straggler benchmark with a hub: LayerSync, an agent, and steps of a fixed pace.
+"""Run one node of the straggler benchmark with a hub: LayerSync, an agent, and steps of a fixed pace.
 
     python -m benchmarks.straggler_parts.node '{"run_toml": ..., "hub": ..., "index": ..., ...}'
 
-Says "ready" when it is a member, walks when told "go", and prints its Walk as JSON.
+Says "ready" when it is a member, begins when it reads "go", and prints its Walk as JSON.
 """
 
 import json
@@ -30,7 +30,7 @@ from benchmarks.kit.paced import Pace, Walk, tower, walk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one process is told."""
+    """Job of one process."""
 
     run_toml: str
     hub: str
@@ -65,7 +65,7 @@ def main(words: list[str]) -> int:
 
 
 def _solo(job: Job) -> Walk:
-    """The same node with nobody to wait for and no rounds."""
+    """Run the same node alone and without rounds."""
     model = tower()
     config = EditConfig(every=10**9)
     inner = torch.optim.SGD(model.parameters(), lr=1e-3)

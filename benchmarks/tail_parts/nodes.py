@@ -1,6 +1,7 @@
-"""Engines in virtual time: they compute for real, one at a time, always the one whose clock is furthest
-behind, and each computation takes what `Times` says. So four of them fit on one core, and the same samples
-give the same figures whatever else the machine does.
+"""Engines in virtual time: each computes for real and takes the time that `Times` declares.
+
+One engine computes at a time, the one whose clock is furthest behind. So four of them fit on one core, and
+the same samples give the same figures whatever the load of the machine.
 """
 
 from collections import Counter
@@ -30,7 +31,7 @@ NODES = 8
 
 @dataclass(slots=True)
 class Clock:
-    """A node's own time."""
+    """Clock of one node."""
 
     now_s: float = 0.0
 
@@ -39,13 +40,13 @@ class Clock:
 
 
 class PacedTarget(Target):
-    """A target whose computations take declared times on a clock."""
+    """Target whose computations take declared times on a clock."""
 
     def __init__(self, model: PreTrainedModel, *, rows: int, max_tokens: int, times: Times) -> None:
         super().__init__(model, rows, max_tokens, NODES, ())
         self.times, self.clock = times, Clock()
         self.copies_s: list[float] = []
-        """Of samples that came with their keys and values."""
+        """Copy times of samples that came with their keys and values."""
 
     def step(
         self, tokens_Bq: Tensor, lengths_B: Sequence[int] | Tensor, parents_BN: Tensor | None = None
@@ -66,7 +67,7 @@ class PacedTarget(Target):
 
 @dataclass(frozen=True, slots=True)
 class PacedDrafter:
-    """A drafter whose guesses take declared times on its engine's clock."""
+    """Drafter whose guesses take declared times on its engine's clock."""
 
     inner: Drafter
     times: Times
@@ -126,14 +127,14 @@ class Node(LocalEngine):
 
 @dataclass(slots=True)
 class Way:
-    """How one batch was made."""
+    """Method and result of one batch."""
 
     seconds: float = 0.0
-    """Until the last engine had finished."""
+    """Seconds until the last engine had finished."""
     rollouts: dict[SampleKey, Rollout] = field(default_factory=dict)
     moves: Counter[SampleKey] = field(default_factory=Counter)
     num_emptied: int = 0
-    """Engines that had nothing left when they had given a sample away."""
+    """Engines that were idle after they had given a sample away."""
     busy_share: float = 0.0
     copies_s: list[float] = field(default_factory=list)
     arms: Counter[str] = field(default_factory=Counter)
@@ -141,14 +142,14 @@ class Way:
 
 @dataclass(slots=True)
 class World:
-    """The nodes, and the time of the one that is furthest behind."""
+    """Nodes, and the time of the one that is furthest behind."""
 
     nodes: Sequence[Node]
     now_s: float = 0.0
     way: Way = field(default_factory=Way)
 
     def run(self, reallocator: Reallocator | None) -> Way:
-        """Until all have finished what they have. reallocator: over these nodes, on this world's time."""
+        """Run until all have finished their samples. reallocator: over these nodes, on this world's time."""
         look_s = LOOK_S
         while busy := [node for node in self.nodes if node.has_work]:
             node = min(busy, key=lambda node: node.clock.now_s)
@@ -164,7 +165,7 @@ class World:
     def _look(self, reallocator: Reallocator) -> None:
         for move in reallocator.rebalance():
             self.way.moves[move.key] += 1
-            # What has left in the middle of a step is there when the step has ended.
+            # A sample that left in the middle of a step arrives when the step has ended.
             source, target = self.nodes[move.source].clock, self.nodes[move.target].clock
             target.now_s = max(target.now_s, source.now_s, self.now_s)
 

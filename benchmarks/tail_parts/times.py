@@ -1,4 +1,4 @@
-"""What the steps of an engine take on this machine, measured once: the pace of nodes in virtual time."""
+"""Step times of an engine on this machine, measured once: the pace of nodes in virtual time."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,32 +19,32 @@ CONTEXT = 256
 """Tokens of a sample when steps are measured, all of them alike: in virtual time a step does not take longer
 because a text is long."""
 WARM, STEPS, ROUNDS = 2, 8, 2
-"""Of an arm: steps that do not count, steps that do, and how often all arms have their turn."""
+"""Steps of an arm that do not count, steps that do, and repeats over all arms."""
 PREFILLS = (32, 512)
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of what engines do; between what was measured, a straight line."""
+    """Seconds of an engine's operations, interpolated linearly between the measured points."""
 
     rows: tuple[int, ...]
     nodes: tuple[int, ...]
     pass_s: tuple[tuple[float, ...], ...]
-    """By rows and by drafted nodes of each: a step without the drafting."""
+    """Seconds of a step without the drafting, by rows and by drafted nodes of each."""
     draft_s: Mapping[str, tuple[float, ...]]
-    """By arm and rows."""
+    """Seconds of a draft, by arm and rows."""
     prefill_s: tuple[float, float]
-    """Of PREFILLS tokens."""
+    """Seconds to prefill PREFILLS tokens."""
     copy_s: float
-    """Of the keys and values of a token, from one engine to another."""
+    """Seconds to copy the keys and values of a token from one engine to another."""
 
     def step(self, rows: int, nodes: int) -> float:
-        """A step of so many rows, without the drafting."""
+        """Return the seconds of a step of `rows` rows, without the drafting."""
         by_rows = [float(np.interp(nodes, self.nodes, times)) for times in self.pass_s]
         return float(np.interp(rows, self.rows, by_rows))
 
     def draft(self, arm: Arm, rows: int) -> float:
-        """At the end of a text chains are shorter than what was measured."""
+        """Return the seconds of a draft; at the end of a text chains are shorter than those measured."""
         known = {parse_arm(name): times for name, times in self.draft_s.items()}
         same = sorted((one.depth, times) for one, times in known.items() if one.drafter == arm.drafter)
         by_depth = [float(np.interp(rows, self.rows, times)) for _, times in same]
@@ -57,9 +57,11 @@ class Times:
 
 
 def measured(target: Target, drafters: Mapping[DrafterKind, Drafter]) -> Times:
-    """The least of several steps each, in this thread's time on a core, as what else the machine does only
-    makes them longer: torch must compute on one thread. The drafters must follow no other engine; nothing of
-    it stays in the target."""
+    """Return the shortest of several measurements each, in this thread's processor time.
+
+    Load of the machine only makes them longer, and torch must compute on one thread. The drafters must follow
+    no other engine; nothing of it stays in the target.
+    """
     engine = Engine(target, drafters=drafters)
     engine.clock = time.thread_time
     arms = [OFF, *(arm for arm in map(parse_arm, ARMS) if arm.drafter in drafters)]
@@ -78,7 +80,7 @@ def measured(target: Target, drafters: Mapping[DrafterKind, Drafter]) -> Times:
 
 
 def _steps(engine: Engine, arms: Sequence[Arm], rows: int) -> Iterator[tuple[Arm, tuple[float, float]]]:
-    """The least seconds of a step without its drafting, and of the drafting, by arm."""
+    """Yield by arm the least seconds of a step without its drafting, and of the drafting."""
     rng = torch.Generator().manual_seed(rows)
     for i in range(rows):
         tokens = torch.randint(32, 96, (CONTEXT - 64,), generator=rng).tolist()

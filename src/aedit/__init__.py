@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aedit.edit.exchange import MeanExchange
     from aedit.edit.hf import EditCallback
     from aedit.edit.hub_exchange import HubExchange
+    from aedit.edit.lightning import LightningCallback
     from aedit.edit.schedule import EverySeconds, EverySteps
     from aedit.edit.sync import LayerSync
     from aedit.proto.transports.c10d import TorchTransport
@@ -28,6 +29,7 @@ __all__ = [
     "EverySteps",
     "HubExchange",
     "LayerSync",
+    "LightningCallback",
     "MeanExchange",
     "PenaltyConfig",
     "TorchTransport",
@@ -48,6 +50,7 @@ if not TYPE_CHECKING:  # so that type checkers know which names there are
             "EverySteps": "aedit.edit.schedule",
             "HubExchange": "aedit.edit.hub_exchange",
             "LayerSync": "aedit.edit.sync",
+            "LightningCallback": "aedit.edit.lightning",
             "MeanExchange": "aedit.edit.exchange",
             "PenaltyConfig": "aedit.edit.config",
             "TorchTransport": "aedit.proto.transports.c10d",

@@ -13,9 +13,9 @@ from aedit.proto.transports.c10d import TorchTransport
 
 
 def train_apart(rank, size, ranks):
-    """Nodes with other weights, a frozen layer and BatchNorm; two steps in a warm-up, then two local ones.
+    """Train nodes with different weights, a frozen layer and BatchNorm: two warm-up steps, two local steps.
 
-    Returns all tensors at the start, whole; buffers at the end; and this rank's running mean before the
+    Returns all whole tensors at the start, the buffers at the end, and this rank's running mean before the
     last round.
     """
     mesh = init_device_mesh("cpu", (size // ranks, ranks), mesh_dim_names=("sync", "shard"))

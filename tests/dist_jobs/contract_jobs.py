@@ -1,17 +1,24 @@
-"""Jobs of tests/test_contract.py: the promises of tests/kit/transport_contract.py, of `TorchTransport`."""
+"""Jobs of tests/test_contract.py.
+
+The transport contract (tests/kit/transport_contract.py) on `TorchTransport`.
+"""
 
 import threading
 import time
 
 import torch
 from kit import transport_contract
+from kit.waiting import until
 
 from aedit.proto.transports.c10d import TorchTransport
 from aedit.proto.transports.transport import PeersMissing
 
 
 def keep_all(rank, size):
-    """What every promise returned on this node, by name. One transport: starting one is what takes time."""
+    """Return the result of every contract function on this node, by name.
+
+    One transport serves all of them, because starting one is slow.
+    """
     transport = TorchTransport(timeout_s=transport_contract.LIMIT_S)
     try:
         kept = {promise.__name__: promise(transport, rank, size) for promise in transport_contract.PROMISES}
@@ -23,14 +30,12 @@ def keep_all(rank, size):
 
 
 def wait_for_a_node_that_never_comes(rank, size, kind):
-    """The error that the others meet, and how long they have waited for it; None on the missing node."""
+    """Return the error that the other nodes get and how long they waited for it; None on the missing node."""
     transport = TorchTransport(timeout_s=transport_contract.LIMIT_S)
     transport.timeout_s = 0.5
     try:
         if rank == 0:  # it keeps the notes, so it must be the last to go
-            transport_contract.until(
-                lambda: all(transport.read(f"gave up/{n}") for n in range(1, size)), "the end"
-            )
+            until(lambda: all(transport.read(f"gave up/{n}") for n in range(1, size)), "the end")
             return None
         told = _wait_in_vain(transport, kind)
         transport.post(f"gave up/{rank}", "x")
@@ -52,7 +57,7 @@ def _wait_in_vain(transport, kind):
 
 
 def open_and_close(rank, size):
-    """Names of the threads that are left."""
+    """Open and close a transport; return the names of the threads that are left."""
     before = set(threading.enumerate())
     transport = TorchTransport(timeout_s=transport_contract.LIMIT_S)
     transport.gather("k", torch.zeros(1)).result()

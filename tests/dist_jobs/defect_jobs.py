@@ -15,7 +15,10 @@ from aedit.proto.transports.c10d import TorchTransport
 
 
 def follow(rank, size, moves, rounds):
-    """Scripted training of nodes of one rank: last parameters, their bits, rounds with distrust."""
+    """Run scripted training on nodes of one rank.
+
+    Return the last parameters, their bits and the distrusted rounds.
+    """
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("sync", "shard"))
     transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
     try:
@@ -37,10 +40,10 @@ def sharded(mesh):
 
 
 def collectives_of_the_users_own(rank, size, nodes, timed, steps):
-    """Clocks that disagree ever more within a node, and a collective of the user's own in every step: over
-    the ranks of a node if rounds are timed, else over everybody.
+    """Train with clocks that drift apart within a node and a collective of the user's own in every step.
 
-    Returns the inner steps at which rounds were opened, and the final parameters.
+    The collective runs over the ranks of a node if rounds are timed, otherwise over all ranks. Returns the
+    inner steps at which rounds were opened, and the final parameters.
     """
     mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
     transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
@@ -68,7 +71,7 @@ def collectives_of_the_users_own(rank, size, nodes, timed, steps):
 
 
 class Ticking:
-    """A clock that moves when it is told to."""
+    """Clock that moves only when the test sets it."""
 
     def __init__(self, now):
         self.now = now
@@ -78,7 +81,10 @@ class Ticking:
 
 
 def accumulate_without_gradient_sync(rank, size, nodes, every, micro, steps):
-    """FSDP2 with gradients reduced at the last micro-batch only. Returns inner steps at every round."""
+    """Train with FSDP2 and gradients reduced at the last micro-batch only.
+
+    Return the inner step of every round.
+    """
     mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
     transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
     model = sharded(mesh)
@@ -101,7 +107,10 @@ def accumulate_without_gradient_sync(rank, size, nodes, every, micro, steps):
 
 
 def one_rank_goes_bad(rank, size, nodes):
-    """A NaN in the shard of one rank only, in the second round. Returns verdicts and final bits."""
+    """Put a NaN into the shard of one rank in the second round.
+
+    Return the round outcomes and the final bits.
+    """
     mesh = init_device_mesh("cpu", (nodes, size // nodes), mesh_dim_names=("sync", "shard"))
     transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
     model = sharded(mesh)

@@ -1,4 +1,4 @@
-"""A node that has trained a little and saved, as `aedit run` does, for tests/test_export.py."""
+"""Jobs of tests/test_export.py: a node that trains briefly and saves as `aedit run` does."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from aedit.proto.transports.memory import MemoryWorld
 
 
 def train_and_save(run_dir, node, mark, mesh=None, config=None):
-    """One checkpoint after a round and a step of its own; returns whole anchors and whole parameters."""
+    """Save one checkpoint after a round and one local step; return whole anchors and whole parameters."""
     described = load(Path(run_dir) / "run.toml", []).config
     tokenizer = load_tokenizer(described.data.tokenizer)
     model = build_model(described.model, tokenizer.vocab_size, described.data.seq_len, node, tokenizer.eos_id)

@@ -1,4 +1,4 @@
-"""Jobs for tests/test_moving_kv.py: samples that go from rank 0 to rank 1."""
+"""Jobs of tests/test_moving_kv.py: samples that move from rank 0 to rank 1."""
 
 import time
 
@@ -22,7 +22,7 @@ def ended(engine, made):
 
 
 def begun(asked, steps=3):
-    """An engine in the middle of its work, and four samples of different rows taken out of it."""
+    """Return an engine in the middle of its work and four samples of different rows taken out of it."""
     engine = engine_of()
     made = [engine.add(prompt) for prompt in asked]
     for _ in range(steps):
@@ -50,7 +50,7 @@ def move(rank, size, asked, version=0, max_tokens=48):
 
 
 def fail(rank, size, asked, how):
-    """Rank 1 leaves at once, leaves in the middle of a sample, or is there and never answers."""
+    """Let rank 1 leave at once, leave in the middle of a sample, or stay and never answer, as `how` says."""
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         if how == "gone after the text":

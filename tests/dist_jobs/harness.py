@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 class OnlyHereError(Exception):
-    """A class the test process cannot import."""
+    """Error class that the test process cannot import."""
 
 
 def sum_of_ranks(rank, size, scale):

@@ -1,4 +1,4 @@
-"""Jobs of tests/test_hub_exchange.py: a node of several ranks, whose hub is in the first one's process."""
+"""Jobs of tests/test_hub_exchange.py: a node of several ranks whose hub runs in the first rank's process."""
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from aedit.types import Verdict
 
 
 def train_sharded(rank, size):
-    """What the hub was sent, by the first rank: ((unit, seq, base, steps), values)."""
+    """Train and return what the first rank sent to the hub: ((unit, seq, base, steps), values)."""
     sync, link = _node(rank, size, refused=range(4))
     with sync:
         for n in range(14):
@@ -25,7 +25,7 @@ def train_sharded(rank, size):
 
 
 def wait_and_stop(rank, size):
-    """Only the first rank is told to stop, in a wait that has begun; both leave it at the same look."""
+    """Stop only the first rank while both wait; both leave the wait at the same check."""
     sync, link = _node(rank, size, max_steps_ahead=5)
     looks = [0]
 

@@ -1,4 +1,4 @@
-"""Jobs of tests/test_hub_nodes.py: whole nodes, with agents of their own, that train over a real wire."""
+"""Jobs of tests/test_hub_nodes.py: whole nodes with their own agents that train over a real network."""
 
 import time
 
@@ -26,7 +26,7 @@ LIMIT_S = 60.0
 
 
 def round_tower():
-    """Parameters that fp32 adds to without rounding."""
+    """Return a model whose parameters fp32 adds to without rounding."""
     model = tower()
     with torch.no_grad():
         for p in model.parameters():
@@ -35,8 +35,11 @@ def round_tower():
 
 
 def train(rank, size, addresses, rounds, **plan):
-    """Rank 0 is a node, ranks 1 and 2 are another one. (what its steps added, by name; where it ended; what
-    it drew; rounds; seconds waited)."""
+    """Train with rank 0 as one node and ranks 1 and 2 as another.
+
+    Returns the sum of its steps by name, its final parameters, the samples drawn, the rounds and the seconds
+    waited.
+    """
     group = dist.new_group([1, 2])
     ranks, place = (1, 0) if rank == 0 else (2, rank - 1)
     torch.manual_seed(100)

@@ -1,4 +1,4 @@
-"""Jobs for tests/test_library.py: the library on FSDP2 models."""
+"""Jobs of tests/test_library.py: the library on FSDP2 models."""
 
 import torch
 from kit.local_sgd import trainable
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks of the same kind, and a head that no block owns."""
+    """Model of blocks of one kind, with a head outside any block."""
 
     def __init__(self, num_blocks=3, width=5):
         super().__init__()
@@ -46,13 +46,13 @@ def loss(model, x):
 
 
 def batches(node, count, rows=8, width=5):
-    """The samples of one node: `count` batches that no other node has."""
+    """Return `count` batches of this node's samples; no other node has them."""
     random = torch.Generator().manual_seed(1000 + node)
     return [torch.randn(rows, width, generator=random) for _ in range(count)]
 
 
 def train_sharded(rank, size, nodes, ranks, every, num_steps):
-    """Five lines around a loop, on a model sharded over the ranks of a node. Returns the whole parameters."""
+    """Train with the library on a model sharded over the ranks of a node; return the whole parameters."""
     mesh = init_device_mesh("cpu", (nodes, ranks), mesh_dim_names=("sync", "shard"))
     model = Tower()
     for block in model.blocks:
@@ -76,8 +76,10 @@ def train_sharded(rank, size, nodes, ranks, every, num_steps):
 
 
 def land_after_an_evaluation(rank, size):
-    """A forward without a backward, then a landing outside any forward. Returns what the model says then,
-    and what a plain model with the same whole parameters says."""
+    """Run a forward without a backward, then a landing outside any forward.
+
+    Returns the model's output afterwards, and that of a plain model with the same whole parameters.
+    """
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("sync", "shard"))
     model, x = Tower(), torch.ones(2, 5)
     for block in model.blocks:
@@ -104,8 +106,10 @@ def land_after_an_evaluation(rank, size):
 
 
 def train_after_an_evaluation(rank, size, units, sharded):
-    """On a model that keeps what it gathers: an evaluation, a round, and the forward in which it lands.
-    Returns what the model says in that forward, and what a plain model with the anchors says."""
+    """Run an evaluation, a round and the forward in which it lands, while parameters stay gathered.
+
+    Returns the model's output in that forward, and that of a plain model with the anchors.
+    """
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("sync", "shard"))
     model, x = Tower(), torch.ones(2, 5)
     for block in model.blocks if sharded == "blocks" else ():
@@ -136,8 +140,10 @@ def train_after_an_evaluation(rank, size, units, sharded):
 
 
 def start_gathered(rank, size):
-    """Nodes of one rank with other weights, whose blocks keep what they have gathered before they meet.
-    Returns the parameters at the start of the warm-up."""
+    """Start nodes of one rank with different weights, whose blocks hold gathered parameters at the start.
+
+    Returns the parameters at the start of the warm-up.
+    """
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("sync", "shard"))
     model = Tower()
     with torch.no_grad():

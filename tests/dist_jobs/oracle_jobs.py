@@ -18,10 +18,10 @@ INNER = {
 
 
 def everything(rank, size, nodes, ranks, averaging, steps, following):
-    """Run all cases on one mesh of nodes x ranks: starting one is what takes time.
+    """Run all cases on one mesh of nodes x ranks, because starting a mesh is slow.
 
     averaging: (inner, warmup_steps) cases of averaging every step; following: cases of scripted training.
-    Returns what both gave, in the order of the cases.
+    Returns the results of both, in the order of the cases.
     """
     mesh = init_device_mesh("cpu", (nodes, ranks), mesh_dim_names=("sync", "shard"))
     transport = TorchTransport(mesh.get_group("sync"), timeout_s=30)
@@ -35,7 +35,7 @@ def everything(rank, size, nodes, ranks, averaging, steps, following):
 
 
 def sharded(mesh):
-    """The model of this rank."""
+    """Return this rank's shard of the model."""
     model = tower()
     if mesh["shard"].size() > 1:
         for block in (model.first, model.middle, model.last, model):
@@ -44,7 +44,7 @@ def sharded(mesh):
 
 
 def average_every_step(model, transport, rank, inner, warmup_steps, steps):
-    """Every rank draws batches of its own; returns the parameters after them."""
+    """Train every rank on its own batches; return the parameters afterwards."""
     config = EditConfig(every=1, warmup_steps=warmup_steps)
     exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN)
     train(model, INNER[inner](model), exchange, batches(rank, steps), config)
@@ -52,7 +52,7 @@ def average_every_step(model, transport, rank, inner, warmup_steps, steps):
 
 
 def follow(model, transport, node, moves, steps, penalty, outer):
-    """Scripted training; `moves` and `steps` are per node."""
+    """Run scripted training; `moves` and `steps` are per node."""
     return follow_script(
         model,
         transport,

@@ -12,7 +12,11 @@ from aedit.edit.sync import LayerSync
 
 
 def train_sharded(rank, size, address, nowhere, steps):
-    """(what went wrong at `nowhere`; start, sum of the steps and end, whole and by name; samples drawn)."""
+    """Train over the hub at `address`, after a failed attempt at `nowhere`.
+
+    Returns the error at `nowhere`, the start, the sum of the steps and the end (whole, by name), and the
+    samples drawn.
+    """
     model = tower()
     with torch.no_grad():
         for p in model.parameters():

@@ -1,4 +1,4 @@
-"""Runs the code blocks of docs/extending.md, one after the other, for tests/test_extending.py."""
+"""Job of tests/test_extending.py: run the code blocks of docs/extending.md one after the other."""
 
 import os
 import re

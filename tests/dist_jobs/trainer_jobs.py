@@ -1,4 +1,4 @@
-"""Jobs for tests/test_hf.py: every process is a node with a Trainer of its own."""
+"""Jobs of tests/test_hf.py: every process is a node with its own Trainer."""
 
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def parameters(model):
 
 
 class Rounds(TrainerCallback):
-    """Watches the callback under test from in front of it."""
+    """Trainer callback that watches the callback under test and runs before it."""
 
     def __init__(self, watched):
         self.watched, self.steps = watched, []
@@ -113,7 +113,7 @@ class Losses(TrainerCallback):
 
 
 def evaluate_and_save(rank, size, out, max_steps, options, count=32):
-    """The checkpoints by step, and the losses told."""
+    """Return the checkpoints by step and the losses reported."""
     transport, losses = TorchTransport(timeout_s=30), Losses()
     args = arguments(f"{out}/{rank}", max_steps=max_steps, **options)
     data, held_out = samples(rank, count), samples(9, 4)
@@ -128,7 +128,7 @@ def saved_under(directory):
 
 
 class StopAtEvaluation(TrainerCallback):
-    """As early stopping does: when the step is over already."""
+    """Trainer callback that stops after an evaluation, as early stopping does: the step is already over."""
 
     def __init__(self, step):
         self.step = step
@@ -138,7 +138,7 @@ class StopAtEvaluation(TrainerCallback):
 
 
 def stop_early(rank, size, out):
-    """Every node evaluates on samples of its own. Returns what it ended with, and its own best checkpoint."""
+    """Evaluate every node on its own samples; return its final parameters and its own best checkpoint."""
     transport, model = TorchTransport(timeout_s=30), tiny_llama()
     options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     args = arguments(f"{out}/{rank}", max_steps=9, load_best_model_at_end=True, **options)
@@ -160,7 +160,7 @@ class StopAt(TrainerCallback):
 
 
 def stop_and_resume(rank, size, out, every, max_steps, stop_at):
-    """The parameters of a whole training, and of one that was killed and resumed."""
+    """Return the parameters of an uninterrupted training and of one that was killed and resumed."""
 
     def train(name, *callbacks, **options):
         transport, model = TorchTransport(timeout_s=30), tiny_llama()

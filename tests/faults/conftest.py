@@ -1,4 +1,4 @@
-"""Runs for the fault tests: see tiny_run.py."""
+"""Fixtures of the fault tests: small runs of real processes (tiny_run.py)."""
 
 import pytest
 from faults.tiny_run import Run, Server
@@ -13,7 +13,10 @@ def node_server():
 
 @pytest.fixture
 def make_run(node_server, tmp_path):
-    """`make_run("a", steps=20)`: a run in a directory of its own; its processes are gone afterwards."""
+    """Return a function that makes a run in its own directory, as in `make_run("a", steps=20)`.
+
+    The processes of every run are ended after the test.
+    """
     made = []
 
     def make(name="run", **options):
@@ -27,7 +30,7 @@ def make_run(node_server, tmp_path):
 
 @pytest.fixture(scope="session")
 def undisturbed(node_server, tmp_path_factory):
-    """The final checkpoints, by node, of a run of two nodes that nothing happens to."""
+    """Return the final checkpoints, by node, of an undisturbed run of two nodes."""
     run = Run(node_server, tmp_path_factory.mktemp("undisturbed"))
     run.train()
     return [run.newest(node) for node in range(2)]

@@ -1,7 +1,7 @@
-"""A node that does something to itself at a chosen moment of its training: real faults, without races.
+"""Node program that injects a fault into itself at a chosen point of its training, free of races.
 
     python saboteur.py --aedit run CONFIG ...     the command line, with this file as the node program
-    python saboteur.py --serve                    starts such nodes by fork: no time goes into imports
+    python saboteur.py --serve                    starts such nodes by fork, which saves the import time
     python saboteur.py run.toml --ranks=1 ...     the node program, with the plan beside run.toml
 
 The plan is a list of deeds {"node": 1, "moment": "stepped", "step": 7, "act": "SIGKILL"}, each done once, in
@@ -24,7 +24,7 @@ PLAN = "plan.json"
 
 
 def moments():
-    """Name of a moment: the class and the method before which it lies."""
+    """Return, by the name of each moment, the class and the method before whose call the moment lies."""
     from aedit.launch.node.checkpoint import Checkpoints
     from aedit.launch.node.stop import Stop
     from aedit.launch.node.train import Node
@@ -40,7 +40,7 @@ def moments():
 
 
 class Saboteur:
-    """Carries out the deeds of one process, and writes down which samples its node draws."""
+    """Carries out the deeds of one process and records which samples its node draws."""
 
     def __init__(self, deeds, directory, process):
         self.deeds, self.directory, self.step = list(deeds), directory, 0
@@ -82,7 +82,7 @@ class Saboteur:
 
 
 def perform(act):
-    """Do it to this process."""
+    """Apply the act to this process."""
     if act == "no room":  # every file that grows beyond this is refused, as by a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     elif act == "room":
@@ -99,7 +99,7 @@ def perform(act):
 
 
 def run_node(deeds, words):
-    """The node program with its deeds; the exit code."""
+    """Run the node program with its deeds; return the exit code."""
     from aedit.launch.node import main as node
 
     run_toml = Path(words[0])
@@ -108,13 +108,13 @@ def run_node(deeds, words):
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     mine = [deed for deed in deeds if deed["node"] == index and first]
     Saboteur(mine, run_toml.parent, f"{index}_{rank}")
-    faulthandler.register(signal.SIGUSR1)  # where it hangs, into its log
+    faulthandler.register(signal.SIGUSR1)  # write the stack traces of a hang into its log
     sys.argv = ["node", *words]
     return node.main()
 
 
 def serve():
-    """Fork a node per request; answer with its number, or with its exit code once it has ended."""
+    """Fork one node per request; answer with its process id, or with its exit code once it has ended."""
     import torch
 
     import aedit.launch.node.build  # noqa: F401
@@ -155,7 +155,7 @@ def _exit_code(pid, timeout_s):
 
 
 def run_aedit(words):
-    """`aedit` whose nodes are this file."""
+    """Run `aedit` with this file as the node program."""
     import functools
 
     import aedit.launch.local.run as wrapper

@@ -1,4 +1,7 @@
-"""Half a minute of what `python -m benchmarks.chaos` does for ten: all is killed, and the books agree."""
+"""Tests a short version of `python -m benchmarks.chaos`.
+
+Processes are killed, and the accounts still agree.
+"""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Disks that are full, gone or torn: training goes on, and what a person must mend is one line."""
+"""Tests full, unwritable and damaged disks: training goes on, or stops with a one-line error."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from aedit.launch.cli import main
 
 
 def refusal(nodes, rank=0):
-    """The one line that a node left with: the last of its log, or of what it said before it had one."""
+    """Return the node's one-line error: the last line of its log, or of its output if it has no log yet."""
     assert nodes.wait(rank) == 2, nodes.log()
     logs = [nodes.run_dir / f"nodes/{rank}/attempt_1.log", nodes.run_dir / "output.log"]
     line = next(log for log in logs if log.exists()).read_text().strip().splitlines()[-1]
@@ -24,7 +24,7 @@ def refusal(nodes, rank=0):
 
 
 def one_line(capsys, *words):
-    """What `aedit` said when it left with exit code 2."""
+    """Return the one line that `aedit` printed when it exited with code 2."""
     assert main([str(word) for word in words]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1, said
@@ -57,7 +57,7 @@ def test_the_checkpoint_before_the_disk_was_full_is_resumed_from(make_run, undis
 
 @contextlib.contextmanager
 def small_disk(path, num_bytes, options=""):
-    """A file system of its own at `path`; skips without the right to mount."""
+    """Mount a small file system at `path`; skip the test without the right to mount."""
     path.mkdir(parents=True, exist_ok=True)
     if shutil.which("mount") is None or os.geteuid() != 0:
         pytest.skip("needs root to mount a small file system")

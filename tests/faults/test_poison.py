@@ -1,4 +1,4 @@
-"""A node with bad numbers: it is left out, it is healed, and the others do not notice."""
+"""Tests nodes with bad numbers: they are left out and repaired, and the other nodes are unaffected."""
 
 from copy import deepcopy
 from itertools import pairwise
@@ -36,7 +36,7 @@ JOBS = "tests/dist_jobs/defect_jobs.py"
 
 
 def script(bad):
-    """What three nodes add to their parameters before each round."""
+    """Return what three nodes add to their parameters before each round."""
     rng = np.random.default_rng(3)
     shapes = {name: tuple(p.shape) for name, p in tower().named_parameters()}
     moves = [[] for _ in range(3)]
@@ -55,7 +55,7 @@ def script(bad):
 
 
 def expected(moves, unit):
-    """What the oracle says about a unit, round by round."""
+    """Return the oracle's result for a unit, round by round."""
     names = UNITS[unit]
     flat = [[np.concatenate([move[name].reshape(-1) for name in names]) for move in node] for node in moves]
     start = np.concatenate(
@@ -173,7 +173,10 @@ def test_anchors_whose_bits_have_flipped_are_found_at_the_next_round_and_healed(
 
 
 def heal(model, culprit):
-    """Three nodes; one bit of the culprit's first anchor flips between the first and the second round."""
+    """Train three nodes.
+
+    Flip one bit of the culprit's first anchor between the first and the second round.
+    """
 
     def job(transport, n):
         own = deepcopy(model)
@@ -187,7 +190,7 @@ def heal(model, culprit):
             for step, batch in enumerate(batches(n, 7)):
                 value = loss(own, batch)
                 if rounds and len(prints) < len(rounds):
-                    prints.append(fingerprint(own))  # what has just landed
+                    prints.append(fingerprint(own))  # the anchors that have just landed
                 value.backward()
                 inner.step()
                 inner.zero_grad()
@@ -238,7 +241,7 @@ def test_when_nobody_is_trusted_the_unit_rolls_back_and_its_momentum_stays():
 
 
 def kept(sync):
-    """Copies of anchor and momentum, by unit."""
+    """Return copies of anchor and momentum, by unit."""
     values = [sync.exchange.store.peek(i) for i in range(len(sync.units))]
     return [(anchor.clone(), state.momentum.clone()) for anchor, state in values]
 

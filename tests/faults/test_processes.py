@@ -1,6 +1,6 @@
-"""Killed, frozen, asked to leave: the run ends with the same bits as one that nothing happened to.
+"""Tests that a run whose processes are killed, frozen or stopped ends with the bits of an undisturbed run.
 
-Real processes; what happens to them happens at steps, not at times (saboteur.py). A run of 20 steps: four of
+The processes are real; faults happen at steps, not at times (saboteur.py). A run has 20 steps: four of
 warm-up (0-3), then a round opens after steps 7, 11, 15 and 19 and lands in the forward pass of the next step.
 """
 

@@ -1,4 +1,4 @@
-"""Going on with other nodes, or other ranks per node, than before: same anchors, no sample twice."""
+"""Tests resuming with other nodes or ranks per node: same anchors, no sample drawn twice."""
 
 import shutil
 import signal
@@ -17,7 +17,7 @@ def parameters(state):
 
 
 def leave_after_one_step(run, nodes, ranks, step):
-    """Resume and stop before any round: what was resumed from is in the checkpoint that this leaves."""
+    """Resume and stop before any round, so that the checkpoint left behind shows what was resumed from."""
     run.train(nodes, ranks, [deed(node, "drawing", step, "SIGTERM") for node in range(nodes)])
 
 

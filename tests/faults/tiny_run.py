@@ -1,4 +1,4 @@
-"""A very small run, and its nodes as real processes, for the fault tests."""
+"""A very small run whose nodes are real processes, for the fault tests."""
 
 import contextlib
 import json
@@ -44,7 +44,7 @@ timeout_s = 60
 
 
 class Server:
-    """The process that forks nodes."""
+    """Process that forks nodes."""
 
     def __init__(self):
         command = [sys.executable, str(SABOTEUR), "--serve"]
@@ -64,7 +64,7 @@ class Server:
 
 
 class Nodes:
-    """The processes of one attempt, by global rank."""
+    """Processes of one attempt, by global rank."""
 
     def __init__(self, server, run_dir, nodes, ranks, deeds):
         self.server, self.run_dir = server, run_dir
@@ -78,7 +78,7 @@ class Nodes:
         self.codes = {}
 
     def wait(self, rank):
-        """Its exit code."""
+        """Return the exit code of a rank once it has ended."""
         if rank not in self.codes:
             code = self.server.ask(pid=self.pids[rank], timeout_s=LIMIT_S)
             assert code is not None, f"process {rank} did not end; {self.stacks()}"
@@ -94,12 +94,12 @@ class Nodes:
             os.kill(self.pids[rank], number)
 
     def wait_until_stopped(self, rank):
-        """Until SIGSTOP has taken effect."""
+        """Wait until SIGSTOP has taken effect."""
         process = psutil.Process(self.pids[rank])
         until(lambda: process.status() == psutil.STATUS_STOPPED, f"process {rank} to stop")
 
     def stacks(self):
-        """The logs, after every process that is left has written where it is."""
+        """Return the logs after every remaining process has written its stack traces."""
         left = [rank for rank in range(len(self.pids)) if rank not in self.codes]
         with contextlib.suppress(OSError):
             self.send(signal.SIGUSR1, *left)
@@ -117,7 +117,7 @@ class Nodes:
 
 
 class Run:
-    """One run directory, and what can be done with it."""
+    """One run directory, with methods that start, stop and inspect its processes."""
 
     def __init__(self, server, base, steps=20, more=""):
         self.server, self.dir = server, base / "x"
@@ -137,11 +137,11 @@ class Run:
         return self.started[-1]
 
     def train(self, nodes=2, ranks=1, deeds=()):
-        """Start, and wait for the good end."""
+        """Start the run and wait until it ends successfully."""
         self.start(nodes, ranks, deeds).end_well()
 
     def aedit(self, nodes=2, deeds=()):
-        """`aedit run --local` on it: the wrapper, torchrun and all."""
+        """Run `aedit run --local` on the directory: the wrapper, torchrun and the nodes."""
         (self.dir / "plan.json").write_text(json.dumps(list(deeds)))
         words = [sys.executable, str(SABOTEUR), "--aedit", "run", str(self.toml), f"--local={nodes}"]
         env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -151,7 +151,7 @@ class Run:
         return process
 
     def end(self):
-        """Nothing of it runs any more."""
+        """End every process of this run."""
         for nodes in self.started:
             nodes.kill()
         for process in self.wrappers:
@@ -161,11 +161,11 @@ class Run:
             process.kill()
 
     def processes(self):
-        """Those whose command names this run."""
+        """Return the processes whose command line names this run."""
         return [p for p in psutil.process_iter() if _mentions(p, str(self.toml.parent))]
 
     def until_done(self, act):
-        """Until a node has done it to itself."""
+        """Wait until a node has applied the act to itself."""
         deeds = self.dir / "deeds.jsonl"
         until(lambda: deeds.exists() and act in deeds.read_text(), act)
 
@@ -181,7 +181,10 @@ class Run:
         return [line for line in lines if line["event"] == kind]
 
     def draws(self, node, rank=0):
-        """Sample indices of each inner step that was taken and kept: of repeated steps the last."""
+        """Return the sample indices of each inner step that was kept.
+
+        Of repeated steps, those of the last.
+        """
         steps = {}
         for line in (self.dir / f"draws_{node}_{rank}.jsonl").read_text().splitlines():
             step, indices = json.loads(line)
@@ -190,7 +193,7 @@ class Run:
 
 
 def deed(node, moment, step, act):
-    """One line of a plan: see saboteur.py."""
+    """Return one entry of a plan (saboteur.py)."""
     return {"node": node, "moment": moment, "step": step, "act": act}
 
 
@@ -202,7 +205,7 @@ def write_text(path):
 
 
 def contents(checkpoint):
-    """Every tensor and number of a checkpoint that training depends on, by name; times are left out."""
+    """Return every tensor and number of a checkpoint that training depends on, by name, without times."""
     reader = dcp.FileSystemReader(checkpoint)
     known = reader.read_metadata().state_dict_metadata
     state = {
@@ -217,7 +220,7 @@ def contents(checkpoint):
 
 
 def differing(one, other):
-    """Names whose bits differ."""
+    """Return the names whose bits differ."""
     assert one.keys() == other.keys()
     return [name for name in one if not _same(one[name], other[name])]
 

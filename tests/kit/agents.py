@@ -1,8 +1,10 @@
-"""For tests of the node agent: a hub in memory behind a real server, and nodes with simple numbers."""
+"""Helpers for tests of the node agent.
+
+A hub in memory behind a real server, and nodes with simple numbers.
+"""
 
 import hashlib
 import threading
-import time
 from contextlib import contextmanager
 
 import grpc
@@ -16,6 +18,7 @@ from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.server import serve
 from aedit.proto.wire.service import Refusal
 from aedit.types import TensorLayout, UnitLayout
+from kit.waiting import until
 
 SHAPES = (((3, 5), (7,)), ((5000,),))
 DEADLINE_S = 20.0
@@ -40,7 +43,7 @@ def plan(addresses, **changes):
 
 @contextmanager
 def node(made, *, ranks=1, mode="thread", start=None):
-    """A node that has not joined yet; its agent is gone afterwards."""
+    """Yield a node that has not joined yet; end its agent afterwards."""
     link = start_agent(made, ranks=ranks, mode=mode)
     for i, anchor in enumerate(link.anchors):
         anchor[:] = np.arange(anchor.size) + 100 * i if start is None else start[i]
@@ -50,17 +53,8 @@ def node(made, *, ranks=1, mode="thread", start=None):
         link.stop()
 
 
-def until(ask, what, deadline_s=DEADLINE_S):
-    """Ask until there is an answer."""
-    end_s = time.monotonic() + deadline_s
-    while not (found := ask()):
-        assert time.monotonic() < end_s, f"waited {deadline_s} s for {what}"
-        time.sleep(0.002)
-    return found
-
-
 def exchange(link, unit, seq, value, base, *, steps=1):
-    """Push `value` and wait for what becomes of it."""
+    """Push `value` and wait for its result."""
     order(link, unit, seq, value, base, steps=steps)
     return until(lambda: link.answer(unit, seq), f"the answer to push {seq} of unit {unit}")
 
@@ -72,11 +66,12 @@ def order(link, unit, seq, value, base, *, steps=1):
 
 
 class MemoryHub:
-    """Keeps its state when its server goes, as a hub with a journal does. Merges every arrival at once, or,
-    with `slow`, at a heartbeat, as anchor - push.
+    """Hub in memory that keeps its state when its server stops, as a hub with a journal does.
 
-    pushed: all that was merged, in order, as (node, unit, seq, values). broken: calls, by name, that die
-    after they have had their effect, each once, as when the hub is killed before it answers.
+    It merges every arrival at once or, with `slow`, at a heartbeat, as anchor - push.
+
+    pushed: all merged pushes, in order, as (node, unit, seq, values). broken: names of calls that fail after
+    they have taken effect, each once, as when the hub is killed before it answers.
     """
 
     def __init__(self, shapes=SHAPES, codec_down="fp32", slow=False):
@@ -103,7 +98,7 @@ class MemoryHub:
         return self.server.address
 
     def kill(self):
-        """As far as nodes can tell, it is gone at once, with every call."""
+        """Drop the server and every open call at once, as nodes see a killed hub."""
         self.server.stop(0)
 
     def _who(self, who):

@@ -1,4 +1,4 @@
-"""A world in which the times and worths of arms are known, on a clock of its own."""
+"""A simulated engine with known step times and acceptance rates of arms, on its own clock."""
 
 import math
 
@@ -20,11 +20,11 @@ SMALL = {
 }
 VERIFIED = (1, 2, 4, 8, 16, 32)
 MOST = 8
-"""Nodes of a draft."""
+"""Largest number of nodes of a draft."""
 
 
 def verify_s(rows, nodes, context):
-    """Between the measured places, linear."""
+    """Return the seconds of a verification step, interpolated linearly between the measured places."""
     at = np.array(list(SMALL))
     by_rows = [
         np.interp(1 + nodes, VERIFIED, [times[0], *(times[0] * more for more in times[1:])])
@@ -34,7 +34,7 @@ def verify_s(rows, nodes, context):
 
 
 def draft_s(arm, rows, behind):
-    """As a layer of a small model, or as a look-up."""
+    """Return the seconds of a draft: that of one layer of a small model, or of a look-up."""
     if arm.is_off:
         return 0.0
     if arm.drafter == "suffix":
@@ -43,10 +43,13 @@ def draft_s(arm, rows, behind):
 
 
 class World:
-    """agree: by drafter, how often the policy says what it drafts, at each step. Rows and nodes differ;
-    scores tell something of it. noise: of the times, with now and then a step ten times as long. In worlds of
-    the same seed the luck of a step is the same, whatever is chosen. lame: how much longer a plain step takes
-    after a drafted one; five plain steps later it is a third of that."""
+    """Simulated engine whose step times and acceptance rates are known.
+
+    agree: by drafter, how often the policy samples what it drafts, at each step. Rows and nodes differ;
+    scores carry some information about it. noise: of the times, with an occasional step ten times as long.
+    Worlds of the same seed draw the same random numbers for a step, whatever is chosen. lame: how much longer
+    a plain step takes after a drafted one; five plain steps later it is a third of that.
+    """
 
     def __init__(self, agree, *, seed=0, noise=0.08, versions=None, lame=0.0):
         self.agree, self.noise = agree, noise
@@ -59,7 +62,7 @@ class World:
         self.pending = 1 << 30
 
     def draft(self, arm, rows):
-        """The draft and, hidden from it, which of its nodes the policy would say."""
+        """Return the draft and, hidden from it, which of its nodes the policy would sample."""
         mean = self.agree[arm.drafter](self.step)
         rng = np.random.default_rng([self.seed, self.step, len(arm.drafter)])
         chance, surely, blur = (
@@ -76,7 +79,7 @@ class World:
         return Draft(tokens, None, None, scores), np.cumprod(says, axis=1).astype(bool)
 
     def play(self, chooser, rows, context):
-        """One step of an engine; the number of tokens of each row."""
+        """Run one step of an engine; return the number of tokens of each row."""
         view = EngineView(rows, context, self.versions(self.step))
         arm = chooser.choose(view)
         draft, nodes, accepted, drafting_s = None, 0, np.zeros(rows, dtype=int), 0.0
@@ -100,7 +103,7 @@ class World:
         return seen
 
     def run(self, chooser, rows, steps):
-        """Tokens per second of so many steps with as many rows."""
+        """Return the tokens per second over `steps` steps with `rows` rows."""
         began_s, began = self.now_s, self.tokens
         for i in range(steps):
             self.play(chooser, rows, rows * (64 + (2 * i) % 448))

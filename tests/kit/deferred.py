@@ -1,4 +1,4 @@
-"""Answers that come when a test wants them, and a node to wait for them."""
+"""Transports whose answers arrive when a test lets them, and a node that waits for them."""
 
 import random
 
@@ -15,7 +15,7 @@ PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)
 
 
 class Held:
-    """A transport whose answers come when the test says so; asking for one too early is an error."""
+    """Transport whose answers arrive when the test says so; asking for one too early is an error."""
 
     def __init__(self, transport):
         self.transport = transport
@@ -47,7 +47,7 @@ class Answer:
 
 
 class Late(Held):
-    """Answers come after a random number of looks, or at once to whoever insists."""
+    """Transport whose answers arrive after a random number of calls of `done`, or at once in `result`."""
 
     def __init__(self, transport, seed):
         super().__init__(transport)
@@ -73,7 +73,7 @@ class Looked:
 
 
 class Slow(Held):
-    """Answers that are there only for those who wait for them."""
+    """Transport whose answers arrive only for a caller that waits for them."""
 
     def gather(self, key, row):
         return Looked(self.transport.gather(key, row), 10**9)
@@ -83,7 +83,7 @@ class Slow(Held):
 
 
 def node(model, transport, *, outer=None, penalty=PLAIN, schedule=None, lr=0.1, **config):
-    """`model` as a node, and its inner optimizer."""
+    """Return `model` as a node, and its inner optimizer."""
     inner = torch.optim.SGD(model.parameters(), lr=lr)
     exchange = MeanExchange(transport, outer=outer or Average(), penalty=penalty)
     config = EditConfig(**{"every": 10_000, **config})
@@ -91,7 +91,7 @@ def node(model, transport, *, outer=None, penalty=PLAIN, schedule=None, lr=0.1, 
 
 
 def alone():
-    """A transport of a node without others, whose answers can be held back."""
+    """Return the transport of a single node, whose answers can be held back."""
     return Held(MemoryWorld(1, timeout_s=5).node(0))
 
 
@@ -103,7 +103,7 @@ def step(sync, inner, batch):
 
 
 def move(model, rng):
-    """An inner step by numbers that fp32 adds without rounding. Returns it, by name."""
+    """Take an inner step by numbers that fp32 adds without rounding; return it, by name."""
     moved = {}
     for name, p in model.named_parameters():
         moved[name] = torch.randint(-512, 512, p.shape, generator=rng) / 1024

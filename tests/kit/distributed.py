@@ -1,11 +1,11 @@
-"""Worker processes for tests of torch.distributed: started once per session, each imports torch once.
+"""Worker processes for tests of torch.distributed, started once per session so that each imports torch once.
 
 A test writes its job as a plain function in `tests/dist_jobs/some_file.py` and calls
 
     results = world.run("tests/dist_jobs/some_file.py", "job", size=4, args={"rounds": 3})
 
-Every worker calls `job(rank, size, rounds=3)` inside a Gloo process group of its own; what the calls
-return comes back as a list by rank.
+Every worker calls `job(rank, size, rounds=3)` inside a Gloo process group of its own; what the calls return
+comes back as a list by rank.
 """
 
 import contextlib
@@ -55,7 +55,10 @@ class Outcome(NamedTuple):
 
 
 class Worker:
-    """One process and the pipe to it. It ends by itself when the pipe closes, so it cannot outlive us."""
+    """One process and the pipe to it.
+
+    It ends by itself when the pipe closes, so it cannot outlive the tests.
+    """
 
     def __init__(self):
         ours, theirs = socket.socketpair()
@@ -76,7 +79,7 @@ class Worker:
         return pickle.loads(self.pipe.recv_bytes())
 
     def abort(self):
-        """Have the stacks of all its threads written to the log, then make sure it is gone."""
+        """Write the stacks of all its threads to the log, then end the process."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGABRT)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -90,7 +93,7 @@ class Worker:
         self.pipe.close()
 
     def told(self):
-        """The end of what it has printed."""
+        """Return the end of what it has printed."""
         self.log.seek(0)
         return self.log.read().decode(errors="replace")[-4000:]
 
@@ -105,11 +108,11 @@ class World:
         self.jobs = 0
 
     def run(self, file, function, size, args=None, timeout_s=60.0):
-        """What `function(rank, size, **args)` returned, by rank.
+        """Return what `function(rank, size, **args)` returned, by rank.
 
-        Arguments and results travel by pickle. The first error of a worker is raised here with that
-        worker's traceback as a note. A hang or a death fails the test and ends all the workers; the next
-        job gets new ones.
+        Arguments and results travel by pickle. The first error of a worker is raised here with that worker's
+        traceback as a note. A hang or a death fails the test and ends all the workers; the next job gets new
+        ones.
         """
         assert 1 <= size <= self.most, f"{size} workers asked for; this world has 1 to {self.most}"
         self._start(size)
@@ -148,7 +151,7 @@ class World:
             worker.receive()
 
     def _outcomes(self, size, timeout_s, name):
-        """By rank. After an error the others get a little time to notice it."""
+        """Return the outcomes by rank; after an error the other ranks get a short time to report theirs."""
         # A collective that hangs should say so itself, so its deadline, `timeout_s`, is the earlier one.
         deadline = time.monotonic() + timeout_s + 1
         outcomes = {}
@@ -204,7 +207,7 @@ def _perform(job):
 
 
 def _answer(job):
-    """The outcome of a job, as bytes that are sure to be readable by the test."""
+    """Return the outcome of a job, as bytes that the test process can always unpickle."""
     import torch.distributed as dist
 
     try:
@@ -242,7 +245,7 @@ def serve(descriptor):
             job = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
             return
-        # Should the test process vanish in the middle of a job, nobody else would end a hung one.
+        # If the test process dies in the middle of a job, nothing else would end a hung worker.
         faulthandler.dump_traceback_later(job.timeout_s + 30, exit=True)
         answer = _answer(job)
         faulthandler.cancel_dump_traceback_later()

@@ -1,4 +1,4 @@
-"""The drafters that are shipped, in engines of tiny policies: fresh, and one that knows its text by heart."""
+"""The shipped drafters in engines of tiny policies: a fresh one, and one trained on the text it will meet."""
 
 import torch
 
@@ -16,7 +16,7 @@ from kit.rollouts import Flips
 
 
 def engine_of(model, rows, arms, *, layer=None, suffix=False, sink=None, taps=()):
-    """layer: a `DraftLayer`, or a drafter that takes its place."""
+    """Return an engine with these drafters; `layer` is a `DraftLayer`, or a drafter that takes its place."""
     target = Target.of(model, rows=rows, max_tokens=48, nodes=12, taps=taps)
     drafters = {} if layer is None else {"layer": layer}
     if isinstance(layer, DraftLayer):
@@ -33,8 +33,10 @@ def fresh(model, **more):
 
 
 def learned_by_heart(model, prompts, layer, *, steps=30, taps=()):
-    """The layer, after it has learned the rollouts of these prompts from the features that an engine without
-    speculation has put into a ring."""
+    """Return the layer after it was trained on the rollouts of these prompts.
+
+    The features come from an engine without speculation that writes them into a ring.
+    """
     shape = RingShape.within(2**20, layer.shape.feature_size, model.dtype)
     memory = bytearray(shape.num_bytes)
     engine = engine_of(model, 16, ["off"], sink=RowFeatures(FeatureRing(memory, shape)), taps=taps)

@@ -1,4 +1,7 @@
-"""Mistakes an engine can make however it verifies: each is put into ours, one at a time, and must be seen."""
+"""Faults an engine can have with any verification rule.
+
+Each is put in, one at a time, and must be detected.
+"""
 
 import torch
 
@@ -7,7 +10,7 @@ from aedit.spec_rollout.model.target import Target
 
 
 class Mistakes(dict):
-    """Functions by their names as words; to be used as a decorator."""
+    """Collection of faults, keyed by their function names as words; used as a decorator."""
 
     def __call__(self, function):
         self[function.__name__.replace("_", " ")] = function
@@ -40,7 +43,7 @@ def an_end_inside_of_an_accepted_run_is_not_seen(patch):
 
 
 def the_embedding_is_an_older_policy_s(patch):
-    """As after an update that has not come through, or under a drafter's that was loaded over it."""
+    """Use an outdated embedding, as after a lost update or when a drafter was loaded over it."""
     right = Target.embedding.fget
 
     def older(self):

@@ -1,4 +1,4 @@
-"""Messages that nobody should send: of the right kind with wild values, damaged, out of order, or noise."""
+"""Invalid messages: of the right type with wild values, damaged, out of order, or noise."""
 
 import zlib
 
@@ -25,8 +25,10 @@ BITS = {Field.TYPE_UINT32: 32, Field.TYPE_FIXED32: 32, Field.TYPE_UINT64: 64, Fi
 
 
 class Fuzzer:
-    """`call()` gives a method and the messages to send there. Most speak for `who`, a member that has sent
-    `join`."""
+    """Generator of invalid messages: `call()` returns a method and the messages to send to it.
+
+    Most of them come from `who`, a member that has sent `join`.
+    """
 
     def __init__(self, rng, numels, join):
         self.rng, self.numels, self.join, self.who = rng, numels, join, pb.Who(run="run")
@@ -42,7 +44,7 @@ class Fuzzer:
         return method, [self._spoilt(request.SerializeToString(), 0.2)]
 
     def _nearly(self, method):
-        """What a member would say, but for one field; None: no idea."""
+        """Return a valid message of a member with one field changed; None if there is none for the method."""
         near = {"Membership/Join": self.join, PULL: pb.PullRequest(unit=self.rng.randrange(len(self.numels)))}
         if method not in near or self.rng.random() < 0.3:
             return None
@@ -54,7 +56,7 @@ class Fuzzer:
     # --- single messages
 
     def _wild(self, kind, depth=0):
-        """Every field of the descriptor may be set, to anything that protobuf lets pass."""
+        """Return a message with any field of the descriptor set, to anything that protobuf accepts."""
         message = kind()
         for field in kind.DESCRIPTOR.fields:
             if self.rng.random() < 0.6 and depth < 4:
@@ -85,7 +87,7 @@ class Fuzzer:
         return self.rng.choice(TEXT) if field.type == Field.TYPE_STRING else self.rng.randbytes(9)
 
     def _spoilt(self, message, chance):
-        """Some bytes changed, lost or added."""
+        """Return the message with some bytes changed, lost or added."""
         if self.rng.random() >= chance:
             return message
         damaged = bytearray(message or b"x")
@@ -133,7 +135,7 @@ class Fuzzer:
         ]
 
     def _reorder(self, chunks):
-        """Twice, left out, or the other way round."""
+        """Repeat a chunk, drop one, or reverse their order, in place."""
         what = self.rng.randrange(3)
         if what == 0:
             chunks.append(chunks[self.rng.randrange(len(chunks))])

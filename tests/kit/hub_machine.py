@@ -1,4 +1,4 @@
-"""A hub's state machine under a clock of its own, with a journal in memory."""
+"""A hub's state machine on its own clock, with a journal in memory."""
 
 import json
 import math
@@ -34,7 +34,7 @@ TRUSTING = PushFilterConfig(threshold=1e9, cosine=False, clip=None, violations=1
 
 
 class Numbers:
-    """A push's payload in memory."""
+    """Payload of a push, in memory."""
 
     def __init__(self, values):
         self.values = np.array(values, np.float32)
@@ -44,7 +44,7 @@ class Numbers:
 
 
 class Int8:
-    """A coarse codec: one scale for all. `steps` levels; feedback as told."""
+    """Coarse codec with one scale for all values, `steps` levels and optional feedback."""
 
     def __init__(self, levels=127, feedback=False):
         self.levels, self.feedback = levels, feedback
@@ -70,7 +70,7 @@ def plan(hub=None, outer=AVERAGE, every=10, steps=1000, **more):
 
 
 class World:
-    """One hub, the time, and every record it has decided on."""
+    """One hub, its clock, and every record it has decided on."""
 
     def __init__(self, plan=None, quantiser=None, layout=LAYOUT):
         self.plan, self.quantiser, self.layout = plan, quantiser, layout
@@ -84,13 +84,13 @@ class World:
         return decided
 
     def join(self, name="a", **changes):
-        """The index of a node of this name."""
+        """Join a node of this name; return its index."""
         joiner = Joiner(name=name, layout=self.layout, facts=FACTS, num_samples=1000)
         decided = self.do(self.hub.join(replace(joiner, **changes), self.now))
         return next(record for record in decided if isinstance(record, Joined)).node
 
     def make(self, node, values, unit=0, **changes):
-        """The node's next push of the unit, from the newest version, of 10 steps."""
+        """Return the node's next push of the unit, of 10 steps on the newest version."""
         x = np.asarray(values, np.float32)
         tensors = self.layout.units[unit].tensors
         ends = np.cumsum([0, *(tensor.numel for tensor in tensors)])
@@ -116,14 +116,14 @@ class World:
         return self.do(self.hub.tick(self.now))
 
     def settle(self):
-        """Tick without time passing until nothing more is due."""
+        """Tick without advancing the clock until nothing more is due."""
         for _ in range(1000):
             if not self.tick():
                 return
         raise AssertionError("the hub always finds something to do")
 
     def found(self, node=0, value=0.0):
-        """Bring the first anchors."""
+        """Send the first anchors."""
         for unit in self.hub.state.units:
             self.push(node, value, unit, base=0, steps=0, tokens=0)
         self.settle()
@@ -136,7 +136,7 @@ class World:
         return [(record.start, record.end) for record in decided]
 
     def replayed(self, saved=None, since=0):
-        """Another hub that has been told the same."""
+        """Return another hub that has applied the same records."""
         hub = Hub(self.plan, self.quantiser)
         if saved:
             hub.restore(saved)
@@ -146,7 +146,7 @@ class World:
 
 
 def through_a_file(saved):
-    """What a snapshot keeps: numbers as JSON, arrays copied."""
+    """Return what a snapshot keeps: numbers as JSON, arrays copied."""
     units = [
         replace(
             unit,
@@ -159,7 +159,7 @@ def through_a_file(saved):
 
 
 def picture(hub):
-    """All that must be equal after a restart, to the bit, and comparable with ==."""
+    """Return the state that must be equal, to the bit, after a restart; comparable with ==."""
     saved = hub.saved()
     units = [
         (
@@ -174,7 +174,7 @@ def picture(hub):
 
 
 def world(nodes=1, more=None, **settings):
-    """A founded hub with so many members, a quorum of one and plain averaging unless told otherwise."""
+    """Return a founded hub with `nodes` members, by default with a quorum of one and plain averaging."""
     made = World(plan(config(**settings), **(more or {})))
     for i in range(nodes):
         made.join(f"node{i}")

@@ -1,4 +1,4 @@
-"""A hub as the process that people run, on this machine, for tests that need one."""
+"""A hub as a real process on this machine, for tests that need one."""
 
 import os
 import subprocess
@@ -27,11 +27,11 @@ lease_samples = 64
 staleness = { rule = "constant" }
 push_filter = { threshold = 1e9, cosine = false, clip = 1e9 }
 """
-"""Every arrival moves the anchor by exactly what it brings."""
+"""Every push moves the anchor by exactly its values."""
 
 
 class HubProcess:
-    """Started in `folder`; after `kill` it may be started again at the same address."""
+    """Hub process started in `folder`; after `kill` it can be started again at the same address."""
 
     def __init__(self, folder, config=CONFIG, flags=()):
         self.folder, self.address, self.process = folder, "127.0.0.1:0", None

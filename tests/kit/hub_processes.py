@@ -1,11 +1,10 @@
-"""Hubs as real processes, and a node that is no more than a client."""
+"""Hubs as real processes, and a node that is only a client."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from aedit.proto.codecs.codecs import codec
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hello import PROTOCOL
+from kit.waiting import until
 
 LIMIT_S = 30.0
 
@@ -39,14 +39,14 @@ snapshot_bytes = {snapshot_bytes}
 
 
 def write_run(directory, more="", expire_s=60.0, snapshot_bytes=2**30):
-    """A configuration file whose run is in `directory`."""
+    """Write a configuration file whose run is in `directory`."""
     path = directory / "run.toml"
     path.write_text(RUN.format(dir=directory, expire_s=expire_s, snapshot_bytes=snapshot_bytes, more=more))
     return path
 
 
 class HubProcess:
-    """`aedit hub`, as a person or a supervisor starts it."""
+    """Process of `aedit hub`, started as from a shell or a supervisor."""
 
     started = []  # noqa: RUF012 - those that `ending` sees to
 
@@ -89,7 +89,7 @@ class HubProcess:
 
 
 def _mark(path):
-    """Of the file as it is now: another one once it is written again."""
+    """Return a mark of the file's current state, which changes when the file is written again."""
     with suppress(OSError):
         return path.stat().st_ino, path.stat().st_mtime_ns
     return None
@@ -97,7 +97,7 @@ def _mark(path):
 
 @contextmanager
 def ending():
-    """No hub outlives its test, those included that were started on the way."""
+    """End every hub after its test, including those started by other processes."""
     try:
         yield
     finally:
@@ -109,7 +109,7 @@ def ending():
 
 @dataclass
 class Client:
-    """One node: joins, pushes numbers that follow from (unit, seq), and remembers what was accepted."""
+    """One node that joins, pushes numbers computed from (unit, seq), and records what was accepted."""
 
     address: str
     name: str = "node"
@@ -122,7 +122,7 @@ class Client:
         self.versions, self.seqs = [], []
 
     def request(self, **others):
-        """What it joins by."""
+        """Return the request it joins with."""
         layout = [
             pb.Unit(name=f"unit{i}", tensors=[pb.Tensor(name="w", shape=[n])])
             for i, n in enumerate(self.numels)
@@ -138,7 +138,7 @@ class Client:
         return reply
 
     def found(self):
-        """Join, and bring the first anchors if there are none."""
+        """Join, and send the first anchors if there are none."""
         if self.join().founder:
             for unit in range(len(self.numels)):
                 assert self.push(unit, base=0).accepted
@@ -159,7 +159,7 @@ class Client:
         return reply
 
     def merged(self, unit):
-        """Push, and wait until it is in the anchor."""
+        """Push, and wait until the push is in the anchor."""
         reply = self.push(unit)
         assert reply.accepted, reply
         until(lambda: self.news(unit).seq >= self.seqs[unit], "a merge")
@@ -196,7 +196,7 @@ class Client:
             other.close()
 
     def go_to(self, address):
-        """Believe in another hub."""
+        """Connect to another hub."""
         self.hub.close()
         self.hub, self.address = HubClient(address, call_timeout_s=5.0), address
         self.who = pb.Who(run="run", session=self.who.session)
@@ -205,13 +205,6 @@ class Client:
 
 def numbers(unit, seq, numel):
     return np.random.default_rng([unit, seq]).standard_normal(numel, dtype=np.float32)
-
-
-def until(true, what, limit_s=LIMIT_S):
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, f"waited {limit_s:g} s for {what}"
-        time.sleep(0.01)
 
 
 def hello(address):

@@ -1,4 +1,4 @@
-"""A hub in memory that answers when a test wants it to, and links to it. It adds up what it merges."""
+"""A hub in memory that answers when a test lets it, links to it, and merging by plain addition."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Push:
 
 @dataclass
 class Hub:
-    """anchor - D for every merged push, exact where fp32 is."""
+    """Hub in memory: anchor - D for every merged push, exact where fp32 is."""
 
     anchors: list = field(default_factory=list)
     versions: list = field(default_factory=list)
@@ -48,7 +48,7 @@ class Hub:
 
 
 class SharedLink:
-    """The end of one of several ranks; `box` is the memory they share. The first one decides by itself."""
+    """Link of one of several ranks; `box` is the memory they share, and the first rank decides on its own."""
 
     def __init__(self, box, rank, hub):
         self.box, self.rank, self.hub = box, rank, hub
@@ -89,8 +89,10 @@ class SharedLink:
 
 
 class HubLink:
-    """The trainer's end of a node agent that needs no time: what is sent is decided by `work`, which runs
-    whenever an answer is asked for, unless `away`."""
+    """Trainer's end of a node agent that takes no time.
+
+    `work` decides on what was sent; it runs whenever an answer is asked for, unless `away`.
+    """
 
     def __init__(self, hub, model, units="auto"):
         numels = [unit.numel for unit in find_units(model, units)]
@@ -123,7 +125,7 @@ class HubLink:
         self._sent[unit] = Push(self.node, unit, seq, base, steps, tokens, self.outbox[unit].copy())
 
     def work(self):
-        """Have all that was sent decided, and take the newest anchors of those units."""
+        """Let the hub decide on all that was sent, and take the newest anchors of those units."""
         for unit, push in self._sent.items():
             assert self._there[unit] == push.seq
             verdict = self.hub.decide(push)
@@ -154,7 +156,7 @@ class HubLink:
 
 
 def hub_node(model, link, *, inner=None, schedule=None, max_steps_ahead=1000, penalty=OFF, **config):
-    """`model` as a node of `link`'s hub, landing on arrival, and its inner optimizer."""
+    """Return `model` as a node of `link`'s hub that lands on arrival, and its inner optimizer."""
     inner = inner or torch.optim.SGD(model.parameters(), lr=0.1)
     exchange = HubExchange(link, max_steps_ahead=max_steps_ahead, tokens_per_step=10, penalty=penalty)
     config = EditConfig(**{"every": 10_000, "landing": "arrival", "timeout_s": 5, **config})
@@ -162,7 +164,7 @@ def hub_node(model, link, *, inner=None, schedule=None, max_steps_ahead=1000, pe
 
 
 def anchors_of(hub, sync):
-    """The hub's anchors by parameter name."""
+    """Return the hub's anchors by parameter name."""
     found = {}
     for unit, anchor in zip(sync.units, hub.anchors, strict=True):
         parts = torch.from_numpy(anchor.copy()).split([p.numel() for p in unit.params])
@@ -171,8 +173,10 @@ def anchors_of(hub, sync):
 
 
 def move_sharded(model, rng):
-    """An inner step by numbers that fp32 adds without rounding; every rank adds its part. Returns it, whole,
-    by name."""
+    """Take an inner step by numbers that fp32 adds without rounding, every rank its part.
+
+    Returns the whole step, by name.
+    """
     moved = {}
     for name, p in model.named_parameters():
         moved[name] = torch.randint(-512, 512, p.shape, generator=rng) / 1024

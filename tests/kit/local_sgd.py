@@ -1,4 +1,4 @@
-"""The oracle: local SGD with parameter averaging in plain torch, one node after the other, no aedit code."""
+"""Oracle: local SGD with parameter averaging in plain torch, node after node, without code of aedit."""
 
 import copy
 
@@ -6,8 +6,11 @@ import torch
 
 
 def local_sgd(model, batches, loss, every, lr=0.1):
-    """Parameters after nodes with these batches (one list per node) averaged every `every` steps and at the
-    end. A node without a step in an interval has nothing to say; all nodes take the mean, in fp32."""
+    """Return the parameters after nodes averaged every `every` steps and at the end.
+
+    batches: one list per node. A node without a step in an interval contributes nothing; all nodes take the
+    mean, in fp32.
+    """
     replicas = [copy.deepcopy(model) for _ in batches]
     inner = [torch.optim.SGD(replica.parameters(), lr=lr) for replica in replicas]
     anchors = {name: p.detach().float() for name, p in trainable(model)}
@@ -34,6 +37,6 @@ def trainable(model):
 
 
 def furthest(found, expected):
-    """Largest absolute difference between two dictionaries of tensors with the same names."""
+    """Return the largest absolute difference between two dictionaries of tensors with the same names."""
     assert found.keys() == expected.keys()
     return max((found[name].float() - expected[name].float()).abs().max().item() for name in expected)

@@ -1,7 +1,7 @@
-"""A policy and a drafter so small that every text they can make has a known probability.
+"""A policy and a drafter so small that the probability of every possible text is known.
 
-Both are tables: the policy looks at the last two tokens, the drafter at the last one. So many rows are rolled
-out at once that a wrong distribution shows, with the package's own noise, verification and rejection.
+Both are tables: the policy conditions on the last two tokens, the drafter on the last one. Enough rows are
+rolled out at once to detect a wrong distribution, with the package's own noise, verification and rejection.
 """
 
 from dataclasses import dataclass, replace
@@ -38,27 +38,27 @@ def world(seed=3):
 
 
 def total_variation(made):
-    """Of the two, averaged over what comes before."""
+    """Return the total variation of policy and drafter, averaged over the preceding tokens."""
     return float((made.policy.exp() - made.drafter.exp()).abs().sum(-1).mean() / 2)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows before a step: their ids, last tokens, and how many tokens they have."""
+    """Rows before a step: their ids, last tokens, and numbers of tokens."""
 
     ids: torch.Tensor
     before: torch.Tensor
-    """The tokens before the roots."""
+    """Tokens before the roots."""
     roots: torch.Tensor
     counts: torch.Tensor
 
     def positions(self, count):
-        """(B, count): of the tokens that come next."""
+        """Return the positions of the next tokens, (B, count)."""
         return START_POSITION + 1 + self.counts[:, None] + torch.arange(count)
 
 
 def rolled_out(step, num, at_a_time=10_000):
-    """(num, LENGTH): texts made by `step(rows) -> Accepted`, each row until it is long enough."""
+    """Return (num, LENGTH) texts made by `step(rows) -> Accepted`, each row until it is long enough."""
     parts = [torch.arange(first, min(first + at_a_time, num)) for first in range(0, num, at_a_time)]
     return torch.cat([_some_rolled_out(step, ids) for ids in parts])
 
@@ -77,7 +77,7 @@ def _some_rolled_out(step, ids):
 
 
 def logits_of(made, rows, draft):
-    """(B, q, V): the policy's, after each verified token."""
+    """Return the policy's logits after each verified token, (B, q, V)."""
     tokens = torch.cat((rows.roots[:, None], draft.tokens_BN), dim=1)
     parents = draft.parents_BN
     parents = torch.arange(-1, DEPTH - 1) if parents is None else parents[0]
@@ -86,7 +86,7 @@ def logits_of(made, rows, draft):
 
 
 def plain(made):
-    """Without drafts, by the definition: the argmax of log p and the noise of the token's position."""
+    """Sample without drafts, by the definition: the argmax of log p and the noise of the token's position."""
 
     def step(rows):
         noise = gumbel(rows.ids, rows.ids, rows.positions(1), V, torch.float64)
@@ -98,12 +98,12 @@ def plain(made):
 
 
 def chain_lengths(rows):
-    """An arm that depends on the past only: 1, 2 or 3."""
+    """Return chain lengths of 1, 2 or 3 that depend on the past only."""
     return 1 + rows.roots % DEPTH
 
 
 def draw_chain(made, rows):
-    """DEPTH tokens drawn from the drafter with the noise of their positions, and the logits drawn from."""
+    """Draw DEPTH tokens from the drafter with the noise of their positions; return them and their logits."""
     noise = gumbel(rows.ids, rows.ids, rows.positions(DEPTH), V, torch.float64)
     tokens, logq, before = [], [], rows.roots
     for i in range(DEPTH):
@@ -118,7 +118,7 @@ def draw_chain(made, rows):
 
 
 def draw_tree(made, rows):
-    """The two best under each of TREE_PARENTS, by the drafter and the noise of their positions."""
+    """Draw the best two tokens under each of TREE_PARENTS, by the drafter and the noise per position."""
     noise = gumbel(rows.ids, rows.ids, rows.positions(DEPTH), V, torch.float64)
     said = [rows.roots]
     depths = [0]
@@ -136,7 +136,10 @@ def same(rows, draft, logits):
 
 
 def by_rejection(made, change=same, draft=draw_chain, shift=lambda numbers: numbers):
-    """change: what a mutant makes of the draft and the logits it is verified with; shift: of the uniforms."""
+    """Return a step that verifies by rejection.
+
+    change: how a mutant alters the draft and the logits it is verified with; shift: of the uniforms.
+    """
 
     def step(rows):
         guess = draft(made, rows)
@@ -147,7 +150,10 @@ def by_rejection(made, change=same, draft=draw_chain, shift=lambda numbers: numb
 
 
 def by_coupling(made, change=same, draft=draw_chain, shift=0):
-    """shift: of the positions whose noise verification takes."""
+    """Return a step that verifies by coupling.
+
+    shift: of the positions whose noise verification takes.
+    """
 
     def step(rows):
         guess = draft(made, rows)
@@ -166,7 +172,7 @@ def point_masses(rows, draft, logits):
 
 
 def p_value(texts, made):
-    """Of Pearson's chi-square over all V ** LENGTH texts, rare ones pooled."""
+    """Return the p-value of Pearson's chi-square over all V ** LENGTH texts, rare ones pooled."""
     chances = made.policy.exp().numpy()
     exact = chances[START, START]
     before = START * V + np.arange(V)  # the last two tokens of each text, as one number

@@ -41,24 +41,24 @@ UNITS = {
 
 
 def tower(seed=0):
-    """A Tower with bits of its own seed. Not for threads: the seed is the process's."""
+    """Return a Tower initialized from `seed`. Not for threads: the seed is the process's."""
     torch.manual_seed(seed)
     return Tower()
 
 
 def loss(model, batch):
-    """Mean squared error of the sum of five numbers' sines."""
+    """Return the mean squared error against the sum of five numbers' sines."""
     return (model(batch) - batch.sin().sum(-1, keepdim=True)).square().mean()
 
 
 def batches(seed, count, rows=4):
-    """`count` batches of `rows` x 5 numbers."""
+    """Return `count` batches of `rows` x 5 numbers."""
     rng = torch.Generator().manual_seed(seed)
     return [torch.randn(rows, 5, generator=rng) for _ in range(count)]
 
 
 def in_threads(nodes, job, *, timeout_s=20.0, wrap=lambda transport, node: transport):
-    """What `job(transport, node)` returned on each of `nodes` threads; the first error is raised.
+    """Return what `job(transport, node)` returned on each of `nodes` threads; raise the first error.
 
     `wrap` may put a test's own transport around the one in memory.
     """
@@ -76,7 +76,7 @@ def in_threads(nodes, job, *, timeout_s=20.0, wrap=lambda transport, node: trans
 
 
 def train(model, inner, exchange, data, config, *, accumulate=1, act=lambda sync, step: None):
-    """Plain training on `data` as a node; `act` sees the sync after every step. Returns the sync."""
+    """Train on `data` as a node; `act` gets the sync after every step. Returns the sync."""
     sync = LayerSync.of(model, inner, exchange=exchange, config=config)
     with sync:
         for step in range(0, len(data), accumulate):
@@ -90,7 +90,7 @@ def train(model, inner, exchange, data, config, *, accumulate=1, act=lambda sync
 
 
 def plain_training(model, make_inner, data):
-    """The same training by torch alone: parameters by name after it."""
+    """Run the same training in torch alone; return the parameters by name."""
     model = deepcopy(model)
     inner = make_inner(model)
     for batch in data:
@@ -101,7 +101,7 @@ def plain_training(model, make_inner, data):
 
 
 def parameters(model):
-    """Whole parameters by name, as new tensors. A collective call on a sharded model."""
+    """Return whole parameters by name, as new tensors. A collective call on a sharded model."""
     return {name: whole(p).detach().clone() for name, p in model.named_parameters()}
 
 
@@ -110,19 +110,19 @@ def whole(p):
 
 
 def furthest(ours, theirs):
-    """Largest absolute difference between two sets of parameters."""
+    """Return the largest absolute difference between two sets of parameters."""
     assert ours.keys() == theirs.keys()
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
 def fingerprint(model):
-    """sha256 of the bits this rank holds."""
+    """Return the sha256 of the bits this rank holds."""
     held = b"".join(local(p.detach()).contiguous().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(held).hexdigest()
 
 
 class Script:
-    """A schedule that opens round r after this node's own steps[r] inner steps."""
+    """Schedule that opens round r after this node's own steps[r] inner steps."""
 
     def __init__(self, steps):
         self.ends = torch.tensor(steps).cumsum(0).tolist()
@@ -141,7 +141,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Seen:
-    """A node after one round of scripted training."""
+    """State of a node after one round of scripted training."""
 
     parameters: dict
     fingerprint: str

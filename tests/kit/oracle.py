@@ -1,7 +1,7 @@
-"""EDiT once more, in float64 NumPy and plain loops: what the tests hold the package to.
+"""Second implementation of EDiT in float64 NumPy and plain loops: the oracle of the tests.
 
-Written from the equations and not from the package, of which it imports nothing. N nodes change the
-parameters of a unit by given amounts between two rounds; this says where the anchors go.
+It is written from the equations and imports nothing of the package. N nodes change the parameters of a unit
+by given amounts between two rounds; the oracle computes the anchors.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Rules:
 
 @dataclass
 class Detector:
-    """What one node remembers of one unit's norms."""
+    """One node's history of the norms of one unit."""
 
     rules: Rules
     believed: list = field(default_factory=list)
@@ -52,7 +52,7 @@ class Detector:
         return True
 
     def score(self, norm):
-        """Standard deviations above the history."""
+        """Return the number of standard deviations above the history."""
         if self.rules.detector == "ema":
             return (norm - self.mean) / max(self.var**0.5, 1e-12)
         logs = np.log(self.believed[-self.rules.window :])
@@ -75,7 +75,7 @@ class Detector:
 
 @dataclass(frozen=True)
 class Landed:
-    """One unit after one round."""
+    """State of one unit after one round."""
 
     anchor: np.ndarray
     norms: np.ndarray
@@ -93,7 +93,7 @@ class Landed:
 
 
 def mix(norms, trusted, steps, rules):
-    """The weight of every node: EDiT's eq. 3 over those that are trusted."""
+    """Return the weight of every node: EDiT's eq. 3 over the trusted ones."""
     w, shares = np.zeros(len(norms)), np.zeros(len(norms))
     if not trusted.any():
         return w
@@ -109,7 +109,7 @@ def mix(norms, trusted, steps, rules):
 
 
 def edit(start, moves_RND, steps_RN, rules):
-    """The history of one unit: `Landed` after each of R rounds. D numbers move on N nodes.
+    """Return the history of one unit: `Landed` after each of R rounds. D numbers move on N nodes.
 
     start: the first anchor. moves_RND: what the inner steps of each interval added on each node.
     """

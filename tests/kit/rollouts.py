@@ -1,4 +1,4 @@
-"""Tiny policies, prompts, a plain way to decode them, and drafters that guess well, badly and maliciously."""
+"""Tiny policies, prompts, a plain decoder, and drafters that guess well, badly and maliciously."""
 
 import random
 from types import MethodType
@@ -41,7 +41,7 @@ FLIPS = ["layer:4", "off", "layer:4x3x12", "layer:1", "layer:2x2x4", "layer:8"]
 
 
 def tiny_policy(seed=0, dtype=torch.float64, kind=(LlamaConfig, LlamaForCausalLM), spread=0.3):
-    """Random weights, so large that some next tokens are likely and others are not."""
+    """Return a policy with random weights, so large that some next tokens are likely and others are not."""
     torch.manual_seed(seed)
     config, model = kind
     policy = model(config(**SIZES, initializer_range=spread)).to(dtype).eval()
@@ -52,12 +52,12 @@ def tiny_policy(seed=0, dtype=torch.float64, kind=(LlamaConfig, LlamaForCausalLM
 
 
 def _exact_norm(self, hidden):
-    """transformers' own is float32 even in a float64 model."""
+    """Normalize in the input's precision; transformers' own norm is float32 even in a float64 model."""
     return hidden * (hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt() * self.weight
 
 
 def prompts_of(count, seed=0, group_size=1, max_new_tokens=8, **sampling):
-    """`count` samples with prompts of 1 to 9 tokens; those of a group have the same."""
+    """Return `count` samples with prompts of 1 to 9 tokens; those of a group have the same prompt."""
     draw, made = random.Random(seed), []
     sampling = Sampling(max_new_tokens=max_new_tokens, **sampling)
     for i in range(count):
@@ -71,7 +71,7 @@ def prompts_of(count, seed=0, group_size=1, max_new_tokens=8, **sampling):
 
 @torch.no_grad()
 def next_logits(model, texts):
-    """The logits after each text, by the model's own forward pass over all of it; nothing is cached."""
+    """Return the logits after each text, by the model's own uncached forward pass over all of it."""
     longest = max(map(len, texts))
     padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
     logits = model(input_ids=padded, use_cache=False).logits
@@ -79,7 +79,7 @@ def next_logits(model, texts):
 
 
 def warped(logits_V, sampling):
-    """transformers' own idea of temperature, top-k and top-p."""
+    """Return the logits after transformers' own temperature, top-k and top-p."""
     x = logits_V[None]
     if sampling.allowed is not None:
         x = x.masked_fill(~sampling.allowed, -torch.inf)
@@ -93,7 +93,7 @@ def warped(logits_V, sampling):
 
 
 def perturbed(logits_V, prompt, position):
-    """What the token at this position is the argmax of."""
+    """Return the scores whose argmax is the token at this position."""
     if prompt.sampling.temperature == 0:
         return warped(logits_V, prompt.sampling)
     ids = (torch.tensor([number]) for number in (prompt.rollout, prompt.sample))
@@ -102,7 +102,7 @@ def perturbed(logits_V, prompt, position):
 
 
 def decode_plainly(model, prompts):
-    """The tokens of each prompt, one full forward pass per token."""
+    """Return the tokens of each prompt, one full forward pass per token."""
     texts = [list(prompt.tokens) for prompt in prompts]
     going = list(range(len(prompts)))
     while going:
@@ -120,7 +120,7 @@ def decode_plainly(model, prompts):
 
 
 def logprobs_of(model, prompt, tokens):
-    """log softmax(logits / T) of the tokens, teacher-forced; T = 1 where it is 0."""
+    """Return log softmax(logits / T) of the tokens, teacher-forced; T = 1 where it is 0."""
     text = [*prompt.tokens, *tokens]
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
@@ -129,7 +129,7 @@ def logprobs_of(model, prompt, tokens):
 
 
 class Follower:
-    """A drafter that knows the text of its rows, and checks that it is told of them in order."""
+    """Drafter that knows the text of its rows and checks that updates reach it in order."""
 
     version = 0
 
@@ -179,7 +179,7 @@ class Follower:
 
 
 class Stubborn(Follower):
-    """Always guesses the same token, and the same subtree below every node."""
+    """Drafter that always guesses the same token, and the same subtree below every node."""
 
     def __init__(self, token=7):
         super().__init__()
@@ -194,8 +194,10 @@ class Stubborn(Follower):
 
 
 class Insider(Follower):
-    """Knows how the rollouts go on, mostly says so, and sometimes lies. What lies behind its real nodes is
-    true as well."""
+    """Drafter that knows the continuations, mostly proposes them, and sometimes proposes wrong tokens.
+
+    The tokens below its correct nodes are correct as well.
+    """
 
     def __init__(self, texts, seed=0, honesty=0.8):
         super().__init__()
@@ -214,7 +216,7 @@ class Insider(Follower):
         return guess, count
 
     def tree(self, text, arm):
-        """The truth is one path among nodes in random order; no two siblings say the same."""
+        """Put the true path among nodes in random order; no two siblings have the same token."""
         truth, lie = self._truth(text, arm.depth), self.random.randrange
         tokens, parents, depths = [], [], {-1: 0}
         last_true = -1
@@ -238,7 +240,7 @@ class Insider(Follower):
 
 
 class Flips:
-    """Another arm at every step, in turn."""
+    """Chooser that takes another arm at every step, in turn."""
 
     def __init__(self, *arms):
         self.arms, self.seen = [parse_arm(arm) for arm in arms], []
@@ -254,8 +256,10 @@ class Flips:
 
 
 def samples(kinds):
-    """Four of each kind: two of one group, a long prompt and a short one; short and long rollouts, some of
-    which end at stop tokens, some not before they have a few tokens."""
+    """Return four samples of each kind: two of one group, one with a long and one with a short prompt.
+
+    Rollouts are short and long; some end at stop tokens, some of those not before they have a few tokens.
+    """
     made = []
     for number, kind in enumerate(kinds):
         draw = torch.Generator().manual_seed(number)
@@ -276,14 +280,14 @@ def engine_of(model, rows, drafter=None, *arms, mode="coupled"):
 
 
 def tokens_of(engine, prompts):
-    """Of each prompt, whatever order they finish in."""
+    """Return the tokens of each prompt, in the order of the prompts."""
     made = {(each.prompt.rollout, each.prompt.sample): each for each in engine.generate(prompts)}
     assert len(made) == len(prompts)
     return [made[prompt.rollout, prompt.sample].tokens for prompt in prompts]
 
 
 def go_on_elsewhere(pipe, seed):
-    """In a process of its own: an engine that never saw the beginning finishes what is sent to it."""
+    """Finish, in a process and an engine of its own, the samples sent through the pipe."""
     torch.set_num_threads(1)
     prompts = pipe.recv()
     engine = engine_of(tiny_policy(seed), 2, Stubborn(), "layer:2", "off")

@@ -1,4 +1,4 @@
-"""Engines in virtual time: samples of known lengths, steps that take what a pace says, moves that cost."""
+"""Engines in virtual time: samples of known lengths, steps that take a given time, moves that cost time."""
 
 from collections import deque
 
@@ -20,7 +20,7 @@ def prompts(lengths, rollout=0, group=-1):
 
 
 class Simulated:
-    """A `Movable` that knows how long its samples will be, and tells nobody."""
+    """`Movable` engine that knows how long its samples will be and does not reveal it."""
 
     def __init__(self, rows=16, speed=PACE):
         self.rows, self.speed = rows, speed
@@ -53,7 +53,7 @@ class Simulated:
             self.free_at = max(self.free_at, self.world.now) + redone * self.speed.prefill_s
 
     def step(self):
-        """One token for each live sample; those that have ended leave."""
+        """Add one token to each live sample; those that have ended leave."""
         while self.waiting and len(self.running) < self.rows:
             self.running.append(self.waiting.popleft())
         self.free_at = max(self.free_at, self.world.now) + self.speed.token_s(len(self.running))
@@ -65,10 +65,13 @@ class Simulated:
 
 
 class World:
-    """Steps the engine that is free first; asks for moves every `every_s` of virtual time."""
+    """Simulation that steps the first free engine and asks for moves every `every_s` of virtual time."""
 
     def __init__(self, engines, work, rule=None, every_s=0.2):
-        """work: for each engine a dict of prompt -> length. rule: None never moves anything."""
+        """Set up the engines; `work` has for each a dict of prompt -> length.
+
+        A rule of None never moves anything.
+        """
         self.now, self.engines, self.every_s = 0.0, engines, every_s
         self.lengths, self.moves, self.ended, self.busy_to_idle = {}, [], [], 0
         for engine, mine in zip(engines, work, strict=True):
@@ -82,7 +85,7 @@ class World:
         return self.lengths[rollout.prompt.rollout, rollout.prompt.sample]
 
     def run(self):
-        """Seconds until all have ended."""
+        """Return the seconds until all samples have ended."""
         look_at = self.every_s
         while any(engine.samples for engine in self.engines):
             engine = min((e for e in self.engines if e.samples), key=lambda e: e.free_at)

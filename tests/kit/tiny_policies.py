@@ -1,4 +1,4 @@
-"""Small policies of the supported kinds, what they say, and drafters for them: plain transformers."""
+"""Small policies of the supported kinds, samples of theirs, and drafters for them, in plain transformers."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -19,7 +19,7 @@ SIZES = {
 
 
 def policy(kind="llama", dtype=torch.float64, loudness=6.0):
-    """A random model; the louder its head, the surer it is of its next token."""
+    """Return a random model; a larger `loudness` of its head makes the next token more certain."""
     torch.manual_seed(3)
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.15, tie_word_embeddings=False))
@@ -34,7 +34,7 @@ def policy(kind="llama", dtype=torch.float64, loudness=6.0):
 
 @torch.no_grad()
 def said(model, prompts, num_tokens, *, version=1, seed=0):
-    """Samples at temperature 1, from full forwards of the model itself."""
+    """Return samples at temperature 1, from full forwards of the model itself."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor(prompts)
     for _ in range(num_tokens):
@@ -54,7 +54,7 @@ def ends(model, version=1):
 
 
 def drafter(model, seed=0, taps=0):
-    """A layer that has forgotten that it is fresh: all of its weights matter."""
+    """Return a draft layer that no longer has its fresh initialization, so that all its weights matter."""
     generator = torch.Generator().manual_seed(seed)
     layer = DraftLayer.of(model, taps=taps, generator=generator)
     with torch.no_grad():

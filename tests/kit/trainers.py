@@ -1,4 +1,4 @@
-"""A trainer to be let run and stopped, and how to see what it is doing without asking it."""
+"""A drafter trainer that tests start and stop, and ways to observe it from outside."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ AT_ONCE = Restarts(limit=100, pause_s=0.0)
 
 
 def training(make=None, *, restarts=AT_ONCE, niceness=0, **config):
-    """At a priority that lets tests end on a busy machine."""
+    """Return a drafter training, at a priority that lets tests end on a busy machine."""
     return DrafterTraining.of(
         make or trainees.busy(),
         drafter=trainees.weights(),
@@ -24,7 +24,7 @@ def training(make=None, *, restarts=AT_ONCE, niceness=0, **config):
 
 
 def until(is_so, work=None):
-    """Wait for what must come."""
+    """Wait until `is_so()` is true."""
     give_up_s = time.monotonic() + PATIENCE_S
     while not is_so():
         assert time.monotonic() < give_up_s, work.status() if work else "it never came"
@@ -32,14 +32,14 @@ def until(is_so, work=None):
 
 
 def learn(work, steps=5, cause="test"):
-    """Open a window until the trainer has made so many steps more."""
+    """Open a window until the trainer has made `steps` more steps."""
     wanted = work.status()["steps"] + steps
     with work.window(cause):
         until(lambda: work.status()["steps"] >= wanted, work)
 
 
 def threads(pid):
-    """The states of all threads of a process as the kernel has them: R, S, T (stopped), Z..."""
+    """Return the states of all threads of a process as the kernel reports them: R, S, T (stopped), Z..."""
     stats = [task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     return {stat.rpartition(")")[2].split()[0] for stat in stats}
 

@@ -1,22 +1,15 @@
-"""What every transport promises. Each function runs on all nodes at once with a transport of its own kind.
+"""Contract of every transport. Each function runs on all nodes at once with the transport under test.
 
-It checks what it can see from one node and returns a tensor, which must have the same bits on all nodes.
+It checks what one node can see and returns a tensor, which must have the same bits on all nodes.
 """
 
 import math
-import time
 
 import torch
 
+from kit.waiting import until
+
 LIMIT_S = 10.0
-
-
-def until(true, what):
-    """Look until `true()`; nothing here may take longer than `LIMIT_S`."""
-    end = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < end, f"{what} did not happen"
-        time.sleep(0.0005)
 
 
 def numbers(node, size=6):
@@ -24,7 +17,7 @@ def numbers(node, size=6):
 
 
 def mean_of(weights, size=6):
-    """The weighted mean of everybody's `numbers`, in float64."""
+    """Return the weighted mean of all nodes' `numbers`, in float64."""
     total = sum(weights)
     return sum(w * numbers(node, size).double() for node, w in enumerate(weights)) / total
 
@@ -64,7 +57,7 @@ def all_weights_zero_give_zeros(transport, node, nodes):
 
 
 def one_value_of_weight_one_arrives_unchanged(transport, node, nodes):
-    """What healing and resuming rely on."""
+    """Check that a single value is exact; healing and resuming rely on it."""
     mean = transport.weighted_mean("k", numbers(node, 1000) * 1e-3, float(node == 0)).result()
     assert torch.equal(mean.value, numbers(0, 1000) * 1e-3)
     return mean.value
@@ -86,7 +79,7 @@ def an_answer_belongs_to_the_caller(transport, node, nodes):
     value = torch.ones(5)
     first = transport.weighted_mean("a", value, 1.0).result().value
     first.fill_(-1.0 - node)
-    # When this has come, everybody has changed its first answer.
+    # When this has arrived, every node has changed its first answer.
     second = transport.weighted_mean("b", value, 1.0).result().value
     assert torch.equal(value, torch.ones(5))
     assert torch.equal(first, torch.full((5,), -1.0 - node))
@@ -106,7 +99,7 @@ def many_keys_are_answered_out_of_order(transport, node, nodes):
 
 
 def every_element_is_reduced(transport, node, nodes, sizes):
-    """torchft lost the tensors that did not fit the first bucket."""
+    """Check tensors of many sizes; torchft lost the tensors that did not fit the first bucket."""
     asked = [
         transport.weighted_mean(f"k{i}", torch.full((s,), 1.0 + node + i), 1.0) for i, s in enumerate(sizes)
     ]
@@ -135,7 +128,7 @@ def rows_come_in_one_order_and_one_is_mine(transport, node, nodes):
 
 
 def done_tells_and_never_waits(transport, node, nodes):
-    """The last node brings its part only after the others have seen that nothing is done."""
+    """Let the last node send its part only after the others have seen that nothing is done."""
     last = node == nodes - 1
     if last:
         until(lambda: all(transport.read(f"looked/{n}") for n in range(nodes - 1)), "the others' look")
@@ -159,7 +152,7 @@ def a_result_may_be_asked_for_again(transport, node, nodes):
 
 
 def a_key_may_come_again(transport, node, nodes):
-    """Rounds count up, but a retried resume asks for the same keys."""
+    """Use a key twice: rounds count up, but a retried resume asks for the same keys."""
     first = transport.weighted_mean("k", torch.full((2,), 1.0 + node), 1.0).result().value
     second = transport.weighted_mean("k", torch.full((2,), 10.0 + node), 1.0).result().value
     assert torch.equal(second, first + 9)
@@ -168,7 +161,7 @@ def a_key_may_come_again(transport, node, nodes):
 
 def notes_reach_everybody_and_the_first_stays(transport, node, nodes):
     assert transport.read("a") is None
-    transport.gather("before", torch.zeros(1)).result()  # everybody has looked
+    transport.gather("before", torch.zeros(1)).result()  # every node has called `done`
     if node == 0:
         transport.post("a", "one\ntwo")
         transport.post("a", "late")
@@ -213,4 +206,4 @@ PROMISES = [
 ]
 
 BUCKETS = [(6, 6, 6), (12, 4), (3, 1 << 21, 1), (1,)]
-"""Sizes at which torchft's buckets of 10 elements lose something, and one larger than any buffer."""
+"""Sizes at which torchft's buckets of 10 elements lose values, and one larger than any buffer."""

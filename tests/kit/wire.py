@@ -1,4 +1,4 @@
-"""A hub in memory, for tests of the wire: it keeps what was pushed, and gives out what it was given."""
+"""A hub in memory, for tests of the wire: it keeps what was pushed and returns what it was given."""
 
 import hashlib
 import threading
@@ -11,7 +11,7 @@ from aedit.proto.wire.service import Refusal
 
 
 class MemoryCore:
-    """Implements HubCore. `calls`: what was asked, in order. `anchors`: bytes by unit, as version 1."""
+    """Implements HubCore. `calls`: the calls received, in order. `anchors`: bytes by unit, as version 1."""
 
     def __init__(self, anchors=(), max_push_bytes=2**24):
         self.anchors = list(anchors)
@@ -21,7 +21,7 @@ class MemoryCore:
         self.pushes = {}
         self.open = threading.Event()
         self.open.set()
-        """Cleared: every push waits, complete, in here."""
+        """While it is cleared, every complete push waits."""
 
     def hello(self, request):
         self.calls.append("hello")
