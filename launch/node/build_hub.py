@@ -26,10 +26,11 @@ from aedit.launch.data.tokenizer import load_tokenizer
 from aedit.launch.node.budget import HubBudget
 from aedit.launch.node.build import check_fits, facts_of, introduction, make_model
 from aedit.launch.node.checkpoint import Checkpoints
-from aedit.launch.node.hub_node import HubNode
+from aedit.launch.node.hub_participation import HubParticipation
 from aedit.launch.node.inner import make_inner
 from aedit.launch.node.rejoin import known_directory, rejoin, remember
 from aedit.launch.node.stop import StopAlone
+from aedit.launch.node.train import Node
 from aedit.launch.node.world import World
 from aedit.launch.rundir.recorder import Clock, Recorder
 from aedit.launch.rundir.sinks import Origin, open_sinks
@@ -53,7 +54,7 @@ class Place:
 
 
 @contextmanager
-def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[HubNode]:
+def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[Node]:
     """Put a node together and make it a member of the run; take it apart afterwards.
 
     All ranks of the node together. Raises UserError if the hub does not want this node.
@@ -84,11 +85,12 @@ def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[Hu
         origin = Origin(config.name, world.node, directory)
         sinks = partial(open_sinks, config.log, origin)
         recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
-        node = HubNode(
+        order = LeasedOrder(link, len(corpus.train), config.seed, sync)
+        node = Node(
             config=config,
             world=world,
             corpus=corpus,
-            order=LeasedOrder(link, len(corpus.train), config.seed, sync),
+            order=order,
             sync=sync,
             budget=HubBudget(config, sync, link),
             stop=StopAlone(sync.shards),
@@ -96,8 +98,7 @@ def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[Hu
             recorder=recorder,
             facts=facts,
             slowdown=place.slowdown,
-            link=link,
-            exchange=exchange,
+            participation=HubParticipation(link=link, exchange=exchange, order=order),
         )
         try:
             if resumed:

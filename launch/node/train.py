@@ -18,6 +18,7 @@ from aedit.launch.node.evaluate import held_out_loss
 from aedit.launch.node.inner import lr_at, set_lr
 from aedit.launch.node.meter import StepMeter
 from aedit.launch.node.model import loss
+from aedit.launch.node.participation import Participation, WorldParticipation
 from aedit.launch.node.resume import Resumed, training_state
 from aedit.launch.node.stop import Stop, Stopped
 from aedit.launch.node.world import World
@@ -63,6 +64,7 @@ class Node:
     recorder: Recorder
     facts: dict[str, Any]
     slowdown: float
+    participation: Participation = field(default_factory=WorldParticipation)
     resumed: bool = False
     owed: list[Round] = field(default_factory=list)
     tokens: int = 0
@@ -91,6 +93,7 @@ class Node:
         self.sync.on_round = self.note_round
         if not self.resumed:
             self.evaluate()
+        self.participation.begin(self)
 
     def reopen_abandoned_rounds(self) -> None:
         for round in self.owed:
@@ -105,22 +108,13 @@ class Node:
         self.recorder.event("stop", reason="done", step=self.sync.steps, tokens=self.tokens)
 
     def leave_early(self) -> None:
-        """Land what every node has opened, give up what some have not, save, go."""
+        """Leave as the node's participation does, and save."""
         self.order = self.meter.undo_draw(self.order)
         self.stop.promise(self.sync.position)
-        owed = self._land_or_abandon()
+        owed, reason = self.participation.leave_early(self)
         self.note_metrics()
         self.save(Mark(self.milestone, self._next_sub()), owed)
-        self.recorder.event("stop", reason="signal", step=self.sync.steps, tokens=self.tokens)
-
-    def _land_or_abandon(self) -> list[Round]:
-        """Finish what is under way. Others may be waiting for this node's part of a round that all have
-        opened, so nobody is waited for in between. Returns the rounds that some node will not open."""
-        try:
-            self.sync.finish()
-        except Stopped:
-            return self.sync.abandon()
-        return []
+        self.recorder.event("stop", reason=reason, step=self.sync.steps, tokens=self.tokens)
 
     # -- one step
 
@@ -151,6 +145,7 @@ class Node:
         self.recorder.clock.busy_s += self.meter.end_step(self.sync.waited_s)
         if self.sync.shards.decide([self.recorder.line_is_due()])[0]:
             self.note_metrics()
+        self.participation.note_step(self)
 
     def _draw(self) -> list[Any]:
         """This rank's share of the node's next samples, one entry per micro-batch."""
