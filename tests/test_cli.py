@@ -60,6 +60,7 @@ def test_help_lists_the_commands_there_are_and_no_others(capsys):
         (["config", "shwo"], "unknown command 'shwo'; did you mean show?"),
         (["completion", "bsh"], "did you mean bash?"),
         (["run", "missing.toml", "--dry-rnu"], "--dry-rnu; did you mean --dry-run?"),
+        (["hub", "missing.toml", "--dry-run"], "unrecognized arguments: --dry-run; see"),
         (["run", "missing.toml"], "missing.toml: no such file"),
         (["run", "configs/tiny.toml"], "configs/tiny.toml: no such file; did you mean preset:tiny"),
         (["run", "preset:asinc"], "no preset 'asinc'; did you mean async?"),
