@@ -1,6 +1,6 @@
 """Tests batches that mix samples of this step with the long samples of the step before."""
 
-from aedit.spec_rollout.learning.batches import held_out, is_held_out, one_step_off
+from aedit.spec_rollout.learning.batches import is_held_out_entry, newest_held_out, one_step_off
 from aedit.spec_rollout.learning.feature_reader import Entry
 
 
@@ -65,13 +65,13 @@ def test_a_step_before_the_last_is_used_when_there_is_nothing_nearer():
 def test_what_is_held_out_is_never_learned_from():
     entries = [entry(serial, 50, serial // 40) for serial in range(80)]
     batch = one_step_off(entries, {}, 100_000)
-    apart = held_out(entries, 100_000)
+    apart = newest_held_out(entries, 100_000)
     assert len(batch) == 70
     assert len(apart) == 10
     assert not {e.serial for e in batch} & {e.serial for e in apart}
-    assert all(is_held_out(e) for e in apart)
+    assert all(is_held_out_entry(e) for e in apart)
 
 
 def test_the_newest_held_out_samples_judge():
-    apart = held_out([entry(serial, 50, 0) for serial in range(80)], 120)
+    apart = newest_held_out([entry(serial, 50, 0) for serial in range(80)], 120)
     assert [e.serial for e in apart] == [72, 64, 56]

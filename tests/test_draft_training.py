@@ -10,7 +10,7 @@ from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig
 from aedit.spec_rollout.learning.gate import held_out_match
 from aedit.spec_rollout.learning.losses import LossConfig, draft_losses
-from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.learning.packing import pack_samples
 
 
 def equal(a, b):
@@ -29,7 +29,7 @@ def test_a_few_dozen_steps_make_a_drafter_of_a_beginner():
     samples = said(model, prompts, 40)
     taught, apart = samples[:10], samples[10:]
     trainer = DraftTrainer(fresh(model), DraftTrainingConfig(lr=2e-3, warmup_steps=10))
-    judge = pack(apart, 256)
+    judge = pack_samples(apart, 256)
     before = held_out_match(trainer.layer, judge, ends(model), 3)
     first = trainer.step(taught, ends(model))
     for _ in range(40):
@@ -50,7 +50,7 @@ def test_a_step_is_plain_adamw_on_the_mean_over_pairs():
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01)
     for _ in range(3):
         metrics = trainer.step(samples, ends(model))
-        (row,) = pack(samples, 64)
+        (row,) = pack_samples(samples, 64)
         loss = draft_losses(plain, row, ends(model), config.loss).total / 24
         optimizer.zero_grad()
         loss.backward()

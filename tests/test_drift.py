@@ -16,7 +16,7 @@ from torch.distributions import Categorical, kl_divergence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.spec_rollout.learning.gate import held_out_match
-from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.learning.packing import pack_samples
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 
 
@@ -127,7 +127,7 @@ def test_an_oracle_is_better_on_what_it_has_not_seen_and_stops_when_it_learns_no
     prompts = torch.randint(48, (24, 4), generator=torch.Generator().manual_seed(0)).tolist()
     samples = said(model, prompts, 40)
     layer = drafter(model).float()
-    apart = pack([sample for sample in samples if sample.serial % 8 == 0], 512)
+    apart = pack_samples([sample for sample in samples if sample.serial % 8 == 0], 512)
     best, steps = oracle(layer, samples, ends(model), most_rounds=2)
     assert steps == 12
     assert (

@@ -298,11 +298,11 @@ def test_bytes_that_hold_nothing_are_refused():
         RingShape.within(100, WIDTH, torch.float32)
     with pytest.raises(ValueError, match="features must be in one of"):
         RingShape.within(10_000, WIDTH, torch.int8)
-    with pytest.raises(ValueError, match="no feature ring"):
+    with pytest.raises(ValueError, match="does not contain a feature ring"):
         FeatureReader(bytearray(4_000))
     shape = RingShape.within(10_000, WIDTH, torch.float32)
     with pytest.raises(ValueError, match="does not fit"):
         FeatureRing(bytearray(100), shape)
     ring, _, _ = made()
-    with pytest.raises(ValueError, match="one feature for each token"):
+    with pytest.raises(ValueError, match="needs one feature per token"):
         ring.append(ring.begin(1, 1, 1), torch.tensor([1, 2]), torch.zeros(1, WIDTH))

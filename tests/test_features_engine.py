@@ -11,7 +11,7 @@ from aedit.spec_rollout.learning.feature_reader import FeatureReader, FeatureSam
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
 from aedit.spec_rollout.learning.feedback import predict_features
-from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.learning.packing import pack_samples
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
@@ -56,7 +56,7 @@ def test_pairs_are_those_of_an_offline_recomputation_whatever_was_drafted():
         assert sorted(sample.tokens_N.tolist() for sample in samples) == said
         assert all(sample.finished for sample in samples)
         for sample in samples:
-            (row,) = pack([sample], 64, response_only=False)
+            (row,) = pack_samples([sample], 64, response_only=False)
             hidden = model.model(input_ids=sample.tokens_N[None]).last_hidden_state[0]
             for t in range(len(sample.tokens_N) - 1):
                 torch.testing.assert_close(row.features_Pw[t], hidden[t], rtol=0, atol=CLOSE)
@@ -136,7 +136,7 @@ def passes_along(layer, text, hidden_Td, policy_ends):
     """Return log q of each pass at each pair of a text; the features beyond the given ones are never read."""
     unknown = torch.full((len(text) - 1 - (len(hidden_Td) - 1), hidden_Td.shape[1]), 7.0, dtype=torch.float64)
     features = torch.cat((hidden_Td[:-1], unknown))
-    (row,) = pack([FeatureSample(torch.tensor(text), features, 2, 1, 0, 0, True)], 64)
+    (row,) = pack_samples([FeatureSample(torch.tensor(text), features, 2, 1, 0, 0, True)], 64)
     passes = predict_features(layer, row, policy_ends.embedding_Vd, 4)
     logq = [(made.predicted_Cd @ policy_ends.head_Vd.T).log_softmax(-1) for made in passes]
     return [dict(zip(made.at_C.tolist(), each, strict=True)) for made, each in zip(passes, logq, strict=True)]

@@ -18,7 +18,7 @@ from aedit.spec_rollout.learning.gate import (
     should_pause,
     with_measurement,
 )
-from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.learning.packing import pack_samples
 
 CONFIG = GateConfig()
 
@@ -98,7 +98,7 @@ def test_a_match_is_what_rejection_and_coupled_drafting_would_accept():
     model = policy()
     samples = said(model, [[1, 2, 3], [4, 5, 6]], 12)
     layer, policy_ends = drafter(model), ends(model)
-    rows = pack(samples, 64)
+    rows = pack_samples(samples, 64)
     match = held_out_match(layer, rows, policy_ends, 2)
     (row,) = rows
     noise = row_noise(0, row, policy_ends)
@@ -124,7 +124,7 @@ def test_coupled_matches_are_near_what_the_overlap_promises():
     """P(match) >= (1 - TV) / (1 + TV) with shared noise (Daliri et al. 2024), and overlap = 1 - TV."""
     model = policy()
     layer = drafter(model)
-    match = held_out_match(layer, pack(said(model, [[1, 2, 3]] * 12, 60), 256), ends(model), 1)
+    match = held_out_match(layer, pack_samples(said(model, [[1, 2, 3]] * 12, 60), 256), ends(model), 1)
     overlap = match.overlap_D[0]
     assert match.coupled_D[0] > overlap / (2 - overlap) - 4 * 0.5 / math.sqrt(match.num_pairs)
     assert match.coupled_D[0] < 1
@@ -133,10 +133,13 @@ def test_coupled_matches_are_near_what_the_overlap_promises():
 def test_samples_of_another_policy_do_not_judge():
     model = policy()
     now, old = said(model, [[1, 2, 3]], 8), said(model, [[4, 5, 6]], 20, version=0)
-    alone = held_out_match(drafter(model), pack(now, 64), ends(model), 2)
-    assert held_out_match(drafter(model), pack(now + old, 64), ends(model), 2).num_pairs == alone.num_pairs
+    alone = held_out_match(drafter(model), pack_samples(now, 64), ends(model), 2)
+    assert (
+        held_out_match(drafter(model), pack_samples(now + old, 64), ends(model), 2).num_pairs
+        == alone.num_pairs
+    )
     with pytest.raises(ValueError, match="no held-out pair"):
-        held_out_match(drafter(model), pack(old, 64), ends(model), 2)
+        held_out_match(drafter(model), pack_samples(old, 64), ends(model), 2)
 
 
 def test_rules_that_mean_nothing_are_refused():

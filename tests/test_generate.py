@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 from aedit.launch.cli import generate as generating
 from aedit.launch.cli import main
-from aedit.launch.cli.comparison import gap, said_the_same
+from aedit.launch.cli.comparison import compare_tokens, score_gap
 from aedit.launch.cli.text_stream import Detokenizer, TextStream
 from aedit.launch.data.tokenizer import ByteTokenizer
 from aedit.launch.node.checkpoint import Mark
@@ -150,8 +150,8 @@ def test_a_run_is_asked_by_its_directory_or_by_its_name(capsys, tmp_path, monkey
         (["--max-new-tokens", "0"], "--max-new-tokens must be above 0"),
         (["--temperature", "-1"], "--temperature must be 0 or more"),
         (["--top-p", "0"], "--top-p must be above 0"),
-        (["--prompt", ""], "one of them is empty"),
-        (["--prompt", "a\udcffb"], "one of them is not UTF-8"),
+        (["--prompt", ""], "a prompt is empty"),
+        (["--prompt", "a\udcffb"], "a prompt is not valid UTF-8"),
         (["--prompt", "x" * 128], "128 tokens and 1 new ones are more than the 128"),
         (["--samples", "0"], "--samples must be above 0"),
         (["--seed", "-1"], "--seed must be from 0"),
@@ -231,12 +231,12 @@ def test_tokens_that_only_rounding_decides_are_told_apart_from_others(saved, sam
     target, plain = engine_that_has_said(saved, torch.float32, **sampling)
     tokens = plain[0].tokens
     other = Rollout(plain[0].prompt, [*tokens[:5], (tokens[5] + 1) % 256, *tokens[6:]])
-    same, how = said_the_same(target, [other], plain)
+    same, how = compare_tokens(target, [other], plain)
     assert (same, how) == (False, "no, number 1 differs from its token 6 on")
     with torch.no_grad():  # two words that the policy cannot tell apart
         target.head[other.tokens[5]] = target.head[tokens[5]]
     if not sampling["temperature"]:
-        same, how = said_the_same(target, [other], plain)
+        same, how = compare_tokens(target, [other], plain)
         assert same
         assert how == (
             "yes, up to ties that rounding to float32 decides: number 1 differs from its token 6 on"
@@ -246,7 +246,7 @@ def test_tokens_that_only_rounding_decides_are_told_apart_from_others(saved, sam
 def test_a_sample_that_ends_early_differs_from_where_it_ends(saved):
     target, plain = engine_that_has_said(saved, torch.float32)
     short = Rollout(plain[0].prompt, plain[0].tokens[:3])
-    assert said_the_same(target, [short], plain) == (False, "no, number 1 differs from its token 4 on")
+    assert compare_tokens(target, [short], plain) == (False, "no, number 1 differs from its token 4 on")
 
 
 def test_scores_of_two_tokens_have_the_noise_of_their_place(saved):
@@ -256,4 +256,4 @@ def test_scores_of_two_tokens_have_the_noise_of_their_place(saved):
         logits = target.model(torch.tensor([[1, 2, *said.tokens[:5]]])).logits[0, -1]
     scores = perturbed(logits, said.prompt, position=7)
     expected = scores[said.tokens[5]] - scores[other.tokens[5]]
-    assert gap(target, said, other, 5) == pytest.approx(float(expected), abs=1e-4)
+    assert score_gap(target, said, other, 5) == pytest.approx(float(expected), abs=1e-4)

@@ -12,7 +12,7 @@ from kit import trainers
 from kit.tiny_policies import ends, policy, said
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.learning.batches import is_held_out
+from aedit.spec_rollout.learning.batches import is_held_out_entry
 from aedit.spec_rollout.learning.draft_training import DraftTrainingConfig
 from aedit.spec_rollout.learning.feature_reader import FeatureReader
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
@@ -23,7 +23,7 @@ from aedit.spec_rollout.learning.learning import (
     policy_tensors,
     train_when_idle,
 )
-from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.learning.packing import pack_samples
 
 QUICK = LearningConfig(
     training=DraftTrainingConfig(lr=2e-3, warmup_steps=5, batch_pairs=512),
@@ -82,16 +82,16 @@ def test_what_is_published_is_better_on_samples_that_nobody_has_learned_from(wor
     found = published(learning, 110)
     assert len(found) >= 2
     reader = FeatureReader(memory)
-    apart = [reader.read(entry) for entry in reader.entries() if is_held_out(entry)]
+    apart = [reader.read(entry) for entry in reader.entries() if is_held_out_entry(entry)]
     rates = []
     for tensors in (beginner(model).state_dict(), found[0], found[-1]):
         layer = beginner(model)
         layer.load_state_dict(tensors)
-        rates.append(held_out_match(layer, pack(apart, 256), ends(model), 2).rate)
+        rates.append(held_out_match(layer, pack_samples(apart, 256), ends(model), 2).rate)
     assert rates == sorted(rates)
     assert rates[-1] > 1.2 * rates[0]
     assert learning.metrics()["match_published"] <= rates[-1]
-    assert learning._uses.keys().isdisjoint(e.serial for e in reader.entries() if is_held_out(e))
+    assert learning._uses.keys().isdisjoint(e.serial for e in reader.entries() if is_held_out_entry(e))
 
 
 def test_what_is_not_better_is_kept_back_and_learns_at_half_the_rate(world):
@@ -189,9 +189,9 @@ def test_a_process_of_its_own_learns_in_windows_and_the_node_adopts_the_result(w
         with work.window("tail"):
             trainers.until(lambda: work.status()["published"] >= 1, work)
         found = work.newest()
-        first = held_out_match(layer, pack(samples, 256), ends(model), 2).rate
+        first = held_out_match(layer, pack_samples(samples, 256), ends(model), 2).rate
         layer.load_state_dict(found.tensors)
-        assert held_out_match(layer, pack(samples, 256), ends(model), 2).rate > first
+        assert held_out_match(layer, pack_samples(samples, 256), ends(model), 2).rate > first
         assert found.version == 1
         assert work.status()["feature_bytes"] == shape.num_bytes
         work.update_policy(policy_tensors(ends(model)), 2, kl_nats=0.01)

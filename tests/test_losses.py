@@ -15,7 +15,7 @@ from aedit.spec_rollout.learning.losses import (
     teacher,
     token_loss,
 )
-from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.learning.packing import pack_samples
 
 
 def drafted(layer, sample, embedding, root, depth):
@@ -44,7 +44,7 @@ def test_each_pass_is_what_the_drafter_computes_so_deep_in_a_chain(kind, respons
     model = policy(kind)
     samples = said(model, [[1, 2, 3], [4, 5, 6]], 7)
     layer, embedding = drafter(model), ends(model).embedding_Vd
-    (row,) = pack(samples, 64, response_only=response_only)
+    (row,) = pack_samples(samples, 64, response_only=response_only)
     passes = predict_features(layer, row, embedding, 4)
     length, first = len(samples[0].features_MF), 1 if response_only else 0
     compared = 0
@@ -60,7 +60,7 @@ def test_each_pass_is_what_the_drafter_computes_so_deep_in_a_chain(kind, respons
 
 def test_a_chain_begins_and_stays_in_one_sample():
     model = policy()
-    (row,) = pack(said(model, [[1, 2, 3], [4, 5, 6]], 5), 64)
+    (row,) = pack_samples(said(model, [[1, 2, 3], [4, 5, 6]], 5), 64)
     per_sample = [[1, 2, 3, 4, 5], [2, 3, 4, 5], [3, 4, 5], [4, 5]]
     for s, places in enumerate(per_sample):
         both = [*places, *(7 + place for place in places)]
@@ -97,7 +97,7 @@ def test_the_loss_is_its_definition(tokens, version):
     samples = said(model, [[1, 2, 3], [4, 5, 6]], 6, version=version)
     layer = drafter(model)
     config = LossConfig(tokens=tokens, token_weight=0.7, feature_weight=0.9, num_passes=3, decay=0.8)
-    (row,) = pack(samples, 64)
+    (row,) = pack_samples(samples, 64)
     losses = draft_losses(layer, row, ends(model, version=1), config)
     torch.testing.assert_close(losses.total, by_hand(layer, samples, ends(model), config), rtol=1e-11, atol=0)
 
@@ -105,7 +105,7 @@ def test_the_loss_is_its_definition(tokens, version):
 def test_the_teacher_is_the_policys_own_distribution_of_the_token_after_next():
     model = policy()
     (sample,) = said(model, [[1, 2, 3]], 8)
-    (row,) = pack([sample], 64, response_only=False)
+    (row,) = pack_samples([sample], 64, response_only=False)
     at = row.counts_P.nonzero()[:, 0]
     true = model(input_ids=sample.tokens_N[None]).logits[0].softmax(-1)
     exact = torch.ones(len(at), dtype=torch.bool)
@@ -119,7 +119,7 @@ def test_features_of_an_older_policy_are_not_put_through_the_new_head():
     with torch.no_grad():
         new.lm_head.weight.add_(torch.randn(new.lm_head.weight.shape, dtype=torch.float64))
     (sample,) = said(old, [[1, 2, 3]], 8, version=1)
-    (row,) = pack([sample], 64)
+    (row,) = pack_samples([sample], 64)
     layer, config = drafter(new), LossConfig(feature_weight=0.0, token_weight=1.0, num_passes=1)
     losses = draft_losses(layer, row, ends(new, version=2), config)
     (made,) = predict_features(layer, row, ends(new).embedding_Vd, 1)
@@ -132,7 +132,7 @@ def test_features_of_an_older_policy_are_not_put_through_the_new_head():
 
 def test_gradients_reach_the_layer_and_nothing_of_the_policy():
     model = policy()
-    (row,) = pack(said(model, [[1, 2, 3]], 8), 64)
+    (row,) = pack_samples(said(model, [[1, 2, 3]], 8), 64)
     layer = drafter(model)
     embedding, head = (torch.nn.Parameter(x) for x in (ends(model).embedding_Vd, ends(model).head_Vd))
     draft_losses(layer, row, PolicyEmbeddings(embedding, head, 1), LossConfig()).total.backward()
@@ -168,7 +168,7 @@ def test_a_feature_with_taps_is_judged_by_its_last_hidden_state():
     sample = FeatureSample(plain.tokens_N, wide, 3, 1, 0, 1, True)
     layer = drafter(model, taps=3)
     config = LossConfig(num_passes=2, token_weight=0.5)
-    (row,) = pack([sample], 64)
+    (row,) = pack_samples([sample], 64)
     losses = draft_losses(layer, row, ends(model), config)
     hidden = SIZES["hidden_size"]
     total = 0.0

@@ -8,7 +8,7 @@ from kit.tiny_policies import drafter, ends, policy, said
 
 from aedit.spec_rollout.learning.feature_reader import FeatureSample
 from aedit.spec_rollout.learning.losses import LossConfig, draft_losses
-from aedit.spec_rollout.learning.packing import pack, visible
+from aedit.spec_rollout.learning.packing import pack_samples, visible
 
 
 def sample(num_tokens, num_prompt=1, number=1, version=1):
@@ -27,7 +27,7 @@ def pairs(rows):
 
 
 def test_the_feature_of_a_position_goes_with_the_next_token_and_guesses_the_one_after():
-    (row,) = pack([sample(5)], 16)
+    (row,) = pack_samples([sample(5)], 16)
     assert row.features_Pw[:, 0].tolist() == [1000, 1001, 1002, 1003]
     assert row.tokens_P.tolist() == [1001, 1002, 1003, 1004]
     assert row.targets_P[:3].tolist() == [1002, 1003, 1004]
@@ -35,7 +35,7 @@ def test_the_feature_of_a_position_goes_with_the_next_token_and_guesses_the_one_
 
 
 def test_no_pair_guesses_across_a_boundary():
-    (row,) = pack([sample(6, number=1), sample(4, number=2)], 16)
+    (row,) = pack_samples([sample(6, number=1), sample(4, number=2)], 16)
     for feature, token, target in pairs([row]):
         assert feature + 1 == token == target - 1
     assert row.positions_P.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
@@ -43,7 +43,7 @@ def test_no_pair_guesses_across_a_boundary():
 
 
 def test_pairs_see_what_came_before_them_in_their_own_sample_only():
-    (row,) = pack([sample(4), sample(3, number=2)], 16)
+    (row,) = pack_samples([sample(4), sample(3, number=2)], 16)
     seen = visible(row.segments_P, torch.arange(5))
     assert seen.int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -60,11 +60,11 @@ def test_pairs_see_what_came_before_them_in_their_own_sample_only():
 
 def test_only_what_guesses_the_response_counts():
     for num_prompt, first in ((1, 1002), (2, 1002), (3, 1003), (6, 1006)):
-        rows = pack([sample(8, num_prompt)], 16)
+        rows = pack_samples([sample(8, num_prompt)], 16)
         assert [target for _, _, target in pairs(rows)] == list(range(first, 1008))
-        assert len(pairs(pack([sample(8, num_prompt)], 16, response_only=False))) == 6
-    assert pack([sample(8, 8)], 16) == []
-    assert pack([sample(2)], 16) == []
+        assert len(pairs(pack_samples([sample(8, num_prompt)], 16, response_only=False))) == 6
+    assert pack_samples([sample(8, 8)], 16) == []
+    assert pack_samples([sample(2)], 16) == []
 
 
 @given(
@@ -74,7 +74,7 @@ def test_only_what_guesses_the_response_counts():
 @settings(deadline=None, max_examples=60)
 def test_every_pair_counts_once_however_samples_are_cut(lengths, num_pairs):
     samples = [sample(n, p, number) for number, (n, p) in enumerate(lengths)]
-    rows = pack(samples, num_pairs)
+    rows = pack_samples(samples, num_pairs)
     wanted = [
         [1000 * number + t + i for i in range(3)]
         for number, (n, p) in enumerate(lengths)
@@ -85,7 +85,7 @@ def test_every_pair_counts_once_however_samples_are_cut(lengths, num_pairs):
 
 
 def test_a_long_sample_keeps_context_where_it_is_cut():
-    rows = pack([sample(100)], 32)
+    rows = pack_samples([sample(100)], 32)
     for row in rows:
         first = int(row.counts_P.nonzero()[0])
         assert first == 8 or int(row.tokens_P[0]) == 1001
@@ -93,7 +93,7 @@ def test_a_long_sample_keeps_context_where_it_is_cut():
 
 def test_rows_too_short_to_cut_are_refused():
     with pytest.raises(ValueError, match="at least 4 pairs"):
-        pack([sample(9)], 3)
+        pack_samples([sample(9)], 3)
 
 
 def gradients(layer, rows, policy_ends, config):
@@ -114,9 +114,9 @@ def test_the_gradient_of_a_row_is_the_sum_of_those_of_its_samples(kind, dtype, t
     ]
     layer = drafter(model).to(dtype)
     for config in (LossConfig(), LossConfig(tokens="lk", num_passes=4)):
-        packed = pack(samples, 256)
+        packed = pack_samples(samples, 256)
         assert len(packed) == 1
-        alone = [row for one in samples for row in pack([one], 256)]
+        alone = [row for one in samples for row in pack_samples([one], 256)]
         assert len(alone) == len(samples)
         together = gradients(layer, packed, ends(model), config)
         apart = gradients(layer, alone, ends(model), config)

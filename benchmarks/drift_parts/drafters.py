@@ -25,7 +25,7 @@ from aedit.spec_rollout.learning.learning import (
     train_when_idle,
 )
 from aedit.spec_rollout.learning.losses import PolicyEmbeddings
-from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.learning.packing import pack_samples
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 
@@ -167,7 +167,7 @@ def oracle(
     """
     config = DraftTrainingConfig(lr=ORACLE_LR, batch_pairs=2 * ORACLE_ROW_PAIRS, row_pairs=ORACLE_ROW_PAIRS)
     taught = [sample for sample in samples if sample.serial % HELD_OUT_EVERY]
-    apart = pack([s for s in samples if s.serial % HELD_OUT_EVERY == 0], ORACLE_ROW_PAIRS)
+    apart = pack_samples([s for s in samples if s.serial % HELD_OUT_EVERY == 0], ORACLE_ROW_PAIRS)
     best, trainer = copy_of(layer), DraftTrainer(copy_of(layer), config)
     best_rate, halvings, steps = held_out_match(best, apart, ends, 4).rate, 0, 0
     rng = torch.Generator().manual_seed(0)
@@ -188,7 +188,7 @@ def oracle(
 
 def matched(layer: DraftLayer, samples: Sequence[FeatureSample], ends: PolicyEmbeddings, depth: int) -> Match:
     """Return how a drafter matches the policy on samples, from probabilities instead of draws."""
-    return held_out_match(layer, pack(samples, ORACLE_ROW_PAIRS), ends, depth)
+    return held_out_match(layer, pack_samples(samples, ORACLE_ROW_PAIRS), ends, depth)
 
 
 def ends_of(target: Target) -> PolicyEmbeddings:

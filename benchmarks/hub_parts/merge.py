@@ -1,7 +1,9 @@
-"""How fast does a hub take pushes in: check, decode, merge, outer step? Part of `benchmarks.hub`.
+"""Measure how fast a hub checks, decodes and merges pushes and takes the outer step.
 
-The hub's own functions in one thread, without a network: what arrives is checked and measured, judged,
-accepted, merged and applied as in `launch.hub`, its numbers read from the journal's file.
+Part of `benchmarks.hub`.
+
+The hub's own functions run in one thread, without a network: a push is checked and measured, judged,
+accepted, merged and applied as in `launch.hub`, and its numbers are read from the journal's file.
 """
 
 import time
@@ -31,7 +33,7 @@ STEPS, TOKENS = 64, 64 * 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """How a hub is configured."""
+    """Configuration of a hub."""
 
     text: str
     codec: Codec
@@ -40,7 +42,7 @@ class Kind:
 
     @property
     def plan(self) -> HubPlan:
-        """The preset `async`, or a quorum with all of EDiT's penalty."""
+        """Return the preset `async`, or a quorum with all of EDiT's penalty."""
         alone = self.quorum == 1
         outer = OuterConfig(kind="delayed-nesterov" if alone else "nesterov")
         hub = HubConfig(
@@ -56,14 +58,14 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """GB of fp32 per second of one core's time; the whole path is the last two one after the other."""
+    """GB of fp32 per second of one core; the whole path is the last two in sequence."""
 
     encode_gb_s: float
     decode_gb_s: float
     check_gb_s: float
-    """Form and norms of what has arrived."""
+    """Check of form and norms of a push."""
     merge_gb_s: float
-    """From the judgement to the next anchor."""
+    """From the decision on the pushes to the next anchor."""
 
     @property
     def path_gb_s(self) -> float:
@@ -71,7 +73,7 @@ class Speeds:
 
 
 def speeds(kind: Kind, numel: int, rounds: int) -> Speeds:
-    """Of a unit of `numel` parameters, as the median over `rounds` versions."""
+    """Return the speeds for a unit of `numel` parameters, as the median over `rounds` versions."""
     layout = _layout(numel)
     with TemporaryDirectory() as folder:
         journal = Journal(Path(folder), 1, fsync=False)
@@ -84,7 +86,7 @@ def speeds(kind: Kind, numel: int, rounds: int) -> Speeds:
 
 
 def _layout(numel: int) -> UnitLayout:
-    """Like a transformer block: a few matrices, which is most of it, and small vectors."""
+    """Return a unit like a transformer block: mostly a few matrices, and small vectors."""
     width = 256
     rows = numel // width // 4
     shapes = [(rows, width)] * 3 + [(width,)]
@@ -93,7 +95,7 @@ def _layout(numel: int) -> UnitLayout:
 
 
 def _gradients(numel: int, count: int) -> Iterator[codecs.Floats]:
-    """Pseudo-gradients that agree somewhat, as those of honest nodes do."""
+    """Yield pseudo-gradients that partly agree, as those of correct nodes do."""
     rng = np.random.default_rng(0)
     common = rng.standard_normal(numel, np.float32)
     for _ in range(count):
@@ -116,7 +118,7 @@ class _Whole:
 
 
 def _founded(kind: Kind, layout: UnitLayout) -> Hub:
-    """A hub with as many nodes as it merges at a time, and a first anchor."""
+    """Return a hub with as many nodes as it merges at a time, and a first anchor."""
     quantiser = None if kind.codec_down == "fp32" else codec(kind.codec_down)
     hub = Hub(kind.plan, quantiser)
     for node in range(kind.quorum):
@@ -141,7 +143,7 @@ def _apply(hub: Hub, decided: Sequence[Record]) -> list[Record]:
 
 
 def _round(hub: Hub, kind: Kind, layout: UnitLayout, arrived: Sequence[Payload]) -> tuple[float, float]:
-    """Every node pushes once: seconds of CPU to check what has come, and to make the next version of it."""
+    """Let every node push once; return the CPU seconds to check the pushes and to make the next version."""
     check_s = merge_s = 0.0
     version, how = hub.state.units[0].version, codec(kind.codec)
     for node, payload in enumerate(arrived):
@@ -172,7 +174,7 @@ def _round(hub: Hub, kind: Kind, layout: UnitLayout, arrived: Sequence[Payload])
 
 
 def _codec_seconds(name: str, x: codecs.Floats, rounds: int) -> tuple[float, float]:
-    """CPU seconds to encode x, and to decode it slice by slice as a merge does."""
+    """Return the CPU seconds to encode x, and to decode it slice by slice as a merge does."""
     how, room = codec(name), np.empty(codecs.SLICE, np.float32)
     payload = how.encode(x)
 

@@ -26,7 +26,7 @@ from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
 from aedit.spec_rollout.learning.gate import Match, held_out_match
 from aedit.spec_rollout.learning.losses import PolicyEmbeddings
-from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.learning.packing import pack_samples
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 from benchmarks.policies import ROOT, Policy, load, prompts, ready
 
@@ -42,7 +42,7 @@ LOWEST_LR = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What makes one drafter of a policy. Equal recipes are the same drafter."""
+    """Everything that determines a drafter of a policy. Equal recipes give the same drafter."""
 
     policy: Policy
     num_tokens: int = 131_072
@@ -60,8 +60,10 @@ class Recipe:
 
 
 def drafter_ready(recipe: Recipe, root: Path = ROOT) -> Path:
-    """The file of a trained drafter, in its policy's directory, for `DraftLayer.load`; trained now if it is
-    not there. A .json beside it says how good it is on rollouts it has not learned from."""
+    """Return the file of a trained drafter, in its policy's directory, for `DraftLayer.load`.
+
+    It is trained now if it does not exist. A .json beside it has its match on held-out rollouts.
+    """
     out = ready(recipe.policy, root) / recipe.name
     if not out.exists():
         model = load(recipe.policy, root)
@@ -74,7 +76,7 @@ def drafter_ready(recipe: Recipe, root: Path = ROOT) -> Path:
 
 
 def collect(model: PreTrainedModel, recipe: Recipe) -> list[FeatureSample]:
-    """The policy's rollouts with its hidden states, `num_tokens` of them or a little more."""
+    """Return the policy's rollouts with its hidden states, `num_tokens` of them or slightly more."""
     engine = Engine.of(model, rows=ROWS, max_tokens=MAX_TOKENS)
     width = engine.target.feature_size
     most = recipe.num_tokens + ROWS * MAX_TOKENS  # and as much again for pages that are not full
@@ -100,7 +102,7 @@ def train_drafter(
     recipe: Recipe,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[DraftLayer, Match]:
-    """A layer that has learned from most of the samples, and what it is worth on the others."""
+    """Train a layer on most of the samples; return it and its match on the others."""
     learned = [sample for sample in samples if sample.serial % HELD_OUT_EVERY]
     apart = [sample for sample in samples if sample.serial % HELD_OUT_EVERY == 0]
     if not (learned and apart):
@@ -112,7 +114,7 @@ def train_drafter(
     while (share := (clock() - began) / (60 * recipe.minutes)) < 1:
         trainer.lr_factor = LOWEST_LR + (1 - LOWEST_LR) * 0.5 * (1 + math.cos(math.pi * share))
         trainer.step(_batch(learned, trainer.config.batch_pairs, rng), ends)
-    rows = [row.to(layer.gain.device) for row in pack(apart, trainer.config.row_pairs)]
+    rows = [row.to(layer.gain.device) for row in pack_samples(apart, trainer.config.row_pairs)]
     return layer, held_out_match(layer, rows, ends, JUDGED_DEPTH)
 
 
@@ -130,7 +132,7 @@ def _asked(recipe: Recipe) -> Iterator[Prompt]:
 
 
 def _batch(samples: Sequence[FeatureSample], num_pairs: int, rng: random.Random) -> list[FeatureSample]:
-    """Random samples of together so many pairs or a little more."""
+    """Return random samples with `num_pairs` pairs in total, or slightly more."""
     chosen: list[FeatureSample] = []
     while sum(len(sample.features_MF) for sample in chosen) < num_pairs:
         chosen.append(rng.choice(samples))

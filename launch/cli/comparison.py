@@ -1,4 +1,4 @@
-"""What speculation has brought: the same text again without it."""
+"""Comparison of samples generated with and without speculation."""
 
 from collections.abc import Sequence
 
@@ -10,17 +10,23 @@ from aedit.spec_rollout.sampling.noise import gumbel
 from aedit.spec_rollout.sampling.samples import Rollout
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.25}
-"""By how much the logits of one text differ between passes of different shapes, at most."""
+"""Upper limit of differences between logits of the same text from passes of different shapes."""
 
 
-def said_the_same(target: Target, ours: Sequence[Rollout], plain: Sequence[Rollout]) -> tuple[bool, str]:
-    """Whether all samples do, up to the first token of each that rounding decides; and that in words."""
+def compare_tokens(
+    target: Target, rollouts: Sequence[Rollout], plain_rollouts: Sequence[Rollout]
+) -> tuple[bool, str]:
+    """Compare the tokens of all samples, up to the first difference of each that rounding explains.
+
+    Returns:
+    True if they are equal up to such ties, and a description.
+    """
     ties = []
-    for number, (mine, theirs) in enumerate(zip(ours, plain, strict=True), 1):
-        at = _first_difference(mine.tokens, theirs.tokens)
-        if at is not None:
-            where = f"number {number} differs from its token {at + 1} on"
-            if gap(target, mine, theirs, at) > ROUNDING[target.dtype]:
+    for number, (first, second) in enumerate(zip(rollouts, plain_rollouts, strict=True), 1):
+        index = _first_difference(first.tokens, second.tokens)
+        if index is not None:
+            where = f"number {number} differs from its token {index + 1} on"
+            if score_gap(target, first, second, index) > ROUNDING[target.dtype]:
                 return False, f"no, {where}"
             ties.append(where)
     if not ties:
@@ -31,13 +37,15 @@ def said_the_same(target: Target, ours: Sequence[Rollout], plain: Sequence[Rollo
 
 
 @torch.inference_mode()
-def gap(target: Target, mine: Rollout, theirs: Rollout, at: int) -> float:
-    """How far apart the policy's scores of two next tokens are, with the noise that draws one: 0 is a tie,
-    infinity what the sampling does not allow. The target's first row is written over."""
-    if at >= min(len(mine.tokens), len(theirs.tokens)):
+def score_gap(target: Target, first: Rollout, second: Rollout, index: int) -> float:
+    """Return the difference of the policy's scores of two next tokens, with sampling noise.
+
+    0 is a tie; infinity means that the sampling settings exclude a token. Overwrites the target's first row.
+    """
+    if index >= min(len(first.tokens), len(second.tokens)):
         return float("inf")
-    prompt = mine.prompt
-    text_T = torch.tensor([*prompt.tokens, *mine.tokens[:at]], device=target.device)
+    prompt = first.prompt
+    text_T = torch.tensor([*prompt.tokens, *first.tokens[:index]], device=target.device)
     logits_11V = target.logits(target.prefill(text_T, 0)[-1:])[None]
     scores_V = warp_logits(logits_11V, RowSampling.of([prompt.sampling], target.vocabulary, target.device))[
         0, 0
@@ -45,8 +53,8 @@ def gap(target: Target, mine: Rollout, theirs: Rollout, at: int) -> float:
     if prompt.sampling.temperature > 0:
         place = torch.tensor([[len(text_T)]], device=target.device)
         scores_V = scores_V + gumbel(prompt.rollout, prompt.sample, place, target.vocabulary)[0, 0]
-    apart = (scores_V[mine.tokens[at]] - scores_V[theirs.tokens[at]]).abs()
-    return float(apart.nan_to_num(float("inf")))
+    difference = (scores_V[first.tokens[index]] - scores_V[second.tokens[index]]).abs()
+    return float(difference.nan_to_num(float("inf")))
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

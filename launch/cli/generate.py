@@ -1,4 +1,4 @@
-"""`aedit generate`: text from a run's policy or a model directory, with speculation that changes no token."""
+"""`aedit generate`: text from a run's policy or a model directory, with lossless speculative decoding."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aedit.launch.cli.comparison import said_the_same
+from aedit.launch.cli.comparison import compare_tokens
 from aedit.launch.cli.policy import Policy, first_line, load_policy
 from aedit.launch.cli.text_stream import TextStream
 from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
@@ -27,8 +27,8 @@ from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 from aedit.types import UserError, imported, is_import_path
 
-MOST_ROWS = 32
-"""Samples at a time; more wait."""
+MAX_ROWS = 32
+"""Upper limit of samples that are decoded at the same time; further ones wait."""
 AUTO, BANDIT = "auto", "bandit"
 ARMS = (
     "suffix:2",
@@ -43,21 +43,21 @@ ARMS = (
     "custom:4",
     "custom:8",
 )
-"""What `auto` and `bandit` choose among, besides off, as far as their drafters are there."""
-USUAL_TOKENS = 256
-"""New tokens of a sample, if nothing else is asked for."""
-NODES = 32
-"""Drafted tokens that an arm may verify at once."""
+"""Candidates of `auto` and `bandit` besides off, as far as their drafters are available."""
+DEFAULT_NEW_TOKENS = 256
+"""New tokens of a sample without `--max-new-tokens`."""
+MAX_DRAFTED_TOKENS = 32
+"""Upper limit of drafted tokens that an arm verifies at once."""
 WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What is to be written, and how."""
+class GenerateRequest:
+    """What to generate, and how."""
 
     prompts: tuple[str, ...]
     samples: int = 1
-    """Of each prompt."""
+    """Samples per prompt."""
     max_new_tokens: int | None = None
     """None: 256, or as many as the model has positions for."""
     temperature: float = 1.0
@@ -65,83 +65,99 @@ class Wanted:
     top_p: float = 1.0
     seed: int = 0
     arm: str = AUTO
-    """`auto`, `bandit`, what `parse_arm` reads, or an `ArmChooser` by import path, called with the arms."""
+    """`auto`, `bandit`, a text for `parse_arm`, or an `ArmChooser` by import path, which is called with the
+    arms."""
     drafter: Path | None = None
-    """A saved `DraftLayer`, or a `Drafter` by import path, called with the target: the arms `custom:*`."""
+    """A saved `DraftLayer`, or a `Drafter` by import path, which is called with the target and serves the
+    arms `custom:*`."""
 
     def __post_init__(self) -> None:
         if not all(map(_is_unicode, self.prompts)):
-            raise UserError("--prompt: one of them is not UTF-8")
+            raise UserError("--prompt: a prompt is not valid UTF-8")
         if self.samples < 1:
             raise UserError(f"--samples must be above 0, got {self.samples}")
         if not 0 <= self.seed < 1 << 31:
             raise UserError(f"--seed must be from 0 to {(1 << 31) - 1}, got {self.seed}")
 
 
-def generate(place: str, wanted: Wanted, *, compare: bool = False) -> int:
-    """Write each sample to stdout as it grows, then one line on how fast that was.
+def generate(model_or_run: str, request: GenerateRequest, *, compare: bool = False) -> int:
+    """Write each sample to stdout as it grows, then a line with the speed.
 
-    compare: do it again without speculation, and print the speed-up and whether the tokens are the same.
-    Returns the exit code: 1 if they are not, but for what rounding decides. UserError for what is no model,
-    prompts that are too long, and arms or drafters that do not fit.
+    Args:
+        model_or_run: Run directory, name of a run, or model directory.
+        request: What to generate.
+        compare: Generate again without speculation; print the speed-up and whether the tokens are equal.
+
+    Returns:
+        The exit code: 1 if tokens differ other than by ties of rounding.
+
+    Raises:
+        UserError: There is no model, a prompt is too long, or arm or drafter do not fit.
     """
-    policy = load_policy(place)
-    prompts, layer = _prompts(policy, wanted), _layer(policy, wanted)
+    policy = load_policy(model_or_run)
+    prompts, layer = _prompts(policy, request), _layer(policy, request)
     target = _target(policy, prompts, layer)
-    engine = _engine(target, wanted, layer)
-    if compare:  # what happens only once is nobody's
-        _warm_up(_engine(target, wanted, layer), prompts[0])
+    engine = _engine(target, request, layer)
+    if compare:  # one-time costs belong to neither measurement
+        _warm_up(_engine(target, request, layer), prompts[0])
         _warm_up(Engine(target), prompts[0])
     rollouts = [engine.add(prompt) for prompt in prompts]
-    shown = TextStream(list(zip(rollouts, _names(wanted), strict=True)), policy.decode, sys.stdout)
+    shown = TextStream(list(zip(rollouts, _names(request), strict=True)), policy.decode, sys.stdout)
     seconds = _run(engine, shown.follow)
-    print(_how_fast(engine, seconds))
+    print(_speed_line(engine, seconds))
     return _compare(Engine(target), prompts, (rollouts, seconds)) if compare else 0
 
 
 def _compare(plain: Engine, prompts: Sequence[Prompt], made: tuple[Sequence[Rollout], float]) -> int:
-    """The same without speculation, quietly; what came of it as one line and an exit code."""
+    """Generate again without speculation, print the comparison and return the exit code."""
     rollouts, seconds = made
     plain_rollouts = [plain.add(prompt) for prompt in prompts]
     plain_s = _run(plain, lambda _: None)
     per_s, plain_per_s = _num_tokens(rollouts) / seconds, _num_tokens(plain_rollouts) / plain_s
-    same, how = said_the_same(plain.target, rollouts, plain_rollouts)
+    same, how = compare_tokens(plain.target, rollouts, plain_rollouts)
     print(f"plain: {plain_per_s:.0f} tokens/s; speed-up {per_s / plain_per_s:.2f}; tokens equal: {how}")
     return 0 if same else 1
 
 
-def _prompts(policy: Policy, wanted: Wanted) -> list[Prompt]:
-    """All samples of the first prompt, then of the next."""
-    texts = [tuple(policy.encode(text)) for text in wanted.prompts]
+def _prompts(policy: Policy, request: GenerateRequest) -> list[Prompt]:
+    """Return all samples of the first prompt, then of the next."""
+    texts = [tuple(policy.encode(text)) for text in request.prompts]
     if () in texts:
-        raise UserError("--prompt: one of them is empty")
-    sampling = _sampling(policy, max(map(len, texts)), wanted)
+        raise UserError("--prompt: a prompt is empty")
+    sampling = _sampling(policy, max(map(len, texts)), request)
     return [
-        Prompt(tokens=tokens, rollout=wanted.seed << 32 | i, sample=sample, group=i, sampling=sampling)
+        Prompt(tokens=tokens, rollout=request.seed << 32 | i, sample=sample, group=i, sampling=sampling)
         for i, tokens in enumerate(texts)
-        for sample in range(wanted.samples)
+        for sample in range(request.samples)
     ]
 
 
 def _is_unicode(text: str) -> bool:
-    """Bytes of a command line that are no UTF-8 arrive as halves of characters."""
+    """Return true if the text has no lone surrogates.
+
+    They stand for bytes of the command line that are not UTF-8.
+    """
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _sampling(policy: Policy, longest: int, wanted: Wanted) -> Sampling:
-    """As asked for, within the positions of the model after the longest prompt."""
+def _sampling(policy: Policy, longest: int, request: GenerateRequest) -> Sampling:
+    """Return the requested settings, limited to the model's positions after the longest prompt."""
     most = getattr(policy.model.config, "max_position_embeddings", None)
-    room = most - longest if isinstance(most, int) else USUAL_TOKENS
-    num_new = wanted.max_new_tokens if wanted.max_new_tokens is not None else min(USUAL_TOKENS, max(room, 1))
+    room = most - longest if isinstance(most, int) else DEFAULT_NEW_TOKENS
+    num_new = (
+        request.max_new_tokens
+        if request.max_new_tokens is not None
+        else min(DEFAULT_NEW_TOKENS, max(room, 1))
+    )
     if isinstance(most, int) and num_new > room:
         raise UserError(
             f"--prompt: its {longest} tokens and {num_new} new ones are more than the {most} of this model"
         )
     try:
         return Sampling(
-            temperature=wanted.temperature,
-            top_k=wanted.top_k,
-            top_p=wanted.top_p,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
             max_new_tokens=num_new,
             stop_tokens=policy.stop_tokens,
         )
@@ -150,12 +166,12 @@ def _sampling(policy: Policy, longest: int, wanted: Wanted) -> Sampling:
         raise UserError(f"--{name.replace('_', '-')} {rule}") from None
 
 
-def _layer(policy: Policy, wanted: Wanted) -> DraftLayer | None:
-    """The drafter that is asked for."""
-    if wanted.drafter is None or is_import_path(str(wanted.drafter)):
+def _layer(policy: Policy, request: GenerateRequest) -> DraftLayer | None:
+    """Return the requested draft layer, or None."""
+    if request.drafter is None or is_import_path(str(request.drafter)):
         return None
     try:
-        return DraftLayer.load(wanted.drafter, policy.model)
+        return DraftLayer.load(request.drafter, policy.model)
     except (OSError, ValueError) as error:
         raise UserError(f"--drafter: {first_line(error)}") from None
 
@@ -165,23 +181,23 @@ def _target(policy: Policy, prompts: Sequence[Prompt], layer: DraftLayer | None)
     most = max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts)
     model: nn.Module = policy.model
     model.to(device).train(False)
-    rows = min(len(prompts), MOST_ROWS)
+    rows = min(len(prompts), MAX_ROWS)
     try:
         taps = () if layer is None else tapped(layer.shape.taps, policy.model.config.num_hidden_layers)
-        return Target.of(model, rows=rows, max_tokens=most, nodes=NODES, taps=taps)
+        return Target.of(model, rows=rows, max_tokens=most, nodes=MAX_DRAFTED_TOKENS, taps=taps)
     except ValueError as error:
-        raise UserError(f"{policy.place}: {error}") from None
+        raise UserError(f"{policy.source}: {error}") from None
 
 
-def _engine(target: Target, wanted: Wanted, layer: DraftLayer | None) -> Engine:
-    """With drafters and a chooser that have seen nothing."""
+def _engine(target: Target, request: GenerateRequest, layer: DraftLayer | None) -> Engine:
+    """Return an engine with new drafters and a new chooser."""
     drafters: dict[DrafterKind, Drafter] = {"suffix": SuffixDrafter(device=str(target.device))}
     if layer is not None:
         drafters["layer"] = LayerDrafter.of(layer, target)
-    if is_import_path(str(wanted.drafter)):
+    if is_import_path(str(request.drafter)):
         methods = ("begin", "update", "move", "end", "propose")
-        drafters["custom"] = _imported(str(wanted.drafter), "--drafter", methods)(target)
-    return Engine(target, drafters=drafters, chooser=_chooser(wanted.arm, drafters))
+        drafters["custom"] = _imported(str(request.drafter), "--drafter", methods)(target)
+    return Engine(target, drafters=drafters, chooser=_chooser(request.arm, drafters))
 
 
 def _chooser(arm: str, drafters: Mapping[DrafterKind, Drafter]) -> ArmChooser:
@@ -202,8 +218,8 @@ def _chooser(arm: str, drafters: Mapping[DrafterKind, Drafter]) -> ArmChooser:
             else "package.module:Name of a drafter"
         )
         raise UserError(f"--arm {arm}: needs --drafter, {what}")
-    if fixed.nodes > NODES:
-        raise UserError(f"--arm {arm}: at most {NODES} drafted tokens can be verified at once")
+    if fixed.nodes > MAX_DRAFTED_TOKENS:
+        raise UserError(f"--arm {arm}: at most {MAX_DRAFTED_TOKENS} drafted tokens can be verified at once")
     return Fixed(fixed)
 
 
@@ -220,7 +236,7 @@ def _warm_up(engine: Engine, prompt: Prompt) -> None:
 
 
 def _run(engine: Engine, follow: Callable[[Step], None]) -> float:
-    """Seconds that the engine has worked until all have finished; those of `follow` do not count."""
+    """Step until all samples have finished; return the seconds of the engine, without those of `follow`."""
     seconds = 0.0
     while engine.running or engine.waiting:
         began = time.perf_counter()
@@ -230,14 +246,14 @@ def _run(engine: Engine, follow: Callable[[Step], None]) -> float:
     return seconds
 
 
-def _names(wanted: Wanted) -> list[str]:
-    samples = range(wanted.samples)
-    if wanted.samples == 1:
-        return [f"prompt {i + 1}" for i in range(len(wanted.prompts))]
-    return [f"prompt {i + 1}, sample {j + 1}" for i in range(len(wanted.prompts)) for j in samples]
+def _names(request: GenerateRequest) -> list[str]:
+    samples = range(request.samples)
+    if request.samples == 1:
+        return [f"prompt {i + 1}" for i in range(len(request.prompts))]
+    return [f"prompt {i + 1}, sample {j + 1}" for i in range(len(request.prompts)) for j in samples]
 
 
-def _how_fast(engine: Engine, seconds: float) -> str:
+def _speed_line(engine: Engine, seconds: float) -> str:
     done = engine.meters
     arms = ", ".join(f"{arm} {100 * n / done.num_steps:.0f} %" for arm, n in done.arms.most_common())
     return (

@@ -277,9 +277,9 @@ def _generate(options: Options) -> int:
     from aedit.launch.cli.places import policy_folder
 
     policy_folder(options.place)  # before torch is imported
-    from aedit.launch.cli.generate import Wanted, generate
+    from aedit.launch.cli.generate import GenerateRequest, generate
 
-    wanted = Wanted(
+    request = GenerateRequest(
         prompts=tuple(options.prompt),
         samples=options.samples,
         max_new_tokens=options.max_new_tokens,
@@ -290,7 +290,7 @@ def _generate(options: Options) -> int:
         arm=options.arm,
         drafter=options.drafter,
     )
-    return generate(options.place, wanted, compare=options.compare)
+    return generate(options.place, request, compare=options.compare)
 
 
 def _config_show(options: Options) -> None:

@@ -1,4 +1,4 @@
-"""A policy that can be asked: of a run, or out of a model directory."""
+"""Load a policy with its tokenizer from a run or from a model directory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,41 +21,47 @@ _logging: Any = logging
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model that can be asked, with its words."""
+    """A model with its tokenizer."""
 
-    place: str
+    source: str
     model: PreTrainedModel
     encode: Callable[[str], list[int]]
     decode: Decode
     stop_tokens: tuple[int, ...]
 
 
-def load_policy(place: str) -> Policy:
-    """The policy of a run (a run directory, or its name in `runs`), or a directory that `save_pretrained`
-    wrote. UserError if it is neither, or has no tokenizer."""
+def load_policy(source: str) -> Policy:
+    """Return the policy of a run or of a model directory.
+
+    Args:
+        source: Run directory, name of a run in `runs`, or a directory that `save_pretrained` wrote.
+
+    Raises:
+        UserError: It is none of these, or has no tokenizer.
+    """
     _logging.disable_progress_bar()
-    path = policy_folder(place)
-    return (_of_run if (path / "run.toml").is_file() else _of_directory)(place, path)
+    path = policy_folder(source)
+    return (_of_run if (path / "run.toml").is_file() else _of_directory)(source, path)
 
 
-def _of_run(place: str, path: Path) -> Policy:
+def _of_run(source: str, path: Path) -> Policy:
     model, tokenizer, _ = read_run(path)
 
     def encode(text: str) -> list[int]:
         return [int(token) for token in tokenizer.encode(text)]
 
-    return Policy(place, model, encode, tokenizer.decode, (tokenizer.eos_id,))
+    return Policy(source, model, encode, tokenizer.decode, (tokenizer.eos_id,))
 
 
-def _of_directory(place: str, path: Path) -> Policy:
+def _of_directory(source: str, path: Path) -> Policy:
     try:
         model = _model.from_pretrained(path, dtype="auto", trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{place}: no usable model there ({first_line(error)})") from error
+        raise UserError(f"{source}: no usable model there ({first_line(error)})") from error
     try:
         tokenizer = _tokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{place}: no tokenizer there ({first_line(error)})") from error
+        raise UserError(f"{source}: no tokenizer there ({first_line(error)})") from error
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
@@ -65,11 +71,11 @@ def _of_directory(place: str, path: Path) -> Policy:
         text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    ends = model.generation_config.eos_token_id
-    stops = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    return Policy(place, model, encode, decode, tuple(sorted(stops)))
+    eos_ids = model.generation_config.eos_token_id
+    stops = {tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None}
+    return Policy(source, model, encode, decode, tuple(sorted(stops)))
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without its explanations."""
+    """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

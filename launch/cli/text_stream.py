@@ -1,4 +1,4 @@
-"""Text on the screen while it is being made: whole characters only, one sample after the other."""
+"""Text output while samples are generated: complete characters only, one sample after the other."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,56 +7,59 @@ from typing import TextIO
 from aedit.spec_rollout.engine.meters import Step
 from aedit.spec_rollout.sampling.samples import Rollout
 
-REPLACEMENT = "\ufffd"
-"""What a decoder writes for bytes that are no whole character (yet)."""
+REPLACEMENT_CHARACTER = "\ufffd"
+"""Output of a decoder for bytes that are not a complete character (yet)."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(slots=True)
 class Detokenizer:
-    """Turns the tokens of one text into characters as they come.
+    """Incremental decoding of the tokens of one text.
 
-    Decodes the tokens since the last but one whole character, as what a token says may depend on the one
+    It decodes from the token before the last complete character, as the text of a token may depend on the one
     before it.
     """
 
     decode: Decode
     _tokens: list[int] = field(default_factory=list)
     _first: int = 0
-    _said: int = 0
-    """Tokens from `_first` on whose characters have been given."""
+    _num_decoded: int = 0
+    """Number of tokens from `_first` on whose characters have been returned."""
 
     def add(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """The characters that are whole now; with `last` whatever there is."""
+        """Return the new complete characters, or with `last` all remaining ones."""
         self._tokens += tokens
-        before = self.decode(self._tokens[self._first : self._said])
+        before = self.decode(self._tokens[self._first : self._num_decoded])
         text = self.decode(self._tokens[self._first :])
-        if text.endswith(REPLACEMENT) and not last:
+        if text.endswith(REPLACEMENT_CHARACTER) and not last:
             return ""
-        self._first, self._said = self._said, len(self._tokens)
+        self._first, self._num_decoded = self._num_decoded, len(self._tokens)
         return text[len(before) :]
 
 
 class TextStream:
-    """Writes samples in the order in which they were asked for: the first that is not finished as it grows,
-    those after it when their turn comes. More than one have a line with their name above them."""
+    """Writes samples in the order of the request.
+
+    The first unfinished sample is written as it grows, the next ones follow. With more than one sample each
+    has a line with its name above it.
+    """
 
     def __init__(self, names: Sequence[tuple[Rollout, str]], decode: Decode, out: TextIO) -> None:
         self._names, self._decode, self._out = list(names), decode, out
         self._many = len(self._names) > 1
-        self._turn = 0
-        self._shown = 0
-        self._words = Detokenizer(decode)
+        self._current = 0
+        self._num_shown = 0
+        self._detokenizer = Detokenizer(decode)
         self._begin()
 
     def follow(self, step: Step) -> None:
         """Write what a step has added."""
-        while step.rollouts and self._turn < len(self._names):
-            rollout, _ = self._names[self._turn]
-            new = rollout.tokens[self._shown :]
-            self._shown += len(new)
-            self._out.write(self._words.add(new, last=bool(rollout.finish_reason)))
+        while step.rollouts and self._current < len(self._names):
+            rollout, _ = self._names[self._current]
+            new = rollout.tokens[self._num_shown :]
+            self._num_shown += len(new)
+            self._out.write(self._detokenizer.add(new, last=bool(rollout.finish_reason)))
             self._out.flush()
             if not rollout.finish_reason:
                 return
@@ -64,10 +67,10 @@ class TextStream:
 
     def _next(self) -> None:
         self._out.write("\n")
-        self._turn += 1
-        self._shown, self._words = 0, Detokenizer(self._decode)
+        self._current += 1
+        self._num_shown, self._detokenizer = 0, Detokenizer(self._decode)
         self._begin()
 
     def _begin(self) -> None:
-        if self._many and self._turn < len(self._names):
-            self._out.write(f"--- {self._names[self._turn][1]}\n")
+        if self._many and self._current < len(self._names):
+            self._out.write(f"--- {self._names[self._current][1]}\n")

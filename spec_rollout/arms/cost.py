@@ -89,7 +89,8 @@ class StepCost:
             missing_tokens: Tokens that its drafter had to compute first.
 
         Returns:
-        Measured over predicted seconds at the machine's current speed, or None while the combination is new.
+            Measured over predicted seconds at the machine's current speed, or None while the combination is
+            new.
         """
         rows, arm = observed.view.rows, observed.arm
         rest_s = max(observed.total_s - observed.draft_s, MIN_S)

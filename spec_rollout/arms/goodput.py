@@ -176,13 +176,11 @@ class Goodput:
         self._trial, self._compared = None, view
         self._sizes.clear()
         self._compare(view)
-        self._next_compare = self._steps + self._compare_interval(view)
+        interval = COMPARE_STEPS if self._stats_of(view, self.arm).num_played >= RETRY_STEPS else 2
+        if self._is_timed_enough(view.rows):
+            interval *= SPARSE_FACTOR
+        self._next_compare = self._steps + interval
         return self.arm if self._trial is None else self._trial.arm
-
-    def _compare_interval(self, view: EngineView) -> int:
-        """Return the number of steps until the next comparison."""
-        every = COMPARE_STEPS if self._stats_of(view, self.arm).num_played >= RETRY_STEPS else 2
-        return every * SPARSE_FACTOR if self._is_timed_enough(view.rows) else every
 
     def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
         """Return the number of drafted nodes that pay for their verification."""

@@ -127,7 +127,7 @@ class Automaton:
         """Add transitions to `new` from all suffixes that `token` never followed.
 
         Returns:
-        The suffix link of `new`.
+            The suffix link of `new`.
         """
         while state != NO_STATE:
             existing = self.step(state, token)

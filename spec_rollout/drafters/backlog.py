@@ -121,7 +121,10 @@ class Backlog:
         self._steps.append(step)
         self._num_pairs += step.num_pairs
         while self._num_pairs > len(self.rows) * self.window and len(self._steps) > 1:
-            self._drop_step(self._steps.popleft())
+            dropped = self._steps.popleft()
+            self._num_pairs -= dropped.num_pairs
+            for backlog, tokens in zip(dropped.rows, dropped.update.tokens, strict=True):
+                backlog.skip(len(tokens))
 
     def take_single_step(self, backlogs: list[RowBacklog]) -> StepUpdate | None:
         """Return the only queued step of these rows and mark it as computed.
@@ -156,11 +159,6 @@ class Backlog:
         missing = _join_pairs(backlogs, pairs_of_row)
         self._clear(backlogs)
         return missing
-
-    def _drop_step(self, step: PendingStep) -> None:
-        self._num_pairs -= step.num_pairs
-        for backlog, tokens in zip(step.rows, step.update.tokens, strict=True):
-            backlog.skip(len(tokens))
 
     def _clear(self, backlogs: list[RowBacklog]) -> None:
         self._steps.clear()

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from aedit.spec_rollout.drafters.draft_shape import DraftShape, rotate, rotations
+from aedit.spec_rollout.drafters.draft_shape import DraftShape, rotate_pairs, rotations
 
 SHARED = ("embed", "lm_head", "head", "wte")
 """Substrings of the names of tensors that belong to the policy."""
@@ -66,7 +66,7 @@ class DraftLayer(nn.Module):
             generator: Source of the initial weights.
 
         Returns:
-        A layer in float32, or float64 for a float64 model.
+            A layer in float32, or float64 for a float64 model.
         """
         config = getattr(model, "config", model)
         layer = cls(DraftShape.of(config, taps=taps), generator=generator)
@@ -121,7 +121,9 @@ class DraftLayer(nn.Module):
         if self.qk_norm is not None:
             queries, keys = self._norm(queries, self.qk_norm[0]), self._norm(keys, self.qk_norm[1])
         rotation = rotations(self.shape, positions_NP).unsqueeze(-2)
-        return rotate(queries, rotation), torch.cat([rotate(keys, rotation).flatten(-2), values], -1)
+        return rotate_pairs(queries, rotation), torch.cat(
+            [rotate_pairs(keys, rotation).flatten(-2), values], -1
+        )
 
     def predict(self, fused_NPd: Tensor, mixed_NPq: Tensor) -> Tensor:
         """Return predicted features, (N, P, d), from the layer's input and the attention output."""

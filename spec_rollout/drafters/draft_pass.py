@@ -51,8 +51,8 @@ class DraftRunner:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of cache, tables and weights."""
-        held = [self.cache, self._rotations, *self._weights.values()]
-        return sum(tensor.numel() * tensor.itemsize for tensor in held)
+        tensors = [self.cache, self._rotations, *self._weights.values()]
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
     def replace(self, layer: DraftLayer) -> None:
         """Use the weights of `layer` from now on.

@@ -91,7 +91,7 @@ def rotations(shape: DraftShape, positions: Tensor) -> Tensor:
     return torch.polar(torch.full_like(angles, shape.rope_scale), angles)
 
 
-def rotate(x: Tensor, rotations: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, rotations: Tensor) -> Tensor:
     """Return x (..., e) with rotary positions, as one product of complex numbers.
 
     The dimensions 2i and 2i + 1 rotate together. (Policies pair i with i + e / 2, which is the same up to the

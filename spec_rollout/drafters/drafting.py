@@ -183,10 +183,8 @@ class _TreeBuilder:
         self._frontier_BF = chosen_BF + self._num_grown
         self._num_grown += tokens.shape[1]
         self._num_looked_at += chosen_BF.shape[1]
-        return tokens.gather(1, chosen_BF), parents_BF + self._first_of(rows, num_before)
-
-    def _first_of(self, rows: int, num_before: int) -> Tensor:
-        return torch.arange(0, rows * num_before, num_before, device=self._own_Bn.device)[:, None]
+        firsts_B1 = torch.arange(0, rows * num_before, num_before, device=self._own_Bn.device)[:, None]
+        return tokens.gather(1, chosen_BF), parents_BF + firsts_B1
 
     def slots(self) -> Tensor:
         """Return the slots of the frontier in its rows, (B, F)."""

@@ -128,7 +128,12 @@ class LayerDrafter:
         """
         self._check(arm)
         backlogs = self._backlog.running_rows(rows)
-        pairs = self._write_backlog(backlogs)
+        starts = [row.num_computed for row in backlogs]
+        update = self._backlog.take_single_step(backlogs)
+        if update is None:
+            pairs = self._write_missing(self._backlog.take_missing(backlogs))
+        else:
+            pairs = self._write_step(update, starts)
         noise_BkV = noise.at(range(rows), [row.length + 1 for row in backlogs], arm.depth)
         is_warm_B1, inverse_B1 = self._temperatures(temperature_B)
         # A row without a pair uses its placeholder.
@@ -156,8 +161,8 @@ class LayerDrafter:
         """Return the tensors of a chain or a tree.
 
         Returns:
-        (tokens, scores, log q) of a chain, with log q in rejection mode only, or (tokens, scores, parents) of
-        a tree.
+            (tokens, scores, log q) of a chain, with log q in rejection mode only, or (tokens, scores,
+            parents) of a tree.
         """
         num_rows, longest = len(backlogs), max(max(row.length, 1) for row in backlogs)
         num_slots = longest + (arm.depth - 1) * arm.width
@@ -190,14 +195,6 @@ class LayerDrafter:
         check(is_verifiable, "arm in rejection mode", "must be a chain", arm)
         drafted = (arm.depth - 1) * arm.width
         check(drafted <= _EXTRA_SLOTS, "arm", f"must not expand more than {_EXTRA_SLOTS} nodes", arm)
-
-    def _write_backlog(self, backlogs: list[RowBacklog]) -> CachedPairs:
-        """Compute all queued pairs of these rows; return the last pair of each row."""
-        starts = [row.num_computed for row in backlogs]
-        update = self._backlog.take_single_step(backlogs)
-        if update is None:
-            return self._write_missing(self._backlog.take_missing(backlogs))
-        return self._write_step(update, starts)
 
     def _write_step(self, update: StepUpdate, starts: list[int]) -> CachedPairs:
         """Compute the pairs of one step as one block with padding.

@@ -168,18 +168,12 @@ class SuffixDrafter:
 
     def propose(self, arm: Arm, rows: int, noise: Noise, temperature_B: Tensor) -> Draft:
         """Return a draft (see `Drafter.propose`)."""
-        predict_features = [self.draft_row(row, arm) for row in range(rows)]
-        rest = [arm.nodes - len(guess) for guess in predict_features]
-        tokens = [
-            [g[0] for g in guess] + [0] * more for guess, more in zip(predict_features, rest, strict=True)
-        ]
-        scores = [
-            [g[2] for g in guess] + [-math.inf] * m for guess, m in zip(predict_features, rest, strict=True)
-        ]
-        parents = [
-            [g[1] for g in guess] + [-1] * more for guess, more in zip(predict_features, rest, strict=True)
-        ]
-        counts = [len(guess) for guess in predict_features]
+        nodes = [self.draft_row(row, arm) for row in range(rows)]
+        rest = [arm.nodes - len(guess) for guess in nodes]
+        tokens = [[g[0] for g in guess] + [0] * more for guess, more in zip(nodes, rest, strict=True)]
+        scores = [[g[2] for g in guess] + [-math.inf] * m for guess, m in zip(nodes, rest, strict=True)]
+        parents = [[g[1] for g in guess] + [-1] * more for guess, more in zip(nodes, rest, strict=True)]
+        counts = [len(guess) for guess in nodes]
         return Draft(
             tokens_BN=to_device(tokens, self._device, torch.int64),
             parents_BN=None if arm.is_chain else to_device(parents, self._device),
@@ -214,32 +208,32 @@ class SuffixDrafter:
         return history
 
     def _draft_chain(self, automaton: Automaton, state: int, length: int, depth: int) -> list[DraftNode]:
-        predict_features: list[DraftNode] = []
+        nodes: list[DraftNode] = []
         score = 0.0
-        while len(predict_features) < depth and length >= self._min_match:
+        while len(nodes) < depth and length >= self._min_match:
             token, state, log = _ranked_continuations(automaton, state, length)[0]
             score += log
-            predict_features.append((token, len(predict_features) - 1, score))
+            nodes.append((token, len(nodes) - 1, score))
             state, length = automaton.longest_continued(state, length + 1)
-        return predict_features
+        return nodes
 
     def _draft_tree(self, automaton: Automaton, state: int, length: int, arm: Arm) -> list[DraftNode]:
         """Grow a tree best-first by the score of the path, with `arm.width` continuations per node."""
-        predict_features: list[DraftNode] = []
+        nodes: list[DraftNode] = []
         heap: list[tuple[float, int, int, int, int, int, int]] = []
 
-        def look(parent: int, depth: int, score: float, state: int, length: int) -> None:
+        def expand(parent: int, depth: int, score: float, state: int, length: int) -> None:
             state, length = automaton.longest_continued(state, length)
             if length >= self._min_match and depth < arm.depth:
                 for token, target, log in _ranked_continuations(automaton, state, length)[: arm.width]:
                     heapq.heappush(heap, (-score - log, parent, token, target, length, depth, 0))
 
-        look(-1, 0, 0.0, state, length)
-        while heap and len(predict_features) < arm.nodes:
+        expand(-1, 0, 0.0, state, length)
+        while heap and len(nodes) < arm.nodes:
             minus, parent, token, target, length, depth, _ = heapq.heappop(heap)
-            predict_features.append((token, parent, -minus))
-            look(len(predict_features) - 1, depth + 1, -minus, target, length + 1)
-        return predict_features
+            nodes.append((token, parent, -minus))
+            expand(len(nodes) - 1, depth + 1, -minus, target, length + 1)
+        return nodes
 
 
 def _ranked_continuations(automaton: Automaton, state: int, length: int) -> list[tuple[int, int, float]]:

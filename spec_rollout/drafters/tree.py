@@ -38,12 +38,13 @@ def best(scores_BM: Tensor, parents_BM: Tensor, nodes: int) -> tuple[Tensor, Ten
     result, and its first n nodes are the best n, connected, for every n.
 
     Returns:
-    Indices of the nodes and of their parents, each (B, min(nodes, M)). The parent of the first level is -1.
+        Indices of the nodes and of their parents, each (B, min(nodes, M)). The parent of the first level is
+        -1.
     """
     picked = frontier(scores_BM, nodes)
     # Index of each grown node in the result; the last column is the root's.
-    places = torch.full_like(parents_BM[:, :1], -1).expand(-1, parents_BM.shape[1] + 1).contiguous()
-    places.scatter_(1, picked, torch.arange(picked.shape[1], device=picked.device).expand_as(picked))
+    indices = torch.full_like(parents_BM[:, :1], -1).expand(-1, parents_BM.shape[1] + 1).contiguous()
+    indices.scatter_(1, picked, torch.arange(picked.shape[1], device=picked.device).expand_as(picked))
     parents = parents_BM.gather(1, picked)
     parents = torch.where(parents < 0, parents_BM.shape[1], parents)
-    return picked, places.gather(1, parents)
+    return picked, indices.gather(1, parents)

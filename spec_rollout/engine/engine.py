@@ -25,7 +25,7 @@ from aedit.spec_rollout.engine.verification import Verification, VerifyMode, tru
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
-from aedit.spec_rollout.sampling.stops import Tokenizer
+from aedit.spec_rollout.sampling.stops import TokenDecoder
 
 
 class Engine:
@@ -40,7 +40,7 @@ class Engine:
         *,
         drafters: Mapping[DrafterKind, Drafter] | None = None,
         chooser: ArmChooser | None = None,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TokenDecoder | None = None,
         mode: VerifyMode = "coupled",
     ) -> None:
         """Make an engine.
@@ -67,7 +67,7 @@ class Engine:
         *,
         rows: int,
         max_tokens: int,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: TokenDecoder | None = None,
         drafters: Mapping[DrafterKind, Drafter] | None = None,
         chooser: ArmChooser | None = None,
     ) -> "Engine":
@@ -235,7 +235,10 @@ class Engine:
         drafting = Stopwatch(self.target.device, self.clock)
         proposal = None if arm.is_off else self._propose(arm)
         drafting.stop()
-        draft = None if proposal is None else self._trim(view, arm, proposal)
+        draft = None
+        if proposal is not None:
+            num_nodes = min(self.chooser.trim(view, arm, proposal), self.target.nodes)
+            draft = truncate_draft(proposal, num_nodes)
         verification = verify_drafts(rows, draft, arm.depth, self.mode)
         rollouts = tuple(each.rollout for each in rows.running)
         counts, ended = self._append_tokens(verification)
@@ -277,16 +280,11 @@ class Engine:
         drafter = rows.drafters[arm.drafter]
         return drafter.propose(capped, len(rows.running), rows.noise, rows.sampling.temperature_B)
 
-    def _trim(self, view: EngineView, arm: Arm, proposal: Draft) -> Draft | None:
-        """Return the part of a proposal that is verified."""
-        num_nodes = self.chooser.trim(view, arm, proposal)
-        return truncate_draft(proposal, min(num_nodes, self.target.nodes))
-
     def _append_tokens(self, verification: Verification) -> tuple[tuple[int, ...], list[int]]:
         """Append verified tokens to the rollouts, up to their ends.
 
         Returns:
-        The number of appended tokens of each row, and the rows that have ended.
+            The number of appended tokens of each row, and the rows that have ended.
         """
         version, kept, ended = self.target.version, [], []
         for row, each in enumerate(self._rows.running):

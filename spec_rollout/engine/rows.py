@@ -17,7 +17,7 @@ from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.distribution import RowSampling
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import FinishReason, Prompt, Rollout, SampleKV
-from aedit.spec_rollout.sampling.stops import StopStrings, Tokenizer
+from aedit.spec_rollout.sampling.stops import StopStrings, TokenDecoder
 
 RECOMPUTED_TOKENS = 64
 """Number of last tokens that are computed again for a sample that came with keys and values, if features are
@@ -76,7 +76,7 @@ class RowScheduler:
         target: Target,
         noise: RowNoise,
         drafters: Mapping[DrafterKind, Drafter],
-        tokenizer: Tokenizer | None,
+        tokenizer: TokenDecoder | None,
     ) -> None:
         self.target, self.noise, self.drafters, self.tokenizer = target, noise, dict(drafters), tokenizer
         self.sink: FeatureSink | None = None
@@ -117,8 +117,8 @@ class RowScheduler:
     @property
     def feature_bytes(self) -> int:
         """Return the bytes of prompt features that are kept for samples with the same prompt."""
-        held = [sample.prompt_features for sample in self.running if sample.prompt_features is not None]
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+        features = [sample.prompt_features for sample in self.running if sample.prompt_features is not None]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in features}
         return sum(storages.values())
 
     def admit_waiting(self) -> None:
@@ -171,9 +171,13 @@ class RowScheduler:
         prompt = rollout.prompt
         tokens, num_prompt = [*prompt.tokens, *rollout.tokens], len(prompt.tokens)
         restored, rollout.kv = self._restore_kv(row, tokens, rollout.kv), None
-        features_Tf = (
-            self._recompute_features(row, tokens) if restored else self._prefill(row, prompt, tokens)
-        )
+        if not restored:
+            features_Tf = self._prefill(row, prompt, tokens)
+        elif self.needs_features:
+            start = max(0, len(tokens) - 1 - RECOMPUTED_TOKENS)
+            features_Tf = self._compute(row, tokens[start:-1], start)
+        else:
+            features_Tf = self._no_features()
         self.noise.begin(row, prompt.rollout, prompt.sample)
         has_all = self.needs_features and len(features_Tf) == len(tokens) - 1
         kept = features_Tf[: num_prompt - 1] if has_all else None
@@ -205,13 +209,6 @@ class RowScheduler:
             return False
         self.num_restored += kept.num_tokens
         return True
-
-    def _recompute_features(self, row: int, tokens: Sequence[int]) -> Tensor:
-        """Return features of the last tokens of a restored row, if features are needed."""
-        if not self.needs_features:
-            return self._no_features()
-        start = max(0, len(tokens) - 1 - RECOMPUTED_TOKENS)
-        return self._compute(row, tokens[start:-1], start)
 
     def _prefill(self, row: int, prompt: Prompt, tokens: Sequence[int]) -> Tensor:
         """Compute all tokens but the last; return their features, if features are needed."""

@@ -139,7 +139,7 @@ class _VerifyPass:
         """Return the random numbers of the positions after the verified tokens.
 
         Returns:
-        Noise (B, q, V), or None if all rows are greedy; for rejection uniforms (B, q, 2).
+            Noise (B, q, V), or None if all rows are greedy; for rejection uniforms (B, q, 2).
         """
         rows, count = range(len(self.lengths)), self.depth + 1
         if self.draft is not None and mode == "rejection":

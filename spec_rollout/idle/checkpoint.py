@@ -31,7 +31,7 @@ class AsyncCheckpoint:
         """Start to write a copy of `tensors` in a thread and return at once.
 
         Returns:
-        False if the previous write is still in progress; nothing is written then.
+            False if the previous write is still in progress; nothing is written then.
         """
         if self.is_writing:
             return False
@@ -73,7 +73,10 @@ class AsyncCheckpoint:
         partial = self.path.with_name(self.path.name + ".partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _write_durably(partial, save(tensors))
+            with partial.open("wb") as file:
+                file.write(save(tensors))
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(partial, self.path)
             sync_directory(self.path.parent)
         except (OSError, SafetensorError, MemoryError) as error:
@@ -82,10 +85,3 @@ class AsyncCheckpoint:
             partial.unlink(missing_ok=True)
         else:
             self.written, self.error = self.written + 1, ""
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -98,11 +98,16 @@ class DrafterTraining:
     @contextmanager
     def window(self, cause: str) -> Iterator[None]:
         """Let the trainer run inside the context. Leaving it does not wait."""
-        began_s = self._enter()
+        with self._lock:
+            began_s = self._clock()
+            if self.windows.enter(began_s) and not self._paused:
+                self._supervisor.resume()
         try:
             yield
         finally:
-            self._leave(cause, began_s)
+            with self._lock:
+                if self.windows.leave(cause, began_s, self._clock()):
+                    self._supervisor.suspend()
 
     def newest(self, after: int = 1) -> Publication | None:
         """Return a copy of the newest drafter if its number is above `after`, else None.
@@ -200,15 +205,3 @@ class DrafterTraining:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _enter(self) -> float:
-        with self._lock:
-            now_s = self._clock()
-            if self.windows.enter(now_s) and not self._paused:
-                self._supervisor.resume()
-            return now_s
-
-    def _leave(self, cause: str, began_s: float) -> None:
-        with self._lock:
-            if self.windows.leave(cause, began_s, self._clock()):
-                self._supervisor.suspend()

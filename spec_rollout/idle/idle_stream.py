@@ -160,7 +160,10 @@ class StreamTraining:
     def _run(self) -> None:
         try:
             with self._on_stream():
-                self._begin()
+                self._open.wait()
+                if not self._closing:
+                    self._update_policy()
+                    self._training.begin(self._drafter)
                 while self._open.wait() and not self._closing:
                     if not self._run_once():
                         time.sleep(NOTHING_TO_LEARN_S)
@@ -173,12 +176,6 @@ class StreamTraining:
             return nullcontext()
         # 0 is the lowest priority and the default of every stream.
         return torch.cuda.stream(torch.cuda.Stream(self._device, priority=0))  # type: ignore[no-untyped-call]
-
-    def _begin(self) -> None:
-        self._open.wait()
-        if not self._closing:
-            self._update_policy()
-            self._training.begin(self._drafter)
 
     def _run_once(self) -> bool:
         began_s = self._processor_s()
@@ -211,11 +208,8 @@ class StreamTraining:
             return
         number = self._published[0].number + 1 if self._published else 2
         copies = {name: tensor.detach().clone() for name, tensor in better.items()}
-        self._published = Publication(number, self._current_policy[1], copies), self._event()
-
-    def _event(self) -> "torch.cuda.Event | None":
-        if self._device.type != "cuda":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._published = Publication(number, self._current_policy[1], copies), event

@@ -121,7 +121,7 @@ class SharedSlots:
         for name, view in self.layout.views(slot):
             view.copy_(tensors[name].detach())
         header[VERSION] = version
-        header[CHECKSUM] = checksum(slot, number, version)
+        header[CHECKSUM] = slot_checksum(slot, number, version)
         memory_fence()
         header[NUMBER] = number
         memory_fence()
@@ -155,7 +155,7 @@ class SharedSlots:
         if slot is None or int(header[NUMBER]) != number:
             self.torn += 1
             return None
-        if checksum(slot, number, version) != expected:
+        if slot_checksum(slot, number, version) != expected:
             self.corrupt += 1
             self._corrupt_number = number
             return None
@@ -170,7 +170,7 @@ class SharedSlots:
         return self._bytes[start : start + self.layout.slot_bytes]
 
 
-def checksum(slot: Tensor, number: int, version: int) -> int:
+def slot_checksum(slot: Tensor, number: int, version: int) -> int:
     """Return the checksum of a slot's bytes with its number and version.
 
     It is the CRC-32 of sums of blocks. It detects any one changed word and any mixture of two publications,

@@ -129,7 +129,7 @@ def pickled(work: Any) -> bytes:
 
 def _spawn(spec: ProcessSpec) -> "subprocess.Popen[bytes]":
     # A file, not a pipe: a suspended child does not read, and a pipe blocks after 64 KiB.
-    with tempfile.TemporaryFile() as payload, _log(spec.log) as log:
+    with tempfile.TemporaryFile() as payload, open(spec.log or os.devnull, "ab") as log:
         pickle.dump({"path": sys.path, "work": spec.work}, payload)
         payload.seek(0)
         arguments = [sys.executable, "-m", spec.module, str(os.getpid())]
@@ -145,10 +145,6 @@ def _spawn(spec: ProcessSpec) -> "subprocess.Popen[bytes]":
             start_new_session=ON_LINUX,
             process_group=None if ON_LINUX else 0,
         )
-
-
-def _log(path: Path | None) -> Any:
-    return open(os.devnull, "ab") if path is None else path.open("ab")
 
 
 def read_work(arguments: list[str]) -> Any:

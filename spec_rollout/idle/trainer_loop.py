@@ -38,7 +38,7 @@ class TrainerLoop:
         """Run one microbatch, with its publication and checkpoint.
 
         Returns:
-        False if there was nothing to learn.
+            False if there was nothing to learn.
         """
         self._update_policy()
         learned = self._training.microbatch()

@@ -11,14 +11,14 @@ EARLY_SHARE, LATE_SHARE = 0.5, 0.25
 """Share of a batch from the previous step: while the current step has no long samples, and afterwards."""
 
 
-def is_held_out(entry: Entry) -> bool:
+def is_held_out_entry(entry: Entry) -> bool:
     """Return true if the sample is held out of training. This depends on its serial number alone."""
     return entry.serial % HELD_OUT_EVERY == 0
 
 
-def held_out(entries: Sequence[Entry], num_tokens: int = HELD_OUT_TOKENS) -> list[Entry]:
+def newest_held_out(entries: Sequence[Entry], num_tokens: int = HELD_OUT_TOKENS) -> list[Entry]:
     """Return the newest held-out samples until they have `num_tokens` tokens together."""
-    held_out_entries = sorted(filter(is_held_out, entries), key=lambda entry: -entry.serial)
+    held_out_entries = sorted(filter(is_held_out_entry, entries), key=lambda entry: -entry.serial)
     return _until(held_out_entries, num_tokens)
 
 
@@ -35,7 +35,7 @@ def one_step_off(entries: Sequence[Entry], uses: Mapping[int, int], num_tokens: 
         uses: Number of uses by serial number.
         num_tokens: Size of the batch in tokens.
     """
-    training_entries = [entry for entry in entries if not is_held_out(entry)]
+    training_entries = [entry for entry in entries if not is_held_out_entry(entry)]
     newest = max((entry.step for entry in training_entries), default=0)
     now = [entry for entry in training_entries if entry.step == newest]
     before = [entry for entry in training_entries if entry.step < newest]

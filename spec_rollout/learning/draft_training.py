@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.learning.feature_reader import FeatureSample
 from aedit.spec_rollout.learning.losses import LossConfig, Losses, PolicyEmbeddings, draft_losses
-from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.learning.packing import pack_samples
 from aedit.types import check
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -87,7 +87,7 @@ class DraftTrainer:
 
         A step that is not iterated to its end has changed nothing.
         """
-        packed = pack(samples, self.config.row_pairs, response_only=self.config.response_only)
+        packed = pack_samples(samples, self.config.row_pairs, response_only=self.config.response_only)
         num_pairs = sum(row.num_counted for row in packed)
         self._optimizer.zero_grad(set_to_none=True)
         sums: list[Losses] = []
@@ -137,7 +137,8 @@ class DraftTrainer:
 
     def _finish(self, sums: Sequence[Losses], num_pairs: int) -> Metrics:
         """Take AdamW's step on the gradients of all rows."""
-        lr = self._lr()
+        warm = min(1.0, (self.num_steps + 1) / (self.config.warmup_steps + 1))
+        lr = self.config.lr * self.lr_factor * warm
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         norm = clip_grad_norm_(self.layer.parameters(), self.config.clip)
@@ -147,10 +148,6 @@ class DraftTrainer:
         overlap_S = overlap_S / torch.stack([losses.num_overlap_S for losses in sums]).sum(0).clamp_min(1)
         loss = float(torch.stack([losses.total.detach() for losses in sums]).sum()) / num_pairs
         return Metrics(loss, tuple(overlap_S.tolist()), num_pairs, float(norm), lr)
-
-    def _lr(self) -> float:
-        warm = min(1.0, (self.num_steps + 1) / (self.config.warmup_steps + 1))
-        return self.config.lr * self.lr_factor * warm
 
     def _fresh(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(

@@ -23,7 +23,7 @@ from aedit.spec_rollout.learning.feature_ring import (
     Buffer,
     RingShape,
     RingViews,
-    checksum,
+    rows_checksum,
 )
 
 
@@ -95,7 +95,7 @@ class FeatureReader:
         if (
             int(row[SEQUENCE]) != entry.sequence
             or len(rows) < num_rows
-            or checksum(rows) != entry.extent & CRC_BITS
+            or rows_checksum(rows) != entry.extent & CRC_BITS
         ):
             return None
         tokens_M, features_MF = self._views.split(rows)

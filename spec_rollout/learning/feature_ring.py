@@ -102,7 +102,7 @@ class RingViews:
         return rows[:, :WORD_BYTES].view(torch.int64)[:, 0], rows[:, WORD_BYTES:end].view(self.shape.dtype)
 
 
-def checksum(rows: Tensor, before: int = 0) -> int:
+def rows_checksum(rows: Tensor, before: int = 0) -> int:
     """Return the CRC-32 of rows of bytes, continued from that of the rows before them."""
     return zlib.crc32(rows.numpy().data, before)
 
@@ -184,7 +184,7 @@ class FeatureRing:
         """Append pairs: each token with the policy's hidden state of the token before it, on the CPU.
 
         Returns:
-        False if no room can be made. Nothing is kept of the sample then.
+            False if no room can be made. Nothing is kept of the sample then.
 
         Raises:
             ValueError: Numbers of tokens and features differ, or the feature size is wrong.
@@ -198,7 +198,7 @@ class FeatureRing:
             part = rows[done : done + size - start]
             self._views.pages[page, start : start + len(part)] = part
             at, done = at + len(part), done + len(part)
-        sample.num_rows, sample.checksum = at, checksum(rows, sample.checksum)
+        sample.num_rows, sample.checksum = at, rows_checksum(rows, sample.checksum)
         entry = self._views.entries[sample.slot]
         entry[FIRST_PAGE] = sample.pages[0]
         entry[EXTENT] = at << 32 | sample.checksum

@@ -18,13 +18,13 @@ from aedit.spec_rollout.idle.idle import DrafterTraining
 from aedit.spec_rollout.idle.trainer_memory import TrainerMemory
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from aedit.spec_rollout.learning import gate
-from aedit.spec_rollout.learning.batches import held_out, one_step_off
+from aedit.spec_rollout.learning.batches import newest_held_out, one_step_off
 from aedit.spec_rollout.learning.draft_training import DraftTrainer, DraftTrainingConfig, Metrics
 from aedit.spec_rollout.learning.feature_reader import Entry, FeatureReader, FeatureSample
 from aedit.spec_rollout.learning.feature_ring import Buffer, RingShape
 from aedit.spec_rollout.learning.gate import GateConfig, GateState, Match
 from aedit.spec_rollout.learning.losses import PolicyEmbeddings
-from aedit.spec_rollout.learning.packing import pack
+from aedit.spec_rollout.learning.packing import pack_samples
 from aedit.types import check
 
 MIN_EVALUATION_TOKENS = 256
@@ -77,7 +77,8 @@ class LayerTraining:
         """
         self._config, self._features, self._kl_nats = config, features, kl_nats
         self._trainer = DraftTrainer(layer, config.training)
-        self._published = _copy(layer)
+        self._published = DraftLayer(layer.shape).to(layer.gain).requires_grad_(False)
+        self._published.load_state_dict(layer.state_dict())
         self._reader: FeatureReader | None = None
         self._embeddings: PolicyEmbeddings | None = None
         self._uses: Counter[int] = Counter()
@@ -189,7 +190,7 @@ class LayerTraining:
         """Append the match of a layer to `found`, unless no pair counts."""
         depth, config = self._config.evaluation_depth, self._config.training
         sums = torch.zeros(3, depth, dtype=torch.float64)
-        packed = pack(samples, config.row_pairs, response_only=config.response_only)
+        packed = pack_samples(samples, config.row_pairs, response_only=config.response_only)
         for number, row in enumerate(packed):
             row = row.to(self._device)
             sums += gate.match_sums(layer, row, embeddings, gate.row_noise(number, row, embeddings), depth)
@@ -223,7 +224,7 @@ class LayerTraining:
         """Return the held-out samples of the current policy."""
         version = self._embeddings.version if self._embeddings else None
         exact = [entry for entry in self._entries() if entry.version == version]
-        return held_out(exact, self._config.held_out_tokens)
+        return newest_held_out(exact, self._config.held_out_tokens)
 
     def _choose_entries(self) -> list[Entry]:
         entries = self._entries()
@@ -286,9 +287,3 @@ def _make_training(memory: TrainerMemory, shape: DraftShape, config: LearningCon
     """Make the training in the trainer's process."""
     layer = DraftLayer(shape).to(memory.plan.drafter.specs[0].dtype)
     return LayerTraining(layer, memory.features, config, lambda: memory.kl_nats)
-
-
-def _copy(layer: DraftLayer) -> DraftLayer:
-    made = DraftLayer(layer.shape).to(layer.gain)
-    made.load_state_dict(layer.state_dict())
-    return made.requires_grad_(False)

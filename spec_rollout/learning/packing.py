@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.learning.feature_reader import FeatureSample
@@ -59,7 +60,9 @@ class _Piece:
         return self.end - self.begin
 
 
-def pack(samples: Sequence[FeatureSample], num_pairs: int, *, response_only: bool = True) -> list[PackedRow]:
+def pack_samples(
+    samples: Sequence[FeatureSample], num_pairs: int, *, response_only: bool = True
+) -> list[PackedRow]:
     """Return rows of at most `num_pairs` pairs.
 
     The longest pieces are placed first, each in the first row where it fits. A longer sample is cut. Each
@@ -116,18 +119,15 @@ def _packed(pieces: Sequence[_Piece]) -> PackedRow:
     positions_P = torch.cat([torch.arange(piece.num_pairs) for piece in pieces])
     first_P = torch.tensor([piece.counts_from for piece in pieces]).repeat_interleave(lengths)
     last_P = (lengths - 1).repeat_interleave(lengths)
+    # The last pair of a sample has no target: 0.
     return PackedRow(
         features_Pw=torch.cat([piece.sample.features_MF[piece.begin : piece.end] for piece in pieces]),
         tokens_P=torch.cat([tokens[piece.begin + 1 : piece.end + 1] for tokens, piece in spans]),
-        targets_P=torch.cat([_targets(tokens, piece) for tokens, piece in spans]),
+        targets_P=torch.cat(
+            [F.pad(tokens, (0, 1))[piece.begin + 2 : piece.end + 2] for tokens, piece in spans]
+        ),
         positions_P=positions_P,
         segments_P=torch.arange(len(pieces)).repeat_interleave(lengths),
         counts_P=(positions_P >= first_P) & (positions_P < last_P),
         versions_P=torch.tensor([piece.sample.version for piece in pieces]).repeat_interleave(lengths),
     )
-
-
-def _targets(tokens_N: Tensor, piece: _Piece) -> Tensor:
-    """Return the token two after each position; 0 for the last pair of a sample."""
-    found = tokens_N[piece.begin + 2 : piece.end + 2]
-    return torch.cat((found, found.new_zeros(piece.num_pairs - len(found))))

@@ -8,7 +8,7 @@ one that stays. For ranks of a process group see `sample_transfer`.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -184,7 +184,10 @@ class Reallocator:
         growing += self._cut
         lengths = LengthDistribution.of((n for _, n in self._completed), (n for _, n in growing))
         scales = {group: x for group, x in group_scales(self._completed, growing).items() if group >= 0}
-        scaled = {i: _scaled(load, scales) for i, load in loads.items()}
+        scaled: dict[int, EngineLoad] = {}
+        for i, load in loads.items():
+            samples = (replace(sample, scale=scales.get(sample.group, 1.0)) for sample in load.samples)
+            scaled[i] = replace(load, samples=tuple(samples))
         done = [move for move in plan(scaled, lengths, self._rule) if self._move(move)]
         self.overhead_s += self._clock() - began
         return done
@@ -236,11 +239,6 @@ def _sample(rollout: Rollout) -> UnfinishedSample:
     prompt, emitted = rollout.prompt, len(rollout.tokens)
     most = prompt.sampling.max_new_tokens
     return UnfinishedSample(_key(prompt), len(prompt.tokens) + emitted, emitted, most, prompt.group)
-
-
-def _scaled(load: EngineLoad, scales: Mapping[int, float]) -> EngineLoad:
-    samples = (replace(sample, scale=scales.get(sample.group, 1.0)) for sample in load.samples)
-    return replace(load, samples=tuple(samples))
 
 
 def _key(prompt: Prompt) -> SampleKey:

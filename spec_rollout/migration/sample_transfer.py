@@ -80,7 +80,7 @@ def send_sample(
         timeout_s: Limit of the whole transfer.
 
     Returns:
-    True if the receiver has the sample; false if its engine cannot serve it.
+        True if the receiver has the sample; false if its engine cannot serve it.
 
     Raises:
         OSError: The receiver is lost or the time is over. The sample is still here.
@@ -109,7 +109,7 @@ def receive_sample(
         timeout_s: Limit of the whole transfer.
 
     Returns:
-    The rollout, or None if the engine cannot serve it.
+        The rollout, or None if the engine cannot serve it.
 
     Raises:
         OSError: Nothing valid has arrived in time.

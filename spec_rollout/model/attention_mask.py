@@ -17,7 +17,7 @@ def ancestors(parents_BN: Tensor) -> Tensor:
             children.
 
     Returns:
-    Bool, (B, q, q). Entry [b, i, j] is true if token j is token i or an ancestor of token i.
+        Bool, (B, q, q). Entry [b, i, j] is true if token j is token i or an ancestor of token i.
     """
     num_rows, num_nodes = parents_BN.shape
     q = num_nodes + 1
@@ -45,7 +45,7 @@ def attention_mask(lengths_B: Tensor, q: int, context: int, ancestors_Bqq: Tenso
             before it.
 
     Returns:
-    float32, (B, q, C).
+        float32, (B, q, C).
     """
     device, masked = lengths_B.device, float("-inf")
     slots_C = torch.arange(context, device=device)

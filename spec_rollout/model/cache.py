@@ -78,15 +78,11 @@ class KVCache:
         keys, values = self._heads[:, :, first:end, : extent.context].unbind(1)
         mask = self._seen
         if extent.needs_mask:
-            mask = self._for_heads(attention_mask(lengths_B, q, extent.context, ancestors_Bqq))
+            mask_BqC = attention_mask(lengths_B, q, extent.context, ancestors_Bqq).to(self.kv.dtype)
+            # As scores are laid out: (B * K, q * G, C).
+            mask = mask_BqC[:, None, :, None].expand(-1, num_kv_heads, -1, self.shape.group, -1)
+            mask = mask.reshape(-1, q * self.shape.group, extent.context)
         return KVView(extent.num_rows, keys.transpose(-1, -2).unbind(0), values.unbind(0), mask)
-
-    def _for_heads(self, mask_BqC: Tensor) -> Tensor:
-        """Expand the mask to the layout of the scores, (B * K, q * G, C)."""
-        num_rows, q, context = mask_BqC.shape
-        kinds = self.shape.num_kv_heads, self.shape.group
-        wide = mask_BqC.to(self.kv.dtype)[:, None, :, None].expand(num_rows, kinds[0], q, kinds[1], context)
-        return wide.reshape(num_rows * kinds[0], q * kinds[1], context)
 
     def write(self, layer: int, slots: Tensor, keys_TKh: Tensor, values_TKh: Tensor) -> None:
         """Write the keys and values of T new tokens of one layer to flat `slots`."""
@@ -189,11 +185,11 @@ class StepAttention:
             q_THh = q_THh.view(sizes).transpose(1, 2)
         q_THh = q_THh.reshape(num_rows * shape.num_kv_heads, q * shape.group, shape.head_dim)
         if len(self.views) == 1:
-            read = self.views[0].attend(layer, q_THh, shape.scale)
+            output = self.views[0].attend(layer, q_THh, shape.scale)
         else:
-            parts = torch.split(q_THh, [look.num_rows * shape.num_kv_heads for look in self.views])
-            looked = zip(self.views, parts, strict=True)
-            read = torch.cat([look.attend(layer, part, shape.scale) for look, part in looked])
+            parts = torch.split(q_THh, [view.num_rows * shape.num_kv_heads for view in self.views])
+            views_parts = zip(self.views, parts, strict=True)
+            output = torch.cat([view.attend(layer, part, shape.scale) for view, part in views_parts])
         if q > 1:
-            read = read.view(num_rows, shape.num_kv_heads, q, shape.group, shape.head_dim).transpose(1, 2)
-        return read.reshape(num_rows * q, shape.num_heads * shape.head_dim)
+            output = output.view(num_rows, shape.num_kv_heads, q, shape.group, shape.head_dim).transpose(1, 2)
+        return output.reshape(num_rows * q, shape.num_heads * shape.head_dim)

@@ -169,7 +169,7 @@ class GraphCache:
             *inputs: Tensors on the device.
 
         Returns:
-        Results that are valid until the next run of this cache.
+            Results that are valid until the next run of this cache.
         """
         replay = self._by_key.pop(key, None) or self._recorded(key, function, inputs)
         if replay is None:

@@ -75,7 +75,7 @@ class Rope:
 
     cos: Tensor
     sin: Tensor
-    """The first half of each head's dimensions is negated, as `rotate` expects it."""
+    """The first half of each head's dimensions is negated, as `apply_rope` expects it."""
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor) -> "Rope":
@@ -84,12 +84,12 @@ class Rope:
         return cls(cos, torch.cat((-sin[:, :half], sin[:, half:]), -1))
 
     def at(self, positions_T: Tensor) -> "Rope":
-        """Return the rotations of `positions_T` in the shape that `rotate` expects, (T, 1, h)."""
+        """Return the rotations of `positions_T` in the shape that `apply_rope` expects, (T, 1, h)."""
         rows = positions_T.reshape(-1)
         return Rope(self.cos.index_select(0, rows).unsqueeze(1), self.sin.index_select(0, rows).unsqueeze(1))
 
 
-def rotate(x_THh: Tensor, rope: Rope) -> Tensor:
+def apply_rope(x_THh: Tensor, rope: Rope) -> Tensor:
     """Return x_THh with RoPE applied (arXiv:2104.09864; halves are paired as in `transformers`)."""
     return torch.addcmul(x_THh * rope.cos, x_THh.roll(x_THh.shape[-1] // 2, -1), rope.sin)
 
@@ -128,7 +128,7 @@ def run_layer(x_Td: Tensor, w: LayerWeights, shape: LayerShape, rope: Rope, atte
         q_THh, k_TKh = (_heads(x, shape) for x in (q_Td, k_Td))
         normed_heads = rms_norm(q_THh, w.q_norm, shape), rms_norm(k_TKh, w.k_norm, shape)
         heads_TJh = torch.cat(normed_heads, -2)
-    rotated = rotate(heads_TJh, rope)
+    rotated = apply_rope(heads_TJh, rope)
     read = attend(rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], v_TKh)
     x_Td = x_Td + F.linear(read, w.o, w.o_bias)
     return x_Td + gated_mlp(rms_norm(x_Td, w.post_norm, shape), w)

@@ -4,7 +4,7 @@ Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary,
 (d, and d more for each tapped layer).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -124,8 +124,8 @@ class Target:
             start: Position of the first token.
 
         Returns:
-        Hidden states after the final norm, with tapped layers, (T, f). Pass them to `logits` where logits are
-        needed.
+            Hidden states after the final norm, with tapped layers, (T, f). Pass them to `logits` where logits
+            are needed.
         """
         self._check_capacity(start + len(tokens_T))
         parts, at = [torch.empty(0, self.feature_size, dtype=self.dtype, device=self.device)], start
@@ -158,8 +158,8 @@ class Target:
             parents_BN: int64, parent of each node of a tree (N = q - 1; -1 is the root); None for a chain.
 
         Returns:
-        Logits (B, q, V) and hidden states after the final norm (B, q, f). On CUDA the logits are valid until
-        the next step.
+            Logits (B, q, V) and hidden states after the final norm (B, q, f). On CUDA the logits are valid
+            until the next step.
 
         Raises:
             ValueError: The numbers of rows differ, or a row would exceed `max_tokens`.
@@ -274,14 +274,13 @@ class Target:
             inputs.append(F.pad(parents_BN, (0, 0, 0, bucket - num_rows), value=-1))
         assert self.graphs is not None
         key = (bucket, q, context, parents_BN is None)
-        logits, hidden = self.graphs.run(key, self._recorded(bucket, context, parents_BN is None), *inputs)
-        return logits[:num_rows], hidden[:num_rows].clone()
+        extents = [KVExtent(0, bucket, context)]
 
-    def _recorded(self, rows: int, context: int, is_chain: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-        extents = [KVExtent(0, rows, context)]
-        if is_chain:
-            return lambda tokens, lengths: self._forward(extents, tokens, lengths, None)
-        return lambda tokens, lengths, parents: self._forward(extents, tokens, lengths, parents)
+        def run(tokens: Tensor, lengths: Tensor, parents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            return self._forward(extents, tokens, lengths, parents)
+
+        logits, hidden = self.graphs.run(key, run, *inputs)
+        return logits[:num_rows], hidden[:num_rows].clone()
 
     def _prefill_chunk(self, tokens_T: Tensor, row: int, start: int) -> Tensor:
         count = len(tokens_T)

@@ -30,8 +30,8 @@ def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"weights: {name} is tied to another tensor and differs from it: pass equal values"
             )
-    for name, mine in own.items():
-        if mine.data_ptr() not in given:
+    for name, parameter in own.items():
+        if parameter.data_ptr() not in given:
             raise ValueError(f"weights: {name} is missing: pass all tensors of the model's state_dict")
     with torch.no_grad():
         for name, tensor in weights.items():
@@ -39,12 +39,12 @@ def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 own[name].copy_(tensor)
 
 
-def _check(name: str, mine: Tensor | None, tensor: Tensor) -> None:
-    if mine is None:
+def _check(name: str, parameter: Tensor | None, tensor: Tensor) -> None:
+    if parameter is None:
         raise ValueError(f"weights: {name} is not in this model's state_dict")
-    if mine.shape != tensor.shape:
+    if parameter.shape != tensor.shape:
         raise ValueError(
-            f"weights: {name} must have this model's shape {tuple(mine.shape)}, got {tuple(tensor.shape)}"
+            f"weights: {name} must be of shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}"
         )
     if not tensor.is_floating_point():
         raise ValueError(f"weights: {name} must be in floating point, got {tensor.dtype}")

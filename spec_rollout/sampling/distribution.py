@@ -102,7 +102,7 @@ def warp_logits(logits_BqV: Tensor, rows: RowSampling, drawn_Bq: Tensor | None =
         drawn_Bq: Number of new tokens before each token; needed if a row has min_new_tokens.
 
     Returns:
-    float32, or float64 for float64 logits.
+        float32, or float64 for float64 logits.
     """
     x = _upcast(logits_BqV)
     if rows.forbidden_B1V is not None:

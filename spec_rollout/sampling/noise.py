@@ -194,7 +194,7 @@ class _NoiseRing:
         self._make, self._device = make, torch.device(device)
         self._ids: list[tuple[int, int] | None] = [None] * rows
         self._blocks = [[-1, -1] for _ in range(rows)]  # the block in each half
-        self._ring_index = list(range(rows))  # where a row's ring is: rows move without their numbers
+        self._ring_index = list(range(rows))  # rows move by exchanging their rings
         with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
             self._values = torch.empty(rows * self._ring, self._width, device=device, dtype=dtype)
 
@@ -207,8 +207,8 @@ class _NoiseRing:
         self._blocks[self._ring_index[row]] = [-1, -1]
 
     def move(self, source: int, target: int) -> None:
-        places = self._ring_index
-        places[source], places[target] = places[target], places[source]
+        index = self._ring_index
+        index[source], index[target] = index[target], index[source]
         self.end(source)
 
     def end(self, row: int) -> None:
@@ -236,13 +236,13 @@ class _NoiseRing:
         """Compute the missing blocks of the requested positions."""
         missing: list[tuple[int, int]] = []
         for row, start in zip(rows, first, strict=True):
-            place = self._ring_index[row]
-            blocks_of_row = self._blocks[place]
+            ring_index = self._ring_index[row]
+            blocks_of_row = self._blocks[ring_index]
             for block in (start // self._block, (start + count - 1) // self._block):
                 if blocks_of_row[block & 1] != block:
-                    if self._ids[place] is None:
+                    if self._ids[ring_index] is None:
                         raise ValueError(f"row {row} has no sample: call begin before requesting its noise")
-                    missing.append((place, block))
+                    missing.append((ring_index, block))
                     blocks_of_row[block & 1] = block
         most = _AT_ONCE_CUDA if self._device.type == "cuda" else _AT_ONCE
         at_once = max(1, most // (self._block * self._width))
@@ -251,14 +251,15 @@ class _NoiseRing:
 
     def _fill(self, missing: Sequence[tuple[int, int]]) -> None:
         """Compute the listed (ring index, block) pairs in one call."""
-        ids = [numbers for place, _ in missing if (numbers := self._ids[place])]
-        rollouts, samples = (_ids_tensor([pair[i] for pair in ids], self._device) for i in (0, 1))
+        ids = [numbers for ring_index, _ in missing if (numbers := self._ids[ring_index])]
+        rollouts: Ids
+        samples: Ids
+        if len(ids) == 1:
+            rollouts, samples = ids[0]
+        else:
+            rollouts, samples = to_device(ids, self._device).unbind(1)
         starts = to_device([block * self._block for _, block in missing], self._device)
         positions_Bm = starts[:, None] + torch.arange(self._block, device=self._device)
-        halves = to_device([2 * place + (block & 1) for place, block in missing], self._device)
+        halves = to_device([2 * ring_index + (block & 1) for ring_index, block in missing], self._device)
         blocks = self._values.view(-1, self._block, self._width)
         blocks.index_copy_(0, halves, self._make(rollouts, samples, positions_Bm))
-
-
-def _ids_tensor(ids: list[int], device: torch.device) -> Ids:
-    return ids[0] if len(ids) == 1 else to_device(ids, device)

@@ -37,7 +37,10 @@ def rejection_accept(
         raise ValueError("rejection sampling verifies chains only, got a tree: use coupled mode for trees")
     guesses_BN = draft.tokens_BN
     if temperature_B is not None:
-        warped_BqV = _one_hot_where_greedy(warped_BqV, temperature_B)
+        # Rows at temperature 0: all probability on the argmax.
+        best_Bq1 = warped_BqV.argmax(-1, keepdim=True)
+        best_BqV = torch.full_like(warped_BqV, -torch.inf).scatter(-1, best_Bq1, 0.0)
+        warped_BqV = warped_BqV.where((temperature_B > 0)[:, None, None], best_BqV)
     is_accepted_BN = _is_accepted(
         uniforms_Bq2[:, :-1, 0], _p_of_guesses(guesses_BN, warped_BqV), _q_of_guesses(draft)
     )
@@ -45,15 +48,12 @@ def rejection_accept(
     counts_B1 = (is_accepted_BN & is_real_BN).long().cumprod(1).sum(1, keepdim=True)
     p_BV = _rows_at(warped_BqV, counts_B1).double().softmax(-1)
     left_BV = _residual(p_BV, _q_of_rejected(draft, is_real_BN, counts_B1, p_BV))
-    next_B1 = _draw(left_BV, uniforms_Bq2[..., 1].gather(1, counts_B1))
+    # Draw by inversion; right=True never draws a weight of 0.
+    sums_BV, u_B1 = left_BV.cumsum(-1), uniforms_Bq2[..., 1].gather(1, counts_B1)
+    next_B1 = torch.searchsorted(sums_BV, u_B1 * sums_BV[:, -1:], right=True)
     emitted_Bq = torch.cat((guesses_BN, next_B1), dim=1).scatter(1, counts_B1, next_B1)
     path = torch.arange(emitted_Bq.shape[1], device=emitted_Bq.device)
     return AcceptedTokens(path.expand_as(emitted_Bq), counts_B1[:, 0], emitted_Bq)
-
-
-def _one_hot_where_greedy(warped_BqV: Tensor, temperature_B: Tensor) -> Tensor:
-    best_BqV = torch.full_like(warped_BqV, -torch.inf).scatter(-1, warped_BqV.argmax(-1, keepdim=True), 0.0)
-    return warped_BqV.where((temperature_B > 0)[:, None, None], best_BqV)
 
 
 def _is_real(draft: Draft) -> Tensor:
@@ -99,12 +99,6 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
     """Return max(p - q, 0), not normalized; p where rounding leaves nothing, as p and q are equal there."""
     left = (p - q).clamp_(min=0)
     return left.where(left.sum(-1, keepdim=True) > 0, p)
-
-
-def _draw(weights_BV: Tensor, u_B1: Tensor) -> Tensor:
-    """Draw from the weights by inversion, (B, 1) int64. A weight of 0 is never drawn."""
-    sums_BV = weights_BV.cumsum(-1)
-    return torch.searchsorted(sums_BV, u_B1 * sums_BV[:, -1:], right=True)
 
 
 def _rows_at(x_BmV: Tensor, index_B1: Tensor) -> Tensor:

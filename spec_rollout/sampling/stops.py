@@ -13,7 +13,7 @@ MAX_INCOMPLETE_TOKENS = 64
 """After this many tokens without a complete character the bytes are taken as they are."""
 
 
-class Tokenizer(Protocol):
+class TokenDecoder(Protocol):
     """The part of a transformers tokenizer that stop strings need."""
 
     def decode(
@@ -28,7 +28,7 @@ class StopStrings:
     A character counts when all its bytes are complete. Only the last few tokens are decoded each time.
     """
 
-    def __init__(self, strings: Sequence[str], tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+    def __init__(self, strings: Sequence[str], tokenizer: TokenDecoder, before: Sequence[int] = ()) -> None:
         self._strings, self._tokenizer = tuple(strings), tokenizer
         self._longest = max(map(len, self._strings))
         self._tail = ""  # in which a string may have begun
@@ -45,17 +45,14 @@ class StopStrings:
         new, self._num_chars = whole[self._num_chars :], max(self._num_chars, len(whole))
         if whole == text:
             self._begin_window(self._window[self._num_old :])
-        return self._found_in(new)
+        text, num_old = self._tail + new, len(self._tail)
+        self._tail = text[-self._longest :]
+        return any(text.find(s, max(0, num_old - len(s) + 1)) >= 0 for s in self._strings)
 
     def _begin_window(self, tokens: list[int]) -> None:
         """Start a new decoding window after tokens whose text has been searched."""
         self._window, self._num_old = tokens, len(tokens)
         self._num_chars = len(self._text())
-
-    def _found_in(self, new: str) -> bool:
-        text, num_old = self._tail + new, len(self._tail)
-        self._tail = text[-self._longest :]
-        return any(text.find(s, max(0, num_old - len(s) + 1)) >= 0 for s in self._strings)
 
     def _text(self) -> str:
         return self._tokenizer.decode(

@@ -63,15 +63,10 @@ def accept_path(draft: Draft, tokens_Bq: Tensor, depth: int | None = None) -> Ac
     if draft.counts_B is not None:
         guesses_BN = guesses_BN.where(nodes_N < draft.counts_B[:, None], -1)
     if draft.parents_BN is None:
-        return _accept_chain(guesses_BN, tokens_Bq)
+        counts_B = (guesses_BN == tokens_Bq[:, :-1]).long().cumprod(1).sum(1)
+        path = torch.arange(tokens_Bq.shape[1], device=tokens_Bq.device)
+        return AcceptedTokens(path.expand_as(tokens_Bq), counts_B, tokens_Bq)
     return _accept_tree(guesses_BN, draft.parents_BN, tokens_Bq, depth or num_nodes)
-
-
-def _accept_chain(guesses_BN: Tensor, tokens_Bq: Tensor) -> AcceptedTokens:
-    stands_BN = guesses_BN == tokens_Bq[:, :-1]
-    counts_B = stands_BN.long().cumprod(1).sum(1)
-    path = torch.arange(tokens_Bq.shape[1], device=tokens_Bq.device)
-    return AcceptedTokens(path.expand_as(tokens_Bq), counts_B, tokens_Bq)
 
 
 def _accept_tree(guesses_BN: Tensor, parents_BN: Tensor, tokens_Bq: Tensor, depth: int) -> AcceptedTokens:
