@@ -1,9 +1,9 @@
-"""What does a trainer notice of its node agent? A process of its own against threads inside the trainer.
+"""Measure how much a node agent slows its trainer, as a process and as threads inside the trainer.
 
 One trainer steps a small model on one thread. Before each block of steps it hands all units to an agent,
 which encodes them, pushes them to a real hub in a process of its own, pulls the new anchors and answers. Only
-steps that begin before the last answer count. Blocks with a process, with threads and with no agent at all
-take turns, so that a busy machine is equally busy for all, and the time in which the trainer waits for a
+steps that begin before the last answer count. Blocks with a process, with threads and without an agent take
+turns, so that the load of the machine is the same for all. The time in which the trainer waits for a
 processor is left out: what remains of a step is computing, and waiting for other threads.
 """
 
@@ -65,7 +65,7 @@ class Block:
 
 
 class Trainer:
-    """Steps one model and, between steps, hands its units to whichever link it is given."""
+    """Steps one model and, between steps, hands its units to the link it is given."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -75,7 +75,7 @@ class Trainer:
         self._drawn = 0
 
     def step(self) -> float:
-        """Seconds that it took."""
+        """Take a step; return its seconds."""
         began_s = undisturbed_s()
         indices = np.arange(self._drawn, self._drawn + BATCH_SIZE, dtype=np.int64) % len(self._samples)
         self._drawn += BATCH_SIZE
@@ -83,7 +83,7 @@ class Trainer:
         return undisturbed_s() - began_s
 
     def block(self, member: "Member | None") -> Block:
-        """Hand everything over, and step until everything has come back."""
+        """Hand over all units, and step until all answers have arrived."""
         began_s = time.perf_counter()
         if member:
             member.send(self.units)
@@ -96,7 +96,7 @@ class Trainer:
 
 
 class Member:
-    """A node of the hub's run that sends pseudo-gradients of nearly nothing."""
+    """Node of the hub's run that sends pseudo-gradients close to zero."""
 
     def __init__(self, link: AgentLink, versions: Sequence[int]) -> None:
         self.link, self._versions, self._seq = link, list(versions), 0
@@ -143,7 +143,7 @@ def measure(quick: bool) -> Report | str:
 
 
 def compare(trainer: Trainer, codec: str, rounds: int) -> dict[str, list[Block]]:
-    """Blocks by mode, taking turns."""
+    """Run blocks of each mode in turn; return them by mode."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as held:
         address = held.enter_context(hub(Path(directory), RUN.format(codec=codec))).address
         members: dict[str, Member | None] = {"none": None}
@@ -176,8 +176,10 @@ def agent_plan(address: str, codec: str, units: Sequence[SyncUnit], name: str) -
 
 
 def undisturbed_s() -> float:
-    """A clock of this thread that stands still while it waits for a processor, where the kernel counts that;
-    elsewhere the wall clock."""
+    """Return this thread's time without its waits for a processor, where the kernel counts those.
+
+    Elsewhere it is the wall clock.
+    """
     try:
         waited_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
     except OSError:
@@ -186,7 +188,7 @@ def undisturbed_s() -> float:
 
 
 def typical(blocks: Sequence[Block]) -> float:
-    """Median over all steps of all blocks, in seconds."""
+    """Return the median over all steps of all blocks, in seconds."""
     return median([step_s for block in blocks for step_s in block.steps_s])
 
 

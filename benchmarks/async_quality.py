@@ -1,8 +1,8 @@
-"""What does it cost in held-out loss, at equal tokens, that nobody waits for anybody?
+"""Measure what asynchronous training costs in held-out loss at equal tokens.
 
 Four nodes at 0.58, 0.75, 1.51 and 3.33 s per step (arXiv:2401.09135), with the same mix of two kinds of text
 or with one kind each. Bars: `async` within 1 % of synchronous `diloco` when the data is alike and within 2 %
-when it is not; naive asynchronous Nesterov at least 3 % worse, or the test would show nothing.
+when it is not; naive asynchronous Nesterov at least 3 % worse, because otherwise the test would show nothing.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,11 @@ Rule = Literal["constant", "polynomial", "exponential"]
 
 
 def _asynchronous(rule: Rule, lr: float = 2.0, momentum: float = 0.0) -> Method:
-    """Found on seeds 10 and 11 for these speeds. Four nodes of one speed arrive together and know least of
-    each other: they want lr 1 and momentum 0.3, and end 3.7 % above `diloco` (seed 10)."""
+    """Return an asynchronous method.
+
+    The defaults were found on seeds 10 and 11 for these speeds. Four nodes of one speed arrive together and
+    have the oldest anchors: they need lr 1 and momentum 0.3, and end 3.7 % above `diloco` (seed 10).
+    """
     outer = OuterConfig(kind="delayed-nesterov", lr=lr, momentum=momentum, delay=4)
     hub = HubConfig(weights="uniform", staleness=StalenessConfig(rule=rule))
     return Method(hub=hub, outer=outer, penalty=PenaltyConfig(clip=None))
@@ -78,7 +81,7 @@ def measure(quick: bool) -> Report:
 
 
 def run_all(setting: Setting, seeds: Sequence[int], methods: Sequence[str] = tuple(METHODS)) -> Results:
-    """Every method on both kinds of data for every seed, two runs at a time."""
+    """Run every method on both kinds of data for every seed, two runs at a time."""
     cases = list(product(methods, (True, False)))
     starts = dict(
         zip(seeds, in_parallel(warm_up, [(replace(setting, seed=s),) for s in seeds], 2), strict=True)
@@ -92,13 +95,13 @@ def run_all(setting: Setting, seeds: Sequence[int], methods: Sequence[str] = tup
 
 
 def train(method: str, setting: Setting, start: bytes) -> Outcome:
-    """One run."""
+    """Train once; return the outcome."""
     how = METHODS[method]
     return train_together(setting, start, YARDSTICK) if how is None else train_apart(setting, start, how)
 
 
 def excess(results: Results, method: str, iid: bool) -> list[float]:
-    """By how much `method` ends above `diloco`, as a share, seed by seed."""
+    """Return by how much `method` ends above `diloco`, as a share, seed by seed."""
     pairs = zip(results[method, iid], results["diloco", iid], strict=True)
     return [mine.loss / other.loss - 1 for mine, other in pairs]
 

@@ -1,9 +1,9 @@
-"""How long do nodes stand still behind a thin wire? Bar for landing on arrival: <= 2 % of the time whenever
-the wire needs less than the interval.
+"""Measure how long nodes wait behind a slow link.
 
-Nodes are processes in network namespaces; between them is real Gloo, or a real hub. Their steps are of a
-fixed pace, so that two cores are enough and every lost millisecond is the wire's. Bars for 4 bits: <= 0.53
-bytes per parameter each way, and held-out loss within 0.5 % of fp32 at equal tokens.
+Bar for landing on arrival: <= 2 % of the time whenever the link needs less than the interval. Nodes are
+processes in network namespaces; between them is real Gloo, or a real hub. Their steps are of a fixed pace, so
+that two cores are enough and every lost millisecond is due to the link. Bars for 4 bits: <= 0.53 bytes per
+parameter each way, and held-out loss within 0.5 % of fp32 at equal tokens.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ SEEDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How long and how large everything is."""
+    """Duration and size of the measurement."""
 
     nodes: int = 2
     rates_mbit: tuple[int, ...] = (10, 100, 1000)
@@ -44,7 +44,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one run of this benchmark looks at."""
+    """Settings of one run of this benchmark."""
 
     gloo: Size
     hub: HubSize
@@ -77,7 +77,7 @@ QUICK = Plan(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one method did behind one wire."""
+    """Results of one method behind one link."""
 
     rate_mbit: int
     method: str
@@ -92,7 +92,7 @@ class Row:
 
     @property
     def per_param(self) -> float:
-        """Bytes sent per parameter that has moved."""
+        """Return the bytes sent per parameter that has moved."""
         rounds = self.seen.rounds / FRAGMENTS.get(self.method, 1)
         return self.seen.wire_bytes / rounds / self.seen.params
 
@@ -162,7 +162,7 @@ def _row(rate_mbit: int, method: str, size: Size, places: Sequence[Place]) -> Ro
 
 
 def _run(method: str, steps: int, size: Size, places: Sequence[Place]) -> list[Seen]:
-    """One process per place."""
+    """Run one process per place."""
     jobs = [
         Job(
             method=method,

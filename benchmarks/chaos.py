@@ -1,8 +1,8 @@
-"""Ten minutes of faults: nodes and the hub are killed, wires are cut, and the books must balance to the step.
+"""Kill nodes and the hub and cut links for ten minutes, and compare all accounts to the step.
 
-Real processes: one hub, six nodes of a fixed pace, each in a network namespace of its own where this machine
-lets us have them. Every step of a node adds 1 to its own elements of every unit, so the anchors say how many
-steps of whom have been merged. Goodput is compared with the same run without faults.
+Real processes: one hub, six nodes of a fixed pace, each in a network namespace of its own where the machine
+permits it. Every step of a node adds 1 to its own elements of every unit, so the anchors show how many steps
+of each node have been merged. Goodput is compared with the same run without faults.
 """
 
 import random
@@ -37,7 +37,7 @@ GOODPUT = 0.90
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long, and how much goes wrong."""
+    """Duration, and number of faults."""
 
     seconds: float
     calm_s: float
@@ -54,7 +54,7 @@ QUICK = Plan(seconds=40, calm_s=10, kill_every_s=8, hub_kills=2, cuts=2, cut_s=6
 
 @dataclass(slots=True)
 class Story:
-    """What was done and what was seen."""
+    """Faults applied and results."""
 
     node_kills: int = 0
     half_sent: int = 0
@@ -116,7 +116,7 @@ def _row(name: str, story: Story, books: Books) -> tuple[str, ...]:
 
 
 def tell(plan: Plan, chance: random.Random) -> Story:
-    """Let `plan` happen to a hub and its nodes, in real time, and compare the books."""
+    """Apply `plan` to a hub and its nodes in real time; compare the accounts."""
     with tempfile.TemporaryDirectory() as name, _places() as places:
         with Field(Path(name), NODE, places=places) as ground, journal_kept(ground):
             story = Story()
@@ -151,7 +151,7 @@ Act = Callable[[Field, Story], None]
 
 
 def _faults(plan: Plan, chance: random.Random, wires: bool) -> list[tuple[float, Act]]:
-    """(second, what) in order."""
+    """Return (second, fault) in order."""
     acts: list[tuple[float, Act]] = []
     at_s = plan.kill_every_s
     while at_s < plan.seconds - 5:
@@ -168,7 +168,10 @@ def _faults(plan: Plan, chance: random.Random, wires: bool) -> list[tuple[float,
 
 
 def _kill(name: str, after_s: float) -> Act:
-    """Whoever pushes its large unit next, so long after it began to; `name` if nobody does soon."""
+    """Return a fault: kill the next node that pushes its large unit; `name` if none does soon.
+
+    The kill comes `after_s` after the node was seen to push.
+    """
 
     def act(ground: Field, story: Story) -> None:
         found, deadline = None, time.monotonic() + AIM_S
@@ -201,7 +204,10 @@ def _kill_hub(ground: Field, story: Story) -> None:
 
 
 def _cut(name: str, kills: bool) -> Act:
-    """With `kills` the node also dies behind the cut: the hub keeps a connection to nobody."""
+    """Return a fault: cut a node off.
+
+    With `kills` the node also dies during the cut, and the hub keeps its dead connection.
+    """
 
     def act(ground: Field, story: Story) -> None:
         ground.cut(name)
@@ -218,7 +224,7 @@ def _mend(name: str) -> Act:
 
 
 def _end(ground: Field, story: Story) -> None:
-    """Everybody leaves in good order, and then the books are compared."""
+    """Let all nodes leave in good order; then compare the accounts."""
     ended_s = time.monotonic()
     codes = ground.end_nodes()
     story.leave_s = time.monotonic() - ended_s

@@ -1,14 +1,14 @@
-"""Does a drafter that learns in idle time keep up with a policy that moves?
+"""Measure whether a drafter that trains in idle time keeps up with a moving policy.
 
-A policy that was trained to write Python is moved by reinforcement learning, at a rate
-that follows a schedule of its KL to where it began. (That of scratchpad arithmetic is too sure of itself to
-be moved by what it says.) A step is: rollouts by the speculating engine, whose features go into the ring; a
-wait; an update of the policy; a wait. The waits together are a fifth of the step. In them, and at no other
-time, the trainer's process learns, and the engine takes what its gate lets through.
+A policy trained to write Python is moved by reinforcement learning, at a rate that follows a schedule of its
+KL to its start. (The policy of scratchpad arithmetic is too certain to be moved by its own samples.) A step
+is: rollouts by the speculating engine, whose features go into the ring; a wait; an update of the policy; a
+wait. The waits together are a fifth of the step. The trainer's process runs in them only, and the engine
+adopts what its gate publishes.
 
 Waits are counted in processor seconds: the rest of the step took so many of one core, the trainer gets a
-quarter of that, times 0.85, which is what `benchmarks.idle` asks of a wait. So a busy machine makes the run
-longer and changes nothing else.
+quarter of that, times 0.85, the share that `benchmarks.idle` requires of a wait. So a busy machine makes the
+run longer and changes nothing else.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from benchmarks.policies import ROOT
 
 
 def checkpoints(size: Size, root: Path, minutes: float) -> list[Checkpoint]:
-    """What was seen at each, in order; no further step begins after so many minutes."""
+    """Return the results at each checkpoint, in order; no further step begins after `minutes`."""
     began_s = time.monotonic()
     seen: list[Checkpoint] = []
     with Drift.of(size, root) as drift:
@@ -40,7 +40,7 @@ def checkpoints(size: Size, root: Path, minutes: float) -> list[Checkpoint]:
 
 
 def measure(args: argparse.Namespace) -> list[Report]:
-    """Both tables."""
+    """Return both tables."""
     size = QUICK if args.quick else FULL
     size = replace(size, steps=args.steps or size.steps)
     seen = checkpoints(size, args.root, args.minutes)

@@ -1,9 +1,8 @@
-"""Nodes come and go, 1 -> 4 -> 2 -> 6 -> 3, and nothing is restarted: who is held up, what is drawn twice,
-and what does it do to the loss?
+"""Measure nodes that come and go, 1 -> 4 -> 2 -> 6 -> 3, without a restart: waits, repeated samples, loss.
 
-Two runs of the same story. Real processes of a fixed pace, which draw samples that the hub leases to them:
-its journal says who has drawn what. And real gradients in virtual time, where the held-out loss of the
-anchors is measured all the time.
+Two runs of the same schedule. Real processes of a fixed pace draw samples that the hub leases to them: its
+journal shows which node has drawn which sample. And real gradients in virtual time, where the held-out loss
+of the anchors is measured throughout.
 """
 
 import tempfile
@@ -44,8 +43,11 @@ LIMIT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """phase_s: of paced nodes, in real time. virtual_s: of those with gradients. window_s: for so long after
-    a change the loss must not rise."""
+    """Durations of the benchmark.
+
+    phase_s: of paced nodes, in real time. virtual_s: of those with gradients. window_s: for so long after a
+    change the loss must not rise.
+    """
 
     phase_s: float
     virtual_s: float
@@ -78,7 +80,7 @@ class Change:
 
 @dataclass(slots=True)
 class Story:
-    """What the processes have done."""
+    """Results of the processes."""
 
     changes: list[Change] = field(default_factory=list)
     audit: dict[str, Any] = field(default_factory=dict)
@@ -148,7 +150,7 @@ def _bars(story: Story, rises: Sequence[float], quick: bool) -> tuple[Bar, ...]:
 
 
 def walk(plan: PacedNode, phase_s: float) -> Story:
-    """The story with real processes."""
+    """Run the schedule with real processes."""
     story = Story()
     with tempfile.TemporaryDirectory(prefix="aedit-") as name, Field(Path(name), plan) as ground:
         ground.start_hub()
@@ -169,7 +171,7 @@ def walk(plan: PacedNode, phase_s: float) -> Story:
 def _phase(
     ground: Field, nodes: frozenset[int], killed: frozenset[int], phase_s: float, story: Story
 ) -> Change:
-    """Bring the change about, and let time pass."""
+    """Apply the change, and wait until the phase is over."""
     present, wanted = set(ground.nodes), {f"node-{index}" for index in nodes}
     victims = {f"node-{index}" for index in killed}
     gone = present - wanted
@@ -196,7 +198,7 @@ def _members(ground: Field) -> int:
 
 
 def _look(ground: Field, change: Change, until_s: float) -> None:
-    """What the nodes' ledgers say of one phase."""
+    """Add the results of one phase from the nodes' ledgers."""
     everybody = [path.stem for path in ground.directory.glob("node-*.jsonl")]
     for name in everybody:
         lines = [line for line in ground.lines(name) if change.at_s <= line["t"]]
@@ -209,14 +211,14 @@ def _look(ground: Field, change: Change, until_s: float) -> None:
 
 
 def _first_push(lines: list[dict[str, Any]], plan: PacedNode) -> float:
-    """Intervals from the end of the transfer; infinite if it has never pushed."""
+    """Return the intervals from the end of the transfer to the first push; infinite without a push."""
     joined_s = [line["t"] for line in lines if line["event"] == "joined"]
     sent_s = [line["t"] for line in lines if line["event"] == "sent"]
     return (sent_s[0] - joined_s[0]) / (plan.step_s * plan.every) if sent_s else float("inf")
 
 
 def _audited(audit: Audit, plan: PacedNode) -> dict[str, Any]:
-    """again: the most in any unit, of all positions."""
+    """Return the results of the audit; again: the largest number in any unit, of all positions."""
     drawn = [audit.drawn(unit, plan.samples_per_step) for unit in range(plan.units)]
     return {
         "complete": audit.complete,
@@ -233,7 +235,7 @@ def _audited(audit: Audit, plan: PacedNode) -> dict[str, Any]:
 
 
 def _curves(size: Size) -> list[Curve]:
-    """One per seed, two at a time."""
+    """Return one curve per seed, computed two at a time."""
     return in_parallel(_curve, [(seed, size) for seed in range(size.seeds)], 2)
 
 

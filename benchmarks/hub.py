@@ -1,9 +1,10 @@
-"""What does a hub cost? Bars: from a push to the next anchor >= 0.3 GB/s of fp32 per core; a push >= 60 % as
-fast as over a bare socket; 64 nodes on 2 cores: 99 % of control calls within 50 ms; memory <= 3x the fp32
-parameters + 150 MB.
+"""Measure the cost of a hub.
+
+Bars: from a push to the next anchor >= 0.3 GB/s of fp32 per core; a push >= 60 % as fast as over a bare
+socket; 64 nodes on 2 cores: 99 % of control calls within 50 ms; memory <= 3x the fp32 parameters + 150 MB.
 
 The merge is timed in this process by CPU time; the rest is real processes over the loopback interface: a hub
-as `aedit hub` starts it, with its journal on the disk, and nodes that do all a hub sees of a node.
+as `aedit hub` starts it, with its journal on the disk, and nodes that do all that a hub sees of a node.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -28,7 +29,7 @@ SETTINGS = {"async": ASYNC, f"quorum of {MEMORY_NODES}": QUORUM.format(nodes=MEM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How large everything is."""
+    """Sizes of the measurements."""
 
     numel: int = 4_000_000
     rounds: int = 9

@@ -1,8 +1,8 @@
-"""What does a drafter's training in a node's waits harvest, and what does it cost the node?
+"""Measure how much of a node's waits a drafter's training uses, and what it costs the node.
 
-The trainer is the real one: a draft layer for a policy of width 256 learns from features in shared memory,
-in a process that is let run in windows. What it learns is never published here, so that no faster decoding
-could hide a delay. The faults are had by a smaller training in the same process.
+The trainer is the real one: a draft layer for a policy of width 256 learns from features in shared memory, in
+a process that runs in windows. Its result is never published here, so that faster decoding cannot hide a
+delay. The faults are injected into a smaller training in the same process.
 """
 
 import sys
@@ -33,7 +33,7 @@ NUM_FAULTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured."""
+    """Amount of measurement."""
 
     windows: int
     windows_s: tuple[float, float]
@@ -51,7 +51,7 @@ QUICK = Size(2, (1.0, 1.2), 20, (0.002, 0.1), 4, (0.05, 0.1), 1)
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """What was seen of the trainer itself."""
+    """Measurements of the trainer itself."""
 
     harvests: tuple[Harvest, ...]
     outside: float
@@ -67,7 +67,7 @@ class Windows:
 
     @property
     def preemptions(self) -> tuple[Leaving, ...]:
-        """Those of a trainer that was at work; who waits for a core leaves none."""
+        """Return the ends of windows in which the trainer was running, and not waiting for a core."""
         return tuple(one for one in self.leavings if one.cpu_s > 0)
 
 
@@ -93,7 +93,7 @@ def measure(quick: bool) -> Report | str:
 
 
 def watch(work: DrafterTraining, foreground: Foreground, size: Size) -> Windows:
-    """The trainer itself, in windows of random length."""
+    """Measure the trainer itself, in windows of random length."""
     harvests, outside = harvest(work, foreground.step, size.windows, size.windows_s)
     leavings = leave(work, size.preemptions, size.lengths_s)
     unhindered_s = leave_nothing(nullcontext, size.preemptions // 3)
@@ -102,7 +102,7 @@ def watch(work: DrafterTraining, foreground: Foreground, size: Size) -> Windows:
 
 
 def shadow(work: DrafterTraining, foreground: Foreground, size: Size) -> dict[str, Ratio]:
-    """Steps after waits with the trainer in them, beside such without it, and those beside each other."""
+    """Return ratios of steps after waits with and without the trainer, and of those without it."""
     race, window = Race(foreground, size.waits_s), partial(work.window, "wait")
     arms = {"off": OFF, "same": OFF, "shadow": Arm(window)}
     turns = [race.turn(arms) for _ in range(size.turns)]
@@ -115,7 +115,7 @@ def shadow(work: DrafterTraining, foreground: Foreground, size: Size) -> dict[st
 
 
 def control(work: DrafterTraining, foreground: Foreground, size: Size) -> Ratio:
-    """What must do harm: a trainer like any other process, that goes on while the step is taken."""
+    """Return the ratio for an ordinary process that goes on during the step, which must slow it."""
     race, arm = Race(foreground, size.waits_s), Arm(partial(work.window, "wait"), goes_on=True)
     return Ratio.of([race.pair(arm) for _ in range(max(size.turns // 3, 3))])
 

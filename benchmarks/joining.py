@@ -1,7 +1,7 @@
-"""How soon a newcomer trains: a large model over a long wire, its donor killed half-way, and ten at once.
+"""Measure how soon a new node trains: a large model over a long link, a killed donor, and ten at once.
 
-The wire has 200 Mbit/s and 80 ms there and back; hub and donor are at one end, the newcomer at the other. The
-ten come over a network in which everybody, the hub too, has an uplink of its own.
+The link has 200 Mbit/s and 80 ms round-trip time; hub and donor are at one end, the new node at the other.
+The ten join over a network in which every node, and the hub, has an uplink of its own.
 """
 
 import tempfile
@@ -29,7 +29,7 @@ LIMIT_S = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """num_bytes: of the model's anchors. crowd_*: of the ten who come at once, and those who are there."""
+    """Sizes. num_bytes: of the model's anchors. crowd_*: of the ten who join at once, and existing nodes."""
 
     num_bytes: int
     rate_mbit: int
@@ -40,7 +40,7 @@ class Size:
     donors: int
 
     def plan(self, num_bytes: int) -> PacedNode:
-        """Nodes that never push: it is about what comes."""
+        """Return the plan of nodes that never push, because only transfers are measured."""
         return PacedNode(
             hub="",
             name="",
@@ -77,7 +77,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """seconds: of each of those who came at once. hub_share: of the bytes they got."""
+    """seconds: of each node that joined at once. hub_share: of the bytes they got."""
 
     alone_s: float
     seconds: tuple[float, ...]
@@ -136,7 +136,7 @@ def _row(name: str, seconds: float, line_s: float | None, received: int | None) 
 
 
 def over_a_wire(size: Size) -> tuple[Arrival, Arrival]:
-    """One joins from a donor, and another one whose donor is killed when half is there."""
+    """Let one node join from a donor, and another one whose donor is killed after half of the bytes."""
     wire = Wire(delay_s=DELAY_S, rate_mbit=size.rate_mbit, mtu=9000)
     with (
         tempfile.TemporaryDirectory(prefix="aedit-") as name,
@@ -151,7 +151,7 @@ def over_a_wire(size: Size) -> tuple[Arrival, Arrival]:
 
 
 def at_once(size: Size) -> Crowd:
-    """One joins alone, and then many together."""
+    """Let one node join alone, and then many together."""
     with (
         tempfile.TemporaryDirectory(prefix="aedit-") as name,
         netns.network(2 + size.donors + size.crowd, size.crowd_mbit) as places,
@@ -171,7 +171,7 @@ def at_once(size: Size) -> Crowd:
 
 
 def _found(ground: Field, places: Sequence[Place | None]) -> None:
-    """The hub, and the nodes that are there; each at a place gives its anchors to others."""
+    """Start the hub and the existing nodes; each at a place gives its anchors to others."""
     ground.start_hub()
     for index, place in enumerate(places):
         donor = f"{place.address}:{PORT + index}" if place else ""
@@ -180,7 +180,7 @@ def _found(ground: Field, places: Sequence[Place | None]) -> None:
 
 
 def _join(ground: Field, name: str, place: Place, at_bytes: int = 0) -> Arrival:
-    """at_bytes: kill the donor when so much is there."""
+    """Let a node join. at_bytes: kill the donor when so many have arrived."""
     before, began_s = tun_link.counted(place).received, time.monotonic()
     ground.start_node(name)
     if at_bytes:

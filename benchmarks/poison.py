@@ -1,8 +1,8 @@
-"""What can one bad node of eight do to the others?
+"""Measure what one bad node of eight does to the others.
 
-It sends something else than what it has learned, from its first push on. Bars: whatever is malformed or
-crude is refused or bounded, the final loss stays within 1 % of the clean run's, and of the honest nodes'
-pushes at most 1 % are refused.
+From its first push on it sends something other than its pseudo-gradients. Bars: malformed and crude pushes
+are refused or bounded, the final loss stays within 1 % of the clean run's, and at most 1 % of the correct
+nodes' pushes are refused.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def measure(quick: bool) -> Report:
 
 
 def run_all(setting: Setting, quick: bool) -> Results:
-    """Every attack on every method."""
+    """Run every attack on every method."""
     names = (CLEAN, "nan", "1000 times") if quick else (CLEAN, *attacks())
     jobs, start = list(product(METHODS, names)), warm_up(setting)
     outcomes = in_parallel(attacked, [(setting, start, *job) for job in jobs])
@@ -70,7 +70,7 @@ def run_all(setting: Setting, quick: bool) -> Results:
 
 
 def attacked(setting: Setting, start: bytes, method: str, name: str) -> Outcome:
-    """One run."""
+    """Run one attack."""
     how = METHODS[method]
     if name == CLEAN:
         return train_apart(setting, start, how)
@@ -84,12 +84,12 @@ def _tampered(attack: Attack, layout: Layout, push: Push) -> Push:
 
 
 def harm(results: Results, method: str, name: str) -> float:
-    """By how much the run ends above the clean one, as a share."""
+    """Return by how much the run ends above the clean one, as a share."""
     return results[method, name].loss / results[method, CLEAN].loss - 1
 
 
 def shares(outcome: Outcome, bad: bool) -> tuple[float, float]:
-    """Of the pushes of the bad node, or of the others: how many were refused, and how many had no weight."""
+    """Return the shares of refused pushes and of those without weight, of the bad node or of the others."""
 
     def count(nodes: Sequence[int]) -> int:
         return sum((node == BAD_NODE) == bad for node in nodes)

@@ -1,4 +1,4 @@
-"""The policies that the rollout benchmarks speed up: trained here, by this command, and kept.
+"""Train and keep the policies of the rollout benchmarks.
 
     python -m benchmarks.policies [--task scratchpad|python] [--size 10m|25m|...] [--minutes M] [--drafter]
 
@@ -81,7 +81,7 @@ SHAPES: dict[Size, Shape] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What makes one policy. Equal settings are the same policy."""
+    """Everything that determines a policy. Equal settings give the same policy."""
 
     task: Kind = "scratchpad"
     size: Size = "10m"
@@ -95,10 +95,12 @@ class Policy:
 
 
 def ready(policy: Policy, root: Path = ROOT, device: str | None = None) -> Path:
-    """The directory of a trained policy, as `save_pretrained` writes it; trained now if it is not there.
+    """Return the directory of a trained policy, as `save_pretrained` writes it.
 
-    device: `cuda` where there is one, else `cpu`, unless told. policy.json in the directory says how the
-    training went.
+    Train it if it does not exist.
+
+    device: by default `cuda` where there is one, else `cpu`. policy.json in the directory records the
+    training.
     """
     out = root / policy.name
     if not (out / "config.json").exists():
@@ -107,14 +109,14 @@ def ready(policy: Policy, root: Path = ROOT, device: str | None = None) -> Path:
 
 
 def load(policy: Policy, root: Path = ROOT) -> PreTrainedModel:
-    """The policy itself in fp32 on CPU, in evaluation mode; trained first if need be."""
+    """Return the policy in fp32 on CPU, in evaluation mode; train it if it does not exist."""
     model: PreTrainedModel = _auto.from_pretrained(ready(policy, root), dtype=torch.float32)
     model.train(False)
     return model
 
 
 def new_model(policy: Policy) -> PreTrainedModel:
-    """The policy before its training: from the same settings the same bits."""
+    """Return the policy before its training; the same settings give the same bits."""
     shape, tokenizer = SHAPES[policy.size], ByteTokenizer()
     # In trials of some minutes a narrow model learned to copy sooner than from the usual 0.02.
     spread = shape.width**-0.5 if policy.task == "scratchpad" else 0.02
@@ -138,12 +140,12 @@ def new_model(policy: Policy) -> PreTrainedModel:
 
 
 def tasks(count: int, seed: int) -> list[Task]:
-    """Questions for a policy of scratchpad arithmetic; drawn apart from those of its training."""
+    """Return questions for a policy of scratchpad arithmetic, separate from those of its training."""
     return draw_many(count, seed)
 
 
 def prompts(policy: Policy, count: int, seed: int) -> list[tuple[int, ...]]:
-    """Token ids of prompts: questions, or the beginnings of lines of Python text never trained on."""
+    """Return token ids of prompts: questions, or the beginnings of lines of Python text never trained on."""
     tokenizer = ByteTokenizer()
     if policy.task == "scratchpad":
         return [tuple(map(int, tokenizer.encode(task.prompt))) for task in tasks(count, seed)]
@@ -180,7 +182,7 @@ def _rows(policy: Policy, num_tokens: int, step: int, done: float) -> Rows:
 
 @torch.inference_mode()
 def _held_out_loss(policy: Policy, model: PreTrainedModel, device: str) -> float:
-    """Nats per token over rows that no training sees."""
+    """Return the nats per token over rows that no training uses."""
     if policy.task == "scratchpad":
         rows = task_rows(HELD_OUT_ROWS, SEQ_LEN, "held out")
     else:
@@ -189,7 +191,7 @@ def _held_out_loss(policy: Policy, model: PreTrainedModel, device: str) -> float
 
 
 def _keep(model: PreTrainedModel, story: dict[str, Any], out: Path) -> None:
-    """The directory appears with all that belongs into it."""
+    """Write the directory so that it appears with all of its files."""
     writing = out.with_name(f".{out.name}.{os.getpid()}")
     model.config.use_cache = True
     write_model(model, ByteTokenizer(), writing)
@@ -198,7 +200,7 @@ def _keep(model: PreTrainedModel, story: dict[str, Any], out: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     usual = Policy()
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policies", description=ABOUT)
     parser.add_argument("--task", choices=get_args(Kind), default=usual.task)

@@ -1,4 +1,4 @@
-"""What does synchronising rarely cost in held-out loss at equal tokens, and what does bad data cost?
+"""Measure what infrequent synchronization costs in held-out loss at equal tokens, and what bad data costs.
 
 Bars: EDiT and A-EDiT within 1 % of `ddp` when the data is clean, and better than DiLoCo when one node's data
 is random for the middle fifth of the run. Also draws docs/img/quality.png.
@@ -42,7 +42,7 @@ def measure(quick: bool) -> Report:
 
 
 def run_all(setting: Setting, seeds: Sequence[int], methods: Sequence[str] = tuple(METHODS)) -> Results:
-    """Every method, clean and with bad data, for every seed."""
+    """Run every method, clean and with bad data, for every seed."""
     cases = list(product(methods, (False, True)))
     jobs = [(method, replace(setting, bad=bad, seed=seed)) for (method, bad), seed in product(cases, seeds)]
     outcomes, n = in_parallel(train, jobs), len(seeds)
@@ -50,12 +50,12 @@ def run_all(setting: Setting, seeds: Sequence[int], methods: Sequence[str] = tup
 
 
 def excess(results: Results, method: str, other: str, bad: bool) -> list[float]:
-    """By how much `method` ends above `other`, as a share, seed by seed."""
+    """Return by how much `method` ends above `other`, as a share, seed by seed."""
     return _excess(results[method, bad], results[other, bad])
 
 
 def harm(results: Results, method: str) -> list[float]:
-    """By how much `method` ends above itself when one node's data is bad for a while."""
+    """Return by how much `method` ends above its clean run when one node's data is bad for a while."""
     return _excess(results[method, True], results[method, False])
 
 
@@ -64,7 +64,7 @@ def _excess(mine: Sequence[Outcome], others: Sequence[Outcome]) -> list[float]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Loss against tokens, mean over seeds, one panel per kind of data."""
+    """Draw loss against tokens, mean over seeds, one panel per kind of data."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

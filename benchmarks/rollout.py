@@ -1,8 +1,8 @@
-"""How fast are rollouts, and is speculation ever slower?
+"""Measure the speed of rollouts, and whether speculation ever slows them.
 
     python -m benchmarks.rollout [--task scratchpad|python] [--size 10m] [--batches 1,2,4] [--quick]
 
-Policies and drafters are trained first if they are not there (`benchmarks.policies`). Four parts, each a file
+Policies and drafters are trained first if they do not exist (`benchmarks.policies`). Four parts, each a file
 of rollout_parts/: stream (our arms on a stream of samples), theirs (beside `transformers`), drain (a batch to
 its end), and bars (what is wanted of all that).
 """
@@ -45,7 +45,7 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured."""
+    """Settings of the measurement."""
 
     tasks: tuple[Kind, ...] = get_args(Kind)
     policy_size: PolicySize = "10m"
@@ -69,13 +69,13 @@ class Plan:
         return Recipe(policy=policy, num_tokens=40_000, minutes=0.1) if self.quick else Recipe(policy=policy)
 
     def assistant(self, task: Kind) -> Policy:
-        """A smaller policy of the task, for assisted generation."""
+        """Return a smaller policy of the task, for assisted generation."""
         return Policy(task=task, size="quick", minutes=0.1 if self.quick else 2.0)
 
 
 @dataclass(slots=True)
 class Found:
-    """What was measured so far."""
+    """Measurements so far."""
 
     cells: list[Cell] = field(default_factory=list)
     drains: list[Drain] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Found:
             yield rollout_tables.drained(self.drains)
 
     def reports(self, quick: bool) -> list[Report]:
-        """All tables, with the method before the first and the bars after the last."""
+        """Return all tables, with the method before the first and the bars after the last."""
         bars = tuple(replace(bar, passed=None) if quick else bar for bar in self.bars)
         first, *rest = self.tables()
         end = Report("bars", (), (), (), bars, self.figures)
@@ -119,7 +119,7 @@ class Found:
 
 
 def measure(plan: Plan, say: Callable[[str], None]) -> Found:
-    """All cells and drains of a plan, one after the other. say: hears how it goes on."""
+    """Measure all cells and drains of a plan, one after the other. say: gets the progress messages."""
     found = Found()
     for task in plan.tasks:
         cast, assistant = _cast(plan, task, say)
@@ -133,7 +133,7 @@ def measure(plan: Plan, say: Callable[[str], None]) -> Found:
 def _measured(
     plan: Plan, cast: Cast, assistant: PreTrainedModel, say: Callable[[str], None]
 ) -> Iterator[Cell]:
-    """All cells of one task."""
+    """Yield all cells of one task."""
     num_tokens = plan.size.their_tokens
     for temperature in plan.temperatures:
         theirs = Theirs(cast.policy, without_stop(cast.model), assistant, num_tokens, temperature)
@@ -173,7 +173,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
-    """Those of an option like 1,2,4. ValueError if one is below 1."""
+    """Parse an option like 1,2,4. Raises ValueError if a number is below 1."""
     values = tuple(map(int, text.split(",")))
     if min(values) < 1:
         raise ValueError(text)

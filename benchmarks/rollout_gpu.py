@@ -1,4 +1,4 @@
-"""Rollouts on one GPU: how near decoding is to what its memory allows, and what speculation adds.
+"""Measure rollouts on one GPU: decoding against its memory bandwidth, and the gain of speculation.
 
     python -m benchmarks.rollout_gpu [--size 100m] [--minutes M] [--batches 1,2,4] [--quick]
 
@@ -45,7 +45,7 @@ MIB = decoding.MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured, and where."""
+    """Settings of the measurement, with the device."""
 
     recipe: Recipe
     """Of the drafter, and so of its policy."""
@@ -59,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What the graphs of an engine take after a turn with all arms."""
+    """Memory of an engine's graphs after a turn with all arms."""
 
     rows: int
     num_policy: int
@@ -69,7 +69,7 @@ class Pool:
 
 
 def cast_on(plan: Plan) -> Cast:
-    """Policy and drafter on the plan's device, in fp32: trained first if they are not there."""
+    """Return policy and drafter on the plan's device, in fp32; train them if they do not exist."""
     path = drafter_ready(plan.recipe, plan.root)
     model = load(plan.recipe.policy, plan.root)
     module: nn.Module = model
@@ -78,7 +78,7 @@ def cast_on(plan: Plan) -> Cast:
 
 
 def speculate(plan: Plan, cast: Cast, say: Callable[[str], None]) -> Found:
-    """Each temperature and batch. (No assisted generation: there is no smaller policy.)"""
+    """Measure each temperature and batch, without assisted generation, for lack of a smaller policy."""
     found = Found()
     for temperature in plan.temperatures:
         model = without_stop(cast.model)
@@ -90,12 +90,12 @@ def speculate(plan: Plan, cast: Cast, say: Callable[[str], None]) -> Found:
 
 
 def pools(cast: Cast, batches: Sequence[int], turn_tokens: int) -> list[Pool]:
-    """Of an engine that chooses among all arms, for each batch."""
+    """Return the graph memory of an engine that chooses among all arms, for each batch."""
     return [_pool(cast, rows, turn_tokens) for rows in batches]
 
 
 def memory(found: Sequence[Pool]) -> Report:
-    """The table of them."""
+    """Return the table of graph memory."""
     rows = [
         (
             str(one.rows),
@@ -125,7 +125,7 @@ def _pool(cast: Cast, rows: int, turn_tokens: int) -> Pool:
 
 
 def measure(plan: Plan, sizes: dict[str, Any], quick: bool) -> list[Report]:
-    """All three parts. sizes: of the model that only decodes."""
+    """Run all three parts. sizes: of the model that only decodes."""
     decoded = decoding.decode(decoding.random_model(sizes, torch.device(plan.device)), plan.length)
     gc.collect()
     cast = cast_on(plan)

@@ -1,8 +1,8 @@
-"""A thousand rounds while a fifth of the members is exchanged again and again: does anything grow?
+"""Run a thousand rounds while a fifth of the members is exchanged repeatedly, and measure growth.
 
-A hub and paced nodes as real processes. Most nodes stay, and their agents are processes of their own, so that
-they can be watched; the others are killed or leave every few rounds, and somebody comes in their place: by
-turns somebody new and somebody who was here before.
+A hub and paced nodes run as real processes. Most nodes stay, and their agents are processes of their own, so
+that they can be measured; the others are killed or leave every few rounds, and are replaced by turns by new
+nodes and by former members.
 """
 
 import tempfile
@@ -27,7 +27,10 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Every `turn` rounds all `guests` are exchanged; with `residents` they are the members."""
+    """Numbers of nodes. Every `turn` rounds all `guests` are exchanged.
+
+    With `residents` they are the members.
+    """
 
     rounds: int
     turn: int
@@ -60,7 +63,7 @@ SNAPSHOTS = f"snapshot_bytes = {4 * 2**20}"
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How much one process has of the machine."""
+    """Resources of one process."""
 
     rss_bytes: int
     descriptors: int
@@ -68,7 +71,7 @@ class Look:
 
 @dataclass(slots=True)
 class Soaked:
-    """What was seen. hub, agents: one look per turn, the agents' as a mean and a maximum over residents."""
+    """Results. hub, agents: one measurement per turn, the agents' as a mean and a maximum over residents."""
 
     rounds: list[int] = field(default_factory=list)
     hub: list[Look] = field(default_factory=list)
@@ -79,7 +82,7 @@ class Soaked:
     """Nodes that did not leave in good order, or ended though nobody had asked them to."""
 
     def growth(self, looks: Sequence[float]) -> float:
-        """Of the last tenth over what there was when the first fifth was over, as a share."""
+        """Return the last tenth over the value after the first fifth, as a share."""
         n = len(looks)
         warm = looks[n // 5 : n // 5 + max(1, n // 10)]
         return fmean(looks[-max(1, n // 10) :]) / fmean(warm) - 1
@@ -124,8 +127,10 @@ def _row(name: str, looks: Sequence[float], growth: float) -> tuple[str, ...]:
 
 
 class Guests:
-    """The members who are exchanged. They go by turns in good order and without a word; of those who come,
-    some were here before."""
+    """Members that are exchanged.
+
+    They leave by turns in good order and by a kill; some of those that join were members before.
+    """
 
     def __init__(self, ground: Field, num: int, soaked: Soaked) -> None:
         self._ground, self._soaked = ground, soaked
@@ -135,7 +140,7 @@ class Guests:
         self._here = [self._welcome(next(self._new)) for _ in range(num)]
 
     def exchange(self) -> None:
-        """All of them, who must have settled."""
+        """Exchange all guests, all of which must be members."""
         for place, name in enumerate(self._here):
             self._send_off(name)
             self._gone.append(name)
@@ -143,7 +148,7 @@ class Guests:
             self._here[place] = self._welcome(self._gone.pop(0) if again else next(self._new))
 
     def settle(self) -> None:
-        """Until all are members: who is not yet cannot leave."""
+        """Wait until all guests are members; a node that is not cannot leave."""
         until(lambda: all(self._has_joined(name) for name in self._here), f"{self._here} to join")
 
     def _welcome(self, name: str) -> str:
@@ -166,7 +171,7 @@ class Guests:
 
 
 def soak(size: Size) -> Soaked:
-    """Run it."""
+    """Run the benchmark."""
     soaked = Soaked()
     with (
         tempfile.TemporaryDirectory(prefix="aedit-") as name,
@@ -205,7 +210,7 @@ def _look(process: psutil.Process) -> Look:
 
 
 def _rounds(ground: Field, residents: Sequence[str]) -> int:
-    """Pushes of all units that the hub has accepted of every resident."""
+    """Return the pushes of all units that the hub has accepted of every resident."""
     status = ground.status()
     nodes = {node["name"]: node["accepted"] for node in status["nodes"]} if status else {}
     accepted: int = min(nodes.get(name, 0) for name in residents)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.memory import MemoryWorld
 from benchmarks.kit.paced import Pace, Walk, together, tower, walk

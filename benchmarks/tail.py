@@ -1,4 +1,4 @@
-"""When is the last of a batch's rollouts ready? Four engines, answers of very unequal length.
+"""Measure when the last rollout of a batch ends: four engines, answers of very unequal length.
 
     python -m benchmarks.tail [--quick] [--size 10m] [--batches 6] [--root DIRECTORY] [--json FILE]
 
@@ -51,7 +51,7 @@ WAYS |= {"speculating": (False, True), "speculating, moving": (True, True)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured. An engine is dealt `groups` prompts with `group_size` samples each."""
+    """Settings. An engine is dealt `groups` prompts with `group_size` samples each."""
 
     size: Size = "10m"
     root: Path = ROOT
@@ -70,7 +70,7 @@ class Plan:
 
 
 class Field:
-    """The four engines' policy, memory and drafter, and what each way has learned so far."""
+    """Policy, memory and drafter of the four engines, and what each way has learned so far."""
 
     def __init__(self, plan: Plan) -> None:
         path = drafter_ready(plan.recipe, plan.root)
@@ -91,7 +91,7 @@ class Field:
         return {"layer": LayerDrafter.of(self.layer, target), "suffix": SuffixDrafter()}
 
     def make(self, name: str, dealt: Sequence[Sequence[Prompt]]) -> Way:
-        """One batch in one way."""
+        """Make one batch in one way."""
         moves, speculates = WAYS[name]
         nodes = []
         for target, chooser in zip(self.targets, self.choosers[name], strict=True):
@@ -110,7 +110,7 @@ class Field:
 
 
 def deal(plan: Plan, batch: int) -> list[list[Prompt]]:
-    """The samples of each engine: every prompt goes to the next one with all of its group."""
+    """Return the samples of each engine: every prompt goes to the next one with all of its group."""
     dealt: list[list[Prompt]] = [[] for _ in range(ENGINES)]
     texts = prompts(plan.recipe.policy, ENGINES * plan.groups, seed=7000 + batch)
     for i, tokens in enumerate(texts):
@@ -208,7 +208,7 @@ def _bars(batches: Sequence[Batch]) -> list[Bar]:
 
 
 def _pauses(batches: Sequence[Batch], times: Times) -> list[Bar]:
-    """A receiver stands still for the copy; it begins the sample between two steps."""
+    """Return the bars for pauses: a receiver stops for the copy only, between two steps."""
     copies_s = [copy_s for batch in batches for way in batch.ways.values() for copy_s in way.copies_s]
     if not copies_s:
         return []

@@ -1,4 +1,4 @@
-"""What must be equal on all nodes, compared before anything else is exchanged.
+"""Comparison of model and settings between nodes, before anything else is exchanged.
 
 Nodes that differ would otherwise end in a collective of unequal sizes, in a time-out, or in a mean of
 tensors that have nothing to do with each other.

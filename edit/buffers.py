@@ -1,11 +1,11 @@
-"""Buffers of the model, such as the running statistics of BatchNorm, at the rounds of nodes that meet.
+"""Exchange of the model's buffers, such as the running statistics of BatchNorm, in rounds without a hub.
 
-A buffer that is equal on all nodes is left alone. One that differs becomes the mean over nodes if it holds
-floating-point numbers, and that of the first node if it holds anything else, such as a counter. Statistics
-are no progress that adds up: what lands is the mean itself, also where the node has trained on meanwhile.
+A buffer that is equal on all nodes is left alone. A buffer that differs becomes the mean over the nodes if it
+holds floating-point numbers, and that of the first node if it holds anything else, such as a counter.
+Statistics do not add up like progress: the mean itself lands, even if the node has trained on meanwhile.
 
-Nodes that have not stepped since the last round, that hold a NaN or Inf, or that the round does not trust
-have no part in the mean. On a node of several ranks the mean over its ranks counts as its value.
+Nodes are left out of the mean if they have not stepped since the last round, hold a NaN or Inf, or are not
+trusted by the round. On a node of several ranks the mean over its ranks counts as its value.
 """
 
 import warnings
@@ -34,14 +34,14 @@ T = TypeVar("T")
 
 
 class Wait(Protocol):
-    """How a node waits for an answer."""
+    """Function with which a node waits for an answer."""
 
     def __call__(self, pending: Pending[T], /) -> T:
         """Return the answer once it is here."""
 
 
 class Buffers:
-    """Exchange the buffers of `model` with `peers`. device: where a vector must be to travel."""
+    """Exchange the buffers of `model` with `peers`; vectors travel from `device`."""
 
     def __init__(self, model: nn.Module, peers: Peers, shards: Shards, device: torch.device) -> None:
         self._model, self._peers, self._shards, self._device = model, peers, shards, device
@@ -58,9 +58,13 @@ class Buffers:
 
     @torch.no_grad()
     def open(self, key: str, *, stepped: bool) -> "OpenBuffers":
-        """Tell the others what the buffers are now. Returns at once; on all ranks of the node together.
+        """Send a digest of the buffers to the other nodes and return at once.
 
-        stepped: whether this node has made an inner step since the last round.
+        All ranks of the node call it together.
+
+        Args:
+            key: Name of the round.
+            stepped: This node has made an inner step since the last round.
         """
         now = {name: buffer for name, buffer, _ in named_buffers(self._model)}
         values = [self._value(now.get(name)) for name in self._names]
@@ -80,8 +84,10 @@ class Buffers:
         opened.land(wait)
 
     def warn_if_changed(self) -> None:
-        """Warn once with the names of floating-point buffers that have changed since the first call: for an
-        exchange over which they do not travel."""
+        """Warn once, with their names, of floating-point buffers that have changed since the first call.
+
+        For an exchange with a hub, which does not exchange buffers.
+        """
         if self._began == {}:
             return
         now = {
@@ -126,10 +132,13 @@ class OpenBuffers:
     rows: Pending[Rows]
     _sent: list[tuple[list[int], Pending[Tensor]]] = field(default_factory=list)
     landed: bool = False
-    """Whether the buffers have their new values."""
+    """True once the buffers have their new values."""
 
     def send(self, rows: Rows, *, trusted: bool) -> None:
-        """Send what differs, given everybody's rows. trusted: whether the round trusts this node."""
+        """Send the buffers that differ, given the rows of all nodes; `trusted`.
+
+        The round trusts this node.
+        """
         told_NB4 = rows.rows[:, 1:].view(len(rows.rows), -1, 4)
         same_B4 = (told_NB4 == told_NB4[0]).all(0).tolist()
         differing = [i for i, (shape, *value, _) in enumerate(same_B4) if shape and not all(value)]
@@ -153,13 +162,13 @@ class OpenBuffers:
         self._sent.append((which, asked))
 
     def done(self) -> bool:
-        """Return whether `land` would not wait. Never blocks."""
+        """Return whether `land` would not wait. Never waits."""
         return all(asked.done() for _, asked in self._sent)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def land(self, wait: Wait) -> None:
-        """Write what has come into the buffers, waiting for it. Does nothing the second time."""
+        """Wait for the new values and write them into the buffers. Does nothing the second time."""
         if self.landed:
             return
         for which, asked in self._sent:

@@ -9,7 +9,7 @@ from aedit.types import check
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditConfig:
-    """When nodes exchange, which parameters form a unit, and when a unit lands."""
+    """Settings of a node: its rounds, its sync units, and the landing of units."""
 
     schedule: Literal["steps", "seconds", "dylu"] = "steps"
     """`steps` is EDiT: a round every so many inner steps; `seconds` is A-EDiT: each node at its own pace,

@@ -1,397 +1,123 @@
-"""What the next anchor of a unit is: the `Exchange` interface, and `MeanExchange`, where no node owns it."""
+"""The `Exchange` interface: the source of the next anchor of each unit."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from aedit.async_sgd.rules import penalty
-from aedit.async_sgd.rules.outer import Average, Nesterov, OuterOptimizer, OuterState
-from aedit.edit.agreement import compare, described, described_layout
-from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.detector import NormHistory, judge, learned_only
-from aedit.edit.digest import digest, halves
-from aedit.edit.named import history, kept_state, named, named_history
+from aedit.edit.config import EditConfig
 from aedit.edit.peers import Peers
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards
-from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
 from aedit.edit.units import SyncUnit
-from aedit.proto.transports.transport import Mean, Pending, Rows, Then, Transport
+from aedit.proto.transports.transport import Pending
 from aedit.types import Round
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """What all nodes agreed on when a round was opened. Per-unit tuples follow `units`."""
+    """The decisions that all nodes agreed on when a round was opened. Per-unit tuples follow `units`."""
 
     round: Round
     units: tuple[int, ...]
     norms: tuple[float, ...] = ()
     """This node's pseudo-gradient norms."""
     distrusted: tuple[int, ...] = ()
-    """Units in which this node distrusts itself."""
+    """Units in which this node distrusts its own progress."""
     weights: tuple[float, ...] = ()
     effective_nodes: tuple[float, ...] = ()
     rolled_back: tuple[int, ...] = ()
-    """Units that nobody trusts: they return to their anchor, momentum untouched."""
+    """Units that no node trusts: they return to their anchor, momentum untouched."""
     nodes: int = 1
     total_steps: int = 0
     """Inner steps of all nodes since the first local phase began."""
     refused: tuple[int, ...] = ()
-    """Units whose pseudo-gradient a hub did not take; it travels again in the next one."""
+    """Units whose pseudo-gradient a hub refused; the next one contains it."""
     all_leaving: bool = False
-    """Every node has said that it takes no further steps."""
+    """True if no node will take further steps."""
     healed_from: int | None = None
     """Node whose anchors this one had to adopt because its own were different."""
 
     @property
     def trusts_node(self) -> bool:
-        """Whether this node had the run's anchors and pseudo-gradients that can be believed."""
+        """Return whether this node had the run's anchors and credible pseudo-gradients."""
         return not self.distrusted and self.healed_from is None
 
 
 class Exchange(Peers, Protocol):
-    """Where next anchors come from."""
+    """The source of the next anchors."""
 
     asynchronous: bool
-    """Whether rounds are this node's alone: what it sends is answered some time, whatever the others do."""
+    """True if rounds belong to this node alone: its answers do not depend on what other nodes do."""
 
     @property
     def max_steps_ahead(self) -> int:
-        """Inner steps that an asynchronous node may be ahead of the oldest answer it has not got."""
+        """Return how many inner steps an asynchronous node may be ahead of its oldest missing answer."""
 
     @property
     def notes(self) -> Notes:
-        """Where the nodes of this exchange leave word for each other."""
+        """Return the store through which the nodes of this exchange leave notes for each other."""
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes this node has handed to the network."""
+        """Return the payload bytes that this node has given to the network."""
 
     def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
-        """Learn which units there are. Called once, before anything else."""
+        """Store the units of the model. Called once, before anything else."""
 
     def compare(self, settings: Mapping[str, str]) -> None:
-        """Raise ValueError, naming the first difference, if `settings`, units or the exchange's own settings
-        differ between nodes. All nodes together, before anything else; a hub compares when a node joins."""
+        """Compare `settings`, units and the exchange's own settings with those of the other nodes.
+
+        All nodes call it together, before anything else; a hub compares when a node joins.
+
+        Raises:
+            ValueError: Something differs; the message names the first difference.
+        """
 
     def anchor(self) -> None:
-        """Make the parameters as they are the first anchors. All nodes together."""
+        """Make the current parameters the first anchors. All nodes call it together."""
 
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
-        """Announce `round` for `units`: one small message. Units may be started once the answer is in."""
+        """Announce `round` for `units` in one small message.
+
+        Units may be started once the answer is there.
+        """
 
     def start(self, i: int) -> Pending[Tensor]:
-        """Send unit `i` of the round opened last and return at once; the answer is its next anchor."""
+        """Send unit `i` of the newest round and return at once; the answer is its next anchor."""
 
-    def conclude(self, i: int, verdict: RoundOutcome) -> RoundOutcome:
-        """Return `verdict`, completed by what the answer to unit `i` says. Called once, just before it
-        lands."""
+    def conclude(self, i: int, outcome: RoundOutcome) -> RoundOutcome:
+        """Return `outcome`, completed by the answer to unit `i`. Called once, just before the unit lands."""
 
     def abandon(self) -> None:
-        """Forget the round opened last, of which no unit has landed; its progress travels in the next one."""
+        """Forget the newest round, of which no unit has landed; its progress travels in the next round."""
 
     def leave(self) -> None:
-        """Take leave: everything has landed, and nothing more will be opened."""
+        """Leave the run: everything has landed, and no further round will be opened."""
 
     def withdraw(self) -> None:
-        """Leave after an error in the training loop, without the steps of the local phase under way."""
+        """Leave after an error in the training loop, without the steps since the last round."""
 
     def defaults(self) -> tuple[EditConfig, RoundSchedule] | None:
-        """Return configuration and schedule for a node whose caller gives none; None: no preference."""
+        """Return configuration and schedule for a caller who gives none; None: no preference."""
 
     def note_step(self, steps: int, waited_s: float) -> None:
-        """Take note of an inner step: steps so far, and seconds spent waiting for other nodes."""
+        """Record an inner step: the steps so far, and the seconds spent waiting for other nodes."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all that must outlive the process, by name: views, to be saved before the next step.
+        """Return everything that must outlive the process, by name, as views: save it before the next step.
 
-        Tensors that belong to parameters are shaped and sharded as these. Nothing may be under way, unless
-        the exchange is asynchronous.
+        Tensors that belong to parameters have the shape and sharding of these. Nothing may be under way,
+        unless the exchange is asynchronous.
         """
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state_dict` gave, after `bind`. The tensors become the exchange's own."""
+        """Restore what `state_dict` returned, after `bind`. The tensors then belong to the exchange."""
 
     def allocate(self) -> None:
-        """Make the parameters anchors of this node alone, so that `state_dict` has a place for every tensor
-        of an anchored node: what a checkpoint is loaded into."""
+        """Make the parameters anchors of this node alone.
 
-
-@dataclass(slots=True)
-class _Open:
-    """The round under way, as the exchange sees it."""
-
-    verdict: RoundOutcome
-    history_before: NormHistory
-    weight: dict[int, float] = field(default_factory=dict)
-    nobody: frozenset[int] = frozenset()
-    """Units whose weights are all 0."""
-
-
-class MeanExchange:
-    """EDiT between nodes that all take part (arXiv:2412.07210, algorithm 2): each averages the penalised
-    pseudo-gradients of all and takes the same outer step."""
-
-    asynchronous = False
-    max_steps_ahead = 0
-
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        outer: OuterOptimizer | None = None,
-        penalty: PenaltyConfig | None = None,
-        offload: bool = False,
-    ) -> None:
-        self.transport = transport
-        self.outer = outer or Nesterov()
-        self.penalty = penalty or PenaltyConfig()
-        self.offload = offload
-        self.units: Sequence[SyncUnit] = ()
-        self.shards = Shards()
-        self.store: OuterStore = DeviceStore([])
-        self.history = NormHistory.empty(0, self.penalty.window)
-        self.steps_L = torch.zeros(0, dtype=torch.float64)  # inner steps since each unit's last round
-        self.own_steps = 0
-        self._open: _Open | None = None
-        self._digests: list[Tensor] = []
-
-    @property
-    def notes(self) -> Notes:
-        return self.transport
-
-    @property
-    def bytes_sent(self) -> int:
-        return self.transport.bytes_sent
-
-    def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
-        self.units, self.shards = units, shards
-        self.history = NormHistory.empty(len(units), self.penalty.window)
-        self.steps_L = torch.zeros(len(units), dtype=torch.float64)
-
-    def compare(self, settings: Mapping[str, str]) -> None:
-        own = described("outer", self.outer) | described("penalty", self.penalty)
-        compare(self.transport, "settings", {**settings, **own, **described_layout(self.units, self.shards)})
-
-    def anchor(self) -> None:
-        """Take the parameters as anchors. Nodes that differ adopt those of the first node, bit for bit."""
-        self.allocate()
-        mine = torch.tensor(self._digest(range(len(self.units))), dtype=torch.float64)
-        rows = self.transport.gather("anchor", mine).result()
-        if not (rows.rows == rows.rows[0]).all():
-            self.adopt_anchors_of(0, rows, key="anchor")
-            for i, unit in enumerate(self.units):
-                unit.adopt(self.store.read(i)[0])
-
-    def allocate(self) -> None:
-        flats = (unit.flat() for unit in self.units)
-        self.keep((flat, self.outer.init(flat)) for flat in flats)
-
-    def keep(self, kept: Iterable[Kept]) -> None:
-        """Put anchors and outer states where this exchange keeps them (first anchors, or a checkpoint's).
-
-        Takes one unit after the other, so that with offload no more than one is on the device.
+        A checkpoint is loaded into the `state_dict` that results: it has a place for every tensor of an
+        anchored node.
         """
-        digests = []
-
-        def noted() -> Iterator[Kept]:
-            for anchor, state in kept:
-                digests.append(digest(anchor))
-                yield anchor, state
-
-        self.store = PinnedStore(noted()) if self.offload else DeviceStore(noted())
-        self._digests = digests
-
-    def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
-        return Then(self.transport.weighted_mean(name, value, weight), lambda mean: mean.value)
-
-    def rows(self, key: str, row: Tensor) -> Pending[Rows]:
-        return self.transport.gather(key, row)
-
-    @torch.no_grad()
-    def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
-        G_L = self._norms(units)
-        believed_L, history = judge(self._spread(G_L, units), self.history, self.penalty)
-        self.steps_L += round.steps
-        self.own_steps += round.steps
-        at = list(units)
-        verdict = RoundOutcome(
-            round,
-            tuple(units),
-            norms=tuple(G_L.tolist()),
-            distrusted=tuple(i for i in units if not believed_L[i].isfinite()),
-        )
-        self._open = _Open(verdict, self.history)
-        self.history = learned_only(history, self.history, at)
-        head = [self.own_steps, leaving, *self._digest(units)]
-        row = torch.cat([torch.tensor(head, dtype=torch.float64), believed_L[at], self.steps_L[at]])
-        return Then(self.transport.gather(f"{round.id}/open", row), self._weigh)
-
-    def _weigh(self, rows: Rows) -> RoundOutcome:
-        assert self._open is not None
-        verdict, units = self._open.verdict, self._open.verdict.units
-        digests_N2, believed_NL, steps_NL = rows.rows[:, 2:4], *rows.rows[:, 4:].chunk(2, dim=1)
-        same_N, healed_from = self._heal(digests_N2, rows)
-        believed_NL = believed_NL.masked_fill(~same_N.unsqueeze(1), torch.inf)  # measured from another anchor
-        w_NL = torch.from_numpy(penalty.weights(believed_NL.numpy(), steps_NL.numpy(), self.penalty))
-        w_L = torch.zeros(len(units), dtype=w_NL.dtype) if rows.mine is None else w_NL[rows.mine]
-        nobody_L = w_NL.sum(0) == 0
-        lost_L = nobody_L & (steps_NL.sum(0) > 0)
-        self._open.weight = dict(zip(units, w_L.tolist(), strict=True))
-        self._open.nobody = frozenset(i for i, zero in zip(units, nobody_L.tolist(), strict=True) if zero)
-        self.steps_L[list(units)] = 0
-        self._open.verdict = replace(
-            verdict,
-            weights=tuple(w_L.tolist()),
-            effective_nodes=tuple(penalty.effective_nodes(w_NL.numpy()).tolist()),
-            rolled_back=tuple(i for i, lost in zip(units, lost_L.tolist(), strict=True) if lost),
-            nodes=len(rows.rows),
-            total_steps=int(rows.rows[:, 0].sum()),
-            all_leaving=bool(rows.rows[:, 1].all()),
-            healed_from=healed_from,
-        )
-        return self._open.verdict
-
-    @torch.no_grad()
-    def start(self, i: int) -> Pending[Tensor]:
-        assert self._open is not None
-        verdict, weight = self._open.verdict, self._open.weight[i]
-        for ahead in verdict.units:
-            if ahead > i:
-                self.store.ahead(ahead)
-                break
-        anchor = self.store.read(i)[0]
-        value = self._pseudo_gradient(i, anchor) if weight > 0 else torch.zeros_like(anchor)
-        mean = self.transport.weighted_mean(f"{verdict.round.id}/{self.units[i].name}", value, weight)
-        # The last round takes the mean as it is: no inner step follows to mend what momentum overshoots.
-        outer = Average() if verdict.all_leaving else self.outer
-        nobody = i in self._open.nobody
-        return Then(mean, lambda mean: self._step(i, mean, outer, nobody))
-
-    @torch.no_grad()
-    def _step(self, i: int, mean: Mean, outer: OuterOptimizer, nobody: bool) -> Tensor:
-        anchor, state = self.store.read(i)
-        norm = self.shards.sum(torch.linalg.vector_norm(mean.value).square()).sqrt()
-        step, stepped = outer.update(mean.value.mul_(clip_scale(norm, self.penalty.clip)), state)
-        trusted = mean.total_weight > 0  # stays on the device: nothing here waits for the host
-        next_anchor = torch.where(trusted, anchor - step, anchor)
-        pairs = zip(stepped.arrays, state.arrays, strict=True)
-        kept = stepped.with_arrays(*(torch.where(trusted, new, old) for new, old in pairs))
-        self.store.write(i, next_anchor, replace(kept, count=state.count) if nobody else kept)
-        return next_anchor
-
-    def conclude(self, i: int, verdict: RoundOutcome) -> RoundOutcome:
-        return verdict
-
-    def leave(self) -> None:
-        """Do nothing: the last round, which all nodes have opened as leaving, was the farewell."""
-
-    def withdraw(self) -> None:
-        """Do nothing: the others find out from the transport."""
-
-    def defaults(self) -> None:
-        """Return None: the caller decides."""
-
-    def note_step(self, steps: int, waited_s: float) -> None:
-        """Do nothing: rounds carry step counts."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return anchors and outer state by parameter, history of norms, and step counts."""
-        own_steps = torch.tensor(self.own_steps)
-        state = named_history("history", self.history)
-        state |= {"history/steps_L": self.steps_L, "own_steps": own_steps}
-        for i, unit in enumerate(self.units) if self._digests else ():
-            anchor, outer = self.store.peek(i)
-            state |= named("anchor", unit, anchor)
-            for kind, array in zip(("momentum", "pending"), outer.arrays, strict=False):
-                state |= named(kind, unit, array) if array.numel() else {}
-            if outer.pending is not None:
-                state[f"pending_count/{unit.name}"] = torch.tensor(outer.count)
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.history = history("history", state)
-        self.steps_L, self.own_steps = state["history/steps_L"], int(state["own_steps"])
-        if f"anchor/{self.units[0].names[0]}" in state:
-            self.keep(kept_state(unit, state) for unit in self.units)
-
-    def abandon(self) -> None:
-        assert self._open is not None
-        self.history = self._open.history_before
-        self.steps_L -= self._open.verdict.round.steps
-        self.own_steps -= self._open.verdict.round.steps
-        self._open = None
-
-    def _pseudo_gradient(self, i: int, anchor: Tensor) -> Tensor:
-        """D = anchor - local, measured from the value the parameters started from."""
-        unit, value = self.units[i], self.units[i].value()
-        into = value if unit.sent is None else None  # a new vector may be used again, a snapshot not
-        return torch.sub(unit.representable(anchor), value, out=into)
-
-    def _norms(self, units: Sequence[int]) -> Tensor:
-        """G_L of `units`: one reduction over the node's ranks, one copy to the host.
-
-        Takes the anchors' digests by the way: of what is measured from, also if memory has failed since.
-        """
-        squares = []
-        for n, i in enumerate(units):
-            if n + 1 < len(units):
-                self.store.ahead(units[n + 1])
-            anchor = self.store.read(i)[0]
-            self._digests[i] = digest(anchor)
-            squares.append(torch.linalg.vector_norm(self._pseudo_gradient(i, anchor)).square())
-        return self.shards.sum(torch.stack(squares)).double().sqrt().cpu()
-
-    def _spread(self, G_L: Tensor, units: Sequence[int]) -> Tensor:
-        all_L = torch.zeros(len(self.units), dtype=torch.float64)
-        all_L[list(units)] = G_L
-        return all_L
-
-    def _digest(self, units: Sequence[int]) -> tuple[float, float]:
-        return halves(int(torch.stack([self._digests[i] * (2 * i + 1) for i in units]).sum()))
-
-    def _heal(self, digests_N2: Tensor, rows: Rows) -> tuple[Tensor, int | None]:
-        """If anchors differ, everyone takes those that most nodes have (the first node's on a tie).
-
-        Returns which nodes had them already, and the node they came from if this one had not.
-        """
-        same_NN = (digests_N2.unsqueeze(0) == digests_N2.unsqueeze(1)).all(-1)
-        source = int(same_NN.sum(1).argmax())
-        if not same_NN.all():
-            assert self._open is not None
-            self.adopt_anchors_of(source, rows, key=f"{self._open.verdict.round.id}/heal")
-        kept = rows.mine is not None and bool(same_NN[source, rows.mine])
-        return same_NN[source], None if kept else source
-
-    def adopt_anchors_of(self, source: int, rows: Rows, *, key: str) -> None:
-        """Everybody else weighs 0, and x * 1 / 1 is x: the source's bits arrive unchanged."""
-        weight, old, device = float(rows.mine == source), self.store, self._digests[0].device
-
-        def fetch(name: str, tensor: Tensor) -> Tensor:
-            return self.transport.weighted_mean(f"{key}/{name}", tensor.to(device), weight).result().value
-
-        def fetched_state(name: str, state: OuterState[Tensor]) -> OuterState[Tensor]:
-            momentum = fetch(f"{name}/momentum", state.momentum)
-            if state.pending is None:
-                return OuterState(momentum)
-            count = fetch(f"{name}/count", torch.tensor([float(state.count)]))
-            return OuterState(momentum, fetch(f"{name}/pending", state.pending), int(count))
-
-        def fetched() -> Iterator[Kept]:
-            for i, unit in enumerate(self.units):
-                anchor, state = old.peek(i)
-                outer = fetched_state(unit.name, state)
-                yield fetch(f"{unit.name}/anchor", anchor), outer
-
-        self.keep(fetched())
-
-
-def clip_scale(norm: Tensor, clip: float | None) -> Tensor:
-    """Return beta = min(1, phi / ||mean||) (EDiT, arXiv:2412.07210, eq. 4), 0-dim like `norm`."""
-    if clip is None:
-        return torch.ones_like(norm)
-    return (clip / norm.clamp(min=1e-30)).clamp(max=1.0)

@@ -1,4 +1,4 @@
-"""A round under way, as the node that opened it sees it."""
+"""State of a round under way on the node that opened it."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Flight:
-    """A round that has not landed whole."""
+    """A round that has not landed completely."""
 
     round: Round
     units: tuple[int, ...]
@@ -26,13 +26,13 @@ class Flight:
     unsent: deque[int]  # in forward order
     opened_at: int = 0  # local step
     modes: tuple[Any, ...] = ()
-    """What the parameters were when it was opened: see `InnerOptimizers.modes`."""
+    """Modes of the optimizers when it was opened: see `InnerOptimizers.modes`."""
     buffers: OpenBuffers | None = None
     waited_s: float = 0.0
-    verdict: RoundOutcome | None = None
+    outcome: RoundOutcome | None = None
     sent: dict[int, Pending[Tensor]] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
-    """Units answered on every rank, which may land in the next forward; since which local step."""
+    """Units answered on every rank, which may land in the next forward pass; local step of the answer."""
 
     def send(self, exchange: Exchange) -> None:
         """Start the exchange of the next unit."""
@@ -54,8 +54,8 @@ def note_answers(flights: Sequence[Flight], shards: Shards, step: int) -> list[F
     if not flights:
         return []
     asked = [(flight, i) for flight in flights for i in flight.sent if i not in flight.ready]
-    opening = [flight for flight in flights if flight.verdict is None]
-    buffers = [flight.buffers for flight in flights if flight.verdict and flight.buffers]
+    opening = [flight for flight in flights if flight.outcome is None]
+    buffers = [flight.buffers for flight in flights if flight.outcome and flight.buffers]
     here = [flight.sent[i].done() for flight, i in asked] + [flight.opening.done() for flight in opening]
     agreed = iter(shards.all(here + [each.done() for each in buffers]))
     for flight, i in asked:

@@ -1,8 +1,9 @@
-"""EDiT inside a `transformers.Trainer`, as a callback.
+"""`EditCallback`: local SGD in a `transformers.Trainer`.
 
 The Trainer fires its events in this order around a step: `on_step_begin`, backward passes, clipping,
 `on_pre_optimizer_step`, the optimizer, `on_optimizer_step`, `on_step_end`, evaluation and saving. A step
-counts after the optimizer, not after a micro-batch; what is evaluated or saved has landed.
+counts after the optimizer, not after a micro-batch; everything under way lands before an evaluation or a
+checkpoint.
 """
 
 import json
@@ -35,21 +36,27 @@ _log = logging.get_logger(__name__)
 
 
 class EditCallback(TrainerCallback):
-    """Make a Trainer's model one node of a run.
+    """Make the model of a Trainer one node of a run.
 
         callback = EditCallback(exchange=MeanExchange(transport), schedule=EverySeconds(600))
         Trainer(model=model, args=args, train_dataset=mine, callbacks=[callback]).train()
 
-    exchange, schedule, config, weight_states: as for `LayerSync.of`.
-    max_grad_norm: clip gradients here instead of in the Trainer (whose own must then be 0): during a warm-up
-    this clips the mean over nodes, as one large batch would be clipped; the Trainer clips each node's
-    gradients before they can be averaged.
+    One callback serves one `train()` of one process, which is a node. Start it without torchrun, and the
+    process group with `init_process_group("gloo", init_method="tcp://HOST:PORT", rank=NODE,
+    world_size=NODES)`. Checkpoints also hold the anchors, so that `resume_from_checkpoint` gives the same
+    bits if every node resumes from the same round; each node needs an `output_dir` of its own.
 
-    One callback serves one `train()` of one process, which is a node. ValueError if the Trainer would join
-    processes or GPUs by itself: start it without torchrun, and the process group with
-    `init_process_group("gloo", init_method="tcp://HOST:PORT", rank=NODE, world_size=NODES)`.
-    Checkpoints also hold the anchors, so that `resume_from_checkpoint` gives the same bits if every node
-    resumes from the same round; each node needs an `output_dir` of its own.
+    Args:
+        exchange: As for `LayerSync.of`.
+        schedule: As for `LayerSync.of`.
+        config: As for `LayerSync.of`.
+        max_grad_norm: Clip gradients here instead of in the Trainer, whose own `max_grad_norm` must then be
+            0. During a warm-up this clips the mean over nodes, as one large batch would be clipped; the
+            Trainer clips each node's gradients before they can be averaged.
+        weight_states: As for `LayerSync.of`.
+
+    Raises:
+        ValueError: The Trainer would join processes or GPUs by itself; raised when training begins.
     """
 
     def __init__(
@@ -68,7 +75,7 @@ class EditCallback(TrainerCallback):
         self._attached = False
 
     def detach(self) -> None:
-        """Take the hooks off without waiting for anybody: after a training that was ended by an exception."""
+        """Remove the hooks without waiting for other nodes, after an exception has ended the training."""
         if self._attached:
             self._attached = False
             self._node.__exit__(RuntimeError, None, None)
@@ -78,8 +85,11 @@ class EditCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Attach the node to the model and the optimizer, and resume if the Trainer does."""
         if self.sync is not None:
-            raise ValueError("an EditCallback serves one training: make a new one, with a new schedule")
+            raise ValueError(
+                "this EditCallback has served another train(): make a new one, with a new schedule"
+            )
         self.sync = LayerSync.of(
             kwargs["model"],
             kwargs["optimizer"],
@@ -97,6 +107,7 @@ class EditCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Average the gradients during the warm-up and clip them, if `max_grad_norm` was given."""
         if self.max_grad_norm is not None:
             self._node.average_gradients()
             torch.nn.utils.clip_grad_norm_(self._node.model.parameters(), self.max_grad_norm)
@@ -104,12 +115,14 @@ class EditCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not getattr(kwargs["optimizer"], "step_was_skipped", False):  # fp16 overflow: nothing was learned
+        """Count the inner step, unless the optimizer has skipped it."""
+        if not getattr(kwargs["optimizer"], "step_was_skipped", False):  # fp16 overflow: no progress
             self._node.step()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Land everything before an evaluation or a checkpoint; leave the run if training stops."""
         if control.should_training_stop:
             self._leave()
         elif control.should_evaluate or control.should_save:
@@ -121,23 +134,24 @@ class EditCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Put anchors and outer state beside the Trainer's own files, and weights where it wrote none."""
+        """Save anchors and outer state beside the Trainer's own files, and the weights if it wrote none."""
         directory = _directory(args, state)
         if args.should_save:
             _complete_weights(self._node.model, directory.parent)
         if args.save_only_model:
             return
-        # A callback behind this one may ask for a checkpoint after `on_step_end`.
+        # A later callback may ask for a checkpoint after `on_step_end`.
         if self._node.in_flight and not self.exchange.asynchronous:
-            _log.warning("a checkpoint in the middle of a round holds no anchors; list EditCallback last")
+            _log.warning("a checkpoint in the middle of a round holds no anchors: list EditCallback last")
             return
         dcp.save(snapshot.tensors(self._node), checkpoint_id=directory, no_dist=True)
-        # Written last: without it there is no snapshot.
+        # Written last: a snapshot without it is not complete.
         (directory / "numbers.json").write_text(json.dumps(snapshot.numbers(self._node, [])))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Leave the run, and share the best model if the Trainer has loaded it."""
         self._leave()
         if args.load_best_model_at_end:
             _share_best(self._node.model, self.exchange, args, state)
@@ -155,8 +169,7 @@ class EditCallback(TrainerCallback):
             self._node.__exit__(None, None, None)
 
     def _resume(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Take up the exchange's state from the Trainer's checkpoint, if all nodes resume from the same
-        round."""
+        """Restore the exchange from the Trainer's checkpoint, if all nodes resume from the same round."""
         sync, numbers = self._node, _read_numbers(_directory(args, state))
         same_round, fewest_steps = _compare_checkpoints(self.exchange, numbers, state.global_step)
         if same_round:
@@ -166,12 +179,12 @@ class EditCallback(TrainerCallback):
             snapshot.restore(sync, tensors, numbers)
         elif state.global_step:
             _log.warning("the nodes share no round to resume from: node 0's weights become new anchors")
-            sync.steps = fewest_steps  # one number on all nodes: in a warm-up they meet by it
+            sync.steps = fewest_steps  # one number on all nodes: messages of a warm-up are named by it
             sync.schedule.last_step = sync.local_steps
 
 
 def _check(args: TrainingArguments, sync: LayerSync, max_grad_norm: float | None) -> None:
-    """Refuse what would train something else than what was asked for."""
+    """Raise ValueError for training arguments that would change the training without notice."""
     if args.n_gpu > 1:
         raise ValueError(
             f"this process sees {args.n_gpu} GPUs, and the Trainer would copy the model to each: "
@@ -183,7 +196,10 @@ def _check(args: TrainingArguments, sync: LayerSync, max_grad_norm: float | None
             "start each node alone, without torchrun"
         )
     if args.auto_find_batch_size:
-        raise ValueError("auto_find_batch_size starts over on one node alone: give the batch size instead")
+        raise ValueError(
+            "auto_find_batch_size = True would restart one node without the others: set it to False, "
+            "and give per_device_train_batch_size"
+        )
     if args.load_best_model_at_end and sync.free:
         raise ValueError(
             "load_best_model_at_end would end every node of a hub with other weights: set it to False, and "
@@ -193,9 +209,13 @@ def _check(args: TrainingArguments, sync: LayerSync, max_grad_norm: float | None
     if not (sync.exchange.rows("trainer/wants", wants).result().rows == wants).all():
         raise ValueError("load_best_model_at_end differs between the nodes: give it to all or to none")
     if max_grad_norm is not None and args.fp16:
-        raise ValueError("max_grad_norm would clip what fp16 has scaled: use bf16, or clip in the Trainer")
+        raise ValueError(
+            "max_grad_norm would clip gradients that fp16 has scaled: use bf16, or clip in the Trainer"
+        )
     if max_grad_norm is not None and args.max_grad_norm:
-        raise ValueError("max_grad_norm is given twice: set TrainingArguments(max_grad_norm=0)")
+        raise ValueError(
+            "max_grad_norm is given twice, here and to the Trainer: set TrainingArguments(max_grad_norm=0)"
+        )
     if sync.warming_up and args.max_grad_norm:
         _log.warning(
             "the Trainer clips each node's gradient before the warm-up averages it; to clip the average, use "
@@ -204,7 +224,7 @@ def _check(args: TrainingArguments, sync: LayerSync, max_grad_norm: float | None
 
 
 def _share_best(model: nn.Module, exchange: Exchange, args: TrainingArguments, state: TrainerState) -> None:
-    """Give all nodes the best of the models that their Trainers have just loaded, each its own best."""
+    """Give all nodes the best of the models that their Trainers have just loaded."""
     score = -torch.inf if state.best_metric is None else float(state.best_metric)
     if not args.greater_is_better and state.best_metric is not None:
         score = -score
@@ -219,8 +239,11 @@ def _directory(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _complete_weights(model: nn.Module, checkpoint: Path) -> None:
-    """transformers writes weights in the first process of a process group only, but every node resumes from
-    its own."""
+    """Write the weights into `checkpoint` if the Trainer has not.
+
+    transformers writes weights in the first process of a process group only, but every node resumes from its
+    own.
+    """
     if any(checkpoint.glob("*.safetensors")) or not isinstance(model, PreTrainedModel):
         return
     names: dict[int, str] = {}
@@ -240,8 +263,7 @@ def _read_numbers(directory: Path) -> dict[str, Any] | None:
 def _compare_checkpoints(
     exchange: Exchange, numbers: dict[str, Any] | None, global_step: int
 ) -> tuple[bool, int]:
-    """Return whether every node resumes from the same round or step of the warm-up, and the fewest steps that
-    any Trainer has made."""
+    """Return whether every node resumes from the same round or step, and the fewest steps of any Trainer."""
     last_id, warm_up_steps = -1, -1
     if numbers is not None:
         last_id, warm_up_steps = numbers["last_id"], 0 if numbers["anchored"] else numbers["steps"]

@@ -1,9 +1,9 @@
-"""The exchange with a hub: every node on its own, nobody waits for anybody.
+"""`HubExchange`: exchange with a hub, in which no node waits for another node.
 
-The anchors belong to the hub. A node measures its pseudo-gradient D = anchor - local from the newest anchor
-it has, hands it to its agent and trains on; some time later the hub has decided, and the unit goes on from
-the newest anchor with the steps made meanwhile on top (`landing = "arrival"`). A push that is refused loses
-nothing: the unit goes on from anchor - D, so that D is part of the next one.
+The hub owns the anchors. A node measures its pseudo-gradient D = anchor - local from the newest anchor it
+has, gives it to its agent and trains on. When the hub has decided, the unit continues from the newest anchor
+plus the steps made since (`landing = "arrival"`). A refused push loses nothing: the unit continues from
+anchor - D, so that D is part of the next push.
 """
 
 import time
@@ -20,13 +20,12 @@ from aedit.edit import canonical
 from aedit.edit.alone import Here, OwnNotes
 from aedit.edit.canonical import SharedVector
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.detector import NormHistory, judge, learned_only
 from aedit.edit.exchange import RoundOutcome
 from aedit.edit.hub_join import NodeOptions, open_link
 from aedit.edit.hub_lease import Positions
 from aedit.edit.hub_report import StepReport
-from aedit.edit.named import history, named_history
 from aedit.edit.push import POLL_S, PendingPush, UnitProgress
+from aedit.edit.push_detector import PushDetector
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
@@ -36,15 +35,18 @@ from aedit.proto.transports.transport import PeersMissing, Pending, Rows
 from aedit.types import Round, Verdict
 
 WITHDRAW_S = 10.0
-"""Longest farewell after an error."""
+"""Longest time to leave the run after an error."""
 
 
 class HubExchange:
-    """One node of an asynchronous run; `link` leads to its agent and on to the hub.
+    """One node of an asynchronous run. Make one with `HubExchange.join`.
 
-    max_steps_ahead: training goes on for so many steps without an answer. tokens_per_step: of the whole
-    node. penalty: only its detector is used here, for what the node believes of itself; weights are the
-    hub's. timeout_s: longest wait before the first anchors, for an answer, and for a farewell.
+    Args:
+        link: Connection to the agent of this node, and through it to the hub.
+        max_steps_ahead: Inner steps that training goes on without an answer.
+        tokens_per_step: Tokens of the whole node in an inner step.
+        penalty: Only its detector is used here, on the node's own progress; the hub sets the weights.
+        timeout_s: Longest wait for the first anchors, for an answer, and for leaving the run.
     """
 
     asynchronous = True
@@ -66,16 +68,15 @@ class HubExchange:
         self.shards = Shards()
         self.notes: Notes = OwnNotes()
         self.before_leaving: Callable[[], None] = self._tell
-        """Called when the last answer is here, before the goodbye: what the hub has not been told to be used
-        up by then, it gives to others."""
+        """Called when all answers are there, before the node leaves: samples that the hub does not know to be
+        used by then go to other nodes."""
         self.report: StepReport | None = None
-        """What is told to the hub after each step, if this exchange was made by `join`."""
+        """Report to the hub after each step, if this exchange was made by `join`."""
         self.own_steps = 0
         """Inner steps in the rounds opened so far, in this attempt."""
         self.steps_L = torch.zeros(0, dtype=torch.float64)
-        """Inner steps whose progress no push has taken; unit by unit."""
-        self.norms = NormHistory.empty(0, self.penalty.window)
-        self.norms_per_step = self.norms
+        """Inner steps of each unit that are in no push yet."""
+        self.detector = PushDetector(0, self.penalty)
         self._places: list[UnitProgress] = []
         self._under_way: dict[int, PendingPush] = {}
         self._distrusted: frozenset[int] = frozenset()
@@ -93,9 +94,9 @@ class HubExchange:
     ) -> "HubExchange":
         """Return the exchange of a node of the run that the hub at `address` leads.
 
-        The hub says everything else: units, interval, pace, codecs, deadlines. The node becomes a member when
-        `LayerSync` is entered: the parameters of the first node become the anchors of the run, every later
-        node takes over the anchors. All ranks of a node call this together, after `fully_shard`.
+        The hub sets everything else: units, interval, pace, codecs, deadlines. The node becomes a member when
+        `LayerSync` is entered: the parameters of the first node become the anchors of the run, and every
+        later node takes over the anchors. All ranks of a node call this together, after `fully_shard`.
 
             exchange = HubExchange.join("10.0.0.1:7000", model, name="a", keys="keys/nodes")
             sync = LayerSync.of(model, inner, exchange=exchange)
@@ -103,7 +104,7 @@ class HubExchange:
         Args:
             address: HOST:PORT of the hub, or of several that split the units, separated by commas.
             model: Any module. Its trainable parameters must have the names and shapes of the run's.
-            name: Of the node, kept over restarts: the same name gets the same index, data and records.
+            name: Name of the node, kept over restarts: the same name gets the same index, data and records.
             keys: Folder that `aedit keys` wrote for nodes. None: a hub on this machine without TLS. False:
                 no TLS, although the hub is another machine.
             num_samples: Samples of the data set, equal on all nodes. With it, `lease` gives positions.
@@ -140,12 +141,12 @@ class HubExchange:
 
     @property
     def node(self) -> int:
-        """Index of this node in the run, once it is a member."""
+        """Return the index of this node in the run, once it is a member."""
         return self.link.node
 
     @property
     def loss(self) -> float:
-        """Training loss that the views of the run show. Assign it as often as you like."""
+        """Return the training loss that the views of the run show. Assign it as often as you like."""
         return self.report.loss if self.report else float("nan")
 
     @loss.setter
@@ -155,29 +156,41 @@ class HubExchange:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has used up its budget of steps or time, as the hub said last. Every rank of the
-        node must ask together."""
+        """Return whether the run has used up its budget of steps or time, by the hub's last report.
+
+        All ranks of the node call it together.
+        """
         return self.shards.decide([self.link.news().finished])[0] == 1
 
     @property
     def bytes_sent(self) -> int:
+        """Return the payload bytes that the agent has sent."""
         return self.link.bytes_sent
 
     @property
     def used_steps(self) -> int:
-        """Inner steps of this attempt that are behind it for good: every unit's share of them has been
-        merged, or given up as distrusted. What was drawn for them need not be drawn again."""
+        """Return the inner steps of this attempt that are settled in every unit.
+
+        Merged, or dropped as distrusted.
+
+        Their samples need not be drawn again.
+        """
         return min(place.used_steps for place in self._places)
 
     @property
     def used_samples(self) -> int:
-        """Samples that `lease` gave and that are behind this node for good, as `used_steps` counts steps."""
+        """Return the samples from `lease` that are settled in every unit, as `used_steps` counts steps."""
         return min(place.used_samples for place in self._places)
 
     def bind(self, units: Sequence[SyncUnit], shards: Shards) -> None:
+        """Store the units, and map the memory that this node shares with its agent.
+
+        Raises:
+            ValueError: The units have other sizes than those that the exchange was made for.
+        """
         self.units, self.shards = units, shards
         _check_sizes(units, self.link)
-        self.norms = self.norms_per_step = NormHistory.empty(len(units), self.penalty.window)
+        self.detector = PushDetector(len(units), self.penalty)
         self.steps_L = torch.zeros(len(units), dtype=torch.float64)
         device = local(units[0].params[0]).device
         if device.type == "cuda":
@@ -207,6 +220,7 @@ class HubExchange:
             self.report.begin(self.shards)
 
     def defaults(self) -> tuple[EditConfig, RoundSchedule] | None:
+        """Return configuration and schedule of the run, or None if this exchange was not made by `join`."""
         if self.report is None:
             return None
         settings = self.report.settings
@@ -215,23 +229,26 @@ class HubExchange:
     def lease(self, n: int) -> Positions:
         """Draw the positions of the next `n` samples of the run's data; int64, shape [n].
 
-        The hub leases each position of the endless stream 0, 1, 2, ... to one node only: sample
-        `position % num_samples` of epoch `position // num_samples`. Draw the samples of a step between the
-        `sync.step()` before it and its own. They count as used when the step is in a push that the hub has
-        accepted; what a node has drawn and not used when it ends goes to another node.
+        The hub leases each position of the endless stream 0, 1, 2, ... to one node only: sample `position %
+        num_samples` of epoch `position // num_samples`. Draw the samples of a step between the `sync.step()`
+        before it and its own. They count as used when the step is in a push that the hub has accepted;
+        samples that a node has drawn and not used when it ends go to another node.
 
         All ranks of the node call this together and get the same positions. The result is empty when the run
         has used up its budget.
 
         Raises:
             ValueError: The exchange was made without `num_samples`.
-            PeersMissing: The hub was away, and all that it had leased out is used up.
+            PeersMissing: The hub was away, and all positions that it had leased are used up.
         """
         if self.report is None:
-            raise ValueError("this exchange leases no data: make it with HubExchange.join")
+            raise ValueError(
+                "this exchange leases no data: make it with HubExchange.join(..., num_samples=...)"
+            )
         return self.report.draw(n)
 
     def note_step(self, steps: int, waited_s: float) -> None:
+        """Report an inner step to the hub, through the agent."""
         if self.report:
             self.report.step(steps, waited_s, self.used_samples)
 
@@ -240,24 +257,26 @@ class HubExchange:
             self.report.tell(self.used_samples)
 
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
-        raise ValueError("nodes of a hub do not meet at every step: set edit.warmup_steps = 0")
+        """Raise ValueError: nodes of a hub do not average values at every step."""
+        raise ValueError("nodes of a hub average no values at every step: set edit.warmup_steps = 0")
 
     def rows(self, key: str, row: Tensor) -> Pending[Rows]:
+        """Return the row of this node alone."""
         return Here(lambda: Rows(row.unsqueeze(0), 0))
 
     @torch.no_grad()
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
-        """Measure and judge; nothing is asked of the others, so the verdict is there at once."""
+        """Measure and judge the norms of `units`. The outcome is there at once: no other node is asked."""
         self.own_steps += round.steps
         self.steps_L += round.steps
         G_L = self._measure(units)
-        self._distrusted = self._judge(G_L, units)
+        self._distrusted = self.detector.distrusted(G_L, self.steps_L, units)
         for i in units:
             self._places[i].opened_steps = self.own_steps
             self._places[i].opened_samples = self.report.drawn if self.report else 0
         news = self.link.news()
         nodes, total_steps = self.shards.decide([news.nodes, news.total_steps])
-        verdict = RoundOutcome(
+        outcome = RoundOutcome(
             round,
             tuple(units),
             norms=tuple(G_L.tolist()),
@@ -266,9 +285,13 @@ class HubExchange:
             total_steps=total_steps,
             all_leaving=leaving,
         )
-        return Here(lambda: verdict)
+        return Here(lambda: outcome)
 
     def start(self, i: int) -> Pending[Tensor]:
+        """Push the pseudo-gradient of unit `i`; the answer is its next anchor.
+
+        A unit that is distrusted or has made no steps is not pushed and takes the newest anchor.
+        """
         place, steps = self._places[i], int(self.steps_L[i])
         self.steps_L[i] = 0
         if i in self._distrusted or steps == 0:
@@ -279,32 +302,34 @@ class HubExchange:
         push = self._under_way[i] = PendingPush(self, i, self.units[i], place)
         return push
 
-    def conclude(self, i: int, verdict: RoundOutcome) -> RoundOutcome:
+    def conclude(self, i: int, outcome: RoundOutcome) -> RoundOutcome:
+        """Return `outcome`, completed by the hub's decision on unit `i`."""
         place = self._places[i]
         answer, place.answer = place.answer, None
         self._under_way.pop(i, None)
         if answer is None:  # nothing was sent
             place.use()
-            return verdict
+            return outcome
         place.version = answer.version
         if answer.verdict == Verdict.REFUSED:
             self.steps_L[i] += place.sent_steps
-            return replace(verdict, refused=(*verdict.refused, i))
+            return replace(outcome, refused=(*outcome.refused, i))
         place.use()
         if answer.verdict == Verdict.DISTRUSTED:
-            return replace(verdict, distrusted=(*verdict.distrusted, i))
-        return verdict
+            return replace(outcome, distrusted=(*outcome.distrusted, i))
+        return outcome
 
     def abandon(self) -> None:
-        """The agent sees to what has been handed to it; nobody looks at its answers any more."""
+        """Do nothing: the agent delivers what it was given, and no one reads its answers."""
 
     def leave(self) -> None:
+        """Report the last used samples and leave the run."""
         self.before_leaving()
         if self.shards.leads:
             self.link.leave(self.timeout_s)
 
     def withdraw(self) -> None:
-        """Say goodbye within 10 seconds, so that the hub need not wait for this node's silence to grow."""
+        """Leave within 10 seconds, so that the hub need not wait until this node counts as lost."""
         if self.report is None:
             return
         self.timeout_s = min(self.timeout_s, WITHDRAW_S)
@@ -317,25 +342,26 @@ class HubExchange:
                 self.link.leave(self.timeout_s)
 
     def close(self) -> None:
-        """End the node's agent, if the exchange is not entered after all. The hub is told nothing."""
+        """End the node's agent, if the exchange is not entered after all. The hub is not told."""
         if isinstance(self.link, AgentLink):
             self.link.stop()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what the node knows of its own norms, and its codec's residuals. The anchors are the hub's.
+        """Return the histories of the node's norms, and the residuals of its codec.
 
-        While a push is under way its residual may be half that before it: either half is as good as what a
-        crash right after a checkpoint leaves behind.
+        The hub keeps the anchors.
+
+        While a push is under way its residual may be only partly updated: a crash right after a checkpoint
+        does the same, and training goes on from either value.
         """
-        state = named_history("history", self.norms) | named_history("history_per_step", self.norms_per_step)
+        state = self.detector.state_dict()
         for i, residual in self.link.residuals().items():
             state[f"residual/{self.units[i].name}"] = torch.from_numpy(residual)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take up norms and residuals, before the node joins."""
-        self.norms = history("history", state)
-        self.norms_per_step = history("history_per_step", state)
+        """Restore what `state_dict` returned, before the node joins."""
+        self.detector.load_state_dict(state)
         for i, residual in self.link.residuals().items():
             residual[:] = state[f"residual/{self.units[i].name}"].numpy()
 
@@ -343,7 +369,7 @@ class HubExchange:
         """Do nothing: a node of a hub saves no anchors."""
 
     def _measure(self, units: Sequence[int]) -> Tensor:
-        """D of each unit into the outbox, and its norm over all ranks of the node, float64 on CPU."""
+        """Write D of each unit into the outbox; return its norm over the node's ranks, float64 on CPU."""
         squares = []
         for i in units:
             unit, place = self.units[i], self._places[i]
@@ -352,23 +378,6 @@ class HubExchange:
             if place.outbox.target() is None:
                 place.outbox.write(D)
         return self.shards.sum(torch.stack(squares)).double().sqrt().cpu()
-
-    def _judge(self, G_L: Tensor, units: Sequence[int]) -> frozenset[int]:
-        """Units whose norm this node does not believe.
-
-        How many steps are in a push varies: with the pace, and after an outage. Honest norms grow with
-        them, but no faster, so a norm is only suspect if it is too large both as it is (fewer steps cannot
-        explain it) and per step (more steps cannot).
-        """
-        at = list(units)
-        all_L = torch.zeros(len(self.units), dtype=torch.float64)
-        all_L[at] = G_L
-        believed_L, norms = judge(all_L, self.norms, self.penalty)
-        per_step = judge(all_L / self.steps_L.clamp(min=1), self.norms_per_step, self.penalty)
-        self.norms = learned_only(norms, self.norms, at)
-        self.norms_per_step = learned_only(per_step[1], self.norms_per_step, at)
-        suspect_L = believed_L.isinf() & per_step[0].isinf()
-        return frozenset(i for i in units if suspect_L[i])
 
 
 def _check_sizes(units: Sequence[SyncUnit], link: Link) -> None:

@@ -1,4 +1,4 @@
-"""How a node of somebody's own loop becomes known to a hub: ask for the settings, then start the agent."""
+"""Connection of a training loop to a hub: read the settings of the run, then start the node's agent."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from aedit.types import UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """What a node decides by itself."""
+    """The options that each node sets for itself."""
 
     name: str
     """Kept over restarts: the same name gets the same index."""
@@ -34,13 +34,13 @@ class NodeOptions:
 
 
 def open_link(address: str, model: nn.Module, options: NodeOptions) -> tuple[AgentLink, HubSettings]:
-    """Ask the hub for its settings and start this node's agent; the node is not a member yet.
+    """Read the settings of the run from the hub and start this node's agent; the node is not a member yet.
 
     All ranks of the node call it together, each with its shard of the model.
 
     Raises:
         ValueError: On every rank of the node: there is no such hub, it refuses the node, the keys cannot be
-            read, or the model has no units as the run wants them.
+            read, or the model does not have the units that the run names.
     """
     shards = shards_of(list(model.parameters()))
     reply_text, error = _on_first_rank(shards, lambda: _responder(address, options))
@@ -62,7 +62,7 @@ def open_link(address: str, model: nn.Module, options: NodeOptions) -> tuple[Age
 
 
 def node_plan(model: nn.Module, settings: HubSettings, options: NodeOptions) -> AgentPlan:
-    """Return what the agent of this node must know."""
+    """Return the plan of this node's agent."""
     hub = settings.hub
     units = canonical.layout(find_units(model, settings.edit.units)).units
     return AgentPlan(
@@ -87,7 +87,7 @@ def node_plan(model: nn.Module, settings: HubSettings, options: NodeOptions) -> 
 
 
 def _responder(address: str, options: NodeOptions) -> str:
-    """Return the hub's reply as text that travels to the other ranks."""
+    """Return the hub's reply as text, which can be sent to the other ranks."""
     # Only now: a trainer whose agent is a process needs gRPC for this one call.
     from aedit.proto.wire.hello import caller_keys, greet
     from aedit.proto.wire.security import is_loopback
@@ -109,8 +109,10 @@ def _settings(reply_text: str, address: str) -> HubSettings:
 
 
 def _on_first_rank(shards: Shards, act: Callable[[], str]) -> tuple[str, str]:
-    """Return what `act` returned on the node's first rank, and its error, which is empty if all went well.
-    All ranks get the same, so that none waits for another one that has failed."""
+    """Return the result of `act` on the node's first rank, and its error, which is empty if there was none.
+
+    All ranks get the same, so that none waits for another one that has failed.
+    """
     told = ["", ""]
     if shards.leads:
         try:

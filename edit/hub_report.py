@@ -1,4 +1,4 @@
-"""What a node of somebody's own loop tells its agent after every step, and the data it draws."""
+"""Reports of a training loop to its agent after every step, and the data that it draws."""
 
 import time
 from dataclasses import replace

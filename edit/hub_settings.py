@@ -1,4 +1,4 @@
-"""What a hub's responder says about its run: all settings that a node needs, so that the node has none."""
+"""Settings of a run as the hub sends them: all that a node needs, so that it has none of its own."""
 
 import tomllib
 from dataclasses import dataclass, is_dataclass, replace

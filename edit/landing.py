@@ -1,4 +1,4 @@
-"""One unit's landing, and the units that cannot land because nobody runs their module."""
+"""Landing of one unit, and a warning about units that cannot land because their module does not run."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -16,9 +16,15 @@ from aedit.edit.units import SyncUnit
 @torch.inference_mode(False)
 @torch.no_grad()
 def take(unit: SyncUnit, anchor: Tensor, optimizers: InnerOptimizers, shards: Shards, *, adopt: bool) -> None:
-    """Land `anchor`: make it the parameters of `unit`, or move them by what it is ahead of the snapshot.
+    """Land `anchor`: write it to the parameters of `unit`, or move them by its distance from the snapshot.
 
-    adopt: the node distrusts itself in this unit, and goes on from the anchor with new optimizer state.
+    Args:
+        unit: The unit that lands.
+        anchor: Its next anchor, this rank's part as an fp32 vector.
+        optimizers: The inner optimizers; their state that holds weights moves with the parameters.
+        shards: The ranks of the node.
+        adopt: The node distrusts its own progress in this unit: it continues from the anchor with new
+            optimizer state.
     """
     if unit.sent is None or adopt:
         unit.adopt(anchor)
@@ -27,7 +33,7 @@ def take(unit: SyncUnit, anchor: Tensor, optimizers: InnerOptimizers, shards: Sh
     unit.sent = None
     reshard(unit.modules)
     optimizers.restart(unit.params)
-    if adopt:  # what was learned on the way to an unbelievable place must not steer the next steps
+    if adopt:  # state from distrusted steps must not influence the next ones
         optimizers.renew(unit.params)
     if anchor.is_cuda and shards.group is not None:
         # FSDP2 gathers on a stream that waited for this one at the root's forward, not for this copy.
@@ -35,8 +41,11 @@ def take(unit: SyncUnit, anchor: Tensor, optimizers: InnerOptimizers, shards: Sh
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Let FSDP2 gather anew: a forward without a backward leaves the root gathered, with the old values, and
-    `reshard_after_forward=False` leaves all."""
+    """Make FSDP2 gather the parameters anew.
+
+    A forward pass without a backward pass leaves the root module gathered, with the old values;
+    `reshard_after_forward=False` leaves all modules gathered.
+    """
     for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -45,7 +54,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 def warn_of_idle_modules(
     flights: Iterable[Flight], units: Sequence[SyncUnit], landing: str, local_steps: int
 ) -> None:
-    """Warn of units that could have landed before this step, had anything run their module."""
+    """Warn of units that could have landed before this step if their module had run."""
     for flight in flights:
         late = flight.sent.keys() | set(flight.unsent)
         if landing == "arrival":
@@ -56,5 +65,5 @@ def warn_of_idle_modules(
                 f"unit {names} of round {flight.round.id} lands only now, at the next round: its module has "
                 "not run in between. If its parameters are used without it, name the module that runs in "
                 'EditConfig(units=...), or use units="model"',
-                stacklevel=4,
+                stacklevel=5,
             )

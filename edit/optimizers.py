@@ -1,4 +1,4 @@
-"""The inner optimizers of a training loop, and what they remember of each parameter.
+"""The inner optimizers of a training loop, and their state of each parameter.
 
 Landing moves a parameter. State in the space of gradients (moments) stays as it is; state in the space of
 weights has to move too, or the optimizer's next step undoes the landing:
@@ -24,28 +24,29 @@ Optimizer = torch.optim.Optimizer
 Inner = Optimizer | Sequence[Optimizer]
 
 CLOSE = 0.5
-"""State this near to its parameter, relative to the parameter's norm, is a weight."""
+"""State at most this far from its parameter, relative to the parameter's norm, is a weight."""
 
 FAR = 0.9
-"""State at least this far away is none. Moments are near 1 (small ones) or above."""
+"""State at least this far away is not. Moments are near 1 (small ones) or above."""
 
 LOOKS = 3
-"""A gradient can happen to be like its parameter, but its moments then grow away from it in a few steps."""
+"""Times that state is compared with its parameter. A first gradient can resemble its parameter by chance;
+its moments then move away within a few steps."""
 
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 
 class InnerOptimizers:
-    """Know all optimizers of a loop, their states that are weights, and how to start one afresh.
+    """Hold all optimizers of a loop, recognise their state that holds weights, and reset their state.
 
     Args:
-        inner: one optimizer or several; wrappers of accelerate and Lightning are taken off.
-        model: the model that they train.
-        shards: the ranks of this node.
-        weight_states: keys of optimizer state that hold weights; None looks for them by value.
+        inner: One optimizer or several; wrappers of accelerate and Lightning are taken off.
+        model: The model that they train.
+        shards: The ranks of this node.
+        weight_states: Keys of optimizer state that hold weights; None: recognise them by their values.
 
     Raises:
-        ValueError: something is no optimizer, or optimizers and model have different parameters.
+        ValueError: Something is not an optimizer, or optimizers and model have different parameters.
     """
 
     def __init__(
@@ -72,15 +73,24 @@ class InnerOptimizers:
         self._num_params = self._count()
 
     def single(self) -> torch.optim.Optimizer:
-        """Return the optimizer. Raises ValueError if there are several."""
+        """Return the optimizer.
+
+        Raises:
+            ValueError: There are several.
+        """
         if len(self.outermost) > 1:
-            raise ValueError(f"there are {len(self.outermost)} inner optimizers")
+            raise ValueError(
+                f"LayerSync.inner: there are {len(self.outermost)} inner optimizers, not one: take them from "
+                "sync.optimizers.outermost"
+            )
         return self.outermost[0]
 
     @property
     def idle(self) -> bool:
-        """Whether wrappers of accelerate have just passed over the step: gradients are still accumulated, or
-        a GradScaler has found inf."""
+        """Return whether wrappers of accelerate have just skipped the step.
+
+        They do so while gradients are accumulated, and when a GradScaler has found inf.
+        """
         return any(
             not getattr(getattr(wrapper, "gradient_state", None), "sync_gradients", True)
             or getattr(wrapper, "step_was_skipped", False)
@@ -89,19 +99,19 @@ class InnerOptimizers:
 
     @property
     def modes(self) -> tuple[Any, ...]:
-        """What the parameters are at the moment, for optimizers with a `train()` and an `eval()`."""
+        """Return the mode of each parameter group, for optimizers with a `train()` and an `eval()`."""
         return tuple(group.get("train_mode") for o in self._all for group in o.param_groups)
 
     @property
     def stepping(self) -> list[Optimizer]:
-        """For each optimizer, the one inside it that changes parameters: the place for step hooks."""
+        """Return, for each optimizer, the inner one that changes parameters: step hooks belong there."""
         return [
             next(o for o in reversed(chain) if hasattr(o, "_optimizer_step_pre_hooks"))
             for chain in self._chains
         ]
 
     def check_modes(self, before: tuple[Any, ...], round_id: int) -> None:
-        """Raise ValueError if the parameters are no longer what they were when the round was opened."""
+        """Raise ValueError if `train()` or `eval()` was called since the round was opened."""
         if before != self.modes:
             raise ValueError(
                 f"round {round_id} was opened before the optimizer's eval() or train() replaced the "
@@ -125,15 +135,16 @@ class InnerOptimizers:
     # -- state that is a weight
 
     def look_early(self, params: Sequence[nn.Parameter]) -> None:
-        """`look` after each of the first steps, when weights are nearest to their parameters."""
+        """Call `look` after each of the first steps, when weights are nearest to their parameters."""
         if self._steps_seen < LOOKS:
             self._steps_seen += 1
             self.look(params)
 
     def look(self, params: Sequence[nn.Parameter]) -> None:
-        """Find out which states of `params` are weights. Collective over the ranks of the node.
+        """Find out which states of `params` are weights. All ranks of the node call it together.
 
-        Raises ValueError, naming the key, if the values do not tell.
+        Raises:
+            ValueError: The values do not tell; the message names the key.
         """
         keys = {str(key) for o in self._all for p in params for key in o.state.get(p, {})}
         if not self._shards.all([bool(keys)])[0]:
@@ -147,14 +158,14 @@ class InnerOptimizers:
                 self._look_at(place, optimizer, params)
 
     def exact(self, p: nn.Parameter) -> Tensor:
-        """Return the most exact value of `p` there is: its master, or `p` itself."""
+        """Return the most exact value of `p`: its master, or `p` itself."""
         for place, key, state in self._weights(p):
             if (place, key) in self._masters:
                 return state
         return p
 
     def shift(self, p: nn.Parameter, to: Tensor) -> None:
-        """Move the companions of `p` by as much as `to`, this rank's part as a vector, is away from `p`."""
+        """Move the companions of `p` by the distance from `p` to `to`, this rank's part as a vector."""
         for place, key, state in self._weights(p):
             if (place, key) not in self._masters:
                 by = to - local(self.exact(p)).reshape(-1)
@@ -162,7 +173,7 @@ class InnerOptimizers:
 
     @torch.no_grad()
     def replaced(self, params: Sequence[nn.Parameter]) -> None:
-        """Let states that are weights start again from `params`, which have got another node's values."""
+        """Reset states that are weights to `params`, which have been given another node's values."""
         for p in params:
             for _, _, state in self._weights(p):
                 local(state).copy_(local(p).view_as(local(state)))
@@ -214,14 +225,14 @@ class InnerOptimizers:
     # -- after a landing
 
     def restart(self, params: Sequence[nn.Parameter]) -> None:
-        """Let L-BFGS forget its curvature: differences of gradients across a landing are not curvature."""
+        """Reset the curvature of L-BFGS: differences of gradients across a landing are not curvature."""
         here = set(params)
         for optimizer in self._all:
             if isinstance(optimizer, torch.optim.LBFGS) and here & set(optimizer.param_groups[0]["params"]):
                 renew(optimizer, optimizer.param_groups[0]["params"][0])
 
     def renew(self, params: Sequence[nn.Parameter]) -> None:
-        """Make the state of `params` that of new optimizers."""
+        """Reset the state of `params` to that of new optimizers."""
         for optimizer in self._all:
             for p in params:
                 renew(optimizer, p)
@@ -307,7 +318,7 @@ def _squares(p: nn.Parameter, state: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _rounds_to(p: nn.Parameter, state: Tensor) -> bool:
-    """Whether `p` is `state` in a narrower type, rounded in any direction."""
+    """Return whether `p` is `state` in a narrower type, rounded in any direction."""
     if torch.finfo(state.dtype).eps >= torch.finfo(p.dtype).eps:
         return False
     here = local(p).reshape(-1).to(state.dtype)

@@ -1,4 +1,4 @@
-"""What comparing and averaging anything between nodes needs of an `Exchange`."""
+"""The part of an `Exchange` that compares and averages values between nodes."""
 
 from typing import Protocol
 
@@ -8,12 +8,10 @@ from aedit.proto.transports.transport import Pending, Rows
 
 
 class Peers(Protocol):
-    """The other nodes, as far as they meet. A node of a hub meets nobody."""
+    """The other nodes that take part in exchanges. A node of a hub has none."""
 
     def rows(self, key: str, row: Tensor) -> Pending[Rows]:
-        """Return one small float64 row per node, as `Transport.gather` does; only its own if it meets
-        nobody."""
+        """Return one small float64 row per node, as `Transport.gather` does; without peers, only its own."""
 
     def average(self, name: str, value: Tensor, weight: Tensor) -> Pending[Tensor]:
-        """Return the weighted mean over nodes of an fp32 vector. A value of weight 0 never leaves its
-        node."""
+        """Return the weighted mean over nodes of an fp32 vector. A value of weight 0 is not sent."""

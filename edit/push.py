@@ -19,12 +19,12 @@ POLL_S = 0.005
 
 @dataclass(slots=True)
 class UnitProgress:
-    """What the node knows of one unit's exchange."""
+    """The state of one unit's exchange on this node."""
 
     anchors: SharedVector
     outbox: SharedVector
     version: int = 0
-    """Of the anchor that the next pseudo-gradient is measured from."""
+    """Version of the anchor from which the next pseudo-gradient is measured."""
     seq: int = 0
     sent_steps: int = 0
     """Inner steps in the push under way."""
@@ -37,12 +37,12 @@ class UnitProgress:
     answer: Answer | None = None
 
     def use(self) -> None:
-        """The steps of the unit's last round are behind it for good."""
+        """Count the steps of the unit's last round as used."""
         self.used_steps, self.used_samples = self.opened_steps, self.opened_samples
 
 
 class Sender(Protocol):
-    """What a push must know of its exchange."""
+    """The parts of an exchange that a push uses."""
 
     link: Link
     shards: Shards
@@ -51,7 +51,7 @@ class Sender(Protocol):
 
 
 class PendingPush(Pending[Tensor]):
-    """`Pending` until the hub has decided; sends once the outbox is written."""
+    """Push of one unit, `Pending` until the hub has decided; it is sent once the outbox is written."""
 
     def __init__(self, sender: Sender, i: int, unit: SyncUnit, place: UnitProgress) -> None:
         self._sender, self._i, self._unit, self._place, self._seq = sender, i, unit, place, place.seq
@@ -59,6 +59,10 @@ class PendingPush(Pending[Tensor]):
         self.done()
 
     def done(self) -> bool:
+        """Send the push if the outbox has been written, and return whether the answer is there.
+
+        Never waits.
+        """
         place, link = self._place, self._sender.link
         if not self._sent and place.outbox.written():
             self._send(link)
@@ -67,12 +71,21 @@ class PendingPush(Pending[Tensor]):
         return place.answer is not None
 
     def verdict(self) -> Verdict:
-        """Wait for the answer and return what the hub has decided."""
+        """Wait for the answer and return the hub's decision.
+
+        Raises:
+            PeersMissing: No answer came within `timeout_s`.
+        """
         _until(self.done, self._sender.timeout_s, f"the hub's answer for {self._name}")
         assert self._place.answer is not None
         return self._place.answer.verdict
 
     def result(self) -> Tensor:
+        """Wait for the answer and return the next anchor, this rank's part as an fp32 vector.
+
+        If the push was refused, return the anchor less the pseudo-gradient, which the next push then
+        contains.
+        """
         refused = self.verdict() == Verdict.REFUSED
         anchor = self._place.anchors.read()
         if not refused:

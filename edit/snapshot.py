@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from aedit.edit.exchange import Exchange, MeanExchange
+from aedit.edit.exchange import Exchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.proto.transports.transport import Rows
 from aedit.types import Round
 

@@ -1,8 +1,9 @@
 """Synchronous data parallelism before the first local phase: gradients are averaged at every inner step.
 
-Every node must bring the same gradients to its optimizers, whatever its own backward passes have reached, so
-nodes first tell each other which parameters have a gradient. A parameter with a gradient on some nodes gets
-the mean over all of them, as in DistributedDataParallel; one without a gradient anywhere is left alone.
+All nodes must give the same gradients to their optimizers, whichever parameters their own backward passes
+have reached, so nodes first tell each other which parameters have a gradient. A parameter with a gradient on
+some nodes gets the mean over all nodes, as in DistributedDataParallel; a parameter without a gradient on any
+node is left alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,43 +23,47 @@ Kwargs = dict[str, Any]
 
 
 class WarmUpNode(Protocol):
-    """What is needed of a `LayerSync`."""
+    """The parts of a `LayerSync` that the warm-up uses."""
 
     steps: int
     """Inner steps so far."""
 
     @property
     def position(self) -> int:
-        """Return how many meetings with other nodes this one has gone to."""
+        """Return the number of warm-up steps and rounds that this node has reached."""
 
     def wait(self, pending: Pending[Tensor], flight: None = None, needed: int | None = None) -> Tensor:
-        """Return the answer once it is here."""
+        """Return the answer once it is there."""
 
 
 class GradientMean:
     """Replace the gradients of `units` by their mean over nodes.
 
-    node: the node that counts steps and waits.
+    Args:
+        units: The units of the model.
+        shards: The ranks of this node.
+        peers: The exchange that averages between the nodes.
+        node: The node that counts steps and waits.
     """
 
     def __init__(self, units: Sequence[SyncUnit], shards: Shards, peers: Peers, node: WarmUpNode) -> None:
         self._units, self._shards, self._peers, self._node = units, shards, peers, node
         self._hooks: list[RemovableHandle] = []
         self._averaged = False
-        """Whether gradients have been averaged since the last step was counted."""
+        """True if gradients have been averaged since the last step was counted."""
         self._fresh = False
-        """Whether a backward pass has added to the gradients since they were averaged."""
+        """True if a backward pass has added to the gradients since they were averaged."""
         self._stepped = True
-        """Whether an optimizer has stepped since gradients were averaged."""
+        """True if an optimizer has stepped since gradients were averaged."""
 
     # -- hooks
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Register what notices backward passes and averages before each step."""
+        """Register hooks that notice backward passes and that average the gradients before each step."""
         self._hooks = list(self._register(optimizers))
 
     def detach(self) -> None:
-        """Remove what `attach` has registered."""
+        """Remove the hooks that `attach` has registered."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -90,8 +95,10 @@ class GradientMean:
         self._stepped = True
 
     def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure after which gradients and loss are means over nodes: an optimizer decides by both,
-        and must decide the same on all nodes."""
+        """Return a closure that averages gradients and loss over the nodes.
+
+        An optimizer decides by both, and must decide the same on all nodes.
+        """
 
         def call() -> Any:
             loss = closure()
@@ -120,7 +127,8 @@ class GradientMean:
     def average(self) -> None:
         """Average the gradients, unless nothing was added to them since they were averaged.
 
-        Raises RuntimeError if optimizers have stepped on some nodes only.
+        Raises:
+            RuntimeError: Optimizers have stepped on some nodes only.
         """
         if self._averaged and not self._fresh:
             return
@@ -142,12 +150,16 @@ class GradientMean:
                 p.grad = torch.zeros_like(p)
         for unit, pending, share in zip(self._units, asked, anywhere[len(params) :], strict=True):
             mean = self._wait_for(pending)
-            # With a finite gradient nowhere, let a GradScaler or the user see it, on all nodes.
+            # If no node has a finite gradient, show NaN to a GradScaler or the user, on all nodes.
             unit.set_gradient(mean if share > 0 else mean.fill_(torch.nan))
         self._averaged, self._fresh, self._stepped = True, False, False
 
     def end_step(self) -> None:
-        """Take note that an inner step is complete. Raises RuntimeError if gradients were not averaged."""
+        """Note that an inner step is complete.
+
+        Raises:
+            RuntimeError: The gradients of the step were not averaged.
+        """
         if not self._averaged:
             raise RuntimeError(_NOT_AVERAGED.format(step=self._node.steps + 1))
         self._averaged = False

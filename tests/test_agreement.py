@@ -9,7 +9,7 @@ from torch import nn
 
 from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.schedule import EverySeconds, EverySteps
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.memory import MemoryWorld

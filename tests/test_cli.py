@@ -75,7 +75,7 @@ def test_help_lists_the_commands_there_are_and_no_others(capsys):
         (["run", "missing.toml", "--local", "2", "--node", "1"], "--local: starts all nodes here"),
         (["run", "missing.toml", "--nodes", "2"], "--master"),
         (["config"], "COMMAND"),
-        (["export", "missing", "out"], "missing is not a run directory"),
+        (["export", "missing", "out"], "missing: not a run directory"),
         (["generate", "missing", "--prompt", "x"], "missing: no run and no model directory"),
         (["join", "nowhere"], "nowhere: expected the hub's HOST:PORT"),
         (["config", "diff", "missing.toml", "missing.toml"], "missing.toml: no such file"),

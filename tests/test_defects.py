@@ -19,7 +19,7 @@ from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.detector import NormHistory, judge
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.schedule import EverySeconds
 from aedit.edit.sync import LayerSync
 
@@ -55,7 +55,7 @@ def local_sgd(model, data, config, *, penalty=None, outer=None, act=lambda sync,
         rounds = []
 
         def note(sync, step):
-            sync.on_round = lambda verdict, waited_s: rounds.append(verdict)
+            sync.on_round = lambda outcome, waited_s: rounds.append(outcome)
             act(sync, step)
 
         train(models[n], inner, exchange, data[n], config, act=note)
@@ -160,7 +160,7 @@ def test_f07_a_root_without_parameters_and_a_frozen_root_exchange():
     for model in (Container(), frozen):
         results = local_sgd(model, [batches(n, 4) for n in range(2)], EditConfig(every=2))
         for trained, rounds, _ in results:
-            assert [verdict.round.steps for verdict in rounds] == [2, 2, 0]
+            assert [outcome.round.steps for outcome in rounds] == [2, 2, 0]
             assert furthest(trained, results[0][0]) == 0
             assert furthest(trained, parameters(model)) > 1e-3
 
@@ -219,9 +219,9 @@ def test_f12_uneven_step_counts_end_together_and_the_last_steps_count():
     results = local_sgd(model, data, EditConfig(every=5), outer=Average(), penalty=PLAIN)
     assert furthest(results[0][0], results[1][0]) == 0
     assert results[0][1][-1].total_steps == 33
-    assert all(verdict.rolled_back == () for _, rounds, _ in results for verdict in rounds)
-    assert sum(verdict.round.steps for verdict in results[0][1]) == 13
-    assert sum(verdict.round.steps for verdict in results[1][1]) == 20
+    assert all(outcome.rolled_back == () for _, rounds, _ in results for outcome in rounds)
+    assert sum(outcome.round.steps for outcome in results[0][1]) == 13
+    assert sum(outcome.round.steps for outcome in results[1][1]) == 20
 
 
 @pytest.mark.parametrize(("every", "warm"), [(3, 8), (8, 3), (2, 0)])
@@ -302,7 +302,7 @@ def test_f15_step_weights_count_the_steps_since_the_last_round_only():
         inner = torch.optim.SGD(own.parameters(), lr=1e-3)
         exchange = MeanExchange(transport, penalty=PenaltyConfig(step_weight=1.0))
         sync = LayerSync.of(own, inner, exchange=exchange, schedule=Script(counts[n]), config=EditConfig())
-        sync.on_round = lambda verdict, waited_s: rounds.append(verdict.weights[0])
+        sync.on_round = lambda outcome, waited_s: rounds.append(outcome.weights[0])
         with sync:
             for batch in batches(n, sum(counts[n])):
                 loss(own, batch).backward()
@@ -333,7 +333,7 @@ def test_f16_a_round_asks_once_whatever_the_number_of_units():
     results = local_sgd(tower(), [batches(n, 4) for n in range(2)], EditConfig(every=2), wrap=watch)
     for _, rounds, transport in results:
         asked = [key for key, _ in transport.sent if key.endswith("/open")]
-        assert asked == [f"{verdict.round.id}/open" for verdict in rounds]
+        assert asked == [f"{outcome.round.id}/open" for outcome in rounds]
 
 
 def test_f17_the_penalty_works_unasked_and_the_distrusted_do_not_count_in_the_divisor():
@@ -361,8 +361,8 @@ def test_f18_a_round_sends_each_parameter_once():
     model = tower()
     results = local_sgd(model, [batches(n, 4) for n in range(2)], EditConfig(every=2), wrap=watch)
     for _, rounds, transport in results:
-        for verdict in rounds:
-            ours = f"{verdict.round.id}/"
+        for outcome in rounds:
+            ours = f"{outcome.round.id}/"
             values = [n for key, n in transport.sent if key.startswith(ours) and key != f"{ours}open"]
             assert sum(values) == sum(p.numel() for p in model.parameters())
 

@@ -9,7 +9,7 @@ from kit.nodes import UNITS, batches, in_threads, loss, parameters, tower
 from aedit.async_sgd.rules.outer import DelayedNesterov, OuterState
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.store import DeviceStore
 from aedit.edit.sync import LayerSync
 from aedit.types import Round

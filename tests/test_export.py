@@ -18,7 +18,7 @@ from aedit.launch.cli.export import export
 from aedit.launch.config.load import load
 from aedit.launch.data.tokenizer import load_tokenizer
 from aedit.launch.hub.replay import anchors_of, replayed
-from aedit.launch.node.checkpoint import Checkpoints, Mark
+from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
 from aedit.launch.node.model import build_model
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.types import UserError
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newest(
 ):
     train_and_save(run_dir, node=0, mark=Mark(1))
     later = []
-    read = Checkpoints.load
+    read = NodeCheckpoints.load
 
     def pruned_under_the_reader(self, mark, into):
         if mark == Mark(1):
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newest(
             shutil.rmtree(self.path(mark))
         read(self, mark, into)
 
-    monkeypatch.setattr(Checkpoints, "load", pruned_under_the_reader)
+    monkeypatch.setattr(NodeCheckpoints, "load", pruned_under_the_reader)
     export(run_dir, tmp_path / "out")
     assert_is(reloaded(tmp_path / "out"), later[0])
 
@@ -169,7 +169,7 @@ def test_a_run_toml_of_another_model_is_refused(run_dir, tmp_path):
     (run_dir / "run.toml").write_text(
         (run_dir / "run.toml").read_text().replace("hidden_size = 16", "hidden_size = 32")
     )
-    with pytest.raises(UserError, match="was it edited"):
+    with pytest.raises(UserError, match=r"restore an edited run\.toml"):
         export(run_dir, tmp_path / "out")
 
 
@@ -262,7 +262,7 @@ def test_the_anchors_of_a_hub_are_exported_from_its_address_its_folder_and_where
             assert_is(reloaded(tmp_path / f"folder{i}"), expected)
         with pytest.raises(UserError, match="no checkpoint yet"):
             export(joined, tmp_path / "third")
-        assert "the newest checkpoint here, as the hub was not asked" in capsys.readouterr().err
+        assert "using the newest checkpoint here, as the hub cannot be asked" in capsys.readouterr().err
         monkeypatch.setattr("aedit.launch.cli.anchors.replayed", half_of)
         with pytest.raises(UserError, match=r"no anchors of model\.layers\.0: the folders of all hubs"):
             export(tmp_path / "runs/it", tmp_path / "third")

@@ -173,7 +173,7 @@ def test_a_second_training_with_the_same_callback_is_refused(tmp_path):
     added = callback(MemoryWorld(1).node(0), every=5)
     twice = trainer(tiny_llama(), samples(0), arguments(tmp_path, max_steps=1), added)
     twice.train()
-    with pytest.raises(ValueError, match="serves one training"):
+    with pytest.raises(ValueError, match="has served another train"):
         twice.train()
 
 

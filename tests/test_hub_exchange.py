@@ -97,14 +97,14 @@ def test_a_refused_push_travels_again_with_what_was_learned_since():
     verdicts = iter([Verdict.REFUSED] * 4 + [Verdict.MERGED] * 100)
     hub, _, sync, _ = one_node(hub=Hub(judge=lambda push: next(verdicts)), model=round_numbers(tower()))
     rng, start, total, seen = torch.Generator().manual_seed(0), parameters(sync.model), {}, []
-    sync.on_round = lambda verdict, waited_s: seen.append(verdict)
+    sync.on_round = lambda outcome, waited_s: seen.append(outcome)
     with sync:
         for _ in range(9):
             total = plus(total, moved_step(sync, rng))
     assert [push.steps for push in hub.pushes] == [3] * 4 + [6] * 4 + [3] * 4
     assert [push.tokens for push in hub.pushes[:5]] == [30] * 4 + [60]
     assert [push.base for push in hub.pushes] == [1] * 8 + [2] * 4
-    assert [sorted(verdict.refused) for verdict in seen] == [
+    assert [sorted(outcome.refused) for outcome in seen] == [
         [0, 1, 2, 3],
         [],
         [],
@@ -127,7 +127,7 @@ def test_the_first_nodes_parameters_are_the_anchors_and_later_nodes_adopt_them()
 
 
 def test_a_hub_has_no_synchronous_phase():
-    with pytest.raises(ValueError, match=r"edit\.warmup_steps must be 0"):
+    with pytest.raises(ValueError, match=r"edit\.warmup_steps = 5 must be 0"):
         one_node(warmup_steps=5)
 
 
@@ -140,7 +140,7 @@ def test_whom_the_hub_distrusts_adopts_the_anchor_and_forgets_its_moments():
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     sync = one_node(hub=Hub(judge=judge), model=model, inner=inner, every=4)[2]
     start, seen = parameters(model), []
-    sync.on_round = lambda verdict, waited_s: seen.append(verdict.distrusted)
+    sync.on_round = lambda outcome, waited_s: seen.append(outcome.distrusted)
     with sync:
         for batch in batches(0, 5):
             step(sync, inner, batch)
@@ -174,7 +174,7 @@ def test_many_steps_after_an_outage_are_believed_and_a_jump_is_not():
     """At a drift of 1 per step, ten times the steps have ten times the norm, which is legitimate."""
     hub, link, sync, _ = one_node(every=4, penalty=PenaltyConfig())
     seen, chance = [], random.Random(0)
-    sync.on_round = lambda verdict, waited_s: seen.append(verdict.distrusted)
+    sync.on_round = lambda outcome, waited_s: seen.append(outcome.distrusted)
 
     def drift(steps, size=1.0):
         for _ in range(steps):
@@ -329,7 +329,7 @@ def test_a_node_that_comes_back_keeps_its_norms_and_residuals_and_takes_the_hubs
     assert snapshot.restore(sync, saved, numbers) == []
     assert (sync.steps, sync.round_id) == (9, 3)  # the fourth is under way
     assert (link.rest[0] == 0.25).all()
-    assert sync.exchange.norms.rounds_L.tolist() == [4] * 4
+    assert sync.exchange.detector.norms.rounds_L.tolist() == [4] * 4
     with sync:
         assert furthest(parameters(sync.model), anchors_of(hub, sync)) == 0
         before = len(hub.pushes)

@@ -217,7 +217,7 @@ def test_two_hubs_cannot_work_in_one_folder(tmp_path):
     with ending():
         second = subprocess.run(hub.process.args, capture_output=True, text=True, timeout=60)
         assert second.returncode == 2
-        assert "another hub works in" in second.stderr
+        assert "another hub is running in this folder" in second.stderr
         assert Client(hub.address).join().founder
 
 

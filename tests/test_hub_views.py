@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from aedit.launch.cli import main
-from aedit.launch.rundir.hub_records import Hub, HubAt, gained, totals
+from aedit.launch.rundir.hub_records import HubRecords, HubSample, gained, totals
 from aedit.launch.rundir.reader import RunFollower, read_run
 from aedit.launch.views import hubview, plot, status
 from aedit.launch.views.bars import bytes_per_round
@@ -297,7 +297,7 @@ def test_lines_of_another_kind_harm_nothing(tmp_path):
     write(tmp_path / "odd" / "hub", [*odd, line(4, [node_at(0, 8)], [2])])
     (hub,) = read_run(tmp_path / "odd").hubs
     assert hub.last.t == 4
-    assert totals([Hub((), ())]) is None
+    assert totals([HubRecords((), ())]) is None
 
 
 def test_a_real_hub_is_shown_followed_and_drawn(tmp_path, monkeypatch, capsys):
@@ -326,7 +326,7 @@ def test_a_real_hub_is_shown_followed_and_drawn(tmp_path, monkeypatch, capsys):
         assert "1 future" in capsys.readouterr().out
         node.leave()
         assert hub.stop() == 0
-    last = HubAt.of(json.loads((tmp_path / "run" / "hub" / "metrics.jsonl").read_text().splitlines()[-1]))
+    last = HubSample.of(json.loads((tmp_path / "run" / "hub" / "metrics.jsonl").read_text().splitlines()[-1]))
     assert last.nodes[0].state == "gone: left", "the last line is written at the end"
     (read,) = read_run(tmp_path / "run").hubs
     assert (read.last.nodes[0].steps, read.last.nodes[0].refused) == (40, {"future": 1})

@@ -25,10 +25,11 @@ from aedit.types import Verdict
 
 def hub(model, clock=None, outer=None, **config):
     plan = HubPlan(
-        hub=HubConfig(**{"weights": "uniform", "pace": "steps", **config}),
+        hub=HubConfig(**{"weights": "uniform", **config}),
         outer=outer or OuterConfig(kind="average", lr=1.0),
         penalty=PenaltyConfig(),
         every=4,
+        pace="steps",
         steps=100,
     )
     return InProcessHub(plan, layout_of(model), **({"clock": clock} if clock else {}))

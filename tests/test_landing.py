@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.proto.transports.memory import MemoryWorld
 from aedit.types import Round
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aedit.async_sgd.rules.outer import Average
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.schedule import EverySteps
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import ModelConfig
@@ -38,7 +38,7 @@ def together(models, data, every, loss=loss, accumulate=1, config=None, wrap=Non
         exchange = MeanExchange(between, outer=Average(), penalty=PLAIN)
         try:
             sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySteps(every), config=config)
-            sync.on_round = lambda verdict, waited_s: rounds.append(verdict)
+            sync.on_round = lambda outcome, waited_s: rounds.append(outcome)
             with sync:
                 for batch in data[i]:
                     for part in batch.chunk(accumulate):
@@ -72,7 +72,7 @@ def test_five_lines_make_a_plain_mlp_a_node():
     results = together(replicas(model, 3), data, every=3)
     assert_same_bits(results)
     assert furthest(results[0][0], local_sgd(model, data, loss, every=3)) < 1e-6
-    assert [verdict.round.steps for verdict in results[0][2]] == [3, 3, 1]
+    assert [outcome.round.steps for outcome in results[0][2]] == [3, 3, 1]
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 1), (2, 1)])
@@ -95,7 +95,7 @@ def test_a_step_is_an_optimizer_step_whatever_the_number_of_micro_batches():
     model, data = Tower(), [batches(i, 4) for i in range(2)]
     results = together(replicas(model, 2), data, every=2, accumulate=4)
     assert furthest(results[0][0], local_sgd(model, data, loss, every=2)) < 1e-6
-    assert [verdict.round.steps for verdict in results[0][2]][:2] == [2, 2]
+    assert [outcome.round.steps for outcome in results[0][2]][:2] == [2, 2]
 
 
 class Recomputed(Tower):
@@ -310,7 +310,7 @@ def test_a_node_whose_anchors_differ_is_found_and_healed_at_the_next_round():
     data = [batches(i, 6) for i in range(3)]
     results = together(replicas(Tower(), 3), data, every=2, after_step=corrupt)
     assert_same_bits(results)
-    assert [[verdict.healed_from for verdict in rounds[:3]] for _, _, rounds in results] == [
+    assert [[outcome.healed_from for outcome in rounds[:3]] for _, _, rounds in results] == [
         [None, None, None],
         [None, None, None],
         [None, 0, None],

@@ -180,11 +180,9 @@ def test_pretrained_weights_come_back_as_they_were_saved(tmp_path):
 
 def test_a_pretrained_model_that_is_too_small_for_the_data_is_refused(tmp_path):
     build().save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"data\.tokenizer has 300 tokens, but model\.pretrained knows only 257"
-    ):
+    with pytest.raises(UserError, match=r"data\.tokenizer: has 300 tokens, model\.pretrained only 257"):
         build(pretrained=str(tmp_path), vocab_size=300)
-    with pytest.raises(UserError, match=r"data\.seq_len = 17, but model\.pretrained has 16 positions"):
+    with pytest.raises(UserError, match=r"data\.seq_len = 17: model\.pretrained has only 16 positions"):
         build(pretrained=str(tmp_path), seq_len=17)
 
 
@@ -196,9 +194,9 @@ def test_a_pretrained_model_that_is_too_small_for_the_data_is_refused(tmp_path):
         ({"sizes": {"hiden_size": 32}}, r"model\.sizes\.hiden_size .* did you mean 'hidden_size'"),
         ({"sizes": {"vocab_size": 32}}, r"model\.sizes\.vocab_size comes from data\.tokenizer"),
         ({"sizes": {"pad_token_id": 0}}, r"model\.sizes\.pad_token_id comes from data\.tokenizer"),
-        ({"sizes": LLAMA | {"hidden_size": "big"}}, r"model\.sizes do not make a llama model: .*str"),
-        ({"family": "gpt2", "sizes": {"n_embd": 33, "n_head": 4}}, r"do not make a gpt2 model: .*33"),
-        ({"sizes": LLAMA | {"num_key_value_heads": 3}}, r"num_key_value_heads = 3 must divide .* = 4"),
+        ({"sizes": LLAMA | {"hidden_size": "big"}}, r"model\.sizes: not valid for a llama model: .*str"),
+        ({"family": "gpt2", "sizes": {"n_embd": 33, "n_head": 4}}, r"not valid for a gpt2 model: .*33"),
+        ({"sizes": LLAMA | {"num_key_value_heads": 3}}, r"num_key_value_heads = 3: must divide .* = 4"),
         ({"sizes": LLAMA | {"max_position_embeddings": 8}}, r"= 8 is below data\.seq_len = 16"),
         ({"pretrained": "/none/there"}, r"model\.pretrained = '/none/there': no usable model there"),
     ],

@@ -10,7 +10,7 @@ from torch import nn
 
 from aedit.async_sgd.rules.outer import Average
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.optimizers import InnerOptimizers
 from aedit.edit.schedule import EverySteps
 from aedit.edit.shards import Shards

@@ -21,7 +21,7 @@ from kit.oracle import Rules, edit
 
 from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 
 JOBS = "tests/dist_jobs/oracle_jobs.py"
 GRID = [(nodes, ranks) for nodes in (1, 2, 3) for ranks in (1, 2)]
@@ -130,12 +130,12 @@ def check_against_the_oracle(runs, expected):
 
 
 def check_node(n, seen, landed):
-    verdict = seen.verdict
-    assert verdict.distrusted == tuple(i for i, unit in enumerate(landed) if not unit.trusted[n])
-    assert verdict.rolled_back == tuple(i for i, unit in enumerate(landed) if unit.rolled_back)
-    np.testing.assert_allclose(verdict.norms, [unit.norms[n] for unit in landed], rtol=1e-4)
-    np.testing.assert_allclose(verdict.weights, [unit.weights[n] for unit in landed], atol=2e-5)
-    np.testing.assert_allclose(verdict.effective_nodes, [unit.effective_nodes for unit in landed], rtol=1e-4)
+    outcome = seen.outcome
+    assert outcome.distrusted == tuple(i for i, unit in enumerate(landed) if not unit.trusted[n])
+    assert outcome.rolled_back == tuple(i for i, unit in enumerate(landed) if unit.rolled_back)
+    np.testing.assert_allclose(outcome.norms, [unit.norms[n] for unit in landed], rtol=1e-4)
+    np.testing.assert_allclose(outcome.weights, [unit.weights[n] for unit in landed], atol=2e-5)
+    np.testing.assert_allclose(outcome.effective_nodes, [unit.effective_nodes for unit in landed], rtol=1e-4)
     for unit, names in zip(landed, UNITS.values(), strict=True):
         np.testing.assert_allclose(flat(seen.parameters, names), unit.anchor, atol=5e-6)
 

@@ -71,7 +71,7 @@ def test_restart_with_equal_nodes_that_drew_equally_skips_nothing():
 
 
 def test_restart_refuses_checkpoints_of_different_corpora():
-    with pytest.raises(UserError, match="different corpora or seeds"):
+    with pytest.raises(UserError, match=r"\(num_samples, seed\) differ"):
         SampleOrder.restart([SampleOrder(12, 5).state(), SampleOrder(13, 5).state()], 0, 1)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from aedit.async_sgd.rules.config import PenaltyConfig
 from aedit.async_sgd.rules.penalty import effective_nodes, weights
-from aedit.edit.exchange import clip_scale
+from aedit.edit.mean_exchange import clip_scale
 
 INF = math.inf
 

@@ -51,7 +51,7 @@ def test_enough_data_is_not_read_to_its_end(tmp_path):
 
 
 def test_a_way_to_read_files_is_no_dataset():
-    with pytest.raises(UserError, match="names a way to read files, not a dataset"):
+    with pytest.raises(UserError, match="names a file format, not a dataset"):
         check_data(data("hf:json"))
     check_data(data("hf:roneneldan/TinyStories"))
 

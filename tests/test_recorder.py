@@ -151,7 +151,7 @@ def test_a_tracker_that_fails_is_left_out_and_told_once(tmp_path, capsys):
         recorder.metrics(step=step, loss=1.0)
     recorder.close()
     assert Broken.calls == 1
-    assert capsys.readouterr().out == "aedit: Broken: no space left; training goes on without it\n"
+    assert capsys.readouterr().out == "aedit: Broken: no space left; training continues without it\n"
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 

@@ -11,7 +11,7 @@ from kit.nodes import batches, furthest, in_threads, loss, parameters, tower
 from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.pace import OwnPace
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.memory import MemoryWorld

@@ -64,7 +64,7 @@ def test_a_standby_takes_over_with_the_same_bits_and_the_old_hub_does_not_lead_a
 
         old = HubProcess(toml, tmp_path / "run" / "hub")
         assert old.process.wait(20) == 2
-        assert "leads this run by now, under term 2" in old.log.read_text()
+        assert "leads this run under the newer term 2" in old.log.read_text()
         assert standby.stop() == 0
     accepted = {(push.node, push.unit, push.seq) for push in pushes_of(tmp_path / "run" / "standby")}
     assert accepted >= {*node.accepted, *other.accepted}

@@ -147,9 +147,9 @@ def ascii_console(**settings):
 
 def test_a_directory_that_is_no_run_is_a_users_error(tmp_path):
     for view in (status.main, top.main, plot.main, report, read_run):
-        with pytest.raises(UserError, match="is not a run directory"):
+        with pytest.raises(UserError, match="not a run directory"):
             view(tmp_path)
-        with pytest.raises(UserError, match="is not a run directory"):
+        with pytest.raises(UserError, match="not a run directory"):
             view(tmp_path / "missing")
 
 
@@ -157,7 +157,7 @@ def test_the_bare_name_of_a_run_is_answered_with_its_directory(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     (tmp_path / "runs" / "tiny" / "run.toml").write_text("")
-    with pytest.raises(UserError, match=r"tiny is not a run directory.*did you mean runs/tiny\?"):
+    with pytest.raises(UserError, match=r"tiny: not a run directory.*did you mean runs/tiny\?"):
         status.main("tiny")
 
 
@@ -570,7 +570,7 @@ def test_a_line_without_a_new_step_keeps_the_last_training_loss(tmp_path):
     from types import SimpleNamespace
 
     from aedit.launch.node.meter import StepMeter
-    from aedit.launch.node.train import Node
+    from aedit.launch.node.train import TrainingNode
 
     told = []
     shards = SimpleNamespace(sum=lambda value: value, size=1)
@@ -586,8 +586,8 @@ def test_a_line_without_a_new_step_keeps_the_last_training_loss(tmp_path):
         budget=SimpleNamespace(progress=lambda: 1.0),
         newest_loss=float("nan"),
     )
-    Node.note_metrics(node)
-    Node.note_metrics(node)
+    TrainingNode.record_metrics(node)
+    TrainingNode.record_metrics(node)
     assert [line["loss"] for line in told] == [1.5, 1.5]
 
 

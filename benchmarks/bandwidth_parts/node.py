@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.c10d import TorchTransport
 from benchmarks.kit.paced import tower, walk

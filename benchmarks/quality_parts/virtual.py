@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from aedit.async_sgd.rules.outer import Nesterov
 from aedit.clock import Turns
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange, RoundOutcome
+from aedit.edit.exchange import RoundOutcome
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.schedule import EverySeconds
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import TrainConfig

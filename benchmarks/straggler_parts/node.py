@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange
 from aedit.edit.hub_exchange import HubExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.pace import make_pace
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load
-from aedit.launch.config.placement import Membership
+from aedit.launch.config.placement import JoinOptions
 from aedit.launch.node.build_hub import agent_plan
 from aedit.proto.agent.agent_link import AgentLink, start_agent
 from aedit.proto.agent.link import Progress
@@ -75,7 +75,7 @@ def _solo(job: Job) -> Walk:
 
 
 def _link(job: Job, config: RunConfig, model: torch.nn.Module) -> AgentLink:
-    member = Membership(hub=job.hub, name=f"node-{job.index}", prefers=job.index)
+    member = JoinOptions(hub=job.hub, name=f"node-{job.index}", prefers=job.index)
     return start_agent(agent_plan(config, member, model, {}, 10**6), ranks=1)
 
 

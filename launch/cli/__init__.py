@@ -1,4 +1,4 @@
-"""The `aedit` command line."""
+"""Command line: `aedit`."""
 
 from aedit.launch.cli.main import main
 

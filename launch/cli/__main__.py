@@ -1,4 +1,4 @@
-"""Run `python -m aedit.launch.cli`."""
+"""Entry point of `python -m aedit.launch.cli`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Read the anchors that hubs own, out of their folders or over the network, as the parameters of a model."""
+"""Load the anchors of hubs into a model, from their folders or over the network."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,10 +24,10 @@ TIMEOUT_S = 10.0
 
 
 def from_folders(model: PreTrainedModel, config: RunConfig, folders: Iterable[Path]) -> str:
-    """Load the anchors that these folders of hubs hold into `model`.
+    """Load the anchors in these folders of hubs into `model`.
 
-    Of a hub and its standby the one that led last counts. Returns where they were; empty if there are none
-    yet. Raises UserError if a part of them is missing, or they are of another model.
+    The hub that led last is used if a standby's folder is among them. Returns a text with the source, "" if
+    there are no anchors yet. Raises UserError if a part of them is missing, or they belong to another model.
     """
     newest: dict[int, tuple[Hub, Path]] = {}
     for folder in folders:
@@ -52,8 +52,12 @@ def from_folders(model: PreTrainedModel, config: RunConfig, folders: Iterable[Pa
 def from_network(
     model: PreTrainedModel, config: RunConfig, addresses: Sequence[str], keys: ClientKeys
 ) -> str:
-    """Load the newest anchors of the hubs at `addresses`, one for each part, into `model`; returns where they
-    were. Raises HubUnreachable, HubRefused, or UserError if they are of another model."""
+    """Load the newest anchors of the hubs at `addresses`, one for each part, into `model`.
+
+    Return a text with the source.
+
+    Raises HubUnreachable, HubRefused, or UserError if they belong to another model.
+    """
     layout = _layout(model, config)
     clients = [HubClient(address, keys, call_timeout_s=TIMEOUT_S) for address in addresses]
     try:
@@ -70,7 +74,9 @@ def _pulled(layout: Layout, run: str, clients: Sequence[HubClient]) -> Iterator[
         request = PullRequest(who=Who(run=run), unit=index)
         head = clients[index % len(clients)].pull(request, values.data.cast("B"))
         if head.codec != "fp32" or head.num_bytes != values.nbytes:
-            raise UserError(f"the hub's unit {unit.name} has another size: is it of another model?")
+            raise UserError(
+                f"the hub's unit {unit.name} has another size than in run.toml: the hub serves another model"
+            )
         yield values
 
 
@@ -82,11 +88,13 @@ def _layout(model: PreTrainedModel, config: RunConfig) -> Layout:
 
 
 def _copy(model: PreTrainedModel, layout: Layout, anchors: Iterable[NDArray[np.float32]]) -> None:
-    """Write one anchor after the other into the parameters of its unit."""
+    """Copy each anchor into the parameters of its unit."""
     own = dict(model.named_parameters())
     for unit, anchor in zip(layout.units, anchors, strict=True):
         if anchor.size != unit.numel:
-            raise UserError(f"the hub's unit {unit.name} is not as run.toml describes it: was it edited?")
+            raise UserError(
+                f"the hub's unit {unit.name} does not match the model of run.toml; restore an edited run.toml"
+            )
         parts = torch.split(torch.from_numpy(np.asarray(anchor).copy()), [one.numel for one in unit.tensors])
         for tensor, part in zip(unit.tensors, parts, strict=True):
             with torch.no_grad():

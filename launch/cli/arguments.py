@@ -1,4 +1,4 @@
-"""The argument parser of the command line: an error is one line, with a suggestion where a word is close."""
+"""Argument parser of the command line: errors of one line, with suggestions for misspelt words."""
 
 import argparse
 import difflib
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error is a UserError, and `--help` also lists the configuration flags."""
+    """ArgumentParser that raises UserError, and whose `--help` also lists the configuration flags."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError with argparse's message, and what may have been meant."""
+        """Raise UserError with argparse's message and a suggestion."""
         raise UserError(f"{_short(message)}{self._suggestion(message)}; see {self.prog} --help")
 
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        """Print the command's own options and, where it takes them, every configuration flag."""
+        """Print the command's own options and, if it takes them, all configuration flags."""
         super().print_help(file)
         if self.get_default("takes_flags"):
             from aedit.launch.config.flags import flags_help
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
             print(f"\nconfiguration flags, each also a key of the file:\n{flags_help()}", file=file)
 
     def _suggestion(self, message: str) -> str:
-        """Return `; did you mean X?` for a misspelt command, choice or option, else nothing."""
+        """Return `; did you mean X?` for a misspelt command, choice or option, else ""."""
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             word, known = choice[1], re.findall(r"[\w.:-]+", choice[2])
         elif unknown := re.search(r"unrecognized arguments: (--[\w-]+)", message):
@@ -41,12 +41,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def _short(message: str) -> str:
-    """argparse calls a command an argument with a metavar, and lists all of them."""
+    """Return argparse's message without metavar and list of all commands."""
     return re.sub(r"^argument COMMAND: invalid choice: '(.*?)' \(.*\)", r"unknown command '\1'", message)
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield every option of the parser and of its subcommands."""
+    """Yield all options of the parser and its subcommands."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):

@@ -1,4 +1,4 @@
-"""`aedit completion SHELL`: a script that completes commands, options, configuration flags and files."""
+"""`aedit completion SHELL`: completion script for commands, options, configuration flags and files."""
 
 import argparse
 from typing import Any, Literal, get_args, get_origin
@@ -12,14 +12,14 @@ PATHS = ("CONFIG", "A", "B", "RUN", "OUT", "DIR", "FILE")
 
 
 def completion(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the completion script of `parser` for one of shtab's shells; `parser` is changed by it."""
+    """Return the completion script of `parser` for one of shtab's shells; changes `parser`."""
     _complete(parser)
     script: str = shtab.complete(parser, shell)
     return script
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
-    """Tell shtab which values are paths, and add the configuration flags where a command takes them."""
+    """Mark values that are paths for shtab, and add the configuration flags to commands that take them."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

@@ -1,4 +1,4 @@
-"""`aedit doctor`: what this machine can do, and what to do about what it cannot."""
+"""`aedit doctor`: check this machine and a configuration, with advice for each problem."""
 
 import importlib.util
 import os
@@ -31,7 +31,7 @@ EXTRAS = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     state: Literal["ok", "warn", "fail"]
@@ -40,7 +40,7 @@ class Check:
 
 
 def doctor(config_paths: Sequence[Path], console: Console | None = None) -> int:
-    """Print a table of checks; 0, or 2 if one of them failed."""
+    """Print a table of checks; return 0, or 2 if one of them failed."""
     checks = [*_machine(), *_torch(), *_extras(), *(_configuration(config_paths) if config_paths else ())]
     table = Table(box=None, pad_edge=False)
     for heading in ("check", "state", "found", "what to do"):
@@ -121,7 +121,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
 
 
 def _buildable(config: RunConfig) -> Check:
-    """The dry run loads the tokenizer and builds the model: what it says of them is what a run would."""
+    """Return the check of tokenizer and model, which it builds as a run does."""
     from aedit.launch.config.placement import Placement
     from aedit.launch.local.plan import check_fits, measure
 

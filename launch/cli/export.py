@@ -1,4 +1,4 @@
-"""A run's newest anchors as a Hugging Face model directory."""
+"""Export the newest anchors of a run as a Hugging Face model directory."""
 
 import os
 import shutil
@@ -18,8 +18,8 @@ from aedit.edit.shards import Shards
 from aedit.launch.cli.anchors import from_folders, from_network
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load, parse
-from aedit.launch.data.tokenizer import Tokenizer, load_tokenizer
-from aedit.launch.node.checkpoint import Checkpoints, Mark
+from aedit.launch.data.tokenizer import CorpusTokenizer, load_tokenizer
+from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
 from aedit.launch.node.model import build_model
 from aedit.launch.views.sources import is_hub
 from aedit.proto.wire.client import HubRefused, HubUnreachable
@@ -36,8 +36,8 @@ ATTEMPTS = 5
 def export(place: str | Path, out: Path, keys: Path | None = None, *, insecure: bool = False) -> None:
     """Write config, safetensors, tokenizer and generation config of a run to the directory `out`.
 
-    The weights are those of `read_run`. The run may still be going on. `out` appears whole or not at all.
-    Raises UserError if `out` holds something, or there is no run, no checkpoint, no hub.
+    The weights are those of `read_run`; the run may still be in progress. `out` is written completely or not
+    at all. Raises UserError if `out` is not empty, or if there is no run, checkpoint or hub.
     """
     _check_empty(out)
     _logging.disable_progress_bar()
@@ -51,16 +51,16 @@ def export(place: str | Path, out: Path, keys: Path | None = None, *, insecure: 
 
 def read_run(
     place: str | Path, keys: Path | None = None, *, insecure: bool = False
-) -> tuple[PreTrainedModel, Tokenizer, str]:
-    """Return the newest anchors of a run as a model on CPU in fp32, its tokenizer, and where they were.
+) -> tuple[PreTrainedModel, CorpusTokenizer, str]:
+    """Return a run's newest anchors as an fp32 model on CPU, its tokenizer, and a text with the source.
 
     Args:
-        place: A run directory, the folder of a hub in one, or HOST:PORT of a hub (several, separated by
-            commas, split the units). Of a directory with a hub these are the hub's anchors. A directory from
-            which nodes have joined a hub elsewhere asks that hub, and if it does not answer is like others:
-            the anchors of the newest checkpoint of any node, or a node's weights where it has no anchors.
-        keys: What `aedit keys` made, for a hub that wants it.
-        insecure: Speak to a hub on another machine without TLS.
+        place: A run directory, a hub's folder in one, or HOST:PORT of a hub (several, separated by commas,
+            split the units). A directory with a hub gives the hub's anchors. A directory whose nodes joined a
+            hub elsewhere gives that hub's anchors if it answers. Otherwise the newest checkpoint of any node
+            gives its anchors, or its weights if it has no anchors.
+        keys: Folder of keys that `aedit keys` made, for a hub with TLS.
+        insecure: Connect to a hub on another machine without TLS.
 
     Raises:
         UserError: There is no run, no checkpoint, or no hub that answers.
@@ -80,14 +80,14 @@ def read_run(
     return model, tokenizer, where
 
 
-def _model(config: RunConfig) -> tuple[PreTrainedModel, Tokenizer]:
+def _model(config: RunConfig) -> tuple[PreTrainedModel, CorpusTokenizer]:
     tokenizer = load_tokenizer(config.data.tokenizer)
     sizes = (tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id)
     return build_model(config.model, *sizes), tokenizer
 
 
 def _configuration(run_dir: Path) -> Path:
-    """Return the file of the node that joined last, which knows its hub's place, or else the run's."""
+    """Return the file of the node that joined last, which has the hub's address, or else the run's."""
     joined = [] if _hub_folders(run_dir) else sorted(run_dir.glob("join_*.toml"), key=_age)
     return joined[-1] if joined else run_dir / "run.toml"
 
@@ -97,7 +97,10 @@ def _age(path: Path) -> float:
 
 
 def _hub_folders(run_dir: Path) -> list[Path]:
-    """Return the folders of the hubs in a run directory; given one of them, also those beside it."""
+    """Return the folders of the hubs in a run directory.
+
+    For the folder of one hub, also the others beside it.
+    """
     around = run_dir.parent if (run_dir / "part.json").exists() else run_dir
     return sorted(path.parent for path in around.glob("*/part.json"))
 
@@ -105,15 +108,19 @@ def _hub_folders(run_dir: Path) -> list[Path]:
 def _of_joined(
     model: PreTrainedModel, config: RunConfig, run_dir: Path, keys: Path | None, insecure: bool
 ) -> str:
-    """Load the anchors of the hub that this directory's nodes have joined; returns where they were, or the
-    empty string if there is none that answers."""
+    """Load the anchors of the hub that this directory's nodes have joined; return a text with the source.
+
+    "" if there is no such hub or it does not answer.
+    """
     if not any(run_dir.glob("join_*.toml")):
         return ""
     try:
         trust = caller_keys(config.hub.address, keys, insecure)
         return _from_network(model, config, config.hub.address, trust)
     except UserError as error:
-        print(f"aedit: the newest checkpoint here, as the hub was not asked: {error}", file=sys.stderr)
+        print(
+            f"aedit: using the newest checkpoint here, as the hub cannot be asked: {error}", file=sys.stderr
+        )
         return ""
 
 
@@ -126,11 +133,11 @@ def _from_network(model: PreTrainedModel, config: RunConfig, addresses: str, key
 
 def _check_empty(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists already: choose another OUT, or remove it")
+        raise UserError(f"OUT: {out} exists already; choose another OUT, or remove it")
 
 
 def _fill(model: PreTrainedModel, run_dir: Path) -> str:
-    """Load the newest checkpoint into `model`; returns which one it was, in words."""
+    """Load the newest checkpoint into `model`; return a text with its name."""
     for _ in range(ATTEMPTS):
         checkpoints, mark = _newest(run_dir)
         try:
@@ -143,24 +150,24 @@ def _fill(model: PreTrainedModel, run_dir: Path) -> str:
     raise UserError(f"{run_dir}: its checkpoints are replaced faster than they can be read; try again later")
 
 
-def _newest(run_dir: Path) -> tuple[Checkpoints, Mark]:
+def _newest(run_dir: Path) -> tuple[NodeCheckpoints, Mark]:
     found = []
     for directory in sorted(run_dir.glob("nodes/*/checkpoints")):
-        checkpoints = Checkpoints(directory, keep=1, shards=Shards())
+        checkpoints = NodeCheckpoints(directory, keep=1, shards=Shards())
         found += [(checkpoints, mark) for mark in checkpoints.marks()]
     if not found:
         raise UserError(f"{run_dir} has no checkpoint yet; the first comes after checkpoint.every rounds")
-    return max(found, key=lambda one: one[1])  # of equal ones the first node's
+    return max(found, key=lambda one: one[1])  # the first node's among equal ones
 
 
-def _load(model: PreTrainedModel, checkpoints: Checkpoints, mark: Mark) -> str:
+def _load(model: PreTrainedModel, checkpoints: NodeCheckpoints, mark: Mark) -> str:
     saved = _sizes(checkpoints.path(mark))
     anchored = any(name.startswith("sync.anchor/") for name in saved)
     sources = {name: _source(model, name, saved) for name in _own_names(model)}
     state: dict[str, dict[str, Tensor]] = {"model": {}, "sync": {}}
     for part, key in sources.values():
         state[part][key] = torch.empty(saved[f"{part}.{key}"])
-    with warnings.catch_warnings():  # that this is a single process is as it should be
+    with warnings.catch_warnings():  # reading in a single process is intended
         warnings.filterwarnings("ignore", message="torch.distributed is ")
         checkpoints.load(mark, state)
     own = model.state_dict()
@@ -170,7 +177,7 @@ def _load(model: PreTrainedModel, checkpoints: Checkpoints, mark: Mark) -> str:
 
 
 def _sizes(path: Path) -> dict[str, torch.Size]:
-    """Full shape of every tensor in a checkpoint, however many ranks have written it."""
+    """Return the full shape of each tensor in a checkpoint, for any number of ranks that wrote it."""
     try:
         metadata = dcp.FileSystemReader(path).read_metadata()
     except (OSError, EOFError, ValueError) as error:
@@ -180,31 +187,41 @@ def _sizes(path: Path) -> dict[str, torch.Size]:
 
 
 def _own_names(model: PreTrainedModel) -> list[str]:
-    """Parameters and saved buffers; of tied weights only the first name, under which their anchor is
-    kept."""
+    """Return the names of parameters and saved buffers.
+
+    Of tied weights the first name, which their anchor has.
+    """
     first = {name for name, _ in model.named_parameters()}
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return [name for name in model.state_dict() if name in first or name not in every]
 
 
 def _source(model: PreTrainedModel, name: str, saved: dict[str, torch.Size]) -> tuple[str, str]:
-    """Where in the checkpoint the value of `name` is: frozen parameters and buffers have no anchor."""
+    """Return the location of the value of `name` in the checkpoint.
+
+    Frozen parameters and buffers have no anchor.
+    """
     part, key = ("sync", f"anchor/{name}") if f"sync.anchor/{name}" in saved else ("model", name)
     size = saved.get(f"{part}.{key}")
     if size != model.state_dict()[name].shape:
-        raise UserError(f"the checkpoint has no {name} of the shape that run.toml describes: was it edited?")
+        raise UserError(
+            f"the checkpoint has no {name} with the shape of run.toml's model; restore an edited run.toml"
+        )
     return part, key
 
 
-def write_model(model: PreTrainedModel, tokenizer: Tokenizer, out: Path) -> None:
-    """Write a directory that `from_pretrained` reads, whole or not at all; an empty one may be there."""
+def write_model(model: PreTrainedModel, tokenizer: CorpusTokenizer, out: Path) -> None:
+    """Write a directory that `from_pretrained` reads, completely or not at all.
+
+    It may exist if it is empty.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     writing = out.parent / f".{out.name}-{os.getpid()}"
     writing.mkdir()
     try:
         model.save_pretrained(writing)
         tokenizer.save(writing)
-        for path in writing.iterdir():  # safetensors lets nobody but the owner read
+        for path in writing.iterdir():  # safetensors makes files readable by the owner only
             path.chmod((writing / "config.json").stat().st_mode)
         os.rename(writing, out)
     finally:

@@ -1,4 +1,4 @@
-"""`aedit init NAME`: a configuration file of one's own, out of a preset."""
+"""`aedit init NAME`: write a configuration file from a preset."""
 
 import re
 from pathlib import Path
@@ -18,11 +18,11 @@ def init(name: str, preset: str = "") -> Path:
     """Write NAME.toml for a run of that name, and return its path.
 
     Args:
-        name: Of the run; `.toml` at its end is not part of it. It may be in another directory.
-        preset: Where the values come from; by default the preset of that name, or `tiny`.
+        name: Of the run, with or without `.toml`; it may include a directory.
+        preset: Source of the values; by default the preset of that name, or `tiny`.
 
     Raises:
-        UserError: The file exists, there is no such preset, or the name cannot be that of a run.
+        UserError: The file exists, there is no such preset, or the name is not valid for a run.
     """
     path = Path(name if name.endswith(".toml") else f"{name}.toml")
     if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*", path.stem):

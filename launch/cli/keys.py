@@ -1,4 +1,4 @@
-"""`aedit keys`: a certificate authority for one run, and a folder of keys for each machine in it."""
+"""`aedit keys`: create a certificate authority for a run, and a folder of keys for each machine."""
 
 import ipaddress
 import os
@@ -43,7 +43,7 @@ class _Authority:
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """Whom a certificate is for, and what it lets them do."""
+    """Holder of a certificate, and its permitted uses."""
 
     name: str
     usage: ObjectIdentifier
@@ -51,19 +51,26 @@ class _Holder:
 
 
 def make_keys(directory: Path, hosts: Sequence[str], nodes: Sequence[str] = (), *, days: int = DAYS) -> str:
-    """Write `directory`/hub for the hub, which nodes reach by `hosts`, and one folder for each of `nodes`;
-    the answer says what to copy where.
+    """Write `directory`/hub for the hub and one folder for each of `nodes`.
 
-    Without names there is one folder `nodes` for them all, with the token and no certificate. Nothing is
-    overwritten: with the same directory again, what is missing is added by the same authority. Keys are
-    ECDSA P-256, readable by their owner only; certificates are valid for `days`. Raises UserError for bad
-    names, for other hosts than the hub's certificate has, and for folders that cannot be written.
+    Return the instructions for copying them.
+
+    Without names, one folder `nodes` serves all nodes, with the token and no certificate. Existing files are
+    not overwritten: a second call with the same directory adds what is missing, from the same authority. Keys
+    are ECDSA P-256, readable by their owner only. Raises UserError for invalid names, for other hosts than
+    the hub's existing certificate has, and for folders that cannot be written.
+
+    Args:
+        directory: Folder for authority and keys.
+        hosts: Host names and IP addresses at which nodes reach the hub.
+        nodes: Names of the nodes.
+        days: Validity of the certificates.
     """
     _check_names(hosts, nodes)
     try:
         authority = _authority(directory)
         folders = [_hub(directory / HUB, authority, hosts, days)]
-        _node(directory / HUB, authority, days)  # a standby, or a region's hub, calls another hub
+        _node(directory / HUB, authority, days)  # for calls to another hub, by a standby or a region's hub
         folders += [_node(directory / name, authority, days) for name in nodes]
         if not nodes:
             folders.append(_shared(directory / ANY_NODE, authority))
@@ -74,7 +81,7 @@ def make_keys(directory: Path, hosts: Sequence[str], nodes: Sequence[str] = (), 
 
 def _check_names(hosts: Sequence[str], nodes: Sequence[str]) -> None:
     if not hosts:
-        raise UserError("--host: name the host names or addresses by which nodes reach the hub")
+        raise UserError("--host: missing; give the host names or IP addresses at which nodes reach the hub")
     for host in hosts:
         if not _is_address(host) and not all(map(_NAME.fullmatch, host.split("."))):
             raise UserError(f"--host: {host!r} is neither a host name nor an IP address (without port)")
@@ -86,7 +93,7 @@ def _check_names(hosts: Sequence[str], nodes: Sequence[str]) -> None:
 
 
 def _authority(directory: Path) -> _Authority:
-    """The one in `directory`; a new one if there is none."""
+    """Return the authority in `directory`, a new one if there is none."""
     if not (directory / CA_KEY).exists():
         _found(directory)
     private = load_pem_private_key((directory / CA_KEY).read_bytes(), None)
@@ -112,7 +119,7 @@ def _found(directory: Path) -> None:
 
 
 def _hub(folder: Path, authority: _Authority, hosts: Sequence[str], days: int) -> Path:
-    wanted = dict.fromkeys((*hosts, *_LOCAL))  # the hub's own machine may always use loopback
+    wanted = dict.fromkeys((*hosts, *_LOCAL))  # the hub's own machine can always use loopback
     names = [_general(host) for host in wanted]
     path = folder / f"{SERVER}.crt"
     if not path.exists():
@@ -131,7 +138,7 @@ def _node(folder: Path, authority: _Authority, days: int) -> Path:
 
 
 def _shared(folder: Path, authority: _Authority) -> Path:
-    """What all machines have alike."""
+    """Write the files that are equal on all machines; return the folder."""
     for name, content in ((CA, authority.certificate.public_bytes(Encoding.PEM)), (TOKEN, authority.token)):
         if not (folder / name).exists():
             _write(folder / name, content)
@@ -213,7 +220,7 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """A new file that only its owner can read; raises FileExistsError rather than touch another one."""
+    """Create a file that only its owner can read. Raises FileExistsError if it exists."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""The `aedit` command. Each subcommand imports what it needs when it runs, so that `--help` is instant."""
+"""The `aedit` command. Each subcommand imports its modules when it runs, so that `--help` is fast."""
 
 import argparse
 import os
@@ -17,8 +17,8 @@ Options = argparse.Namespace
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run one command. The exit code: 0, 1, 2 for what only the person can mend, 130 after Ctrl-C."""
-    # A terminal that cannot show a character shows a `?` instead of ending the command.
+    """Run one command; return the exit code: 0, 1 for a failure, 2 for a user's error, 130 after Ctrl-C."""
+    # Characters that the terminal cannot encode are replaced by `?` instead of raising.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -30,13 +30,13 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has left, as `head` does. Python would complain once more at exit.
+        # The reader of the output has ended, as `head` does. Without this Python reports it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def parser() -> Parser:
-    """The commands and their options, without the configuration flags."""
+    """Return the parser of all commands and options, without the configuration flags."""
     top = Parser(prog="aedit", description="Asynchronous decentralized training.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"aedit {aedit.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -58,14 +58,17 @@ def parser() -> Parser:
     _add_trust(export)
     _add_generate(commands)
     _add_config(commands)
-    init = _command(commands, "init", "write a configuration file to start from", _init)
+    init = _command(commands, "init", "write a configuration file from a preset", _init)
     init.add_argument("name", metavar="NAME", nargs="?", default="run", help="writes NAME.toml (default run)")
     init.add_argument(
-        "--preset", metavar="PRESET", default="", help="its values (default: the preset NAME, or tiny)"
+        "--preset",
+        metavar="PRESET",
+        default="",
+        help="source of the values (default: the preset NAME, or tiny)",
     )
-    doctor = _command(commands, "doctor", "check this machine, and a configuration's files", _doctor)
-    doctor.add_argument("config", metavar="CONFIG", type=Path, nargs="*", help="TOML files, as for aedit run")
-    completion = _command(commands, "completion", "print a script that completes in a shell", _completion)
+    doctor = _command(commands, "doctor", "check this machine and a configuration", _doctor)
+    doctor.add_argument("config", metavar="CONFIG", type=Path, nargs="*", help="TOML files, as for run")
+    completion = _command(commands, "completion", "print a completion script for a shell", _completion)
     completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
     return top
 
@@ -100,69 +103,96 @@ def _with_flags(command: Parser) -> None:
 
 
 def _add_configs(command: Parser) -> None:
-    does = "TOML file or preset:NAME; of several, later ones win over earlier ones"
+    does = "TOML file or preset:NAME; later files override earlier ones"
     command.add_argument("config", metavar="CONFIG", type=Path, nargs="+", help=does)
 
 
 def _add_run(commands: "argparse._SubParsersAction[Parser]") -> None:
-    run = _command(commands, "run", "train; the same command resumes a stopped run", _run)
+    run = _command(commands, "run", "train; the same command continues a stopped run", _run)
     _with_flags(run)
     _add_configs(run)
     run.add_argument("--local", metavar="N", type=int, help="start all N nodes on this machine")
-    run.add_argument("--dry-run", action="store_true", help="print what would happen and start nothing")
+    run.add_argument("--dry-run", action="store_true", help="print the plan of the run and start nothing")
     run.add_argument("--nodes", metavar="N", type=int, default=1, help="machines in the run (default 1)")
-    run.add_argument("--node", metavar="I", type=int, default=0, help="number of this machine, from 0")
-    run.add_argument("--master", metavar="HOST:PORT", default="", help="address of node 0")
+    run.add_argument("--node", metavar="I", type=int, default=0, help="index of this machine, from 0")
+    run.add_argument(
+        "--master", metavar="HOST:PORT", default="", help="address of node 0, with several machines"
+    )
 
 
 def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
-    hub = _command(commands, "hub", "start the hub (parameter server) of a run", _hub)
+    hub = _command(commands, "hub", "run the hub of a training run, which nodes join at any time", _hub)
     _with_flags(hub)
     _add_configs(hub)
-    hub.add_argument("--address", metavar="HOST:PORT", default="", help="listen here; default: hub.address")
-    hub.add_argument("--directory", metavar="DIR", type=Path, help="of its journal; default: runs/NAME/hub")
-    hub.add_argument("--part", metavar="K/N", default="0/1", help="hub K, from 0, of N that split the units")
-    hub.add_argument("--standby", action="store_true", help="follow the hub and take over when it is gone")
+    hub.add_argument(
+        "--address", metavar="HOST:PORT", default="", help="address to listen at (default: hub.address)"
+    )
+    hub.add_argument(
+        "--directory",
+        metavar="DIR",
+        type=Path,
+        help="folder of its journal (default: hub in the run directory)",
+    )
+    hub.add_argument(
+        "--part",
+        metavar="K/N",
+        default="0/1",
+        help="index of this hub among N that split the units (default 0/1)",
+    )
+    hub.add_argument("--standby", action="store_true", help="follow the hub, and take over if it fails")
     _add_trust(hub)
 
 
 def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
-    join = _command(commands, "join", "train as a node of the run of a hub", _join)
+    join = _command(commands, "join", "join the run of a hub as a node", _join)
     _with_flags(join)
-    join.add_argument("hub", metavar="HOST:PORT", help="address of the hub; separate several by commas")
-    join.add_argument("--as", dest="name", metavar="NAME", default="", help="this node's name in the run")
+    join.add_argument(
+        "hub", metavar="HOST:PORT", help="address of the hub; several, separated by commas, split the units"
+    )
+    join.add_argument("--as", dest="name", metavar="NAME", default="", help="name of this node in the run")
     _add_trust(join)
 
 
 def _add_trust(command: Parser) -> None:
-    command.add_argument("--keys", metavar="DIR", type=Path, help="directory that aedit keys wrote")
-    command.add_argument("--insecure", action="store_true", help="connect to other machines without TLS")
+    command.add_argument("--keys", metavar="DIR", type=Path, help="folder of keys that aedit keys made")
+    command.add_argument(
+        "--insecure", action="store_true", help="connect without TLS over a network that others can read"
+    )
 
 
 def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
     keys = _command(commands, "keys", "make certificates and a token for a hub and its nodes", _keys)
-    keys.add_argument("out", metavar="DIR", type=Path, help="new directory for them")
+    keys.add_argument("out", metavar="DIR", type=Path, help="folder for them")
     keys.add_argument(
-        "--host",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="name or IP address of the hub; repeat",
+        "--host", metavar="NAME", action="append", default=[], help="host name or IP of the hub; repeatable"
     )
-    keys.add_argument("--node", metavar="NAME", action="append", default=[], help="name of a node; repeat")
+    keys.add_argument(
+        "--node", metavar="NAME", action="append", default=[], help="name of a node; repeatable"
+    )
 
 
 def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
-    does = "generate text by speculative decoding and print the speed"
+    does = "generate text with speculative decoding, and print the speed"
     generate = _command(commands, "generate", does, _generate)
-    generate.add_argument("place", metavar="RUN", help="run, or a directory that save_pretrained wrote")
+    generate.add_argument("place", metavar="RUN", help="a run, or a directory written by save_pretrained")
     add = generate.add_argument
-    add("--prompt", metavar="TEXT", action="append", required=True, help="text to continue; repeat")
-    add("--max-new-tokens", metavar="N", type=int, help="of each sample (default 256, if the model can)")
+    add("--prompt", metavar="TEXT", action="append", required=True, help="text to continue; repeatable")
+    add(
+        "--max-new-tokens",
+        metavar="N",
+        type=int,
+        help="tokens per sample (default 256, or the model's limit)",
+    )
     add("--temperature", metavar="T", type=float, default=1.0, help="0 is greedy (default 1)")
-    add("--top-k", metavar="K", type=int, default=0, help="draw from the K most likely tokens only")
-    add("--top-p", metavar="P", type=float, default=1.0, help="only from those that together reach P")
-    add("--samples", metavar="N", type=int, default=1, help="of each prompt (default 1)")
+    add("--top-k", metavar="K", type=int, default=0, help="sample from the K most likely tokens only")
+    add(
+        "--top-p",
+        metavar="P",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens with total probability P",
+    )
+    add("--samples", metavar="N", type=int, default=1, help="samples per prompt (default 1)")
     add("--seed", metavar="N", type=int, default=0, help="the same seed gives the same text")
     add(
         "--arm",
@@ -170,21 +200,21 @@ def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
         default="auto",
         help="auto, bandit, off, suffix:8, layer:4, layer:4x2x8 or module:Chooser",
     )
-    add("--drafter", metavar="FILE", type=Path, help="a trained drafter of this policy, or module:Drafter")
+    add("--drafter", metavar="FILE", type=Path, help="file of a trained drafter, or module:Drafter")
     add(
         "--compare",
         action="store_true",
-        help="repeat without speculation; print speed-up and equality",
+        help="generate again without speculation; print speed-up and equality",
     )
 
 
 def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
-    config = commands.add_parser("config", help="show every value, or the differences of two files")
+    config = commands.add_parser("config", help="print the configuration, or the differences of two files")
     actions = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    show = _command(actions, "show", "print every value and where it comes from", _config_show)
+    show = _command(actions, "show", "print all values and their origin", _config_show)
     _with_flags(show)
     _add_configs(show)
-    diff = _command(actions, "diff", "print what differs between two files", _config_diff)
+    diff = _command(actions, "diff", "print the differences of two files", _config_diff)
     diff.add_argument("a", metavar="A", type=Path)
     diff.add_argument("b", metavar="B", type=Path)
 
@@ -196,7 +226,7 @@ def _run(options: Options) -> int:
 
     local = options.local is not None
     if local and (options.master or options.nodes != 1 or options.node):
-        raise UserError("--local: starts all nodes here and goes without --nodes, --node and --master")
+        raise UserError("--local: starts all nodes here; remove --nodes, --node and --master")
     nodes = options.local if local else options.nodes
     placement = Placement(nodes=nodes, node=options.node, local=local, master=options.master)
     config = load(options.config, options.flags, strict=True).config
@@ -320,7 +350,7 @@ def _init(options: Options) -> None:
     from aedit.launch.cli.init import init
 
     path = init(options.name, options.preset)
-    print(f"wrote {path}: `aedit run {path} --dry-run` prints its plan, and with --local 2 two nodes start")
+    print(f"wrote {path}: `aedit run {path} --dry-run` prints its plan, `--local 2` starts two nodes")
 
 
 def _doctor(options: Options) -> int:
@@ -339,8 +369,8 @@ SHELLS = ("bash", "zsh", "tcsh", "fish", "powershell")
 
 VIEWS = (
     ("status", _status, "print the state of a run"),
-    ("top", _top, "watch a run"),
-    ("plot", _plot, "draw a run: loss, time, norms, bytes, staleness"),
+    ("top", _top, "follow a run"),
+    ("plot", _plot, "plot a run: loss, time, norms, bytes, staleness"),
 )
 
 

@@ -1,4 +1,4 @@
-"""The whole run in one frozen value. Imports no torch: `aedit --help` must be instant."""
+"""Configuration of a run as one frozen value. Imports no torch, so that `aedit --help` is fast."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,7 +15,7 @@ SMALL: dict[str, int | float | bool | str] = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": True,
 }
-"""The model of a configuration that says nothing about one; also that of most presets."""
+"""Default model, also that of most presets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class ModelConfig:
     `vocab_size` comes from the tokenizer; the number of positions defaults to `data.seq_len`."""
 
     pretrained: str = ""
-    """Directory or hub name to load weights from instead; `family` and `sizes` are then not used."""
+    """Directory or Hugging Face name to load weights from; `family` and `sizes` then have no effect."""
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Compute precision; parameters and outer state stay fp32."""
@@ -44,18 +44,18 @@ class ModelConfig:
 
     @property
     def own_sizes(self) -> dict[str, int | float | bool | str]:
-        """Return `sizes`, or where there are none those of a small model of the usual family."""
+        """Return `sizes`, or the sizes of a small model if there are none and the family is `llama`."""
         return self.sizes or (dict(SMALL) if self.family == "llama" else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """Where the text comes from and how it is cut into samples."""
+    """Source of the text, and how it is cut into samples."""
 
     source: str = "stdlib"
     """`stdlib` (the running Python's own library, no download), a file or glob (.txt .md .py .rst, one
     document each; .jsonl; .parquet), or `hf:NAME` or `hf:NAME:SUBSET` for a Hugging Face dataset by path
-    or hub name. A text file given alone is cut into pieces of 4096 characters. Parquet and `hf:` need the
+    or name. A text file given alone is cut into pieces of 4096 characters. Parquet and `hf:` need the
     `datasets` extra."""
 
     text_key: str = "text"
@@ -65,13 +65,13 @@ class DataConfig:
     """Split of a Hugging Face dataset."""
 
     tokenizer: str = "byte"
-    """`byte`, or a directory or hub name of a Hugging Face tokenizer."""
+    """`byte`, or the directory or name of a Hugging Face tokenizer."""
 
     seq_len: int = 256
-    """Tokens the model sees per sample."""
+    """Sequence length in tokens."""
 
     held_out: float = 0.02
-    """Share of the documents, chosen by hash, that is never trained on."""
+    """Share of the documents, chosen by hash, that is held out for evaluation."""
 
     def __post_init__(self) -> None:
         check(self.seq_len >= 2, "data.seq_len", "must be at least 2", self.seq_len)
@@ -80,13 +80,13 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The inner optimizer and how long the run lasts."""
+    """Inner optimizer, length of the run and evaluation."""
 
     steps: int = 1000
-    """Inner steps per node; with `edit.schedule = "seconds"` the mean over nodes, which end together."""
+    """Inner steps per node; with `edit.schedule = "seconds"` the mean over the nodes."""
 
     seconds: float | None = None
-    """End the run after this long, at a round (needs `edit.schedule = "seconds"`)."""
+    """End the run at the first round after so many seconds; needs `edit.schedule = "seconds"`."""
 
     batch_size: int = 8
     """Samples per node and micro-batch, over all its ranks."""
@@ -98,19 +98,19 @@ class TrainConfig:
     """Peak learning rate of AdamW."""
 
     lr_warmup: float = 0.02
-    """Share of the run over which the learning rate rises."""
+    """Share of the run with linear warm-up of the learning rate."""
 
     lr_final: float = 0.1
-    """Learning rate at the end of the cosine, as a share of the peak; 1 keeps it constant."""
+    """Final learning rate of the cosine schedule, as a share of `lr`; 1 keeps it constant."""
 
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
 
     grad_clip: float = 1.0
-    """Largest norm of the inner gradient."""
+    """Gradients with a larger norm are clipped to it."""
 
     eval_every: int = 1
-    """Rounds between evaluations on held-out text; 0: only at the end."""
+    """Rounds between evaluations on held-out text; 0 evaluates only at the start and the end."""
 
     eval_samples: int = 32
     """Held-out samples per evaluation."""
@@ -131,7 +131,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """What survives a crash."""
+    """Frequency and number of checkpoints."""
 
     every: int = 1
     """Rounds between checkpoints; 0: only at the end. In a run without rounds (`edit.warmup_steps = "all"`)
@@ -147,10 +147,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConfig:
-    """`aedit run --local N`: what the pretended machines are like."""
+    """Simulated machines of `aedit run --local N`."""
 
     slowdown: tuple[float, ...] = ()
-    """Per node, how many times longer its step takes; missing entries are 1."""
+    """Factor per node by which each of its steps is slowed down; missing entries are 1."""
 
     ranks: int = 1
     """Processes per node, sharded by FSDP2."""
@@ -164,7 +164,7 @@ class LocalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run. Every field may stand in the TOML file or be given as a dotted flag."""
+    """Configuration of one run. Each field is a key of the TOML file and a dotted flag."""
 
     name: str = "run"
     """The run directory is `dir`/`name`."""
@@ -174,10 +174,10 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     restarts: int = 3
-    """Times a node's processes are started again after one of them died."""
+    """Number of times that the processes of a node are restarted after a failure."""
 
     log: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Trackers that metrics go to besides the run directory; each needs the extra of its name."""
+    """Experiment trackers that receive the metrics too; each needs the extra of its name."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -207,7 +207,7 @@ class RunConfig:
         self._check_hub()
 
     def _check_hub(self) -> None:
-        """What has no effect with a hub, or without one, is an error."""
+        """Raise ValueError for a value that has no effect with a hub, or without one."""
         hub, edit = self.hub, self.edit
         if not hub.address:
             check(hub == HubConfig(), "hub.address", "must be HOST:PORT for [hub] to have an effect", "''")

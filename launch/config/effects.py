@@ -1,4 +1,4 @@
-"""Keys that can have no effect under the rest of the configuration: given by a person, they are errors."""
+"""Keys that have no effect under the rest of the configuration: an error if the user has set one."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from aedit.types import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """While `holds`, the value of `cause` makes `keys` useless. A key that ends in a dot is a table."""
+class EffectRule:
+    """While `holds`, the value of the key `cause` disables `keys`. A key that ends in a dot is a table."""
 
     keys: tuple[str, ...]
     cause: str
     holds: Callable[[RunConfig], bool]
     remedy: str
-    """What `cause` would have to be."""
+    """Values of `cause` with which the keys have an effect."""
 
 
 def _has_hub(config: RunConfig) -> bool:
@@ -23,78 +23,80 @@ def _has_hub(config: RunConfig) -> bool:
 
 
 RULES = (
-    Rule(
+    EffectRule(
         ("edit.landing", "edit.prefetch", "edit.fragments", "edit.offload", "edit.penalty.", "outer."),
         "edit.warmup_steps",
         lambda c: c.edit.warmup_steps == "all",
         "a number of steps",
     ),
-    Rule(("edit.prefetch",), "edit.landing", lambda c: c.edit.landing == "arrival", '"forward"'),
-    Rule(
+    EffectRule(("edit.prefetch",), "edit.landing", lambda c: c.edit.landing == "arrival", '"forward"'),
+    EffectRule(
         ("hub.merge", "hub.grace", "hub.grace_cap_s"),
         "hub.quorum",
         lambda c: _has_hub(c) and c.hub.quorum == 1,
         "2 or more",
     ),
-    Rule(
+    EffectRule(
         ("hub.grace", "hub.grace_cap_s"),
         "hub.quorum",
         lambda c: _has_hub(c) and c.hub.quorum == "all",
         "a number of nodes",
     ),
-    Rule(
+    EffectRule(
         ("edit.penalty.weights", "edit.penalty.temperature", "edit.penalty.step_weight"),
         "hub.weights",
         lambda c: _has_hub(c) and c.hub.weights != "penalty",
         '"penalty"',
     ),
-    Rule(
+    EffectRule(
         ("edit.penalty.temperature",),
         "edit.penalty.weights",
         lambda c: c.edit.penalty.weights == "uniform",
         '"scale-free" or "paper"',
     ),
-    Rule(
+    EffectRule(
         tuple(f"edit.penalty.{name}" for name in ("threshold", "warmup_rounds", "window", "ema", "patience")),
         "edit.penalty.detector",
         lambda c: c.edit.penalty.detector == "off",
         '"robust" or "ema"',
     ),
-    Rule(
+    EffectRule(
         ("edit.penalty.ema",), "edit.penalty.detector", lambda c: c.edit.penalty.detector == "robust", '"ema"'
     ),
-    Rule(
+    EffectRule(
         ("edit.penalty.window",),
         "edit.penalty.detector",
         lambda c: c.edit.penalty.detector == "ema",
         '"robust"',
     ),
-    Rule(("outer.momentum",), "outer.kind", lambda c: c.outer.kind == "average", '"nesterov"'),
-    Rule(
+    EffectRule(("outer.momentum",), "outer.kind", lambda c: c.outer.kind == "average", '"nesterov"'),
+    EffectRule(
         ("outer.delay", "outer.activation"),
         "outer.kind",
         lambda c: c.outer.kind in ("average", "nesterov"),
         '"delayed-nesterov"',
     ),
-    Rule(
+    EffectRule(
         ("hub.staleness.power",),
         "hub.staleness.rule",
         lambda c: c.hub.staleness.rule != "polynomial",
         '"polynomial"',
     ),
-    Rule(
+    EffectRule(
         ("hub.staleness.rate",),
         "hub.staleness.rule",
         lambda c: c.hub.staleness.rule != "exponential",
         '"exponential"',
     ),
-    Rule(("hub.parent_every", "hub.parent_mix"), "hub.parent", lambda c: not c.hub.parent, "HOST:PORT"),
-    Rule(("model.family", "model.sizes."), "model.pretrained", lambda c: bool(c.model.pretrained), '""'),
-    Rule(("data.split",), "data.source", lambda c: not c.data.source.startswith("hf:"), '"hf:NAME"'),
+    EffectRule(("hub.parent_every", "hub.parent_mix"), "hub.parent", lambda c: not c.hub.parent, "HOST:PORT"),
+    EffectRule(
+        ("model.family", "model.sizes."), "model.pretrained", lambda c: bool(c.model.pretrained), '""'
+    ),
+    EffectRule(("data.split",), "data.source", lambda c: not c.data.source.startswith("hf:"), '"hf:NAME"'),
 )
 
 
-def without_effect(config: RunConfig, name: str) -> Iterator[Rule]:
+def without_effect(config: RunConfig, name: str) -> Iterator[EffectRule]:
     """Yield the rules by which the key `name` has no effect in `config`."""
     for rule in RULES:
         tables = tuple(key for key in rule.keys if key.endswith("."))
@@ -103,10 +105,14 @@ def without_effect(config: RunConfig, name: str) -> Iterator[Rule]:
 
 
 def check_effects(config: RunConfig, layers: Mapping[str, int], origin: Mapping[str, str]) -> None:
-    """Raise UserError for the first key that was given and can have no effect.
+    """Raise UserError for the first key that the user has set and that has no effect.
 
-    layers: for each key that was given, the number of its file or of the flags. What a later layer has made
-    useless is no error: whoever overrides a value cannot take away the keys that depended on it.
+    Args:
+        config: The complete configuration.
+        layers: Per key that was set, the index of its file, or of the flags. A key that a later layer
+            disables is no error, so that a file can be overridden without removing the keys that depend on
+            it.
+        origin: Per key, the file and line or flag that set it.
     """
     for name, layer in layers.items():
         for rule in without_effect(config, name):

@@ -1,13 +1,13 @@
-"""Objects of a person's own that the configuration names by import path."""
+"""Check objects that the configuration names by import path."""
 
 from aedit.launch.config.config import RunConfig
 from aedit.types import UserError, imported, is_import_path
 
 
 def check_imports(config: RunConfig, *, node: bool = False) -> None:
-    """Raise UserError if something that the configuration names by import path cannot be used here.
+    """Raise UserError if an object that the configuration names by import path cannot be used.
 
-    node: check only what a node of a hub needs, its codecs; outer optimizer and merge rule are the hub's.
+    node: check only the codecs, which a node of a hub needs; outer optimizer and merge rule run in the hub.
     """
     codec = ("num_bytes", "encode_slice", "decode")
     named: list[tuple[str, str, tuple[str, ...]]]

@@ -1,4 +1,4 @@
-"""Every configuration value by its dotted name: its type, and how what a file says becomes a value."""
+"""Configuration values by dotted name: their types, TOML text and conversion."""
 
 import difflib
 import json
@@ -14,11 +14,14 @@ from aedit.launch.config.effects import without_effect
 from aedit.types import ImportPath, UserError, is_import_path
 
 NONE = "none"
-"""TOML has no null: this text stands for it in a field that may be empty."""
+"""Text for an empty value in a TOML file, as TOML has no null."""
 
 
 def hints(cls: Any = RunConfig, prefix: str = "") -> dict[str, Any]:
-    """The type of every value by dotted name: `{"edit.every": float, ...}`; `model.sizes` is one value."""
+    """Return the type of each value by dotted name: `{"edit.every": float, ...}`.
+
+    `model.sizes` is one value.
+    """
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(cls).items():
         inner = hints(hint, f"{prefix}{name}.") if is_dataclass(hint) else {f"{prefix}{name}": hint}
@@ -27,7 +30,7 @@ def hints(cls: Any = RunConfig, prefix: str = "") -> dict[str, Any]:
 
 
 def values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a configuration by dotted name, `model.sizes.*` included, in declared order."""
+    """Yield dotted name and value of each field, `model.sizes.*` included, in declared order."""
     for field in fields(config):
         value, name = getattr(config, field.name), f"{prefix}{field.name}"
         if is_dataclass(value):
@@ -41,9 +44,9 @@ def values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def to_toml(config: RunConfig, *, defaults: bool = True) -> str:
     """Return the configuration as TOML text that `load` reads back to an equal value.
 
-    A key that is at its default and can have no effect is left out: a person may load the text as well.
-    defaults: also the values that are at their default. Without them, a build that does not know a setting
-    can read the text as long as nobody uses that setting.
+    Keys that are at their default and have no effect are left out, so that the text passes the strict checks
+    of `load`. defaults: include values that are at their default. Without them, a build that does not know a
+    setting can read the text while that setting is at its default.
     """
     tree = _tree(config, None if defaults else RunConfig())
     usual = dict(values(RunConfig()))
@@ -54,7 +57,7 @@ def to_toml(config: RunConfig, *, defaults: bool = True) -> str:
 
 
 def literal(value: object) -> str:
-    """Return one value on one line, as a TOML file may have it; None as the text `none`."""
+    """Return one value as TOML on one line; None as the text `none`."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(literal, value))}]"
     if isinstance(value, (bool, str)):
@@ -63,7 +66,10 @@ def literal(value: object) -> str:
 
 
 def convert(value: object, hint: Any, name: str) -> Any:
-    """The value as `hint` wants it, or UserError with the name, what was expected and what came."""
+    """Return the value converted to the type `hint`.
+
+    Raises UserError with key, expected type and value found.
+    """
     converted = _convert(value, hint)
     if converted is _WRONG:
         raise UserError(f"{name}: expected {describe(hint)}, got {_shown(value)}")
@@ -71,7 +77,7 @@ def convert(value: object, hint: Any, name: str) -> Any:
 
 
 def suggest(name: str, known: Collection[str]) -> str:
-    """`; did you mean X?`, or nothing when no known name is close."""
+    """Return `; did you mean X?`, or "" if no known name is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     same_leaf = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
     best = (close or same_leaf)[:1]
@@ -79,7 +85,7 @@ def suggest(name: str, known: Collection[str]) -> str:
 
 
 def describe(hint: Any) -> str:
-    """A type in words a person would use."""
+    """Return a type in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(f'"{a}"' for a in args)
@@ -93,7 +99,7 @@ def describe(hint: Any) -> str:
 
 
 def _tree(config: Any, usual: Any) -> dict[str, Any]:
-    """Return the values of `config` that are not those of `usual`; all if that is None."""
+    """Return the values of `config` that differ from `usual` as nested tables; all values if that is None."""
     tree: dict[str, Any] = {}
     for field in fields(config):
         value, other = getattr(config, field.name), getattr(usual, field.name, None)
@@ -106,7 +112,7 @@ def _tree(config: Any, usual: Any) -> dict[str, Any]:
 
 
 def _drop(tree: dict[str, Any], path: list[str]) -> None:
-    """Remove a key from nested tables, and the tables that it leaves empty."""
+    """Remove a key from nested tables, and the tables that become empty."""
     first, *rest = path
     if rest and first in tree:
         _drop(tree[first], rest)
@@ -162,7 +168,7 @@ def _convert_list(value: object, args: tuple[Any, ...]) -> Any:
 def _convert_table(value: object, hint: Any) -> Any:
     if not isinstance(value, Mapping):
         return _WRONG
-    # A whole number stays one here: `int | float` must not turn hidden_size = 64 into 64.0.
+    # Keep the type of each number: `int | float` must not convert hidden_size = 64 to 64.0.
     entries = {key: v if type(v) in get_args(hint) else _WRONG for key, v in value.items()}
     return _WRONG if _WRONG in entries.values() else entries
 

@@ -1,4 +1,4 @@
-"""Dotted flags: which words of a command line they are, and how they change a configuration."""
+"""Dotted flags: split them from a command line, and apply them to a configuration."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ SIZES = "model.sizes."
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
-    """Part a command line into what the command itself reads and the configuration flags, values included."""
+    """Return the words of the command itself, and the configuration flags with their values."""
     rest: list[str] = []
     flags: list[str] = []
     i = 0
@@ -31,7 +31,7 @@ def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def flags_help() -> str:
-    """What `--help` says about the configuration flags."""
+    """Return the section of `--help` on configuration flags."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         tyro.cli(RunConfig, args=["--help"], prog="aedit run", use_underscores=True)
@@ -39,13 +39,13 @@ def flags_help() -> str:
 
 
 def with_flags(config: RunConfig, flags: list[str]) -> RunConfig:
-    """The configuration with these flags' values in it. UserError if one cannot be read."""
+    """Return the configuration with the values of these flags. Raises UserError if a flag cannot be read."""
     sizes, others = _take_sizes(flags)
     model = replace(config.model, sizes={**config.model.sizes, **sizes})
     config = replace(config, model=model)
     if not others:
         return config
-    # tyro would offer the sizes as flags of their own; they are read already.
+    # Without the sizes, which are read already: tyro would make each of them a flag.
     bare = replace(config, model=replace(model, sizes={}))
     words = _spell_none(others)
     parsed = _quietly(
@@ -55,13 +55,13 @@ def with_flags(config: RunConfig, flags: list[str]) -> RunConfig:
 
 
 def flag_keys(flags: list[str]) -> set[str]:
-    """Dotted names of the values these flags set."""
+    """Return the dotted names of the values that these flags set."""
     named = {_key(word) for word in flags if word.startswith("--")}
     return named | {re.sub(r"(^|\.)no_(\w+)$", r"\1\2", key) for key in named}
 
 
 def _take_sizes(flags: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """`--model.sizes.KEY VALUE`, whose keys only the model family knows; and the flags that are left."""
+    """Return the values of `--model.sizes.KEY VALUE`, whose keys depend on the family, and other flags."""
     sizes: dict[str, Any] = {}
     others: list[str] = []
     words = iter(flags)
@@ -78,7 +78,7 @@ def _take_sizes(flags: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _spell_none(flags: list[str]) -> list[str]:
-    """The file's word for an empty value is `none`, tyro's is `None`."""
+    """Return the flags with the text `none` of TOML files replaced by `None` of tyro."""
     known = hints()
     empty = {key for key, hint in known.items() if type(None) in get_args(hint)}
     words = [re.sub(f"={NONE}$", "=None", word) if _key(word) in empty else word for word in flags]
@@ -96,7 +96,10 @@ def _scalar(text: str) -> int | float | bool | str:
 
 
 def _quietly(parse: Callable[[], T]) -> T:
-    """tyro explains an error in a box and exits; the person gets its first sentence in one line."""
+    """Return the result of `parse`.
+
+    Raise UserError with the first sentence of tyro's error box instead of exiting.
+    """
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -106,7 +109,7 @@ def _quietly(parse: Callable[[], T]) -> T:
 
 
 def _first_sentence(box: str) -> str:
-    """tyro's box without a terminal: a title, a rule, the message, a rule or an empty line, advice."""
+    """Return the first sentence of tyro's error box: title, rule, message, then a rule or an empty line."""
     lines = [line.strip() for line in box.strip().splitlines()]
     ends = [i for i, line in enumerate(lines) if not line.strip("-")]
     sentence = " ".join(lines[ends[0] + 1 : ends[1]]) if len(ends) > 1 else " ".join(lines)
@@ -116,12 +119,12 @@ def _first_sentence(box: str) -> str:
 
 
 def _key(flag: str) -> str:
-    """`--edit.penalty.step-weight=1` -> `edit.penalty.step_weight`."""
+    """Return the key of a flag: `--edit.penalty.step-weight=1` -> `edit.penalty.step_weight`."""
     return flag.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def _width(words: list[str]) -> int:
-    """How many of these words the configuration flag at their head takes; 0 if it is none."""
+    """Return the number of words that the configuration flag at the start takes; 0 if it is none."""
     word = words[0]
     if not word.startswith("--") or word == "--":
         return 0

@@ -1,4 +1,4 @@
-"""One configuration from defaults, TOML files and flags; every value remembers where it came from."""
+"""Load a configuration from defaults, TOML files and flags, with the origin of each value."""
 
 import contextlib
 import re
@@ -21,18 +21,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A configuration, and for each dotted key `default`, `FILE:LINE` or `flag`."""
+    """A configuration, and for each dotted key its origin: `default`, `FILE:LINE` or `flag`."""
 
     config: RunConfig
     origin: dict[str, str]
 
 
 def load(files: Path | Sequence[Path] | None, flags: list[str], *, strict: bool = False) -> Loaded:
-    """Return defaults < TOML files < flags such as `--edit.every 64`.
+    """Return the configuration: defaults < TOML files < flags such as `--edit.every 64`.
 
-    files: a later file wins over an earlier one, key by key; `preset:NAME` is a shipped one. Raises
-    UserError, one line, for whatever is wrong. strict: also for a key that can have no effect; for what a
-    person has written, not for what `to_toml` has.
+    Raises UserError, one line, for any error in them.
+
+    Args:
+        files: TOML files; a later file overrides an earlier one key by key. `preset:NAME` is a shipped one.
+        flags: Dotted flags.
+        strict: Raise also for a key that has no effect; for files that a user has written, not for the output
+            of `to_toml`.
     """
     paths = [files] if isinstance(files, Path) else list(files or ())
     tree: dict[str, Any] = {}
@@ -60,14 +64,14 @@ def load(files: Path | Sequence[Path] | None, flags: list[str], *, strict: bool 
 
 
 def parse(text: str, where: str) -> RunConfig:
-    """A configuration that came as TOML text from `where`, such as a hub. UserError as of `load`."""
+    """Return the configuration in TOML text from `where`, such as a hub. Raises UserError as `load` does."""
     with _blaming(f"{where}: "):
         tree = _converted(RunConfig, _parse(text, where))
         return _replaced(RunConfig(), _with_hub_defaults(tree))
 
 
 def _with_hub_defaults(tree: dict[str, Any], flags: Iterable[str] = ()) -> dict[str, Any]:
-    """Return `tree` with the landing that a hub needs, if there is a hub and nothing else is asked for."""
+    """Return `tree` with the landing that a hub needs, if there is a hub and no landing is set."""
     edit = tree.get("edit", {})
     has_hub = "hub.address" in flags or tree.get("hub", {}).get("address")
     if not has_hub or "landing" in edit:
@@ -84,7 +88,7 @@ def _parse(text: str, path: Path | str | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _blaming(where: str) -> Iterator[None]:
-    """The checks of the configuration classes raise ValueError; here it becomes the person's own error."""
+    """Raise the ValueError of a configuration check as UserError that begins with `where`."""
     try:
         yield
     except (ValueError, UserError) as error:
@@ -92,7 +96,10 @@ def _blaming(where: str) -> Iterator[None]:
 
 
 def _converted(cls: Any, tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return what a file says, every value as the configuration class wants it. UserError names the key."""
+    """Return the values of a file converted to the types of the class.
+
+    Raises UserError that names the key.
+    """
     types = get_type_hints(cls)
     found: dict[str, Any] = {}
     for key, value in tree.items():
@@ -109,7 +116,7 @@ def _converted(cls: Any, tree: Mapping[str, Any], prefix: str = "") -> dict[str,
 
 
 def _over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `below` with the values of `above`, table by table."""
+    """Return `below` updated with the values of `above`, table by table."""
     merged = dict(below)
     for key, value in above.items():
         both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -118,7 +125,7 @@ def _over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replaced(config: T, changes: Mapping[str, Any]) -> T:
-    """Return the configuration with these values; its own checks see it only when all are in."""
+    """Return the configuration with these values; its checks run once, when all values are set."""
     inner = {
         key: _replaced(getattr(config, key), value) if is_dataclass(getattr(config, key)) else value
         for key, value in changes.items()
@@ -127,7 +134,7 @@ def _replaced(config: T, changes: Mapping[str, Any]) -> T:
 
 
 def _names(prefix: str) -> list[str]:
-    """Every key, those beside the misspelt one first, and every table."""
+    """Return each key, those next to the misspelt one first, and each table."""
     known = list(hints())
     tables = sorted({key.rpartition(".")[0] for key in known if "." in key})
     return sorted([*known, *tables], key=lambda key: not key.startswith(prefix))
@@ -142,7 +149,10 @@ def _keys(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _line_numbers(text: str) -> dict[str, int]:
-    """Line of each `key =`, by dotted name. tomllib keeps no positions; inline tables are not looked into."""
+    """Return the line of each `key =` by dotted name.
+
+    tomllib keeps no positions; inline tables are not searched.
+    """
     found: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):

@@ -1,4 +1,7 @@
-"""How much memory a run takes, as far as the configuration tells, and how much this machine has. No torch."""
+"""Estimate the memory of a run from its configuration, and compare it with this machine's.
+
+Imports no torch.
+"""
 
 import json
 import math
@@ -22,7 +25,7 @@ _GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"
 
 
 def state_bytes(config: RunConfig, num_params: int, num_trained: int) -> dict[str, int]:
-    """Return what one node keeps for the whole run, by name: no activations, no buffers under way."""
+    """Return the bytes that one node needs for the whole run, by name, without activations and buffers."""
     edit, held = config.edit, num_trained * FP32_BYTES
     where = " (host memory)" if edit.offload else ""
     found = {"parameters": num_params * FP32_BYTES, "gradients": held, "AdamW moments": 2 * held}
@@ -41,7 +44,7 @@ def state_bytes(config: RunConfig, num_params: int, num_trained: int) -> dict[st
 
 
 def least_parameters(config: RunConfig) -> int | None:
-    """Return a lower bound of the model's parameters; None if only the model's own code can tell."""
+    """Return a lower bound of the number of parameters; None if only the model's own code determines it."""
     if config.model.pretrained:
         return _saved_parameters(Path(config.model.pretrained).expanduser())
     sizes = config.model.own_sizes
@@ -51,14 +54,14 @@ def least_parameters(config: RunConfig) -> int | None:
     heads = _first(sizes, "num_attention_heads", "n_head")
     width = heads * (_first(sizes, "head_dim") or hidden // heads) if heads else hidden
     keys = (_first(sizes, "num_key_value_heads") or 1) * width // heads if heads else 0
-    inner = _first(sizes, "intermediate_size", "n_inner") or 0  # the family's own, which may be small
+    inner = _first(sizes, "intermediate_size", "n_inner") or 0  # a family's default may be small
     matrices = 3 if config.model.family in _GATED else 2
     vocabulary = BYTE_VOCABULARY if config.data.tokenizer == "byte" else 0
     return layers * hidden * (2 * width + 2 * keys + matrices * inner) + vocabulary * hidden
 
 
 def machine_bytes() -> int:
-    """Return the memory of this machine, or of the container this is in."""
+    """Return the bytes of memory of this machine, or of the container that this process runs in."""
     total = psutil.virtual_memory().total
     for path in _LIMITS:
         with suppress(OSError, ValueError):
@@ -67,9 +70,13 @@ def machine_bytes() -> int:
 
 
 def check_memory(config: RunConfig, num_params: int, *, nodes: int = 1, have: int | None = None) -> None:
-    """Raise UserError if so many nodes cannot fit, whatever else takes memory.
+    """Raise UserError if the nodes cannot fit even without activations and buffers.
 
-    num_params: of the model, or a lower bound. have: bytes there are; by default those of this machine.
+    Args:
+        config: Of the run.
+        num_params: Number of parameters, or a lower bound.
+        nodes: On this machine.
+        have: Bytes available; by default the memory of this machine.
     """
     need = nodes * sum(state_bytes(config, num_params, num_params).values())
     have = machine_bytes() if have is None else have
@@ -82,8 +89,7 @@ def check_memory(config: RunConfig, num_params: int, *, nodes: int = 1, have: in
 
 
 def trains_on_cpu(config: RunConfig) -> bool:
-    """Return whether the nodes of this machine keep their state in its own memory, as far as that can be
-    told without torch."""
+    """Return whether the nodes of this machine probably keep their state in main memory; needs no torch."""
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     return config.device == "cpu" or (config.device == "auto" and not has_gpu)
 
@@ -93,7 +99,7 @@ def _first(sizes: Mapping[str, Any], *names: str) -> int | None:
 
 
 def _saved_parameters(directory: Path) -> int | None:
-    """Return the number of values in a directory's safetensors files, whose heads say it."""
+    """Return the number of values in the safetensors files of a directory, from their headers."""
     files = list(directory.glob("*.safetensors")) if directory.is_dir() else []
     total = 0
     try:

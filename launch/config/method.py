@@ -1,8 +1,8 @@
-"""The settings that decide the result of a run: the same on hub, standby and nodes, whatever their builds.
+"""Settings that determine the result of a run: equal on hub, standby and nodes, whatever their builds.
 
-Two builds of one protocol number train the same run if these are equal; equal code is not asked for. Values
-that are the build's defaults are left out, so that a build with a new setting at its default agrees with one
-that does not know it. A default that changes therefore needs a new `PROTOCOL`.
+Two builds with the same protocol number train the same run if these settings are equal; equal code is not
+required. Values at the build's default are left out, so that a build with a new setting at its default agrees
+with one that does not know it. A changed default therefore needs a new `PROTOCOL`.
 """
 
 from collections.abc import Mapping
@@ -40,19 +40,19 @@ applies and an operator may change between two of its starts (quorum, grace, sta
 
 
 def method(config: RunConfig) -> dict[str, str]:
-    """Return the settings that decide the result and are not at their default, each as TOML text."""
+    """Return the settings that determine the result and are not at their default, each as TOML text."""
     usual = dict(values(RunConfig()))
     found = ((name, value) for name, value in values(config) if _decides(name))
     return {name: literal(value) for name, value in found if name not in usual or usual[name] != value}
 
 
 def defaults() -> dict[str, str]:
-    """Return the defaults of all settings that decide the result, as TOML text."""
+    """Return the defaults of all settings that determine the result, as TOML text."""
     return {name: literal(value) for name, value in values(RunConfig()) if _decides(name)}
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the first setting that differs, its value in `ours` and in `theirs`; None if none does."""
+    """Return the first setting that differs, its value in `ours` and in `theirs`; None if all are equal."""
     usual = defaults()
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):

@@ -1,4 +1,4 @@
-"""Which nodes of a run this machine starts, and how many processes each has."""
+"""Nodes of a run that this machine starts, and the number of processes per node."""
 
 import sys
 from dataclasses import dataclass
@@ -9,30 +9,30 @@ from aedit.proto.wire.security import is_loopback
 from aedit.types import UserError
 
 NODE_PROGRAM = ("-m", "--", "aedit.launch.node")
-"""With `--`, or torchrun would take the node's `--local` for one of its own options, cut short."""
+"""Arguments of torchrun; `--` keeps it from reading the node's `--local` as one of its own options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """This machine's part in a run."""
+    """Part of this machine in a run."""
 
     nodes: int = 1
     """Nodes of the whole run."""
 
     node: int = 0
-    """Which of them this machine is; 0 with `local`, which starts them all."""
+    """Index of this machine's node; 0 with `local`, which starts all nodes."""
 
     local: bool = False
     """All nodes are processes on this machine."""
 
     master: str = ""
-    """HOST:PORT of node 0, where several machines meet."""
+    """HOST:PORT of node 0, the rendezvous of several machines."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
             raise UserError(f"{'--local' if self.local else '--nodes'}: must be at least 1, got {self.nodes}")
         if not 0 <= self.node < self.nodes:
-            raise UserError(f"--node: must be from 0 to {self.nodes - 1}, one below --nodes, got {self.node}")
+            raise UserError(f"--node: must be from 0 to {self.nodes - 1} (--nodes minus 1), got {self.node}")
         if self.nodes > 1 and not self.local and not self.master:
             raise UserError("--master: several machines need HOST:PORT of node 0, the same on all of them")
         host, _, port = self.master.rpartition(":")
@@ -41,27 +41,27 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """How a node of a run with a hub finds it, and who it is there."""
+class JoinOptions:
+    """Address of the hub and identity of a node that joins its run."""
 
     hub: str
     """HOST:PORT of the hub; several, separated by commas, split the units."""
 
     name: str
-    """Of the node: the same one after a restart, so that it is the same member."""
+    """Name of the node, kept over restarts so that the hub recognizes it."""
 
     standby: str = ""
     keys: Path | None = None
-    """What `aedit keys` made for this node; None: a hub on this machine, or one that is open to all."""
+    """Folder of keys that `aedit keys` made for this node; None without TLS."""
 
     insecure: bool = False
-    """Speak to a hub on another machine without TLS."""
+    """Connect to a hub on another machine without TLS."""
 
     prefers: int | None = None
-    """The index it would like to have."""
+    """Preferred index of the node."""
 
     def words(self) -> list[str]:
-        """Options of the node program."""
+        """Return the options for the node program."""
         words = [f"--hub={self.hub}", f"--name={self.name}"]
         words += [f"--standby={self.standby}"] if self.standby else []
         words += [f"--keys={self.keys}"] if self.keys else []
@@ -70,10 +70,10 @@ class Membership:
 
 
 def check_hub_start(config: RunConfig, placement: Placement) -> None:
-    """Raise UserError if `aedit run` cannot start a run with this hub; the text says which commands can.
+    """Raise UserError if `aedit run` cannot start a run with this hub; the text names the commands that can.
 
-    Without `--local` it starts the hub and one node, and only where the hub is for this machine alone:
-    the machines of a hub have commands of their own.
+    Without `--local` it starts the hub and one node, and only if the hub listens at a loopback address: with
+    several machines the hub has a command of its own.
     """
     hub = config.hub
     if not hub.address or placement.local:
@@ -81,19 +81,20 @@ def check_hub_start(config: RunConfig, placement: Placement) -> None:
     reach = hub.address if not hub.address.endswith(":0") else "HOST:PORT"
     others = f"aedit hub CONFIG on its machine, aedit join {reach} on each of the others"
     if placement.nodes > 1 or placement.master:
-        raise UserError(
-            f"--nodes, --master: the nodes of a hub meet at the hub, not at a master; use {others}"
-        )
-    open_to_others = [place for place in (*hub.addresses, hub.standby) if place and not is_loopback(place)]
+        raise UserError(f"--nodes, --master: no effect with hub.address = {hub.address}; use {others}")
+    open_to_others = [one for one in (*hub.addresses, hub.standby) if one and not is_loopback(one)]
     if open_to_others:
         raise UserError(
-            f"hub.address = {open_to_others[0]} is for several machines: use {others},"
-            " or --hub.address 127.0.0.1:0 to have the hub and a node here alone"
+            f"hub.address = {open_to_others[0]} is not a loopback address: aedit run starts only a hub of"
+            f" this machine; use {others}, or --hub.address 127.0.0.1:0 for a hub and one node here"
         )
 
 
 def ranks_per_node(config: RunConfig, placement: Placement) -> int:
-    """Processes per node: one per GPU of this machine, or `local.ranks` without GPUs or with `--local`."""
+    """Return the processes per node.
+
+    One per GPU of this machine, or `local.ranks` without GPUs or with `--local`.
+    """
     if placement.local or config.device == "cpu":
         return config.local.ranks
     import torch
@@ -110,11 +111,12 @@ def torchrun_words(
     placement: Placement,
     attempt: int,
     program: tuple[str, ...] = NODE_PROGRAM,
-    membership: Membership | None = None,
+    membership: JoinOptions | None = None,
 ) -> list[str]:
-    """The command that starts this machine's processes. `attempt` numbers their logs and events, from 1.
+    """Return the command that starts this machine's processes.
 
-    With a `membership` it is one node's, which the hub brings together with the others.
+    With a `membership` it starts one node, which the hub connects with the others. attempt: number of this
+    start in the names of its logs and in its events, from 1.
     """
     ranks = ranks_per_node(config, placement)
     joined = placement.local and membership is None
@@ -126,18 +128,18 @@ def torchrun_words(
 
 
 def warnings(config: RunConfig, placement: Placement) -> list[str]:
-    """Values that can have no effect here, each in a sentence."""
+    """Return a sentence for each value that has no effect on this machine."""
     if config.local.slowdown and not placement.local:
         return ["local.slowdown has no effect without --local"]
     return []  # More entries than nodes are no mistake: one file serves any number of nodes.
 
 
-def _rendezvous(placement: Placement, membership: Membership | None) -> list[str]:
+def _rendezvous(placement: Placement, membership: JoinOptions | None) -> list[str]:
     if membership or placement.local or placement.nodes == 1:
-        # The loopback address, as a container's own name often resolves to nothing.
+        # The loopback address: a container's own name often cannot be resolved.
         return ["--standalone", "--local-addr=127.0.0.1"]
     host, _, port = placement.master.rpartition(":")
-    # The static rendezvous keeps a machine's node number over restarts; c10d's would hand out new ones.
+    # The static rendezvous keeps a machine's node index over restarts; the c10d one assigns new ones.
     return [
         f"--nnodes={placement.nodes}",
         f"--node-rank={placement.node}",

@@ -1,4 +1,4 @@
-"""The shipped configurations, also in the wheel: `preset:NAME` stands for one wherever a TOML file may."""
+"""Shipped configurations, also in the wheel: `preset:NAME` can replace any TOML file."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Text, one document at a time, always in the same order. Imports no torch."""
+"""Yield the text of a source, one document at a time and always in the same order. Imports no torch."""
 
 import importlib
 import os
@@ -23,15 +23,15 @@ from aedit.types import UserError
 __all__ = ["Document", "documents", "is_held_out", "position", "source_files"]
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-_NEAR_COPIES = {"encodings"}  # tables that differ in a few lines: a held-out one would be known by heart
+_NEAR_COPIES = {"encodings"}  # near-duplicate tables: a held-out one would be memorized from the others
 _TOPICS = "pydoc_data"
 
 
 def documents(config: DataConfig, longest: int = LONG_CHARS) -> Iterator[Document]:
     """Yield all documents of `config.source` that hold text, in an order that depends on their names only.
 
-    What is longer than `longest` characters comes in pieces; Python's own library comes whole.
-    Raises `UserError` for a source that is missing, unreadable, of an unknown kind, or without any text.
+    Documents longer than `longest` characters are cut into pieces; files of Python's own library are not.
+    Raises UserError for a source that is missing, unreadable, of an unknown kind, or without any text.
     """
     empty = True
     for document in _every_document(config):
@@ -40,11 +40,11 @@ def documents(config: DataConfig, longest: int = LONG_CHARS) -> Iterator[Documen
             cut = len(document.text) > longest and (config.source != "stdlib" or longest < LONG_CHARS)
             yield from pieces(document) if cut else (document,)
     if empty:
-        raise UserError(f"data.source = {config.source!r} holds no text")
+        raise UserError(f"data.source = {config.source!r} contains no text; name files with text")
 
 
 def source_files(config: DataConfig) -> list[Path]:
-    """The files that `documents` reads, so that a cache can notice when one of them changes."""
+    """Return the files that `documents` reads, from which a cache can detect changes."""
     if config.source == "stdlib":
         return [_stdlib_root() / _TOPICS / "topics.py", *_stdlib_files()]
     if name := _dataset_name(config):
@@ -53,15 +53,19 @@ def source_files(config: DataConfig) -> list[Path]:
 
 
 def is_held_out(document: Document, share: float) -> bool:
-    """Return whether this document belongs to the `share` that is never trained on.
+    """Return whether this document belongs to the `share` that is held out for evaluation.
 
-    Decided by its text alone: equal on every machine and in every order, and copies of a text stay together.
+    The decision depends on its text only: it is equal on all machines and in any order, and copies of a text
+    fall on the same side.
     """
     return position(document) < share
 
 
 def position(document: Document) -> float:
-    """Return the place of this document's text in [0, 1): those below the held-out share are held out."""
+    """Return the hash of the document's text as a number in [0, 1).
+
+    Documents below the held-out share are held out.
+    """
     digest = blake2b(document.text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
@@ -83,7 +87,7 @@ def _stdlib() -> Iterator[Document]:
     root = _stdlib_root()
     for path in _stdlib_files():
         yield Document(path.relative_to(root).as_posix(), read_text(path))
-    # The topics are one dict literal in one file: as documents of their own they can be split and held out.
+    # One dict literal in one file holds all topics: as separate documents they can be split and held out.
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     for name in sorted(topics):
         yield Document(f"topics/{name}", topics[name])

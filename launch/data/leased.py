@@ -1,4 +1,4 @@
-"""Which sample is drawn when, in a run whose nodes come and go: the hub leases out the stream in blocks."""
+"""Sample order of a node of a hub, which leases the sample stream in blocks."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,11 +10,9 @@ from aedit.proto.agent.link import Link
 
 
 class LeasedOrder:
-    """Sample indices for one node: the endless stream of `SampleOrder`, at the positions that the hub has
-    leased to this node, in the order of the leases.
+    """Sample indices for one node, from positions of the stream that the hub leases to it.
 
-    num_samples: of the corpus. waiter: the node's `LayerSync`, which waits once the hub has been away for
-    longer than what it had leased out lasts.
+    The stream is that of `SampleOrder`; positions are drawn in the order of the leases.
     """
 
     def __init__(self, link: Link, num_samples: int, seed: int, waiter: Waiter) -> None:
@@ -24,17 +22,19 @@ class LeasedOrder:
 
     @property
     def drawn(self) -> int:
-        """Samples so far, in this attempt."""
+        """Return the number of samples drawn in this attempt."""
         return self._leased.drawn
 
     @property
     def epoch(self) -> float:
-        """Epochs of the whole run that lie behind this node's next draw."""
+        """Return the position of this node's next draw in the whole run, in epochs."""
         return self._leased.next / self.num_samples
 
     def take(self, k: int) -> NDArray[np.int64]:
-        """Draw the next k sample indices; all ranks of the node together, and alike. Raises PeersMissing if
-        the hub leases no more of them in time."""
+        """Draw the next k sample indices, equal on all ranks of the node, which call this together.
+
+        Raises PeersMissing if the hub leases no more samples in time.
+        """
         positions = self._leased.take(k)
         indices = np.empty(k, dtype=np.int64)
         epochs, offsets = np.divmod(positions, self.num_samples)
@@ -44,11 +44,13 @@ class LeasedOrder:
         return indices
 
     def state(self) -> dict[str, int]:
-        """Plain numbers for a checkpoint. A node that comes back gets new leases: only `resume` within the
-        same attempt reads them."""
+        """Return plain numbers for `resume` within this attempt.
+
+        A node that reconnects receives new leases.
+        """
         return {"num_samples": self.num_samples, "seed": self.seed, "drawn": self.drawn}
 
     def resume(self, state: dict[str, int]) -> "LeasedOrder":
-        """Go back to where `state()` was taken in this attempt: what was drawn since is drawn again."""
+        """Return the order as it was when `state` was taken in this attempt."""
         self._leased.go_back(state["drawn"])
         return self

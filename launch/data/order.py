@@ -1,4 +1,4 @@
-"""Which sample is drawn when: one endless stream that all nodes share without a word between them."""
+"""Sample order: one infinite stream that all nodes share without communication."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,24 +11,24 @@ from aedit.types import UserError
 
 
 class Order(Protocol):
-    """Which samples a node draws next."""
+    """Order in which a node draws samples."""
 
     def take(self, k: int) -> NDArray[np.int64]:
-        """Draw the next k sample indices."""
+        """Return the next k sample indices."""
 
     def state(self) -> dict[str, int]:
-        """Plain numbers for a checkpoint."""
+        """Return plain numbers for a checkpoint."""
 
     def resume(self, state: dict[str, int]) -> "Order":
-        """Go on exactly where `state()` was taken."""
+        """Return the order as it was when `state` was taken."""
 
 
 class SampleOrder:
-    """Sample indices for one node, in a seeded permutation of its own for every epoch.
+    """Sample indices for one node, in a new seeded permutation for each epoch.
 
     Position p of the stream is sample p % num_samples of permutation p // num_samples. Node i of N draws
-    positions base + i, base + i + N, ...: no position twice, whatever the nodes' speeds, and every sample
-    exactly once per epoch when they draw equally. All nodes must have the same corpus and seed.
+    positions base + i, base + i + N, ...: no position twice, at any speed of the nodes, and each sample
+    exactly once per epoch if all draw equally often. All nodes must have the same corpus and seed.
     """
 
     def __init__(self, num_samples: int, seed: int, node: int = 0, nodes: int = 1) -> None:
@@ -39,17 +39,19 @@ class SampleOrder:
 
     @classmethod
     def resume(cls, state: dict[str, int]) -> "SampleOrder":
-        """Go on exactly where `state()` was taken."""
+        """Return the order as it was when `state` was taken."""
         order = cls(state["num_samples"], state["seed"], state["node"], state["nodes"])
         order._state = dict(state)
         return order
 
     @classmethod
     def restart(cls, states: Sequence[dict[str, int]], node: int, nodes: int) -> "SampleOrder":
-        """Go on with another number of nodes, above everything that any node of `states` has drawn."""
+        """Return an order for another number of nodes, beyond all positions that `states` have drawn."""
         streams = {(state["num_samples"], state["seed"]) for state in states}
         if len(streams) != 1:
-            raise UserError("the nodes' checkpoints are of different corpora or seeds: resume one run only")
+            raise UserError(
+                f"checkpoints: their (num_samples, seed) differ: {sorted(streams)}; resume one run only"
+            )
         num_samples, seed = streams.pop()
         order = cls(num_samples, seed, node, nodes)
         order._state["base"] = max(first_free(state) for state in states)
@@ -57,16 +59,19 @@ class SampleOrder:
 
     @property
     def num_samples(self) -> int:
-        """Samples per epoch; differs from the corpus at hand if that has changed since the checkpoint."""
+        """Return the samples per epoch.
+
+        They differ from the corpus if it has changed since the checkpoint.
+        """
         return self._state["num_samples"]
 
     @property
     def epoch(self) -> float:
-        """Epochs of the whole run that lie behind this node's next draw."""
+        """Return the position of this node's next draw in the whole run, in epochs."""
         return int(self._positions(1)[0]) / self.num_samples
 
     def take(self, k: int) -> NDArray[np.int64]:
-        """Draw the next k sample indices."""
+        """Return the next k sample indices."""
         positions = self._positions(k)
         self._state["drawn"] += k
         indices = np.empty(k, dtype=np.int64)
@@ -77,7 +82,7 @@ class SampleOrder:
         return indices
 
     def state(self) -> dict[str, int]:
-        """Plain numbers for a checkpoint."""
+        """Return plain numbers for a checkpoint."""
         return dict(self._state)
 
     def _positions(self, k: int) -> NDArray[np.int64]:
@@ -87,9 +92,9 @@ class SampleOrder:
 
 @lru_cache(maxsize=4)
 def permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A read-only permutation of range(num_samples), equal on all machines and NumPy releases.
+    """Return a read-only permutation of range(num_samples), equal on all machines and NumPy releases.
 
-    NumPy promises the raw bits of Philox for ever, but not what its own shuffle makes of them.
+    NumPy guarantees the raw bits of Philox, but not the result of its own shuffle.
     """
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     indices = np.argsort(np.random.Philox(key=key).random_raw(num_samples), kind="stable")
@@ -98,7 +103,7 @@ def permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def first_free(state: dict[str, int]) -> int:
-    """The position behind the last one that the stream of `state` has drawn."""
+    """Return the position after the last one that the stream of `state` has drawn."""
     if state["drawn"] == 0:
         return state["base"]
     return state["base"] + state["node"] + state["nodes"] * (state["drawn"] - 1) + 1

@@ -1,6 +1,6 @@
-"""What can be known about the data before anything heavy is loaded: whether it is there, readable and enough.
+"""Check the data before anything else is loaded: it exists, is readable and is long enough.
 
-Reads at most as much text as two samples need, so that it takes a fraction of a second for any corpus.
+Reads at most the text of two samples, which takes a fraction of a second for any corpus.
 """
 
 import codecs
@@ -15,13 +15,13 @@ from aedit.types import UserError
 
 _PROBE_BYTES = 65_536
 _LOADERS = {"arrow", "csv", "json", "pandas", "parquet", "sql", "text", "webdataset", "xml"}
-"""Names that `datasets` takes for ways to read files, not for data."""
+"""Names of file formats that `datasets` accepts in place of a data set."""
 
 
 def check_data(config: DataConfig) -> None:
     """Raise UserError if `config.source` is missing, unreadable, of an unknown kind, or certainly too short.
 
-    A Hugging Face dataset by its name on the hub is only looked at when the run starts.
+    A dataset on the Hugging Face hub is checked when the run starts.
     """
     if config.source == "stdlib":
         return
@@ -43,23 +43,23 @@ def _check_dataset(config: DataConfig) -> None:
     name = config.source.removeprefix("hf:").partition(":")[0]
     if name in _LOADERS and not Path(name).exists():
         hint = "name the files themselves, as in data.source = 'texts/*.jsonl'"
-        raise UserError(f"data.source = {config.source!r} names a way to read files, not a dataset: {hint}")
+        raise UserError(f"data.source = {config.source!r} names a file format, not a dataset; {hint}")
 
 
 def _sizes(files: list[Path], text_key: str) -> Iterator[int]:
-    """Yield the bytes of one file or document after the other, which are no fewer than its tokens."""
+    """Yield the bytes of each file or document, which are an upper bound of its tokens."""
     for path in files:
         if not os.access(path, os.R_OK):
             raise UserError(f"data.source: cannot read {path}: Permission denied")
         match path.suffix.lower():
             case ".py":
-                yield path.stat().st_size + 1  # which may be in any coding
+                yield path.stat().st_size + 1  # in any encoding
             case suffix if suffix in TEXT_SUFFIXES:
                 _check_utf8(path)
                 yield path.stat().st_size + 1
             case ".parquet":
                 _needs("pyarrow")
-                yield path.stat().st_size  # compressed, and other columns beside the text: no bound, a hint
+                yield path.stat().st_size  # compressed, with other columns: an estimate, not a bound
             case _:
                 yield from (len(each.text.encode()) + 1 for each in file_documents([path], text_key))
 

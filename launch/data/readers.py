@@ -1,4 +1,4 @@
-"""Documents out of text files, jsonl, parquet and Hugging Face datasets. Imports no torch."""
+"""Read documents from text files, JSON lines, parquet files and Hugging Face datasets. Imports no torch."""
 
 import glob
 import importlib
@@ -16,31 +16,31 @@ from aedit.types import UserError
 TEXT_SUFFIXES = {".txt", ".md", ".rst", ".py"}
 PIECE_CHARS = 4096
 LONG_CHARS = 16 * PIECE_CHARS
-"""A longer document is cut into pieces: a few long ones could not be divided fairly."""
+"""Longer documents are cut into pieces: a few long ones could not be split by the held-out share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text. `key` says where it came from, for messages."""
+    """One text; `key` names its source in messages."""
 
     key: str
     text: str
 
 
 def matching_files(source: str) -> list[Path]:
-    """The files of a path or glob, sorted. `**` goes down into folders."""
+    """Return the sorted files of a path or glob, in which `**` matches folders of any depth."""
     path = Path(source).expanduser()
     if path.is_dir():
         raise UserError(f'data.source = {source!r} is a directory: name its files, as in "{source}/**/*.txt"')
     names = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
     files = sorted(found for found in map(Path, names) if found.is_file())
     if not files:
-        raise UserError(f"data.source = {source!r}: no such file")
+        raise UserError(f"data.source = {source!r}: no such file or glob match")
     return files
 
 
 def file_documents(files: list[Path], text_key: str) -> Iterator[Document]:
-    """Text files as one document each, jsonl and parquet as one per row."""
+    """Yield each text file as one document, and each row of jsonl and parquet files as one."""
     for path in files:
         match path.suffix.lower():
             case suffix if suffix in TEXT_SUFFIXES and len(files) == 1:
@@ -57,10 +57,10 @@ def file_documents(files: list[Path], text_key: str) -> Iterator[Document]:
 
 
 def read_text(path: Path) -> str:
-    """The text of one file: UTF-8, or for Python sources what their coding line says."""
+    """Return the text of one file, read as UTF-8, or in the encoding that a Python source declares."""
     try:
         if path.suffix == ".py":
-            with tokenize.open(path) as source:  # honours the file's own coding line
+            with tokenize.open(path) as source:  # reads the encoding that the file declares
                 return source.read()
         return path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, SyntaxError) as error:
@@ -81,7 +81,7 @@ def pieces(document: Document) -> Iterator[Document]:
 
 
 def _jsonl(path: Path, text_key: str) -> Iterator[Document]:
-    # Lines are decoded one by one: a file larger than memory is fine, and an error names its line.
+    # Decode line by line: the file may exceed memory, and an error names its line.
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -115,12 +115,12 @@ def _parquet(path: Path, text_key: str) -> Iterator[Document]:
 
 
 def dataset(name: str, config: DataConfig) -> Any:
-    """The Hugging Face dataset NAME or NAME:SUBSET, sure to have the text column."""
+    """Return the Hugging Face dataset NAME or NAME:SUBSET. Raises UserError if it lacks the text column."""
     datasets = _extra("datasets")
     path, _, subset = name.partition(":")
     try:
         rows = datasets.load_dataset(path, subset or None, split=config.split)
-    except Exception as error:  # each loader has its own ways to fail, and only data.* is in play
+    except Exception as error:  # the exception type depends on the loader; only data.* can cause it
         raise UserError(f"data.source = {config.source!r}: {_first_line(error)}") from error
     _check_column(config.text_key, rows.column_names, config.source)
     return rows
@@ -135,7 +135,7 @@ def _extra(module: str) -> Any:
 
 
 def row_documents(values: Iterable[object], origin: str) -> Iterator[Document]:
-    """One document per value; a missing value (null) is a document without text."""
+    """Yield one document per value; a missing value (null) is a document without text."""
     for number, value in enumerate(values):
         key = f"{origin}:{number}"
         yield Document(key, _text(value, key))
@@ -145,11 +145,13 @@ def _text(value: object, key: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"data.text_key names a {type(value).__name__} in {key}, not text")
+        raise UserError(f"data.text_key: the field of {key} holds {type(value).__name__}, expected text")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"data.source: {key} holds half a surrogate pair, which is no text") from error
+        raise UserError(
+            f"data.source: {key} contains an unpaired surrogate, which is not valid text"
+        ) from error
     return value
 
 

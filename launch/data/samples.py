@@ -1,4 +1,4 @@
-"""The corpus as arrays of samples on disk, packed once and read by every process."""
+"""Samples of a corpus as arrays on disk, packed once and read by all processes."""
 
 import tempfile
 from collections.abc import Iterator
@@ -16,32 +16,33 @@ from aedit.launch.data.corpus import documents, is_held_out, position, source_fi
 from aedit.launch.data.order import SampleOrder
 from aedit.launch.data.packing import RowWriter
 from aedit.launch.data.readers import LONG_CHARS, PIECE_CHARS
-from aedit.launch.data.tokenizer import Tokenizer, token_dtype
+from aedit.launch.data.tokenizer import CorpusTokenizer, token_dtype
 from aedit.system import atomic_file
 from aedit.types import UserError
 
 __all__ = ["Corpus", "SampleOrder", "batch", "evaluation_indices", "load_corpus"]
 
 _LAYOUT = 2
-"""Goes up when packing changes, so that older caches are not read."""
+"""Version of the packing; a change invalidates caches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Tokens of all documents, an end-of-document token after each, cut into samples.
+    """Tokens of all documents, each followed by an end-of-document token, cut into samples.
 
-    Both arrays: (num_samples, seq_len + 1), read-only, memory-mapped if cached. They share no document.
+    Both arrays have shape (num_samples, seq_len + 1), are read-only, and are memory-mapped if cached. No
+    document contributes to both.
     """
 
     train: NDArray[np.unsignedinteger]
     held_out: NDArray[np.unsignedinteger]
 
 
-def load_corpus(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None) -> Corpus:
-    """The samples of `config.source`: from `cache_dir` if they are there, else packed (and kept there).
+def load_corpus(config: DataConfig, tokenizer: CorpusTokenizer, cache_dir: Path | None) -> Corpus:
+    """Return the samples of `config.source` from `cache_dir`; pack them there first if they are missing.
 
-    Safe to call from several processes at once. Raises `UserError` for an unusable source or cache directory,
-    and for too little text to fill one sample of each kind.
+    Several processes may call this at once. Raises UserError for an unusable source or cache directory, and
+    for too little text to fill one training and one held-out sample.
     """
     name = _cache_name(config, tokenizer)
     with _directory(cache_dir) as directory:
@@ -53,22 +54,25 @@ def load_corpus(config: DataConfig, tokenizer: Tokenizer, cache_dir: Path | None
 
 
 def batch(samples: NDArray[np.unsignedinteger], indices: NDArray[np.int64]) -> torch.Tensor:
-    """Samples `indices` as int64 of shape (len(indices), seq_len + 1), on CPU."""
+    """Return the samples `indices` as int64 of shape (len(indices), seq_len + 1), on CPU."""
     return torch.from_numpy(samples[indices].astype(np.int64))
 
 
 def evaluation_indices(num_samples: int, k: int) -> NDArray[np.int64]:
-    """At most k samples spread evenly over all documents, the same ones every time."""
+    """Return at most k sample indices, evenly spaced over all documents and always the same."""
     k = min(k, num_samples)
     return np.arange(k, dtype=np.int64) * num_samples // k
 
 
 class _TooLittle(Exception):
-    """One of the two sides does not fill a sample."""
+    """Too little text to fill one sample of the training or the held-out part."""
 
 
-def _pack(config: DataConfig, tokenizer: Tokenizer, train: Path, held_out: Path) -> None:
-    """Write the samples; where the held-out share leaves no sample to evaluate on, with a larger one."""
+def _pack(config: DataConfig, tokenizer: CorpusTokenizer, train: Path, held_out: Path) -> None:
+    """Write the samples.
+
+    Use a larger held-out share if the configured one leaves no sample to evaluate on.
+    """
     try:
         try:
             _write(config, tokenizer, train, held_out)
@@ -80,7 +84,7 @@ def _pack(config: DataConfig, tokenizer: Tokenizer, train: Path, held_out: Path)
 
 
 def _write(
-    config: DataConfig, tokenizer: Tokenizer, train: Path, held_out: Path, longest: int = LONG_CHARS
+    config: DataConfig, tokenizer: CorpusTokenizer, train: Path, held_out: Path, longest: int = LONG_CHARS
 ) -> None:
     dtype, width = token_dtype(tokenizer.vocab_size), config.seq_len + 1
     eos = np.array([tokenizer.eos_id], dtype=dtype)
@@ -96,10 +100,10 @@ def _write(
             raise _TooLittle
 
 
-def _least_share(config: DataConfig, tokenizer: Tokenizer) -> float:
-    """Return the smallest held-out share that leaves a sample on either side, in pieces of documents.
+def _least_share(config: DataConfig, tokenizer: CorpusTokenizer) -> float:
+    """Return the smallest held-out share that leaves a sample in either part, in pieces of documents.
 
-    It depends on the texts alone, so that all nodes find the same one. Raises UserError if there is none.
+    It depends on the texts only, so that all nodes compute the same one. Raises UserError if there is none.
     """
     found = ((position(one), len(tokenizer.encode(one.text)) + 1) for one in documents(config, PIECE_CHARS))
     ordered = sorted(found)
@@ -116,9 +120,9 @@ def _least_share(config: DataConfig, tokenizer: Tokenizer) -> float:
     )
 
 
-def _cache_name(config: DataConfig, tokenizer: Tokenizer) -> str:
+def _cache_name(config: DataConfig, tokenizer: CorpusTokenizer) -> str:
     stats = [_file_state(path) for path in source_files(config)]
-    # The vocabulary is in the fingerprint; the name of the tokenizer is not, as it says where, not what.
+    # The fingerprint covers the vocabulary, but not the tokenizer's name, which is only a location.
     key = (_LAYOUT, config.source, config.text_key, config.split, config.seq_len, config.held_out)
     return sha256(repr((key, tokenizer.fingerprint, stats)).encode()).hexdigest()[:24]
 

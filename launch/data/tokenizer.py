@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes by default, any Hugging Face tokenizer by name."""
+"""Tokenizers: bytes by default, any Hugging Face tokenizer by name."""
 
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
@@ -17,8 +17,8 @@ EOS = "<|endoftext|>"
 _PROBE = "def f(x):\n\treturn  x ** 2 # 3.14, 1000000 \u00e9\u4e2d\U0001f600\r\n"
 
 
-class Tokenizer(Protocol):
-    """What the data and a checkpoint need to know of a tokenizer."""
+class CorpusTokenizer(Protocol):
+    """Interface of a tokenizer for corpora and checkpoints."""
 
     vocab_size: int
     """Ids are in [0, vocab_size)."""
@@ -27,22 +27,24 @@ class Tokenizer(Protocol):
     """Ends every document."""
 
     fingerprint: str
-    """Equal for tokenizers that give the same ids, whatever files they were loaded from."""
+    """Digest of the behaviour: equal for tokenizers that give the same ids, independent of their files."""
 
     def encode(self, text: str) -> NDArray[np.unsignedinteger]:
-        """Ids of `text`, nothing put before or after it."""
+        """Return the ids of `text`, without special tokens before or after it."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`. The end-of-document id has no text; broken UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`. The end-of-document id has no text; invalid UTF-8 becomes U+FFFD."""
 
     def save(self, directory: Path) -> None:
-        """Write files from which `AutoTokenizer` makes the same tokenizer."""
+        """Write files from which `AutoTokenizer` loads the same tokenizer."""
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """`byte`, or the Hugging Face tokenizer in a directory or under a hub name. Never runs code it loads.
+def load_tokenizer(name: str) -> CorpusTokenizer:
+    """Return the tokenizer `byte`, or the Hugging Face tokenizer of this directory or name.
 
-    Raises `UserError` if there is none under that name, or it has no end-of-text token.
+    Never executes downloaded code.
+
+    Raises UserError if there is none with that name, or it has no end-of-text token.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -51,17 +53,17 @@ def load_tokenizer(name: str) -> Tokenizer:
         loaded = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise UserError(f"data.tokenizer = {name!r}: no tokenizer there ({reason})") from error
+        raise UserError(f"data.tokenizer = {name!r}: no tokenizer found ({reason})") from error
     return PretrainedTokenizer(loaded, name)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The narrower of uint16 and uint32 that holds every id."""
+    """Return uint16 if it holds all ids, else uint32."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 class ByteTokenizer:
-    """One id per UTF-8 byte, and one for the end of a document."""
+    """Tokenizer with one id per UTF-8 byte, and one for the end of a document."""
 
     vocab_size = 257
     eos_id = 256
@@ -71,23 +73,26 @@ class ByteTokenizer:
         self.fingerprint = _fingerprint({**_byte_vocabulary(), EOS: self.eos_id}, self.eos_id, probe)
 
     def encode(self, text: str) -> NDArray[np.unsignedinteger]:
+        """Return the bytes of `text` as ids."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return bytes(id for id in map(int, ids) if id != self.eos_id).decode(errors="replace")
 
     def save(self, directory: Path) -> None:
+        """Write files from which `AutoTokenizer` loads an equal tokenizer."""
         fast = FastTokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         fast.decoder = decoders.ByteLevel()
-        # Split special tokens: a text that quotes the eos token is bytes like any other.
+        # Split special tokens, so that a text that contains the eos token is encoded as bytes.
         settings = {"clean_up_tokenization_spaces": False, "split_special_tokens": True}
         wrap: Any = PreTrainedTokenizerFast
         wrap(tokenizer_object=fast, eos_token=EOS, **settings).save_pretrained(directory)
 
 
 class PretrainedTokenizer:
-    """A Hugging Face tokenizer, fast or slow."""
+    """Hugging Face tokenizer, fast or slow."""
 
     def __init__(self, loaded: Any, name: str) -> None:
         if loaded.eos_token_id is None:
@@ -99,25 +104,31 @@ class PretrainedTokenizer:
         self.fingerprint = _fingerprint(vocabulary, self.eos_id, self.encode(_PROBE).tolist())
 
     def encode(self, text: str) -> NDArray[np.unsignedinteger]:
-        # Not verbose: that documents are longer than the model's context is no news here.
+        """Return the ids of `text`, without special tokens before or after it."""
+        # Not verbose: documents longer than the model's context are expected here.
         ids = self._loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=token_dtype(self.vocab_size))
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids` without special tokens."""
         text: str = self._loaded.decode(list(map(int, ids)), skip_special_tokens=True)
         return text
 
     def save(self, directory: Path) -> None:
+        """Write the files of the tokenizer."""
         self._loaded.save_pretrained(directory)
 
 
 def _fingerprint(vocabulary: Mapping[str, int], eos_id: int, probe: list[int]) -> str:
-    # By behaviour, not by files: releases of transformers write the same tokenizer in different words.
+    # From behaviour, not from files: the files of one tokenizer differ between releases of transformers.
     return sha256(repr((sorted(vocabulary.items()), eos_id, probe)).encode()).hexdigest()[:16]
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: itself if it prints, else the next one from U+0100 on."""
+    """Return GPT-2's printable character for each byte.
+
+    Itself if printable, else the next one from U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in printable]
     stand_in = {byte: 0x100 + index for index, byte in enumerate(hidden)}

@@ -1,4 +1,4 @@
-"""A hub's folder: one process at a time, one configuration, and where the hub can be found."""
+"""Lock a hub's folder for one process, and read and write the files that describe the hub."""
 
 import contextlib
 import fcntl
@@ -15,12 +15,15 @@ from aedit.system import write_atomically
 from aedit.types import UserError
 
 _DECIDES = ("outer.", "edit.penalty.clip", "hub.merge", "hub.codec_down", "hub.weights", "hub.parent", "name")
-"""What the journal's records mean: replayed under other values they would give other anchors."""
+"""Keys on which the replay of the journal depends: other values would give other anchors."""
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """The folder, for this process alone; it is made if need be."""
+def locked(directory: Path) -> Iterator[None]:
+    """Lock the folder for this process until the block ends; create it if it does not exist.
+
+    Raises UserError if the folder cannot be created or another process has locked it.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -30,7 +33,9 @@ def held(directory: Path) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise UserError(f"another hub works in {directory}: end it first") from None
+        raise UserError(
+            f"{directory}: another hub is running in this folder; end it first, or choose another --directory"
+        ) from None
     try:
         yield
     finally:
@@ -38,7 +43,10 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def claim(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
-    """Write down what run this is. UserError if the folder is another's, or was written under other rules."""
+    """Write the configuration and the part of this hub into its folder.
+
+    Raises UserError if the folder belongs to another part or run, or was written under other merge settings.
+    """
     if (directory / "part.json").exists():
         _compare(directory, config, part)
     write_atomically(directory / "run.toml", to_toml(config))
@@ -48,24 +56,29 @@ def claim(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
 def _compare(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
     k, n = json.loads((directory / "part.json").read_text())
     if (k, n) != part:
-        raise UserError(f"{directory} is of part {k}/{n}: --part must be that, or --directory another")
+        raise UserError(
+            f"--part: {directory} holds part {k}/{n}, not {part[0]}/{part[1]};"
+            f" use --part {k}/{n} or another --directory"
+        )
     before, now = dict(values(load(directory / "run.toml", []).config)), dict(values(config))
     for name in sorted(before.keys() | now.keys()):
         if name.startswith(_DECIDES) and before.get(name) != now.get(name):
             raise UserError(
                 f"{name} was {before.get(name)!r} and cannot become {now.get(name)!r} within a run:"
-                f" set it back, or begin another run"
+                f" restore the value, or start another run"
             )
 
 
 def read_line(path: Path) -> str:
-    """Empty if there is none."""
+    """Return the text of the file without surrounding whitespace, "" if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8").strip()
     return ""
 
 
-def found_at(configured: str, directory: Path) -> str:
-    """Where a hub is that is configured to be at HOST:PORT: with port 0 the one that it has taken, as its
-    folder says; empty if that is not known yet."""
+def actual_address(configured: str, directory: Path) -> str:
+    """Return the address of the hub that is configured at HOST:PORT.
+
+    With port 0 that is the address in the folder's `address` file, "" before the hub has written it.
+    """
     return read_line(directory / "address") if configured.endswith(":0") else configured

@@ -1,4 +1,4 @@
-"""A hub that leads, put together: ledger, engine, guard, driver, and what people see of it."""
+"""A hub that leads: its ledger, engine, request guard and driver, and its reports."""
 
 import threading
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from aedit.launch.hub.uplink import Uplink
 
 
-class Leading:
-    """Leads from the moment it is made until `stop`."""
+class LeadingHub:
+    """Components of a hub that leads, from construction to `stop`."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Leading:
     ) -> None:
         reports.start(hub.state.elapsed_s, {node: name for name, node in hub.state.names.items()})
         self._reports, self._config = reports, config
-        self.ledger = Ledger(hub, journal, store, reports.told)
+        self.ledger = Ledger(hub, journal, store, reports.record_applied)
         self.ledger.standby.changed = self._standby_changed
         self.engine = HubWorker(self.ledger, reports.event, snapshot_bytes=config.hub.snapshot_bytes)
         has_other = bool(config.hub.standby)
@@ -44,7 +44,10 @@ class Leading:
         self._lines = threading.Thread(target=self._write_lines, name="lines", daemon=True)
 
     def begin(self, term: int | None = None) -> None:
-        """Go to work; under `term` from now on, if that is given. Raises NoSpace or Broken."""
+        """Start the engine and the metrics; with `term`, commit first that this hub leads under it.
+
+        Raises NoSpace or Broken if the journal cannot be written.
+        """
         if term is not None:
             with self.ledger.lock:
                 position = self.ledger.commit([Led(term)])
@@ -53,39 +56,43 @@ class Leading:
         self._lines.start()
 
     def join_parent(self, uplink: "Uplink") -> None:
-        """Be a node of the hub above from now on."""
+        """Start the connection that makes this hub a node of its parent hub."""
         self.uplink = uplink
         uplink.start()
 
     @property
-    def over(self) -> bool:
-        """Whether there is nothing more to do here; `failure` or `guard.replaced` say why, if not the end."""
+    def is_over(self) -> bool:
+        """Return whether this hub has ended.
+
+        `failure` and `guard.replaced` give the reason if the run has not.
+        """
         return self.engine.over.is_set() or self.guard.replaced.is_set()
 
     @property
     def failure(self) -> str:
+        """Return the reason of a failure, "" without one."""
         return self.engine.failure
 
     def stop(self) -> None:
-        """Decide nothing more, and write it all into one file."""
+        """Stop the engine and write a final snapshot."""
         self._stopping.set()
         if self.uplink is not None:
             self.uplink.stop()
         self.engine.stop()
         if self._lines.is_alive():
             self._lines.join(timeout=5)
-        self._reports.line(metrics(self.overview()))  # the last one: what a report says of the run
+        self._reports.line(metrics(self.overview()))  # the last line is the source of the report
         if not self.failure and not self.guard.replaced.is_set():
             self._reports.event("snapshot", bytes=self.ledger.snapshot())
         self._reports.event("stop", reason=self.failure)
 
     def num_members(self) -> int:
-        """Return how many nodes are there now."""
+        """Return the number of live nodes."""
         with self.ledger.lock:
             return sum(member.live for member in self.ledger.hub.state.members)
 
     def overview(self) -> dict[str, Any]:
-        """How it stands."""
+        """Return the current state, see `reports.overview`."""
         return overview(self.ledger, self.engine)
 
     def _status(self, after: int) -> str:

@@ -1,4 +1,4 @@
-"""What a hub's folder says, without a hub: its anchors, and every push it has accepted."""
+"""Read anchors, pushes and records from a hub's folder, without a running hub."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from aedit.proto.codecs.codecs import codec
 
 
 def make_hub(config: RunConfig, part: tuple[int, int]) -> Hub:
-    """A hub that has seen nothing yet."""
+    """Return a hub without any state."""
     plan = HubPlan(
         hub=config.hub,
         outer=config.outer,
@@ -32,14 +32,19 @@ def make_hub(config: RunConfig, part: tuple[int, int]) -> Hub:
 
 
 def hub_of(directory: Path) -> Hub:
-    """A hub with the configuration of the run whose folder this is."""
+    """Return a hub without state, with the configuration in `directory`."""
     k, n = json.loads((directory / "part.json").read_text())
     return make_hub(load(directory / "run.toml", []).config, (k, n))
 
 
 def replayed(directory: Path, *, from_the_beginning: bool = False) -> Hub:
-    """The hub as its folder has it, which is not changed. from_the_beginning: from the first segment on,
-    which must still be there, and through no snapshot. UserError if the folder is damaged."""
+    """Return the hub with the state of its folder, which is not changed.
+
+    Raises UserError if the folder is damaged.
+
+    from_the_beginning: replay all journal segments, which must still exist from the first one on, and read no
+    snapshot.
+    """
     hub = hub_of(directory)
     if from_the_beginning:
         check_gapless(directory, 1, segment_numbers(directory, "journal"))
@@ -52,18 +57,18 @@ def replayed(directory: Path, *, from_the_beginning: bool = False) -> Hub:
 
 
 def anchors_of(directory: Path, *, from_the_beginning: bool = False) -> dict[int, Vector]:
-    """What nodes hold of the newest version of every unit."""
+    """Return the newest anchor of each unit as nodes receive it, by unit."""
     hub = replayed(directory, from_the_beginning=from_the_beginning)
     return {index: hub.anchor(index)[1] for index in hub.state.units}
 
 
 def pushes_of(directory: Path) -> Iterator[Push]:
-    """All accepted pushes of the segments that are still there, in the order of the journal."""
+    """Yield all accepted pushes of the existing segments, in journal order."""
     yield from (record.push for record in records_of(directory) if isinstance(record, Accepted))
 
 
 def records_of(directory: Path) -> Iterator[Record]:
-    """All records of the segments that are still there, in the order of the journal."""
+    """Yield all records of the existing segments, in journal order."""
     first = min(segment_numbers(directory, "journal"), default=1)
     for batch in _journaled(directory, first):
         yield from batch

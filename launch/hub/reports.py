@@ -1,4 +1,4 @@
-"""What a hub writes down for people: a line of metrics every few seconds, events as they happen."""
+"""Metrics and events of a hub: a line of metrics every few seconds, events as they happen."""
 
 import threading
 from collections import deque
@@ -15,7 +15,7 @@ from aedit.launch.rundir.recorder import Clock, Recorder
 
 LINE_EVERY_S = 2.0
 _EVENTS = 256
-"""Newest ones that are kept in memory for whoever asks; all are in the file."""
+"""Newest events that are kept in memory for `status`; the file has all."""
 
 _OF_NODES = [
     "node",
@@ -38,7 +38,7 @@ _OF_NODES = [
 
 
 class Reports:
-    """`metrics.jsonl` and `events.jsonl` in the hub's folder, and the same for `status`."""
+    """Writer of `metrics.jsonl` and `events.jsonl` in the hub's folder; also gives the reply to `status`."""
 
     def __init__(self, directory: Path) -> None:
         self._clock = Clock()
@@ -49,19 +49,19 @@ class Reports:
         self._names: dict[int, str] = {}
 
     def start(self, elapsed_s: float, names: Mapping[int, str]) -> None:
-        """Go on at this age of the run, with these nodes."""
+        """Continue at `elapsed_s` seconds of the run. names: by node."""
         self._clock.start(elapsed_s)
         self._names |= names
 
     def event(self, event: str, **values: Any) -> None:
-        """Something that a person may want to know of."""
+        """Write an event."""
         with self._lock:
             t = round(self._clock.elapsed_s, 3)
             self._events.append({"t": t, "event": event, **values})
             self._files.event(event, t=t, **values)
 
-    def told(self, record: records.Record) -> None:
-        """A record has been applied."""
+    def record_applied(self, record: records.Record) -> None:
+        """Write the event that describes an applied record, if it has one."""
         match record:
             case records.Founded(layout, _, num_samples):
                 numel = sum(unit.numel for unit in layout.units)
@@ -84,25 +84,26 @@ class Reports:
                 self.event("round", round=number)
 
     def line(self, values: Mapping[str, Any]) -> None:
-        """Add a line of metrics."""
+        """Write a line of metrics."""
         with self._lock:
             t = round(self._clock.elapsed_s, 3)
             self._lines.add({"t": t, **values})
             self._files.metrics(t=t, **values)
 
     def status(self, now: Mapping[str, Any], after: int) -> str:
-        """JSON of `now`, the latest events, and the lines after the first `after` ones of this process."""
+        """Return as JSON `now`, the latest events, and the metrics lines after the first `after` ones."""
         with self._lock:
             lines, count, events = self._lines.after(after), self._lines.count, list(self._events)
         head = json_line({**now, "num_lines": count, "events": events})
         return f'{head[:-1]}, "lines": [{", ".join(lines)}]}}'
 
     def close(self) -> None:
+        """Close the files."""
         self._files.close()
 
 
 def overview(ledger: Ledger, engine: HubWorker) -> dict[str, Any]:
-    """How the hub stands, fit for JSON but for NaN."""
+    """Return the state of the hub as JSON values; numbers may be NaN."""
     with ledger.lock:
         now = news.status(ledger.hub, ledger.clock())
         merges, merge_s = engine.merges, engine.merge_s
@@ -116,7 +117,7 @@ def overview(ledger: Ledger, engine: HubWorker) -> dict[str, Any]:
 
 
 def metrics(overview: Mapping[str, Any]) -> dict[str, Any]:
-    """One line of it."""
+    """Return one line of metrics from an overview."""
     units = overview["units"]
     return {
         "term": overview["term"],

@@ -1,7 +1,7 @@
-"""A hub that is a node of another one (HALoS, arXiv:2506.04531): its connection to the parent.
+"""Connection of a hub to its parent hub, of which it is a node (HALoS, arXiv:2506.04531).
 
-It has an agent in threads, as a trainer has one: what a region's hub sends up is a push like any other, and
-what comes back is mixed into its anchors. Nobody in the region waits for any of it.
+It has an agent in threads, as a trainer has one: an update that a region's hub sends up is a push like any
+other, and the parent's anchors are mixed into its own. No node of the region waits for the exchange.
 """
 
 import logging
@@ -27,28 +27,38 @@ from aedit.types import Layout, UserError, Verdict
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1
-AGAIN_S = 5.0
-"""Pause before a parent that could not be reached, or did not want us, is asked again."""
+POLL_S = 0.1
+RETRY_S = 5.0
+"""Pause before the next attempt after the parent was unreachable or refused."""
 JOIN_S = 60.0
 
 
 @dataclass(slots=True)
 class _UnitLink:
-    """One unit at the parent. `seq`: of its last push; `base`: the parent's version it is measured from."""
+    """Exchange of one unit with the parent.
+
+    The number of its last push and the version on which it is based.
+    """
 
     base: int
     seq: int = 0
     steps_sent: int = 0
-    """Of the region, up to the last push."""
+    """Steps of the region that the pushes so far contain."""
     waits: bool = False
 
 
 class Uplink:
-    """Tells the parent what the region has learned, and the region what the parent has."""
+    """Threads that push the updates of a region to the parent hub and mix in its anchors."""
 
     def __init__(self, engine: HubWorker, name: str, keys: ClientKeys, keys_directory: Path | None) -> None:
-        """name: of this hub among the parent's nodes, kept over restarts."""
+        """Prepare the connection; `start` opens it.
+
+        Args:
+            engine: Of the region's hub.
+            name: Of this hub among the parent's nodes, kept over restarts.
+            keys: For calls to the parent.
+            keys_directory: Source of `keys`, for the agent; None without TLS.
+        """
         self._engine, self._ledger, self._hub = engine, engine.ledger, engine.ledger.hub
         self._config = self._hub.config
         self._name, self._keys, self._directory = name, keys, keys_directory
@@ -56,52 +66,53 @@ class Uplink:
         self._thread = threading.Thread(target=self._run, name="uplink", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Leave the parent, which will find that out by itself."""
+        """Stop the thread; the parent notices the missing heartbeats."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        while not self._stopping.wait(LOOK_S):
+        while not self._stopping.wait(POLL_S):
             layout = self._complete_layout()
             if layout is None:
                 continue
             try:
-                self._sit(layout)
+                self._take_part(layout)
             except (HubUnreachable, HubRefused, AgentLost, TimeoutError, UserError) as error:
-                log.warning("the parent hub: %s; asking again in %g s", error, AGAIN_S)
-                self._stopping.wait(AGAIN_S)
+                log.warning("parent hub: %s; trying again in %g s", error, RETRY_S)
+                self._stopping.wait(RETRY_S)
             except BaseException as error:
                 self._engine.fail(error)
                 return
 
     def _complete_layout(self) -> Layout | None:
-        """Once the region has an anchor of every unit."""
+        """Return the layout once the region has an anchor of every unit, None before."""
         with self._ledger.lock:
             state = self._hub.state
             whole = bool(state.units) and all(unit.anchor is not None for unit in state.units.values())
             return state.layout if whole else None
 
-    def _sit(self, layout: Layout) -> None:
-        """Be a node of the parent until something breaks or this hub ends."""
-        link = start_agent(self._plan(layout, self._greet()), ranks=1, mode="thread")
+    def _take_part(self, layout: Layout) -> None:
+        """Take part in the parent's run until an error occurs or this hub ends."""
+        link = start_agent(self._plan(layout, self._hello()), ranks=1, mode="thread")
         try:
-            known = self._known()
+            known = self._parent_anchors()
             for anchor, mine in zip(link.anchors, known, strict=True):
                 anchor[:] = mine
             links = [_UnitLink(version) for version in link.join(JOIN_S)]
-            self._take_up(link, known)
-            while not self._stopping.wait(LOOK_S):
+            self._mix_initial(link, known)
+            while not self._stopping.wait(POLL_S):
                 for unit, unit_link in enumerate(links):
-                    self._look(link, unit, unit_link)
+                    self._exchange(link, unit, unit_link)
                 link.tell(Progress(steps=self._hub.state.total_steps))
         finally:
             link.stop()
 
-    def _greet(self) -> HelloReply:
+    def _hello(self) -> HelloReply:
         client = HubClient(self._config.parent, self._keys, call_timeout_s=self._config.call_timeout_s)
         try:
             return client.hello(HelloRequest(protocol=PROTOCOL, version=aedit.__version__))
@@ -128,16 +139,19 @@ class Uplink:
             call_timeout_s=theirs.call_timeout_s,
         )
 
-    def _known(self) -> list[Vector]:
-        """What the parent knows of the region, or will when this hub founds it: the rest is owed."""
+    def _parent_anchors(self) -> list[Vector]:
+        """Return the anchors that the parent has of the region, or will have if this hub founds its run."""
         with self._ledger.lock:
             units = self._hub.state.units
             found = [units[unit].up for unit in sorted(units)]
         return [up for up in found if up is not None]
 
-    def _take_up(self, link: AgentLink, known: list[Vector]) -> None:
-        """Begin with what the parent has: a region that has done nothing yet takes it as it is, one that
-        comes back mixes it in. What was on its way when this hub ended counts as not sent."""
+    def _mix_initial(self, link: AgentLink, known: list[Vector]) -> None:
+        """Mix in the parent's anchors at the start.
+
+        A region without merges takes them unchanged, one that reconnects mixes them in. An update that was
+        under way when this hub ended counts as not sent.
+        """
         for unit, (anchor, mine) in enumerate(zip(link.anchors, known, strict=True)):
             with self._ledger.lock:
                 state = self._hub.state.units[unit]
@@ -147,7 +161,7 @@ class Uplink:
             if not np.array_equal(anchor, mine):
                 self._mix(unit, anchor, share)
 
-    def _look(self, link: AgentLink, unit: int, unit_link: _UnitLink) -> None:
+    def _exchange(self, link: AgentLink, unit: int, unit_link: _UnitLink) -> None:
         if unit_link.waits:
             answer = link.answer(unit, unit_link.seq)
             if answer is not None:
@@ -176,4 +190,4 @@ class Uplink:
 
     def _mix(self, unit: int, anchor: Vector, share: float | None) -> None:
         while not self._stopping.is_set() and not self._engine.mix(unit, anchor, share):
-            self._stopping.wait(LOOK_S / 10)
+            self._stopping.wait(POLL_S / 10)

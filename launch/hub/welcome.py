@@ -1,41 +1,41 @@
-"""What `aedit hub` prints when it is ready: where it is, and how others reach it."""
+"""Text that `aedit hub` prints when it is ready: its address, and the commands that reach it."""
 
 import shlex
 import socket
 
-from aedit.launch.hub.place import Place
+from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.proto.wire.security import is_loopback
 
 _EVERYWHERE = ("0.0.0.0", "::", "")
 
 
-def welcome(place: Place, address: str) -> str:
-    """Return the lines for the hub at `place` that listens at `address`."""
-    what = "standby" if place.standby else "hub"
-    lines = [f"run {place.config.name}: {what} at {address}, journal in {place.directory}"]
-    if place.standby:
-        return f"{lines[0]}\nIt leads when more than half of the nodes ask it to. Ctrl-C ends it."
-    reach = ",".join(map(_reachable, place.addresses() if place.part[1] > 1 else (address,)))
-    words = f"{reach}{_trust(place, reach)}"
+def welcome(endpoint: HubEndpoint, address: str) -> str:
+    """Return the lines for the hub at `endpoint` that listens at `address`."""
+    what = "standby" if endpoint.standby else "hub"
+    lines = [f"run {endpoint.config.name}: {what} at {address}, journal in {endpoint.directory}"]
+    if endpoint.standby:
+        return f"{lines[0]}\nIt takes over when more than half of the nodes ask for it. Ctrl-C ends it."
+    reach = ",".join(map(_public_address, endpoint.addresses() if endpoint.part[1] > 1 else (address,)))
+    words = f"{reach}{_tls_options(endpoint, reach)}"
     lines += [f"  a node joins with  aedit join {words}", f"  see it with        aedit top {words}"]
-    if place.keys and "KEYS" in words:
+    if endpoint.keys and "KEYS" in words:
         lines.append("  KEYS is the folder that `aedit keys` made for the node")
     if all(map(is_loopback, reach.split(","))):
         lines.append(
-            "  Only this machine can reach it; for others: --hub.address HOST:PORT, and keys of `aedit keys`."
+            "  Only this machine can connect; for others: --hub.address HOST:PORT and keys of `aedit keys`."
         )
-    return "\n".join([*lines, "  Ctrl-C ends the hub; the same command goes on."])
+    return "\n".join([*lines, "  Ctrl-C ends the hub; the same command continues the run."])
 
 
-def _reachable(address: str) -> str:
-    """Return HOST:PORT as another machine may know it, where the hub listens at every address it has."""
+def _public_address(address: str) -> str:
+    """Return HOST:PORT for other machines: the host name if the hub listens at all addresses."""
     host, _, port = address.rpartition(":")
     return f"{socket.gethostname()}:{port}" if host.strip("[]") in _EVERYWHERE else address
 
 
-def _trust(place: Place, reach: str) -> str:
-    """Return the options of a node for TLS, or for going without."""
-    if place.keys is None:
+def _tls_options(endpoint: HubEndpoint, reach: str) -> str:
+    """Return the command-line options with which a node connects: its keys, or `--insecure`."""
+    if endpoint.keys is None:
         return "" if all(map(is_loopback, reach.split(","))) else " --insecure"
-    shared = place.keys.parent / "nodes"
+    shared = endpoint.keys.parent / "nodes"
     return f" --keys {shlex.quote(str(shared))}" if shared.is_dir() else " --keys KEYS"

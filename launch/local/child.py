@@ -1,4 +1,7 @@
-"""A command as a child that never outlives us and leaves nobody behind: torchrun, or a hub."""
+"""Run a command as a child process that ends with this process, with all its descendants.
+
+Torchrun or a hub.
+"""
 
 import contextlib
 import os
@@ -15,10 +18,13 @@ from aedit.system import end_with_parent
 
 
 class Child:
-    """One command with all its descendants; leaving the block ends those that are left."""
+    """One command with all its descendants, which end with the block."""
 
     def __init__(self, words: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
-        """env: in place of ours."""
+        """Start the command; its output is appended to `log`. env.
+
+        Replaces the environment of this process.
+        """
         with log.open("ab") as output:
             self._read_to = output.tell()
             self._process = subprocess.Popen(
@@ -27,13 +33,13 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=env,
-                # Ctrl-C in the terminal reaches us alone; we decide what the nodes hear.
+                # Ctrl-C in the terminal reaches only this process, which forwards signals to the nodes.
                 start_new_session=True,
                 preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
         self._log = log
         self._output = ""
-        # Workers lead sessions of their own, so they are found through their parents while those live.
+        # Workers have sessions of their own: they are found through their parents while those run.
         self._seen: dict[int, psutil.Process] = {self._process.pid: psutil.Process(self._process.pid)}
 
     def __enter__(self) -> "Child":
@@ -45,16 +51,16 @@ class Child:
         self.kill()
 
     def running(self) -> bool:
-        """Whether the command lives. Also takes note of its descendants, so call it every second or so."""
+        """Return whether the command runs. Also records its descendants, so call it about once a second."""
         self._look()
         return self._process.poll() is None
 
     def exit_code(self) -> int:
-        """0 if all went well. Only after `running` was False or `kill` was called."""
+        """Return the exit code. Only after `running` returned False or `kill` was called."""
         return self._process.wait(timeout=10)
 
     def output(self) -> str:
-        """What the command itself, and workers that had no log yet, have said."""
+        """Return the output of the command, and of workers that had no log yet."""
         with self._log.open("rb") as file:
             file.seek(self._read_to)
             self._output += file.read().decode(errors="replace")
@@ -62,22 +68,22 @@ class Child:
         return self._output
 
     def workers(self) -> list[psutil.Process]:
-        """The processes it has started that are alive now: torchrun's are the node's."""
+        """Return the live processes that the command started: for torchrun those of the node."""
         with contextlib.suppress(psutil.Error):
             return list(psutil.Process(self._process.pid).children())
         return []
 
     def terminate(self) -> None:
-        """Ask it to end; torchrun gives its workers 30 s."""
+        """Send SIGTERM; torchrun gives its workers 30 s."""
         self._look()
         if self._process.poll() is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End everything at once and wait until it is gone, at most 10 s."""
+        """Kill all processes, and wait for their end for at most 10 s."""
         self._look()
         for process in self._seen.values():
-            # psutil compares start times: a number that now belongs to a stranger is left alone.
+            # psutil compares start times, so that a reused process id is not killed.
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(list(self._seen.values()), timeout=10)

@@ -1,4 +1,7 @@
-"""All processes of a local run with a hub, seen as one child: hubs, a standby, and a torchrun per node."""
+"""All processes of a local run with a hub, with the interface of one child.
+
+Hubs, standby, and torchrun per node.
+"""
 
 import contextlib
 import os
@@ -11,23 +14,23 @@ from types import TracebackType
 import psutil
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.placement import NODE_PROGRAM, Membership, Placement, torchrun_words
+from aedit.launch.config.placement import NODE_PROGRAM, JoinOptions, Placement, torchrun_words
 from aedit.launch.local.child import Child
 from aedit.types import UserError
 
 HUB_START_LIMIT_S = 60.0
 NODE_LEAVE_LIMIT_S = 60.0
-"""How long a node may take for its last evaluation and checkpoint once it has left the hub."""
+"""Longest time of a node for its last evaluation and checkpoint after it has left the hub."""
 
 HUB_LEAVE_LIMIT_S = 30.0
-"""How long a hub may take to write its snapshot once the last node is gone."""
+"""Longest time of a hub for its snapshot after the last node has ended."""
 
 POLL_S = 0.05
 
 
 @dataclass(slots=True)
 class HubProcess:
-    """One hub of the run, started again if it dies."""
+    """One hub of the run, restarted if it fails."""
 
     words: list[str]
     directory: Path
@@ -36,12 +39,13 @@ class HubProcess:
     child: Child | None = None
 
     def start(self) -> None:
+        """Start the hub."""
         (self.directory / "address").unlink(missing_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.child = Child(self.words, self.log)
 
     def address(self) -> str:
-        """Where it listens. UserError if it cannot start."""
+        """Return the address it listens at, once it has started. Raises UserError if it cannot start."""
         assert self.child is not None
         deadline = time.monotonic() + HUB_START_LIMIT_S
         while not (text := _read(self.directory / "address")):
@@ -52,12 +56,12 @@ class HubProcess:
 
     @property
     def is_over(self) -> bool:
-        """It has ended well: the run is used up, and nobody was a member any more."""
+        """Return whether it ended without error: the run is over, and no members were left."""
         assert self.child is not None
         return not self.child.running() and self.child.exit_code() == 0
 
     def mend(self) -> None:
-        """Start it again if it has died; it takes up its journal and its address."""
+        """Restart it if it has failed; it continues its journal at the same address."""
         assert self.child is not None
         if self.child.running() or not self.restarts or self.child.exit_code() in (0, 2):
             return
@@ -67,9 +71,9 @@ class HubProcess:
 
 
 class Cluster:
-    """The processes of one run on this machine; leaving the block ends those that are left.
+    """Processes of one run on this machine, which end with the block.
 
-    A node that fails leaves the others at work: they do not depend on it.
+    A failed node does not stop the others, which do not depend on it.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class Cluster:
         """HOST:PORT of the hub; several, separated by commas, split the units."""
         self._over_since: float | None = None
         self._late: set[int] = set()
-        """Nodes that were started again when the run was over."""
+        """Nodes that were restarted after the run was over."""
         self._hubs = _hubs(config, run_dir)
         try:
             for hub in self._hubs:
@@ -94,7 +98,7 @@ class Cluster:
             num_parts = len(config.hub.addresses)
             self.address = ",".join(addresses[:num_parts])
             for i in range(placement.nodes):
-                member = Membership(
+                member = JoinOptions(
                     hub=self.address,
                     standby=",".join(addresses[num_parts:]),
                     name=f"local-{i}",
@@ -115,8 +119,10 @@ class Cluster:
         self.kill()
 
     def running(self) -> bool:
-        """Whether any node lives. When none does any more, the hubs are asked to leave too."""
-        if sum(node.running() for node in self.nodes):  # every one is looked at
+        """Return whether any node runs. Once none does, the hubs are asked to end."""
+        if sum(
+            node.running() for node in self.nodes
+        ):  # no early exit: each call also looks for new processes
             for hub in self._hubs:
                 hub.mend()
             self._end_the_late()
@@ -125,20 +131,24 @@ class Cluster:
         return False
 
     def failed(self) -> int | None:
-        """The first node that did not end well, though there was a run for it."""
+        """Return the index of the first node that failed before the run was over, None if none did."""
         codes = [node.exit_code() for node in self.nodes]
         return next((i for i, code in enumerate(codes) if code != 0 and i not in self._late), None)
 
     def exit_code(self) -> int:
-        """0 if all nodes ended well. Only after `running` was False or `kill` was called."""
+        """Return 0 if all nodes ended without error.
+
+        Only after `running` returned False or `kill` was called.
+        """
         failed = self.failed()
         return 0 if failed is None else self.nodes[failed].exit_code()
 
     def output(self) -> str:
+        """Return the output of all nodes."""
         return "".join(node.output() for node in self.nodes)
 
     def workers(self) -> list[psutil.Process]:
-        """The node processes alive now."""
+        """Return the live processes of the nodes."""
         return [worker for node in self.nodes for worker in node.workers()]
 
     def terminate(self) -> None:
@@ -147,7 +157,7 @@ class Cluster:
             node.terminate()
 
     def kill(self) -> None:
-        """End everything at once and wait until it is gone."""
+        """Kill all processes and wait for their end."""
         for node in self.nodes:
             node.kill()
         for hub in self._hubs:
@@ -155,7 +165,7 @@ class Cluster:
                 hub.child.kill()
 
     def _end_the_late(self) -> None:
-        """Once the run is used up its hub ends. A node that has died just before comes back to nobody."""
+        """Stop nodes that were restarted after the hub had ended with the run: they wait for it in vain."""
         if not all(hub.is_over for hub in self._hubs):
             return
         self._over_since = self._over_since or time.monotonic()
@@ -173,15 +183,18 @@ class Cluster:
 
 
 def _shared(config: RunConfig, placement: Placement) -> dict[str, str]:
-    """The environment of nodes that share this machine's cores. torchrun gives each of its processes one
-    thread, but where it starts only one, and nodes that each take all cores stand in each other's way."""
+    """Return the environment of nodes that share the cores of this machine.
+
+    torchrun limits each process to one thread, but not if it starts a single one; without a limit each such
+    node would use all cores.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // (placement.nodes * config.local.ranks))
     return {"OMP_NUM_THREADS": str(threads)} | os.environ
 
 
 def _hubs(config: RunConfig, run_dir: Path) -> list[HubProcess]:
-    """The hubs that split the units, then the standby if there is one."""
+    """Return the hubs that split the units, then the standby if there is one."""
     parts = len(config.hub.addresses)
     places = [(k, run_dir / (f"hub_{k}" if parts > 1 else "hub"), False) for k in range(parts)]
     places += [(0, run_dir / "standby", True)] if config.hub.standby else []

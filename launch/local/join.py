@@ -1,4 +1,4 @@
-"""`aedit join HOST:PORT`: be a node of a run that is going on, with nothing but the hub's address."""
+"""`aedit join HOST:PORT`: join a run as a node, given only the address of its hub."""
 
 import contextlib
 import secrets
@@ -13,7 +13,7 @@ from aedit.launch.config.effects import check_effects
 from aedit.launch.config.extensions import check_imports
 from aedit.launch.config.flags import flag_keys, with_flags
 from aedit.launch.config.load import parse
-from aedit.launch.config.placement import Membership, Placement
+from aedit.launch.config.placement import JoinOptions, Placement
 from aedit.launch.local.preflight import preflight
 from aedit.launch.local.run import run
 from aedit.launch.rundir.prepare import claimed
@@ -27,10 +27,14 @@ NAMES = "node_name"
 def join(
     addresses: str, flags: list[str], *, name: str = "", keys: Path | None = None, insecure: bool = False
 ) -> int:
-    """Fetch the run's configuration, then train as one of its nodes; the exit code as of `aedit run`.
+    """Fetch the run's configuration and train as one of its nodes; return the exit code as `aedit run` does.
 
-    addresses: HOST:PORT of the hub, or of several that split the units. flags: what this machine has
-    otherwise, such as `--device cpu`. name: of the node; by default one that its run directory remembers.
+    Args:
+        addresses: HOST:PORT of the hub, or of several that split the units.
+        flags: Settings of this machine, such as `--device cpu`.
+        name: Of the node; by default one that the run directory remembers.
+        keys: Folder of keys for TLS.
+        insecure: Connect to another machine without TLS.
     """
     told = _greet(addresses, keys, insecure)
     config = with_flags(_of_this_machine(told), flags)
@@ -38,13 +42,14 @@ def join(
     check_effects(config, dict.fromkeys(flag_keys(flags), 1), defaultdict(lambda: "flag"))
     if config.name != told.name:
         raise UserError(
-            f"--name: the hub calls this run {told.name}; a node's own name is --as, its folder --dir"
+            f"--name: the hub's run is named {told.name}, not {config.name};"
+            " use --as for the name of the node, --dir for its folder"
         )
     config = replace(config, hub=replace(config.hub, address=addresses))
     preflight(config, Placement())
     run_dir = Path(config.dir) / config.name
     with _named(run_dir, name) as own_name:
-        membership = Membership(
+        membership = JoinOptions(
             hub=addresses, standby=config.hub.standby, name=own_name, keys=keys, insecure=insecure
         )
         return run(config, Placement(), membership=membership)
@@ -56,19 +61,20 @@ def _greet(addresses: str, keys: Path | None, insecure: bool) -> RunConfig:
 
 
 def _of_this_machine(config: RunConfig) -> RunConfig:
-    """What is told by the hub is what to train; where and on what is this machine's affair."""
+    """Return the hub's configuration with the settings that belong to this machine at their defaults."""
     own = RunConfig()
     if config.name in (".", ".."):
-        raise UserError(f"the hub's run is called {config.name!r}, which is no directory name")
+        raise UserError(f"the hub's run is named {config.name!r}, which is not a valid directory name")
     return replace(config, dir=own.dir, device=own.device, log=own.log, local=LocalConfig())
 
 
 @contextlib.contextmanager
 def _named(run_dir: Path, name: str) -> Iterator[str]:
-    """Hold a name of a node in this directory while the block runs: `name`, or if that is empty the first one
-    that the directory remembers and no running node has, or a new one.
+    """Lock a node name in this directory until the block ends, and yield it.
 
-    So a node keeps its name over restarts, and a second `aedit join` in one directory is another node.
+    It is `name`, or if that is empty the first one that the directory remembers and no running node uses, or
+    a new one. A node keeps its name over restarts, and a second `aedit join` in one directory is another
+    node.
     """
     with contextlib.ExitStack() as held:
         for known in [name] if name else _remembered(run_dir):
@@ -92,7 +98,7 @@ def _remembered(run_dir: Path) -> list[str]:
 
 
 def _remember(run_dir: Path, name: str) -> None:
-    """Two volunteers whose machines have one host name have different names, so it cannot be made again."""
+    """Write a new name to the directory: it is random, since machines may have equal host names."""
     try:
         with (run_dir / NAMES).open("a", encoding="utf-8") as names:
             names.write(f"{name}\n")

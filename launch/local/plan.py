@@ -1,4 +1,4 @@
-"""`aedit run --dry-run`: what a run will be made of, before anything is downloaded or started."""
+"""`aedit run --dry-run`: sizes of a run, computed before anything is downloaded or started."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ WIRES_MBIT = (10, 100, 1000)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The sizes of a run. `units`: name and number of parameters of each, in landing order."""
+    """Sizes of a run. `units`: name and number of parameters of each, in landing order."""
 
     config: RunConfig
     nodes: int
@@ -25,27 +25,30 @@ class Plan:
     num_params: int
     units: tuple[tuple[str, int], ...]
     here: int = 1
-    """How many of the nodes are on this machine."""
+    """Number of nodes on this machine."""
 
     @property
     def synchronous(self) -> bool:
-        """Whether the run never leaves its warm-up, and every step is an exchange."""
+        """Return whether the warm-up never ends, so that each step is an exchange."""
         return self.config.edit.warmup_steps == "all"
 
     @property
     def num_trained(self) -> int:
+        """Return the number of trained parameters."""
         return sum(numel for _, numel in self.units)
 
     @property
     def tokens_per_step(self) -> int:
-        """Of one node."""
+        """Return the tokens of one step of one node."""
         train = self.config.train
         return train.batch_size * train.accumulate * self.config.data.seq_len
 
     @property
     def num_rounds(self) -> int | None:
-        """Exchanges in the whole run, with those at its end, in which every unit takes part once more; None
-        if the nodes' speed decides."""
+        """Return the rounds of the run; None if they depend on the nodes' speed.
+
+        They include those at its end, in which each unit takes part once more.
+        """
         edit, train = self.config.edit, self.config.train
         if edit.warmup_steps == "all":
             return train.steps
@@ -58,20 +61,23 @@ class Plan:
 
     @property
     def round_bytes(self) -> int:
-        """Payload one node brings to a round: fp32 pseudo-gradients of the units in it, on average."""
+        """Return the mean bytes of the fp32 pseudo-gradients that one node contributes to a round."""
         return self.num_trained * FP32_BYTES // self.config.edit.fragments
 
     @property
     def wire_bytes(self) -> int:
-        """What a node sends in a round, between several of them. A ring all-reduce: 2 (N - 1) / N of the
-        payload. To a hub: the payload as its codec makes it."""
+        """Return the bytes that a node sends per round.
+
+        A ring all-reduce sends 2 (N - 1) / N of the payload; a hub receives the payload as encoded by its
+        codec.
+        """
         if self.config.hub.address:
             return self._coded_bytes(self.config.hub.codec)
         return 2 * (self.nodes - 1) * self.round_bytes // self.nodes
 
     @property
     def down_bytes(self) -> int:
-        """What comes back from a hub for one new version of every unit in a round."""
+        """Return the bytes that a node receives from a hub per round, one new version per unit."""
         return self._coded_bytes(self.config.hub.codec_down)
 
     def _coded_bytes(self, name: str) -> int:
@@ -79,7 +85,7 @@ class Plan:
         return coded // self.config.edit.fragments
 
     def memory(self) -> dict[str, int]:
-        """Return bytes per rank of what stays for the whole run: no activations, no buffers under way."""
+        """Return the bytes per rank needed for the whole run, without activations and transfer buffers."""
         node = state_bytes(self.config, self.num_params, self.num_trained)
         return {name: size // self.ranks for name, size in node.items()}
 
@@ -107,7 +113,7 @@ def check_fits(plan: Plan) -> None:
 
 
 def render(plan: Plan) -> str:
-    """The plan for people: one fact per line."""
+    """Return the plan as text, one property per line."""
     config = plan.config
     data, source = config.data, config.model.pretrained or config.model.family
     rows = [
@@ -126,7 +132,10 @@ def render(plan: Plan) -> str:
 
 
 def _units(plan: Plan) -> str:
-    """Neighbours of one size are told together: `model.layers.0 .. model.layers.5 (6 x 196,864)`."""
+    """Return the units as text, neighbours of one size together: `model.layers.0 ..
+
+    Model.layers.5 (6 x 196,864)`.
+    """
     runs: list[list[tuple[str, int]]] = []
     for unit in plan.units:
         if runs and runs[-1][0][1] == unit[1]:

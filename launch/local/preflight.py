@@ -1,4 +1,4 @@
-"""What a run, a join, a dry run and the doctor look at first, in a fraction of a second and without torch."""
+"""First checks of run, join, dry run and doctor: a fraction of a second, without torch."""
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.memory import check_memory, least_parameters, trains_on_cpu
@@ -7,8 +7,10 @@ from aedit.launch.data.preflight import check_data
 
 
 def preflight(config: RunConfig, placement: Placement) -> None:
-    """Raise UserError for data that is missing or certainly too little, and for a model that certainly does
-    not fit into this machine's memory. What this cannot tell, the nodes find out when they start."""
+    """Raise UserError if data are missing or too short, or the model cannot fit into this machine's memory.
+
+    Errors that these checks cannot detect are reported when the nodes start.
+    """
     check_data(config.data)
     num_params = least_parameters(config)
     if num_params is not None and trains_on_cpu(config):
@@ -16,5 +18,5 @@ def preflight(config: RunConfig, placement: Placement) -> None:
 
 
 def nodes_here(placement: Placement) -> int:
-    """Return how many nodes of the run are processes of this machine."""
+    """Return the number of nodes that run on this machine."""
     return placement.nodes if placement.local else 1

@@ -1,4 +1,4 @@
-"""`aedit run`: start this machine's nodes under torchrun, show how they do, and bring them home."""
+"""`aedit run`: start this machine's nodes under torchrun, show their progress, and report the outcome."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from types import FrameType
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.placement import (
     NODE_PROGRAM,
-    Membership,
+    JoinOptions,
     Placement,
     ranks_per_node,
     torchrun_words,
@@ -27,10 +27,10 @@ from aedit.types import UserError
 Watch = Callable[[Path, int, Callable[[], bool]], None]
 
 LEAVE_LIMIT_S = 120.0
-"""How long the nodes may take to finish the step, land and save after Ctrl-C or SIGTERM."""
+"""Longest time of the nodes to finish the step, land and save after Ctrl-C or SIGTERM."""
 
 REFUSED_LIMIT_S = 10.0
-"""How long the other nodes may take to leave when one found what only the person can mend."""
+"""Longest time of the other nodes to leave after one has reported a UserError."""
 
 POLL_S = 0.2
 
@@ -40,11 +40,13 @@ def run(
     placement: Placement,
     program: tuple[str, ...] = NODE_PROGRAM,
     watch: Watch | None = None,
-    membership: Membership | None = None,
+    membership: JoinOptions | None = None,
 ) -> int:
-    """Train until the end, a failure or a signal; the exit code. UserError as soon as a node reports one.
+    """Train until the end, a failure or a signal; return the exit code.
 
-    0: done. 1: a node failed more often than `restarts`. 130, 143: left after Ctrl-C or SIGTERM.
+    Raises UserError as soon as a node reports one.
+
+    0: done. 1: a node failed more often than `restarts`. 130, 143: stopped by Ctrl-C or SIGTERM.
     """
     for warning in warnings(config, placement):
         _say(f"warning: {warning}")
@@ -73,13 +75,13 @@ def _start(
     placement: Placement,
     attempt: int,
     program: tuple[str, ...],
-    membership: Membership | None,
+    membership: JoinOptions | None,
     run_toml: Path,
 ) -> Child | Cluster:
     run_dir = run_toml.parent
     if config.hub.address and membership is None:
         cluster = Cluster(config, placement, run_dir, attempt, program)
-        _say(f"hub at {cluster.address}; one more node, from another terminal: aedit join {cluster.address}")
+        _say(f"hub at {cluster.address}; to add a node, in another terminal: aedit join {cluster.address}")
         return cluster
     words = torchrun_words(run_toml, config, placement, attempt, program, membership)
     log = f"launch_{file_name(membership.name)}.log" if membership else "launch.log"
@@ -87,7 +89,7 @@ def _start(
 
 
 class Watcher:
-    """Keeps an eye on torchrun while a view shows progress, and passes on the person's wish to leave."""
+    """Supervisor of torchrun while a view shows progress; passes signals on to the nodes."""
 
     def __init__(self, child: Child | Cluster) -> None:
         self._child = child
@@ -99,7 +101,10 @@ class Watcher:
         self.overdue = False
 
     def alive(self) -> bool:
-        """Whether torchrun still runs. The view asks several times a second: time limits bite here."""
+        """Return whether torchrun runs, and enforce the time limits.
+
+        The view calls this several times a second.
+        """
         if not self._child.running():
             return False
         if self.signals:
@@ -115,9 +120,9 @@ class Watcher:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """While the block runs, signals are for us to pass on."""
+        """Handle signals until the block ends."""
         names = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup leaves it
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
             names.append(signal.SIGHUP)
         before = {name: signal.signal(name, self._hear) for name in names}
         try:
@@ -129,19 +134,22 @@ class Watcher:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
         if len(self.signals) > 1:
-            _say("leaving at once")
+            _say("stopping at once")
             self._child.kill()
             return
-        _say("finishing the step, landing, saving; Ctrl-C again to leave at once")
+        _say("finishing the step, landing, saving; Ctrl-C again stops at once")
         self._deadline = time.monotonic() + LEAVE_LIMIT_S
-        # torchrun would give its workers 30 s and then kill them, so they hear it from us and it does not.
+        # Signal the workers directly: torchrun would give them only 30 s before it kills them.
         for worker in self._child.workers():
             self._told.add(worker.pid)
             with contextlib.suppress(OSError):
                 os.kill(worker.pid, signal.SIGTERM)
 
     def _tell_newcomers(self) -> None:
-        """A worker too young for a handler dies of the signal, and torchrun starts another: end it too."""
+        """End workers that started after the signal.
+
+        A worker without a handler dies of the signal, and torchrun then starts another.
+        """
         newcomers = any(worker.pid not in self._told for worker in self._child.workers())
         if not self._ending and (newcomers or not self._told):
             self._ending = True
@@ -152,7 +160,7 @@ def _watch(watch: Watch | None, run_dir: Path, nodes: int, alive: Callable[[], b
     try:
         (watch or _live_view())(run_dir, nodes, alive)
     except Exception as error:
-        _say(f"the live view failed ({error!r}); the run goes on, see {run_dir}")
+        _say(f"the live view failed ({error!r}); the run continues, see {run_dir}")
     while alive():
         time.sleep(POLL_S)
 
@@ -167,7 +175,7 @@ def _conclude(ending: Ending, code: int, watcher: Watcher, *, reports: bool) -> 
     if watcher.signals:
         name = "at once" if len(watcher.signals) > 1 else "as asked"
         late = f"; the nodes did not save within {LEAVE_LIMIT_S:.0f} s" if watcher.overdue else ""
-        _say(f"left {name}{late}; the same command goes on from the newest checkpoint")
+        _say(f"stopped {name}{late}; the same command continues from the newest checkpoint")
         return 128 + watcher.signals[0]
     if code == 0:
         if reports:
@@ -175,7 +183,7 @@ def _conclude(ending: Ending, code: int, watcher: Watcher, *, reports: bool) -> 
 
             print(report(ending.run_dir))
         if not ending.trained():
-            _say("nothing was left to do; raise train.steps or train.seconds, or choose another --name")
+            _say("the run was already complete; raise train.steps or train.seconds, or choose another --name")
         return 0
     if watcher.refused and (message := ending.refusal()):
         raise UserError(message)
@@ -184,6 +192,6 @@ def _conclude(ending: Ending, code: int, watcher: Watcher, *, reports: bool) -> 
 
 
 def _say(text: str) -> None:
-    # Not print, which a signal handler may interrupt half way. A terminal that is gone must not stop the run.
+    # No print, which a signal handler may interrupt. A closed terminal must not stop the run.
     with contextlib.suppress(OSError):
         os.write(2, f"aedit: {text}\n".encode())

@@ -1,4 +1,4 @@
-"""Run one process of a node: `torchrun -m aedit.launch.node run.toml`."""
+"""Entry point of one process of a node: `torchrun -m aedit.launch.node run.toml`."""
 
 import sys
 

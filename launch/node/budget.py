@@ -1,4 +1,4 @@
-"""How much of a run is used up, who says so, and which node measures the held-out loss."""
+"""Budget of a run: the used share of it, and the node that evaluates."""
 
 from typing import Protocol
 
@@ -9,40 +9,47 @@ from aedit.launch.rundir.recorder import Clock
 from aedit.proto.agent.link import Link
 
 
-class Budget(Protocol):
-    """Asked by all ranks of a node together, at the same steps."""
+class NodeBudget(Protocol):
+    """Budget of a run; all ranks of a node call its methods together, at the same steps."""
 
     def goes_on(self) -> bool:
-        """Whether another step is wanted."""
+        """Return whether the run needs another step."""
 
     def progress(self) -> float:
-        """Share of the run that is used up, 0 to 1, as the learning rate follows it."""
+        """Return the used share of the budget, 0 to 1, which the learning rate schedule follows."""
 
     def evaluates(self) -> bool:
-        """Whether this node measures the held-out loss, so that the others need not."""
+        """Return whether this node computes the held-out loss."""
 
 
-class OwnBudget:
-    """Nodes of one `torchrun` world, which know all they need from their rounds."""
+class WorldBudget:
+    """Budget of the nodes of one `torchrun` world, computed from their rounds."""
 
     def __init__(self, config: RunConfig, world: World, sync: LayerSync, clock: Clock) -> None:
         self.config, self.world, self.sync, self.clock = config, world, sync, clock
 
     def goes_on(self) -> bool:
-        """With a time schedule all nodes see the budget used up at one round."""
+        """Return whether the run needs another step.
+
+        With a time schedule all nodes see the end of the budget at the same round.
+        """
         if self._counts_own_steps:
             return self.sync.steps < self.config.train.steps
         timed_out = self._elapsed_share() >= 1.0
         return self.sync.shards.decide([not timed_out and self._steps_share() < 1.0])[0] == 1
 
     def progress(self) -> float:
+        """Return the used share of the budget, 0 to 1, extrapolated from the last round."""
         if self._counts_own_steps:
             return min(1.0, self.sync.steps / self.config.train.steps)
         since = self.sync.local_steps - self.sync.schedule.last_step
-        ahead = since / self.config.train.steps  # as if the others had gone as far since the last round
+        ahead = (
+            since / self.config.train.steps
+        )  # assuming as many steps of the other nodes since the last round
         return min(1.0, max(self._steps_share() + ahead, self._elapsed_share()))
 
     def evaluates(self) -> bool:
+        """Return whether this is node 0, which evaluates."""
         return self.world.node == 0
 
     @property
@@ -60,7 +67,7 @@ class OwnBudget:
 
 
 class HubBudget:
-    """Nodes that come and go: the hub counts what it has accepted, and says when it is enough."""
+    """Budget of a run with a hub, which counts accepted steps and reports progress and end."""
 
     _BILLION = 10**9
 
@@ -68,10 +75,11 @@ class HubBudget:
         self.config, self.sync, self.link = config, sync, link
 
     def goes_on(self) -> bool:
+        """Return whether the hub has not yet reported the end of the run."""
         return self.sync.shards.decide([not self.link.news().finished])[0] == 1
 
     def progress(self) -> float:
-        """The hub's number and what has happened since it was said, equal on all ranks of the node."""
+        """Return the share that the hub reported, extrapolated since then; equal on all ranks of the node."""
         news = self.link.news()
         steps = self.sync.local_steps - self.sync.schedule.last_step
         since = steps / self.config.train.steps
@@ -81,4 +89,5 @@ class HubBudget:
         return self.sync.shards.decide([int(share * self._BILLION)])[0] / self._BILLION
 
     def evaluates(self) -> bool:
+        """Return whether the hub has chosen this node to evaluate."""
         return self.sync.shards.decide([self.link.news().evaluates])[0] == 1

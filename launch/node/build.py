@@ -1,4 +1,4 @@
-"""The composition root: from a configuration and a place in the world to a node that is ready to train."""
+"""Build a node of a `torchrun` world from its configuration."""
 
 import hashlib
 import os
@@ -14,19 +14,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.edit.agreement import compare
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import ModelConfig, RunConfig
 from aedit.launch.config.memory import check_memory
 from aedit.launch.data.samples import Corpus, SampleOrder, load_corpus
-from aedit.launch.data.tokenizer import Tokenizer, load_tokenizer
-from aedit.launch.node.budget import OwnBudget
-from aedit.launch.node.checkpoint import Checkpoints
+from aedit.launch.data.tokenizer import CorpusTokenizer, load_tokenizer
+from aedit.launch.node.budget import WorldBudget
+from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.inner import make_inner
 from aedit.launch.node.model import blocks, build_model, compile_blocks, num_parameters, outline
 from aedit.launch.node.resume import resume
 from aedit.launch.node.stop import Stop
-from aedit.launch.node.train import Node
+from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
 from aedit.launch.rundir.recorder import Clock, Recorder
 from aedit.launch.rundir.sinks import Origin, open_sinks
@@ -37,10 +37,10 @@ from aedit.types import UserError
 @contextmanager
 def build(
     config: RunConfig, world: World, run_dir: Path, attempt: int, slowdown: float = 1.0
-) -> Iterator[Node]:
-    """Put a node together, resumed if there is something to resume, and take it apart afterwards.
+) -> Iterator[TrainingNode]:
+    """Build a node, resume it if there is a checkpoint, and close it when the block ends.
 
-    All processes of the run together. slowdown: how many times longer than it needs a step shall take.
+    All processes of the run together. slowdown: factor by which each step is slowed down.
     """
     check_fits(config, world)
     torch.manual_seed(config.seed + world.node)
@@ -54,20 +54,22 @@ def build(
         facts = facts_of(config, model, tokenizer, corpus)
         _compare(sync, transport, facts)
         clock, directory = Clock(), run_dir / "nodes" / str(world.node)
-        checkpoints = Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards)
+        checkpoints = NodeCheckpoints(
+            directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards
+        )
         order = SampleOrder(len(corpus.train), config.seed, world.node, world.nodes)
         resumed = resume(sync, exchange, checkpoints, order, facts)
         clock.start(resumed.elapsed_s if resumed else 0.0)
         origin = Origin(config.name, world.node, directory)
         sinks = partial(open_sinks, config.log, origin)
         recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
-        node = Node(
+        node = TrainingNode(
             config=config,
             world=world,
             corpus=corpus,
             order=(resumed and resumed.order) or order,
             sync=sync,
-            budget=OwnBudget(config, world, sync, clock),
+            budget=WorldBudget(config, world, sync, clock),
             stop=Stop(world.node, world.nodes, transport, sync.shards),
             checkpoints=checkpoints,
             recorder=recorder,
@@ -76,8 +78,8 @@ def build(
         )
         try:
             if resumed:
-                node.take_up(resumed)
-            recorder.event("start", **introduction(node, attempt))
+                node.restore(resumed)
+            recorder.event("start", **start_values(node, attempt))
             yield node
         except Exception as error:
             recorder.event("error", message=str(error) or type(error).__name__)
@@ -87,16 +89,19 @@ def build(
 
 
 def check_fits(config: RunConfig, world: World) -> None:
-    """What the configuration asks of this machine; UserError names the key."""
+    """Raise UserError that names the key if this machine cannot run the configuration."""
     if config.train.batch_size % world.ranks:
         size = config.train.batch_size
-        raise UserError(f"train.batch_size = {size} must be a multiple of the {world.ranks} ranks per node")
+        raise UserError(f"train.batch_size = {size}: must be a multiple of the {world.ranks} ranks per node")
     if config.edit.offload and world.device.type != "cuda":
         raise UserError("edit.offload = true needs CUDA: on a CPU node anchors are in host memory already")
 
 
-def make_model(config: RunConfig, tokenizer: Tokenizer, world: World) -> nn.Module:
-    """Return the model on its device, sharded over the ranks of the node. UserError if it cannot fit."""
+def make_model(config: RunConfig, tokenizer: CorpusTokenizer, world: World) -> nn.Module:
+    """Return the model on its device, sharded over the ranks of the node.
+
+    Raises UserError if it cannot fit.
+    """
     num_params = num_parameters(outline(config, tokenizer))
     if world.device.type == "cuda":
         have = world.ranks * torch.cuda.get_device_properties(world.device).total_memory
@@ -115,7 +120,7 @@ def make_model(config: RunConfig, tokenizer: Tokenizer, world: World) -> nn.Modu
 
 
 def _shard(model: nn.Module, config: ModelConfig, world: World) -> None:
-    """FSDP2 over the node's ranks: block by block, then what no block owns."""
+    """Shard the model over the node's ranks with FSDP2: each block, then the remaining parameters."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bf16" else None, reduce_dtype=torch.float32
     )
@@ -142,8 +147,10 @@ def _sync(
         raise UserError(str(error)) from error
 
 
-def facts_of(config: RunConfig, model: nn.Module, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, Any]:
-    """What must be the same for a checkpoint to make sense."""
+def facts_of(
+    config: RunConfig, model: nn.Module, tokenizer: CorpusTokenizer, corpus: Corpus
+) -> dict[str, Any]:
+    """Return the properties that must be equal for nodes and checkpoints of one run."""
     layout = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
     return {
         "parameters": num_parameters(model),
@@ -156,16 +163,16 @@ def facts_of(config: RunConfig, model: nn.Module, tokenizer: Tokenizer, corpus: 
 
 
 def _compare(sync: LayerSync, transport: TorchTransport, facts: dict[str, Any]) -> None:
-    """Raise UserError on all nodes, before the first step, if they would train different things."""
+    """Raise UserError on all nodes, before the first step, if their settings or data differ."""
     try:
         sync.compare()
         compare(transport, "facts", {name: str(value) for name, value in facts.items()})
     except ValueError as error:
-        raise UserError(f"{error}, the same files and the same Python") from None
+        raise UserError(f"{error}, and use the same files and the same Python version") from None
 
 
-def introduction(node: Node, attempt: int) -> dict[str, Any]:
-    """The `start` event."""
+def start_values(node: TrainingNode, attempt: int) -> dict[str, Any]:
+    """Return the values of the `start` event."""
     world, units = node.world, node.sync.units
     return {
         "attempt": attempt,

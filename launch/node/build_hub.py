@@ -1,4 +1,4 @@
-"""The composition root of a node of a run with a hub; `build.py` is that of a `torchrun` world."""
+"""Build a node of a run with a hub; `build.py` does so for a `torchrun` world."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,18 +19,18 @@ from aedit.edit.sync import LayerSync
 from aedit.edit.units import find_units
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.method import method
-from aedit.launch.config.placement import Membership
+from aedit.launch.config.placement import JoinOptions
 from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.data.samples import load_corpus
 from aedit.launch.data.tokenizer import load_tokenizer
 from aedit.launch.node.budget import HubBudget
-from aedit.launch.node.build import check_fits, facts_of, introduction, make_model
-from aedit.launch.node.checkpoint import Checkpoints
+from aedit.launch.node.build import check_fits, facts_of, make_model, start_values
+from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.hub_participation import HubParticipation
 from aedit.launch.node.inner import make_inner
 from aedit.launch.node.rejoin import known_directory, rejoin, remember
 from aedit.launch.node.stop import StopAlone
-from aedit.launch.node.train import Node
+from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
 from aedit.launch.rundir.recorder import Clock, Recorder
 from aedit.launch.rundir.sinks import Origin, open_sinks
@@ -41,52 +41,52 @@ from aedit.types import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a node is and how it was started."""
+class NodeStartOptions:
+    """Options of a node beside the configuration: how it joins, and where it writes."""
 
-    membership: Membership
+    membership: JoinOptions
     run_dir: Path
     attempt: int
     log_to: Callable[[Path, int], None]
-    """Sends stdout and stderr to the log of this attempt in a node's directory."""
+    """Redirects stdout and stderr to the log of this attempt in a node's directory."""
     slowdown: float = 1.0
-    """How many times longer than it needs a step shall take."""
+    """Factor by which each step is slowed down."""
 
 
 @contextmanager
-def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[Node]:
-    """Put a node together and make it a member of the run; take it apart afterwards.
+def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -> Iterator[TrainingNode]:
+    """Build a node, join the run of its hub, and close the node when the block ends.
 
-    All ranks of the node together. Raises UserError if the hub does not want this node.
+    All ranks of the node together. Raises UserError if the hub refuses this node.
     """
     check_fits(config, world)
     torch.manual_seed(config.seed)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    corpus = load_corpus(config.data, tokenizer, place.run_dir / "data")
+    corpus = load_corpus(config.data, tokenizer, options.run_dir / "data")
     model = make_model(config, tokenizer, world)
     facts = facts_of(config, model, tokenizer, corpus)
-    plan = agent_plan(config, place.membership, model, facts, len(corpus.train))
+    plan = agent_plan(config, options.membership, model, facts, len(corpus.train))
     link = _link(plan, world)
     try:
         exchange = _exchange(config, link)
         sync = _sync(config, model, exchange, link)
-        known = known_directory(place.run_dir, place.membership.name)
+        known = known_directory(options.run_dir, options.membership.name)
         resumed = rejoin(sync, _checkpoints(config, known, sync), facts) if known else None
         sync.anchor()
         world = replace(world, node=link.node)
-        directory = place.run_dir / "nodes" / str(world.node)
-        place.log_to(directory, place.attempt)
+        directory = options.run_dir / "nodes" / str(world.node)
+        options.log_to(directory, options.attempt)
         if world.leads:
-            remember(directory, place.membership.name)
+            remember(directory, options.membership.name)
         if not resumed:
-            torch.manual_seed(config.seed + 1 + world.node)  # nodes drop out differently
+            torch.manual_seed(config.seed + 1 + world.node)  # a different dropout mask per node
         clock = Clock()
         clock.start(max(link.news().elapsed_s, resumed.elapsed_s if resumed else 0.0))
         origin = Origin(config.name, world.node, directory)
         sinks = partial(open_sinks, config.log, origin)
         recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
         order = LeasedOrder(link, len(corpus.train), config.seed, sync)
-        node = Node(
+        node = TrainingNode(
             config=config,
             world=world,
             corpus=corpus,
@@ -97,13 +97,13 @@ def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[No
             checkpoints=_checkpoints(config, directory, sync),
             recorder=recorder,
             facts=facts,
-            slowdown=place.slowdown,
+            slowdown=options.slowdown,
             participation=HubParticipation(link=link, exchange=exchange, order=order),
         )
         try:
             if resumed:
-                node.take_up(resumed)
-            recorder.event("start", **introduction(node, place.attempt))
+                node.restore(resumed)
+            recorder.event("start", **start_values(node, options.attempt))
             yield node
         except Exception as error:
             recorder.event("error", message=str(error) or type(error).__name__)
@@ -114,14 +114,14 @@ def build_with_hub(config: RunConfig, world: World, place: Place) -> Iterator[No
         link.stop()
 
 
-def _checkpoints(config: RunConfig, directory: Path, sync: LayerSync) -> Checkpoints:
-    return Checkpoints(directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards)
+def _checkpoints(config: RunConfig, directory: Path, sync: LayerSync) -> NodeCheckpoints:
+    return NodeCheckpoints(directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards)
 
 
 def agent_plan(
-    config: RunConfig, member: Membership, model: nn.Module, facts: dict[str, Any], num_samples: int
+    config: RunConfig, member: JoinOptions, model: nn.Module, facts: dict[str, Any], num_samples: int
 ) -> AgentPlan:
-    """What the node's agent must know."""
+    """Return the settings of the node's agent."""
     hub = config.hub
     units = canonical.layout(_units(model, config)).units
     per_step = config.train.batch_size * config.train.accumulate
@@ -156,10 +156,10 @@ def _units(model: nn.Module, config: RunConfig) -> Any:
         raise UserError(str(error)) from None
 
 
-def _donor_address(member: Membership) -> str:
-    """Return where other nodes may fetch this node's anchors; empty where they may not.
+def _donor_address(member: JoinOptions) -> str:
+    """Return the address at which other nodes may fetch this node's anchors; "" if they cannot.
 
-    That is loopback if the hub is on this machine. With TLS it also takes a server's certificate, which
+    It is a loopback address if the hub is on this machine. TLS also requires a server certificate, which
     `aedit keys` puts into the hub's folder only.
     """
     here = all(map(is_loopback, member.hub.split(",")))
@@ -168,7 +168,10 @@ def _donor_address(member: Membership) -> str:
 
 
 def _link(plan: AgentPlan, world: World) -> AgentLink:
-    """The first rank starts the node's agent; the others find it by the path of its memory."""
+    """Return the link to the agent, which the first rank starts.
+
+    The others attach to its shared memory by path.
+    """
     link = start_agent(plan, ranks=world.ranks) if world.leads else None
     if world.ranks > 1:
         told = [link.path if link else ""]

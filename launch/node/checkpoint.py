@@ -1,8 +1,8 @@
-"""Checkpoints of one node: sharded over its ranks, written beside the others and renamed into place.
+"""Checkpoints of one node, sharded over its ranks and renamed into place when complete.
 
-nodes/N/checkpoints/round_000012/ holds what torch.distributed.checkpoint writes, and meta.json, which is
-written last. A directory under any other name is not a checkpoint. Names end in _1, _2, ... when a node
-stops several times in one round.
+nodes/N/checkpoints/round_000012/ holds the files of torch.distributed.checkpoint, and meta.json, which is
+written last. A directory with any other name is not a checkpoint. Names end in _1, _2, ... if a node stops
+several times in one round.
 """
 
 import json
@@ -27,28 +27,30 @@ _SUBS = 1000
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mark:
-    """Which checkpoint: equal on all nodes for one state of the run."""
+    """Identity of a checkpoint, equal on all nodes for one state of the run."""
 
     round: int
     sub: int = 0
-    """Counts stops within a round; 0 is the checkpoint at its end."""
+    """Number of stops in this round so far; 0 for the checkpoint at its end."""
 
     @property
     def name(self) -> str:
+        """Return the name of the directory."""
         return f"round_{self.round:06d}" + (f"_{self.sub}" if self.sub else "")
 
     @property
     def number(self) -> int:
-        """One number that orders marks, to compare over the network."""
+        """Return one integer, in the order of marks, to compare them over the network."""
         return self.round * _SUBS + self.sub
 
     @classmethod
     def of(cls, number: int) -> "Mark":
+        """Return the mark of an integer from `number`."""
         return cls(*divmod(number, _SUBS))
 
 
-class Checkpoints:
-    """The checkpoints of one node."""
+class NodeCheckpoints:
+    """Directory of the checkpoints of one node."""
 
     def __init__(self, directory: Path, *, keep: int, shards: Shards) -> None:
         self.directory = directory
@@ -56,7 +58,7 @@ class Checkpoints:
         self.shards = shards
 
     def marks(self) -> list[Mark]:
-        """Complete checkpoints, oldest first."""
+        """Return the marks of the complete checkpoints, oldest first."""
         found = []
         for path in self.directory.glob("round_*") if self.directory.is_dir() else ():
             if (match := _NAME.fullmatch(path.name)) and (path / "meta.json").is_file():
@@ -64,11 +66,14 @@ class Checkpoints:
         return sorted(found)
 
     def path(self, mark: Mark) -> Path:
+        """Return the directory of a checkpoint."""
         return self.directory / mark.name
 
     def save(self, mark: Mark, state: Mapping[str, Any], meta: Mapping[str, Any]) -> int:
-        """Write one; returns its bytes. All ranks of the node together. Raises OSError, with older ones
-        intact."""
+        """Write a checkpoint; return its bytes. All ranks of the node together.
+
+        Raises OSError if it cannot be written; the older ones are then intact.
+        """
         writing = self.directory / f".writing-{mark.name}"
         try:
             self._lead(lambda: _make_empty(writing))
@@ -82,7 +87,10 @@ class Checkpoints:
         return sum(file.stat().st_size for file in self.path(mark).iterdir()) if self.shards.leads else 0
 
     def load(self, mark: Mark, into: dict[str, Any]) -> None:
-        """Read one into tensors of this node's own sharding, in place. All ranks of the node together."""
+        """Read a checkpoint into tensors with this node's sharding, in place.
+
+        All ranks of the node together.
+        """
         try:
             dcp.load(
                 into,
@@ -96,11 +104,11 @@ class Checkpoints:
             ) from error
 
     def meta(self, mark: Mark) -> dict[str, Any]:
-        """Its plain numbers."""
+        """Return the contents of the checkpoint's meta.json."""
         return read_meta(self.path(mark))
 
     def drop_after(self, mark: Mark | None) -> None:
-        """Remove the checkpoints of a future that a resume from `mark` undoes."""
+        """Remove the checkpoints after `mark`, which a resume from it invalidates."""
         for other in self.marks() if self.shards.leads else ():
             if mark is not None and other > mark:
                 shutil.rmtree(self.path(other))
@@ -116,7 +124,7 @@ class Checkpoints:
             )
 
     def _lead(self, act: Callable[[], None]) -> None:
-        """Let the first rank act; if it fails, all ranks raise, so that none waits for another."""
+        """Call `act` on the first rank; raise on all ranks if it fails, so that none waits for another."""
         failure: OSError | None = None
         if self.shards.leads:
             try:
@@ -128,7 +136,7 @@ class Checkpoints:
 
     def _complete(self, mark: Mark, writing: Path, meta: Mapping[str, Any]) -> None:
         _write_whole(writing / "meta.json", json.dumps(meta, indent=1))
-        shutil.rmtree(self.path(mark), ignore_errors=True)  # from a future that a resume has undone
+        shutil.rmtree(self.path(mark), ignore_errors=True)  # left from before a resume at an older checkpoint
         os.rename(writing, self.path(mark))
         sync_directory(self.directory)
         self._prune()
@@ -141,7 +149,7 @@ class Checkpoints:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """meta.json of the checkpoint at `path`."""
+    """Return the meta.json of the checkpoint at `path`."""
     try:
         meta: dict[str, Any] = json.loads((path / "meta.json").read_text())
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Held-out loss."""
+"""Evaluate a node's model on held-out samples."""
 
 import torch
 from torch import nn
@@ -11,13 +11,16 @@ from aedit.launch.node.model import loss
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, corpus: Corpus, config: RunConfig, shards: Shards) -> float:
-    """Mean nats per token over `train.eval_samples` held-out samples. All ranks of the node together."""
+    """Return the mean loss over `train.eval_samples` held-out samples, in nats per token.
+
+    All ranks of the node together.
+    """
     indices = evaluation_indices(len(corpus.held_out), config.train.eval_samples)
     size, device = config.train.batch_size, next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64)
     model.eval()
     for start in range(0, len(indices), size):
-        # FSDP2 needs every rank in every forward: in a short last batch some see one of weight 0.
+        # FSDP2 needs all ranks in each forward pass: in a short last batch some get a sample of weight 0.
         mine = indices[start : start + size][shards.rank :: shards.size]
         shown = mine if len(mine) else indices[start : start + 1]
         mean = loss(model, batch(corpus.held_out, shown).to(device), config.model.dtype)

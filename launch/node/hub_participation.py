@@ -1,11 +1,11 @@
-"""A node of a run with a hub: it comes and goes alone."""
+"""Participation of a node in a run with a hub: it joins and leaves independently of other nodes."""
 
 from dataclasses import dataclass
 
 from aedit.edit.hub_exchange import HubExchange
 from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.node.stop import LEAVE_HUB_WITHIN_S, Stopped
-from aedit.launch.node.train import Node
+from aedit.launch.node.train import TrainingNode
 from aedit.proto.agent.link import Link, Progress
 from aedit.proto.transports.transport import PeersMissing
 from aedit.types import Round
@@ -13,23 +13,24 @@ from aedit.types import Round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubParticipation:
-    """Reports every step to the node's agent, and leaves without waiting for other nodes.
+    """Participation that reports each step to the node's agent and leaves without waiting for other nodes.
 
-    link: to the agent. exchange: that of the node's `sync`. order: the node's leased samples.
+    `link` connects to the agent, `exchange` is that of the node's `sync`, and `order` holds the leased
+    samples.
     """
 
     link: Link
     exchange: HubExchange
     order: LeasedOrder
     leave_within_s: float = LEAVE_HUB_WITHIN_S
-    """How long a node that leaves waits for a hub that does not answer."""
+    """Longest wait of a leaving node for a hub that does not answer."""
 
-    def begin(self, node: Node) -> None:
-        """Report once more before the node leaves, so that its unused samples go to others."""
-        self.exchange.before_leaving = lambda: self.note_step(node)
+    def begin(self, node: TrainingNode) -> None:
+        """Report once more before the node leaves, so that the hub can lease its unused samples to others."""
+        self.exchange.before_leaving = lambda: self.record_step(node)
 
-    def note_step(self, node: Node) -> None:
-        """Tell the agent steps, tokens, times, loss and used samples."""
+    def record_step(self, node: TrainingNode) -> None:
+        """Report steps, tokens, times, loss and used samples to the agent."""
         if not node.sync.shards.leads:
             return
         train = node.config.train
@@ -45,15 +46,15 @@ class HubParticipation:
             )
         )
 
-    def leave_early(self, node: Node) -> tuple[list[Round], str]:
-        """Push what has not been pushed and leave.
+    def leave_early(self, node: TrainingNode) -> tuple[list[Round], str]:
+        """Push the pending updates and leave; return no rounds, and the reason.
 
-        If the hub does not answer within `leave_within_s`, the last steps are in the checkpoint's count and
-        not in the run.
+        If the hub does not answer within `leave_within_s`, the checkpoint counts the last steps, and the run
+        does not.
         """
         self.exchange.timeout_s = min(self.exchange.timeout_s, self.leave_within_s)
         try:
-            self.note_step(node)
+            self.record_step(node)
             node.sync.close()
         except (Stopped, PeersMissing, TimeoutError) as error:
             node.sync.abandon()

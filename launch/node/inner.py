@@ -1,4 +1,4 @@
-"""The inner optimizer and its learning rate."""
+"""Inner optimizer and its learning rate."""
 
 import math
 
@@ -9,7 +9,7 @@ from aedit.launch.config.config import TrainConfig
 
 
 def make_inner(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay, vectors (norms, biases) do not."""
+    """Return AdamW with weight decay on matrices and none on vectors (norms, biases)."""
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -20,7 +20,10 @@ def make_inner(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def lr_at(progress: float, config: TrainConfig) -> float:
-    """Linear rise, then half a cosine down to `lr_final`. progress: share of the run that is done, 0 to 1."""
+    """Return the learning rate: linear warm-up, then a cosine down to `lr_final`. progress.
+
+    Share of the run, 0 to 1.
+    """
     if progress < config.lr_warmup:
         return config.lr * (progress + 1e-3) / (config.lr_warmup + 1e-3)
     done = min(1.0, (progress - config.lr_warmup) / (1 - config.lr_warmup))
@@ -29,6 +32,6 @@ def lr_at(progress: float, config: TrainConfig) -> float:
 
 
 def set_lr(inner: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` for every parameter group."""
+    """Set the learning rate of all parameter groups."""
     for group in inner.param_groups:
         group["lr"] = lr

@@ -1,4 +1,4 @@
-"""One process of a node: `torchrun --nproc-per-node 8 -m aedit.launch.node run.toml`."""
+"""Main function of one process of a node: `torchrun --nproc-per-node 8 -m aedit.launch.node run.toml`."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load
-from aedit.launch.config.placement import Membership
+from aedit.launch.config.placement import JoinOptions
 from aedit.types import UserError
 
 if TYPE_CHECKING:
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Join the run that the configuration describes, train, leave. Exit code 2: a person must act."""
+    """Train as a process of the run that the configuration describes.
+
+    Return the exit code, 2 for a UserError.
+    """
     options = _options()
     try:
         _join_and_train(load(options.config, []).config, options)
     except UserError as error:
-        # One write: torchrun runs its workers unbuffered, and print would let another line in before the end.
+        # One write, as torchrun runs its workers unbuffered: print could mix lines of several processes.
         sys.stderr.write(f"aedit: {error}\n")
         sys.stderr.flush()
         return 2
@@ -33,7 +36,7 @@ def main() -> int:
 
 
 def _join_and_train(config: RunConfig, options: argparse.Namespace) -> None:
-    # Only now: a bad configuration is refused before seconds go into importing torch.
+    # Imported here: an invalid configuration is reported before the slow import of torch.
     from aedit.launch.node.build import build
     from aedit.launch.node.train import train
     from aedit.launch.node.world import join_world, leave_world
@@ -56,12 +59,12 @@ def _join_and_train(config: RunConfig, options: argparse.Namespace) -> None:
 def _train_with_hub(
     config: RunConfig, world: "World", run_dir: Path, attempt: int, options: argparse.Namespace
 ) -> None:
-    """The same for a node of its own world, which learns from the hub who it is."""
-    from aedit.launch.node.build_hub import Place, build_with_hub
+    """Train as a node of a world of its own, whose index the hub assigns."""
+    from aedit.launch.node.build_hub import NodeStartOptions, build_with_hub
     from aedit.launch.node.train import train
 
-    place = Place(
-        membership=Membership(
+    node_options = NodeStartOptions(
+        membership=JoinOptions(
             hub=options.hub,
             standby=options.standby,
             name=options.name,
@@ -74,7 +77,7 @@ def _train_with_hub(
         log_to=_log_to,
         slowdown=_slowdown(config, options.prefers or 0, options),
     )
-    with build_with_hub(config, world, place) as node:
+    with build_with_hub(config, world, node_options) as node:
         train(node)
 
 
@@ -103,7 +106,7 @@ def _slowdown(config: RunConfig, node: int, options: argparse.Namespace) -> floa
 
 
 def _log_to(directory: Path, attempt: int) -> None:
-    """From here on stdout and stderr, also of libraries, go to the node's log."""
+    """Redirect stdout and stderr, also of libraries, to the node's log."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         log = os.open(directory / f"attempt_{attempt}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

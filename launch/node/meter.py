@@ -1,4 +1,4 @@
-"""What one training step costs and yields, between two lines of metrics."""
+"""Measure time, loss and gradient norm of training steps between two lines of metrics."""
 
 import time
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from aedit.launch.data.order import Order
 
 @dataclass(slots=True)
 class StepMeter:
-    """The step under way, and the steps since the last line of metrics."""
+    """Measurements of the current step and of the steps since the last line of metrics."""
 
     grad_norm: Tensor | None = None
     loss: Tensor | None = None
@@ -20,24 +20,27 @@ class StepMeter:
     began_at: float = 0.0
     waited_before_s: float = 0.0
     undo: tuple[dict[str, int], Tensor] | None = None
-    """Sample order and random state before the step under way."""
+    """Sample order and random state before the current step."""
 
     def begin_step(self, order: Order, waited_s: float) -> None:
-        """Before the step draws its samples. waited_s, here and below: the node's waiting so far."""
+        """Start to measure, before the step draws its samples. waited_s.
+
+        The node's waiting time so far, here and below.
+        """
         self.began_at, self.waited_before_s = time.monotonic(), waited_s
         self.undo = (order.state(), torch.get_rng_state())
 
     def add_loss(self, loss: Tensor) -> None:
-        """Stays on its device: nothing waits for it until a line is written."""
+        """Add the loss of a micro-batch; it stays on its device, so that nothing waits for it."""
         self.loss = loss if self.loss is None else self.loss + loss
 
-    def stretch(self, waited_s: float, slowdown: float) -> None:
-        """Make the step as long as on a machine `slowdown` times slower."""
+    def slow_down(self, waited_s: float, slowdown: float) -> None:
+        """Sleep until the step has taken `slowdown` times its own duration."""
         if slowdown > 1:
             time.sleep(self._busy_s(waited_s) * (slowdown - 1))
 
     def end_step(self, waited_s: float) -> float:
-        """Seconds the step was busy, waiting for other nodes left out."""
+        """Return the seconds of the step without waiting for other nodes."""
         self.num_steps += 1
         self.undo = None
         return self._busy_s(waited_s)
@@ -46,7 +49,7 @@ class StepMeter:
         return time.monotonic() - self.began_at - (waited_s - self.waited_before_s)
 
     def undo_draw(self, order: Order) -> Order:
-        """A step that was left in a wait has not happened: its samples come again after the resume."""
+        """Return the order before the draws of an unfinished step, whose samples are drawn again later."""
         if self.undo is None:
             return order
         state, rng = self.undo
@@ -54,7 +57,7 @@ class StepMeter:
         return order.resume(state)
 
     def mean_loss(self, shards: Shards) -> float:
-        """Nats per token since the last line, over all ranks of the node, which ask together."""
+        """Return the mean loss since the last line, in nats per token. All ranks of the node together."""
         if self.loss is None or not self.num_steps:
             return float("nan")
         mean = float(shards.sum(self.loss)) / self.num_steps / shards.size
@@ -62,7 +65,7 @@ class StepMeter:
         return mean
 
     def norm(self) -> float:
-        """The newest gradient norm before clipping. All ranks together."""
+        """Return the newest gradient norm before clipping. All ranks of the node together."""
         if self.grad_norm is None:
             return float("nan")
         whole = getattr(self.grad_norm, "full_tensor", None)

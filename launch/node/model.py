@@ -1,4 +1,4 @@
-"""Any `transformers` causal language model, new or pretrained, and its loss."""
+"""Build any `transformers` causal language model, new or pretrained, and compute its loss."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from aedit.launch.config.config import ModelConfig, RunConfig
-from aedit.launch.data.tokenizer import Tokenizer
+from aedit.launch.data.tokenizer import CorpusTokenizer
 from aedit.types import UserError
 
 _auto: Any = AutoModelForCausalLM  # its methods carry no types
@@ -22,11 +22,11 @@ _FROM_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 def build_model(
     config: ModelConfig, vocab_size: int, seq_len: int, seed: int, eos_id: int
 ) -> PreTrainedModel:
-    """The model on CPU in fp32 and training mode: from the same seed always the same bits.
+    """Return the model on CPU in fp32 and training mode, with the same bits for the same seed.
 
-    The process's random generators are left as they were. `config.dtype` is applied by `loss`,
-    `config.compile` by `compile_blocks`. Raises `UserError` for an unknown family or size, sizes that do not
-    fit together, weights that are not there, and a tokenizer or sample too large for a pretrained model.
+    The random generators of the process are not changed. `config.dtype` is applied by `loss`,
+    `config.compile` by `compile_blocks`. Raises UserError for an unknown family or size, inconsistent sizes,
+    missing weights, and a tokenizer or sample length too large for a pretrained model.
     """
     with _seeded(seed):
         if config.pretrained:
@@ -40,10 +40,10 @@ def build_model(
     return model
 
 
-def outline(config: RunConfig, tokenizer: Tokenizer) -> nn.Module:
+def outline(config: RunConfig, tokenizer: CorpusTokenizer) -> nn.Module:
     """Return the model without memory for its parameters, on the meta device.
 
-    Of a pretrained one only its configuration is read. Raises UserError as `build_model` does.
+    Of a pretrained model only the configuration is read. Raises UserError as `build_model` does.
     """
     with torch.device("meta"):
         if not config.model.pretrained:
@@ -59,9 +59,9 @@ def outline(config: RunConfig, tokenizer: Tokenizer) -> nn.Module:
 
 
 def loss(model: nn.Module, batch: Tensor, dtype: Literal["fp32", "bf16"]) -> Tensor:
-    """Mean cross entropy, in nats per token, of every next token. batch: (k, seq_len + 1) ids.
+    """Return the mean cross entropy of all next tokens, in nats per token. batch: (k, seq_len + 1) ids.
 
-    With `bf16` the model computes under autocast; the loss itself is always fp32.
+    With `bf16` the model computes under autocast; the loss is always fp32.
     """
     with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=dtype == "bf16"):
         logits = model(input_ids=batch[:, :-1]).logits
@@ -69,7 +69,10 @@ def loss(model: nn.Module, batch: Tensor, dtype: Literal["fp32", "bf16"]) -> Ten
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The transformer blocks by name, in the order they run; empty if the model does not tell them."""
+    """Return names and modules of the transformer blocks in execution order.
+
+    [] if the model does not list them.
+    """
     classes = set(getattr(model, "_no_split_modules", None) or ())
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
@@ -80,7 +83,7 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
-    """Compile what each block computes; the hooks around it stay ordinary Python.
+    """Compile the forward function of each block; the hooks around it stay ordinary Python.
 
     `block.compile()` would also trace the hooks, and landing a round must not happen in a compiled graph.
     """
@@ -90,11 +93,11 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Numbers that training may change or must store; tied weights count once."""
+    """Return the number of parameters; tied weights count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-# --- new
+# --- new models
 
 
 def _new(config: ModelConfig, vocab_size: int, seq_len: int, eos_id: int) -> PreTrainedModel:
@@ -102,19 +105,19 @@ def _new(config: ModelConfig, vocab_size: int, seq_len: int, eos_id: int) -> Pre
     _check_sizes(config, defaults)
     sizes = config.own_sizes | _from_tokenizer(defaults, vocab_size, eos_id)
     if hasattr(defaults, "is_decoder"):
-        sizes["is_decoder"] = True  # BERT's family else attends to the token it is to guess
+        sizes["is_decoder"] = True  # else BERT models attend to the token that they predict
     if hasattr(defaults, "max_position_embeddings"):
         _set_positions(sizes, defaults, seq_len)
     try:
         shape = AutoConfig.for_model(config.family, **sizes)
         _check_heads(shape)
         model: PreTrainedModel = _auto.from_config(shape, dtype=torch.float32)
-        with torch.no_grad():  # some misfits show only when the model runs
+        with torch.no_grad():  # some inconsistent sizes raise only in the forward pass
             model(input_ids=torch.tensor([[0, eos_id]]))
     except UserError:
         raise
-    except Exception as error:  # each family has its own way of refusing sizes, and only sizes are in play
-        raise UserError(f"model.sizes do not make a {config.family} model: {_last_line(error)}") from error
+    except Exception as error:  # the exception type depends on the family; only the sizes can cause it
+        raise UserError(f"model.sizes: not valid for a {config.family} model: {_last_line(error)}") from error
     return model
 
 
@@ -126,7 +129,7 @@ def _family_defaults(family: str) -> PretrainedConfig:
 
 
 def _check_sizes(config: ModelConfig, defaults: PretrainedConfig) -> None:
-    # transformers keeps a misspelt key as an attribute that nothing reads.
+    # transformers stores an unknown key as an unused attribute.
     known = {*defaults.to_dict(), *defaults.attribute_map}
     if "rope_parameters" in known:
         known.add("rope_theta")
@@ -138,7 +141,7 @@ def _check_sizes(config: ModelConfig, defaults: PretrainedConfig) -> None:
 
 
 def _from_tokenizer(defaults: PretrainedConfig, vocab_size: int, eos_id: int) -> dict[str, Any]:
-    # The family's own ids belong to another tokenizer: its padding id would freeze an ordinary token's row.
+    # The family's default ids belong to another tokenizer: its padding id would freeze a token's row.
     values = dict(zip(_FROM_TOKENIZER, (vocab_size, eos_id, eos_id, None), strict=True))
     return {key: value for key, value in values.items() if hasattr(defaults, key)}
 
@@ -156,11 +159,11 @@ def _check_heads(shape: PretrainedConfig) -> None:
     shared = getattr(shape, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
         raise UserError(
-            f"model.sizes.num_key_value_heads = {shared} must divide num_attention_heads = {heads}"
+            f"model.sizes.num_key_value_heads = {shared}: must divide num_attention_heads = {heads}"
         )
 
 
-# --- pretrained
+# --- pretrained models
 
 
 def _pretrained(name: str, vocab_size: int, seq_len: int) -> PreTrainedModel:
@@ -178,17 +181,21 @@ def _check_fits(model: PreTrainedModel, vocab_size: int, seq_len: int) -> None:
     embeddings: Any = model.get_input_embeddings()
     rows = len(embeddings.weight)
     if vocab_size > rows:
-        raise UserError(f"data.tokenizer has {vocab_size} tokens, but model.pretrained knows only {rows}")
+        raise UserError(
+            f"data.tokenizer: has {vocab_size} tokens, model.pretrained only {rows}; use its tokenizer"
+        )
     positions = getattr(model.config, "max_position_embeddings", None)
     if isinstance(positions, int) and seq_len > positions:
-        raise UserError(f"data.seq_len = {seq_len}, but model.pretrained has {positions} positions")
+        raise UserError(
+            f"data.seq_len = {seq_len}: model.pretrained has only {positions} positions; lower data.seq_len"
+        )
 
 
-# --- small print
+# --- compatibility and random state
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:
-    # Renamed within transformers 5; the old name warns there and goes in 6.
+    # Renamed in transformers 5; the old name warns there and will be removed in 6.
     new_name = hasattr(model, "activation_checkpointing_enable")
     name = "activation_checkpointing_enable" if new_name else "gradient_checkpointing_enable"
     try:
@@ -199,7 +206,7 @@ def _checkpoint_activations(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    # Only the CPU generator: models are made on CPU, and asking all GPUs for theirs would wake each of them.
+    # Only the CPU generator: models are built on CPU, and reading all GPUs' states would initialize them.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

@@ -1,4 +1,4 @@
-"""How a node takes part in its run: with the nodes of its `torch.distributed` world, or with a hub."""
+"""Participation of a node in its run: with the nodes of its `torch.distributed` world, or with a hub."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -6,19 +6,19 @@ from aedit.launch.node.stop import Stopped
 from aedit.types import Round
 
 if TYPE_CHECKING:
-    from aedit.launch.node.train import Node
+    from aedit.launch.node.train import TrainingNode
 
 
 class Participation(Protocol):
-    """The part of a node's life that depends on how it meets other nodes."""
+    """Operations of a node that depend on how it exchanges with other nodes."""
 
-    def begin(self, node: "Node") -> None:
+    def begin(self, node: "TrainingNode") -> None:
         """Prepare for the first step."""
 
-    def note_step(self, node: "Node") -> None:
+    def record_step(self, node: "TrainingNode") -> None:
         """Report a finished step."""
 
-    def leave_early(self, node: "Node") -> tuple[list[Round], str]:
+    def leave_early(self, node: "TrainingNode") -> tuple[list[Round], str]:
         """Leave before the end of the run.
 
         Returns the rounds that other nodes will not open, to be opened again after a resume, and the reason
@@ -27,19 +27,19 @@ class Participation(Protocol):
 
 
 class WorldParticipation:
-    """All nodes take part in every round and leave together."""
+    """Participation of nodes that take part in each round together and leave together."""
 
-    def begin(self, node: "Node") -> None:
+    def begin(self, node: "TrainingNode") -> None:
         """Do nothing: the world was joined when the process group was made."""
 
-    def note_step(self, node: "Node") -> None:
-        """Do nothing: nobody asks between rounds."""
+    def record_step(self, node: "TrainingNode") -> None:
+        """Do nothing: nodes exchange only in rounds."""
 
-    def leave_early(self, node: "Node") -> tuple[list[Round], str]:
-        """Finish what every node has opened and abandon the rest.
+    def leave_early(self, node: "TrainingNode") -> tuple[list[Round], str]:
+        """Land what all nodes have opened and abandon other rounds; return those and the reason.
 
-        Others may be waiting for this node's part of a round that all have opened, so nothing else is waited
-        for in between.
+        No node is waited for in between, since others may wait for this node's part of a round that all have
+        opened.
         """
         try:
             node.sync.finish()

@@ -1,5 +1,4 @@
-"""A node of a hub that comes back: the anchors are the hub's newest, and what only the node knows is in its
-last checkpoint."""
+"""Restore a node of a hub that reconnects, from its last checkpoint and the hub's newest anchors."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from aedit.edit import snapshot
 from aedit.edit.sync import LayerSync
-from aedit.launch.node.checkpoint import Checkpoints
+from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.resume import Resumed, check_facts, training_state
 from aedit.system import write_atomically
 
@@ -17,22 +16,24 @@ NAME = "name"
 
 
 def known_directory(run_dir: Path, name: str) -> Path | None:
-    """Where the node of this name has been before on this machine."""
+    """Return the directory of the node with this name on this machine, None if it has none."""
     found = [path.parent for path in run_dir.glob(f"nodes/*/{NAME}") if path.read_text() == name]
     return found[0] if found else None
 
 
 def remember(directory: Path, name: str) -> None:
-    """That the node of this name lives in `directory`."""
+    """Write the node's name into its directory."""
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / NAME, name)
 
 
-def rejoin(sync: LayerSync, checkpoints: Checkpoints, facts: dict[str, Any]) -> Resumed | None:
-    """Inner optimizer, error feedback and numbers of the newest checkpoint, if there is one; the parameters
-    are to become the hub's. All ranks of the node together, before they join.
+def rejoin(sync: LayerSync, checkpoints: NodeCheckpoints, facts: dict[str, Any]) -> Resumed | None:
+    """Restore inner optimizer, error feedback and counters from the newest checkpoint.
 
-    Raises UserError if the checkpoint was made with other facts or cannot be read.
+    Return None without one.
+
+    The hub then provides the parameters. All ranks of the node together, before they join. Raises UserError
+    if the checkpoint has other properties (`facts`) or cannot be read.
     """
     marks = checkpoints.marks()
     if not marks:

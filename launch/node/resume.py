@@ -1,8 +1,7 @@
-"""Start afresh, or go on from the newest checkpoint that all nodes have.
+"""Resume from the newest checkpoint that all nodes have, or start a new run.
 
-The nodes first tell each other what they have, so that they all choose the same one, also when one of them
-lost its last, and when their number has changed: a node without a checkpoint adopts the anchors of one
-that has it.
+The nodes first exchange the lists of their checkpoints, so that all choose the same one, also if one of them
+lost its last or their number has changed: a node without a checkpoint takes the anchors of one that has it.
 """
 
 from dataclasses import dataclass
@@ -14,25 +13,25 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from aedit.edit import snapshot
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.launch.data.order import SampleOrder, first_free
-from aedit.launch.node.checkpoint import Checkpoints, Mark, read_meta
+from aedit.launch.node.checkpoint import Mark, NodeCheckpoints, read_meta
 from aedit.proto.transports.transport import Rows, Transport
 from aedit.types import Round, UserError
 
 _NONE = -1.0
 _MOST = 16
-"""Newest checkpoints a node tells the others of."""
+"""Number of newest checkpoints that a node reports to the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a node goes on."""
+    """State of a node, beside its tensors, at the checkpoint from which it resumes."""
 
     mark: Mark
     order: SampleOrder | None
-    """None: of a hub, which leases the data."""
+    """None for a node of a hub, which leases the data."""
     owed: list[Round]
     tokens: int
     elapsed_s: float
@@ -44,7 +43,7 @@ class Resumed:
 
 
 def training_state(sync: LayerSync) -> dict[str, Any]:
-    """All tensors of a node, named and sharded as its parameters are."""
+    """Return all tensors of a node, named and sharded as its parameters are."""
     model, inner = get_state_dict(sync.model, sync.inner)
     return {"model": model, "inner": inner, "sync": snapshot.tensors(sync), "rng": torch.get_rng_state()}
 
@@ -52,14 +51,20 @@ def training_state(sync: LayerSync) -> dict[str, Any]:
 def resume(
     sync: LayerSync,
     exchange: MeanExchange,
-    checkpoints: Checkpoints,
+    checkpoints: NodeCheckpoints,
     order: SampleOrder,
     facts: dict[str, Any],
 ) -> Resumed | None:
-    """Restore `sync` from the newest common checkpoint, or return None if there is none anywhere.
+    """Restore `sync` from the newest common checkpoint; return None if no node has one.
 
-    All nodes and ranks together. exchange: that of `sync`. order: a fresh one, which says which node this is.
-    facts: what a checkpoint must have been made with; UserError names the first that differs.
+    All nodes and ranks together. Raises UserError that names the first of `facts` that differs.
+
+    Args:
+        sync: Of this node.
+        exchange: That of `sync`.
+        checkpoints: Of this node.
+        order: A new one; it tells the index of this node.
+        facts: Properties that the checkpoint must have, see `facts_of`.
     """
     transport = exchange.transport
     has = transport.gather("resume/has", _inventory(checkpoints)).result()
@@ -69,7 +74,7 @@ def resume(
     mine = checkpoints.meta(mark) if mark in checkpoints.marks() else None
     if mine is not None:
         check_facts(mine["facts"], facts, checkpoints.path(mark))
-    known = _tell_each_other(mark, checkpoints, transport, mine, order)
+    known = _exchange_progress(mark, checkpoints, transport, mine, order)
     owed = _load(sync, checkpoints, mark, mine) if mine is not None else []
     everybody_has_it = bool(_holders(has.rows, mark).all())
     if not everybody_has_it:
@@ -90,8 +95,11 @@ def resume(
     )
 
 
-def _inventory(checkpoints: Checkpoints) -> Tensor:
-    """(2 * _MOST): numbers of this node's newest checkpoints, then how many nodes made each."""
+def _inventory(checkpoints: NodeCheckpoints) -> Tensor:
+    """Return (2 * _MOST).
+
+    Numbers of this node's newest checkpoints, then the number of nodes that made each.
+    """
     row = torch.full((2, _MOST), _NONE, dtype=torch.float64)
     for place, mark in enumerate(checkpoints.marks()[-_MOST:]):
         nodes = checkpoints.meta(mark)["order"]["nodes"]
@@ -100,8 +108,11 @@ def _inventory(checkpoints: Checkpoints) -> Tensor:
 
 
 def _common(has: Tensor) -> Mark | None:
-    """The newest checkpoint that none of the nodes lacks which made it, as far as they are here; else the
-    newest anywhere. A node that was away at the time, or has lost all of its own, takes nobody back."""
+    """Return the newest checkpoint that no node lacks of those that made it, else the newest of any node.
+
+    Nodes that are absent now do not count. A node that was absent at the time of the checkpoint, or has lost
+    all of its own, does not make the others return to an older one.
+    """
     made_by = [dict(zip(*row.view(2, -1).long().tolist(), strict=True)) for row in has]
     made_by = [{mark: nodes for mark, nodes in marks.items() if mark != _NONE} for marks in made_by]
     anywhere = {mark: nodes for marks in made_by for mark, nodes in marks.items()}
@@ -114,16 +125,16 @@ def _holders(has: Tensor, mark: Mark) -> Tensor:
 
 
 def check_facts(made_with: dict[str, Any], facts: dict[str, Any], path: Path) -> None:
-    """UserError that names the first fact with which the checkpoint at `path` was not made."""
+    """Raise UserError that names the first property in which the checkpoint at `path` differs."""
     for name, value in facts.items():
         if made_with.get(name) != value:
             raise UserError(
-                f"{path} was made with {name} = {made_with.get(name)}, this run has {value}: "
-                "give the run another name, or the old value back"
+                f"{path}: made with {name} = {made_with.get(name)}, but this run has {value}; "
+                "give the run another name, or restore the old value"
             )
 
 
-def _load(sync: LayerSync, checkpoints: Checkpoints, mark: Mark, meta: dict[str, Any]) -> list[Round]:
+def _load(sync: LayerSync, checkpoints: NodeCheckpoints, mark: Mark, meta: dict[str, Any]) -> list[Round]:
     snapshot.blank(sync, meta["sync"])
     state = training_state(sync)
     state["sync"] = {name: tensor.clone() for name, tensor in state["sync"].items()}
@@ -133,22 +144,24 @@ def _load(sync: LayerSync, checkpoints: Checkpoints, mark: Mark, meta: dict[str,
     return snapshot.restore(sync, state["sync"], meta["sync"])
 
 
-# --- what the nodes tell each other of the chosen checkpoint
+# --- exchange between the nodes about the chosen checkpoint
 
 _NUMBERS = ("steps", "anchored", "round_id", "total_steps", "last_id", "last_step")
 _STREAM = ("num_samples", "seed", "node", "nodes", "base", "drawn")
 _ELAPSED = len(_NUMBERS) + len(_STREAM)
 
 
-def _tell_each_other(
+def _exchange_progress(
     mark: Mark,
-    checkpoints: Checkpoints,
+    checkpoints: NodeCheckpoints,
     transport: Transport,
     mine: dict[str, Any] | None,
     order: SampleOrder,
 ) -> Tensor:
-    """One row per node: its numbers, the sample stream that has gone furthest as far as it sees, seconds
-    so far."""
+    """Return one row per node.
+
+    Its numbers, the furthest sample stream that it sees, and its seconds so far.
+    """
     fresh = dict.fromkeys(_NUMBERS, 0)
     numbers = mine["sync"] if mine else fresh
     stream = max(_visible_streams(mark, checkpoints) or [order.state()], key=first_free)
@@ -157,16 +170,18 @@ def _tell_each_other(
     return transport.gather("resume/knows", torch.tensor(row, dtype=torch.float64)).result().rows
 
 
-def _visible_streams(mark: Mark, checkpoints: Checkpoints) -> list[dict[str, int]]:
-    """Of every node whose checkpoint lies on this machine, so that a node that is gone is not forgotten."""
+def _visible_streams(mark: Mark, checkpoints: NodeCheckpoints) -> list[dict[str, int]]:
+    """Return the sample streams of all nodes with a checkpoint on this machine, also of absent nodes."""
     nodes = checkpoints.directory.parent.parent
     paths = nodes.glob(f"*/{checkpoints.directory.name}/{mark.name}")
     return [read_meta(path)["order"] for path in paths if (path / "meta.json").is_file()]
 
 
 def _order(order: SampleOrder, mine: dict[str, Any] | None, known: Tensor) -> SampleOrder:
-    """The same stream if the nodes are the same, else a new one above all that was drawn. mine: None if
-    some node has no stream to go on with."""
+    """Return the same stream if the nodes are the same, else a new one beyond all drawn positions.
+
+    mine: None if some node has no stream to continue.
+    """
     fresh = order.state()
     if mine is not None and all(mine["order"][name] == fresh[name] for name in ("node", "nodes")):
         return SampleOrder.resume(mine["order"])
@@ -183,15 +198,16 @@ def _share_anchors(
     mine: dict[str, Any] | None,
     known: Tensor,
 ) -> list[Round]:
-    """Nodes without the checkpoint take anchors, momentum and round numbers from the first that has it.
+    """Send anchors, momentum and round numbers from the first node with the checkpoint to those without it.
 
-    Returns the rounds that such a node has to open at once, with nothing to say, because its source owes
-    them.
+    Returns the rounds that such a node must open at once, without an update, because its source owes them.
     """
     source = int(_holders(has.rows, mark).int().argmax())
     numbers = dict(zip(_NUMBERS, known[source].long().tolist(), strict=False))
     if not numbers["anchored"]:
-        raise UserError(f"{mark.name} is from the warm-up, where nodes cannot join: start the same nodes")
+        raise UserError(
+            f"{mark.name}: made during the warm-up, when no node can be added; start the same nodes"
+        )
     owed = range(int(numbers["round_id"]) + 1, int(numbers["last_id"]) + 1) if mine is None else ()
     if mine is None:
         saved = {**numbers, "anchored": True, "owed": []}

@@ -1,9 +1,11 @@
-"""Ctrl-C and SIGTERM: finish the step, land, save, leave - all nodes of one world together.
+"""Graceful stop on Ctrl-C and SIGTERM.
 
-A node that stops posts its position (see `LayerSync.position`) and promises not to move beyond it. A node
-that waits for a meeting which a stopped node will not come to stops too. When all have stopped, a round
-that everybody has opened is landed, and one that somebody has not is abandoned by those who have, to be
-opened again after the resume.
+Finish the step, land, save and leave, all nodes of one world together.
+
+A node that stops publishes its position (see `LayerSync.position`) and does not move beyond it. A node that
+waits for an exchange in which a stopped node will not take part stops too. When all have stopped, a round
+that all nodes have opened lands; a round that some have not opened is abandoned by the others and opened
+again after the resume.
 """
 
 import signal
@@ -16,15 +18,15 @@ from aedit.proto.transports.memory import MemoryWorld
 
 LEAVE_WITHIN_S = 60.0
 LEAVE_HUB_WITHIN_S = 20.0
-"""How long a node that leaves waits for a hub that does not answer: it may have been ended as well."""
+"""Longest wait of a leaving node for an unreachable hub, which may have been stopped too."""
 
 
 class Stopped(Exception):
-    """Leaves the training loop at a step boundary, or out of a wait that cannot end."""
+    """Raised to leave the training loop at a step boundary, or a wait that cannot end."""
 
 
 class Stop:
-    """One node's side of leaving together."""
+    """Graceful stop of one node, coordinated with the others."""
 
     def __init__(self, node: int, nodes: int, notes: Notes, shards: Shards) -> None:
         self.node, self.nodes, self.notes, self.shards = node, nodes, notes, shards
@@ -43,8 +45,7 @@ class Stop:
             signal.signal(again, signal.SIG_DFL)
 
     def check(self) -> None:
-        """Raise `Stopped` if this node or another one was asked to stop. Once per step, on all ranks
-        alike."""
+        """Raise `Stopped` if this or another node was asked to stop. Once per step, on all ranks alike."""
         if self._signalled:
             self.notes.post("stop", str(self.node))
         asked = self.shards.leads and (self._signalled or self.notes.read("stop") is not None)
@@ -52,23 +53,27 @@ class Stop:
             raise Stopped
 
     def while_waiting(self, needed: int) -> None:
-        """Raise `Stopped` if a node has stopped before the position that must be reached for the wait to
-        end, or if this node is leaving and has waited long enough."""
+        """Raise `Stopped` if a wait cannot end or has exceeded its deadline during a stop.
+
+        It cannot end if a node has stopped before the position `needed`.
+        """
         late = time.monotonic() > self._leave_by
         if late or any(position < needed for position in self._known("stopped").values()):
             raise Stopped
 
-    def promise(self, position: int) -> None:
-        """Tell the others that this node goes no further than `position`. From now on it waits for them for a
-        limited time: a dead node must not keep the living from saving."""
+    def announce(self, position: int) -> None:
+        """Tell the other nodes that this one goes no further than `position`.
+
+        From now on its waits for them have a deadline: a dead node must not keep the others from saving.
+        """
         self.notes.post(f"stopped/{self.node}", str(position))
         self._leave_by = time.monotonic() + self._leave_within_s
 
     def greatest(self, name: str, mine: int) -> int:
-        """Return the greatest of a number that every stopping node has, of those heard of within a minute."""
-        return self.shards.decide([max(self._everybodys(name, mine))])[0]
+        """Return the greatest value of `mine` over the stopping nodes that answer within a minute."""
+        return self.shards.decide([max(self._values_of_all(name, mine))])[0]
 
-    def _everybodys(self, name: str, mine: int) -> list[int]:
+    def _values_of_all(self, name: str, mine: int) -> list[int]:
         self.notes.post(f"{name}/{self.node}", str(mine))
         deadline = time.monotonic() + LEAVE_WITHIN_S
         while len(known := self._known(name)) < self.nodes and time.monotonic() < deadline:
@@ -81,14 +86,20 @@ class Stop:
 
 
 class StopAlone(Stop):
-    """A node that leaves a hub leaves nobody waiting: a signal also ends a wait for the hub."""
+    """Graceful stop of a node of a hub, for which no other node waits.
+
+    A signal also ends a wait for the hub.
+    """
 
     def __init__(self, shards: Shards) -> None:
         super().__init__(0, 1, MemoryWorld(1).node(0), shards)
         self._leave_within_s = LEAVE_HUB_WITHIN_S
 
     def while_waiting(self, needed: int) -> None:
-        """All ranks of the node together. A node that is leaving already waits some seconds for its hub."""
+        """Raise `Stopped` after a signal; a node that is leaving first waits some seconds for its hub.
+
+        All ranks of the node together.
+        """
         leaving = self._leave_by < float("inf")
         enough = time.monotonic() > self._leave_by if leaving else self._signalled
         if self.shards.decide([int(enough)])[0]:

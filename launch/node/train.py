@@ -1,4 +1,4 @@
-"""The training loop of one node."""
+"""Training loop of one node."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
 from aedit.launch.data.order import Order
 from aedit.launch.data.samples import Corpus, batch
-from aedit.launch.node.budget import Budget
-from aedit.launch.node.checkpoint import Checkpoints, Mark
+from aedit.launch.node.budget import NodeBudget
+from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
 from aedit.launch.node.evaluate import held_out_loss
 from aedit.launch.node.inner import lr_at, set_lr
 from aedit.launch.node.meter import StepMeter
@@ -26,9 +26,8 @@ from aedit.launch.rundir.recorder import Recorder
 from aedit.types import Round
 
 
-def train(node: "Node") -> None:
-    """Train until the run's budget is used up or somebody asks to stop; then save and leave with the
-    others."""
+def train(node: "TrainingNode") -> None:
+    """Train until the end of the run's budget or a stop request; then save and leave with the other nodes."""
     node.begin()
     try:
         with node.sync:
@@ -36,31 +35,33 @@ def train(node: "Node") -> None:
             while node.goes_on():
                 node.stop.check()
                 node.accumulate_gradients()
-                node.sync.average_gradients()  # only while warming up
+                node.sync.average_gradients()  # during the warm-up only
                 node.inner_step()
-                node.sync.step()  # opens a round if one is due; layers land under the next forward
-                node.note_step()
+                node.sync.step()  # opens a round if one is due; layers land during the next forward pass
+                node.record_step()
                 node.evaluate_after_a_round()
                 node.save_after_a_round()
     except Stopped:
         node.leave_early()
     else:
-        node.arrive()
+        node.finish()
 
 
 @dataclass(slots=True, kw_only=True)
-class Node:
-    """Everything one node trains with. Made by `aedit.launch.node.build.build`; methods are sentences of
-    `train`."""
+class TrainingNode:
+    """State and components of one training node, made by `aedit.launch.node.build.build`.
+
+    Its methods are the lines of `train`.
+    """
 
     config: RunConfig
     world: World
     corpus: Corpus
     order: Order
     sync: LayerSync
-    budget: Budget
+    budget: NodeBudget
     stop: Stop
-    checkpoints: Checkpoints
+    checkpoints: NodeCheckpoints
     recorder: Recorder
     facts: dict[str, Any]
     slowdown: float
@@ -70,7 +71,7 @@ class Node:
     tokens: int = 0
     lr: float = 0.0
     newest_loss: float = float("nan")
-    """Training loss, mean between the last two lines of metrics."""
+    """Mean training loss between the last two lines of metrics."""
     saved: Mark = field(default_factory=lambda: Mark(0))
     evaluated_round: int = 0
     bytes_before: int = 0
@@ -78,8 +79,8 @@ class Node:
 
     # -- before and after
 
-    def take_up(self, resumed: Resumed) -> None:
-        """Go on from a checkpoint; `sync` has been restored already."""
+    def restore(self, resumed: Resumed) -> None:
+        """Restore the counters of a checkpoint; `sync` has been restored already."""
         self.resumed, self.owed, self.tokens = True, resumed.owed, resumed.tokens
         self.saved, self.evaluated_round = resumed.mark, resumed.mark.round
         self.sync.waited_s = resumed.waited_s
@@ -88,41 +89,44 @@ class Node:
         self.recorder.clock.busy_s, self.recorder.clock.other_s = resumed.busy_s, resumed.other_s
 
     def begin(self) -> None:
+        """Install the signal handlers and callbacks; evaluate once in a new run."""
         self.stop.listen()
         self.sync.while_waiting = self.stop.while_waiting
-        self.sync.on_round = self.note_round
+        self.sync.on_round = self.record_round
         if not self.resumed:
             self.evaluate()
         self.participation.begin(self)
 
     def reopen_abandoned_rounds(self) -> None:
+        """Open the rounds again that this node had opened and abandoned before the checkpoint."""
         for round in self.owed:
             self.sync.begin(round)
 
-    def arrive(self) -> None:
-        """The regular end: everything has landed."""
-        self.note_metrics()
+    def finish(self) -> None:
+        """Finish at the end of the budget: record, evaluate and save."""
+        self.record_metrics()
         self.evaluate()
         if Mark(self.milestone) != self.saved:
             self.save(Mark(self.milestone))
         self.recorder.event("stop", reason="done", step=self.sync.steps, tokens=self.tokens)
 
     def leave_early(self) -> None:
-        """Leave as the node's participation does, and save."""
+        """Finish before the end of the budget: leave the run as `participation` does, and save."""
         self.order = self.meter.undo_draw(self.order)
-        self.stop.promise(self.sync.position)
+        self.stop.announce(self.sync.position)
         owed, reason = self.participation.leave_early(self)
-        self.note_metrics()
+        self.record_metrics()
         self.save(Mark(self.milestone, self._next_sub()), owed)
         self.recorder.event("stop", reason=reason, step=self.sync.steps, tokens=self.tokens)
 
     # -- one step
 
     def goes_on(self) -> bool:
-        """Whether the budget asks for another step."""
+        """Return whether the budget asks for another step."""
         return self.budget.goes_on()
 
     def accumulate_gradients(self) -> None:
+        """Run forward and backward passes on the next samples, `train.accumulate` micro-batches."""
         self.meter.begin_step(self.order, self.sync.waited_s)
         for indices in self._draw():
             samples = batch(self.corpus.train, indices).to(self.world.device, non_blocking=True)
@@ -131,33 +135,38 @@ class Node:
             self.meter.add_loss(mean.detach())
 
     def inner_step(self) -> None:
+        """Clip the gradients, and take an inner optimizer step at the current learning rate."""
         clip = self.config.train.grad_clip
         self.meter.grad_norm = torch.nn.utils.clip_grad_norm_(self.sync.model.parameters(), clip)
         self.lr = lr_at(self.budget.progress(), self.config.train)
         set_lr(self.sync.inner, self.lr)
         self.sync.inner.step()
         self.sync.inner.zero_grad()
-        self.meter.stretch(self.sync.waited_s, self.slowdown)
+        self.meter.slow_down(self.sync.waited_s, self.slowdown)
 
-    def note_step(self) -> None:
+    def record_step(self) -> None:
+        """Count tokens and time of the step, and write a line of metrics if one is due."""
         train = self.config.train
         self.tokens += train.batch_size * train.accumulate * self.config.data.seq_len
         self.recorder.clock.busy_s += self.meter.end_step(self.sync.waited_s)
         if self.sync.shards.decide([self.recorder.line_is_due()])[0]:
-            self.note_metrics()
-        self.participation.note_step(self)
+            self.record_metrics()
+        self.participation.record_step(self)
 
     def _draw(self) -> list[Any]:
-        """This rank's share of the node's next samples, one entry per micro-batch."""
+        """Return this rank's share of the node's next samples, one entry per micro-batch."""
         train, world = self.config.train, self.world
         drawn = self.order.take(train.batch_size * train.accumulate)
         return [part[world.rank :: world.ranks] for part in drawn.reshape(train.accumulate, -1)]
 
-    # -- where the run stands
+    # -- progress
 
     @property
     def milestone(self) -> int:
-        """Counts rounds; in a run that never leaves the warm-up, what would be rounds."""
+        """Return the number of rounds.
+
+        During an endless warm-up, the number of rounds that `edit.every` implies.
+        """
         if self.config.edit.warmup_steps == "all":
             return self.sync.steps // int(self.config.edit.every)
         return self.sync.round_id
@@ -165,12 +174,13 @@ class Node:
     # -- evaluation and checkpoints
 
     def evaluate_after_a_round(self) -> None:
+        """Evaluate if `train.eval_every` rounds have passed and nothing is in flight."""
         every = self.config.train.eval_every
         if every and not self.sync.in_flight and self.milestone >= self.evaluated_round + every:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Held-out loss, by one node: the others train on meanwhile."""
+        """Record the held-out loss if this node evaluates; the other nodes continue to train."""
         self.evaluated_round = self.milestone
         if not self.budget.evaluates():
             return
@@ -180,8 +190,11 @@ class Node:
         self.recorder.event("eval", step=self.sync.steps, round=self.milestone, loss=held_out)
 
     def save_after_a_round(self) -> None:
-        """At a step boundary with nothing under way; if there is none for a whole round, land first. A node
-        of a hub need not: what is under way is its agent's."""
+        """Save if `checkpoint.every` rounds have passed, at a step boundary with nothing in flight.
+
+        If there is no such boundary for a whole round, land first. A node of a hub saves at once: its agent
+        holds what is in flight.
+        """
         every, behind = self.config.checkpoint.every, self.milestone - self.saved.round
         if not every or behind < every:
             return
@@ -191,7 +204,10 @@ class Node:
             self.save(Mark(self.milestone))
 
     def save(self, mark: Mark, owed: list[Round] | None = None) -> None:
-        """Write a checkpoint. One that fails is loud, and training goes on: the older ones are intact."""
+        """Write a checkpoint. If that fails, record and print the error and continue.
+
+        Older checkpoints are intact.
+        """
         self.saved = mark
         began = time.monotonic()
         try:
@@ -220,44 +236,45 @@ class Node:
         }
 
     def _next_sub(self) -> int:
-        """One above every checkpoint of this round on any node, so that none is overwritten."""
+        """Return the next free sub-number of this round's checkpoints, so that no node overwrites one."""
         here = [mark.sub for mark in self.checkpoints.marks() if mark.round == self.milestone]
         return self.stop.greatest("sub", 1 + max(here, default=0))
 
     # -- records
 
-    def note_round(self, verdict: RoundOutcome, waited_s: float) -> None:
+    def record_round(self, outcome: RoundOutcome, waited_s: float) -> None:
+        """Record a finished round. Called by `sync`."""
         sent = self.sync.exchange.bytes_sent
-        per_unit = dict(zip(verdict.units, range(len(verdict.units)), strict=True))
+        per_unit = dict(zip(outcome.units, range(len(outcome.units)), strict=True))
 
         def spread(values: tuple[float, ...]) -> list[float | None]:
-            known = per_unit if values else {}  # of a hub's weights a node hears nothing
+            known = per_unit if values else {}  # a hub does not send weights to the nodes
             return [values[known[i]] if i in known else None for i in range(len(self.sync.units))]
 
         self.recorder.event(
             "round",
-            id=verdict.round.id,
+            id=outcome.round.id,
             step=self.sync.steps,
-            steps=verdict.round.steps,
+            steps=outcome.round.steps,
             wait_s=round(waited_s, 6),
             bytes=sent - self.bytes_before,
-            norms=spread(verdict.norms),
-            weights=spread(verdict.weights),
-            distrusted=list(verdict.distrusted),
-            effective_nodes=spread(verdict.effective_nodes),
-            rolled_back=list(verdict.rolled_back),
-            refused=list(verdict.refused),
-            nodes=verdict.nodes,
-            total_steps=verdict.total_steps,
+            norms=spread(outcome.norms),
+            weights=spread(outcome.weights),
+            distrusted=list(outcome.distrusted),
+            effective_nodes=spread(outcome.effective_nodes),
+            rolled_back=list(outcome.rolled_back),
+            refused=list(outcome.refused),
+            nodes=outcome.nodes,
+            total_steps=outcome.total_steps,
         )
         self.bytes_before = sent
-        if verdict.healed_from is not None:
-            self.recorder.event("heal", round=verdict.round.id, from_node=verdict.healed_from)
+        if outcome.healed_from is not None:
+            self.recorder.event("heal", round=outcome.round.id, from_node=outcome.healed_from)
 
-    def note_metrics(self) -> None:
-        """One line of metrics. All ranks of the node together: the loss is a mean over them."""
+    def record_metrics(self) -> None:
+        """Write one line of metrics. All ranks of the node together, as the loss is a mean over them."""
         clock = self.recorder.clock
-        if self.meter.num_steps:  # at the end a line may follow the last one without a step in between
+        if self.meter.num_steps:  # the final line may follow the previous one without a step in between
             self.newest_loss = self.meter.mean_loss(self.sync.shards)
         self.recorder.metrics(
             step=self.sync.steps,

@@ -1,4 +1,4 @@
-"""This process's place in the run: which node, which of its ranks, and the groups it talks in."""
+"""Position of this process in a `torchrun` world, and its process groups."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from aedit.types import UserError
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One process of a rectangular cluster: `nodes` x `ranks`."""
+    """One process of a rectangular world of `nodes` x `ranks`."""
 
     node: int
     nodes: int
@@ -27,20 +27,20 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks for its node."""
+        """Return whether this is the first rank of its node."""
         return self.rank == 0
 
 
 def join_world(device: str, ranks: int, timeout_s: float) -> World:
-    """Meet the other processes that torchrun started. ranks: processes per node.
+    """Initialize the process groups of the processes that torchrun started. ranks: processes per node.
 
-    Raises UserError if this process was not started by torchrun or `ranks` does not divide the world.
+    Raises UserError if torchrun did not start this process, or `ranks` does not divide the world.
     """
     try:
         world_size, global_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     except KeyError:
         raise UserError(
-            "start this under torchrun, or use: aedit run CONFIG (which wraps torchrun)"
+            "RANK and WORLD_SIZE are not set: start this under torchrun, or use aedit run CONFIG"
         ) from None
     if world_size % ranks:
         raise UserError(f"--ranks {ranks} does not divide the {world_size} processes of this run")
@@ -52,15 +52,15 @@ def join_world(device: str, ranks: int, timeout_s: float) -> World:
 
 
 def leave_world() -> None:
-    """Close the groups. Safe to call after an error."""
+    """Destroy the process groups. Safe to call after an error."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _init_process_group(device: str, rank: int, world_size: int, timeout: timedelta) -> None:
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    # torchrun keeps its store over restarts; without a prefix of its own an attempt finds the keys of the
-    # dead one.
+    # torchrun keeps its store over restarts; without its own prefix an attempt would read the keys of the
+    # previous one.
     attempt = dist.PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=timeout)
@@ -71,6 +71,8 @@ def _device(name: str) -> torch.device:
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count():
-        raise UserError(f"device: process {local_rank} of this machine has no GPU; use --device cpu")
+        raise UserError(
+            f"device: process {local_rank} of this machine has no GPU of its own; use --device cpu"
+        )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -1,4 +1,4 @@
-"""What a run that is over has to say: which node failed, how, and what its log ends with."""
+"""Outcome of a finished run: the node that failed, the cause, and the end of its log."""
 
 import json
 import re
@@ -14,40 +14,43 @@ LOG_LINES = 15
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The traces of one start of a run."""
+    """Files and output of one start of a run."""
 
     run_dir: Path
     nodes: tuple[int, ...]
-    """The nodes this machine started."""
+    """Indices of the nodes that this machine started."""
 
     ranks: int
     """Processes per node."""
 
     attempt: int
-    """Number of the first log this start can have written."""
+    """Number of this start in log names."""
 
     output: str
-    """What torchrun, and workers that had no log yet, wrote."""
+    """Output of torchrun, and of workers that had no log yet."""
 
     def refusal(self) -> str:
-        """What the node that left with exit code 2 said, without its `aedit: `; empty if none did."""
+        """Return the error message of the node that ended with exit code 2, without `aedit: `.
+
+        "" if none did.
+        """
         said = [line for log in self._logs() for line in _tail(log, 1)] + self.output.splitlines()
         return next((line.removeprefix("aedit: ") for line in said if line.startswith("aedit: ")), "")
 
     def failure(self) -> str:
-        """Which node failed, how, and the end of its log."""
+        """Return the node that failed, its exit code, and the end of its log."""
         found = re.findall(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", self.output)
         if not found:
             return f"torchrun failed; {self._last_lines([])}"
         code, rank = (int(number) for number in found[-1])
         if not self.nodes:
-            return f"the node failed before it was a member of the run ({_how(code)})"
+            return f"the node failed before it joined the run ({_how(code)})"
         node = self.nodes[rank // self.ranks]
         logs = [log for log in self._logs() if log.parent.name == str(node)]
         return f"node {node} failed ({_how(code)}); {self._last_lines(logs)}"
 
     def trained(self) -> bool:
-        """Whether any node took a step in this start; False for a run whose budget was used up before."""
+        """Return whether any node took a step in this start; False if the budget was used up before."""
         for node in self.nodes:
             events = _events(self.run_dir / "nodes" / str(node) / "events.jsonl")
             began = next((event["step"] for event in reversed(events) if event.get("event") == "start"), 0)
@@ -62,20 +65,26 @@ class Ending:
         return "\n".join([f"the end of {source}:", *lines])
 
     def _logs(self) -> list[Path]:
-        """Return this start's attempt logs, oldest first; the directory may have other nodes' as well."""
+        """Return the attempt logs of this start, oldest first.
+
+        The directory may also contain those of other nodes.
+        """
         found = [log for node in self.nodes for log in self.run_dir.glob(f"nodes/{node}/attempt_*.log")]
         logs = [(attempt_of(log), log) for log in found]
         return [log for number, log in sorted(logs) if number >= self.attempt]
 
 
 def indices_of(run_dir: Path, name: str) -> tuple[int, ...]:
-    """The index that a hub gave to the node of this name, as its folder remembers; empty if there is none."""
+    """Return the indices that a hub assigned to the node of this name, from the node directories.
+
+    () if unknown.
+    """
     named = (path.parent.name for path in run_dir.glob("nodes/*/name") if path.read_text() == name)
     return tuple(int(index) for index in named if index.isdecimal())
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """Whole lines; one that a crash has torn is left out."""
+    """Return the complete lines as values; an incomplete one, left by a crash, is skipped."""
     events = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         with suppress(ValueError):
@@ -84,7 +93,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def attempt_of(log: Path) -> int:
-    """K of `attempt_K.log`; 0 for a file of another's making."""
+    """Return K of `attempt_K.log`; 0 for any other file name."""
     number = log.stem.removeprefix("attempt_")
     return int(number) if number.isdecimal() else 0
 

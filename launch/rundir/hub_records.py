@@ -1,7 +1,7 @@
-"""What hubs have written of their run, as frozen values: from their folders, or from an answer to `status`.
+"""Records of hubs as frozen values, read from their folders or from a reply to `status`.
 
-All that a node says of itself (`steps`, seconds, bytes) counts from the start of its process, and is 0 while
-it has said nothing; what the hub says of it (`accepted`, `refused`) counts from the start of the run.
+Values that a node reports (`steps`, seconds, bytes) count from the start of its process and are 0 before its
+first report; counts of the hub (`accepted`, `refused`) start with the run.
 """
 
 from collections import Counter
@@ -12,8 +12,8 @@ from aedit.launch.rundir.records import Line, Notice, number
 
 
 @dataclass(frozen=True, slots=True)
-class NodeAt:
-    """One node at one moment, as a hub knows it."""
+class NodeSample:
+    """State of one node at one time, from its hub."""
 
     node: int
     name: str
@@ -21,32 +21,32 @@ class NodeAt:
     steps: float
     steps_per_s: float
     pace_steps: float
-    """Inner steps that the hub asks for before the next push."""
+    """Inner steps before the next push, as set by the hub."""
 
     busy_s: float
     wait_s: float
-    """Waiting for the hub: wire time that was not hidden."""
+    """Waiting for the hub: transfer time not overlapped with training."""
 
     wire_s: float
-    """Pushing or pulling, hidden or not."""
+    """Time of pushes and pulls, overlapped or not."""
 
     bytes_up: float
     bytes_down: float
     weight: float
-    """Of its last push in the merge that took it."""
+    """Merge weight of its last push."""
 
     staleness: float
-    """Versions between that push's base and its merge."""
+    """Versions between the base of its last push and the merge."""
 
     accepted: int
     refused: Mapping[str, int]
-    """Pushes that did not count, by kind of reason."""
+    """Number of refused pushes by reason."""
 
     @staticmethod
-    def of(line: Line) -> "NodeAt":
-        """Return what one entry of `nodes` in a hub's line says."""
+    def of(line: Line) -> "NodeSample":
+        """Return the state in one entry of `nodes` of a hub's line."""
         refused = line.get("refused") or {}
-        return NodeAt(
+        return NodeSample(
             node=int(line["node"]),
             name=str(line.get("name") or line["node"]),
             state=str(line.get("state") or "?"),
@@ -74,25 +74,25 @@ class NodeAt:
 
     @property
     def excluded(self) -> str:
-        """Why it was excluded; empty if it was not."""
+        """Return the reason of the exclusion; "" if the node was not excluded."""
         return self.state.removeprefix("excluded: ") if self.state.startswith("excluded") else ""
 
 
 @dataclass(frozen=True, slots=True)
-class HubAt:
-    """One hub at one moment."""
+class HubSample:
+    """State of one hub at one time."""
 
     t: float
-    """Seconds since the run began; a hub's outages are left out."""
+    """Seconds since the start of the run, without outages of the hub."""
 
     term: int
     progress: float
-    nodes: tuple[NodeAt, ...]
+    nodes: tuple[NodeSample, ...]
     versions: tuple[int, ...]
-    """Newest anchor of each unit that this hub owns."""
+    """Newest anchor version of each unit that this hub owns."""
 
     pending: int
-    """Pushes that wait for their quorum."""
+    """Number of pushes that wait for their quorum."""
 
     journal_bytes: float
     follows: str
@@ -105,16 +105,16 @@ class HubAt:
     """Size of the initial anchors of the units that this hub owns, as uploaded."""
 
     @staticmethod
-    def of(line: Line) -> "HubAt":
-        """A line of a hub's metrics, or the answer to `status`."""
+    def of(line: Line) -> "HubSample":
+        """Return the state in a line of a hub's metrics, or in the reply to `status`."""
         units, journal = line.get("units") or (), line.get("journal") or {}
         versions = line.get("versions") or [unit["version"] for unit in units]
         age_s = line["elapsed_s"] if "elapsed_s" in line else line["t"]
-        return HubAt(
+        return HubSample(
             t=float(age_s),
             term=int(line.get("term") or 0),
             progress=number(line.get("progress")),
-            nodes=tuple(NodeAt.of(node) for node in line.get("nodes") or ()),
+            nodes=tuple(NodeSample.of(node) for node in line.get("nodes") or ()),
             versions=tuple(int(version) for version in versions),
             pending=int(line.get("pending") or sum(unit["pending"] for unit in units)),
             journal_bytes=number(line.get("journal_bytes", sum(journal.get(k, 0) for k in JOURNAL))),
@@ -124,8 +124,8 @@ class HubAt:
         )
 
 
-def _as_of(said: NodeAt, node: NodeAt) -> NodeAt:
-    """What it has said of itself, and what the hub says of it now."""
+def _as_of(said: NodeSample, node: NodeSample) -> NodeSample:
+    """Return the values that the node reported last, with the hub's newest values about it."""
     return replace(
         said,
         state=node.state,
@@ -140,17 +140,20 @@ JOURNAL = ("bytes", "past_bytes")
 
 
 @dataclass(frozen=True, slots=True)
-class Hub:
-    """What one hub, and its standby after it, has said so far: in the order of terms, then of time."""
+class HubRecords:
+    """Records of one hub and of its standby, ordered by term, then by time."""
 
-    lines: tuple[HubAt, ...]
+    lines: tuple[HubSample, ...]
     notices: tuple[Notice, ...]
-    """Of note for a person: who was excluded, and hubs that began to lead."""
+    """Exclusions and changes of the leading hub."""
 
     @property
-    def last(self) -> HubAt:
-        """The newest line, in which who says nothing any more has what it said last. Needs a line."""
-        newest, said = self.lines[-1], dict[int, NodeAt]()
+    def last(self) -> HubSample:
+        """Return the newest line, in which nodes without a current report have their last one.
+
+        Needs a line.
+        """
+        newest, said = self.lines[-1], dict[int, NodeSample]()
         for line in reversed(self.lines):
             said |= {n.node: n for n in line.nodes if n.reports and n.node not in said}
             if len(said) == len(newest.nodes):
@@ -160,7 +163,7 @@ class Hub:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """A whole run, over all its nodes and hubs."""
+    """Totals of a run over all its nodes and hubs."""
 
     accepted: int
     refused: Mapping[str, int]
@@ -180,10 +183,10 @@ class Totals:
     """Size of these anchors: a part of `bytes_up`."""
 
 
-def totals(hubs: Sequence[Hub]) -> Totals | None:
-    """Return the sum over hubs that split the units; None if none has written anything.
+def totals(hubs: Sequence[HubRecords]) -> Totals | None:
+    """Return the totals over hubs that split the units; None if none has written anything.
 
-    Bytes are what the nodes said last, at most some seconds before their end.
+    Bytes are those of the last reports, at most some seconds before the nodes' end.
     """
     last = [hub.lines[-1] for hub in hubs if hub.lines]
     if not last:
@@ -193,7 +196,7 @@ def totals(hubs: Sequence[Hub]) -> Totals | None:
     for node in nodes:
         refused.update(node.refused)
     versions = tuple(version for hub in last for version in hub.versions)
-    # Every hub is told a node's bytes to all hubs: one is enough.
+    # A node reports its bytes to and from all hubs to each hub: one suffices.
     told = max((hub.lines for hub in hubs), key=len)
     return Totals(
         accepted=sum(node.accepted for node in nodes),
@@ -208,8 +211,8 @@ def totals(hubs: Sequence[Hub]) -> Totals | None:
     )
 
 
-def by_node(lines: Iterable[HubAt], field: str) -> dict[int, list[float]]:
-    """What each node has said of itself, line by line; lines in which it said nothing are left out."""
+def by_node(lines: Iterable[HubSample], field: str) -> dict[int, list[float]]:
+    """Return a value per node and line; lines without a report of the node are left out."""
     found: dict[int, list[float]] = {}
     for line in lines:
         for node in line.nodes:
@@ -219,7 +222,7 @@ def by_node(lines: Iterable[HubAt], field: str) -> dict[int, list[float]]:
 
 
 def gained(counts: Sequence[float]) -> float:
-    """The sum of a count that begins at 0 again when its process does."""
+    """Return the total of a counter that restarts at 0 with its process."""
     total = before = 0.0
     for count in counts:
         total += count - before if count >= before else count

@@ -1,4 +1,7 @@
-"""The run directory before the run: writable, roomy, used by nobody else, and of the same training."""
+"""Prepare the run directory.
+
+Writable, with free space, in use by no other process, and of the same training.
+"""
 
 import contextlib
 import fcntl
@@ -16,7 +19,7 @@ from aedit.system import write_atomically
 from aedit.types import UserError
 
 MIN_FREE_BYTES = 256 * 2**20
-"""Room for logs and a small model's checkpoints; the node itself tells of one that does not fit."""
+"""Space for logs and a small model's checkpoints; the node reports a checkpoint that does not fit."""
 
 MAY_CHANGE = {
     "name",
@@ -38,24 +41,25 @@ MAY_CHANGE = {
     "local.slowdown",
     "local.ranks",
 }
-"""Values a resumed run may have anew: how long, how fast and on what it trains, not what."""
+"""Keys that may differ in a resumed run: its length, speed and hardware, but not the training itself."""
 
 PARTS = ("nodes", "hub", "hub_*", "standby")
-"""Folders of what nodes and hubs have learned."""
+"""Folders with the state of nodes and hubs."""
 
 STEPPED = re.compile(r'"steps?": ?[1-9]')
-"""In a line of metrics or an event: a step was taken."""
+"""Matches a line of metrics or an event after at least one step."""
 
 MAY_CHANGE_AT_A_HUB = {"hub.address", "hub.standby"}
-"""What a node that joins may have anew besides: its hub may be at another place by now."""
+"""Further keys that may differ in a node that joins: its hub may have moved."""
 
 
 def prepare(config: RunConfig, joins_as: str = "") -> Path:
-    """Make the run directory, or take it up again; return the file with the configuration of its nodes.
+    """Create the run directory or continue it; return the file with the configuration of its nodes.
 
-    joins_as: the name of the one node that joins a run led by a hub. It has a file of its own, as the
-    directory may also be that of the hub, or of other nodes. Raises UserError if the directory cannot be
-    written, is full, or holds another training.
+    Raises UserError if the directory cannot be written, is full, or belongs to another training.
+
+    joins_as: the name of a single node that joins a run with a hub. It has its own file, as the directory may
+    also be that of the hub, or of other nodes.
     """
     run_dir, remedy = Path(config.dir) / config.name, "--dir" if joins_as else "--name"
     try:
@@ -66,8 +70,8 @@ def prepare(config: RunConfig, joins_as: str = "") -> Path:
             may_change = MAY_CHANGE | MAY_CHANGE_AT_A_HUB if joins_as else MAY_CHANGE
             listed = _changed(load(run_toml, []).config, config, may_change)
             if listed and not _forgotten(run_dir):
-                held = f"{run_dir} holds a run with other values of {listed}"
-                raise UserError(f"{held}; choose another {remedy}")
+                held = f"{run_dir}: holds a run with other values of {listed}"
+                raise UserError(f"{held}; restore them, or choose another {remedy}")
         is_the_hubs = bool(joins_as) and any(run_dir.glob("hub*/part.json"))
         if not (is_the_hubs and run_toml.exists()):
             write_atomically(run_toml, to_toml(config))
@@ -82,20 +86,20 @@ def prepare(config: RunConfig, joins_as: str = "") -> Path:
 
 
 def file_name(node: str) -> str:
-    """Return the name of a node as a part of a file's name."""
+    """Return the name of a node as a part of a file name."""
     return re.sub(r"[^\w.-]", "_", node)
 
 
 def next_attempt(run_dir: Path) -> int:
-    """The number this start's logs bear: one above every `attempt_K.log` there is."""
+    """Return the number of this start in log names: one more than that of any `attempt_K.log`."""
     return 1 + max((attempt_of(log) for log in run_dir.glob("nodes/*/attempt_*.log")), default=0)
 
 
 @contextlib.contextmanager
 def claimed(run_dir: Path, node: int | str) -> Iterator[None]:
-    """Hold the directory for this node while the block runs.
+    """Lock the directory for this node until the block ends.
 
-    node: its number, or its name if it joins a hub. Raises UserError if another process holds it.
+    node: its index, or its name if it joins a hub. Raises UserError if another process has locked it.
     """
     path = run_dir / f".lock_{node if isinstance(node, int) else file_name(node)}"
     try:
@@ -110,7 +114,7 @@ def claimed(run_dir: Path, node: int | str) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(_in_use(run_dir, node)) from None
         except OSError:
-            pass  # some network file systems have no locks: then nobody is warned of a second run
+            pass  # some network file systems have no locks: a second run is then not detected
         yield
 
 
@@ -121,7 +125,7 @@ def _in_use(run_dir: Path, node: int | str) -> str:
 
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[str, str]]:
-    """What differs, by dotted name: the two values as TOML writes them, `-` where there is none."""
+    """Return both values of each key that differs, by dotted name, as TOML; `-` where a value is missing."""
     before, after = dict(values(old)), dict(values(new))
     names = [*before, *(name for name in after if name not in before)]
     changed = [n for n in names if n not in before or n not in after or before[n] != after[n]]
@@ -133,14 +137,16 @@ def _shown(entries: dict[str, object], name: str) -> str:
 
 
 def _forgotten(run_dir: Path) -> bool:
-    """Remove what is left of a run that never took a step, so that it does not block its name.
+    """Remove the files of a run that never took a step, so that its name can be used again.
 
-    Returns whether it was such a run. Nothing is removed while another process works in the directory.
+    Return whether it was one.
+
+    Nothing is removed while another process works in the directory.
     """
     parts = [path for name in PARTS for path in run_dir.glob(name)]
     lines = (path for part in parts for path in part.rglob("*.jsonl"))
     stepped = any(STEPPED.search(path.read_text(encoding="utf-8", errors="replace")) for path in lines)
-    nodes = sum(map(_is_locked, run_dir.glob(".lock_*")))  # one of them is this command's own
+    nodes = sum(map(_is_locked, run_dir.glob(".lock_*")))  # including the lock of this command
     if stepped or nodes > 1 or any(_is_locked(path) for part in parts for path in part.glob("lock")):
         return False
     for part in parts:
@@ -160,7 +166,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _changed(old: RunConfig, new: RunConfig, may_change: set[str]) -> str:
-    """Return the values that differ though they may not, as one text."""
+    """Return the differences in keys that may not change, as one text."""
     changed = {name: pair for name, pair in differences(old, new).items() if name not in may_change}
     return ", ".join(f"{name} ({was} -> {now})" for name, (was, now) in changed.items())
 
@@ -173,7 +179,7 @@ def _check_space(run_dir: Path) -> None:
 
 
 def _note_code(path: Path) -> None:
-    """One paragraph per code that worked on this run, the newest last."""
+    """Append the code version to the file if it differs from the last one; one paragraph per version."""
     newest = provenance()
     known = path.read_text(encoding="utf-8") if path.exists() else ""
     if not known.endswith(newest):

@@ -1,4 +1,4 @@
-"""Which code a run was made with."""
+"""Version of the code that makes a run."""
 
 import hashlib
 import os
@@ -13,14 +13,17 @@ LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def provenance() -> str:
-    """Versions, digest of the package's sources, git commit if there is one: a few `key: value` lines."""
+    """Return versions, digest of the package's sources, and git commit if there is one, as `key.
+
+    Value` lines.
+    """
     facts = {"aedit": aedit.__version__, "sources": source_digest(), "commit": _commit()}
     facts |= {"python": platform.python_version()} | {name: _version(name) for name in LIBRARIES}
     return "".join(f"{name}: {value}\n" for name, value in facts.items() if value)
 
 
 def source_digest() -> str:
-    """SHA-256 over the names and contents of the package's `.py` and `.proto` files, 16 hex digits."""
+    """Return SHA-256 over the names and contents of the package's `.py` and `.proto` files, 16 hex digits."""
     root = _root()
     digest = hashlib.sha256()
     # os.walk, as rglob does not follow the links of a checkout before Python 3.13.
@@ -43,7 +46,7 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str:
-    """Empty unless the package itself is a checkout: a `.venv` inside somebody's repository is not."""
+    """Return the git commit if the package is a checkout; "" also for a `.venv` inside another repository."""
     if not _git("ls-files", "__init__.py"):
         return ""
     return _git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")

@@ -1,7 +1,7 @@
-"""Reads a run directory, once or again and again, while nodes may still be writing to it.
+"""Read a run directory, once or repeatedly, also while nodes write to it.
 
-Torn lines (a crash, a full disk) are skipped. After a resume some steps stand in the files twice; the later
-attempt's lines win, and what the earlier attempt did beyond the resumed step is left out.
+Incomplete lines (a crash, a full disk) are skipped. After a resume the files contain some steps twice: the
+lines of the later attempt are used, and those of the earlier attempt after the resumed step are dropped.
 """
 
 import json
@@ -13,8 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aedit.launch.rundir.hub_records import Hub, HubAt
-from aedit.launch.rundir.records import BAD_LINE, Checkpoint, Evaluation, Landed, Line, Metric, Notice, Start
+from aedit.launch.rundir.hub_records import HubRecords, HubSample
+from aedit.launch.rundir.records import (
+    BAD_LINE,
+    CheckpointEvent,
+    EvalEvent,
+    Line,
+    Metric,
+    Notice,
+    RoundEvent,
+    StartEvent,
+)
 from aedit.types import UserError
 
 WORTH_TELLING = ("error", "checkpoint_failed", "heal")
@@ -22,56 +31,56 @@ WORTH_TELLING_OF_A_HUB = ("excluded", "lead", "standby_lost")
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """One node as its files tell it, each sequence in the order of steps."""
+class NodeRecords:
+    """Records of one node, each sequence ordered by step."""
 
     index: int
-    starts: tuple[Start, ...]
+    starts: tuple[StartEvent, ...]
     metrics: tuple[Metric, ...]
-    rounds: tuple[Landed, ...]
-    evaluations: tuple[Evaluation, ...]
-    checkpoints: tuple[Checkpoint, ...]
+    rounds: tuple[RoundEvent, ...]
+    evaluations: tuple[EvalEvent, ...]
+    checkpoints: tuple[CheckpointEvent, ...]
     notices: tuple[Notice, ...]
-    """Errors, failed checkpoints and healings."""
+    """Errors, failed checkpoints and repairs of anchors."""
 
     latest: Notice | None
     """The newest event of any kind."""
 
     quiet_s: float
-    """Seconds since the node last wrote, by the files' times."""
+    """Seconds since the node last wrote, from the modification times of its files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run directory at one moment."""
+    """Contents of a run directory at one time."""
 
     directory: Path
     config: Mapping[str, Any]
-    """`run.toml`, or nothing if it cannot be read."""
+    """Contents of `run.toml`; empty if it cannot be read."""
 
-    nodes: tuple[Node, ...]
-    hubs: tuple[Hub, ...] = ()
-    """Those of the hubs that split the units whose folders are here."""
+    nodes: tuple[NodeRecords, ...]
+    hubs: tuple[HubRecords, ...] = ()
+    """Hubs whose folders are here."""
 
     @property
     def name(self) -> str:
-        """Name in the configuration, or of the directory."""
+        """Return the name in the configuration, or that of the directory."""
         return str(self.config.get("name") or self.directory.resolve().name)
 
     @property
     def indices(self) -> list[int]:
-        """Numbers of the nodes whose files are here."""
+        """Return the indices of the nodes whose files are here."""
         return [node.index for node in self.nodes]
 
     @property
     def has_hub(self) -> bool:
-        """Whether the nodes go their own ways: then a round is one node's alone."""
+        """Return whether the run has a hub; then each node has its own rounds."""
         hub = self.config.get("hub")
         return bool(self.hubs) or (isinstance(hub, dict) and bool(hub.get("address")))
 
 
 def read_run(run_dir: Path) -> Run:
-    """Everything a run has written so far. Raises UserError if `run_dir` is not a run."""
+    """Return all records of a run. Raises UserError if `run_dir` is not a run directory."""
     require_run(run_dir)
     return RunFollower(run_dir).poll()
 
@@ -82,11 +91,11 @@ def require_run(run_dir: Path) -> None:
         inside = Path("runs") / run_dir
         hint = f"did you mean {inside}?" if (inside / "run.toml").is_file() else ""
         hint = hint or "name one such as runs/NAME, or a running hub as HOST:PORT"
-        raise UserError(f"{run_dir} is not a run directory: it has no run.toml; {hint}")
+        raise UserError(f"{run_dir}: not a run directory, since it has no run.toml; {hint}")
 
 
 def hub_folders(run_dir: Path) -> list[Path]:
-    """Of the hub, or of those that split the units, in their order; not that of a standby."""
+    """Return the folders of the hubs that split the units, in order of parts, without the standby's."""
     parts = [path for path in run_dir.glob("hub_*") if path.name[4:].isdecimal() and path.is_dir()]
     return (
         sorted(parts, key=lambda path: int(path.name[4:])) or [run_dir / "hub"] * (run_dir / "hub").is_dir()
@@ -94,7 +103,7 @@ def hub_folders(run_dir: Path) -> list[Path]:
 
 
 class RunFollower:
-    """Reads a growing run directory; each `poll` parses only what is new. Missing files are no error."""
+    """Reader of a growing run directory; each `poll` parses only new lines. Missing files are no error."""
 
     def __init__(self, run_dir: Path) -> None:
         """Follow `run_dir`, which need not be there yet."""
@@ -123,27 +132,27 @@ class RunFollower:
 
 
 class NodeFollower:
-    """Keeps what one node's two files say, minus what a resume has undone."""
+    """Reader of the two files of one node, without lines that a resume has invalidated."""
 
     def __init__(self, directory: Path, index: int) -> None:
         """Follow the node whose files are in `directory`."""
         self._index = index
         self._metrics_tail = Tail(directory / "metrics.jsonl")
         self._events_tail = Tail(directory / "events.jsonl")
-        self._starts: list[Start] = []
+        self._starts: list[StartEvent] = []
         self._metrics: list[Metric] = []
-        self._rounds: dict[int, Landed] = {}
-        self._evaluations: dict[tuple[int, float], Evaluation] = {}
-        self._checkpoints: dict[int, Checkpoint] = {}
+        self._rounds: dict[int, RoundEvent] = {}
+        self._evaluations: dict[tuple[int, float], EvalEvent] = {}
+        self._checkpoints: dict[int, CheckpointEvent] = {}
         self._notices: list[Notice] = []
         self._latest: Notice | None = None
 
-    def poll(self) -> Node:
-        """Return the node as its files tell it now."""
+    def poll(self) -> NodeRecords:
+        """Return the records of the node up to now."""
         _each(self._events_tail.poll(), self._event)
         _each(self._metrics_tail.poll(), self._metric)
         written_at = max(self._events_tail.written_at, self._metrics_tail.written_at)
-        return Node(
+        return NodeRecords(
             index=self._index,
             starts=tuple(self._starts),
             metrics=tuple(self._metrics),
@@ -159,21 +168,21 @@ class NodeFollower:
         notice = Notice.of(line)
         match notice.event:
             case "start":
-                self._start(Start.of(line))
+                self._start(StartEvent.of(line))
             case "round":
-                landed = Landed.of(line)
+                landed = RoundEvent.of(line)
                 self._rounds[landed.id] = landed
             case "eval":
-                evaluation = Evaluation.of(line)
+                evaluation = EvalEvent.of(line)
                 self._evaluations[evaluation.round, evaluation.step] = evaluation
             case "checkpoint":
-                checkpoint = Checkpoint.of(line)
+                checkpoint = CheckpointEvent.of(line)
                 self._checkpoints[checkpoint.round] = checkpoint
         self._latest = notice
         if notice.event in WORTH_TELLING:
             self._notices.append(notice)
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: StartEvent) -> None:
         self._starts.append(start)
         self._metrics = [metric for metric in self._metrics if not _undone(metric, start)]
         self._rounds = {key: r for key, r in self._rounds.items() if r.step <= start.step}
@@ -190,22 +199,22 @@ class NodeFollower:
 
 
 class HubFollower:
-    """Keeps what a hub's folder says, and then that of its standby: each leads under its own terms."""
+    """Reader of the folders of a hub and its standby, each of which leads under its own terms."""
 
     def __init__(self, directories: list[Path]) -> None:
-        """Follow a hub, and its standby: their directories in any order."""
+        """Follow a hub and its standby, given their directories in any order."""
         self._tails = [(Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")) for path in directories]
-        self._lines: list[HubAt] = []
+        self._lines: list[HubSample] = []
         self._notices: list[Notice] = []
 
-    def poll(self) -> Hub:
-        """Return the hub as its files tell it now."""
+    def poll(self) -> HubRecords:
+        """Return the records of the hub up to now."""
         for metrics, events in self._tails:
-            _each(metrics.poll(), lambda line: self._lines.append(HubAt.of(line)))
+            _each(metrics.poll(), lambda line: self._lines.append(HubSample.of(line)))
             _each(events.poll(), self._event)
         self._lines.sort(key=lambda line: line.term)  # it is stable: within a term they stay as written
         self._notices.sort(key=lambda notice: notice.t)
-        return Hub(tuple(self._lines), tuple(self._notices))
+        return HubRecords(tuple(self._lines), tuple(self._notices))
 
     def _event(self, line: Line) -> None:
         notice = Notice.of(line)
@@ -214,7 +223,10 @@ class HubFollower:
 
 
 class Tail:
-    """The complete lines added to a JSON-lines file since the last look, without those that do not parse."""
+    """Reader of the complete lines that were added to a JSON lines file.
+
+    Lines that do not parse are skipped.
+    """
 
     def __init__(self, path: Path) -> None:
         """Follow the file at `path`, which need not be there yet."""
@@ -257,7 +269,7 @@ def _each(lines: list[Line], take: Callable[[Line], None]) -> None:
             continue  # valid JSON that is none of our lines: to be skipped like a torn one
 
 
-def _undone(metric: Metric, start: Start) -> bool:
+def _undone(metric: Metric, start: StartEvent) -> bool:
     return metric.t < start.t and metric.step > start.step
 
 

@@ -1,4 +1,4 @@
-"""What a node writes down about itself: metrics about once a second, events as they happen."""
+"""Write the records of a node: metrics about once a second, events as they happen."""
 
 import json
 import math
@@ -15,7 +15,7 @@ LINE_EVERY_S = 1.0
 
 @dataclass(slots=True)
 class Clock:
-    """Where a node's time goes, in seconds since the run began. Continues over attempts."""
+    """Time of a node by use, in seconds since the start of the run. Continues over attempts."""
 
     now: Callable[[], float] = time.monotonic
     busy_s: float = 0.0
@@ -23,19 +23,19 @@ class Clock:
     _began_at: float = 0.0
 
     def start(self, elapsed_s: float) -> None:
-        """Go on at `elapsed_s` seconds of the run."""
+        """Continue at `elapsed_s` seconds of the run."""
         self._began_at = self.now() - elapsed_s
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the start of the run."""
         return self.now() - self._began_at
 
 
 class Recorder:
-    """JSON lines in a node's directory; silent on all ranks but the node's first.
+    """Writer of JSON lines in a node's directory; writes on the first rank of the node only.
 
-    A full disk must not end the training: what cannot be written is lost, and said once on stderr.
+    A full disk must not end the training: lines that cannot be written are lost, with one message on stderr.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Recorder:
         """Open the files of a node.
 
         Args:
-            directory: Of the node; made if it is not there.
+            directory: Of the node; created if it does not exist.
             clock: Gives each line its time.
-            writes: Whether this rank is the one that writes.
-            sinks: Opens what the numbers go to besides; called on the rank that writes.
+            writes: Whether this rank writes.
+            sinks: Opens the trackers that receive the numbers too; called on the rank that writes.
         """
         self.directory = directory
         self.clock = clock
@@ -61,7 +61,7 @@ class Recorder:
             self._sinks = sinks()
 
     def line_is_due(self) -> bool:
-        """Whether a second has passed since the last metrics line. Decide once per node."""
+        """Return whether a second has passed since the last metrics line. Decide once per node."""
         return self.clock.elapsed_s - self._line_at >= LINE_EVERY_S
 
     def metrics(self, **values: Any) -> None:
@@ -87,13 +87,13 @@ class Recorder:
                 print(f"aedit: {type(sink).__name__}: {error}", flush=True)
 
     def _tell(self, values: dict[str, float]) -> None:
-        """Pass numbers on. A tracker that fails is left out from then on: training does not depend on it."""
+        """Pass numbers to the trackers. One that fails is dropped: training does not depend on it."""
         step = int(values.get("step", 0))
         for sink in list(self._sinks):
             try:
                 sink.add(values, step)
             except Exception as error:
-                print(f"aedit: {type(sink).__name__}: {error}; training goes on without it", flush=True)
+                print(f"aedit: {type(sink).__name__}: {error}; training continues without it", flush=True)
                 self._sinks.remove(sink)
 
     def _write(self, name: str, values: dict[str, Any]) -> None:
@@ -104,20 +104,20 @@ class Recorder:
             self._files[name].write(json.dumps(_finite(line)) + "\n")
         except OSError as error:
             if not self._failed:
-                print(f"aedit: {name}.jsonl: {error}; training goes on without it", flush=True)
+                print(f"aedit: {name}.jsonl: {error}; training continues without it", flush=True)
             self._failed = True
 
 
 def _open(path: Path) -> TextIO:
     torn = path.exists() and not path.read_bytes().endswith(b"\n")
     file = path.open("a", buffering=1, encoding="utf-8")
-    if torn and path.stat().st_size:  # a crash in the middle of a line must not spoil the next one
+    if torn and path.stat().st_size:  # a line left incomplete by a crash must not corrupt the next one
         file.write("\n")
     return file
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: null instead."""
+    """Return the value with NaN and infinity replaced by None, as JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

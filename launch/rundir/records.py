@@ -1,7 +1,7 @@
-"""The lines of `metrics.jsonl` and `events.jsonl` as frozen values.
+"""Lines of `metrics.jsonl` and `events.jsonl` as frozen values.
 
-Each `of` takes one parsed line and raises KeyError, TypeError, ValueError or OverflowError if the line lacks
-what the views cannot do without; everything else that is missing, null or not a number becomes NaN or empty.
+Each `of` converts one parsed line and raises KeyError, TypeError, ValueError or OverflowError if a value is
+missing that the views need; any other value that is missing, null or not a number becomes NaN or empty.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ BAD_LINE = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Where one node stood, about once a second. Tokens and all seconds are running totals."""
+    """State of one node, about once a second. Tokens and all seconds are running totals."""
 
     t: float
     """Seconds since the run began."""
@@ -31,13 +31,13 @@ class Metric:
     lr: float
     grad_norm: float
     busy_s: float
-    """In training steps, a pretended slowdown included."""
+    """In training steps, including a simulated slowdown."""
 
     wait_s: float
     """Waiting for other nodes."""
 
     idle_used_s: float
-    """The part of `wait_s` that idle work used."""
+    """Part of `wait_s` used by idle work."""
 
     other_s: float
     """In evaluation and checkpoints."""
@@ -47,7 +47,7 @@ class Metric:
 
     @staticmethod
     def of(line: Line) -> "Metric":
-        """Return what a line of `metrics.jsonl` says."""
+        """Return the values of a line of `metrics.jsonl`."""
         return Metric(
             t=float(line["t"]),
             step=int(line["step"]),
@@ -65,8 +65,8 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """One attempt of a node began at `step`; what an earlier attempt did after that step is undone."""
+class StartEvent:
+    """Start of an attempt at `step`; later steps of earlier attempts are invalid."""
 
     t: float
     step: int
@@ -77,9 +77,9 @@ class Start:
     units: tuple[str, ...]
 
     @staticmethod
-    def of(line: Line) -> "Start":
-        """Return what a `start` event says."""
-        return Start(
+    def of(line: Line) -> "StartEvent":
+        """Return the values of a `start` event."""
+        return StartEvent(
             t=float(line["t"]),
             step=int(line.get("step") or 0),
             attempt=int(line.get("attempt") or 0),
@@ -91,8 +91,8 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
-    """One round as one node saw it. Tuples are per unit, NaN where there is no number."""
+class RoundEvent:
+    """One round of one node. Tuples are per unit, NaN where a value is missing."""
 
     t: float
     id: int
@@ -109,9 +109,9 @@ class Landed:
     """Units of which the hub refused this node's last push."""
 
     @staticmethod
-    def of(line: Line) -> "Landed":
-        """Return what a `round` event says."""
-        return Landed(
+    def of(line: Line) -> "RoundEvent":
+        """Return the values of a `round` event."""
+        return RoundEvent(
             t=float(line["t"]),
             id=int(line["id"]),
             step=int(line["step"]),
@@ -126,7 +126,7 @@ class Landed:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class EvalEvent:
     """Loss on held-out text, in nats per token."""
 
     t: float
@@ -135,16 +135,16 @@ class Evaluation:
     loss: float
 
     @staticmethod
-    def of(line: Line) -> "Evaluation":
-        """Return what an `eval` event says."""
-        return Evaluation(
+    def of(line: Line) -> "EvalEvent":
+        """Return the values of an `eval` event."""
+        return EvalEvent(
             float(line["t"]), int(line["step"]), int(line.get("round") or 0), number(line.get("loss"))
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint that is complete on disk."""
+class CheckpointEvent:
+    """A complete checkpoint on disk."""
 
     t: float
     step: int
@@ -153,9 +153,9 @@ class Checkpoint:
     bytes: float
 
     @staticmethod
-    def of(line: Line) -> "Checkpoint":
-        """Return what a `checkpoint` event says."""
-        return Checkpoint(
+    def of(line: Line) -> "CheckpointEvent":
+        """Return the values of a `checkpoint` event."""
+        return CheckpointEvent(
             t=float(line["t"]),
             step=int(line["step"]),
             round=int(line["round"]),
@@ -166,7 +166,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Any event, in words."""
+    """Any event as text."""
 
     t: float
     event: str
@@ -174,7 +174,7 @@ class Notice:
 
     @staticmethod
     def of(line: Line) -> "Notice":
-        """Return any event in words."""
+        """Return any event as text."""
         said = line.get("message") or line.get("error") or line.get("reason") or ""
         if line["event"] == "heal":
             said = f"healed at round {line.get('round')} from node {line.get('from_node')}"
@@ -182,10 +182,10 @@ class Notice:
 
 
 def number(value: object) -> float:
-    """The value as a float; NaN for null, text and whatever else is not a number."""
+    """Return the value as a float; NaN for null, text and any other value that is not a number."""
     return float(value) if isinstance(value, int | float) else nan
 
 
 def numbers(values: object) -> tuple[float, ...]:
-    """Return the values of a list as floats; empty if it is no list."""
+    """Return the values of a list as floats; () if it is not a list."""
     return tuple(number(value) for value in values) if isinstance(values, list) else ()

@@ -1,7 +1,7 @@
-"""Experiment trackers that a node's metrics go to besides its own files: `log = ["tensorboard", ...]`.
+"""Experiment trackers that receive a node's metrics beside its own files: `log = ["tensorboard", ...]`.
 
-One run of the tracker per node, all nodes of one run in one group. Each tracker has settings of its own:
-`WANDB_MODE=offline` keeps Weights & Biases on this machine, Trackio stays there by itself.
+Each node is one run of the tracker, and all nodes of one run form a group. Each tracker has its own settings:
+`WANDB_MODE=offline` keeps Weights & Biases on this machine, Trackio is local by default.
 """
 
 import math
@@ -18,31 +18,31 @@ PROJECT = "aedit"
 
 
 class Sink(Protocol):
-    """Takes numbers with the step they belong to. May raise: the recorder then goes on without it."""
+    """Receiver of numbers with their step. May raise: the recorder then continues without it."""
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         """Record `values`, all finite, as those of inner step `step` of the node."""
 
     def close(self) -> None:
-        """Write out what is still in memory."""
+        """Flush and close."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose metrics these are."""
+    """Run and node that the metrics belong to."""
 
     run: str
     node: int
     directory: Path
-    """Of the node: a tracker that writes files writes them below it."""
+    """Directory of the node; trackers write their files below it."""
 
     @property
     def name(self) -> str:
-        """Name of this node's run in a tracker."""
+        """Return the name of this node's run in a tracker."""
         return f"{self.run}-node-{self.node}"
 
     def identity(self) -> str:
-        """Return the same unique name at every start of this node in this run directory."""
+        """Return a unique name, equal at each start of this node in this run directory."""
         path = self.directory / "sink_id"
         if not path.exists():
             path.write_text(f"{self.name}-{uuid.uuid4().hex[:8]}", encoding="utf-8")
@@ -50,7 +50,7 @@ class Origin:
 
 
 class TensorBoard:
-    """Event files in the node's `tensorboard` directory."""
+    """Writer of event files in the node's `tensorboard` directory."""
 
     def __init__(self, origin: Origin) -> None:
         """Open a new event file."""
@@ -69,7 +69,10 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, as its environment variables say: `WANDB_MODE`, `WANDB_PROJECT`, ..."""
+    """Client of Weights & Biases, configured by its environment variables.
+
+    `WANDB_MODE`, `WANDB_PROJECT`, ...
+    """
 
     def __init__(self, origin: Origin) -> None:
         """Begin the run of this node in Weights & Biases, or continue it."""
@@ -84,7 +87,7 @@ class WandB:
             dir=origin.directory,
             settings=wandb.Settings(console="off", silent=True),
         )
-        # Its own step only rises, but a node that resumes repeats some of its steps.
+        # Its own step must increase, but a node that resumes repeats some steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -93,12 +96,12 @@ class WandB:
         self._run.log({**values, "step": step})
 
     def close(self) -> None:
-        """Finish the run; what could not be sent stays in the node's directory."""
+        """Finish the run; data that could not be sent remain in the node's directory."""
         self._run.finish()
 
 
 class Trackio:
-    """Trackio, on this machine unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` name another place."""
+    """Client of Trackio, on this machine unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` is set."""
 
     def __init__(self, origin: Origin) -> None:
         """Begin the run of this node in Trackio, or continue it."""
@@ -128,15 +131,17 @@ SINKS: Mapping[str, Callable[[Origin], Sink]] = {
     "wandb": WandB,
     "trackio": Trackio,
 }
-"""By name in `log`; the extra that installs it has the same name."""
+"""Per name in `log`; the extra that installs it has the same name."""
 
 
 def open_sinks(names: Sequence[str], origin: Origin) -> list[Sink]:
-    """Return the sinks that `log` names. Raises UserError if the package of one is not installed or refuses.
+    """Return the sinks that `log` names.
+
+    Raises UserError if the package of one is not installed or fails to start.
 
     Args:
         names: Keys of `SINKS`.
-        origin: Whose metrics they will get; its directory exists.
+        origin: Run and node that the metrics belong to; its directory exists.
     """
     opened: list[Sink] = []
     for name in names:
@@ -144,13 +149,13 @@ def open_sinks(names: Sequence[str], origin: Origin) -> list[Sink]:
             opened.append(SINKS[name](origin))
         except ImportError as error:
             raise UserError(f"log: \"{name}\" needs its extra: pip install 'aedit[{name}]'") from error
-        except Exception as error:  # each tracker has its own, from no login to no network
+        except Exception as error:  # the type depends on the tracker: no login, no network, ...
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f'log: "{name}" cannot start: {reason}') from error
     return opened
 
 
 def numbers_of(values: Mapping[str, object]) -> dict[str, float]:
-    """Return the finite numbers among `values`: a tracker draws nothing else."""
+    """Return the finite numbers among `values`, the only values that a tracker draws."""
     known = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     return {name: value for name, value in known.items() if math.isfinite(value)}

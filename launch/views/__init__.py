@@ -1,1 +1,4 @@
-"""What a person sees of a run. Every view only reads the run directory; none of them imports torch."""
+"""Views of a run for terminal, plots and report. They only read the run directory or ask the hub.
+
+None imports torch.
+"""

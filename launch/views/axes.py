@@ -1,4 +1,4 @@
-"""What plots do to their axes so that ticks are numbers a person would choose."""
+"""Format the axes of plots, so that ticks are round numbers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,20 +8,20 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 
 def whole_numbers(axis: Axis) -> None:
-    """Put ticks on whole numbers only: half a round or half a node means nothing."""
+    """Put ticks at whole numbers only, for counts such as rounds and nodes."""
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def from_zero(axes: Axes, at_least: float) -> None:
-    """Begin the y axis at 0 and end it at the largest value, or at `at_least` if all values are small.
+    """Set the y axis from 0 to the largest value, or to `at_least` if all values are smaller.
 
-    Around a series of zeros matplotlib would zoom into hundredths.
+    By default matplotlib zooms in on a constant series.
     """
     axes.set_ylim(0, max(axes.get_ylim()[1], at_least))
 
 
 def in_bytes(axes: Axes) -> None:
-    """Label the y axis in bytes, kB and MB, from zero."""
+    """Label the y axis in bytes, kB and MB, starting at zero."""
     from_zero(axes, 1000)
     axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
 

@@ -1,4 +1,4 @@
-"""Where the time of every node went, and how many bytes every round took."""
+"""Bar plots: time of each node by use, and bytes per round."""
 
 from math import isfinite
 from typing import cast
@@ -18,7 +18,7 @@ LABEL_ABOVE = 0.06
 
 
 def time_per_node(run: Run) -> Figure | None:
-    """Compute, waiting, waiting used by idle work, and evaluation and checkpoints: one bar per node."""
+    """Return one bar per node: compute, waiting, waiting used by idle work, evaluation and checkpoints."""
     nodes = [node for node in run.nodes if node.metrics]
     if not nodes:
         return None
@@ -45,7 +45,7 @@ def _spent(last: Metric) -> tuple[float, ...]:
 
 
 def bytes_per_round(run: Run) -> Figure | None:
-    """Payload bytes of every round, stacked over the nodes that sent them."""
+    """Return the payload bytes of each round, stacked over the nodes that sent them."""
     by_id = rounds(run)
     if not by_id:
         return None
@@ -77,7 +77,7 @@ def bytes_per_round(run: Run) -> Figure | None:
 
 
 def _anchors_note(run: Run) -> str:
-    """Why the first round of one node is larger than the others, in a run with a hub."""
+    """Return a note on the founder's first round, which includes the initial anchors in a run with a hub."""
     sent = totals(run.hubs)
     if sent is None or not sent.founder:
         return ""

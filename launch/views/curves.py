@@ -1,4 +1,4 @@
-"""Loss against steps and against time, and effective nodes over rounds."""
+"""Line plots: loss by steps and by time, and effective nodes by round."""
 
 from collections.abc import Callable
 from math import isfinite
@@ -8,14 +8,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from aedit.launch.rundir.reader import Run
-from aedit.launch.rundir.records import Evaluation, Metric
+from aedit.launch.rundir.records import EvalEvent, Metric
 from aedit.launch.views import words
 from aedit.launch.views.axes import whole_numbers
 from aedit.launch.views.figures import held_out, rounds
 
 
 def loss_by_steps(run: Run) -> Figure | None:
-    """Training loss of every node and held-out loss of the run, the latter at the nodes' mean step."""
+    """Return the training loss of each node, and the run's held-out loss at the nodes' mean step."""
     figure = _loss(run, lambda point: point.step, "inner steps of the node")
     if figure is not None:
         whole_numbers(figure.axes[0].xaxis)
@@ -23,14 +23,14 @@ def loss_by_steps(run: Run) -> Figure | None:
 
 
 def loss_by_time(run: Run) -> Figure | None:
-    """The same over wall-clock time."""
+    """Return the plot of `loss_by_steps` over wall-clock time."""
     longest_s = max((node.metrics[-1].t for node in run.nodes if node.metrics), default=0.0)
     unit_s, name = words.time_unit(longest_s)
     return _loss(run, lambda point: point.t / unit_s, f"{name} since the run began")
 
 
 def effective_nodes(run: Run) -> Figure | None:
-    """1 / sum of squared weights: how many nodes a round really listened to, over its units."""
+    """Return the effective number of nodes of each round: 1 / sum of squared weights, over its units."""
     points = []
     for id, rows in rounds(run).items():
         known = [n for _, landed in rows[:1] for n in landed.effective_nodes if isfinite(n)]
@@ -53,7 +53,7 @@ def effective_nodes(run: Run) -> Figure | None:
     return figure
 
 
-def _loss(run: Run, where: Callable[[Metric | Evaluation], float], label: str) -> Figure | None:
+def _loss(run: Run, where: Callable[[Metric | EvalEvent], float], label: str) -> Figure | None:
     if not any(node.metrics for node in run.nodes):
         return None
     figure = Figure(figsize=(8, 4.5))
@@ -83,5 +83,5 @@ def _marker(num_points: int) -> str:
 
 
 def _legend(axes: Axes) -> None:
-    """Beside the curves, where it covers none of them."""
+    """Draw the legend beside the axes."""
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -1,4 +1,4 @@
-"""The numbers every view shows, worked out of a run's records. Pure functions; NaN means not known."""
+"""Figures that the views show, computed from a run's records by pure functions; NaN if unknown."""
 
 from bisect import bisect_right
 from collections import defaultdict
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from statistics import fmean
 
-from aedit.launch.rundir.reader import Node, Run
-from aedit.launch.rundir.records import Evaluation, Landed, Metric
+from aedit.launch.rundir.reader import NodeRecords, Run
+from aedit.launch.rundir.records import EvalEvent, Metric, RoundEvent
 
 LAST_LINES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What one node did while its processes trained.
+    """Tokens and seconds of one node while its processes trained.
 
-    Counts from the first to the last metrics line of each attempt: the time before a first line holds
-    start-up and compilation, and between two attempts no process of the node ran.
+    They count from the first to the last metrics line of each attempt: the time before a first line includes
+    start-up and compilation, and between two attempts no process of the node runs.
     """
 
     tokens: float
@@ -30,21 +30,21 @@ class Pace:
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed, waits included."""
+        """Return the tokens per second, including waiting."""
         return ratio(self.tokens, self.wall_s)
 
     @property
     def solo_tokens_per_s(self) -> float:
-        """The speed this node would have if it never waited."""
+        """Return the tokens per second without waiting."""
         return ratio(self.tokens, self.busy_s)
 
     @property
     def waited(self) -> float:
-        """Share of the training time spent waiting for other nodes."""
+        """Return the share of the training time spent waiting for other nodes."""
         return ratio(self.wait_s, self.wall_s)
 
 
-def pace(node: Node) -> Pace:
+def pace(node: NodeRecords) -> Pace:
     """Return the node's tokens and seconds over all its attempts; NaN if none has two lines."""
     spans = [(lines[0], lines[-1]) for lines in _attempts(node) if len(lines) > 1]
     if not spans:
@@ -57,7 +57,7 @@ def pace(node: Node) -> Pace:
     )
 
 
-def _attempts(node: Node) -> list[list[Metric]]:
+def _attempts(node: NodeRecords) -> list[list[Metric]]:
     """Return the node's metrics lines by attempt: each begins with a `start` event."""
     starts_s = sorted(start.t for start in node.starts)
     found: dict[int, list[Metric]] = defaultdict(list)
@@ -67,16 +67,16 @@ def _attempts(node: Node) -> list[list[Metric]]:
 
 
 def share_of_solo(paces: Iterable[Pace]) -> float:
-    """(sum over nodes of tokens / wall) / (sum over nodes of tokens / busy): 1 if no node ever waited.
+    """Return (sum over nodes of tokens / wall) / (sum over nodes of tokens / busy): 1 without any waiting.
 
-    Every node has its own wall, see `Pace`. Nodes with fewer than two lines are left out of both sums.
+    Each node has its own wall time, see `Pace`. Nodes with fewer than two lines are left out of both sums.
     """
     known = [pace for pace in paces if isfinite(pace.tokens_per_s) and isfinite(pace.solo_tokens_per_s)]
     return ratio(sum(p.tokens_per_s for p in known), sum(p.solo_tokens_per_s for p in known))
 
 
 def recent_tokens_per_s(metrics: Sequence[Metric], window_s: float = 10.0) -> float:
-    """Speed over about the last `window_s` of the node's lines, waits included."""
+    """Return the tokens per second over about the last `window_s` seconds, including waiting."""
     if len(metrics) < 2:
         return nan
     last = metrics[-1]
@@ -88,19 +88,17 @@ def recent_tokens_per_s(metrics: Sequence[Metric], window_s: float = 10.0) -> fl
     return ratio(last.tokens - first.tokens, last.t - first.t)
 
 
-def held_out(run: Run) -> list[Evaluation]:
-    """The run's held-out losses in order of time; of nodes that evaluated the same round, the mean."""
-    same: dict[tuple[int, int, int], list[Evaluation]] = defaultdict(list)
+def held_out(run: Run) -> list[EvalEvent]:
+    """Return the run's held-out losses in order of time, the mean over nodes if several evaluated a round."""
+    same: dict[tuple[int, int, int], list[EvalEvent]] = defaultdict(list)
     for node in run.nodes:
-        own = node.index if run.has_hub else 0  # there a round is one node's alone
+        own = node.index if run.has_hub else 0  # with a hub each node has its own rounds
         seen: dict[int, int] = defaultdict(int)
-        for (
-            evaluation
-        ) in node.evaluations:  # warm-up and rounds may hold several: the k-th of each belong together
+        for evaluation in node.evaluations:  # a round may have several: average the k-th of each node
             same[own, evaluation.round, seen[evaluation.round]].append(evaluation)
             seen[evaluation.round] += 1
     merged = [
-        Evaluation(max(e.t for e in group), fmean(e.step for e in group), id, fmean(e.loss for e in group))
+        EvalEvent(max(e.t for e in group), fmean(e.step for e in group), id, fmean(e.loss for e in group))
         for (_, id, _), group in same.items()
     ]
     return sorted(merged, key=lambda evaluation: evaluation.t)
@@ -109,7 +107,7 @@ def held_out(run: Run) -> list[Evaluation]:
 def last_evaluation_step(run: Run) -> tuple[float, float] | None:
     """Return the step of the run's last evaluation, and the last step of the node that made it.
 
-    None if that node has not trained on since, or nobody has evaluated.
+    None if that node has not trained since, or no node has evaluated.
     """
     ends = [
         (e.t, e.step, node.metrics[-1].step) for node in run.nodes for e in node.evaluations if node.metrics
@@ -120,29 +118,29 @@ def last_evaluation_step(run: Run) -> tuple[float, float] | None:
     return (step, last_step) if step < last_step else None
 
 
-def rounds(run: Run) -> dict[int, list[tuple[int, Landed]]]:
-    """Round id -> (node, what it saw), ids rising."""
-    by_id: dict[int, list[tuple[int, Landed]]] = defaultdict(list)
+def rounds(run: Run) -> dict[int, list[tuple[int, RoundEvent]]]:
+    """Return the (node, record) pairs of each round, by round id in rising order."""
+    by_id: dict[int, list[tuple[int, RoundEvent]]] = defaultdict(list)
     for node in run.nodes:
         for landed in node.rounds:
             by_id[landed.id].append((node.index, landed))
     return dict(sorted(by_id.items()))
 
 
-def first_loss(node: Node) -> float:
+def first_loss(node: NodeRecords) -> float:
     """Return the first training loss; NaN if there is none."""
     return next((metric.loss for metric in node.metrics if isfinite(metric.loss)), nan)
 
 
-def last_loss(node: Node) -> float:
-    """Mean of the last lines, about ten seconds: one alone is noisy. NaN if the very last is not finite."""
+def last_loss(node: NodeRecords) -> float:
+    """Return the mean loss of the last lines, about ten seconds; NaN if the very last one is not finite."""
     if not node.metrics or not isfinite(node.metrics[-1].loss):
         return nan
     return mean_known(metric.loss for metric in node.metrics[-LAST_LINES:])
 
 
 def units_of(run: Run) -> tuple[str, ...]:
-    """Names of the units, as the first node that has started tells them."""
+    """Return the names of the units, from the first node that has started."""
     return next((node.starts[-1].units for node in run.nodes if node.starts), ())
 
 

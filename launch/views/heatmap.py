@@ -1,4 +1,4 @@
-"""Pseudo-gradient norms of every node, round and unit, with what was not believed."""
+"""Heat map of pseudo-gradient norms by node, round and unit, with marks for distrusted ones."""
 
 from math import nan
 
@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from aedit.launch.rundir.reader import Node, Run
+from aedit.launch.rundir.reader import NodeRecords, Run
 from aedit.launch.views.axes import whole_numbers
 from aedit.launch.views.figures import units_of
 
@@ -29,7 +29,10 @@ MARKS = {
 
 
 def norms(run: Run) -> Figure | None:
-    """One panel per node: rounds to the right, units downwards, colour for the norm (log scale, shared)."""
+    """Return one panel per node.
+
+    Rounds to the right, units downwards, norms as colours on a shared log scale.
+    """
     nodes = [node for node in run.nodes if node.rounds]
     if not nodes:
         return None
@@ -55,8 +58,8 @@ def norms(run: Run) -> Figure | None:
     return figure
 
 
-def _grid(node: Node, ids: range, num_units: int) -> NDArray[np.float64]:
-    """(units, rounds), NaN where there is no norm."""
+def _grid(node: NodeRecords, ids: range, num_units: int) -> NDArray[np.float64]:
+    """Return norms of shape (units, rounds), NaN where there is none."""
     grid = np.full((num_units, len(ids)), nan)
     for landed in node.rounds:
         grid[: len(landed.norms), landed.id - ids.start] = landed.norms
@@ -78,7 +81,7 @@ def _image(axes: Axes, grid: NDArray[np.float64], ids: range, scale: Normalize) 
     return axes.imshow(grid, aspect="auto", cmap=colours, norm=scale, extent=extent, interpolation="nearest")
 
 
-def _marks(axes: Axes, node: Node) -> None:
+def _marks(axes: Axes, node: NodeRecords) -> None:
     for name, cells in (
         ("distrusted", [(landed.id, unit) for landed in node.rounds for unit in landed.distrusted]),
         ("rolled back", [(landed.id, unit) for landed in node.rounds for unit in landed.rolled_back]),
@@ -101,5 +104,5 @@ def _name_units(axes: Axes, units: tuple[str, ...]) -> None:
     axes.set_yticks(range(0, len(units), every), units[::every], fontsize=8)
 
 
-def _width(nodes: list[Node]) -> int:
+def _width(nodes: list[NodeRecords]) -> int:
     return max((len(landed.norms) for node in nodes for landed in node.rounds), default=0)

@@ -1,4 +1,4 @@
-"""A run as its hub saw it: its nodes over time, and what they brought."""
+"""Plots of a run from its hub's records: nodes over time, and their traffic."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from aedit.launch.rundir.hub_records import Hub, HubAt, NodeAt, by_node, gained, totals
+from aedit.launch.rundir.hub_records import HubRecords, HubSample, NodeSample, by_node, gained, totals
 from aedit.launch.rundir.reader import Run
 from aedit.launch.views import words
 from aedit.launch.views.axes import from_zero, in_bytes, stacked_bars, whole_numbers
@@ -18,7 +18,7 @@ UP, DOWN = ("up", "tab:blue"), ("down", "tab:purple")
 
 
 def hub_nodes(run: Run) -> Figure | None:
-    """Speed, staleness and weight of every node over the run's age, as the first hub saw them."""
+    """Return speed, staleness and weight of each node over time, from the records of the first hub."""
     lines = _longest(run.hubs)
     if not lines:
         return None
@@ -43,7 +43,7 @@ def hub_nodes(run: Run) -> Figure | None:
 
 
 def hub_traffic(run: Run) -> Figure | None:
-    """Wire time, bytes, versions, and pushes that did not count, by reason."""
+    """Return transfer time, bytes, versions, and refused pushes by reason."""
     lines, found = _longest(run.hubs), totals(run.hubs)
     if not lines or found is None:
         return None
@@ -65,14 +65,16 @@ def hub_traffic(run: Run) -> Figure | None:
     return figure
 
 
-def _longest(hubs: Sequence[Hub]) -> tuple[HubAt, ...]:
-    """Every hub is told of all nodes: one that was there from the beginning is enough."""
+def _longest(hubs: Sequence[HubRecords]) -> tuple[HubSample, ...]:
+    """Return the longest record: each hub has reports of all nodes, so that one suffices."""
     lines = max((hub.lines for hub in hubs), key=len, default=())
     return lines if any(line.nodes for line in lines) else ()
 
 
-def _over_time(axes: Axes, lines: Sequence[HubAt], unit_s: float, value: Callable[[NodeAt], float]) -> None:
-    """One curve per node, with a gap while it is not there."""
+def _over_time(
+    axes: Axes, lines: Sequence[HubSample], unit_s: float, value: Callable[[NodeSample], float]
+) -> None:
+    """Draw one curve per node, with gaps while it is absent."""
     names = {node.node: node.name for line in lines for node in line.nodes}
     for index, name in sorted(names.items()):
         points = []
@@ -80,13 +82,13 @@ def _over_time(axes: Axes, lines: Sequence[HubAt], unit_s: float, value: Callabl
             there = [value(node) for node in line.nodes if node.node == index and node.reports]
             points.append(there[0] if there else float("nan"))
         times = [line.t / unit_s for line in lines]
-        # A single point between two gaps is seen by its marker only.
+        # A single point between two gaps is visible only by its marker.
         alone = sum(map(isfinite, points)) <= 40
         axes.plot(times, points, f"C{index}", lw=1, marker="." if alone else "", label=f"{index} {name}"[:24])
     axes.set_xlim(left=0)
 
 
-def _wire(axes: Axes, lines: Sequence[HubAt]) -> None:
+def _wire(axes: Axes, lines: Sequence[HubSample]) -> None:
     names = {node.node: node.name for line in lines for node in line.nodes}
     indices = sorted(names)
     whole, waits = by_node(lines, "wire_s"), by_node(lines, "wait_s")
@@ -102,8 +104,8 @@ def _wire(axes: Axes, lines: Sequence[HubAt]) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=9)
 
 
-def _sum_so_far(lines: Sequence[HubAt], field: str) -> list[float]:
-    """Over all nodes, at each line; what a node's earlier processes sent stays in it."""
+def _sum_so_far(lines: Sequence[HubSample], field: str) -> list[float]:
+    """Return the running total over all nodes at each line, including earlier processes of a node."""
     total, before, out = 0.0, dict[int, float](), []
     for line in lines:
         for node in line.nodes:
@@ -115,7 +117,7 @@ def _sum_so_far(lines: Sequence[HubAt], field: str) -> list[float]:
     return out
 
 
-def _versions(axes: Axes, hubs: Sequence[Hub], unit_s: float) -> None:
+def _versions(axes: Axes, hubs: Sequence[HubRecords], unit_s: float) -> None:
     for k, hub in enumerate(hubs):
         known = [line for line in hub.lines if line.versions]
         times = [line.t / unit_s for line in known]

@@ -1,4 +1,4 @@
-"""What a hub says of its run, for a terminal of 80 columns."""
+"""Tables of a hub's state for a terminal of 80 columns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.rundir.hub_records import Hub, HubAt, NodeAt
+from aedit.launch.rundir.hub_records import HubRecords, HubSample, NodeSample
 from aedit.launch.views import words
 from aedit.launch.views.figures import ratio
 
@@ -20,14 +20,14 @@ MAX_STATE = 22
 
 @dataclass(frozen=True, slots=True)
 class HubDetail:
-    """How much of a hub is shown."""
+    """Amount of detail of a hub's tables."""
 
     spaced: bool = True
     pace: bool = True
-    """The table of how fast each node is."""
+    """Whether to show the table of the nodes' speed."""
 
     trust: bool = True
-    """The table of what became of its pushes."""
+    """Whether to show the table of their pushes."""
 
     max_rows: int | None = None
 
@@ -35,8 +35,8 @@ class HubDetail:
 FULL = HubDetail()
 
 
-def hub_table(now: HubAt, detail: HubDetail = FULL) -> Iterator[RenderableType]:
-    """Yield how fast each node is, what is made of what it brings, and the versions."""
+def hub_table(now: HubSample, detail: HubDetail = FULL) -> Iterator[RenderableType]:
+    """Yield tables of the nodes' speed, of their pushes, and the versions."""
     if now.follows:
         yield Text(f"follows the hub at {now.follows}, term {now.term}; versions {spread(now.versions)}")
         return
@@ -61,8 +61,8 @@ def hub_table(now: HubAt, detail: HubDetail = FULL) -> Iterator[RenderableType]:
             yield Text(f"node {node.node} {node.name}: {node.excluded}", style="red")
 
 
-def hub_tables(hubs: Sequence[Hub], detail: HubDetail = FULL) -> Iterator[RenderableType]:
-    """Yield the newest state of the hubs that split the units, and what was of note last."""
+def hub_tables(hubs: Sequence[HubRecords], detail: HubDetail = FULL) -> Iterator[RenderableType]:
+    """Yield the newest state of the hubs that split the units, and their latest notices."""
     for k, hub in enumerate(hubs):
         part = f" {k} of {len(hubs)}" if len(hubs) > 1 else ""
         last = hub.last
@@ -75,7 +75,7 @@ def hub_tables(hubs: Sequence[Hub], detail: HubDetail = FULL) -> Iterator[Render
             yield Text(f"another hub took over at {words.clock(leads[-1].t)}", style="yellow")
 
 
-def hub_cells(now: HubAt) -> list[str]:
+def hub_cells(now: HubSample) -> list[str]:
     """Return each node in a few words, for a line of a log."""
     return [
         f"node {node.node} {node.state} step {words.count(node.steps)} {node.steps_per_s:.2f} steps/s"
@@ -84,7 +84,7 @@ def hub_cells(now: HubAt) -> list[str]:
 
 
 def spread(versions: Sequence[int]) -> str:
-    """`3 to 5`, or how it is when all are alike."""
+    """Return `3 to 5` for different versions, one number if all are equal."""
     if not versions:
         return "none yet"
     low, high = min(versions), max(versions)
@@ -92,27 +92,27 @@ def spread(versions: Sequence[int]) -> str:
 
 
 def reasons(refused: Mapping[str, int]) -> str:
-    """`12 stale, 1 norm`, the most frequent first."""
+    """Return the counts as `12 stale, 1 norm`, the most frequent first."""
     ordered = sorted(refused.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {reason}" for reason, count in ordered)
 
 
 def _table(columns: Sequence[str], rows: "map[list[str]]", *, fold: bool) -> Table:
-    """Return a table in which numbers are always whole; where space is short, words are folded or cut."""
+    """Return a table whose numbers are never cut; in narrow terminals, text columns are folded or cut."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for name in columns:
         words_in_it = name in LEFT
         table.add_column(
             name, justify="left" if words_in_it else "right", overflow="fold", no_wrap=not words_in_it
         )
-    # The columns of words give way, as they may wrap; their cells then do not, unless they shall.
+    # Text columns shrink; their cells wrap only with `fold`.
     cut: dict[str, Any] = {} if fold else {"no_wrap": True, "overflow": "ellipsis"}
     for row in rows:
-        table.add_row(*(Text(cell, **cut) for cell in row))  # a node chose its name: no markup in it
+        table.add_row(*(Text(cell, **cut) for cell in row))  # no markup in names, which nodes choose
     return table
 
 
-def _pace(node: NodeAt) -> list[str]:
+def _pace(node: NodeSample) -> list[str]:
     state = "excluded" if node.excluded else node.state[:MAX_STATE]
     if not node.reports:
         return [str(node.node), node.name, state, *[words.UNKNOWN] * 6]
@@ -129,7 +129,7 @@ def _pace(node: NodeAt) -> list[str]:
     ]
 
 
-def _trust(node: NodeAt) -> list[str]:
+def _trust(node: NodeSample) -> list[str]:
     known = node.reports
     return [
         str(node.node),

@@ -1,11 +1,11 @@
-"""A run as its hub knows it, from any machine that may ask."""
+"""View of a run from its hub, on any machine that may connect."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.rundir.hub_records import Hub, HubAt
+from aedit.launch.rundir.hub_records import HubRecords, HubSample
 from aedit.launch.rundir.reader import Run
 from aedit.launch.rundir.records import BAD_LINE
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
@@ -19,7 +19,7 @@ NO_LINES = 2**62
 
 
 class HubSource:
-    """Asks one hub again and again."""
+    """Source that polls one hub."""
 
     def __init__(self, address: str, keys: Path | None = None, *, insecure: bool = False) -> None:
         """Connect to the hub at `address` when it is first asked."""
@@ -27,18 +27,18 @@ class HubSource:
         self._client = HubClient(address, caller_keys(address, keys, insecure), call_timeout_s=ASK_S)
 
     def poll(self) -> Run:
-        """Return how the run stands. Raises UserError if the hub does not answer."""
+        """Return the state of the run. Raises UserError if the hub does not answer."""
         said = self._ask(NO_LINES)
         try:
-            return self._run(said, (HubAt.of(said),))
+            return self._run(said, (HubSample.of(said),))
         except BAD_LINE as error:
             raise self._strange(error) from None
 
     def history(self) -> Run:
-        """Return what the hub has recorded since its process began, without the nodes' own records."""
+        """Return the hub's records since the start of its process, without records of the nodes."""
         said = self._ask(0)
         try:
-            return self._run(said, tuple(map(HubAt.of, said["lines"])))
+            return self._run(said, tuple(map(HubSample.of, said["lines"])))
         except BAD_LINE as error:
             raise self._strange(error) from None
 
@@ -46,12 +46,14 @@ class HubSource:
         """Close the connection."""
         self._client.close()
 
-    def _run(self, said: dict[str, Any], lines: tuple[HubAt, ...]) -> Run:
+    def _run(self, said: dict[str, Any], lines: tuple[HubSample, ...]) -> Run:
         name = str(said["run"])
         if Path(name).name != name or name == "..":
-            raise UserError(f"the run at {self.address} is called {name!r}, which is no directory name")
+            raise UserError(
+                f"the run at {self.address} is named {name!r}, which is not a valid directory name"
+            )
         config = {"name": name, "hub": {"address": self.address}}
-        return Run(Path(RunConfig().dir) / name, config, (), (Hub(lines, ()),) if lines else ())
+        return Run(Path(RunConfig().dir) / name, config, (), (HubRecords(lines, ()),) if lines else ())
 
     def _ask(self, metrics_after: int) -> dict[str, Any]:
         try:
@@ -63,4 +65,6 @@ class HubSource:
         return found
 
     def _strange(self, error: Exception) -> UserError:
-        return UserError(f"{self.address}: not understood ({error!r}); is that hub of this aedit's version?")
+        return UserError(
+            f"{self.address}: cannot read the answer ({error!r}); use the hub's version of aedit"
+        )

@@ -1,4 +1,4 @@
-"""The progress a person watches while `aedit run` runs."""
+"""Live progress of `aedit run`."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -24,11 +24,11 @@ def watch(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show nodes at work until `child_alive()` is False: a panel on a terminal, else lines.
+    """Show the nodes until `child_alive()` is False: a panel on a terminal, else lines.
 
-    `nodes` says how many to show, 0 those that there are. The panel is drawn every second. A line is printed
-    every ten, and one at the end unless it stands there already. Returns within about a fifth of a second of
-    the child's end. Files that are not there yet, or never come, are no error.
+    The panel is drawn every second; a line is printed every ten seconds and at the end, unless it is already
+    there. Returns within about a fifth of a second of the child's end. Missing files are no error. nodes:
+    number of nodes to show, 0 for those that exist.
     """
     console = console or Console()
     view = _View(run_dir, nodes)
@@ -44,7 +44,7 @@ def watch(
 
 
 class _View:
-    """What is on the screen: read anew whenever it is drawn."""
+    """Contents of the screen, read again for each drawing."""
 
     def __init__(self, run_dir: Path, num_nodes: int) -> None:
         self._follower = RunFollower(run_dir)
@@ -60,36 +60,36 @@ class _View:
         return line(run, self._shown(run), self._starting(run))
 
     def _shown(self, run: Run) -> Sequence[int]:
-        """A node of a hub gets its number late, and it may be any."""
+        """Return the indices to show; a node of a hub gets its index late, and it may be any."""
         return range(self._num_nodes) if self._num_nodes else [node.index for node in run.nodes]
 
     def _starting(self, run: Run) -> Collection[int]:
-        """Nodes whose files are all from before we began to watch: the run is being resumed."""
+        """Return the nodes whose files are all older than this view, in a run that is resumed."""
         return {
             node.index for node in run.nodes if len(node.starts) == self._starts_before.get(node.index, 0)
         }
 
 
 class _Lines:
-    """Prints the view as lines."""
+    """Printer of the view as lines."""
 
     def __init__(self, view: _View, console: Console) -> None:
         self._view, self._console = view, console
         self._last = ""
 
     def print(self) -> None:
-        """Print how the run stands: a line every so often also says that the program lives."""
+        """Print the state of the run; regular lines also show that the program is alive."""
         self._last = self._view.line()
         self._console.print(self._last, markup=False, highlight=False, soft_wrap=True)
 
     def print_if_new(self) -> None:
-        """Print how the run stands if that is not what the last line says."""
+        """Print the state of the run if the last line differs."""
         if self._view.line() != self._last:
             self.print()
 
 
 class _Pace:
-    """Repeats something at a steady pace while the child lives."""
+    """Repeats an action at fixed intervals while the child runs."""
 
     def __init__(
         self, alive: Callable[[], bool], now: Callable[[], float], sleep: Callable[[float], None]

@@ -1,4 +1,4 @@
-"""The panel of a run that `status`, `top` and the live progress share."""
+"""Panel of a run, shared by `status`, `top` and the live progress."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from aedit.launch.rundir.reader import Node, Run
+from aedit.launch.rundir.reader import NodeRecords, Run
 from aedit.launch.views import words
 from aedit.launch.views.figures import held_out, recent_tokens_per_s, rounds, total_known
 from aedit.launch.views.hubtable import HubDetail, hub_cells, hub_tables
@@ -32,14 +32,14 @@ STORY = {"round": "evaluating", "eval": "saving"}
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """How much of a run is shown."""
+    """Amount of detail of the panel."""
 
     spaced: bool = True
-    """With blank lines and margins."""
+    """Whether to draw blank lines and margins."""
 
     hub: HubDetail = field(default_factory=HubDetail)
     max_rows: int | None = None
-    """Rows of a table of nodes; what is left out is counted below it."""
+    """Most rows of a table of nodes; the number of others is shown below it."""
 
 
 DETAILS = (
@@ -58,9 +58,9 @@ def panel(
     detail: Detail = DETAILS[0],
     subtitle: str = "",
 ) -> RenderableType:
-    """Return progress, one row per node in `shown` (seen yet or not), and the last round or the hub.
+    """Return progress, one row per node in `shown` (with files or not), and the last round or the hub.
 
-    Nodes in `starting` are shown as such whatever their files say: those are from before.
+    Nodes in `starting` are shown as starting, as their files are from an earlier attempt.
     """
     body = [_progress(run), *_table(run, shown, starting, detail), *_footer(run, detail)]
     return Panel(
@@ -76,7 +76,7 @@ def panel(
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The panel with as much detail as the terminal has lines for."""
+    """Panel with as much detail as the terminal has lines for."""
 
     run: Run
     shown: Sequence[int]
@@ -95,13 +95,13 @@ class Fitted:
             if over <= 0:
                 break
         if over > 0:
-            rows = max(1, self._num_rows - over - 1)  # the line that counts the others takes one
+            rows = max(1, self._num_rows - over - 1)  # one row for the number of others
             cut = replace(detail, max_rows=rows)
             picture = panel(self.run, self.shown, self.starting, cut, self.subtitle)
         yield picture
 
     def _details(self) -> Sequence[Detail]:
-        """Without nodes' own files, a hub's first table is all there is to see."""
+        """Return the levels of detail; without files of nodes, the hub's first table is always shown."""
         return DETAILS if self.shown else DETAILS[:-1]
 
     @property
@@ -110,7 +110,7 @@ class Fitted:
 
 
 def line(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> str:
-    """The same in one plain line, for logs."""
+    """Return the contents of the panel in one line, for logs."""
     done, elapsed_s, _ = _times(run)
     head = [words.clock(elapsed_s), words.percent(done), f"held-out {words.loss(_held_out_loss(run))}"]
     nodes = {node.index: node for node in run.nodes}
@@ -122,8 +122,8 @@ def line(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> str:
     return " | ".join(["  ".join(head), *cells])
 
 
-def state(node: Node, warmup_steps: int = 0) -> str:
-    """What a node is doing, inferred from its files: they tell it after the fact, so it may lag."""
+def state(node: NodeRecords, warmup_steps: int = 0) -> str:
+    """Return the activity of a node, inferred from its files, which may lag behind."""
     latest = node.latest.event if node.latest else ""
     if latest == "stop":
         assert node.latest is not None
@@ -137,8 +137,8 @@ def state(node: Node, warmup_steps: int = 0) -> str:
     return _pause(node) or ("warm-up" if node.metrics[-1].step < warmup_steps else "training")
 
 
-def _pause(node: Node) -> str:
-    """Why the node takes no steps now, or nothing."""
+def _pause(node: NodeRecords) -> str:
+    """Return the reason why the node takes no steps now, "" if it does."""
     last = node.metrics[-1]
     before = node.metrics[-2] if len(node.metrics) > 1 else last
     interval_s = last.t - before.t
@@ -152,7 +152,7 @@ def _pause(node: Node) -> str:
     return ""
 
 
-def _state(run: Run, index: int, node: Node | None, starting: Collection[int]) -> str:
+def _state(run: Run, index: int, node: NodeRecords | None, starting: Collection[int]) -> str:
     if node is None or index in starting:
         return "starting"
     warmup_steps = run.config.get("edit", {}).get("warmup_steps", 0)
@@ -171,7 +171,7 @@ def _progress(run: Run) -> RenderableType:
 
 
 def _times(run: Run) -> tuple[float, float, float]:
-    """Share of the run that is done, seconds since it began, seconds left at this pace."""
+    """Return the share of the run that is done, its seconds so far, and the estimated seconds left."""
     newest = [node.metrics[-1] for node in run.nodes if node.metrics]
     if not newest and run.hubs:
         last = run.hubs[0].last
@@ -193,7 +193,7 @@ def _table(
             yield Text("\nno node has started yet\n", style="dim")
         return
     style = box.SIMPLE_HEAD if detail.spaced else None
-    # One column of space: eight columns with the largest numbers must fit into a terminal of 80.
+    # One space between columns: eight columns with the largest numbers must fit into 80.
     padding = (0, 0) if detail.spaced else (0, 1, 0, 0)
     table = Table(box=style, pad_edge=False, padding=padding, header_style="bold")
     table.add_column("node", justify="right")
@@ -211,7 +211,7 @@ def _table(
         yield Text(words.more(len(shown) - len(rows), "node"), style="dim")
 
 
-def _numbers(node: Node | None) -> list[str]:
+def _numbers(node: NodeRecords | None) -> list[str]:
     if node is None or not node.metrics:
         return [words.UNKNOWN] * 6
     last = node.metrics[-1]
@@ -226,7 +226,7 @@ def _numbers(node: Node | None) -> list[str]:
     ]
 
 
-def _cell(index: int, node: Node | None, doing: str) -> str:
+def _cell(index: int, node: NodeRecords | None, doing: str) -> str:
     if node is None or not node.metrics:
         return f"node {index} {doing}"
     last = node.metrics[-1]

@@ -1,6 +1,6 @@
-"""`aedit plot RUN`: the run as PNG files in its `plots` folder.
+"""`aedit plot RUN`: plots of a run as PNG files in its `plots` folder.
 
-A plot is drawn only if the run has something to show in it: a run without rounds has no norms.
+A plot is drawn only if the run has data for it: a run without rounds has no norms.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,14 +31,14 @@ PLOTS: Mapping[str, Callable[[Run], Figure | None]] = {
 }
 TAB20 = colormaps["tab20"](range(20))
 STYLE = {
-    # Ten strong colours, then ten pale ones: `C<node>` is then told apart for twenty nodes.
+    # Ten dark colours, then ten light ones, so that `C<node>` distinguishes twenty nodes.
     "axes.prop_cycle": cycler(color=[*TAB20[::2], *TAB20[1::2]]),
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",
     "axes.grid": True,
     "axes.axisbelow": True,
-    # A tick names its value: no "+2.3e1" to add to it.
+    # Ticks show their full value, without an offset such as "+2.3e1".
     "axes.formatter.useoffset": False,
     "grid.alpha": 0.25,
     "font.size": 10,
@@ -48,20 +48,23 @@ STYLE = {
 
 
 def main(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> list[Path]:
-    """Draw what is known of the run so far and return the files.
+    """Draw the plots of the run up to now and return the files.
 
-    A directory's plots are drawn into it, those of HOST:PORT into `runs/NAME/plots` here. Raises UserError if
-    there is nothing to plot yet.
+    Plots of a directory are written into it, those of HOST:PORT into `runs/NAME/plots` on this machine.
+    Raises UserError if there are no data yet.
     """
     with open_source(place, keys, insecure=insecure) as source:
         paths = draw(source.history())
     if not paths:
-        raise UserError(f"{place} has no metrics yet: there is nothing to plot")
+        raise UserError(f"{place}: no metrics yet, nothing to plot; try again after the first steps")
     return paths
 
 
 def draw(run: Run) -> list[Path]:
-    """The files drawn, none for a run that has not begun. Raises UserError if they cannot be written."""
+    """Draw the plots and return the files; [] for a run without data.
+
+    Raises UserError if they cannot be written.
+    """
     folder = run.directory / "plots"
     paths = []
     with style.context(["default", STYLE]):
@@ -72,7 +75,7 @@ def draw(run: Run) -> list[Path]:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    # The canvas is made here, not by pyplot: no window system is asked for and no figure is kept.
+    # Without pyplot: it needs no window system and keeps no reference to the figure.
     FigureCanvasAgg(figure)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

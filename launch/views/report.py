@@ -1,4 +1,4 @@
-"""What a run came to, in figures: printed when `aedit run` ends well."""
+"""Report of a finished run, which `aedit run` prints at the end."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from aedit.launch.rundir.hub_records import Totals, totals
-from aedit.launch.rundir.reader import Node, Run, read_run
+from aedit.launch.rundir.reader import NodeRecords, Run, read_run
 from aedit.launch.views import words
 from aedit.launch.views.figures import (
     Pace,
@@ -33,14 +33,14 @@ WIDTH = 120
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
-    """One node's part in the run."""
+    """Figures of one node."""
 
     index: int
     steps: int
     tokens: float
     pace: Pace
     wait_s: float
-    """Over the whole run; `pace.waited` is its share between the first and the last metrics line."""
+    """Seconds over the whole run; `pace.waited` is a share between the first and the last metrics line."""
 
     idle_used_s: float
     train_loss: float
@@ -48,31 +48,31 @@ class NodeSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A run in figures. Losses are nats per token; NaN where the run has not said."""
+    """Figures of a run. Losses are in nats per token; NaN if unknown."""
 
     name: str
     wall_s: float
     nodes: tuple[NodeSummary, ...]
     train_loss: tuple[float, float]
-    """First and last, mean over nodes."""
+    """First and last training loss, mean over nodes."""
 
     held_out_loss: tuple[float, float]
     tokens_per_s: float
     share_of_solo: float
-    """Of the sum of the nodes' solo speeds, see `figures.share_of_solo`."""
+    """Speed as a share of the sum of the nodes' solo speeds, see `figures.share_of_solo`."""
 
     num_rounds: int
     bytes: float
-    """Payload all nodes handed to the network in rounds."""
+    """Payload bytes that all nodes sent in rounds."""
 
     num_distrusted: int
-    """Pseudo-gradients of one unit of one node that a round left out."""
+    """Number of pseudo-gradients (of one unit and node) that rounds left out."""
 
     num_rolled_back: int
-    """Units that a round gave back their old anchor."""
+    """Number of units whose anchor a round rolled back."""
 
     num_refused: int
-    """Pseudo-gradients that travelled once more, as a hub had refused them; as these nodes counted them."""
+    """Number of pseudo-gradients sent again after a hub had refused them, as counted by these nodes."""
 
     evaluated_at: tuple[float, float] | None
     """Steps of the last evaluation and of the end, if there was no evaluation at the end; see
@@ -80,11 +80,11 @@ class Summary:
 
     has_hub: bool
     hub: Totals | None
-    """What the hubs of the run counted, if their folders are here."""
+    """Totals of the run's hubs, if their folders are here."""
 
 
 def summary(run: Run) -> Summary:
-    """The run's figures, from whatever it has written."""
+    """Return the figures of the run from its records."""
     nodes = tuple(_of_node(node) for node in run.nodes)
     by_id = rounds(run)
     landed = [row for rows in by_id.values() for _, row in rows]
@@ -109,26 +109,29 @@ def summary(run: Run) -> Summary:
 
 
 def report(run_dir: Path) -> str:
-    """The summary as aligned ASCII text; draws the plots and names them. Raises UserError if it is no run."""
+    """Return the summary as aligned ASCII text; draw the plots and list them.
+
+    Raises UserError if `run_dir` is not a run directory.
+    """
     run = read_run(run_dir)
     out = summary(run)
     console = Console(file=StringIO(), width=WIDTH, color_system=None, force_terminal=False)
     console.print(_headline(out), _facts(out), "", _per_node(out), sep="\n", highlight=False, markup=False)
     text = console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
     lines = [row.rstrip() for row in text.splitlines()]
-    # Paths go in by hand: a console would wrap long ones.
+    # Paths are appended as text, as a console would wrap long ones.
     return "\n".join([*lines, *_plots(run)])
 
 
 def _plots(run: Run) -> list[str]:
     try:
         paths: list[object] = [*draw(run)]
-    except UserError as error:  # a full disk takes the plots, not the figures
+    except UserError as error:  # on a full disk print the figures without plots
         paths = [error]
     return ["", "  plots", *(f"    {path}" for path in paths)] if paths else []
 
 
-def _of_node(node: Node) -> NodeSummary:
+def _of_node(node: NodeRecords) -> NodeSummary:
     nan = float("nan")
     last = node.metrics[-1] if node.metrics else None
     return NodeSummary(
@@ -170,14 +173,19 @@ def _of_rounds(out: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _of_hub(out: Summary) -> Iterator[tuple[str, str]]:
-    """A hub knows all nodes; without its folder these are the figures of the nodes whose files are here."""
+    """Yield the figures of the hub, which knows all nodes.
+
+    Without its folder, of the nodes whose files are here.
+    """
     hub = out.hub
     if hub is None:
         yield "sent", f"{words.size(out.bytes)} to the hub"
         again = ", sent once more" if out.num_refused else ""
         yield "refused", words.some(out.num_refused, "push", "pushes") + again
     else:
-        up = max(out.bytes, hub.bytes_up)  # nodes elsewhere, or what was sent after the hub's last line
+        up = max(
+            out.bytes, hub.bytes_up
+        )  # either may lack bytes: of other machines' nodes, or sent after the hub's last line
         first = f"{words.size(hub.anchor_bytes)} of it the initial anchors, from {hub.founder}"
         of_it = f" ({first})" if hub.founder else ""
         yield "sent", f"{words.size(up)} up{of_it}, {words.size(hub.bytes_down)} down"
@@ -198,7 +206,7 @@ def _change(loss: tuple[float, float]) -> str:
 
 
 def _held_out(out: Summary) -> str:
-    """Return the held-out loss, and at which step it was measured if that is not the end."""
+    """Return the held-out loss, with its step if that is not the end."""
     if not isfinite(out.held_out_loss[1]) and not isfinite(out.held_out_loss[0]):
         return f"{words.UNKNOWN} (no evaluation ran)"
     if out.evaluated_at is None:

@@ -1,4 +1,4 @@
-"""Where the views read a run from: its directory, or its hub."""
+"""Sources of views: a run directory or a hub."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,25 +9,25 @@ from aedit.launch.rundir.reader import Run, RunFollower, require_run
 
 
 class Source(Protocol):
-    """A run that can be read again and again."""
+    """Run that can be read repeatedly."""
 
     def poll(self) -> Run:
-        """Return what is known of the run now. Raises UserError if that cannot be read any more."""
+        """Return the state of the run now. Raises UserError if it cannot be read any more."""
 
     def history(self) -> Run:
-        """Return the run with everything that the source remembers of its past."""
+        """Return the run with all past records of the source."""
 
 
 class DirectorySource:
-    """Reads a run directory."""
+    """Source that reads a run directory."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Read `run_dir`. Raises UserError if it is no run directory."""
+        """Read `run_dir`. Raises UserError if it is not a run directory."""
         require_run(run_dir)
         self._follower = RunFollower(run_dir)
 
     def poll(self) -> Run:
-        """Return what the run has written so far."""
+        """Return all records of the run up to now."""
         return self._follower.poll()
 
     history = poll
@@ -38,9 +38,9 @@ def open_source(place: Path | str, keys: Path | None = None, *, insecure: bool =
     """Yield the source of the run at `place`, a directory or HOST:PORT. Raises UserError if there is none.
 
     Args:
-        place: A run directory, or the address of a hub. A directory of that name wins.
+        place: A run directory, or the address of a hub; a directory of that name has precedence.
         keys: Directory of this machine's certificate, for a hub with TLS.
-        insecure: Ask a hub on another machine without TLS.
+        insecure: Connect to a hub on another machine without TLS.
     """
     if not is_hub(place):
         yield DirectorySource(Path(place))

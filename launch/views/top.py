@@ -1,4 +1,4 @@
-"""`aedit top PLACE`: a run as it goes, from its directory or from its hub."""
+"""`aedit top PLACE`: follow a run in its directory or at its hub."""
 
 import os
 import sys
@@ -22,9 +22,9 @@ OVER = ("done", "left", "failed", "silent")
 
 
 def main(place: Path | str, keys: Path | None = None, *, insecure: bool = False) -> None:
-    """Show the run anew every second until `q` or Ctrl-C. Raises UserError if no run is at `place`.
+    """Show the run every second until `q` or Ctrl-C. Raises UserError if there is no run at `place`.
 
-    Without a terminal: print one plain line every ten seconds, until the run is over.
+    Without a terminal, print one line every ten seconds until the run is over.
     """
     console = Console()
     with suppress(KeyboardInterrupt), open_source(place, keys, insecure=insecure) as source:
@@ -53,7 +53,7 @@ def _lines(source: Source, console: Console) -> None:
 
 
 def _is_over(run: Run) -> bool:
-    """Return whether no node will go on; without nodes' files, whether the hub has reached the end."""
+    """Return whether no node will continue; without files of nodes, whether the hub has reached the end."""
     if run.nodes or not run.hubs:
         return all(state(node) in OVER for node in run.nodes)
     return all(hub.last.progress >= 1 for hub in run.hubs)
@@ -61,7 +61,7 @@ def _is_over(run: Run) -> bool:
 
 @contextmanager
 def _single_keys() -> Iterator[None]:
-    """Keys arrive without Enter and without being shown."""
+    """Read keys without Enter and without echo until the block ends."""
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
@@ -71,10 +71,10 @@ def _single_keys() -> Iterator[None]:
 
 
 def _quit_pressed(timeout_s: float) -> bool:
-    """Wait up to `timeout_s` for keys; True if `q` is among them and at the end of the input."""
+    """Wait up to `timeout_s` for keys; return whether `q` is among them or the input has ended."""
     ready, _, _ = select([sys.stdin], [], [], timeout_s)
     if not ready:
         return False
-    # Past Python's buffer: what it had read ahead, `select` would not see.
+    # Unbuffered: `select` does not see keys that Python has read ahead.
     keys = os.read(sys.stdin.fileno(), 64)
     return not keys or b"q" in keys.lower()

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them. NaN, the value that is not known, is a dash. ASCII only."""
+"""Format numbers for people, in ASCII; NaN becomes a dash."""
 
 from math import isfinite
 
@@ -9,7 +9,7 @@ TIME_UNITS = ((7200.0, 3600.0, "hours"), (300.0, 60.0, "minutes"))
 
 
 def clock(seconds: float) -> str:
-    """`75` -> `1:15`, `3700` -> `1:01:40`."""
+    """Return seconds as a clock: `75` -> `1:15`, `3700` -> `1:01:40`."""
     if not isfinite(seconds):
         return UNKNOWN
     minutes, secs = divmod(int(seconds), 60)
@@ -18,42 +18,42 @@ def clock(seconds: float) -> str:
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """The unit, as seconds and name, in which a time axis of this length is best read."""
+    """Return the unit of a time axis of this length, as seconds and name."""
     return next(
         ((unit_s, name) for above_s, unit_s, name in TIME_UNITS if longest_s >= above_s), (1.0, "seconds")
     )
 
 
 def count(value: float) -> str:
-    """`1234.4` -> `1,234`."""
+    """Return a count: `1234.4` -> `1,234`."""
     return f"{value:,.0f}" if isfinite(value) else UNKNOWN
 
 
 def loss(value: float) -> str:
-    """`2.34567` -> `2.346`."""
+    """Return a loss: `2.34567` -> `2.346`."""
     return f"{value:.3f}" if isfinite(value) else UNKNOWN
 
 
 def percent(share: float) -> str:
-    """`0.1234` -> `12.3 %`."""
+    """Return a percentage: `0.1234` -> `12.3 %`."""
     return f"{100 * share:.1f} %" if isfinite(share) else UNKNOWN
 
 
 def seconds(value: float) -> str:
-    """`1234.56` -> `1,234.6 s`."""
+    """Return seconds: `1234.56` -> `1,234.6 s`."""
     return f"{value:,.1f} s" if isfinite(value) else UNKNOWN
 
 
 def size(num_bytes: float) -> str:
-    """`1234567` -> `1.2 MB`."""
+    """Return a size: `1234567` -> `1.2 MB`."""
     return decimal(int(num_bytes)) if isfinite(num_bytes) else UNKNOWN
 
 
 def more(number: int, noun: str) -> str:
-    """`3, "node"` -> `and 3 more nodes`."""
+    """Return the number of further items: `3, "node"` -> `and 3 more nodes`."""
     return f"and {number:,} more {noun if number == 1 else f'{noun}s'}"
 
 
 def some(number: int, noun: str, nouns: str = "") -> str:
-    """`1, "node"` -> `1 node`, `3, "node"` -> `3 nodes`."""
+    """Return a number of items: `1, "node"` -> `1 node`, `3, "node"` -> `3 nodes`."""
     return f"{number:,} " + (noun if number == 1 else nouns or f"{noun}s")

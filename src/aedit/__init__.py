@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from aedit import async_sgd, edit, proto, spec_rollout
     from aedit.clock import VirtualClock
     from aedit.edit.config import EditConfig, PenaltyConfig
-    from aedit.edit.exchange import MeanExchange
     from aedit.edit.hf import EditCallback
     from aedit.edit.hub_exchange import HubExchange
     from aedit.edit.lightning import LightningCallback
+    from aedit.edit.mean_exchange import MeanExchange
     from aedit.edit.schedule import EverySeconds, EverySteps
     from aedit.edit.sync import LayerSync
     from aedit.proto.transports.c10d import TorchTransport
@@ -51,7 +51,7 @@ if not TYPE_CHECKING:  # so that type checkers know which names there are
             "HubExchange": "aedit.edit.hub_exchange",
             "LayerSync": "aedit.edit.sync",
             "LightningCallback": "aedit.edit.lightning",
-            "MeanExchange": "aedit.edit.exchange",
+            "MeanExchange": "aedit.edit.mean_exchange",
             "PenaltyConfig": "aedit.edit.config",
             "TorchTransport": "aedit.proto.transports.c10d",
             "VirtualClock": "aedit.clock",

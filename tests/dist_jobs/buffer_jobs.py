@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 from aedit.async_sgd.rules.outer import Average
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.c10d import TorchTransport
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from aedit.async_sgd.rules.outer import Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.schedule import EverySeconds, EverySteps
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.c10d import TorchTransport
@@ -27,7 +27,7 @@ def follow(rank, size, moves, rounds):
         )
     finally:
         transport.close()
-    distrusted = [r for r, one in enumerate(seen, 1) if one.verdict.distrusted]
+    distrusted = [r for r, one in enumerate(seen, 1) if one.outcome.distrusted]
     return seen[-1].parameters, seen[-1].fingerprint, distrusted
 
 
@@ -91,7 +91,7 @@ def accumulate_without_gradient_sync(rank, size, nodes, every, micro, steps):
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = LayerSync.of(model, inner, exchange=MeanExchange(transport), config=EditConfig(every=every))
     rounds = []
-    sync.on_round = lambda verdict, waited_s: rounds.append(verdict.round.steps)
+    sync.on_round = lambda outcome, waited_s: rounds.append(outcome.round.steps)
     data = iter(batches(rank, steps * micro))
     with sync:
         for _ in range(steps):
@@ -117,7 +117,7 @@ def one_rank_goes_bad(rank, size, nodes):
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = LayerSync.of(model, inner, exchange=MeanExchange(transport), config=EditConfig(every=2))
     rounds = []
-    sync.on_round = lambda verdict, waited_s: rounds.append((verdict.distrusted, verdict.weights))
+    sync.on_round = lambda outcome, waited_s: rounds.append((outcome.distrusted, outcome.weights))
     with sync:
         for step, batch in enumerate(batches(rank, 6)):
             loss(model, batch).backward()

@@ -8,11 +8,11 @@ from torch.distributed.fsdp import fully_shard
 
 from aedit.edit import snapshot
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.load import load
 from aedit.launch.data.tokenizer import load_tokenizer
-from aedit.launch.node.checkpoint import Checkpoints
+from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.model import blocks, build_model, loss
 from aedit.launch.node.resume import training_state
 from aedit.proto.transports.memory import MemoryWorld
@@ -38,7 +38,7 @@ def train_and_save(run_dir, node, mark, mesh=None, config=None):
             inner.zero_grad()
             sync.step()
         directory = Path(run_dir) / "nodes" / str(node) / "checkpoints"
-        checkpoints = Checkpoints(directory, keep=2, shards=sync.shards)
+        checkpoints = NodeCheckpoints(directory, keep=2, shards=sync.shards)
         checkpoints.save(mark, training_state(sync), {"sync": snapshot.numbers(sync, [])})
         found = {name: whole(tensor) for name, tensor in snapshot.tensors(sync).items()}
     anchors = {name[len("anchor/") :]: t for name, t in found.items() if name.startswith("anchor/")}

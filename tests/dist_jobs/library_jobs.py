@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from aedit.async_sgd.rules.outer import Average
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.schedule import EverySteps
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.c10d import TorchTransport
@@ -64,7 +64,7 @@ def train_sharded(rank, size, nodes, ranks, every, num_steps):
     landed = []
 
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=EverySteps(every), config=EditConfig())
-    sync.on_round = lambda verdict, waited_s: landed.append(verdict.round.steps)
+    sync.on_round = lambda outcome, waited_s: landed.append(outcome.round.steps)
     with sync:
         for batch in batches(rank // ranks, num_steps):
             loss(model, batch.chunk(ranks)[rank % ranks]).backward()

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.proto.transports.c10d import TorchTransport
 
 PLAIN = PenaltyConfig(weights="uniform", detector="off", clip=None)

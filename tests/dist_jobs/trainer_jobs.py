@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
 from aedit.edit.hf import EditCallback
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.schedule import EverySteps
 from aedit.proto.transports.c10d import TorchTransport
 
@@ -86,7 +86,7 @@ class Rounds(TrainerCallback):
         self.watched, self.steps = watched, []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.watched.sync.on_round = lambda verdict, waited_s: self.steps.append(verdict.round.steps)
+        self.watched.sync.on_round = lambda outcome, waited_s: self.steps.append(outcome.round.steps)
 
 
 def train_together(rank, size, out, every, max_steps, accumulate=1, rows=2):

@@ -25,17 +25,17 @@ PLAN = "plan.json"
 
 def moments():
     """Return, by the name of each moment, the class and the method before whose call the moment lies."""
-    from aedit.launch.node.checkpoint import Checkpoints
+    from aedit.launch.node.checkpoint import NodeCheckpoints
     from aedit.launch.node.stop import Stop
-    from aedit.launch.node.train import Node
+    from aedit.launch.node.train import TrainingNode
 
     return {
-        "drawing": (Node, "accumulate_gradients"),
-        "drawn": (Node, "inner_step"),
-        "stepped": (Node, "note_step"),
+        "drawing": (TrainingNode, "accumulate_gradients"),
+        "drawn": (TrainingNode, "inner_step"),
+        "stepped": (TrainingNode, "record_step"),
         "waiting": (Stop, "while_waiting"),
-        "renaming": (Checkpoints, "_complete"),
-        "done": (Node, "arrive"),
+        "renaming": (NodeCheckpoints, "_complete"),
+        "done": (TrainingNode, "finish"),
     }
 
 

@@ -132,7 +132,7 @@ def test_another_model_than_the_checkpoints_is_refused(make_run, capsys):
     text = (run.dir / "run.toml").read_text().replace("num_hidden_layers = 2", "num_hidden_layers = 3")
     (run.dir / "run.toml").write_text(text)
     line = refusal(run.start(nodes=1))
-    assert "was made with parameters = " in line
+    assert "made with parameters = " in line
     assert str(run.checkpoints()[-1]) in line
 
 
@@ -143,7 +143,7 @@ def test_another_tokenizer_under_the_same_name_is_refused(make_run):
     save_tokenizer(tokenizer, ["e", "t", "a", "o", "i", "n", "s", "h", "r", "d", "l", "u"])
     run.train(nodes=1)
     save_tokenizer(tokenizer, ["t", "e", "a", "o", "i", "n", "s", "h", "r", "d", "l", "u"])
-    assert "was made with tokenizer = " in refusal(run.start(nodes=1))
+    assert "made with tokenizer = " in refusal(run.start(nodes=1))
 
 
 def save_tokenizer(path, words):

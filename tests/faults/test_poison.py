@@ -22,7 +22,7 @@ from kit.oracle import Rules, edit
 
 from aedit.async_sgd.rules.outer import Average, Nesterov
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.types import Round
 
@@ -83,13 +83,13 @@ def test_a_poisoned_unit_is_left_out_healed_and_trusted_again(bad):
     landed = {unit: expected(moves, unit) for unit in UNITS}
     for r in range(ROUNDS):
         assert len({seen[r].fingerprint for seen in runs}) == 1
-        distrusted = [seen[r].verdict.distrusted for seen in runs]
+        distrusted = [seen[r].outcome.distrusted for seen in runs]
         assert distrusted == [(), (FIRST,) if r == POISONED - 1 else (), ()]
         for unit, names in UNITS.items():
             got = np.concatenate([runs[0][r].parameters[name].numpy().reshape(-1) for name in names])
             np.testing.assert_allclose(got, landed[unit][r].anchor, atol=5e-6)
-    assert runs[1][POISONED - 1].verdict.weights[FIRST] == 0
-    assert runs[1][POISONED].verdict.weights[FIRST] > 0
+    assert runs[1][POISONED - 1].outcome.weights[FIRST] == 0
+    assert runs[1][POISONED].outcome.weights[FIRST] > 0
 
 
 def test_how_a_node_is_bad_makes_no_difference_to_the_others():
@@ -161,7 +161,7 @@ def test_anchors_whose_bits_have_flipped_are_found_at_the_next_round_and_healed(
     healthy = (culprit + 1) % 3
     for n, (prints, rounds, _) in enumerate(sick):
         assert prints == sick[0][0], "replicas differ after a round"
-        assert [verdict.healed_from for verdict in rounds] == [
+        assert [outcome.healed_from for outcome in rounds] == [
             None,
             (1 if culprit == 0 else 0) if n == culprit else None,
             *[None] * (len(rounds) - 2),
@@ -185,7 +185,7 @@ def heal(model, culprit):
         penalty = PenaltyConfig(weights="uniform")
         exchange = MeanExchange(transport, outer=Nesterov(), penalty=penalty)
         sync = LayerSync.of(own, inner, exchange=exchange, config=EditConfig(every=2))
-        sync.on_round = lambda verdict, waited_s: rounds.append(verdict)
+        sync.on_round = lambda outcome, waited_s: rounds.append(outcome)
         with sync:
             for step, batch in enumerate(batches(n, 7)):
                 value = loss(own, batch)
@@ -212,7 +212,7 @@ def test_when_nobody_is_trusted_the_unit_rolls_back_and_its_momentum_stays():
         inner = torch.optim.SGD(own.parameters(), lr=0.05)
         rounds = []
         sync = LayerSync.of(own, inner, exchange=exchange, config=EditConfig(every=1000))
-        sync.on_round = lambda verdict, waited_s: rounds.append(verdict)
+        sync.on_round = lambda outcome, waited_s: rounds.append(outcome)
         with sync:
             for r, batch in enumerate(batches(n, 2)):
                 loss(own, batch).backward()

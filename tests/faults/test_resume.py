@@ -82,7 +82,7 @@ def test_a_node_cannot_join_during_the_warm_up(make_run):
     run.train(deeds=[deed(0, "drawn", 1, "SIGTERM")])
     nodes = run.start(3)
     assert nodes.wait(2) == 2
-    assert "aedit: round_000000_1 is from the warm-up" in nodes.log()
+    assert "aedit: round_000000_1: made during the warm-up" in nodes.log()
 
 
 def test_a_node_that_was_away_does_not_take_the_others_back(make_run):

@@ -6,7 +6,7 @@ import torch
 
 from aedit.async_sgd.rules.outer import Average
 from aedit.edit.config import EditConfig, PenaltyConfig
-from aedit.edit.exchange import MeanExchange
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.memory import MemoryWorld
 from kit.nodes import loss

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from aedit.edit.config import EditConfig
-from aedit.edit.exchange import MeanExchange, RoundOutcome
+from aedit.edit.exchange import RoundOutcome
+from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.shards import local
 from aedit.edit.sync import LayerSync
 from aedit.proto.transports.memory import MemoryWorld
@@ -145,7 +146,7 @@ class Seen:
 
     parameters: dict
     fingerprint: str
-    verdict: RoundOutcome
+    outcome: RoundOutcome
 
 
 def follow_script(model, transport, moves, steps, *, outer, penalty, prefetch=1):
@@ -153,12 +154,12 @@ def follow_script(model, transport, moves, steps, *, outer, penalty, prefetch=1)
 
     Every step has a forward and a backward pass, so that everything lands where it lands in training.
     """
-    verdicts, seen = [], []
+    outcomes, seen = [], []
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     exchange = MeanExchange(transport, outer=outer, penalty=penalty)
     config = EditConfig(prefetch=prefetch)
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=Script(steps), config=config)
-    sync.on_round = lambda verdict, waited_s: verdicts.append(verdict)
+    sync.on_round = lambda outcome, waited_s: outcomes.append(outcome)
     x = torch.ones(2, 5)
     with sync:
         for move, count in zip(moves, steps, strict=True):
@@ -168,7 +169,7 @@ def follow_script(model, transport, moves, steps, *, outer, penalty, prefetch=1)
                     add(model, move)
                 sync.step()
             _pass(model, x)
-            seen.append(Seen(parameters(model), fingerprint(model), verdicts[-1]))
+            seen.append(Seen(parameters(model), fingerprint(model), outcomes[-1]))
     return seen
 
 

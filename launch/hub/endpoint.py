@@ -1,0 +1,92 @@
+"""Addresses, folders and keys of one hub process among the hubs of its run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from aedit.launch.config.config import RunConfig
+from aedit.launch.hub import folder
+from aedit.proto.wire.security import ClientKeys, ServerKeys, check_exposure, client_keys, server_keys
+from aedit.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class HubEndpoint:
+    """One hub process among the hubs of its run."""
+
+    config: RunConfig
+    directory: Path
+    part: tuple[int, int]
+    standby: bool
+    """Whether it was started with `--standby`."""
+    address: str
+    """HOST:PORT as configured; port 0 chooses a free port."""
+    keys: Path | None
+
+    @property
+    def preferred_address(self) -> str:
+        """Return the address to try first.
+
+        With port 0 it is the address of the previous start, so that clients find the hub again.
+        """
+        before = folder.read_line(self.directory / "address")
+        same_host = before.rpartition(":")[0] == self.address.rpartition(":")[0]
+        return before if self.address.endswith(":0") and same_host else self.address
+
+    @property
+    def uses_standby_address(self) -> bool:
+        """Return whether the hub listens at the configured standby address, whatever its role is now."""
+        return bool(self.config.hub.standby) and self.address == self.config.hub.standby and self.standby
+
+    @property
+    def other(self) -> str:
+        """Return the address of the other hub of the pair of leader and standby.
+
+        "" if there is none or it is unknown.
+        """
+        if not self.config.hub.standby:
+            return ""
+        if self.uses_standby_address:
+            return folder.actual_address(
+                self.config.hub.addresses[self.part[0]], self._folder_of(self.part[0])
+            )
+        return folder.actual_address(self.config.hub.standby, self.directory.parent / "standby")
+
+    def addresses(self) -> tuple[str, ...]:
+        """Return the addresses of all hubs that split the units, with this hub's own address for its part."""
+        mine, own = self.part[0], folder.read_line(self.directory / "address") or self.address
+        configured = self.config.hub.addresses
+        found = [
+            folder.actual_address(address, self._folder_of(k)) or address
+            for k, address in enumerate(configured)
+        ]
+        host = configured[mine].rpartition(":")[0] if mine < len(found) else ""
+        if mine < len(found) and (self.uses_standby_address or host == own.rpartition(":")[0]):
+            found[mine] = own
+        return tuple(found)
+
+    def server_keys(self, *, insecure: bool) -> ServerKeys:
+        """Return the TLS keys of the server.
+
+        Raises UserError if remote callers could connect without TLS and `insecure` is False.
+        """
+        mutual = self.config.hub.certificates
+        if mutual and not self.keys:
+            raise UserError(
+                "hub.certificates = true needs --keys: the folder that `aedit keys` made for the hub"
+            )
+        keys = server_keys(self.keys, require_client_certificates=mutual) if self.keys else None
+        check_exposure(self.address, keys, insecure)
+        return keys or ServerKeys()
+
+    def client_keys(self) -> ClientKeys:
+        """Return the TLS keys for calls to the other hub."""
+        return client_keys(self.keys) if self.keys else ClientKeys()
+
+    def _folder_of(self, part: int) -> Path:
+        """Return the folder of the leading hub of `part` in a local run."""
+        name = f"hub_{part}" if self.part[1] > 1 else "hub"
+        return (
+            self.directory
+            if part == self.part[0] and not self.uses_standby_address
+            else self.directory.parent / name
+        )
