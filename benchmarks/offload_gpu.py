@@ -1,7 +1,8 @@
-"""What does EDiT with offload cost on a GPU? Bars: <= 2 % of the step time; no host synchronisation in a step
-without a round; peak memory <= bare + one unit's fp32 anchor and momentum.
+"""Measure the cost of EDiT with offload on a GPU.
 
-One rank, NCCL, a Llama of about 150 M parameters under bf16 autocast. Needs a CUDA device.
+Bars: <= 2 % of the step time; no host synchronisation in a step without a round; peak memory <= bare + one
+unit's fp32 anchor and momentum. One rank, NCCL, a Llama of about 150 M parameters under bf16 autocast. Needs
+a CUDA device.
 """
 
 import gc
@@ -31,7 +32,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How long and how large everything is."""
+    """Duration and sizes of the benchmark."""
 
     hidden_size: int = 768
     num_layers: int = 14
@@ -46,7 +47,7 @@ QUICK = Size(hidden_size=128, num_layers=2, seq_len=128, every=4, intervals=3)
 
 @dataclass(frozen=True, slots=True)
 class Ride:
-    """What one loop did."""
+    """Measurements of one training loop."""
 
     step_s: tuple[float, ...]
     """Time per step, one value per interval, its round included."""
@@ -92,7 +93,7 @@ def measure(quick: bool) -> Report | str:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A world of this process: NCCL for tensors, Gloo for small rows."""
+    """Open a world of this process only: NCCL for tensors, Gloo for small rows."""
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -125,7 +126,10 @@ def _ride(size: Size, *, with_edit: bool) -> Ride:
 def _measured(
     size: Size, model: nn.Module, inner: torch.optim.Optimizer, after: Callable[[], None], largest_unit: int
 ) -> Ride:
-    """The first interval warms up; a step in the middle of the last one is watched for host syncs."""
+    """Measure a training loop.
+
+    The first interval warms up; a step in the middle of the last one is watched for host synchronisations.
+    """
     samples = torch.randint(0, VOCABULARY, (size.batch_size, size.seq_len + 1), device="cuda")
 
     def step() -> None:
@@ -148,7 +152,7 @@ def _measured(
 
 
 def host_syncs(act: Callable[[], None]) -> int:
-    """How often `act` makes the host wait for the GPU, as far as PyTorch can tell."""
+    """Return how often `act` makes the host wait for the GPU, as far as PyTorch can tell."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -1,4 +1,4 @@
-"""What does EDiT cost a node that trains alone? Bar: at most 2 % of the step time.
+"""Measure the cost of EDiT for a node that trains alone. Bar: at most 2 % of the step time.
 
 Two copies of one model take the same steps in one process, turn by turn: one bare, one with `LayerSync` and
 `MeanExchange` over a Gloo group of one. Machine noise hits both alike, and on a machine that is busy with
@@ -52,7 +52,7 @@ class Interval:
 
     @property
     def extra_s(self) -> list[float]:
-        """What EDiT's step took longer than the bare one beside it."""
+        """Return how much longer each of EDiT's steps took than the bare step beside it."""
         return [edit_s - bare_s for bare_s, edit_s in zip(self.bare_s, self.edit_s, strict=True)]
 
 
@@ -67,11 +67,11 @@ class Cost:
     """What one round adds, beyond that, to the steps that open and land it."""
 
     def extra_s(self, every: int) -> float:
-        """Added to the mean step with a round every `every` steps."""
+        """Return the time added to the mean step with a round every `every` steps."""
         return self.quiet_s + self.round_s / every
 
     def overhead(self, every: int) -> float:
-        """The same as a share of the bare step."""
+        """Return the added time as a share of the bare step."""
         return self.extra_s(every) / self.bare_s
 
 
@@ -114,14 +114,14 @@ def measure(quick: bool) -> Report:
 
 
 def cost(intervals: Sequence[Interval]) -> Cost:
-    """Medians over all steps of `intervals`."""
+    """Return the medians over all steps of `intervals`."""
     quiet_s = median([s for interval in intervals for s in interval.extra_s[1:-1]])
     rounds_s = [interval.extra_s[0] + interval.extra_s[-1] - 2 * quiet_s for interval in intervals]
     return Cost(median([s for interval in intervals for s in interval.bare_s]), quiet_s, median(rounds_s))
 
 
 def bootstrap(intervals: Sequence[Interval], every: int, draws: int = 1000) -> tuple[float, float]:
-    """95 % interval of the overhead, over intervals drawn with replacement."""
+    """Return the 95 % interval of the overhead, over intervals drawn with replacement."""
     chance = random.Random(0)
     drawn = sorted(cost(chance.choices(intervals, k=len(intervals))).overhead(every) for _ in range(draws))
     return drawn[round(0.025 * draws)], drawn[round(0.975 * draws) - 1]
@@ -148,7 +148,7 @@ def _fair_clock() -> str:
 
 @contextmanager
 def _alone() -> Iterator[DeviceMesh]:
-    """A `torch.distributed` world of this process only."""
+    """Open a `torch.distributed` world of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("sync", "shard"))

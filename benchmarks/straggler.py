@@ -1,9 +1,9 @@
-"""How much of what unequal nodes could do alone do they do together? Bars: A-EDiT >= 95 % and >= 93 %; with a
-hub >= 97 %, and the others lose < 1 % while one is frozen.
+"""Compare the throughput of unequal nodes in one run with what they reach alone.
 
-Threads of a fixed pace over a `MemoryWorld`, or processes over a hub, with the real `LayerSync`. What a node
-does alone is measured in the same harness; with threads over exactly the steps, random delays included, that
-it took in the company of others.
+Bars: A-EDiT >= 95 % and >= 93 %; with a hub >= 97 %, and the others lose < 1 % while one is frozen. Threads
+of a fixed pace over a `MemoryWorld`, or processes over a hub, with the real `LayerSync`. The throughput of a
+node alone is measured in the same harness; with threads over exactly the steps, random delays included, that
+it took together with the others.
 """
 
 import copy
@@ -35,7 +35,7 @@ BARS = {"speeds 1, 1, 1, 0.25": 0.95, "random 5x, p = 0.1": 0.93}
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long everything is."""
+    """Duration and sizes of the benchmark."""
 
     steps: dict[str, int]
     """Of the methods that count steps, by scene."""
@@ -136,7 +136,7 @@ def _hub_bar(scene: Scene, preset: str, seen: Seen, quick: bool) -> Bar:
 
 
 def methods(length: Length, scene: str) -> list[Method]:
-    """The four, at this benchmark's speed."""
+    """Return the four methods, at this benchmark's speed."""
     plain = PenaltyConfig(weights="uniform", detector="off", clip=None)
     steps = length.steps[scene]
     diloco = EditConfig(every=500 // length.scale, units="model", penalty=plain)

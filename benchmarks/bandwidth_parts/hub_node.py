@@ -112,11 +112,11 @@ def _watched(job: HubJob, sync: LayerSync) -> HubSeen:
         sys.stdin.readline()
         mark()
 
-    sync.on_round = lambda verdict, waited_s: landed.append(verdict)
+    sync.on_round = lambda outcome, waited_s: landed.append(outcome)
     walked = walk(sync, [job.step_s] * job.steps, lambda sync: sync.steps < job.steps, begin)
     mark()
     numels = [sum(p.numel() for p in unit.params) for unit in sync.units]
-    pushed = [i for verdict in landed if verdict.round.steps for i in verdict.units]
+    pushed = [i for outcome in landed if outcome.round.steps for i in outcome.units]
     return HubSeen(
         wall_s=walked.ends_s[-1],
         waited_s=walked.waited_s,
@@ -124,7 +124,7 @@ def _watched(job: HubJob, sync: LayerSync) -> HubSeen:
         after=marks[1],
         params=sum(numels),
         params_pushed=sum(numels[i] for i in pushed),
-        refused=sum(len(verdict.refused) + len(verdict.distrusted) for verdict in landed),
+        refused=sum(len(outcome.refused) + len(outcome.distrusted) for outcome in landed),
     )
 
 

@@ -141,6 +141,6 @@ class Elastic:
 
 
 def jumps(curves: Sequence[Curve], phase_s: float, window_s: float) -> list[float]:
-    """The largest over all runs, for each change."""
+    """Return the largest jump over all runs, for each change."""
     changes_s = [number * phase_s for number in range(1, len(PHASES))]
     return [max(curve.jump(at_s, window_s) for curve in curves) for at_s in changes_s]

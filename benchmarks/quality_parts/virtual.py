@@ -113,9 +113,9 @@ class _Run:
     waited_s: float = 0.0
     rounds: int = 0
 
-    def note_round(self, node: int, verdict: RoundOutcome) -> None:
-        self.rounds = max(self.rounds, verdict.round.id)
-        self.distrusted.extend((verdict.round.id, node) for _ in verdict.distrusted)
+    def note_round(self, node: int, outcome: RoundOutcome) -> None:
+        self.rounds = max(self.rounds, outcome.round.id)
+        self.distrusted.extend((outcome.round.id, node) for _ in outcome.distrusted)
 
     @property
     def data(self) -> Corpus:
@@ -172,7 +172,7 @@ def _sync(run: _Run, node: int, model: nn.Module, transport: VirtualTransport) -
     inner = make_inner(model, _train_config(run.setting))
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=config)
     sync.clock = run.turns.clocks[node]
-    sync.on_round = lambda verdict, _: run.note_round(node, verdict)
+    sync.on_round = lambda outcome, _: run.note_round(node, outcome)
     return sync
 
 
