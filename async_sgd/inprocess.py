@@ -54,7 +54,7 @@ def make_push(values: Vector, layout: UnitLayout, **facts: int) -> Push:
 
 @dataclass(slots=True)
 class Tally:
-    """What the hub has decided, by node."""
+    """Decisions of the hub, by node."""
 
     accepted: list[int] = field(default_factory=list)
     refused: list[tuple[int, str]] = field(default_factory=list)
@@ -164,7 +164,7 @@ class InProcessLink:
 
     @property
     def is_member(self) -> bool:
-        """Whether the hub counts on this node: False after it left, was expelled, or was silent too long."""
+        """Return whether the node is a member: False after it left, was excluded, or was silent too long."""
         return self.hub.hub.state.members[self.node].live
 
     def join(self, timeout_s: float) -> tuple[int, ...]:

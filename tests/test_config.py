@@ -14,6 +14,7 @@ from aedit.launch.config.effects import without_effect
 from aedit.launch.config.fields import hints, to_toml, values
 from aedit.launch.config.flags import split_flags
 from aedit.launch.config.load import load
+from aedit.launch.config.placement import Placement, warnings
 from aedit.launch.rundir.prepare import differences
 from aedit.types import UserError
 
@@ -169,7 +170,8 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_file_and_key(written, te
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--edit.every", "x"], "--edit.every: could not convert string to float: 'x'"),
+        (["--edit.every", "x"], "--edit.every: expected a number, got 'x'"),
+        (["--seed", "1.5"], "--seed: expected a whole number, got '1.5'"),
         (["--edit.every", "-3"], "edit.every must be above 0, got -3.0"),
         (["--edit.every"], "--edit.every"),
         (["--train.betas", "1"], "--train.betas"),
@@ -190,6 +192,23 @@ def test_a_wrong_flag_is_refused_in_one_line_that_names_it(flags, message, capfd
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"none\.toml: no such file"):
         load(tmp_path / "none.toml", [])
+    (tmp_path / "mine.toml").write_text("")
+    with pytest.raises(UserError, match=r"mine\.tml: no such file; did you mean .*mine\.toml\?"):
+        load(tmp_path / "mine.tml", [])
+
+
+def test_a_directory_in_place_of_a_file_is_answered_with_the_file_in_it(tmp_path):
+    with pytest.raises(UserError, match=r"is a directory; name a TOML file or preset:NAME instead"):
+        load(tmp_path, [])
+    (tmp_path / "run.toml").write_text("")
+    with pytest.raises(UserError, match=r"is a directory; name .*/run\.toml instead"):
+        load(tmp_path, [])
+
+
+def test_slow_downs_for_more_nodes_than_there_are_need_no_warning():
+    config = RunConfig(local=LocalConfig(slowdown=(1, 1, 3)))
+    assert warnings(config, Placement(nodes=2, local=True)) == []
+    assert warnings(config, Placement()) == ["local.slowdown has no effect without --local"]
 
 
 def test_a_command_line_is_parted_into_its_own_words_and_flags():
@@ -212,6 +231,8 @@ def test_a_command_line_is_parted_into_its_own_words_and_flags():
 def test_an_unknown_dotted_flag_is_answered_with_the_nearest_one():
     with pytest.raises(UserError, match=r"unknown flag --edit\.evry; did you mean --edit\.every\?"):
         split_flags(["--edit.evry", "3"])
+    with pytest.raises(UserError, match=r"unknown flag --zzz\.qqq; see aedit run --help"):
+        split_flags(["--zzz.qqq", "3"])
 
 
 texts = st.text(st.characters(codec="utf-8"), max_size=8)

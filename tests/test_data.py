@@ -122,6 +122,15 @@ def test_a_wrong_text_column_is_answered_with_the_right_one(tmp_path):
         list(documents(config(tmp_path / "a.parquet")))
 
 
+def test_a_wrong_key_of_json_lines_is_answered_with_the_right_one(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"content": "x"}\n')
+    with pytest.raises(UserError, match=r"'text' is missing in .*a\.jsonl:1; did you mean 'content'"):
+        list(documents(config(tmp_path / "a.jsonl")))
+    (tmp_path / "a.jsonl").write_text("[1]\n")
+    with pytest.raises(UserError, match=r"a\.jsonl:1 is not a JSON object"):
+        list(documents(config(tmp_path / "a.jsonl")))
+
+
 def test_a_missing_extra_is_answered_with_the_command_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(UserError, match=r"pip install 'aedit\[datasets\]'"):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+PARTS = ("edit", "async_sgd", "proto", "spec_rollout", "launch", "src")
+
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
@@ -72,6 +74,22 @@ def test_no_function_wants_too_many_parameters():
 def test_lines_and_parameters_are_counted_as_a_reader_would():
     (function,) = functions("def f(self, a, /, b, *c, d=1, **e):\n    return (\n        a\n    )\n")
     assert (num_lines(function), num_parameters(function)) == (4, 5)
+
+
+RIDDLE = re.compile(r"(?:What|Who|Whose|Whether|Which|Where|By|Of|How) ")
+
+
+def test_docstrings_of_the_library_state_something():
+    """Ruff checks form and mood; this finds noun clauses, such as "What a unit's next anchor is."."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    parts = [file for file in sources() if file.relative_to(ROOT).parts[0] in PARTS]
+    found = [
+        f"{file.relative_to(ROOT)}: {ast.get_docstring(node).splitlines()[0]}"
+        for file in parts
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, kinds) and RIDDLE.match(ast.get_docstring(node) or "")
+    ]
+    assert found == []
 
 
 def test_nothing_names_a_place_that_only_one_machine_has():

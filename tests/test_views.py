@@ -153,6 +153,14 @@ def test_a_directory_that_is_no_run_is_a_users_error(tmp_path):
             view(tmp_path / "missing")
 
 
+def test_the_bare_name_of_a_run_is_answered_with_its_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "run.toml").write_text("")
+    with pytest.raises(UserError, match=r"tiny: not a run directory.*did you mean runs/tiny\?"):
+        status.main("tiny")
+
+
 def test_a_run_is_read_back_as_it_was_written(tmp_path):
     run = read_run(full_run(tmp_path))
     assert [node.index for node in run.nodes] == [0, 1, 2]
@@ -425,6 +433,9 @@ def test_the_state_of_a_node_follows_from_its_files(tmp_path):
         node.event("warmup_end", 1.5, step=20)
         node.metric(2.0, 30)
 
+    def stepped(node):
+        node.metric(2.0, 30)
+
     def waited(node):
         node.metric(3.0, 31, busy_s=2.1, wait_s=0.9)
 
@@ -446,6 +457,7 @@ def test_the_state_of_a_node_follows_from_its_files(tmp_path):
 
     assert seen_state(tmp_path, lambda node: node.event("warmup_begin", 1.0)) == "warm-up"
     assert seen_state(tmp_path, trained) == "training"
+    assert seen_state(tmp_path, stepped) == "training"  # no event has come since its start
     assert seen_state(tmp_path, trained, waited) == "waiting"
     assert seen_state(tmp_path, trained, quiet_s=20) == "waiting"
     assert seen_state(tmp_path, trained, landed, quiet_s=20) == "evaluating"

@@ -1,4 +1,4 @@
-"""What a hub reports: to a node with every heartbeat, and to the views."""
+"""Reports of a hub: to a node with every heartbeat, and to the views."""
 
 import math
 from dataclasses import dataclass

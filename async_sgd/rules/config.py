@@ -10,7 +10,7 @@ Codec = Literal["fp32", "bf16", "int8", "e3m0", "topk"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
-    """How an averaged pseudo-gradient becomes the next anchor."""
+    """The outer optimizer: it turns an averaged pseudo-gradient into the next anchor."""
 
     kind: Literal["average", "nesterov", "delayed-nesterov"] | ImportPath = "nesterov"
     """`average` subtracts lr times the mean; `nesterov` is SGD with Nesterov momentum; `delayed-nesterov`
@@ -47,7 +47,10 @@ class OuterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PenaltyConfig:
-    """Which pseudo-gradients are believed, and how far (EDiT, arXiv:2412.07210, section 3.2)."""
+    """The pseudo-gradient penalty.
+
+    Anomaly detection, weights and clipping (EDiT, arXiv:2412.07210, section 3.2).
+    """
 
     weights: Literal["uniform", "scale-free", "paper"] = "scale-free"
     """`scale-free` is softmax(-(G_i / median_j G_j - 1) / temperature); `paper` is softmax(-G_i /
@@ -100,7 +103,7 @@ class PenaltyConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessConfig:
-    """How much a pseudo-gradient still counts that was measured from an older anchor."""
+    """Weight of a pseudo-gradient that was measured from an older anchor."""
 
     rule: Literal["constant", "polynomial", "exponential"] = "polynomial"
     """With s versions in between: 1, (1 + s)^-power, or exp(-rate s) times a cosine gate that is 0 from
@@ -121,7 +124,7 @@ class StalenessConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushFilterConfig:
-    """What the hub refuses to believe of a node, beyond what is malformed."""
+    """Limits on the size and direction of a push, beyond well-formedness."""
 
     threshold: float = 5.0
     """Robust standard deviations (MAD of log-norms) above which a norm is refused."""
@@ -143,7 +146,7 @@ class PushFilterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitConfig:
-    """What one peer may take of the hub."""
+    """Limits per peer of the hub."""
 
     nodes: int = 256
     """Members at a time."""

@@ -35,7 +35,8 @@ class Parser(argparse.ArgumentParser):
             word, known = unknown[1], sorted(set(_options(self)))
         else:
             return ""
-        close = difflib.get_close_matches(word, known, n=1)
+        # An option that another command has is known as it is: it is not what was meant here.
+        close = [] if word in known else difflib.get_close_matches(word, known, n=1)
         return f"; did you mean {close[0]}?" if close else ""
 
 

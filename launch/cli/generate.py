@@ -53,7 +53,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """What to generate, and how."""
+    """One request of `aedit generate`: prompts, sampling and speculation."""
 
     prompts: tuple[str, ...]
     samples: int = 1

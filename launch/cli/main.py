@@ -295,12 +295,18 @@ def _plot(options: Options) -> None:
 
 
 def _export(options: Options) -> None:
+    from aedit.launch.cli.places import check_source
+
+    check_source(options.run)  # before torch is imported
     from aedit.launch.cli.export import export
 
     export(options.run, options.out, options.keys, insecure=options.insecure)
 
 
 def _generate(options: Options) -> int:
+    from aedit.launch.cli.places import policy_folder
+
+    policy_folder(options.place)  # before torch is imported
     from aedit.launch.cli.generate import GenerateRequest, generate
 
     request = GenerateRequest(

@@ -9,10 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from aedit.launch.cli.export import read_run
+from aedit.launch.cli.places import policy_folder
 from aedit.launch.cli.text_stream import Decode
 from aedit.types import UserError
-
-RUNS = Path("runs")
 
 # Their methods carry no types.
 _model: Any = AutoModelForCausalLM
@@ -41,12 +40,8 @@ def load_policy(source: str) -> Policy:
         UserError: It is none of these, or has no tokenizer.
     """
     _logging.disable_progress_bar()
-    for path in (Path(source), RUNS / source):
-        if (path / "run.toml").is_file():
-            return _of_run(source, path)
-        if (path / "config.json").is_file():
-            return _of_directory(source, path)
-    raise UserError(f"{source}: no run and no model directory, here or in {RUNS}")
+    path = policy_folder(source)
+    return (_of_run if (path / "run.toml").is_file() else _of_directory)(source, path)
 
 
 def _of_run(source: str, path: Path) -> Policy:

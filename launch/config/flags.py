@@ -113,7 +113,9 @@ def _first_sentence(box: str) -> str:
     lines = [line.strip() for line in box.strip().splitlines()]
     ends = [i for i, line in enumerate(lines) if not line.strip("-")]
     sentence = " ".join(lines[ends[0] + 1 : ends[1]]) if len(ends) > 1 else " ".join(lines)
-    return re.sub(r"^Error parsing (\w+(\.\w+)*: )?", "", sentence).rstrip(".")
+    sentence = re.sub(r"^Error parsing (\w+(\.\w+)*: )?", "", sentence).rstrip(".")
+    sentence = sentence.replace("could not convert string to float: ", "expected a number, got ")
+    return sentence.replace("invalid literal for int() with base 10: ", "expected a whole number, got ")
 
 
 def _key(flag: str) -> str:
@@ -133,7 +135,8 @@ def _width(words: list[str]) -> int:
         return 1
     if key not in known and not key.startswith(SIZES):
         if "." in key:
-            raise UserError(f"unknown flag --{key}{suggest(key, known).replace('mean ', 'mean --')}")
+            hint = suggest(key, known).replace("mean ", "mean --") or "; see aedit run --help"
+            raise UserError(f"unknown flag --{key}{hint}")
         return 0
     if "=" in word:
         return 1

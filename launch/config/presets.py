@@ -32,6 +32,9 @@ def read_config(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; {_instead(path)}") from None
+    except IsADirectoryError:
+        inside = f"{path / 'run.toml'}" if (path / "run.toml").is_file() else "a TOML file or preset:NAME"
+        raise UserError(f"{path} is a directory; name {inside} instead") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
 
@@ -39,4 +42,6 @@ def read_config(path: Path) -> str:
 def _instead(path: Path) -> str:
     if path.stem in preset_names():
         return f"did you mean {PREFIX}{path.stem}, which is shipped?"
+    if hint := suggest(str(path), [str(other) for other in path.parent.glob("*.toml")]):
+        return hint.removeprefix("; ")
     return f"shipped ones are {PREFIX}{f', {PREFIX}'.join(preset_names())}"

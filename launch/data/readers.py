@@ -96,8 +96,9 @@ def _json_document(line: bytes, text_key: str, key: str) -> Document:
         row = json.loads(line)
     except ValueError as error:
         raise UserError(f"data.source: {key} is not JSON ({error})") from error
-    if not isinstance(row, dict) or text_key not in row:
-        raise UserError(f"data.text_key = {text_key!r} is missing in {key}")
+    if not isinstance(row, dict):
+        raise UserError(f"data.source: {key} is not a JSON object, so it has no key {text_key!r}")
+    _check_column(text_key, list(row), key)
     return Document(key, _text(row[text_key], key))
 
 

@@ -88,9 +88,10 @@ def read_run(run_dir: Path) -> Run:
 def require_run(run_dir: Path) -> None:
     """Raise UserError unless `run_dir` is a run directory."""
     if not (run_dir / "run.toml").is_file() and not (run_dir / "nodes").is_dir() and not hub_folders(run_dir):
-        raise UserError(
-            f"{run_dir}: not a run directory, since it has no run.toml; name one such as runs/NAME"
-        )
+        inside = Path("runs") / run_dir
+        hint = f"did you mean {inside}?" if (inside / "run.toml").is_file() else ""
+        hint = hint or "name one such as runs/NAME, or a running hub as HOST:PORT"
+        raise UserError(f"{run_dir}: not a run directory, since it has no run.toml; {hint}")
 
 
 def hub_folders(run_dir: Path) -> list[Path]:

@@ -132,7 +132,7 @@ def state(node: NodeRecords, warmup_steps: int = 0) -> str:
         return "failed"
     if node.quiet_s > SILENT_AFTER_S:
         return "silent"
-    if not node.metrics or latest == "start":
+    if not node.metrics or (node.latest and latest == "start" and node.metrics[-1].t <= node.latest.t):
         return "starting"
     return _pause(node) or ("warm-up" if node.metrics[-1].step < warmup_steps else "training")
 

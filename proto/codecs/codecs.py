@@ -1,16 +1,16 @@
-"""How the numbers of a unit travel: as fp32 or in fewer bits. NumPy only, for the hub and the node agent.
+"""Codecs: the numbers of a unit as fp32 or in fewer bits. NumPy only, for the hub and the node agent.
 
 A payload has no header: its length follows from the number of elements, and it is little-endian.
 
-  fp32, bf16   the numbers; bf16 rounds to nearest, ties to even
-  int8         a scale (2 bytes) per 256 numbers, then a byte each: 1.008 bytes per number
-  e3m0         a scale (2 bytes) per 256 numbers, then 4 bits each: sign and power of two, 0.508 bytes
-               (Streaming DiLoCo, arXiv:2501.18512, section 3.3)
-  topk         the 32 largest of every 4096: scales, 2-byte places, int8 codes, 0.024 bytes
-               (chunked as in SparseLoCo, arXiv:2508.15706)
+    fp32, bf16   the numbers; bf16 rounds to nearest, ties to even
+    int8         a scale (2 bytes) per 256 numbers, then a byte each: 1.008 bytes per number
+    e3m0         a scale (2 bytes) per 256 numbers, then 4 bits each: sign and power of two, 0.508 bytes
+                 (Streaming DiLoCo, arXiv:2501.18512, section 3.3)
+    topk         the 32 largest of every 4096: scales, 2-byte places, int8 codes, 0.024 bytes
+                 (chunked as in SparseLoCo, arXiv:2508.15706)
 
 What is not finite stays visible: it decodes to what is not finite, with its whole block of 256 (int8, e3m0)
-or the kept ones of its chunk (topk). So a receiver sees a poisoned sender for what it is.
+or the kept ones of its chunk (topk). So the receiver can detect it.
 """
 
 from abc import ABC, abstractmethod

@@ -26,6 +26,10 @@ def caller_keys(addresses: str, keys: Path | None, insecure: bool) -> ClientKeys
     Raises:
         UserError: A file is missing, or the connection would be readable by others.
     """
+    for place in addresses.split(","):
+        host, _, port = place.rpartition(":")
+        if not (host and port.isdecimal()):
+            raise UserError(f"{place}: expected the hub's HOST:PORT, as in 10.0.0.1:7000")
     if keys is not None:
         return client_keys(keys)
     open_to_others = [place for place in addresses.split(",") if not is_loopback(place)]

@@ -27,6 +27,11 @@ _REASONS = (
     ("CERTIFICATE_REQUIRED", "it wants a node certificate, and we have none that it takes"),
     ("UNKNOWN_CA", "our node certificate is not from its authority"),
 )
+# What may still change, so that the call is tried again.
+_PASSING = (
+    ("Connection refused", "no program listens there: check the address, and that the hub is running"),
+    ("DNS resolution failed", "the host name is unknown: check the address"),
+)
 _HUNG_UP = ("Socket closed", "Connection reset", "Stream removed", "GOAWAY")
 
 
@@ -48,7 +53,7 @@ class TransferBroken(Exception):
 
 
 class Patience:
-    """How long to retry: until nothing has moved for `still_s`, and no longer than `total_s` in all."""
+    """Limits on retries: stop when nothing has moved for `still_s`, and after `total_s` in all."""
 
     def __init__(self, still_s: float, total_s: float, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -89,7 +94,7 @@ def is_final(error: grpc.RpcError) -> bool:
 def why(error: grpc.RpcError, encrypted: bool) -> str:
     """Return what went wrong, in words, as far as gRPC tells."""
     text = (error.details() or "no reason given").splitlines()[0]
-    meanings = [meaning for sign, meaning in _REASONS if sign in text]
+    meanings = [meaning for sign, meaning in (*_REASONS, *_PASSING) if sign in text]
     if not meanings and error.code() is grpc.StatusCode.UNAVAILABLE and any(s in text for s in _HUNG_UP):
         meanings = [
             "it hung up: perhaps it wants a node certificate, and ours is not one that it takes"

@@ -1,4 +1,4 @@
-"""Asynchronous decentralised training: local SGD between nodes of unequal speed, with or without a hub.
+"""Asynchronous decentralized training: local SGD between nodes of unequal speed, with or without a hub.
 
 The names below are the public API, with those of `aedit.edit`, `aedit.async_sgd`, `aedit.proto` and
 `aedit.spec_rollout`; each is imported when it is first used.

@@ -1,0 +1,24 @@
+"""Find what a command is given by name, without importing torch, which takes seconds."""
+
+from pathlib import Path
+
+from aedit.launch.rundir.reader import require_run
+from aedit.launch.views.sources import is_hub
+from aedit.types import UserError
+
+RUNS = Path("runs")
+
+
+def policy_folder(place: str) -> Path:
+    """Return the directory of the run or model that `place` names, here or in `runs`. Raises UserError."""
+    for path in (Path(place), RUNS / place):
+        if (path / "run.toml").is_file() or (path / "config.json").is_file():
+            return path
+    hint = "name one that has a run.toml or a config.json"
+    raise UserError(f"{place}: no run and no model directory, here or in {RUNS}; {hint}")
+
+
+def check_source(place: str) -> None:
+    """Raise UserError unless `place` is a run directory, the folder of a hub, or HOST:PORT."""
+    if not is_hub(place):
+        require_run(Path(place))
