@@ -41,8 +41,13 @@ def attach(
     before: Sequence[tuple[Sequence[nn.Module], Callable[[], None]]],
     after: Callable[[], None],
 ) -> list[RemovableHandle]:
-    """Return the handles of forward hooks: what to do before any of some modules runs, ahead of other hooks,
-    and what to do after `model` has run."""
+    """Register forward hooks and return their handles.
+
+    Args:
+        model: The model whose end of a forward pass calls `after`.
+        before: Modules, and what to do before any of them runs, ahead of other hooks.
+        after: What to do when `model` has run.
+    """
     forget_graphs_without([module for modules, _ in before for module in modules], model)
     handles = [model.register_forward_pre_hook(Hook(_refuse_running_ddp), prepend=True)]
     handles += [
