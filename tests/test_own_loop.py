@@ -65,6 +65,27 @@ def test_an_average_may_take_the_place_of_the_parameters_while_a_round_is_under_
     assert max(furthest(each, expected) for each in found) < 1e-6
 
 
+def test_on_arrival_too_no_step_is_lost_when_an_average_is_evaluated():
+    def node(transport, i):
+        model = models[i]
+        inner = torch.optim.SGD(model.parameters(), lr=0.0)
+        exchange = MeanExchange(transport, outer=Average(), penalty=PLAIN)
+        config = EditConfig(every=2, landing="arrival")
+        with LayerSync.of(model, inner, exchange=exchange, config=config) as sync:
+            for batch in batches(i, 12):
+                model(batch)
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.add_(0.25 + 0.5 * i)
+                sync.step()
+                with_average(model, batch)
+
+    models = [tower() for _ in range(2)]
+    in_threads(2, node)
+    for p, began in zip(models[0].parameters(), tower().parameters(), strict=True):
+        assert (p - (began + 12 * 0.5)).abs().max() < 1e-5, "twelve steps, each 0.25 on one node and 0.75"
+
+
 class WritesLater:
     """A transport that writes into what it was given after the evaluation, as collectives do."""
 
