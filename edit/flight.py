@@ -40,10 +40,15 @@ class Flight:
         self.sent[i] = exchange.start(i)
 
     @property
+    def late(self) -> set[int]:
+        """Return the units that have not landed."""
+        return self.sent.keys() | set(self.unsent)
+
+    @property
     def landed(self) -> bool:
         """Return whether every unit of the round has landed."""
         buffers_landed = self.buffers is None or self.buffers.landed
-        return buffers_landed and not self.sent and not self.unsent
+        return buffers_landed and not self.late
 
 
 def note_answers(flights: Sequence[Flight], shards: Shards, step: int) -> list[Flight]:

@@ -1,10 +1,12 @@
 """Forward hooks that torch.compile, torch.save and copy.deepcopy can all live with."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 
 class Hook:
@@ -32,6 +34,44 @@ class NoHook:
 
     def __call__(self, *args: Any) -> None:
         """Ignore the forward pass."""
+
+
+def attach(
+    model: nn.Module,
+    before: Sequence[tuple[Sequence[nn.Module], Callable[[], None]]],
+    after: Callable[[], None],
+) -> list[RemovableHandle]:
+    """Register forward hooks and return their handles.
+
+    Args:
+        model: The model whose end of a forward pass calls `after`.
+        before: Modules, and what to do before any of them runs, ahead of other hooks.
+        after: What to do when `model` has run.
+    """
+    forget_graphs_without([module for modules, _ in before for module in modules], model)
+    handles = [model.register_forward_pre_hook(Hook(_refuse_running_ddp), prepend=True)]
+    handles += [
+        module.register_forward_pre_hook(Hook(act), prepend=True)
+        for modules, act in before
+        for module in modules
+    ]
+    return [*handles, model.register_forward_hook(Hook(after))]
+
+
+def refuse_ddp(module: nn.Module) -> None:
+    """Raise ValueError if `module` averages gradients over processes."""
+    if isinstance(module, DistributedDataParallel) and (size := module.process_group.size()) > 1:
+        raise ValueError(
+            f"the model is in a DistributedDataParallel that averages gradients over {size} processes at "
+            "every step, so there would be no local steps: train the module without it. In several processes "
+            "give accelerate's prepare() or Fabric's setup() no model"
+        )
+
+
+def _refuse_running_ddp() -> None:
+    ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if ddp is not None:
+        refuse_ddp(ddp)
 
 
 def forget_graphs_without(hooked: Iterable[nn.Module], model: nn.Module) -> None:

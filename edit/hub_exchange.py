@@ -80,6 +80,7 @@ class HubExchange:
         self._places: list[UnitProgress] = []
         self._under_way: dict[int, PendingPush] = {}
         self._distrusted: frozenset[int] = frozenset()
+        self._left = False
 
     @classmethod
     def join(
@@ -186,8 +187,11 @@ class HubExchange:
         """Store the units, and map the memory that this node shares with its agent.
 
         Raises:
-            ValueError: The units have other sizes than those that the exchange was made for.
+            ValueError: The units have other sizes than those that the exchange was made for, or it serves
+                another `LayerSync`.
         """
+        if self._places:
+            raise ValueError("this exchange has served another LayerSync: call HubExchange.join again")
         self.units, self.shards = units, shards
         _check_sizes(units, self.link)
         self.detector = PushDetector(len(units), self.penalty)
@@ -203,7 +207,12 @@ class HubExchange:
             self._places.append(UnitProgress(anchors, outbox))
 
     def compare(self, settings: Mapping[str, str]) -> None:
-        """Do nothing: the hub compares layout and method with its own when the node joins."""
+        """Raise ValueError if this node has left. The hub compares layout and method when the node joins."""
+        if self._left:
+            raise ValueError(
+                "this node has left the run at the end of its `with sync:` block: put one block around all "
+                "epochs, or call HubExchange.join and LayerSync.of again for each"
+            )
 
     def anchor(self) -> None:
         """Become a member of the run and take its anchors; the first node's parameters become them."""
@@ -324,12 +333,14 @@ class HubExchange:
 
     def leave(self) -> None:
         """Report the last used samples and leave the run."""
+        self._left = True
         self.before_leaving()
         if self.shards.leads:
             self.link.leave(self.timeout_s)
 
     def withdraw(self) -> None:
         """Leave within 10 seconds, so that the hub need not wait until this node counts as lost."""
+        self._left = True
         if self.report is None:
             return
         self.timeout_s = min(self.timeout_s, WITHDRAW_S)

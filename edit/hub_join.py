@@ -30,7 +30,7 @@ class NodeOptions:
     num_samples: int = 0
     """Samples of the data set; 0: the hub leases no data to this node."""
     agent: Literal["process", "thread"] = "process"
-    """Where the network traffic is done."""
+    """Place of the network traffic: a process of its own, or a thread."""
 
 
 def open_link(address: str, model: nn.Module, options: NodeOptions) -> tuple[AgentLink, HubSettings]:

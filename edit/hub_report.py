@@ -21,6 +21,7 @@ class StepReport:
         self._waiter = Waiter(Shards(), settings.edit.timeout_s)
         self._leased = LeasedPositions(link, self._waiter)
         self._progress = Progress()
+        self._member = False
         self._began_s = time.monotonic()
 
     @property
@@ -30,13 +31,15 @@ class StepReport:
 
     def begin(self, shards: Shards) -> None:
         """Start the clock: the node is a member from now on."""
-        self._waiter.shards = shards
+        self._waiter.shards, self._member = shards, True
         self._began_s = time.monotonic()
 
     def draw(self, n: int) -> Positions:
         """Return the next `n` positions, or none once the run is finished; see `HubExchange.lease`."""
         if not self.leases_data:
             raise ValueError("no data is leased to this node: call HubExchange.join(..., num_samples=...)")
+        if not self._member:
+            raise ValueError("the hub leases data to members only: call lease() inside `with sync:`")
         return self._leased.take(n, or_end=True)
 
     def step(self, steps: int, waited_s: float, used: int) -> None:

@@ -1,7 +1,8 @@
-"""Landing of one unit, and a warning about units that cannot land because their module does not run."""
+"""Landing of one unit, and forward passes in which units cannot or must not land."""
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -9,12 +10,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from aedit.edit.flight import Flight
 from aedit.edit.optimizers import InnerOptimizers
-from aedit.edit.shards import Shards
+from aedit.edit.shards import Shards, local
 from aedit.edit.units import SyncUnit
 
+Act = TypeVar("Act", bound=Callable[..., Any])
 
-@torch.inference_mode(False)
-@torch.no_grad()
+
+def values_only(act: Act) -> Act:
+    """Let `act` run outside autograd and inference mode: an evaluation may begin with a landing."""
+    return torch.inference_mode(False)(torch.no_grad()(act))
+
+
 def take(unit: SyncUnit, anchor: Tensor, optimizers: InnerOptimizers, shards: Shards, *, adopt: bool) -> None:
     """Land `anchor`: write it to the parameters of `unit`, or move them by its distance from the snapshot.
 
@@ -51,12 +57,42 @@ def reshard(modules: Iterable[nn.Module]) -> None:
             module.reshard()
 
 
+class StandIns:
+    """Notice evaluations of other values in place of the parameters, such as their moving average.
+
+    What lands in such a pass would be lost when the parameters are put back. A few elements per unit are
+    compared, because values that are written through `p.data` leave no other trace.
+    """
+
+    def __init__(self, units: Sequence[SyncUnit], shards: Shards) -> None:
+        self._units, self._shards = units, shards
+        self._own: list[Tensor] = []
+
+    def note_parameters(self) -> None:
+        """Take what the parameters are now as their own values."""
+        self._own = [self._sample(unit) for unit in self._units]
+
+    def run(self, units: Iterable[int]) -> bool:
+        """Return whether this forward pass is an evaluation of other values in any of `units`.
+
+        All ranks of the node ask together.
+        """
+        if not self._own or torch.is_grad_enabled():
+            return False
+        same = [torch.equal(self._sample(self._units[i]), self._own[i]) for i in units]
+        return not all(self._shards.all([all(same)]))
+
+    @torch.no_grad()
+    def _sample(self, unit: SyncUnit) -> Tensor:
+        return torch.cat([local(p).reshape(-1)[:4].float() for p in (unit.params[0], unit.params[-1])])
+
+
 def warn_of_idle_modules(
     flights: Iterable[Flight], units: Sequence[SyncUnit], landing: str, local_steps: int
 ) -> None:
     """Warn of units that could have landed before this step if their module had run."""
     for flight in flights:
-        late = flight.sent.keys() | set(flight.unsent)
+        late = flight.late
         if landing == "arrival":
             late = {i for i, since in flight.ready.items() if since < local_steps}
         if late and local_steps > flight.opened_at:

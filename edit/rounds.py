@@ -17,7 +17,7 @@ from aedit.edit.buffers import Buffers
 from aedit.edit.config import EditConfig
 from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.flight import Flight, note_answers, under_way
-from aedit.edit.landing import take, warn_of_idle_modules
+from aedit.edit.landing import StandIns, take, values_only, warn_of_idle_modules
 from aedit.edit.optimizers import InnerOptimizers
 from aedit.edit.shards import Shards
 from aedit.edit.units import SyncUnit
@@ -66,6 +66,7 @@ class OpenRounds:
         self._free = node.exchange.asynchronous
         self._forward = node.config.landing == "forward"
         self._flights: list[Flight] = []  # oldest first
+        self._stand_ins = StandIns(node.units, node.shards)
 
     def __bool__(self) -> bool:
         return bool(self._flights)
@@ -115,6 +116,11 @@ class OpenRounds:
             if self._node.local_steps - flight.opened_at >= self._node.exchange.max_steps_ahead:
                 self._finish(flight)
 
+    def note_parameters(self) -> None:
+        """Remember what the parameters are before the forward passes in which units may land."""
+        if self._forward or any(flight.ready for flight in self._flights):
+            self._stand_ins.note_parameters()
+
     def finish(self) -> None:
         """Wait for all rounds under way and land them."""
         for flight in list(self._flights):
@@ -138,18 +144,21 @@ class OpenRounds:
     def before_forward(self, i: int) -> None:
         """Land unit `i`, whose module is about to run."""
         for flight in list(self._flights):
-            if i in flight.units and (self._forward or i in flight.ready):
+            due = flight.late if self._forward else flight.ready
+            if i in due and not self._stand_ins.run([i]):
                 self._land(flight, i)
 
     def before_buffers(self) -> None:
         """Land all buffers: autograd saves them, so none may change after the first module with any runs."""
         for flight in list(self._flights):
-            self._land_buffers(flight)
+            if not self._stand_ins.run(flight.late):
+                self._land_buffers(flight)
 
     def after_forward(self) -> None:
         """Land the units whose module did not run in this forward pass, before the backward pass."""
-        if self._forward:
-            self.finish()
+        for flight in list(self._flights) if self._forward else ():
+            if not self._stand_ins.run(flight.late):
+                self._finish(flight)
 
     # -- one round
 
@@ -173,12 +182,14 @@ class OpenRounds:
             self._land(flight, i)
         self._land_buffers(flight)
 
+    @values_only
     def _land_buffers(self, flight: Flight) -> None:
         if flight.buffers and not flight.buffers.landed:
             self._outcome(flight)
             flight.buffers.land(partial(self._node.wait, flight=flight))
             self._conclude(flight)
 
+    @values_only
     def _land(self, flight: Flight, i: int) -> None:
         """Land unit `i` once: a recomputed or repeated forward pass finds nothing left to do."""
         node, outcome = self._node, self._outcome(flight)

@@ -23,7 +23,7 @@ from aedit.edit.defaults import chosen
 from aedit.edit.equal import equalize
 from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.flight import Flight
-from aedit.edit.hooks import Hook, forget_graphs_without
+from aedit.edit.hooks import attach
 from aedit.edit.landing import reshard
 from aedit.edit.optimizers import Inner, InnerOptimizers
 from aedit.edit.rounds import OpenRounds
@@ -168,15 +168,12 @@ class LayerSync(Waiter):
             self._gradients.attach(self.optimizers.stepping)
         elif not self.anchored:
             self.anchor()
-        forget_graphs_without([module for unit in self.units for module in unit.modules], self.model)
-        for i, unit in enumerate(self.units):
-            land = Hook(partial(self._rounds.before_forward, i))
-            for module in unit.modules:
-                self._hooks.append(module.register_forward_pre_hook(land, prepend=True))
-        for module in self._buffers.holders if self.config.landing == "forward" else ():
-            land = Hook(self._rounds.before_buffers)
-            self._hooks.append(module.register_forward_pre_hook(land, prepend=True))
-        self._hooks.append(self.model.register_forward_hook(Hook(self._rounds.after_forward)))
+        holders = self._buffers.holders if self.config.landing == "forward" else []
+        before = [
+            (unit.modules, partial(self._rounds.before_forward, i)) for i, unit in enumerate(self.units)
+        ]
+        before.append((holders, partial(self._rounds.before_buffers)))
+        self._hooks = attach(self.model, before, self._rounds.after_forward)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -189,6 +186,7 @@ class LayerSync(Waiter):
             while self._hooks:
                 self._hooks.pop().remove()
             self._gradients.detach()
+            self._compared = False
 
     # -- what the training loop calls
 
@@ -240,6 +238,7 @@ class LayerSync(Waiter):
         self._rounds.hold_back()
         if round := self._due():
             self.begin(round)
+        self._rounds.note_parameters()
 
     def average_gradients(self) -> None:
         """Replace the gradients by their mean over the nodes, during the warm-up.
@@ -275,6 +274,7 @@ class LayerSync(Waiter):
         """
         self.finish()
         if self.warming_up:
+            self._gradients.leave()
             return self._buffers.exchange(f"warmup/{self.steps}", self.wait)
         if not self.anchored:
             return

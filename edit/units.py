@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from aedit.edit.hooks import refuse_ddp
 from aedit.edit.shards import local
 
 REST = "rest"
@@ -137,8 +138,10 @@ def find_units(model: nn.Module, spec: Literal["auto", "model"] | Iterable[str] 
     `auto` takes the blocks of a transformers model (`_no_split_modules`), else the members of its lists of
     equal modules, else its children; `model` is one unit; names (`*` allowed) choose modules. Tied and
     shared parameters belong to the unit that lands first, frozen ones to none. Raises ValueError if a name
-    matches nothing.
+    matches nothing, or if a DistributedDataParallel would average gradients over nodes.
     """
+    for module in model.modules():
+        refuse_ddp(module)
     if spec == "model":
         blocks: list[tuple[str, nn.Module]] = []
     else:

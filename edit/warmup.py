@@ -136,15 +136,13 @@ class GradientMean:
         gradients = [unit.gradient() for unit in self._units]
         finite = torch.stack([self._shards.sum((~g.isfinite()).sum()) == 0 for g in gradients]).float()
         params = [p for unit in self._units for p in unit.params]
-        told = finite.new_tensor([self._stepped, *(p.grad is not None for p in params)])
-        heads = self._peers.average(f"{name}/which", torch.cat([told, finite]), torch.ones_like(told[0]))
+        told = finite.new_tensor([p.grad is not None for p in params])
+        heads = self._tell(torch.cat([told, finite]))
         asked = [
             self._peers.average(f"{name}/{unit.name}", gradient, weight)
             for unit, gradient, weight in zip(self._units, gradients, finite, strict=True)
         ]
-        stepped, *anywhere = self._wait_for(heads).tolist()
-        if 0.01 < stepped < 0.99:
-            raise RuntimeError(_STEPPED_APART.format(step=self._node.steps))
+        anywhere = self._heard(heads)
         for p, share in zip(params, anywhere, strict=False):
             if share > 0 and p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -153,6 +151,29 @@ class GradientMean:
             # If no node has a finite gradient, show NaN to a GradScaler or the user, on all nodes.
             unit.set_gradient(mean if share > 0 else mean.fill_(torch.nan))
         self._averaged, self._fresh, self._stepped = True, False, False
+
+    def leave(self) -> None:
+        """Tell the others that this node takes no further steps, while it warms up.
+
+        Raises ValueError, on all nodes, if others go on.
+        """
+        told = self._units[0].gradient().new_zeros(sum(len(unit.params) + 1 for unit in self._units))
+        self._heard(self._tell(told, leaving=True))
+
+    def _tell(self, told: Tensor, *, leaving: bool = False) -> Pending[Tensor]:
+        flags = told.new_tensor([leaving, self._stepped])
+        return self._peers.average(
+            f"warmup/{self._node.steps}/which", torch.cat([flags, told]), torch.ones_like(told[0])
+        )
+
+    def _heard(self, heads: Pending[Tensor]) -> list[float]:
+        """Return the share of nodes that have told each thing, once all have decided to go on or to end."""
+        leaving, stepped, *told = self._wait_for(heads).tolist()
+        if 0 < leaving < 1:
+            raise ValueError(_LEFT_APART.format(share=leaving, steps=self._node.steps))
+        if 0.01 < stepped < 0.99:
+            raise RuntimeError(_STEPPED_APART.format(step=self._node.steps))
+        return told
 
     def end_step(self) -> None:
         """Note that an inner step is complete.
@@ -170,6 +191,11 @@ _NOT_AVERAGED = (
     "optimizers given to LayerSync.of has stepped, and sync.average_gradients() was not called. If a "
     "GradScaler skipped the step, do not call sync.step() for it; if another optimizer trains this model, "
     "give it to LayerSync.of; otherwise call sync.step() after the optimizer's step"
+)
+
+_LEFT_APART = (
+    "{share:.0%} of the nodes end after {steps} steps, in the warm-up, and the others go on: until it is "
+    "over all nodes step together, so give each at least as many batches as EditConfig(warmup_steps=...)"
 )
 
 _STEPPED_APART = (

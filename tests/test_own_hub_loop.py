@@ -282,3 +282,21 @@ def test_a_node_of_two_ranks_joins_as_one_and_both_hear_of_a_wrong_address(tmp_p
         assert all(torch.equal(end[name] - start[name], total[name]) for name in total)
     assert [member["name"] for member in told["nodes"]] == ["sharded"]
     assert told["total_steps"] == 7
+
+
+def test_a_node_that_has_left_or_is_no_member_yet_is_told_so(tmp_path):
+    with real_hub(tmp_path, HUB) as hub:
+        model = Net(1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        exchange = join(hub.address, model, num_samples=64)
+        sync = LayerSync.of(model, inner, exchange=exchange)
+        with pytest.raises(ValueError, match="call lease\\(\\) inside `with sync:`"):
+            exchange.lease(4)
+        with pytest.raises(ValueError, match="has served another LayerSync"):
+            LayerSync.of(model, inner, exchange=exchange)
+        with sync:
+            assert len(exchange.lease(4)) == 4
+        with pytest.raises(ValueError, match="has left the run"):
+            sync.__enter__()
+        with pytest.raises(ValueError, match="has served another LayerSync"):
+            LayerSync.of(model, inner, exchange=exchange)
