@@ -19,7 +19,7 @@ from rich.console import Console
 from aedit.launch.rundir.reader import RunFollower, read_run
 from aedit.launch.views import live, plot, status, top
 from aedit.launch.views.bars import bytes_per_round
-from aedit.launch.views.curves import effective_nodes, loss_by_steps
+from aedit.launch.views.curves import loss_by_steps, plot_effective_nodes
 from aedit.launch.views.figures import held_out
 from aedit.launch.views.panel import Fitted, panel, state
 from aedit.launch.views.report import report, summary
@@ -349,7 +349,7 @@ def test_ticks_of_a_flat_loss_and_of_few_steps_can_be_read(tmp_path):
     node.round(3.0, 1, 3, bytes=0)
     run = read_run(run_dir)
     with matplotlib.style.context(["default", plot.STYLE]):
-        loss, sent, listened = loss_by_steps(run), bytes_per_round(run), effective_nodes(run)
+        loss, sent, listened = loss_by_steps(run), bytes_per_round(run), plot_effective_nodes(run)
         for figure in (loss, sent, listened):
             FigureCanvasAgg(figure).draw()
     assert loss.axes[0].yaxis.get_offset_text().get_text() == ""

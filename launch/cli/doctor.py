@@ -123,11 +123,11 @@ def _files(config: RunConfig) -> Iterator[Check]:
 def _buildable(config: RunConfig) -> Check:
     """Return the check of tokenizer and model, which it builds as a run does."""
     from aedit.launch.config.placement import Placement
-    from aedit.launch.local.plan import check_fits, measure
+    from aedit.launch.local.plan import check_plan_fits, measure
 
     try:
         plan = measure(config, Placement())
-        check_fits(plan)
+        check_plan_fits(plan)
     except UserError as error:
         return Check("model", "fail", config.model.pretrained or config.model.family, str(error))
     return Check("model", "ok", f"{plan.num_params:,} parameters in {len(plan.units)} units, which fit here")

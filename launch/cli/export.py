@@ -36,12 +36,12 @@ ATTEMPTS = 5
 def export(place: str | Path, out: Path, keys: Path | None = None, *, insecure: bool = False) -> None:
     """Write config, safetensors, tokenizer and generation config of a run to the directory `out`.
 
-    The weights are those of `read_run`; the run may still be in progress. `out` is written completely or not
-    at all. Raises UserError if `out` is not empty, or if there is no run, checkpoint or hub.
+    The weights are those of `load_run_model`; the run may still be in progress. `out` is written whole or
+    not at all. Raises UserError if `out` is not empty, or if there is no run, checkpoint or hub.
     """
     _check_empty(out)
     _logging.disable_progress_bar()
-    model, tokenizer, where = read_run(place, keys, insecure=insecure)
+    model, tokenizer, where = load_run_model(place, keys, insecure=insecure)
     try:
         write_model(model, tokenizer, out)
     except OSError as error:
@@ -49,7 +49,7 @@ def export(place: str | Path, out: Path, keys: Path | None = None, *, insecure: 
     print(f"{out}: {where}")
 
 
-def read_run(
+def load_run_model(
     place: str | Path, keys: Path | None = None, *, insecure: bool = False
 ) -> tuple[PreTrainedModel, CorpusTokenizer, str]:
     """Return a run's newest anchors as an fp32 model on CPU, its tokenizer, and a text with the source.

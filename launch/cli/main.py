@@ -233,11 +233,11 @@ def _run(options: Options) -> int:
     check_hub_start(config, placement)
     preflight(config, placement)
     if options.dry_run:
-        from aedit.launch.local.plan import check_fits, measure, render
+        from aedit.launch.local.plan import check_plan_fits, measure, render
 
         plan = measure(config, placement)
         print(render(plan))
-        check_fits(plan)
+        check_plan_fits(plan)
         return 0
     from aedit.launch.local.run import run
 

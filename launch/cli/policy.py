@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from aedit.launch.cli.export import read_run
+from aedit.launch.cli.export import load_run_model
 from aedit.launch.cli.places import policy_folder
 from aedit.launch.cli.text_stream import Decode
 from aedit.types import UserError
@@ -45,7 +45,7 @@ def load_policy(source: str) -> Policy:
 
 
 def _of_run(source: str, path: Path) -> Policy:
-    model, tokenizer, _ = read_run(path)
+    model, tokenizer, _ = load_run_model(path)
 
     def encode(text: str) -> list[int]:
         return [int(token) for token in tokenizer.encode(text)]

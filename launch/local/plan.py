@@ -106,7 +106,7 @@ def measure(config: RunConfig, placement: Placement) -> Plan:
     return Plan(config, placement.nodes, ranks, num_params, sizes, nodes_here(placement))
 
 
-def check_fits(plan: Plan) -> None:
+def check_plan_fits(plan: Plan) -> None:
     """Raise UserError if the nodes of this machine cannot fit into its memory."""
     if trains_on_cpu(plan.config):
         check_memory(plan.config, plan.num_params, nodes=plan.here)

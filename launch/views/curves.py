@@ -29,7 +29,7 @@ def loss_by_time(run: Run) -> Figure | None:
     return _loss(run, lambda point: point.t / unit_s, f"{name} since the run began")
 
 
-def effective_nodes(run: Run) -> Figure | None:
+def plot_effective_nodes(run: Run) -> Figure | None:
     """Return the effective number of nodes of each round: 1 / sum of squared weights, over its units."""
     points = []
     for id, rows in rounds(run).items():

@@ -112,7 +112,7 @@ class Fitted:
 def line(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> str:
     """Return the contents of the panel in one line, for logs."""
     done, elapsed_s, _ = _times(run)
-    head = [words.clock(elapsed_s), words.percent(done), f"held-out {words.loss(_held_out_loss(run))}"]
+    head = [words.clock(elapsed_s), words.percent(done), f"held-out {words.nats(_held_out_loss(run))}"]
     nodes = {node.index: node for node in run.nodes}
     cells = [
         _cell(index, nodes.get(index), _state(run, index, nodes.get(index), starting)) for index in shown
@@ -219,7 +219,7 @@ def _numbers(node: NodeRecords | None) -> list[str]:
     return [
         words.count(last.step),
         str(last.round),
-        words.loss(last.loss),
+        words.nats(last.loss),
         words.count(recent_tokens_per_s(node.metrics)),
         words.clock(last.wait_s),
         words.percent(last.wait_s / trained_s if trained_s > 0 else float("nan")),
@@ -231,13 +231,13 @@ def _cell(index: int, node: NodeRecords | None, doing: str) -> str:
         return f"node {index} {doing}"
     last = node.metrics[-1]
     speed = words.count(recent_tokens_per_s(node.metrics))
-    return f"node {index} {doing} step {last.step} loss {words.loss(last.loss)} {speed} tokens/s"
+    return f"node {index} {doing} step {last.step} loss {words.nats(last.loss)} {speed} tokens/s"
 
 
 def _footer(run: Run, detail: Detail) -> list[RenderableType]:
     facts: list[RenderableType] = []
     if run.nodes or not run.hubs:  # a hub does not evaluate
-        facts.append(Text(f"held-out loss  {words.loss(_held_out_loss(run))}"))
+        facts.append(Text(f"held-out loss  {words.nats(_held_out_loss(run))}"))
     if not run.has_hub and (by_id := rounds(run)):
         id, rows = list(by_id.items())[-1]
         sent = words.size(total_known(landed.bytes for _, landed in rows))

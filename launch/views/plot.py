@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from aedit.launch.rundir.reader import Run
 from aedit.launch.views.bars import bytes_per_round, time_per_node
-from aedit.launch.views.curves import effective_nodes, loss_by_steps, loss_by_time
+from aedit.launch.views.curves import loss_by_steps, loss_by_time, plot_effective_nodes
 from aedit.launch.views.heatmap import norms
 from aedit.launch.views.hubplots import hub_nodes, hub_traffic
 from aedit.launch.views.sources import open_source
@@ -25,7 +25,7 @@ PLOTS: Mapping[str, Callable[[Run], Figure | None]] = {
     "time_per_node.png": time_per_node,
     "norms.png": norms,
     "bytes_per_round.png": bytes_per_round,
-    "effective_nodes.png": effective_nodes,
+    "effective_nodes.png": plot_effective_nodes,
     "hub_nodes.png": hub_nodes,
     "hub_traffic.png": hub_traffic,
 }

@@ -202,7 +202,7 @@ OF_SOLO = "of the sum of the nodes' solo speeds"
 
 
 def _change(loss: tuple[float, float]) -> str:
-    return f"{words.loss(loss[0])} -> {words.loss(loss[1])} nats/token"
+    return f"{words.nats(loss[0])} -> {words.nats(loss[1])} nats/token"
 
 
 def _held_out(out: Summary) -> str:
@@ -241,6 +241,6 @@ def _per_node(out: Summary) -> Table:
             words.seconds(node.wait_s),
             words.percent(node.pace.waited),
             words.seconds(node.idle_used_s),
-            words.loss(node.train_loss),
+            words.nats(node.train_loss),
         )
     return table

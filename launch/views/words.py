@@ -29,7 +29,7 @@ def count(value: float) -> str:
     return f"{value:,.0f}" if isfinite(value) else UNKNOWN
 
 
-def loss(value: float) -> str:
+def nats(value: float) -> str:
     """Return a loss: `2.34567` -> `2.346`."""
     return f"{value:.3f}" if isfinite(value) else UNKNOWN
 
