@@ -21,7 +21,7 @@ from aedit.edit.alone import Here, OwnNotes
 from aedit.edit.canonical import SharedVector
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import RoundOutcome
-from aedit.edit.hub_join import NodeOptions, open_link
+from aedit.edit.hub_join import NodeOptions, check_units, open_link
 from aedit.edit.hub_lease import Positions
 from aedit.edit.hub_report import StepReport
 from aedit.edit.push import POLL_S, PendingPush, UnitProgress
@@ -32,7 +32,7 @@ from aedit.edit.units import SyncUnit
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused
 from aedit.proto.agent.link import Link
 from aedit.proto.transports.transport import PeersMissing, Pending, Rows
-from aedit.types import Round, Verdict
+from aedit.types import Round, UnitLayout, Verdict
 
 WITHDRAW_S = 10.0
 """Longest time to leave the run after an error."""
@@ -72,6 +72,8 @@ class HubExchange:
         used by then go to other nodes."""
         self.report: StepReport | None = None
         """Report to the hub after each step, if this exchange was made by `join`."""
+        self.joined_units: tuple[UnitLayout, ...] | None = None
+        """Units of the model that was joined with, if this exchange was made by `join`."""
         self.own_steps = 0
         """Inner steps in the rounds opened so far, in this attempt."""
         self.steps_L = torch.zeros(0, dtype=torch.float64)
@@ -125,7 +127,7 @@ class HubExchange:
         cls, address: str, model: nn.Module, options: NodeOptions, tokens_per_step: int = 0
     ) -> "HubExchange":
         """Return what `join` returns, with all options of the node."""
-        link, settings = open_link(address, model, options)
+        link, settings, units = open_link(address, model, options)
         exchange = cls(
             link,
             max_steps_ahead=settings.hub.max_steps_ahead,
@@ -133,6 +135,7 @@ class HubExchange:
             penalty=settings.edit.penalty,
             timeout_s=settings.edit.timeout_s,
         )
+        exchange.joined_units = units
         leases = options.num_samples > 0
         exchange.report = StepReport(link, settings, tokens_per_step=tokens_per_step, leases_data=leases)
         if settings.hub.weights == "tokens" and not tokens_per_step:
@@ -193,7 +196,7 @@ class HubExchange:
         if self._places:
             raise ValueError("this exchange has served another LayerSync: call HubExchange.join again")
         self.units, self.shards = units, shards
-        _check_sizes(units, self.link)
+        check_units(units, self.link, self.joined_units)
         self.detector = PushDetector(len(units), self.penalty)
         self.steps_L = torch.zeros(len(units), dtype=torch.float64)
         device = local(units[0].params[0]).device
@@ -389,12 +392,3 @@ class HubExchange:
             if place.outbox.target() is None:
                 place.outbox.write(D)
         return self.shards.sum(torch.stack(squares)).double().sqrt().cpu()
-
-
-def _check_sizes(units: Sequence[SyncUnit], link: Link) -> None:
-    ours, theirs = [unit.numel for unit in units], [len(anchor) for anchor in link.anchors]
-    if ours != theirs:
-        raise ValueError(
-            f"the units have {ours} parameters, and the exchange was made for {theirs}: give LayerSync.of the"
-            " model that was joined with, frozen where it was then, and no EditConfig(units=...) of its own"
-        )

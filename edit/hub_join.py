@@ -1,6 +1,6 @@
 """Connection of a training loop to a hub: read the settings of the run, then start the node's agent."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,10 +13,11 @@ import aedit
 from aedit.edit import canonical
 from aedit.edit.hub_settings import HubSettings
 from aedit.edit.shards import Shards, control_device, shards_of
-from aedit.edit.units import find_units
+from aedit.edit.units import SyncUnit, find_units
 from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
+from aedit.proto.agent.link import Link
 from aedit.proto.agent.plan import AgentPlan
-from aedit.types import UserError
+from aedit.types import UnitLayout, UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +34,12 @@ class NodeOptions:
     """Place of the network traffic: a process of its own, or a thread."""
 
 
-def open_link(address: str, model: nn.Module, options: NodeOptions) -> tuple[AgentLink, HubSettings]:
+def open_link(
+    address: str, model: nn.Module, options: NodeOptions
+) -> tuple[AgentLink, HubSettings, tuple[UnitLayout, ...]]:
     """Read the settings of the run from the hub and start this node's agent; the node is not a member yet.
+
+    Returns the link to the agent, the settings, and the units of the model.
 
     All ranks of the node call it together, each with its shard of the model.
 
@@ -58,7 +63,26 @@ def open_link(address: str, model: nn.Module, options: NodeOptions) -> tuple[Age
     path, error = _on_first_rank(shards, start)
     if error:
         raise ValueError(error)
-    return link or attach(path, shards.rank), settings
+    return link or attach(path, shards.rank), settings, plan.units
+
+
+def check_units(units: Sequence[SyncUnit], link: Link, joined: tuple[UnitLayout, ...] | None) -> None:
+    """Raise ValueError unless `units` are those that the exchange was made for.
+
+    joined: names and shapes of the model that was joined with; None where only the sizes in `link` are known.
+    """
+    remedy = (
+        "give LayerSync.of the model that was joined with, frozen where it was then, and no"
+        " EditConfig(units=...) of its own"
+    )
+    ours, theirs = [unit.numel for unit in units], [len(anchor) for anchor in link.anchors]
+    if ours != theirs:
+        raise ValueError(
+            f"the units have {ours} parameters, and the exchange was made for {theirs}: {remedy}"
+        )
+    for here, there in zip(canonical.layout(units).units, joined or (), strict=bool(joined)):
+        if here != there:
+            raise ValueError(f"unit {here.name} is {here}, and the exchange was made for {there}: {remedy}")
 
 
 def node_plan(model: nn.Module, settings: HubSettings, options: NodeOptions) -> AgentPlan:
@@ -89,10 +113,11 @@ def node_plan(model: nn.Module, settings: HubSettings, options: NodeOptions) -> 
 def _responder(address: str, options: NodeOptions) -> str:
     """Return the hub's reply as text, which can be sent to the other ranks."""
     # Only now: a trainer whose agent is a process needs gRPC for this one call.
-    from aedit.proto.wire.hello import caller_keys, greet
+    from aedit.proto.wire.hello import caller_keys, check_address, greet
     from aedit.proto.wire.security import is_loopback
 
     for place in address.split(","):
+        check_address(place)
         if options.keys is None and not is_loopback(place):
             raise ValueError(
                 f"{place} is another machine: pass keys=FOLDER with what `aedit keys` wrote for nodes, or"

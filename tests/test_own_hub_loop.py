@@ -219,6 +219,22 @@ def test_a_wrong_address_is_one_error(monkeypatch):
             join(address, Net())
     with pytest.raises(ValueError, match=r"192\.0\.2\.1:7000 is another machine: pass keys="):
         join("192.0.2.1:7000", Net())
+    for wrong in ("localhost", "localhost:99999", "192.0.2.1", ":7000"):
+        with pytest.raises(ValueError, match="expected the hub's HOST:PORT"):
+            join(wrong, Net())
+
+
+def test_a_sync_of_another_model_than_was_joined_with_is_refused_though_the_sizes_agree(tmp_path):
+    with real_hub(tmp_path, HUB) as hub:
+        exchange = join(hub.address, Net(), "a")
+        try:
+            other = nn.Module()
+            for name, child in Net().named_children():
+                other.add_module(f"my_{name}", child)
+            with pytest.raises(ValueError, match=r"my_conv.*exchange was made for.*conv"):
+                LayerSync.of(other, torch.optim.SGD(other.parameters()), exchange=exchange)
+        finally:
+            exchange.close()
 
 
 def test_keys_let_in_their_own_nodes_only(tmp_path, monkeypatch):

@@ -27,9 +27,7 @@ def caller_keys(addresses: str, keys: Path | None, insecure: bool) -> ClientKeys
         UserError: A file is missing, or the connection would be readable by others.
     """
     for place in addresses.split(","):
-        host, _, port = place.rpartition(":")
-        if not (host and port.isdecimal()):
-            raise UserError(f"{place}: expected the hub's HOST:PORT, as in 10.0.0.1:7000")
+        check_address(place)
     if keys is not None:
         return client_keys(keys)
     open_to_others = [place for place in addresses.split(",") if not is_loopback(place)]
@@ -39,6 +37,15 @@ def caller_keys(addresses: str, keys: Path | None, insecure: bool) -> ClientKeys
             " or say --insecure if the network is closed"
         )
     return ClientKeys()
+
+
+def check_address(place: str) -> None:
+    """Raise UserError unless `place` is HOST:PORT with a port from 1 to 65535."""
+    host, _, port = place.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise UserError(
+            f"{place}: expected the hub's HOST:PORT, as in 10.0.0.1:7000, with a port below 65536"
+        )
 
 
 def greet(addresses: str, keys: ClientKeys) -> HelloReply:
