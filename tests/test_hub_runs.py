@@ -188,7 +188,7 @@ def test_nodes_join_with_an_address_and_keys_from_one_directory_and_all_leave_wi
         process.send_signal(signal.SIGINT)
     began = time.monotonic()
     nodes[1].communicate(timeout=60)
-    assert "in case the nodes leave as well" in hub.communicate(timeout=60 - (time.monotonic() - began))[1]
+    assert "for nodes that leave too" in hub.communicate(timeout=60 - (time.monotonic() - began))[1]
     assert (hub.returncode, nodes[1].returncode) == (0, 130)
     for index in (first, 1 - first):
         stop = place.events(index, here)[-1]

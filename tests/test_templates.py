@@ -43,7 +43,7 @@ def understood(words):
     rest, flags = split_flags(words[1:])
     options = parser().parse_args(rest)
     Placement(nodes=options.nodes, node=options.node, master=options.master)
-    return (options.nodes, options.node, options.master, str(options.config)), flags
+    return (options.nodes, options.node, options.master, *map(str, options.config)), flags
 
 
 def test_ssh_gives_every_machine_its_own_number_and_the_same_master(tmp_path):
