@@ -21,10 +21,7 @@ class Child:
     """One command with all its descendants, which end with the block."""
 
     def __init__(self, words: list[str], log: Path, env: Mapping[str, str] | None = None) -> None:
-        """Start the command; its output is appended to `log`. env.
-
-        Replaces the environment of this process.
-        """
+        """Start the command; its output is appended to `log`. env: in place of this process's environment."""
         with log.open("ab") as output:
             self._read_to = output.tell()
             self._process = subprocess.Popen(

@@ -29,6 +29,9 @@ Watch = Callable[[Path, int, Callable[[], bool]], None]
 LEAVE_LIMIT_S = 120.0
 """Longest time of the nodes to finish the step, land and save after Ctrl-C or SIGTERM."""
 
+AGAIN_S = 3.0
+"""Pause before torchrun that has no workers is ended again."""
+
 REFUSED_LIMIT_S = 10.0
 """Longest time of the other nodes to leave after one has reported a UserError."""
 
@@ -94,7 +97,7 @@ class Watcher:
     def __init__(self, child: Child | Cluster) -> None:
         self._child = child
         self._told: set[int] = set()
-        self._ending = False
+        self._ended_at: float | None = None
         self._deadline = float("inf")
         self.signals: list[int] = []
         self.refused = False
@@ -151,8 +154,11 @@ class Watcher:
         A worker without a handler dies of the signal, and torchrun then starts another.
         """
         newcomers = any(worker.pid not in self._told for worker in self._child.workers())
-        if not self._ending and (newcomers or not self._told):
-            self._ending = True
+        now = time.monotonic()
+        # A signal that reaches torchrun while it starts can be lost. Without workers nothing can be.
+        lost = self._ended_at is not None and not self._told and now > self._ended_at + AGAIN_S
+        if lost or (self._ended_at is None and (newcomers or not self._told)):
+            self._ended_at = now
             self._child.terminate()
 
 
