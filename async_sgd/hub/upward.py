@@ -42,9 +42,9 @@ def withdraw(index: int) -> SentUp:
 
 
 def mix(hub: Hub, index: int, values: Values, share: float | None = None) -> Mixed:
-    """Return the record that mixes in the parent's newest anchor. share 1 takes it as it is; default.
+    """Return the record that mixes in the parent's newest anchor.
 
-    `hub.parent_mix`.
+    share: of that anchor; 1 takes it as it is. Default: `hub.parent_mix`.
     """
     version = hub.state.units[index].version + 1
     return Mixed(index, version, values, hub.config.parent_mix if share is None else share)

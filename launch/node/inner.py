@@ -20,9 +20,9 @@ def make_inner(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def lr_at(progress: float, config: TrainConfig) -> float:
-    """Return the learning rate: linear warm-up, then a cosine down to `lr_final`. progress.
+    """Return the learning rate: linear warm-up, then a cosine down to `lr_final`.
 
-    Share of the run, 0 to 1.
+    progress: share of the run, 0 to 1.
     """
     if progress < config.lr_warmup:
         return config.lr * (progress + 1e-3) / (config.lr_warmup + 1e-3)

@@ -23,9 +23,9 @@ class StepMeter:
     """Sample order and random state before the current step."""
 
     def begin_step(self, order: Order, waited_s: float) -> None:
-        """Start to measure, before the step draws its samples. waited_s.
+        """Start to measure, before the step draws its samples.
 
-        The node's waiting time so far, here and below.
+        waited_s: the node's waiting time so far, here and below.
         """
         self.began_at, self.waited_before_s = time.monotonic(), waited_s
         self.undo = (order.state(), torch.get_rng_state())

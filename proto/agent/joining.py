@@ -49,9 +49,9 @@ class InitialSync:
             self._change.notify_all()
 
     def enter(self, memberships: Sequence[Membership], giver: Giver) -> Sequence[int] | None:
-        """Fetch all anchors and return the version of each; None if closed before. giver.
+        """Fetch all anchors and return the version of each; None if closed before.
 
-        Returns a client for a node.
+        giver: returns a client for a node.
         """
         if not self._wait(lambda: len(self._replies) == len(memberships)):
             return None
@@ -100,9 +100,9 @@ class InitialSync:
             membership.pause(random.uniform(0.5, 1.5) * self._plan.heartbeat_s)
 
     def _is_taken(self, unit: int, download: "_Counted", client: HubClient, donor: str = "") -> bool:
-        """Return whether the unit was fetched from `client`. donor.
+        """Return whether the unit was fetched from `client`.
 
-        Its address, if `client` is not the hub's.
+        donor: its address, if `client` is not the hub's.
         """
         before = download.num_bytes
         try:

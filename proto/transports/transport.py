@@ -50,9 +50,9 @@ class Then(Generic[S, T]):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One row per node that answered in time, in an order equal on all nodes. rows.
+    """One row per node that answered in time, in an order equal on all nodes.
 
-    (nodes, width), on CPU.
+    rows: (nodes, width), on CPU.
     """
 
     rows: Tensor
