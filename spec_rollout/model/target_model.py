@@ -1,4 +1,4 @@
-"""What an engine needs of a policy, and the choice of the class that supplies it.
+"""Interface of the policy of an engine, and the choice of the class that implements it.
 
 Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary, d hidden size, f feature
 size.
