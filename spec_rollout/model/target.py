@@ -19,6 +19,7 @@ from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bu
 from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.model.kv_extent import KVExtent, kv_extents
 from aedit.spec_rollout.model.layers import Rope, rms_norm, run_layer
+from aedit.spec_rollout.model.target_sizes import check_sizes, check_taps
 from aedit.spec_rollout.model.weight_update import copy_weights
 
 PREFILL_SCORES_BYTES = 32 << 20
@@ -74,16 +75,15 @@ class Target:
                 family, sliding windows, mixture of experts, RoPE that depends on the length, sharded or
                 quantized parameters.
         """
-        if rows < 1 or max_tokens < 2 or nodes < 0:
-            raise ValueError(
-                f"rows, max_tokens, nodes must be at least 1, 2, 0, got {rows}, {max_tokens}, {nodes}"
-            )
+        check_sizes(rows, max_tokens, nodes)
         target = cls(model, rows, max_tokens, nodes, taps)
-        if wrong := [tap for tap in taps if not 0 <= tap < target.num_layers]:
-            raise ValueError(
-                f"taps {wrong} do not exist: this model has the layers 0 to {target.num_layers - 1}"
-            )
+        check_taps(taps, target.num_layers)
         return target
+
+    @property
+    def path(self) -> str:
+        """Return "fast": the forward pass of this package."""
+        return "fast"
 
     @property
     def supports_trees(self) -> bool:
