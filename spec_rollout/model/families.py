@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aedit.spec_rollout.model.layers import LayerShape, LayerWeights, Rope
+from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape, LayerWeights, Rope
 from aedit.spec_rollout.model.supported import unsupported_reason
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -26,6 +26,8 @@ class ModelWeights:
     head: Tensor
     """(V, d). The same tensor as `embedding` where the two are tied."""
     shape: LayerShape
+    attention: tuple[AttentionSpec, ...]
+    """One for each layer."""
 
 
 def read_weights(model: nn.Module) -> ModelWeights:
@@ -48,7 +50,8 @@ def read_weights(model: nn.Module) -> ModelWeights:
     shape = LayerShape.of(*heads, config.rms_norm_eps, inner.norm.weight)
     head: Any = model.lm_head
     layers = tuple(_layer(layer) for layer in inner.layers)
-    return ModelWeights(inner.embed_tokens.weight, layers, inner.norm.weight, head.weight, shape)
+    specs = tuple(AttentionSpec(scale=layer.self_attn.scaling) for layer in inner.layers)
+    return ModelWeights(inner.embed_tokens.weight, layers, inner.norm.weight, head.weight, shape, specs)
 
 
 def read_rope(model: nn.Module, num_positions: int) -> Rope:
