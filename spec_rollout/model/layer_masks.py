@@ -17,7 +17,7 @@ KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visibility:
-    """Which slots the new tokens may attend to, before windows."""
+    """Slots that the new tokens may attend to, without windows."""
 
     causal_BqC: Tensor
     """Bool: the slot holds the token itself or one before it in the row or in the tree."""
@@ -89,7 +89,7 @@ def mask_formats(config: Any, attention: str, dtype: torch.dtype) -> list[MaskFo
 
     Args:
         config: Configuration of the text model.
-        attention: Attention implementation, "eager" or "sdpa".
+        attention: Attention implementation of the model.
         dtype: Dtype of the model's hidden states.
     """
     kinds = tuple(sorted(set(getattr(config, "layer_types", None) or ())))
@@ -99,7 +99,7 @@ def mask_formats(config: Any, attention: str, dtype: torch.dtype) -> list[MaskFo
     if not set(kinds) <= set(KINDS):
         return []
     has_types = getattr(config, "layer_types", None) is not None
-    additive = [None, dtype] if attention == "sdpa" else [dtype, None]
+    additive = [dtype, None] if attention == "eager" else [None, dtype]
     forms = [True, False] if has_types else [False]
     return [
         MaskFormat(config, kinds, by_kind, kind)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from aedit.spec_rollout.model.target_sizes import check_taps
 
-MASKABLE = ("eager", "sdpa")
-"""Attention implementations that accept a mask of queries and keys."""
+MASKLESS = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention implementations that compute the same as "sdpa" and accept no mask of queries and keys."""
 
 
 class ModelForward:
@@ -48,10 +48,10 @@ class ModelForward:
     @property
     def attention(self) -> str:
         """Return the attention implementation of the call."""
-        own = self.config._attn_implementation
-        if own in MASKABLE:
-            return str(own)
-        return "sdpa" if getattr(self.model, "_supports_sdpa", False) else "eager"
+        own = str(self.config._attn_implementation)
+        if own in MASKLESS:
+            return "sdpa" if getattr(self.model, "_supports_sdpa", False) else "eager"
+        return own
 
     def __call__(self, tokens_Bq: Tensor, *, last: int, **arguments: Any) -> tuple[Tensor, Tensor]:
         """Run the model.
@@ -146,7 +146,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _attention(configs: Any, name: str) -> Iterator[None]:
     """Set the attention implementation where the model's own does not accept masks."""
-    changed = [(c, c._attn_implementation) for c in configs if c._attn_implementation not in MASKABLE]
+    changed = [(c, c._attn_implementation) for c in configs if c._attn_implementation in MASKLESS]
     for config, _ in changed:
         config._attn_implementation_internal = name
     try:

@@ -6,12 +6,11 @@ size.
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.model.families import read_weights
 from aedit.spec_rollout.model.generic import GenericTarget
 from aedit.spec_rollout.model.model_support import unwrapped
 from aedit.spec_rollout.model.target import Segment, Target
@@ -149,13 +148,18 @@ def make_target(
     model = unwrapped(model)
     if path not in get_args(Path):
         raise ValueError(f"path must be one of {', '.join(get_args(Path))}, got {path!r}")
-    if path == "auto":
-        try:
-            read_weights(model)
-        except ValueError as error:
-            target = GenericTarget.of(model, rows=rows, max_tokens=max_tokens, nodes=nodes, taps=taps)
-            # At the caller of this function's caller, which is `Engine.of`.
-            warnings.warn(f"{type(model).__name__}: {target.path}, as {error}", stacklevel=3)
-            return target
-    kind = GenericTarget if path == "generic" else Target
-    return kind.of(model, rows=rows, max_tokens=max_tokens, nodes=nodes, taps=taps)
+    sizes: Any = {"rows": rows, "max_tokens": max_tokens, "nodes": nodes, "taps": taps}
+    if path == "generic":
+        return GenericTarget.of(model, **sizes)
+    try:
+        return Target.of(model, **sizes)
+    except ValueError as error:
+        if path == "fast":
+            raise
+        reason = str(error)
+    target = GenericTarget.of(model, **sizes)
+    # Attributed to the caller of `Engine.of`, which calls this function.
+    warnings.warn(
+        f"{type(model).__name__} takes the {target.path} path, not the fast one: {reason}", stacklevel=3
+    )
+    return target

@@ -1,7 +1,6 @@
-"""Tiny random models of many families of transformers, with features that decide how rows can share a pass."""
+"""Tiny random models of many families of transformers, with features that decide how rows share a pass."""
 
 import torch
-from kit.rollouts import VOCABULARY
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -40,6 +39,8 @@ from transformers import (
     RwkvConfig,
     RwkvForCausalLM,
 )
+
+from kit.rollouts import VOCABULARY
 
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -83,8 +84,8 @@ FAMILIES = {
         {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 2, "n_heads": 4, "initializer_range": 0.3},
     ),
     "Falcon": (FalconConfig, FalconForCausalLM, SIZES),
-    "Gemma 2": (Gemma2Config, Gemma2ForCausalLM, {**SIZES, **ALTERNATING}),
-    "Gemma 3": (Gemma3TextConfig, Gemma3ForCausalLM, {**SIZES, **ALTERNATING}),
+    "Gemma 2": (Gemma2Config, Gemma2ForCausalLM, {**SIZES, **ALTERNATING, "initializer_range": 0.1}),
+    "Gemma 3": (Gemma3TextConfig, Gemma3ForCausalLM, {**SIZES, **ALTERNATING, "initializer_range": 0.1}),
     "Phi-3": (Phi3Config, Phi3ForCausalLM, {**SIZES, "sliding_window": 5}),
     "Mistral": (MistralConfig, MistralForCausalLM, {**SIZES, "sliding_window": 5}),
     "gpt-oss": (GptOssConfig, GptOssForCausalLM, {**SIZES, **EXPERTS, **ALTERNATING}),
