@@ -59,7 +59,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """What one pass may compute."""
+    """Upper limits of the work of one pass."""
 
     max_tokens: int
     max_scores: int
