@@ -4,7 +4,7 @@ State that exists is copied: keys and values that came with the sample, the row 
 prompt, blocks of the prefix cache. The policy computes the rest, for all samples that start in one call.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,7 +41,7 @@ class SampleStart:
     tokens: list[int]
     """Prompt and emitted tokens."""
     source: "PromptRow | SampleStart | list[PrefixBlock] | SampleKV | None" = None
-    """Where the state of the first `length` tokens comes from. A `SampleStart` is computed in the same call."""
+    """Where the state of the first `length` tokens comes from. A `SampleStart` is computed in this call."""
     length: int = 0
     """Number of tokens that are not, or no longer, to be computed."""
     row: int = -1
@@ -67,9 +67,7 @@ class Prefill:
         self.num_restored = 0
         """Tokens that were not computed, as their keys and values came along."""
 
-    def plan(
-        self, rollout: Rollout, rows: Iterable[PromptRow], starts: Sequence[SampleStart]
-    ) -> SampleStart:
+    def plan(self, rollout: Rollout, rows: Iterable[PromptRow], starts: Sequence[SampleStart]) -> SampleStart:
         """Return the start of a waiting sample from the source that leaves the least to compute.
 
         Args:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from aedit.types import check
-
 BLOCK_TOKENS = 16
 KEY_BYTES = 1024
 """Upper bound of the memory of a block besides its tensors."""
@@ -53,11 +51,7 @@ class PrefixCache:
 
         Args:
             limit_bytes: Upper limit of `num_bytes`; 0 stores nothing.
-
-        Raises:
-            ValueError: The limit is negative.
         """
-        check(limit_bytes >= 0, "prefix_cache_bytes", "must be 0 or more", limit_bytes)
         self.limit_bytes = limit_bytes
         self.num_bytes = 0
         self._blocks: OrderedDict[_Key, PrefixBlock] = OrderedDict()  # the least recently used first

@@ -26,9 +26,10 @@ from aedit.spec_rollout.sampling.samples import FinishReason, Rollout, SampleKV
 from aedit.spec_rollout.sampling.stops import StopStrings, TokenDecoder
 from aedit.types import check
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Limits of an engine's prefill and prefix cache."""
+    """Limits of an engine's prefill and of its prefix cache."""
 
     prefill_tokens: int = 512
     """Upper limit of tokens of waiting samples that are computed between two passes over running samples.
@@ -38,7 +39,9 @@ class EngineLimits:
 
     def __post_init__(self) -> None:
         check(self.prefill_tokens > 0, "prefill_tokens", "must be above 0", self.prefill_tokens)
-        check(self.prefix_cache_bytes >= 0, "prefix_cache_bytes", "must be 0 or more", self.prefix_cache_bytes)
+        check(
+            self.prefix_cache_bytes >= 0, "prefix_cache_bytes", "must be 0 or more", self.prefix_cache_bytes
+        )
 
 
 @dataclass(slots=True)
@@ -242,7 +245,6 @@ class RowScheduler:
                 self.prefill.place(start, row)
             elif start.row != row:
                 self.target.move_row(start.row, row, start.length)
-                self.target.release_row(start.row)
                 start.row = row
             rows.pop(row, None)
             starts.append(start)
@@ -324,7 +326,6 @@ class RowScheduler:
             return
         self.running[row] = last
         self.target.move_row(source, row, last.length)
-        self.target.release_row(source)
         self.noise.move(source, row)
         for drafter in self.drafters.values():
             drafter.move(source, row)

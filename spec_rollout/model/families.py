@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from aedit.spec_rollout.model.layers import LayerShape, LayerWeights, Rope
+from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape, LayerWeights, Rope
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -25,6 +25,8 @@ class ModelWeights:
     head: Tensor
     """(V, d). The same tensor as `embedding` where the two are tied."""
     shape: LayerShape
+    attention: tuple[AttentionSpec, ...]
+    """One for each layer."""
 
 
 def read_weights(model: nn.Module) -> ModelWeights:
@@ -45,7 +47,8 @@ def read_weights(model: nn.Module) -> ModelWeights:
     shape = LayerShape.of(*heads, config.rms_norm_eps, inner.norm.weight)
     head: Any = model.lm_head
     layers = tuple(_layer(layer) for layer in inner.layers)
-    return ModelWeights(inner.embed_tokens.weight, layers, inner.norm.weight, head.weight, shape)
+    specs = tuple(AttentionSpec(scale=layer.self_attn.scaling) for layer in inner.layers)
+    return ModelWeights(inner.embed_tokens.weight, layers, inner.norm.weight, head.weight, shape, specs)
 
 
 def read_rope(model: nn.Module, num_positions: int) -> Rope:

@@ -5,6 +5,7 @@ Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary,
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,6 +26,16 @@ PREFILL_SCORES_BYTES = 32 << 20
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens of one row that `Target.prefill` computes."""
+
+    row: int
+    start: int
+    """Position of the first token: number of tokens that are cached in the row before it."""
+    tokens: Sequence[int]
+
+
 class Target:
     """A `transformers` model in the form that the engine needs.
 
@@ -40,7 +51,7 @@ class Target:
         self.version = 0
         # A draft that starts at a row's last token needs slots, too.
         slots = max_tokens + nodes + 1
-        self.cache = KVCache(self.num_layers, self.weights.shape, rows, slots, self.embedding)
+        self.cache = KVCache(self.weights.attention, self.weights.shape, rows, slots, self.embedding)
         self.rope = read_rope(model, slots)
         self.graphs = GraphCache(self.device) if self.device.type == "cuda" else None
 
@@ -114,20 +125,39 @@ class Target:
         """Return the device of the parameters."""
         return self.embedding.device
 
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of keys and values that are allocated now."""
+        return self.cache.num_bytes
+
+    @property
+    def kv_bytes_reserved(self) -> int:
+        """Return the upper limit of `kv_bytes`: the bytes of all rows at their greatest length."""
+        return self.cache.num_bytes
+
     @torch.inference_mode()
-    def prefill(self, tokens_T: Tensor, row: int, start: int = 0) -> Tensor:
-        """Compute tokens of one row from position `start` on, after the tokens that are cached before it.
+    def prefill(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """Compute tokens of several rows, each after the tokens that are cached in its row.
 
         Args:
-            tokens_T: int64, the tokens.
-            row: Row of the cache.
-            start: Position of the first token.
+            segments: Tokens, each of another row.
 
         Returns:
-            Hidden states after the final norm, with tapped layers, (T, f). Pass them to `logits` where logits
-            are needed.
+            For each segment, hidden states after the final norm, with tapped layers, (T, f). Pass them to
+            `logits` where logits are needed.
+
+        Raises:
+            ValueError: A row does not exist or occurs twice, or would exceed `max_tokens`.
         """
-        self._check_capacity(start + len(tokens_T))
+        rows = [segment.row for segment in segments]
+        if len(set(rows)) != len(rows) or not all(0 <= row < self.rows for row in rows):
+            raise ValueError(f"segments must be of different rows in 0 .. {self.rows - 1}, got {rows}")
+        for segment in segments:
+            self._check_capacity(segment.start + len(segment.tokens))
+        return [self._prefill_row(segment) for segment in segments]
+
+    def _prefill_row(self, segment: Segment) -> Tensor:
+        row, start, tokens_T = segment.row, segment.start, to_device(segment.tokens, self.device, torch.int64)
         parts, at = [torch.empty(0, self.feature_size, dtype=self.dtype, device=self.device)], start
         while at < start + len(tokens_T):
             count = min(start + len(tokens_T) - at, self._chunk_size(at))
@@ -198,21 +228,30 @@ class Target:
         """Copy the first `length` tokens of row `source` to row `target`."""
         self.cache.copy_row(source, target, length)
 
-    move_row = copy_row
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of row `source` to row `target`, and release `source`."""
+        self.copy_row(source, target, length)
+        self.release_row(source)
+
+    def release_row(self, row: int) -> None:
+        """Declare that the keys and values of a row are not needed any more."""
 
     @torch.inference_mode()
-    def read_kv(self, row: int, length: int) -> Tensor:
-        """Return a copy of the keys and values of a row's first tokens, (layers, 2, K, length, h)."""
-        return self.cache.read_kv(row, length)
+    def read_kv(self, row: int, length: int, start: int = 0) -> Tensor:
+        """Return a copy of the keys and values of the tokens start .. length - 1 of a row.
+
+        Their shape is (layers, 2, K, length - start, h).
+        """
+        return self.cache.read_kv(row, length, start)
 
     @torch.inference_mode()
-    def write_kv(self, row: int, kv: Tensor) -> None:
-        """Write keys and values from `read_kv`, of this or another target of the same model, to a row.
+    def write_kv(self, row: int, kv: Tensor, start: int = 0) -> None:
+        """Write keys and values from `read_kv`, of this or another target, to a row from `start` on.
 
         Raises:
             ValueError: They are of another shape or dtype, or too long.
         """
-        self.cache.write_kv(row, kv)
+        self.cache.write_kv(row, kv, start)
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy new weights into the model's parameters, all or none, and set the policy version.
