@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 INSTALL := $(PIP) pip setuptools && $(PIP) --no-build-isolation --editable
 # Processes share the cores: one thread each is faster than all of them fighting for all cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-BENCHMARKS := overhead straggler quality async_quality bandwidth hub agent chaos poison elastic joining soak rollout drift idle tail \
+BENCHMARKS := overhead straggler quality async_quality bandwidth hub agent chaos poison elastic joining soak rollout decode drift idle tail \
 	offload_gpu rollout_gpu
 
 .PHONY: help install run proto lint types test test-slow bench docs clean

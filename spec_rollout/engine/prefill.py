@@ -12,7 +12,8 @@ from torch import Tensor
 
 from aedit.spec_rollout.engine.feature_history import FeatureHistory
 from aedit.spec_rollout.engine.prefix_cache import BLOCK_TOKENS, PrefixBlock, PrefixCache
-from aedit.spec_rollout.model.target import Segment, Target
+from aedit.spec_rollout.model.target import Segment
+from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, SampleKV
 
 RECOMPUTED_TOKENS = 64
@@ -58,7 +59,7 @@ class SampleStart:
 class Prefill:
     """Sources of state, the passes that compute what they lack, and counts of both."""
 
-    def __init__(self, target: Target, cache: PrefixCache, *, needs_features: bool) -> None:
+    def __init__(self, target: TargetModel, cache: PrefixCache, *, needs_features: bool) -> None:
         self.target, self.cache = target, cache
         self.needs_features = needs_features
         """A drafter or a sink uses features."""

@@ -19,7 +19,7 @@ from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, FeatureSink
 from aedit.spec_rollout.engine.feature_history import FeatureHistory
 from aedit.spec_rollout.engine.prefill import Prefill, PromptRow, SampleStart
 from aedit.spec_rollout.engine.prefix_cache import PrefixCache
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.spec_rollout.sampling.distribution import RowSampling
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import FinishReason, Rollout, SampleKV
@@ -98,7 +98,7 @@ class RowScheduler:
 
     def __init__(
         self,
-        target: Target,
+        target: TargetModel,
         noise: RowNoise,
         drafters: Mapping[DrafterKind, Drafter],
         tokenizer: TokenDecoder | None,
