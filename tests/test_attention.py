@@ -1,11 +1,10 @@
 """Tests attention over the cache against a softmax in float64 that is written out, one query at a time."""
 
-from types import MethodType
-
 import pytest
 import torch
+from kit.exact_norms import normalize_exactly
 from kit.rollouts import prefilled
-from test_target import SIZES, TREES, close, drawn, exact_norm, made, own, path_to
+from test_target import SIZES, TREES, close, drawn, made, own, path_to
 from transformers import MistralConfig, MistralForCausalLM
 
 from aedit.spec_rollout.model.cache import KVCache
@@ -105,9 +104,7 @@ def test_a_sliding_window_is_that_of_transformers_in_prefill_and_step(window):
     model = made()
     slid = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)).to(torch.float64).eval()
     slid.load_state_dict(model.state_dict())
-    for module in slid.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(exact_norm, module)
+    normalize_exactly(slid)
     target = Target.of(model, rows=1, max_tokens=40)
     target.cache = KVCache(
         [AttentionSpec(8**-0.5, window=window)] * 3,

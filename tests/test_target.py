@@ -3,10 +3,9 @@
 Rows, chains, trees, new weights.
 """
 
-from types import MethodType
-
 import pytest
 import torch
+from kit.exact_norms import normalize_exactly
 from kit.rollouts import prefilled
 from transformers import (
     LlamaConfig,
@@ -59,15 +58,7 @@ def made(name="llama", dtype=torch.float64, **more):
         for parameter in model.parameters():
             shift = 1.0 if parameter.dim() == 1 else 0.0
             parameter.copy_(torch.randn_like(parameter) * 0.15 + shift)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(exact_norm, module)
-    return model
-
-
-def exact_norm(self, x):
-    """Normalize without rounding to float32, which the models' own norm does even in float64."""
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+    return normalize_exactly(model)
 
 
 def drawn(*shape, seed=0):
