@@ -10,6 +10,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from aedit.spec_rollout.model.cache import KVCache
 from aedit.spec_rollout.model.kv_extent import kv_extents
 from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape
+from aedit.spec_rollout.model.prefill import Piece, PrefillAttention
 from aedit.spec_rollout.model.target import Target
 
 HEADS, KV_HEADS, SIZE = 6, 2, 4
@@ -65,6 +66,37 @@ def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_
                 distances = torch.arange(length + len(path)).flip(0)
                 seen = torch.cat([past_k, keys[row, path]]), torch.cat([past_v, values[row, path]])
                 close(ours[row, i], explicit(spec, queries[row, i], *seen, distances), 1e-12)
+
+
+def test_prefill_of_ragged_rows_attends_as_written_out():
+    torch.manual_seed(0)
+    shape = LayerShape(HEADS, KV_HEADS, SIZE, 1e-6)
+    cache = KVCache(SPECS, shape, 5, 60, torch.empty(0, dtype=torch.float64))
+    cache.kv.normal_()
+    past = cache.kv.clone()
+    sizes = [(3, 0, 9), (1, 0, 40), (0, 0, 7), (4, 12, 5), (2, 3, 1)]
+    pieces = [Piece(i, row, start, range(count)) for i, (row, start, count) in enumerate(sizes)]
+    step = PrefillAttention(cache, pieces)
+    assert len(step.parts) < len(pieces), "the short first pieces are one group"
+    total = sum(count for *_, count in sizes)
+    for layer, spec in enumerate(SPECS):
+        queries, keys, values = (
+            torch.randn(total, n, SIZE, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        ours, at = step.attend(layer, queries, keys, values), 0
+        for row, start, count in sizes:
+            new = slice(at, at + count)
+            all_k, all_v = (
+                torch.cat([old.transpose(0, 1), x[new]])
+                for old, x in zip(past[layer, :, row, :, :start], (keys, values), strict=True)
+            )
+            close(cache.kv[layer, 0, row, :, : start + count].transpose(0, 1), all_k, 0)
+            close(cache.kv[layer, 1, row, :, : start + count].transpose(0, 1), all_v, 0)
+            for i in range(count):
+                n = start + i + 1
+                seen = all_k[:n], all_v[:n], torch.arange(n).flip(0)
+                close(ours[at + i], explicit(spec, queries[at + i], *seen), 1e-12)
+            at += count
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])

@@ -15,9 +15,9 @@ from aedit.spec_rollout.model.model_forward import ModelForward
 from aedit.spec_rollout.model.model_support import causal_model, position_limit
 from aedit.spec_rollout.model.probe import Probe
 from aedit.spec_rollout.model.row_passes import RowTokens
-from aedit.spec_rollout.model.target import Segment
+from aedit.spec_rollout.model.prefill import Segment
 from aedit.spec_rollout.model.target_sizes import check_sizes
-from aedit.spec_rollout.model.weight_update import copy_weights
+from aedit.spec_rollout.model.weight_update import PolicyWeights
 
 PREFILL_TOKENS = 1024
 """Upper limit of the tokens of one forward pass of a prefill."""
@@ -47,9 +47,9 @@ class GenericTarget:
         return cls(model, rows, max_tokens, nodes, taps)
 
     def __init__(self, model: nn.Module, rows: int, max_tokens: int, nodes: int, taps: Sequence[int]) -> None:
-        self.model, self._inner = model, causal_model(model)
+        self._inner = causal_model(model)
         self.rows, self.max_tokens, self.nodes = rows, max_tokens, nodes
-        self.version = 0
+        self._policy = PolicyWeights(model)
         self._limit = position_limit(self._inner)
         if max_tokens > self._limit:
             raise ValueError(
@@ -60,6 +60,11 @@ class GenericTarget:
         self._chosen = Probe(forward, self.dtype, self._limit).choose()
         # A draft that starts at a row's last token needs slots, too.
         self._passes = self._chosen.make(rows, max_tokens + nodes + 1)
+
+    @property
+    def version(self) -> int:
+        """Return the version of the policy that the weights are, 0 until `update_weights`."""
+        return self._policy.version
 
     @property
     def path(self) -> str:
@@ -228,19 +233,19 @@ class GenericTarget:
         """
         self._passes.store.write_kv(row, kv, start)
 
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy new weights into the model's parameters, all or none, and set the policy version.
+    def check_weights(self, *, thorough: bool = False) -> None:
+        """Raise RuntimeError if the weights have changed without notice; see `PolicyWeights.check`."""
+        self._policy.check(thorough=thorough)
 
-        Args:
-            weights: Tensors by the names of `model.state_dict()`.
-            version: Version of the policy that these weights are.
+    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Make `weights` the policy's weights, all or none, and set the version; see `PolicyWeights.update`.
 
-        Raises:
-            ValueError: A tensor does not fit, or the model is quantized. Nothing has changed.
+        The keys and values of the old weights are overwritten by zeros.
         """
-        copy_weights(self.model, weights)
-        self._passes.store.clear()
-        self.version = version
+        before = self.version
+        self._policy.update(weights, version)
+        if version != before:
+            self._passes.store.clear()
 
     def _check_capacity(self, end: int) -> None:
         slots = self.max_tokens + self.nodes + 1

@@ -5,51 +5,39 @@ Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aedit.spec_rollout.model.attention_mask import ancestors, relative_positions
-from aedit.spec_rollout.model.cache import KVCache, StepAttention
+from aedit.spec_rollout.model.cache import KVCache
 from aedit.spec_rollout.model.families import read_rope, read_weights
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
 from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.model.kv_extent import KVExtent, kv_extents
-from aedit.spec_rollout.model.layers import Rope, rms_norm, run_layer
+from aedit.spec_rollout.model.layers import LayerAttend, Rope, rms_norm, run_layer
+from aedit.spec_rollout.model.prefill import PassLimits, PrefillAttention, plan_passes
+from aedit.spec_rollout.model.prefill import Segment as Segment
 from aedit.spec_rollout.model.target_sizes import check_sizes, check_taps
-from aedit.spec_rollout.model.weight_update import copy_weights
-
-PREFILL_SCORES_BYTES = 32 << 20
-"""Upper limit of the attention scores of one prefill chunk in bytes. A longer prompt is computed in chunks.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens of one row that `Target.prefill` computes."""
-
-    row: int
-    start: int
-    """Position of the first token: number of tokens that are cached in the row before it."""
-    tokens: Sequence[int]
+from aedit.spec_rollout.model.weight_update import PolicyWeights
 
 
 class Target:
     """A `transformers` model in the form that the engine needs.
 
-    It computes with the model's own parameters: changes by an optimizer or by `update_weights` take effect at
-    the next call. The tokens of a row have the cache slots 0, 1, ...; the caller passes the length of each
-    row with every call.
+    It computes with the model's own parameters: changes in place take effect at the next call. After any
+    change, call `update_weights`; `check_weights` tells whether that was forgotten. The tokens of a row have
+    the cache slots 0, 1, ...; the caller passes the length of each row with every call.
     """
 
     def __init__(self, model: nn.Module, rows: int, max_tokens: int, nodes: int, taps: Sequence[int]) -> None:
         self.weights = read_weights(model)
         self.model, self.rows, self.max_tokens, self.nodes = model, rows, max_tokens, nodes
         self.taps = tuple(taps)
-        self.version = 0
+        self._policy = PolicyWeights(model)
         # A draft that starts at a row's last token needs slots, too.
         slots = max_tokens + nodes + 1
         self.cache = KVCache(self.weights.attention, self.weights.shape, rows, slots, self.embedding)
@@ -84,6 +72,11 @@ class Target:
     def path(self) -> str:
         """Return "fast": the forward pass of this package."""
         return "fast"
+
+    @property
+    def version(self) -> int:
+        """Return the version of the policy that the weights are, 0 until `update_weights`."""
+        return self._policy.version
 
     @property
     def supports_trees(self) -> bool:
@@ -159,16 +152,19 @@ class Target:
             raise ValueError(f"segments must be of different rows in 0 .. {self.rows - 1}, got {rows}")
         for segment in segments:
             self._check_capacity(segment.start + len(segment.tokens))
-        return [self._prefill_row(segment) for segment in segments]
-
-    def _prefill_row(self, segment: Segment) -> Tensor:
-        row, start, tokens_T = segment.row, segment.start, to_device(segment.tokens, self.device, torch.int64)
-        parts, at = [torch.empty(0, self.feature_size, dtype=self.dtype, device=self.device)], start
-        while at < start + len(tokens_T):
-            count = min(start + len(tokens_T) - at, self._chunk_size(at))
-            parts.append(self._prefill_chunk(tokens_T[at - start : at - start + count], row, at))
-            at += count
-        return torch.cat(parts)
+        limits = PassLimits.of(self.cache, 4 * self.hidden_size)
+        parts: list[list[Tensor]] = [[] for _ in segments]
+        for pieces in plan_passes(segments, limits):
+            attention = PrefillAttention(self.cache, pieces)
+            tokens = list(chain.from_iterable(piece.tokens for piece in pieces))
+            tokens_T = to_device(tokens, self.device, torch.int64)
+            hidden_Tf = self._layers(tokens_T, self.rope.at(attention.positions_T), attention.attend)
+            for piece, hidden in zip(
+                pieces, torch.split(hidden_Tf, [len(p.tokens) for p in pieces]), strict=True
+            ):
+                parts[piece.segment].append(hidden)
+        empty = torch.empty(0, self.feature_size, dtype=self.dtype, device=self.device)
+        return [torch.cat(part) if part else empty for part in parts]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -258,21 +254,32 @@ class Target:
         """
         self.cache.write_kv(row, kv, start)
 
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy new weights into the model's parameters, all or none, and set the policy version.
-
-        Tensors that are the parameters themselves are not copied. The cache still holds keys and values of
-        the old weights; a caller that needs those of the new weights must prefill again.
+    def check_weights(self, *, thorough: bool = False) -> None:
+        """Raise RuntimeError if the weights have changed since they became `version`.
 
         Args:
-            weights: Tensors by the names of `model.state_dict()`.
+            thorough: Look closer, which takes longer; see `WeightWatch.changed`.
+        """
+        self._policy.check(thorough=thorough)
+
+    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Make `weights` the policy's weights, all or none, and set the policy version.
+
+        The cache still holds keys and values of the old weights; a caller that needs those of the new weights
+        must prefill again.
+
+        Args:
+            weights: See `PolicyWeights.update`.
             version: Version of the policy that these weights are.
 
         Raises:
-            ValueError: A tensor does not fit; the message names it. Nothing has changed.
+            ValueError: A tensor does not fit, or the version is that of other weights; nothing has changed.
+            RuntimeError: A rank was lost while tensors were gathered.
         """
-        copy_weights(self.model, weights)
-        self.version = version
+        moved = self._policy.update(weights, version)
+        self.weights = read_weights(self.model)
+        if moved and self.graphs is not None:
+            self.graphs.clear()  # captured kernels would read the old addresses
 
     def _forward(
         self, extents: list[KVExtent], tokens_Bq: Tensor, lengths_B: Tensor, parents_BN: Tensor | None
@@ -286,17 +293,17 @@ class Target:
             is_ancestor = ancestors(parents_BN)
             positions = lengths_B[:, None] + relative_positions(is_ancestor)
         past = self.cache.prepare(lengths_B, q, extents, is_ancestor)
-        hidden_Tf = self._layers(tokens_Bq.reshape(-1), self.rope.at(positions), past)
+        hidden_Tf = self._layers(tokens_Bq.reshape(-1), self.rope.at(positions), past.attend)
         logits = self.logits(hidden_Tf)
         return logits.view(num_rows, q, -1), hidden_Tf.view(num_rows, q, -1)
 
-    def _layers(self, tokens_T: Tensor, rope: Rope, past: StepAttention) -> Tensor:
+    def _layers(self, tokens_T: Tensor, rope: Rope, attend: LayerAttend) -> Tensor:
         """Return hidden states after the final norm, followed by those of the taps, (T, f)."""
         shape = self.weights.shape
         x = F.embedding(tokens_T, self.embedding)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.weights.layers):
-            x = run_layer(x, layer, shape, rope, partial(past.attend, index))
+            x = run_layer(x, layer, shape, rope, partial(attend, index))
             if index in self.taps:
                 tapped[index] = x
         last = rms_norm(x, self.weights.norm, shape)
@@ -325,19 +332,6 @@ class Target:
 
         logits, hidden = self.graphs.run(key, run, *inputs)
         return logits[:num_rows], hidden[:num_rows].clone()
-
-    def _prefill_chunk(self, tokens_T: Tensor, row: int, start: int) -> Tensor:
-        count = len(tokens_T)
-        lengths = torch.full((1,), start, device=self.device)
-        past = self.cache.prepare(lengths, count, [KVExtent(row, 1, start + count, needs_mask=count > 1)])
-        positions = torch.arange(start, start + count, device=self.device)
-        return self._layers(tokens_T, self.rope.at(positions), past)
-
-    def _chunk_size(self, start: int) -> int:
-        """Return how many tokens from position `start` on are computed at once."""
-        row_bytes = self.weights.shape.num_heads * self.embedding.element_size()
-        most = PREFILL_SCORES_BYTES // row_bytes  # new tokens times tokens they attend to
-        return max(16, int((start * start / 4 + most) ** 0.5 - start / 2))
 
     def _check_capacity(self, end: int) -> None:
         if end > self.cache.slots:
