@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.model.model_forward import ModelForward
 from aedit.spec_rollout.model.model_support import causal_model, position_limit
+from aedit.spec_rollout.model.prefill import Segment
 from aedit.spec_rollout.model.probe import Probe
 from aedit.spec_rollout.model.row_passes import RowTokens
-from aedit.spec_rollout.model.prefill import Segment
 from aedit.spec_rollout.model.target_sizes import check_sizes
 from aedit.spec_rollout.model.weight_update import PolicyWeights
 
@@ -58,6 +58,7 @@ class GenericTarget:
         forward = ModelForward(self._inner, taps)
         self._num_layers = forward.num_layers
         self._chosen = Probe(forward, self.dtype, self._limit).choose()
+        self._check_forward_changes_nothing()
         # A draft that starts at a row's last token needs slots, too.
         self._passes = self._chosen.make(rows, max_tokens + nodes + 1)
 
@@ -246,6 +247,13 @@ class GenericTarget:
         self._policy.update(weights, version)
         if version != before:
             self._passes.store.clear()
+
+    def _check_forward_changes_nothing(self) -> None:
+        try:
+            self._policy.check(thorough=True)
+        except RuntimeError as error:
+            name = type(self._inner).__name__
+            raise ValueError(f"the forward of {name} changes its own weights: {error}") from None
 
     def _check_capacity(self, end: int) -> None:
         slots = self.max_tokens + self.nodes + 1
