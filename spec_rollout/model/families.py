@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape, LayerWeights, Rope
+from aedit.spec_rollout.model.supported import unsupported_reason
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -40,6 +41,8 @@ def read_weights(model: nn.Module) -> ModelWeights:
     if family not in FAMILIES:
         raise ValueError(f"{family} is not supported: use one of {', '.join(FAMILIES)}")
     _check_supported(model)
+    if reason := unsupported_reason(model):
+        raise ValueError(f"not supported: {reason}")
     config: Any = model.config
     inner: Any = model.model
     attention = inner.layers[0].self_attn

@@ -13,6 +13,8 @@ from torch import Tensor
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries_THh, keys_TKh, values_TKh), with RoPE applied -> attention output, (T, H * h)."""
+LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`Attend` for the layer of an index."""
 
 
 @dataclass(frozen=True, slots=True)
