@@ -3,7 +3,7 @@
 Worlds: policies of several families in float64 and float32. Cells of a world: each drafter (suffix, layers
 that have learned and not, an insider that knows the text and lies, one with a constant guess) with chains,
 trees and changes of the arm, at several batch sizes; new weights in the middle; samples that move to another
-engine and back.
+engine and back; prompts in parts; a prefix cache that is off, large, or too small.
 """
 
 from collections import Counter
@@ -21,6 +21,7 @@ from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.rows import EngineLimits
 from aedit.spec_rollout.model.target_model import make_target
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
@@ -36,6 +37,7 @@ SHARE = -(-1_000_000 // len(WORLDS))
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Tokens whose noisy logits differ by less are tied."""
 MAX_TOKENS, NODES = 192, 12
+USUAL = EngineLimits()
 SHAPES = ("1", "4", "8", "3x2x6", "4x3x12")
 UPDATE_EVERY, MOVE_EVERY = 17, 5
 
@@ -50,9 +52,11 @@ class Cell:
     rows: int
     updates: bool = False
     moves: bool = False
+    limits: EngineLimits = USUAL
 
     def __str__(self):
         events = [name for name in ("updates", "moves") if getattr(self, name)]
+        events += [] if self.limits == USUAL else [str(self.limits)]
         return " ".join([self.drafter, *self.shapes, f"rows {self.rows}", *events])
 
     @property
@@ -74,15 +78,28 @@ def cells():
     yield Cell("none", (), 16, updates=True)
     yield Cell("none", (), 12, moves=True)
     yield Cell("suffix", flips, 12, updates=True, moves=True)
+    uncached = EngineLimits(prefill_tokens=1 << 20, prefix_cache_bytes=0)
+    chunked = EngineLimits(prefill_tokens=7, prefix_cache_bytes=0)
+    evicting = EngineLimits(prefill_tokens=5, prefix_cache_bytes=1 << 17)
+    for limits in (uncached, chunked, evicting):
+        yield Cell("none", (), 6, limits=limits)
+        for drafter in ("suffix", "trained", "insider"):
+            yield Cell(drafter, flips, 16, limits=limits)
+        yield Cell("fresh", flips, 12, updates=True, moves=True, limits=limits)
 
 
 def requests():
-    """Return samples of each kind: groups of one prompt, long prompts, short ones, some with stop tokens."""
+    """Return samples of each kind: groups of one prompt, long prompts, short ones, some with stop tokens.
+
+    Long prompts have a common beginning, which a prefix cache keeps.
+    """
     draw, made, rollouts = torch.Generator().manual_seed(0), [], count(1)
+    beginning = torch.randint(VOCABULARY, (36,), generator=draw).tolist()
     for kind, settings in KINDS.items():
         for group in range(8):
             length = (3, 40, 1, 12)[group % 4]
-            tokens = tuple(torch.randint(VOCABULARY, (length,), generator=draw).tolist())
+            tokens = torch.randint(VOCABULARY, (length,), generator=draw).tolist()
+            tokens = (*beginning, *tokens[:4]) if length == 40 else tuple(tokens)
             stops = {"stop_tokens": (5, 11), "min_new_tokens": 40} if group % 3 == 0 else {}
             for sample in range(3 if group % 2 else 2):
                 sampling = Sampling(**settings, **stops, max_new_tokens=140 - 10 * sample)
@@ -142,7 +159,7 @@ class World:
         drafters = {} if layer is None else {"layer": layer}
         if cell.drafter == "suffix":
             drafters["suffix"] = SuffixDrafter(min_match=1)
-        return Engine(target, drafters=drafters, chooser=Flips(*cell.arms))
+        return Engine(target, drafters=drafters, chooser=Flips(*cell.arms), limits=cell.limits)
 
     def generated(self, cell):
         """Return the finished rollout of each request."""
@@ -168,6 +185,7 @@ class World:
             for engine in engines:
                 engine.update_weights(self.weights[0], 0)
         assert set(here.status()["arms"]) >= set(cell.arms)
+        assert bool(here.status()["prefix_cache"]["hit_tokens"]) == bool(cell.limits.prefix_cache_bytes)
         made = {self._name(each.prompt): each for each in ended}
         assert len(ended) == len(made) == len(self.requests)
         return [made[self._name(prompt)] for prompt in self.requests]
@@ -227,7 +245,7 @@ def test_none_of_a_million_tokens_is_wrong(family, dtype):
 
 @pytest.fixture(scope="module")
 def small():
-    return World("llama", torch.float64, requests()[::4])
+    return World("llama", torch.float64, requests()[::2])
 
 
 def test_the_oracle_finds_what_is_wrong(small):
