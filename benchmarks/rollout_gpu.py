@@ -121,7 +121,7 @@ def _pool(cast: Cast, rows: int, turn_tokens: int) -> Pool:
     both = [graphs for graphs in (engine.target.graphs, drafter.graphs) if graphs is not None]
     sizes = [len(graphs) for graphs in both] or [0, 0]
     num_bytes = sum(graphs.num_bytes for graphs in both)
-    return Pool(rows, sizes[0], sizes[1], num_bytes, engine.target.cache.num_bytes)
+    return Pool(rows, sizes[0], sizes[1], num_bytes, engine.target.kv_bytes_reserved)
 
 
 def measure(plan: Plan, sizes: dict[str, Any], quick: bool) -> list[Report]:

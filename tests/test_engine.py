@@ -151,7 +151,7 @@ def test_samples_of_a_group_share_the_prompt_s_computation(policy, monkeypatch):
     monkeypatch.setattr(
         engine.target,
         "prefill",
-        lambda tokens, row, start=0: lengths.append(len(tokens)) or prefill(tokens, row, start),
+        lambda segments: lengths.extend(len(each.tokens) for each in segments) or prefill(segments),
     )
     rollouts = {rollout.prompt.sample: rollout.tokens for rollout in engine.generate(asked)}
     assert [rollouts[i] for i in range(6)] == plain
@@ -326,7 +326,7 @@ def test_status_tells_what_was_done_and_memory_does_not_grow(policy):
     finish(engine)
     after = engine.status()
     assert after["tokens"] == 80
-    assert after["kv_bytes"] == during["kv_bytes"] == fresh["kv_bytes"] == engine.target.cache.num_bytes
+    assert after["kv_bytes"] == during["kv_bytes"] == fresh["kv_bytes"] == engine.target.kv_bytes
     assert (after["running"], after["waiting"], after["feature_bytes"]) == (0, 0, 0)
     assert sum(after["arms"].values()) == after["steps"]
     assert len(after["accepted_by_position"]) == 2

@@ -114,7 +114,9 @@ def test_a_flip_costs_no_computation_of_what_is_there(policy, mixed, plain, text
     """
     engine = engine_of(policy, 4, Insider(texts), "off", "layer:4", "off", "off", "layer:4x3x12")
     prefill, begun = engine.target.prefill, []
-    monkeypatch.setattr(engine.target, "prefill", lambda *args: begun.append(1) or prefill(*args))
+    monkeypatch.setattr(
+        engine.target, "prefill", lambda segments: begun.extend(segments) or prefill(segments)
+    )
     assert tokens_of(engine, mixed) == plain
     assert len(begun) <= len(mixed)
 

@@ -91,7 +91,7 @@ def test_the_bytes_of_keys_values_and_features_are_in_the_status_and_do_not_grow
     while engine.running or engine.waiting:
         engine.step()
         seen.append(engine.status())
-    assert {status["kv_bytes"] for status in seen} == {engine.target.cache.num_bytes}
+    assert {status["kv_bytes"] for status in seen} == {engine.target.kv_bytes}
     features = [status["features"] for status in seen]
     assert {each["bytes"] for each in features} == {engine.sink.ring.shape.num_bytes}
     assert max(each["bytes_used"] for each in features) <= features[0]["bytes"] <= 400_000

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from kit.rollouts import prefilled
 from test_draft_layer import causal, checksum, layer_for, policy
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -378,7 +379,10 @@ def test_the_feature_of_each_position_meets_the_token_after_it():
     rows.samples = [Sample(seed, count) for seed, count in ((1, 8), (2, 5))]
     prompts = [torch.tensor(sample.tokens) for sample in rows.samples]
     rows.drafter.begin(
-        [RowStart(i, -1, s.tokens[:], target.prefill(prompts[i][:-1], i)) for i, s in enumerate(rows.samples)]
+        [
+            RowStart(i, -1, s.tokens[:], prefilled(target, prompts[i][:-1], i))
+            for i, s in enumerate(rows.samples)
+        ]
     )
     for accepted in ((0, 2), (3, 1)):
         offline(rows)

@@ -7,6 +7,7 @@ from types import MethodType
 
 import pytest
 import torch
+from kit.rollouts import prefilled
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -98,7 +99,7 @@ def test_a_prompt_and_ragged_rows_are_as_the_models_own(name):
     target = Target.of(model, rows=3, max_tokens=40)
     texts = [drawn(5, seed=1), drawn(13, seed=2), drawn(9, seed=3)]
     for row, text in enumerate(texts):
-        hidden = target.prefill(text[:-3], row)
+        hidden = prefilled(target, text[:-3], row)
         logits, theirs = own(model, text[:-3])
         close(hidden, theirs)
         close(target.logits(hidden), logits)
@@ -121,7 +122,7 @@ def test_a_chain_in_ragged_rows_gives_the_logits_of_the_whole_text(name):
     q = 5
     lengths = [len(text) - q for text in texts]
     for row, (text, n) in enumerate(zip(texts, lengths, strict=True)):
-        target.prefill(text[:n], row)
+        prefilled(target, text[:n], row)
     logits, hidden = target.step(torch.stack([text[-q:] for text in texts]), lengths)
     for row, text in enumerate(texts):
         theirs = own(model, text)
@@ -133,7 +134,7 @@ def test_tokens_of_a_draft_that_was_wrong_leave_no_trace():
     model = made()
     target = Target.of(model, rows=1, max_tokens=40)
     text = drawn(20, seed=4)
-    target.prefill(text[:10], 0)
+    prefilled(target, text[:10], 0)
     target.step(torch.cat([text[10:12], drawn(4, seed=5)])[None], [10])
     close(target.step(text[12:16][None], [12])[0][0], own(model, text[:16])[0][-4:])
 
@@ -163,7 +164,7 @@ def test_every_node_of_a_tree_is_as_if_its_path_were_the_text(name):
     pasts = [drawn(7, seed=1), drawn(12, seed=2), drawn(1, seed=3)]
     tokens = drawn(3, 8, seed=5)
     for row, past in enumerate(pasts):
-        target.prefill(past, row)
+        prefilled(target, past, row)
     logits, hidden = target.step(tokens, [len(past) for past in pasts], TREES)
     for row, past in enumerate(pasts):
         for node in range(-1, 7):
@@ -179,7 +180,7 @@ def test_after_a_tree_the_rows_go_on_from_the_accepted_path():
     pasts = [drawn(7, seed=1), drawn(12, seed=2), drawn(3, seed=3)]
     lengths, tokens, next_token = [len(past) for past in pasts], drawn(3, 8, seed=5), drawn(3, 1, seed=6)
     for row, past in enumerate(pasts):
-        target.prefill(past, row)
+        prefilled(target, past, row)
     target.step(tokens, lengths, TREES)
     path = torch.tensor([[0, 2, 5, 6], [0, 1, 0, 0], [0, 6, 7, 0]])
     counts = torch.tensor([3, 1, 2])
@@ -197,21 +198,22 @@ def test_a_long_prompt_in_pieces_or_after_a_start_is_the_same(monkeypatch):
     text = drawn(70, seed=7)
     theirs = own(model, text)[1]
     target = Target.of(model, rows=2, max_tokens=70)
-    close(torch.cat([target.prefill(text[:31], 1), target.prefill(text[31:], 1, start=31)]), theirs)
+    close(torch.cat([prefilled(target, text[:31], 1), prefilled(target, text[31:], 1, start=31)]), theirs)
     monkeypatch.setattr("aedit.spec_rollout.model.target.PREFILL_SCORES_BYTES", 30_000)
-    close(target.prefill(text, 0), theirs)
-    assert torch.equal(target.prefill(text[:0], 0), torch.zeros(0, 32, dtype=torch.float64))
+    close(prefilled(target, text, 0), theirs)
+    assert torch.equal(prefilled(target, text[:0], 0), torch.zeros(0, 32, dtype=torch.float64))
 
 
 def test_a_prompt_is_computed_in_pieces_of_bounded_scores(monkeypatch):
     target = Target.of(made(), rows=1, max_tokens=70)
     monkeypatch.setattr("aedit.spec_rollout.model.target.PREFILL_SCORES_BYTES", 30_000)
-    pieces = []
+    pieces, compute = [], target._prefill_chunk
     monkeypatch.setattr(
-        target, "_prefill_chunk", lambda tokens, row, at: pieces.append((len(tokens), at)) or tokens
+        target,
+        "_prefill_chunk",
+        lambda tokens, row, at: pieces.append((len(tokens), at)) or compute(tokens, row, at),
     )
-    monkeypatch.setattr("aedit.spec_rollout.model.target.torch.cat", lambda parts: parts)
-    target.prefill(drawn(70), 0)
+    prefilled(target, drawn(70), 0)
     assert sum(count for count, _ in pieces) == 70
     assert len(pieces) > 2
     assert all(4 * 8 * count * (at + count) <= 30_000 or count <= 16 for count, at in pieces)
@@ -221,10 +223,10 @@ def test_a_copied_row_goes_on_like_its_source():
     model = made()
     target = Target.of(model, rows=3, max_tokens=40)
     text = drawn(12, seed=8)
-    target.prefill(text[:-1], 0)
-    target.prefill(drawn(20, seed=9), 2)
+    prefilled(target, text[:-1], 0)
+    prefilled(target, drawn(20, seed=9), 2)
     target.copy_row(0, 2, 8)
-    target.prefill(text[8:-1], 2, start=8)
+    prefilled(target, text[8:-1], 2, start=8)
     target.move_row(2, 1, 11)
     logits, _ = target.step(text[-1:].repeat(3, 1), [11, 11, 11])
     for row in range(3):
@@ -235,9 +237,9 @@ def test_keys_and_values_move_between_two_engines():
     model = made()
     source, other = Target.of(model, rows=2, max_tokens=20), Target.of(model, rows=3, max_tokens=40)
     text = drawn(12, seed=8)
-    source.prefill(text[:-1], 1)
+    prefilled(source, text[:-1], 1)
     moved = source.read_kv(1, 11)
-    source.prefill(drawn(20, seed=1), 1)
+    prefilled(source, drawn(20, seed=1), 1)
     other.write_kv(0, moved)
     close(other.step(text[None, -1:], [11])[0][0], own(model, text)[0][-1:])
 
@@ -260,10 +262,10 @@ def test_an_optimizer_step_is_seen_at_once_and_nothing_is_a_copy():
     target = Target.of(model, rows=1, max_tokens=20)
     assert target.embedding.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     text = drawn(6)
-    before = target.prefill(text, 0)
+    before = prefilled(target, text, 0)
     model(text[None], labels=text[None]).loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    after = target.prefill(text, 0)
+    after = prefilled(target, text, 0)
     assert (after - before).abs().max() > 1e-3
     close(after, own(model, text)[1])
 
@@ -279,7 +281,7 @@ def test_adopted_weights_are_the_new_policy(name):
     target.update_weights(other.state_dict(), version=7)
     assert target.version == 7
     assert places == [parameter.data_ptr() for parameter in model.parameters()]
-    close(target.prefill(drawn(6), 0), own(other, drawn(6))[1])
+    close(prefilled(target, drawn(6), 0), own(other, drawn(6))[1])
 
 
 def test_weights_that_are_the_models_own_are_not_copied():
@@ -329,7 +331,7 @@ def test_tapped_layers_follow_the_last_hidden_state():
     text = drawn(6)
     with torch.no_grad():
         states = model(text[None], output_hidden_states=True, use_cache=False).hidden_states
-    hidden = target.prefill(text[:-1], 0)
+    hidden = prefilled(target, text[:-1], 0)
     logits, stepped = target.step(text[None, -1:], [5])
     close(torch.cat([hidden, stepped[0]]), torch.cat([states[-1][0], states[2][0], states[1][0]], -1))
     close(logits[0], own(model, text)[0][-1:])
@@ -341,7 +343,7 @@ def test_lower_precisions_are_near_the_models_own(dtype):
     model = made("qwen3 wide heads", dtype)
     target = Target.of(model, rows=1, max_tokens=40)
     text = drawn(15)
-    target.prefill(text[:10], 0)
+    prefilled(target, text[:10], 0)
     logits, _ = target.step(text[10:][None], [10])
     close(logits[0], own(model, text)[0][-5:], 1e-4 if dtype is torch.float32 else 0.1)
     assert logits.dtype is dtype
@@ -351,7 +353,7 @@ def test_a_cache_is_allocated_once_and_says_its_bytes():
     target = Target.of(made(), rows=3, max_tokens=20, nodes=4)
     place = target.cache.kv.data_ptr()
     assert target.cache.num_bytes == 3 * 2 * 3 * 2 * (20 + 4 + 1) * 8 * 8
-    target.prefill(drawn(20), 2)
+    prefilled(target, drawn(20), 2)
     target.step(drawn(3, 5), [20, 3, 19])
     assert target.cache.kv.data_ptr() == place
 
@@ -381,7 +383,7 @@ def test_what_is_not_supported_is_named():
 def test_rows_and_tokens_beyond_the_cache_are_refused():
     target = Target.of(made(), rows=2, max_tokens=20, nodes=3)
     for call, words in (
-        (lambda: target.prefill(drawn(25), 0), "25 tokens in a row exceed max_tokens 20 and a draft"),
+        (lambda: prefilled(target, drawn(25), 0), "25 tokens in a row exceed max_tokens 20 and a draft"),
         (lambda: target.step(drawn(1, 4), [21]), "25 tokens in a row"),
         (lambda: target.step(drawn(3, 1), [1, 1, 1]), "3 rows of tokens and 3 lengths: must .* at most 2"),
         (lambda: target.step(drawn(1, 1), [1, 1]), "1 rows of tokens and 2 lengths"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kit.rollouts import prefilled
 from test_target import made
 
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
@@ -32,7 +33,7 @@ def drawn(device, *shape, seed=0):
 
 def filled(target, lengths):
     for row, length in enumerate(lengths):
-        target.prefill(drawn(target.device, length, seed=row), row)
+        prefilled(target, drawn(target.device, length, seed=row), row)
     return target
 
 

@@ -106,12 +106,12 @@ def decode(model: PreTrainedModel, length: Length) -> Decoded:
         device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu",
         parameters=sum(parameter.numel() for parameter in weights),
         token_bytes=sum(p.numel() * p.element_size() for p in weights)
-        + slots * target.cache.num_bytes / target.cache.slots,
+        + slots * target.kv_bytes_reserved / target.cache.slots,
         copy_bytes_per_s=copy_speed(model.device, length.copied_bytes),
         rates={name: tuple(values) for name, values in rates.items()},
         num_graphs=len(target.graphs) if target.graphs is not None else 0,
         graph_bytes=target.graphs.num_bytes if target.graphs is not None else 0,
-        kv_bytes=target.cache.num_bytes,
+        kv_bytes=target.kv_bytes_reserved,
     )
 
 

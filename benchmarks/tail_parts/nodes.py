@@ -17,7 +17,7 @@ from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.engine.meters import Step
 from aedit.spec_rollout.migration.moving import LocalEngine, Reallocator
 from aedit.spec_rollout.migration.reallocate import SampleKey
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target import Segment, Target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from benchmarks.tail_parts.times import Times
 
@@ -55,12 +55,12 @@ class PacedTarget(Target):
         self.clock.now_s += self.times.step(num_rows, q - 1)
         return super().step(tokens_Bq, lengths_B, parents_BN)
 
-    def prefill(self, tokens_T: Tensor, row: int, start: int = 0) -> Tensor:
-        self.clock.now_s += self.times.prefill(len(tokens_T))
-        return super().prefill(tokens_T, row, start)
+    def prefill(self, segments: Sequence[Segment]) -> list[Tensor]:
+        self.clock.now_s += sum(self.times.prefill(len(segment.tokens)) for segment in segments)
+        return super().prefill(segments)
 
-    def write_kv(self, row: int, kv: Tensor) -> None:
-        super().write_kv(row, kv)
+    def write_kv(self, row: int, kv: Tensor, start: int = 0) -> None:
+        super().write_kv(row, kv, start)
         self.copies_s.append(kv.shape[3] * self.times.copy_s)
         self.clock.now_s += self.copies_s[-1]
 

@@ -10,7 +10,7 @@ import torch
 from aedit.spec_rollout.arms.arms import Fixed
 from aedit.spec_rollout.drafters.drafts import OFF, Arm, Drafter, DrafterKind, parse_arm
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target import Segment, Target
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
 ARMS = ("layer:1", "layer:2", "layer:4", "layer:8", "suffix:4", "suffix:8")
@@ -98,7 +98,7 @@ def _steps(engine: Engine, arms: Sequence[Arm], rows: int) -> Iterator[tuple[Arm
 
 
 def _prefill(target: Target, tokens: int) -> float:
-    return _least(lambda: target.prefill(torch.full((tokens,), 64), 0))
+    return _least(lambda: target.prefill([Segment(0, 0, [64] * tokens)]))
 
 
 def _least(act: Callable[[], object], times: int = 5) -> float:

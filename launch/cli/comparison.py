@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target import Segment, Target
 from aedit.spec_rollout.sampling.distribution import RowSampling, warp_logits
 from aedit.spec_rollout.sampling.noise import gumbel
 from aedit.spec_rollout.sampling.samples import Rollout
@@ -45,13 +45,13 @@ def score_gap(target: Target, first: Rollout, second: Rollout, index: int) -> fl
     if index >= min(len(first.tokens), len(second.tokens)):
         return float("inf")
     prompt = first.prompt
-    text_T = torch.tensor([*prompt.tokens, *first.tokens[:index]], device=target.device)
-    logits_11V = target.logits(target.prefill(text_T, 0)[-1:])[None]
+    text = [*prompt.tokens, *first.tokens[:index]]
+    logits_11V = target.logits(target.prefill([Segment(0, 0, text)])[0][-1:])[None]
     scores_V = warp_logits(logits_11V, RowSampling.of([prompt.sampling], target.vocabulary, target.device))[
         0, 0
     ]
     if prompt.sampling.temperature > 0:
-        place = torch.tensor([[len(text_T)]], device=target.device)
+        place = torch.tensor([[len(text)]], device=target.device)
         scores_V = scores_V + gumbel(prompt.rollout, prompt.sample, place, target.vocabulary)[0, 0]
     difference = (scores_V[first.tokens[index]] - scores_V[second.tokens[index]]).abs()
     return float(difference.nan_to_num(float("inf")))

@@ -195,16 +195,17 @@ class Engine:
     def status(self) -> dict[str, object]:
         """Return counts, memory use and the figures of `Meters.status`.
 
-        `kv_bytes` is allocated once; `feature_bytes` are features of prompts of running samples; `features`
-        is the status of the sink; `transferred_kv_bytes` are keys and values that came with waiting samples;
-        `prefilled_tokens` were computed when samples started, `restored_tokens` were not as their keys and
-        values came along.
+        `kv_bytes` are allocated for keys and values now, at most `kv_bytes_reserved`; `feature_bytes` are
+        features of prompts of running samples; `features` is the status of the sink; `transferred_kv_bytes`
+        are keys and values that came with waiting samples; `prefilled_tokens` were computed when samples
+        started, `restored_tokens` were not as their keys and values came along.
         """
         return {
             "running": len(self._rows.running),
             "waiting": len(self._rows.waiting),
             "version": self.target.version,
-            "kv_bytes": self.target.cache.num_bytes,
+            "kv_bytes": self.target.kv_bytes,
+            "kv_bytes_reserved": self.target.kv_bytes_reserved,
             "noise_bytes": self._rows.noise.num_bytes,
             "feature_bytes": self._rows.feature_bytes,
             "features": {} if self.sink is None else self.sink.status(),

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, FeatureSink, RowStart
-from aedit.spec_rollout.model.host_to_device import to_device
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target import Segment, Target
 from aedit.spec_rollout.sampling.distribution import RowSampling
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import FinishReason, Prompt, Rollout, SampleKV
@@ -226,7 +225,7 @@ class RowScheduler:
 
     def _compute(self, row: int, tokens: Sequence[int], start: int) -> Tensor:
         self.num_prefilled += len(tokens)
-        return self.target.prefill(to_device(tokens, self.target.device), row, start)
+        return self.target.prefill([Segment(row, start, tokens)])[0]
 
     def _no_features(self) -> Tensor:
         return torch.empty(0, self.target.feature_size, dtype=self.target.dtype, device=self.target.device)

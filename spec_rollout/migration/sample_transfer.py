@@ -145,11 +145,15 @@ def _header(num_bytes: int, kv: SampleKV | None) -> Tensor:
 def _is_compatible(engine: Engine, prompt: Prompt, version: int, kv_header: list[int]) -> bool:
     """Return true if keys and values with this header fit the engine's policy and the tokens."""
     dtype, *sizes = kv_header
-    kv, num_begun = engine.target.cache.kv, len(prompt.partial.tokens) if prompt.partial else 0
-    layers, two, _, heads, slots, head_dim = kv.shape
+    num_begun = len(prompt.partial.tokens) if prompt.partial else 0
+    layers, two, heads, _, head_dim = engine.target.read_kv(0, 0).shape
     num_tokens = len(prompt.tokens) + num_begun - 1
-    same = version == engine.target.version and DTYPES.index(kv.dtype) == dtype
-    return same and sizes == [layers, two, heads, num_tokens, head_dim] and 0 < num_tokens <= slots
+    same = version == engine.target.version and DTYPES.index(engine.target.dtype) == dtype
+    return (
+        same
+        and sizes == [layers, two, heads, num_tokens, head_dim]
+        and 0 < num_tokens <= engine.target.max_tokens
+    )
 
 
 def _encode(prompt: Prompt) -> bytes:

@@ -34,7 +34,9 @@ def relative_positions(ancestors_Bqq: Tensor) -> Tensor:
     return ancestors_Bqq.sum(-1) - 1
 
 
-def attention_mask(lengths_B: Tensor, q: int, context: int, ancestors_Bqq: Tensor | None = None) -> Tensor:
+def attention_mask(
+    lengths_B: Tensor, q: int, context: int, ancestors_Bqq: Tensor | None = None, window: int | None = None
+) -> Tensor:
     """Return the additive attention mask of q new tokens: 0 where a token attends, -inf elsewhere.
 
     Args:
@@ -43,6 +45,8 @@ def attention_mask(lengths_B: Tensor, q: int, context: int, ancestors_Bqq: Tenso
         context: Number of cache slots C that the mask covers.
         ancestors_Bqq: Result of `ancestors` for a tree; None for a chain, where each token attends to all
             before it.
+        window: Number of last positions that a token attends to, itself included; None for all. Nodes of a
+            tree have the position of their depth.
 
     Returns:
         float32, (B, q, C).
@@ -51,10 +55,18 @@ def attention_mask(lengths_B: Tensor, q: int, context: int, ancestors_Bqq: Tenso
     slots_C = torch.arange(context, device=device)
     new_q = torch.arange(q, device=device)
     if ancestors_Bqq is None:
-        later = slots_C > (lengths_B[:, None] + new_q)[:, :, None]
-        return torch.zeros(later.shape, device=device).masked_fill_(later, masked)
-    later = (slots_C >= lengths_B[:, None])[:, None].expand(-1, q, -1)
-    mask = torch.zeros(later.shape, device=device).masked_fill_(later, masked)
+        positions_Bq1 = (lengths_B[:, None] + new_q)[:, :, None]
+        hidden = slots_C > positions_Bq1
+        if window is not None:
+            hidden = hidden | (slots_C <= positions_Bq1 - window)
+        return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, masked)
+    hidden = (slots_C >= lengths_B[:, None])[:, None].expand(-1, q, -1)
+    if window is not None:
+        depths_Bq = relative_positions(ancestors_Bqq)
+        hidden = hidden | (slots_C <= (lengths_B[:, None] + depths_Bq - window)[:, :, None])
+        # An ancestor that is `window` or more generations away is too far.
+        ancestors_Bqq = ancestors_Bqq & (depths_Bq[:, :, None] - depths_Bq[:, None] < window)
+    mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, masked)
     # New tokens of padding rows lie beyond the context; clamp their slots into it.
     new_slots = (lengths_B[:, None] + new_q).clamp_(max=context - 1)[:, None].expand(-1, q, -1)
     seen = torch.zeros(ancestors_Bqq.shape, device=device).masked_fill_(~ancestors_Bqq, masked)

@@ -5,7 +5,7 @@ head size, C cache slots that are read. A token's slot is its index in the row. 
 of equal depth have different slots and the same position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from aedit.spec_rollout.model.attention_mask import attention_mask
 from aedit.spec_rollout.model.kv_extent import KVExtent
-from aedit.spec_rollout.model.layers import LayerShape
+from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape
 
 MIN_SAVED_BYTES = 64 << 10
 """Bytes of keys and values of one layer that take as long to read as the calls of one more extent, on one CPU
@@ -24,12 +24,16 @@ class KVCache:
     """Keys and values of `rows` rows with `slots` slots each, for all layers.
 
     One tensor, (layers, 2, rows, K, slots, h). Keys are stored in the order in which the products with
-    queries read them, and the first slots of a row are contiguous per head. `like` sets dtype and device.
+    queries read them, and the first slots of a row are contiguous per head. `specs` are the layers'
+    attentions; `like` sets dtype and device.
     """
 
-    def __init__(self, num_layers: int, shape: LayerShape, rows: int, slots: int, like: Tensor) -> None:
-        self.shape, self.rows, self.slots = shape, rows, slots
-        sizes = (num_layers, 2, rows, shape.num_kv_heads, slots, shape.head_dim)
+    def __init__(
+        self, specs: Sequence[AttentionSpec], shape: LayerShape, rows: int, slots: int, like: Tensor
+    ) -> None:
+        self.specs, self.shape, self.rows, self.slots = tuple(specs), shape, rows, slots
+        self._windows = {spec.window for spec in self.specs}
+        sizes = (len(self.specs), 2, rows, shape.num_kv_heads, slots, shape.head_dim)
         self.kv = torch.zeros(sizes, dtype=like.dtype, device=like.device)
         self._heads = self.kv.flatten(2, 3)  # (layers, 2, rows * K, slots, h)
         flat = self.kv.flatten(2, 4)
@@ -76,13 +80,16 @@ class KVCache:
         num_kv_heads = self.shape.num_kv_heads
         first, end = extent.first_row * num_kv_heads, (extent.first_row + extent.num_rows) * num_kv_heads
         keys, values = self._heads[:, :, first:end, : extent.context].unbind(1)
-        mask = self._seen
-        if extent.needs_mask:
-            mask_BqC = attention_mask(lengths_B, q, extent.context, ancestors_Bqq).to(self.kv.dtype)
-            # As scores are laid out: (B * K, q * G, C).
-            mask = mask_BqC[:, None, :, None].expand(-1, num_kv_heads, -1, self.shape.group, -1)
-            mask = mask.reshape(-1, q * self.shape.group, extent.context)
-        return KVView(extent.num_rows, keys.transpose(-1, -2).unbind(0), values.unbind(0), mask)
+        masks = {}
+        for window in self._windows:
+            masks[window] = self._seen
+            if extent.needs_mask or (window is not None and window < extent.context):
+                mask_BqC = attention_mask(lengths_B, q, extent.context, ancestors_Bqq, window)
+                # As scores are laid out: (B * K, q * G, C).
+                mask = mask_BqC.to(self.kv.dtype)[:, None, :, None]
+                mask = mask.expand(-1, num_kv_heads, -1, self.shape.group, -1)
+                masks[window] = mask.reshape(-1, q * self.shape.group, extent.context)
+        return KVView(extent.num_rows, keys.transpose(-1, -2).unbind(0), values.unbind(0), masks)
 
     def write(self, layer: int, slots: Tensor, keys_TKh: Tensor, values_TKh: Tensor) -> None:
         """Write the keys and values of T new tokens of one layer to flat `slots`."""
@@ -117,12 +124,12 @@ class KVCache:
         """Copy the first `length` slots of row `source` to row `target`."""
         self.kv[:, :, target, :, :length].copy_(self.kv[:, :, source, :, :length])
 
-    def read_kv(self, row: int, length: int) -> Tensor:
-        """Return a copy of the first `length` slots of a row, (layers, 2, K, length, h)."""
-        return self.kv[:, :, row, :, :length].clone()
+    def read_kv(self, row: int, length: int, start: int = 0) -> Tensor:
+        """Return a copy of the slots start .. length - 1 of a row, (layers, 2, K, length - start, h)."""
+        return self.kv[:, :, row, :, start:length].clone()
 
-    def write_kv(self, row: int, kv: Tensor) -> None:
-        """Write keys and values from `read_kv`, of this or another cache of the model, to a row.
+    def write_kv(self, row: int, kv: Tensor, start: int = 0) -> None:
+        """Write keys and values from `read_kv`, of this or another cache, to a row from slot `start` on.
 
         Raises:
             ValueError: Shape or dtype belong to another model, or a row has fewer slots.
@@ -135,26 +142,32 @@ class KVCache:
             )
         if kv.dtype != self.kv.dtype:
             raise ValueError(f"keys and values must be in this cache's {self.kv.dtype}, got {kv.dtype}")
-        if kv.shape[3] > slots:
-            raise ValueError(f"keys and values of {kv.shape[3]} tokens exceed the {slots} slots of a row")
-        self.kv[:, :, row, :, : kv.shape[3]].copy_(kv)
+        end = start + kv.shape[3]
+        if end > slots:
+            raise ValueError(f"keys and values of {end} tokens exceed the {slots} slots of a row")
+        self.kv[:, :, row, :, start:end].copy_(kv)
 
 
 @dataclass(frozen=True, slots=True)
 class KVView:
-    """Keys and values of a few consecutive rows, with the mask of their new tokens."""
+    """Keys and values of a few consecutive rows, with the masks of their new tokens."""
 
     num_rows: int
     keys: Sequence[Tensor]
     """Per layer, (B * K, h, C)."""
     values: Sequence[Tensor]
     """Per layer, (B * K, C, h)."""
-    mask: Tensor
-    """(B * K, q * G, C), 0 or -inf; (1, 1, 1) if no slot is masked."""
+    masks: Mapping[int | None, Tensor]
+    """By window: (B * K, q * G, C), 0 or -inf; (1, 1, 1) if no slot is masked."""
 
-    def attend(self, layer: int, queries: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, spec: AttentionSpec) -> Tensor:
         """Return the attention output of `queries`, (B * K, q * G, h), in the same shape."""
-        scores = torch.baddbmm(self.mask, queries, self.keys[layer], alpha=scale)
+        mask = self.masks[spec.window]
+        if spec.softcap is None:
+            scores = torch.baddbmm(mask, queries, self.keys[layer], alpha=spec.scale)
+        else:
+            scores = torch.bmm(queries, self.keys[layer]).mul_(spec.scale / spec.softcap)
+            scores = torch.add(mask, scores.tanh_(), alpha=spec.softcap)
         return torch.bmm(torch.softmax(scores, -1), self.values[layer])
 
 
@@ -184,12 +197,13 @@ class StepAttention:
         if q > 1:
             q_THh = q_THh.view(sizes).transpose(1, 2)
         q_THh = q_THh.reshape(num_rows * shape.num_kv_heads, q * shape.group, shape.head_dim)
+        spec = self.cache.specs[layer]
         if len(self.views) == 1:
-            output = self.views[0].attend(layer, q_THh, shape.scale)
+            output = self.views[0].attend(layer, q_THh, spec)
         else:
             parts = torch.split(q_THh, [view.num_rows * shape.num_kv_heads for view in self.views])
             views_parts = zip(self.views, parts, strict=True)
-            output = torch.cat([view.attend(layer, part, shape.scale) for view, part in views_parts])
+            output = torch.cat([view.attend(layer, part, spec) for view, part in views_parts])
         if q > 1:
             output = output.view(num_rows, shape.num_kv_heads, q, shape.group, shape.head_dim).transpose(1, 2)
         return output.reshape(num_rows * q, shape.num_heads * shape.head_dim)

@@ -17,6 +17,7 @@ from aedit.spec_rollout.model.experts import Experts
 from aedit.spec_rollout.model.family_checks import check_parameters, check_parts, check_value, is_of
 from aedit.spec_rollout.model.layers import (
     Attention,
+    AttentionSpec,
     Function,
     FusedGatedMLP,
     FusedQKV,
@@ -44,6 +45,8 @@ ACTIVATIONS: Mapping[str, Function] = MappingProxyType(
         "relu": F.relu,
     }
 )
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,7 @@ class Reader:
             norm=self.family.norms.read(self.inner.norm),
             head=self.head,
             shape=self.shape,
+            attention=tuple(self._spec(index, layer.self_attn) for index, layer in enumerate(layers)),
             embedding_scale=None if scale is None else scale.to(embedding.weight.dtype).item(),
             logit_cap=getattr(self.config, "final_logit_softcapping", None),
             max_positions=self.rotary.max_positions,
@@ -194,7 +198,18 @@ class Reader:
         )
 
     def _layer_type(self, index: int) -> str | None:
-        return self.config.layer_types[index] if self.family.windows == "typed" else None
+        if self.family.windows != "typed":
+            return None
+        kind: str = self.config.layer_types[index]
+        if kind not in LAYER_TYPES:
+            raise ValueError(f"layer_types {kind!r} is not supported: it must be {' or '.join(LAYER_TYPES)}")
+        return kind
+
+    def _spec(self, index: int, module: Any) -> AttentionSpec:
+        cap = self.config.attn_logit_softcapping if self.family.has_attention_cap else None
+        kind = "sliding_attention" if self.family.windows == "all" else self._layer_type(index)
+        window = self.config.sliding_window if kind == "sliding_attention" else None
+        return AttentionSpec(module.scaling, window, cap)
 
     def _qkv(self, module: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         head_dim = self.shape.head_dim
@@ -247,6 +262,7 @@ def _gpt2(model: Any, activation: Function) -> ModelWeights:
         norm=norm(inner.ln_f),
         head=model.lm_head.weight,
         shape=shape,
+        attention=tuple(AttentionSpec(module.attn.scaling) for module in inner.h[: config.n_layer]),
         position_embedding=inner.wpe.weight,
         max_positions=inner.wpe.weight.shape[0],
     )

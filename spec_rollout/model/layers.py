@@ -33,10 +33,17 @@ class LayerShape:
         """Return the number of query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
-    def scale(self) -> float:
-        """Return the factor of the attention scores, 1 / sqrt(h)."""
-        return float(self.head_dim**-0.5)
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How one layer's attention computes its scores."""
+
+    scale: float
+    """Factor of the products of queries and keys."""
+    window: int | None = None
+    """Number of last positions that a token attends to, itself included; None for all."""
+    softcap: float | None = None
+    """Limit c of the scores s, c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None for none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from aedit.spec_rollout.model.layers import Function, Layer, LayerShape
+from aedit.spec_rollout.model.layers import AttentionSpec, Function, Layer, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,8 @@ class ModelWeights:
     head: Tensor
     """(V, d). The same tensor as `embedding` where the two are tied."""
     shape: LayerShape
+    attention: tuple[AttentionSpec, ...]
+    """One for each layer."""
     embedding_scale: float | None = None
     """Factor of the embedding, of Gemma."""
     position_embedding: Tensor | None = None
@@ -39,7 +41,9 @@ class ModelWeights:
         if self.embedding_scale is not None:
             x_Td = x_Td * self.embedding_scale
         if self.position_embedding is not None:
-            x_Td = x_Td + F.embedding(positions_T, self.position_embedding)
+            # Only drafted tokens after the last token of a text lie beyond; they are never kept.
+            known = positions_T.clamp(max=len(self.position_embedding) - 1)
+            x_Td = x_Td + F.embedding(known, self.position_embedding)
         return x_Td
 
     def logits(self, features: Tensor) -> Tensor:

@@ -73,6 +73,14 @@ class Rotary:
 
 
 def read_ropes(model: nn.Module, num_positions: int) -> tuple[Rope, ...]:
-    """Return the model's tables of rotations, to which `Attention.rope` refers; none without rotary positions."""
+    """Return the tables to which `Attention.rope` refers; none for a model without rotary positions.
+
+    Positions that the model does not have rotate as its last one. Only drafted tokens after the last token of
+    a text have such positions; they are never kept.
+    """
     rotary = Rotary.of(model)
-    return () if rotary is None else rotary.tables(num_positions)
+    if rotary is None:
+        return ()
+    count = min(num_positions, rotary.max_positions or num_positions)
+    rows = torch.arange(num_positions, device=rotary.like.device).clamp_(max=count - 1)
+    return tuple(Rope(table.cos[rows], table.sin[rows]) for table in rotary.tables(count))

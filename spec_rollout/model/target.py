@@ -5,6 +5,7 @@ Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary,
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,16 +14,27 @@ from torch import Tensor, nn
 
 from aedit.spec_rollout.model.attention_mask import ancestors, relative_positions
 from aedit.spec_rollout.model.cache import KVCache, StepAttention
-from aedit.spec_rollout.model.families import read_rope, read_weights
+from aedit.spec_rollout.model.families import read_weights
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
 from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.model.kv_extent import KVExtent, kv_extents
-from aedit.spec_rollout.model.layers import Rope, rms_norm, run_layer
+from aedit.spec_rollout.model.layers import run_layer
+from aedit.spec_rollout.model.rotary import read_ropes
 from aedit.spec_rollout.model.weight_update import copy_weights
 
 PREFILL_SCORES_BYTES = 32 << 20
 """Upper limit of the attention scores of one prefill chunk in bytes. A longer prompt is computed in chunks.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens of one row that `Target.prefill` computes."""
+
+    row: int
+    start: int
+    """Position of the first token: number of tokens that are cached in the row before it."""
+    tokens: Sequence[int]
 
 
 class Target:
@@ -35,14 +47,18 @@ class Target:
 
     def __init__(self, model: nn.Module, rows: int, max_tokens: int, nodes: int, taps: Sequence[int]) -> None:
         self.weights = read_weights(model)
+        limit = self.weights.max_positions
+        if limit is not None and max_tokens > limit:
+            raise ValueError(f"max_tokens {max_tokens} exceeds the {limit} positions of this model")
         self.model, self.rows, self.max_tokens, self.nodes = model, rows, max_tokens, nodes
         self.taps = tuple(taps)
         self.version = 0
         # A draft that starts at a row's last token needs slots, too.
         slots = max_tokens + nodes + 1
-        self.cache = KVCache(self.num_layers, self.weights.shape, rows, slots, self.embedding)
-        self.rope = read_rope(model, slots)
-        self.graphs = GraphCache(self.device) if self.device.type == "cuda" else None
+        self.cache = KVCache(self.weights.attention, self.weights.shape, rows, slots, self.embedding)
+        self.ropes = read_ropes(model, slots)
+        is_captured = self.device.type == "cuda" and self.weights.is_static
+        self.graphs = GraphCache(self.device) if is_captured else None
 
     @classmethod
     def of(
@@ -51,7 +67,7 @@ class Target:
         """Return a target for `rows` samples at a time.
 
         Args:
-            model: `transformers` causal language model of the Llama, Qwen2 or Qwen3 family.
+            model: Causal language model of `transformers`, of a class in `families.FAMILIES`.
             rows: Number of samples that are decoded at the same time.
             max_tokens: Upper limit of prompt and answer of one sample, in tokens.
             nodes: Upper limit of drafted tokens of one row in one step.
@@ -59,9 +75,9 @@ class Target:
                 fusion, arXiv:2503.01840: 2, L // 2, L - 3).
 
         Raises:
-            ValueError: A size is too small, a tap does not exist, or the model is not supported: another
-                family, sliding windows, mixture of experts, RoPE that depends on the length, sharded or
-                quantized parameters.
+            ValueError: A size is too small, a tap does not exist, `max_tokens` exceeds the positions that
+                the model has, or the model is not supported: another class, a value of its configuration
+                that is not implemented, sharded or quantized parameters.
         """
         if rows < 1 or max_tokens < 2 or nodes < 0:
             raise ValueError(
@@ -114,20 +130,39 @@ class Target:
         """Return the device of the parameters."""
         return self.embedding.device
 
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of keys and values that are allocated now."""
+        return self.cache.num_bytes
+
+    @property
+    def kv_bytes_reserved(self) -> int:
+        """Return the upper limit of `kv_bytes`: the bytes of all rows at their greatest length."""
+        return self.cache.num_bytes
+
     @torch.inference_mode()
-    def prefill(self, tokens_T: Tensor, row: int, start: int = 0) -> Tensor:
-        """Compute tokens of one row from position `start` on, after the tokens that are cached before it.
+    def prefill(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """Compute tokens of several rows, each after the tokens that are cached in its row.
 
         Args:
-            tokens_T: int64, the tokens.
-            row: Row of the cache.
-            start: Position of the first token.
+            segments: Tokens, each of another row.
 
         Returns:
-            Hidden states after the final norm, with tapped layers, (T, f). Pass them to `logits` where logits
-            are needed.
+            For each segment, hidden states after the final norm, with tapped layers, (T, f). Pass them to
+            `logits` where logits are needed.
+
+        Raises:
+            ValueError: A row does not exist or occurs twice, or would exceed `max_tokens`.
         """
-        self._check_capacity(start + len(tokens_T))
+        rows = [segment.row for segment in segments]
+        if len(set(rows)) != len(rows) or not all(0 <= row < self.rows for row in rows):
+            raise ValueError(f"segments must be of different rows in 0 .. {self.rows - 1}, got {rows}")
+        for segment in segments:
+            self._check_capacity(segment.start + len(segment.tokens))
+        return [self._prefill_row(segment) for segment in segments]
+
+    def _prefill_row(self, segment: Segment) -> Tensor:
+        row, start, tokens_T = segment.row, segment.start, to_device(segment.tokens, self.device, torch.int64)
         parts, at = [torch.empty(0, self.feature_size, dtype=self.dtype, device=self.device)], start
         while at < start + len(tokens_T):
             count = min(start + len(tokens_T) - at, self._chunk_size(at))
@@ -138,7 +173,7 @@ class Target:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., V) of hidden states (..., f)."""
-        return F.linear(hidden[..., : self.hidden_size], self.head)
+        return self.weights.logits(hidden)
 
     @torch.inference_mode()
     def step(
@@ -198,21 +233,30 @@ class Target:
         """Copy the first `length` tokens of row `source` to row `target`."""
         self.cache.copy_row(source, target, length)
 
-    move_row = copy_row
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of row `source` to row `target`, and release `source`."""
+        self.copy_row(source, target, length)
+        self.release_row(source)
+
+    def release_row(self, row: int) -> None:
+        """Declare that the keys and values of a row are not needed any more."""
 
     @torch.inference_mode()
-    def read_kv(self, row: int, length: int) -> Tensor:
-        """Return a copy of the keys and values of a row's first tokens, (layers, 2, K, length, h)."""
-        return self.cache.read_kv(row, length)
+    def read_kv(self, row: int, length: int, start: int = 0) -> Tensor:
+        """Return a copy of the keys and values of the tokens start .. length - 1 of a row.
+
+        Their shape is (layers, 2, K, length - start, h).
+        """
+        return self.cache.read_kv(row, length, start)
 
     @torch.inference_mode()
-    def write_kv(self, row: int, kv: Tensor) -> None:
-        """Write keys and values from `read_kv`, of this or another target of the same model, to a row.
+    def write_kv(self, row: int, kv: Tensor, start: int = 0) -> None:
+        """Write keys and values from `read_kv`, of this or another target, to a row from `start` on.
 
         Raises:
             ValueError: They are of another shape or dtype, or too long.
         """
-        self.cache.write_kv(row, kv)
+        self.cache.write_kv(row, kv, start)
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Copy new weights into the model's parameters, all or none, and set the policy version.
@@ -242,20 +286,20 @@ class Target:
             is_ancestor = ancestors(parents_BN)
             positions = lengths_B[:, None] + relative_positions(is_ancestor)
         past = self.cache.prepare(lengths_B, q, extents, is_ancestor)
-        hidden_Tf = self._layers(tokens_Bq.reshape(-1), self.rope.at(positions), past)
+        hidden_Tf = self._layers(tokens_Bq.reshape(-1), positions.reshape(-1), past)
         logits = self.logits(hidden_Tf)
         return logits.view(num_rows, q, -1), hidden_Tf.view(num_rows, q, -1)
 
-    def _layers(self, tokens_T: Tensor, rope: Rope, past: StepAttention) -> Tensor:
+    def _layers(self, tokens_T: Tensor, positions_T: Tensor, past: StepAttention) -> Tensor:
         """Return hidden states after the final norm, followed by those of the taps, (T, f)."""
-        shape = self.weights.shape
-        x = F.embedding(tokens_T, self.embedding)
+        x = self.weights.embed(tokens_T, positions_T)
+        ropes = tuple(rope.at(positions_T) for rope in self.ropes)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.weights.layers):
-            x = run_layer(x, layer, shape, rope, partial(past.attend, index))
+            x = run_layer(x, layer, ropes, partial(past.attend, index))
             if index in self.taps:
                 tapped[index] = x
-        last = rms_norm(x, self.weights.norm, shape)
+        last = self.weights.norm(x)
         return last if not tapped else torch.cat([last, *(tapped[tap] for tap in self.taps)], -1)
 
     def _captured_step(
@@ -287,7 +331,7 @@ class Target:
         lengths = torch.full((1,), start, device=self.device)
         past = self.cache.prepare(lengths, count, [KVExtent(row, 1, start + count, needs_mask=count > 1)])
         positions = torch.arange(start, start + count, device=self.device)
-        return self._layers(tokens_T, self.rope.at(positions), past)
+        return self._layers(tokens_T, positions, past)
 
     def _chunk_size(self, start: int) -> int:
         """Return how many tokens from position `start` on are computed at once."""

@@ -14,7 +14,7 @@ from transformers import (
 
 from aedit.spec_rollout.drafters.drafts import Draft, parse_arm
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target import Segment, Target
 from aedit.spec_rollout.sampling.noise import gumbel
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
@@ -54,6 +54,11 @@ def tiny_policy(seed=0, dtype=torch.float64, kind=(LlamaConfig, LlamaForCausalLM
 def _exact_norm(self, hidden):
     """Normalize in the input's precision; transformers' own norm is float32 even in a float64 model."""
     return hidden * (hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt() * self.weight
+
+
+def prefilled(target, tokens_T, row, start=0):
+    """Compute the tokens of one row and return their features, (T, f)."""
+    return target.prefill([Segment(row, start, tokens_T.tolist())])[0]
 
 
 def prompts_of(count, seed=0, group_size=1, max_new_tokens=8, **sampling):

@@ -1,0 +1,92 @@
+"""Tests attention over the cache against a softmax in float64 that is written out, one query at a time."""
+
+from types import MethodType
+
+import pytest
+import torch
+from kit.rollouts import prefilled
+from test_target import SIZES, TREES, close, drawn, exact_norm, made, own, path_to
+from transformers import MistralConfig, MistralForCausalLM
+
+from aedit.spec_rollout.model.cache import KVCache
+from aedit.spec_rollout.model.kv_extent import kv_extents
+from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape
+from aedit.spec_rollout.model.target import Target
+
+HEADS, KV_HEADS, SIZE = 6, 2, 4
+SPECS = [
+    AttentionSpec(0.5),
+    AttentionSpec(0.3, window=1),
+    AttentionSpec(0.7, window=4, softcap=2.0),
+    AttentionSpec(0.4, softcap=1.5),
+    AttentionSpec(0.2, window=100),
+]
+
+
+def explicit(spec, query_Hh, keys_CKh, values_CKh, distances_C):
+    """Return the attention output of one query over keys at these distances in positions, (H * h)."""
+    outputs = []
+    for head in range(HEADS):
+        keys, values = (x[:, head // (HEADS // KV_HEADS)] for x in (keys_CKh, values_CKh))
+        scores = (keys @ query_Hh[head]) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * (scores / spec.softcap).tanh()
+        weights = scores.exp() * (distances_C < (spec.window or 10**9))
+        outputs.append((weights / weights.sum()) @ values)
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("tree", [None, TREES], ids=["chain", "tree"])
+@pytest.mark.parametrize("min_saved", [0, 10**9])
+def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_saved):
+    torch.manual_seed(0)
+    lengths, q = [7, 2, 12], 8
+    cache = KVCache(
+        SPECS, LayerShape(HEADS, KV_HEADS, SIZE, 1e-6), 3, 24, torch.empty(0, dtype=torch.float64)
+    )
+    cache.kv.normal_()
+    ancestors = None
+    if tree is not None:
+        paths = [[path_to(parents, node) for node in range(-1, 7)] for parents in tree]
+        ancestors = torch.zeros(3, q, q, dtype=torch.bool)
+        for row in range(3):
+            for i, path in enumerate(paths[row]):
+                ancestors[row, i, path] = True
+    else:
+        paths = [[list(range(i + 1)) for i in range(q)]] * 3
+    step = cache.prepare(torch.tensor(lengths), q, kv_extents(lengths, q, min_saved), ancestors)
+    for layer, spec in enumerate(SPECS):
+        queries, keys, values = (
+            torch.randn(3, q, n, SIZE, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        ours = step.attend(layer, *(x.flatten(0, 1) for x in (queries, keys, values))).view(3, q, -1)
+        for row, length in enumerate(lengths):
+            past_k, past_v = cache.kv[layer, :, row, :, :length].transpose(1, 2)
+            for i, path in enumerate(paths[row]):
+                distances = torch.arange(length + len(path)).flip(0)
+                seen = torch.cat([past_k, keys[row, path]]), torch.cat([past_v, values[row, path]])
+                close(ours[row, i], explicit(spec, queries[row, i], *seen, distances), 1e-12)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_a_sliding_window_is_that_of_transformers_in_prefill_and_step(window):
+    model = made()
+    slid = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)).to(torch.float64).eval()
+    slid.load_state_dict(model.state_dict())
+    for module in slid.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(exact_norm, module)
+    target = Target.of(model, rows=1, max_tokens=40)
+    target.cache = KVCache(
+        [AttentionSpec(8**-0.5, window=window)] * 3,
+        target.weights.shape,
+        1,
+        target.cache.slots,
+        target.embedding,
+    )
+    text = drawn(22)
+    theirs = own(slid, text)
+    close(prefilled(target, text[:9], 0), theirs[1][:9])
+    close(prefilled(target, text[9:10], 0, 9), theirs[1][9:10])
+    close(prefilled(target, text[10:17], 0, 10), theirs[1][10:17])
+    close(target.step(text[None, 17:], [17])[0][0], theirs[0][17:])
