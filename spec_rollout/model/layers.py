@@ -36,7 +36,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How one layer's attention computes its scores."""
+    """Scale, window and softcap of one layer's attention."""
 
     scale: float
     """Factor of the products of queries and keys."""
