@@ -102,7 +102,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3ForCausalLM": Family("qwen3", windows="typed"),
         "MistralForCausalLM": Family("mistral", windows="all"),
         "Gemma2ForCausalLM": Family(
-            "gemma2", GEMMA_NORMS, "typed", "hidden_activation", has_attention_cap=True, implemented=(_CAUSAL,)
+            "gemma2",
+            GEMMA_NORMS,
+            "typed",
+            "hidden_activation",
+            has_attention_cap=True,
+            implemented=(_CAUSAL,),
         ),
         # Gemma 3 has a key for the cap of attention that its forward pass does not use.
         "Gemma3ForCausalLM": Family(
@@ -144,7 +149,11 @@ def read_weights(model: nn.Module) -> ModelWeights:
     for key, values in family.implemented:
         check_value(config, key, values)
     activation = ACTIVATIONS[getattr(config, family.activation)]
-    return _gpt2(model, activation) if family.folder == "gpt2" else Reader.of(model, family, activation).weights()
+    return (
+        _gpt2(model, activation)
+        if family.folder == "gpt2"
+        else Reader.of(model, family, activation).weights()
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,9 @@ def check_parameters(model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise ValueError("the model's parameters are sharded (DTensor): pass a model with full parameters")
+            raise ValueError(
+                "the model's parameters are sharded (DTensor): pass a model with full parameters"
+            )
         if type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
             kind = type(parameter.data).__name__
             raise ValueError(f"{name} is a {kind}: only plain tensors are supported, no quantized ones")

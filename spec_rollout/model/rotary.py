@@ -35,9 +35,7 @@ class Rotary:
         kinds = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
         for kind in kinds.values():
             if kind not in ROPES:
-                raise ValueError(
-                    f"rope_type {kind!r} is not supported: it must be one of {', '.join(ROPES)}"
-                )
+                raise ValueError(f"rope_type {kind!r} is not supported: it must be one of {', '.join(ROPES)}")
         return cls(module, tuple(kinds), next(model.parameters()))
 
     @property
