@@ -22,6 +22,7 @@ from aedit.spec_rollout.arms.goodput import Goodput
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.drafts import parse_arm
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.model.target import Target
 from benchmarks.kit import tables
 from benchmarks.kit.policy_drafter import Recipe, drafter_ready
 from benchmarks.kit.tables import Report
@@ -118,6 +119,7 @@ def _pool(cast: Cast, rows: int, turn_tokens: int) -> Pool:
     Contestant("adaptive", engine, stream(cast.policy, 1.0, seed=2)).turn(turn_tokens * rows)
     drafter = engine.drafters["layer"]
     assert isinstance(drafter, LayerDrafter)
+    assert isinstance(engine.target, Target)
     both = [graphs for graphs in (engine.target.graphs, drafter.graphs) if graphs is not None]
     sizes = [len(graphs) for graphs in both] or [0, 0]
     num_bytes = sum(graphs.num_bytes for graphs in both)

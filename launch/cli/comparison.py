@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from aedit.spec_rollout.model.target import Segment, Target
+from aedit.spec_rollout.model.target import Segment
+from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.spec_rollout.sampling.distribution import RowSampling, warp_logits
 from aedit.spec_rollout.sampling.noise import gumbel
 from aedit.spec_rollout.sampling.samples import Rollout
@@ -14,7 +15,7 @@ ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.25}
 
 
 def compare_tokens(
-    target: Target, rollouts: Sequence[Rollout], plain_rollouts: Sequence[Rollout]
+    target: TargetModel, rollouts: Sequence[Rollout], plain_rollouts: Sequence[Rollout]
 ) -> tuple[bool, str]:
     """Compare the tokens of all samples, up to the first difference of each that rounding explains.
 
@@ -37,7 +38,7 @@ def compare_tokens(
 
 
 @torch.inference_mode()
-def score_gap(target: Target, first: Rollout, second: Rollout, index: int) -> float:
+def score_gap(target: TargetModel, first: Rollout, second: Rollout, index: int) -> float:
     """Return the difference of the policy's scores of two next tokens, with sampling noise.
 
     0 is a tie; infinity means that the sampling settings exclude a token. Overwrites the target's first row.
@@ -46,7 +47,10 @@ def score_gap(target: Target, first: Rollout, second: Rollout, index: int) -> fl
         return float("inf")
     prompt = first.prompt
     text = [*prompt.tokens, *first.tokens[:index]]
-    logits_11V = target.logits(target.prefill([Segment(0, 0, text)])[0][-1:])[None]
+    before, last = text[:-1], torch.tensor([text[-1:]], device=target.device)
+    if before:
+        target.prefill([Segment(0, 0, before)])
+    logits_11V = target.step(last, [len(before)])[0]
     scores_V = warp_logits(logits_11V, RowSampling.of([prompt.sampling], target.vocabulary, target.device))[
         0, 0
     ]

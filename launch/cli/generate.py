@@ -23,7 +23,7 @@ from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.engine.meters import Step
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target_model import TargetModel, make_target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
 from aedit.types import UserError, imported, is_import_path
 
@@ -176,7 +176,7 @@ def _layer(policy: Policy, request: GenerateRequest) -> DraftLayer | None:
         raise UserError(f"--drafter: {first_line(error)}") from None
 
 
-def _target(policy: Policy, prompts: Sequence[Prompt], layer: DraftLayer | None) -> Target:
+def _target(policy: Policy, prompts: Sequence[Prompt], layer: DraftLayer | None) -> TargetModel:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     most = max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts)
     model: nn.Module = policy.model
@@ -184,12 +184,12 @@ def _target(policy: Policy, prompts: Sequence[Prompt], layer: DraftLayer | None)
     rows = min(len(prompts), MAX_ROWS)
     try:
         taps = () if layer is None else tapped(layer.shape.taps, policy.model.config.num_hidden_layers)
-        return Target.of(model, rows=rows, max_tokens=most, nodes=MAX_DRAFTED_TOKENS, taps=taps)
+        return make_target(model, rows=rows, max_tokens=most, nodes=MAX_DRAFTED_TOKENS, taps=taps)
     except ValueError as error:
         raise UserError(f"{policy.source}: {error}") from None
 
 
-def _engine(target: Target, request: GenerateRequest, layer: DraftLayer | None) -> Engine:
+def _engine(target: TargetModel, request: GenerateRequest, layer: DraftLayer | None) -> Engine:
     """Return an engine with new drafters and a new chooser."""
     drafters: dict[DrafterKind, Drafter] = {"suffix": SuffixDrafter(device=str(target.device))}
     if layer is not None:

@@ -19,7 +19,7 @@ from aedit.spec_rollout.drafters.drafting import DraftContext, DraftInputs, Tree
 from aedit.spec_rollout.drafters.drafts import Arm, Draft, Noise, RowStart, StepUpdate
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
 from aedit.spec_rollout.model.host_to_device import to_device
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.types import check
 
 VerifyMode = Literal["coupled", "rejection"]
@@ -70,7 +70,7 @@ class LayerDrafter:
 
     @classmethod
     def of(
-        cls, layer: DraftLayer, target: Target, *, mode: VerifyMode = "coupled", window: int = 512
+        cls, layer: DraftLayer, target: TargetModel, *, mode: VerifyMode = "coupled", window: int = 512
     ) -> Self:
         """Return a drafter for the engine of this target.
 

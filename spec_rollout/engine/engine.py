@@ -22,21 +22,21 @@ from aedit.spec_rollout.engine.meters import Meters, Step, Stopwatch
 from aedit.spec_rollout.engine.request_checks import check_prompt
 from aedit.spec_rollout.engine.rows import RowScheduler
 from aedit.spec_rollout.engine.verification import Verification, VerifyMode, truncate_draft, verify_drafts
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target_model import TargetModel, make_target
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from aedit.spec_rollout.sampling.stops import TokenDecoder
 
 
 class Engine:
-    """Continuous batching over the rows of a `Target`, whose parameters are used in place.
+    """Continuous batching over the rows of a `TargetModel`, whose parameters are used in place.
 
     An engine is used by one thread.
     """
 
     def __init__(
         self,
-        target: Target,
+        target: TargetModel,
         *,
         drafters: Mapping[DrafterKind, Drafter] | None = None,
         chooser: ArmChooser | None = None,
@@ -73,10 +73,10 @@ class Engine:
     ) -> "Engine":
         """Return an engine for a `transformers` model.
 
-        For a drafter that needs the target, make the `Target` first and pass it to `Engine`.
+        For a drafter that needs the target, make the target first with `make_target` and pass it to `Engine`.
 
         Args:
-            model: The policy; see `Target.of`.
+            model: The policy; see `make_target`.
             rows: Number of samples that are decoded at the same time.
             max_tokens: Upper limit of prompt and answer of one sample, in tokens.
             tokenizer: Needed for stop strings.
@@ -86,7 +86,7 @@ class Engine:
         Raises:
             ValueError: The model is not supported.
         """
-        target = Target.of(model, rows=rows, max_tokens=max_tokens)
+        target = make_target(model, rows=rows, max_tokens=max_tokens)
         return cls(target, drafters=drafters, chooser=chooser, tokenizer=tokenizer)
 
     @property
@@ -272,6 +272,8 @@ class Engine:
             return OFF
         if self.mode == "rejection" and not arm.is_chain:
             raise ValueError(f"arm {arm}: rejection mode verifies chains only")
+        if not arm.is_chain and not self.target.supports_trees:
+            raise ValueError(f"arm {arm}: this policy cannot verify trees: use chains, such as layer:4")
         return arm
 
     def _propose(self, arm: Arm) -> Draft:

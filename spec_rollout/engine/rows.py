@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, FeatureSink, RowStart
-from aedit.spec_rollout.model.target import Segment, Target
+from aedit.spec_rollout.model.target import Segment
+from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.spec_rollout.sampling.distribution import RowSampling
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import FinishReason, Prompt, Rollout, SampleKV
@@ -72,7 +73,7 @@ class RowScheduler:
 
     def __init__(
         self,
-        target: Target,
+        target: TargetModel,
         noise: RowNoise,
         drafters: Mapping[DrafterKind, Drafter],
         tokenizer: TokenDecoder | None,

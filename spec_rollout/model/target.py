@@ -91,6 +91,11 @@ class Target:
         return target
 
     @property
+    def supports_trees(self) -> bool:
+        """Return true: `step` accepts trees."""
+        return True
+
+    @property
     def embedding(self) -> Tensor:
         """Return the model's embedding parameter itself, (V, d)."""
         return self.weights.embedding
