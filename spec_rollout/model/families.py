@@ -197,11 +197,16 @@ class Reader:
     def _layer(self, index: int, module: Any) -> Layer:
         attention, norms = module.self_attn, self.family.norms
         rotate, table = self.rotary.of_layer(self._layer_type(index), self.shape.head_dim)
-        if not getattr(attention, "use_rope", True):
-            rotate = None
+        has_rope = getattr(attention, "use_rope", True)
         names = norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp
         return Layer(
-            Attention(self._qkv(attention), rotate, table, self.shape.num_heads, _linear(attention.o_proj)),
+            Attention(
+                self._qkv(attention),
+                rotate if has_rope else None,
+                table,
+                self.shape.num_heads,
+                _linear(attention.o_proj),
+            ),
             self._mlp(module.mlp),
             *(None if name is None else norms.read(getattr(module, name)) for name in names),
         )

@@ -34,7 +34,13 @@ SIZES = {
     "eos_token_id": None,
 }
 ROPE = {"rope_type": "default", "rope_theta": 100.0}
-GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 7, "sliding_window": 5, "final_logit_softcapping": 2.5}
+GEMMA = {
+    "head_dim": 12,
+    "query_pre_attn_scalar": 7,
+    "sliding_window": 5,
+    "final_logit_softcapping": 5.0,
+    "tie_word_embeddings": False,
+}
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 100.0,
