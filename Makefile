@@ -8,7 +8,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 INSTALL := $(PIP) pip setuptools && $(PIP) --no-build-isolation --editable
 # Processes share the cores: one thread each is faster than all of them fighting for all cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-BENCHMARKS := overhead straggler quality async_quality bandwidth hub agent chaos poison elastic joining soak rollout drift idle tail \
+# Test processes side by side. WORKERS=0 runs all tests in one process.
+WORKERS := 2
+BENCHMARKS := overhead straggler quality async_quality bandwidth hub agent chaos poison elastic joining soak rollout decode drift idle tail \
 	offload_gpu rollout_gpu
 
 .PHONY: help install run proto lint types test test-slow bench docs clean
@@ -40,7 +42,7 @@ types: $(VENV)/installed-test
 
 # Tests that need root and network namespaces skip themselves where there are none.
 test: lint types
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
 
 test-slow: $(VENV)/installed-test
 	$(PYTEST) -m "slow and not gpu" || [ $$? -eq 5 ] # 5: there are none

@@ -1,5 +1,8 @@
 """Tests every transport against one contract (tests/kit/transport_contract.py)."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from kit import transport_contract
@@ -51,6 +54,26 @@ def test_over_torch_a_node_that_never_comes_fails_the_wait_at_the_deadline_by_na
 
 def test_over_torch_closing_leaves_no_thread(world):
     assert world.run(JOBS, "open_and_close", size=2) == [[], []]
+
+
+PROGRAM = """
+import atexit, threading
+import torch.distributed as dist
+from aedit import TorchTransport
+
+names = lambda: [thread.name for thread in threading.enumerate()]
+atexit.register(lambda: print(names()))  # runs last
+dist.init_process_group("gloo", init_method=f"file://{FILE}", rank=0, world_size=1)
+transport = TorchTransport()
+assert len(names()) == 2
+dist.destroy_process_group()
+"""
+
+
+def test_over_torch_a_program_that_does_not_close_ends_without_a_thread_inside_the_store(tmp_path):
+    program = PROGRAM.replace("{FILE}", str(tmp_path / "store"))
+    done = subprocess.run((sys.executable, "-c", program), capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "['MainThread']\n"), done.stderr
 
 
 def test_in_memory_the_answer_is_over_those_who_came_by_the_deadline():

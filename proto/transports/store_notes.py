@@ -4,6 +4,7 @@ The notes are a list that only grows, in a store of its own. A thread per proces
 that reading is a dictionary look-up and no training step uses the network.
 """
 
+import atexit
 import os
 import socket
 import threading
@@ -38,6 +39,8 @@ class StoreNotes:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="aedit-board", daemon=True)
         self._thread.start()
+        # A thread inside the store when the interpreter ends would abort the process.
+        atexit.register(self.close)
 
     def post(self, key: str, text: str) -> None:
         """Append a note; the first one under a key stays."""
@@ -50,7 +53,13 @@ class StoreNotes:
         return self._notes.get(key)
 
     def close(self) -> None:
-        """Stop listening. The process that serves the notes stays until all have closed, for some seconds."""
+        """Stop listening. The process that serves the notes stays until all have closed, for some seconds.
+
+        A process that ends without it calls it at its exit.
+        """
+        atexit.unregister(self.close)
+        if self._closing.is_set():
+            return
         self._closing.set()
         with suppress(RuntimeError):  # the serving process may be gone already
             self.post("closed", "")  # a last note wakes the thread

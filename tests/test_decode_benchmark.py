@@ -1,0 +1,201 @@
+"""Tests what `benchmarks.decode` measures: turns, rivals in other processes, bars. No timing decides."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import decode
+from benchmarks.decode_parts.policy import random_policy, saved_policy, vocabulary
+from benchmarks.decode_parts.race import Race, Shape, Turns, race
+from benchmarks.decode_parts.steps import AGAIN, AUTO, PLAIN, Choice, Noise, Update
+from benchmarks.decode_parts.systems import Decoded, Generate, Ours, rivals
+from benchmarks.decode_parts.tables import Found
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_policy(decode.TINY, "fp32")
+
+
+class Clockwork:
+    """System that takes a second for prompts and a quarter for each plain step, and repeats a token."""
+
+    def __init__(self, token=1, pace=1.0):
+        self.token, self.pace, self.seen = token, pace, []
+
+    def decode(self, prompts, new):
+        self.seen.append((tuple(map(tuple, prompts)), new))
+        seconds = self.pace * (1 + (new - 1) / 4)
+        return Decoded(seconds, [[1] + [self.token] * (new - 1) for _ in prompts])
+
+
+def test_a_turn_tells_prompts_from_steps_and_all_see_the_same_prompts():
+    ours, theirs, begun = Clockwork(), Clockwork(token=2, pace=2.0), []
+    turns = Turns(repeats=4, vocabulary=50, begin=lambda: begun.append(len(ours.seen)))
+    found = race({"ours": ours, "generate": theirs}, "fp32", Shape(3, 5, 8), turns)
+    assert found.first_s == {"ours": [1.0] * 4, "generate": [2.0] * 4}
+    assert found.rates == {"ours": [12.0] * 4, "generate": [6.0] * 4}, "3 rows, 4 steps a second"
+    assert begun == [2], "after the turn that does one-time work"
+    assert ours.seen == theirs.seen
+    texts = [text for prompts, _ in ours.seen for text in prompts]
+    assert len(set(texts)) == len(texts) == 5 * 2 * 3, "no cache of a prefix helps"
+    assert {len(text) for text in texts} == {5}
+    assert found.equal == {"ours": 1.0, "generate": pytest.approx((3 + 3) / (3 + 6))}
+    assert found.speedup("ours", "generate").middle == 2.0
+    assert found.speedup("ours", "generate", prompts=True).middle == 2.0
+
+
+def test_a_race_of_prompts_alone_takes_no_steps():
+    ours = Clockwork()
+    found = race({"ours": ours}, "fp32", Shape(2, 7), Turns(repeats=3, vocabulary=50))
+    assert found.rates == {"ours": []}
+    assert [new for _, new in ours.seen] == [1] * 4
+
+
+def test_a_system_that_makes_fewer_tokens_is_an_error():
+    class Short(Clockwork):
+        def decode(self, prompts, new):
+            return Decoded(1.0, super().decode(prompts, new).tokens[:-1])
+
+    with pytest.raises(RuntimeError, match="another number of tokens"):
+        race(
+            {"ours": Clockwork(), "generate": Short()},
+            "fp32",
+            Shape(2, 3, 2),
+            Turns(repeats=1, vocabulary=50),
+        )
+
+
+def test_a_slow_race_ends_early_but_not_before_the_second_repeat():
+    turns = Turns(repeats=9, vocabulary=50, limit_s=0.0)
+    assert race({"ours": Clockwork()}, "fp32", Shape(2, 7), turns).first_s == {"ours": [1.0] * 2}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_saved_policy_is_the_same_one(tmp_path, dtype):
+    model = random_policy(decode.TINY, dtype)
+    saved_policy(model, tmp_path / "policy")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype="auto")
+    known = model.state_dict()
+    assert all(torch.equal(value, known[name]) for name, value in again.state_dict().items())
+    assert again.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    assert AutoTokenizer.from_pretrained(tmp_path / "policy").convert_ids_to_tokens([7]) == ["t7"]
+
+
+def test_ours_and_generate_decode_the_same_greedy_tokens(model):
+    prompts = [[5, 9, 2, 40], [1, 1, 3, 8]]
+    ours, theirs = Ours(model, 32).decode(prompts, 6), Generate(model).decode(prompts, 6)
+    assert ours.tokens == theirs.tokens
+    assert min(ours.seconds, theirs.seconds) > 0
+
+
+ECHO = """
+def get_supported_compute_types(device):
+    return {"float32"}
+class converters:
+    class TransformersConverter:
+        def __init__(self, directory): print("a word on stdout")
+        def convert(self, where, quantization, force): pass
+class Done:
+    def __init__(self, ids): self.sequences_ids = [ids]
+class Generator:
+    def __init__(self, where, device, compute_type, inter_threads, intra_threads): pass
+    def generate_batch(self, words, beam_size, sampling_topk, max_length, min_length, **how):
+        return [Done([int(text[-1][1:])] * max_length) for text in words]
+"""
+
+
+def test_a_rival_answers_from_its_own_process_and_another_is_skipped_with_its_reason(tmp_path, monkeypatch):
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "ctranslate2.py").write_text(ECHO)
+    (tmp_path / "modules" / "vllm.py").write_text("raise ImportError('built for another machine')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    here = {"ctranslate2": Path(sys.executable), "vllm": Path(sys.executable)}
+    with rivals(here, tmp_path / "policy", "fp32", 32, 4) as (found, reasons):
+        assert list(found) == ["ctranslate2"]
+        assert reasons == ["fp32: vllm: ImportError: built for another machine"]
+        said = found["ctranslate2"].decode([[3, 4], [5, 6]], 3)
+        assert said.tokens == [[4] * 3, [6] * 3]
+        process = found["ctranslate2"].process
+    assert process.returncode is not None
+
+
+def test_a_rival_without_the_dtype_or_without_a_python_is_skipped(tmp_path, monkeypatch):
+    (tmp_path / "ctranslate2.py").write_text(ECHO)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    here = {"ctranslate2": Path(sys.executable), "vllm": tmp_path / "none"}
+    with rivals(here, tmp_path / "policy", "bf16", 32, 4) as (found, reasons):
+        assert found == {}
+    assert reasons[0] == "bf16: ctranslate2: RuntimeError: it has no bfloat16 on this CPU, only float32"
+    assert "No such file" in reasons[1]
+
+
+def raced(rows, ours, vllm):
+    return Race(
+        "bf16", Shape(rows, 4, 2), {"ours": [1.0], "generate": [1.0]}, {"ours": [ours], "vllm": [vllm]}, {}
+    )
+
+
+@pytest.mark.parametrize(("rows", "share", "passed"), [(1, 0.91, True), (1, 0.89, False), (16, 0.81, True)])
+def test_decoding_has_a_bar_beside_vllm(rows, share, passed):
+    (bar, _) = (
+        bar for report in Found(decodes=[raced(rows, share, 1.0)]).reports(False) for bar in report.bars
+    )
+    assert bar.passed is passed
+    assert bar.text.startswith(f"bf16, batch {rows}: {share:.2f} [")
+
+
+def test_noise_the_choice_and_updates_are_ratios_within_a_turn():
+    noise = Noise("fp32", 16, [1.0, 2.0, 4.0], [1.1, 2.2, 4.4])
+    choice = Choice("fp32", 4, {PLAIN: [1.0, 2.0], AGAIN: [1.0, 2.0], AUTO: [0.9, 1.8]})
+    update = Update("fp32", 16, 260, [2.0, 4.0], [1.0, 2.0])
+    assert noise.extra.middle == pytest.approx(0.1)
+    assert choice.over_plain(AUTO).middle == pytest.approx(0.9)
+    assert update.in_steps.middle == 2.0
+    (report,) = Found(noises=[noise], choices=[choice], updates=[update]).reports(False)
+    assert [bar.passed for bar in report.bars] == [False, False]
+    assert [row[1] for row in report.rows] == [
+        "2.00 [2.00, 2.00] plain steps",
+        "+10.0 [10.0, 10.0] % of a step",
+        "0.90 [0.90, 0.90]; plain / plain 1.00 [1.00, 1.00]",
+    ]
+
+
+def test_the_core_is_given_back():
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    with decode.one_core(min(cores)):
+        assert os.sched_getaffinity(0) == {min(cores)}
+        assert torch.get_num_threads() == 1
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, threads)
+    with pytest.raises(SystemExit, match="--core 4096: this process may use"), decode.one_core(4096):
+        pass
+
+
+def test_what_is_no_rival_or_dtype_is_refused(capsys):
+    for words in (["--rival-python", "llama=x"], ["--dtypes", "fp64"], ["--only", "nothing"]):
+        with pytest.raises(SystemExit):
+            decode.main(words)
+        assert "invalid" in capsys.readouterr().err
+
+
+def test_a_quick_run_measures_every_part_and_says_which_rivals_are_missing(tmp_path, capsys):
+    file = tmp_path / "found.json"
+    decode.main(["--quick", "--json", str(file), "--core", str(min(os.sched_getaffinity(0)))])
+    text = capsys.readouterr()
+    reports = json.loads(file.read_text())["reports"]
+    assert [report["name"] for report in reports] == [
+        "plain decoding, tokens/s",
+        "prefill, seconds to the first tokens",
+        "our steps",
+    ]
+    races = [one for report in reports[:2] for one in report["figures"]["races"]]
+    assert {share for one in races for share in one["equal"].values()} == {1.0}
+    assert "skipped vllm: not asked for" in text.err
+    assert "too short to tell" in text.out
+    assert "PASS" not in text.out
+    assert "MISS" not in text.out
+    assert vocabulary(random_policy(decode.TINY, "fp32")) == 96
