@@ -1,16 +1,16 @@
 """Tests attention over the cache against a softmax in float64 that is written out, one query at a time."""
 
-from types import MethodType
-
 import pytest
 import torch
+from kit.exact_norms import normalize_exactly
 from kit.rollouts import prefilled
-from test_target import SIZES, TREES, close, drawn, exact_norm, made, own, path_to
+from test_target import SIZES, TREES, close, drawn, made, own, path_to
 from transformers import MistralConfig, MistralForCausalLM
 
 from aedit.spec_rollout.model.cache import KVCache
 from aedit.spec_rollout.model.kv_extent import kv_extents
 from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape
+from aedit.spec_rollout.model.prefill import Piece, PrefillAttention
 from aedit.spec_rollout.model.target import Target
 
 HEADS, KV_HEADS, SIZE = 6, 2, 4
@@ -66,14 +66,43 @@ def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_
                 close(ours[row, i], explicit(spec, queries[row, i], *seen, distances), 1e-12)
 
 
+def test_prefill_of_ragged_rows_attends_as_written_out():
+    torch.manual_seed(0)
+    shape = LayerShape(HEADS, KV_HEADS, SIZE)
+    cache = KVCache(SPECS, shape, 5, 60, torch.empty(0, dtype=torch.float64))
+    cache.kv.normal_()
+    past = cache.kv.clone()
+    sizes = [(3, 0, 9), (1, 0, 40), (0, 0, 7), (4, 12, 5), (2, 3, 1)]
+    pieces = [Piece(i, row, start, range(count)) for i, (row, start, count) in enumerate(sizes)]
+    step = PrefillAttention(cache, pieces)
+    assert len(step.parts) < len(pieces), "the short first pieces are one group"
+    total = sum(count for *_, count in sizes)
+    for layer, spec in enumerate(SPECS):
+        queries, keys, values = (
+            torch.randn(total, n, SIZE, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        ours, at = step.attend(layer, queries, keys, values), 0
+        for row, start, count in sizes:
+            new = slice(at, at + count)
+            all_k, all_v = (
+                torch.cat([old.transpose(0, 1), x[new]])
+                for old, x in zip(past[layer, :, row, :, :start], (keys, values), strict=True)
+            )
+            close(cache.kv[layer, 0, row, :, : start + count].transpose(0, 1), all_k, 0)
+            close(cache.kv[layer, 1, row, :, : start + count].transpose(0, 1), all_v, 0)
+            for i in range(count):
+                n = start + i + 1
+                seen = all_k[:n], all_v[:n], torch.arange(n).flip(0)
+                close(ours[at + i], explicit(spec, queries[at + i], *seen), 1e-12)
+            at += count
+
+
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_a_sliding_window_is_that_of_transformers_in_prefill_and_step(window):
     model = made()
     slid = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)).to(torch.float64).eval()
     slid.load_state_dict(model.state_dict())
-    for module in slid.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(exact_norm, module)
+    normalize_exactly(slid)
     target = Target.of(model, rows=1, max_tokens=40)
     target.cache = KVCache(
         [AttentionSpec(8**-0.5, window=window)] * 3,

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kit.prefill import Recorder, features_of
 from kit.rollouts import (
     VOCABULARY,
     Flips,
@@ -38,42 +39,6 @@ def engine_of(policy, rows=4, drafter=None, arms=("off",), **more):
 def finish(engine):
     """Run the engine to its end; return its rollouts, by sample."""
     return {rollout.prompt.sample: rollout for rollout in engine.generate([])}
-
-
-class Recorder:
-    """Feature sink that keeps all it receives, by row, and the ended samples by key."""
-
-    def __init__(self):
-        self.rows, self.ended = {}, []
-
-    def begin(self, rows, version):
-        for begun in rows:
-            assert begun.row not in self.rows
-            self.rows[begun.row] = [
-                list(begun.tokens),
-                [begun.features_Td.clone()],
-                begun.num_prompt,
-                version,
-            ]
-
-    def update(self, taken, version):
-        for row, tokens in enumerate(taken.tokens):
-            assert self.rows[row][3] == version
-            self.rows[row][0] += tokens
-            self.rows[row][1].append(taken.features[row, : len(tokens)].clone())
-
-    def move(self, source, target):
-        assert target not in self.rows
-        self.rows[target] = self.rows.pop(source)
-
-    def end(self, row, finished):
-        self.ended.append((*self.rows.pop(row), finished))
-
-
-def features_of(policy, tokens):
-    """Return transformers' last hidden states, after the final norm."""
-    with torch.no_grad():
-        return policy.model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
 
 
 def test_five_lines_are_enough(policy):

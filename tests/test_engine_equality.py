@@ -24,6 +24,8 @@ from kit.rollouts import (
     tokens_of,
 )
 
+from aedit.spec_rollout.sampling import noise
+
 ARMS = ["off", "layer:1", "layer:2", "layer:4", "layer:8", "layer:3x2x6", "layer:4x3x12"]
 
 
@@ -73,6 +75,16 @@ def test_a_flip_of_the_arm_changes_no_token(policy, mixed, plain, texts, rows):
     engine = engine_of(policy, rows, Insider(texts, seed=1), *FLIPS)
     assert tokens_of(engine, mixed[some]) == plain[some]
     assert set(engine.status()["arms"]) == set(FLIPS)
+
+
+def test_a_large_vocabulary_whose_noise_is_not_computed_ahead_changes_no_token(
+    policy, mixed, plain, texts, monkeypatch
+):
+    monkeypatch.setattr(noise, "LARGE_VOCABULARY", 1)
+    engine = engine_of(policy, 4, Insider(texts, seed=1), *FLIPS)
+    assert tokens_of(engine, mixed) == plain
+    assert set(engine.status()["arms"]) == set(FLIPS)
+    assert engine.status()["noise_bytes"] == 0
 
 
 @pytest.mark.parametrize("drafter", [lambda texts: Stubborn(), lambda texts: Insider(texts, honesty=0.0)])

@@ -14,7 +14,7 @@ from kit.tiny_policies import drafter, policy
 
 from aedit.spec_rollout.arms.arms import Fixed
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
-from aedit.spec_rollout.engine import rows as engine_rows
+from aedit.spec_rollout.engine import prefill
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.learning.feature_reader import FeatureReader
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
@@ -189,7 +189,7 @@ def test_drafter_and_ring_go_on_with_the_last_features(monkeypatch):
 
     One sample begins after the move.
     """
-    monkeypatch.setattr(engine_rows, "RECOMPUTED_TOKENS", 5)
+    monkeypatch.setattr(prefill, "RECOMPUTED_TOKENS", 5)
     model = policy()
     expected = {r.prompt.sample: r.tokens for r in drafting(model)[0].generate(long_prompts())}
     (here, _), (there, reader) = drafting(model), drafting(model)

@@ -3,10 +3,9 @@
 Rows, chains, trees, new weights.
 """
 
-from types import MethodType
-
 import pytest
 import torch
+from kit.exact_norms import normalize_exactly
 from kit.rollouts import prefilled
 from transformers import (
     BloomConfig,
@@ -21,7 +20,7 @@ from transformers import (
 
 from aedit.spec_rollout.model import cache
 from aedit.spec_rollout.model.attention_mask import ancestors, relative_positions
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target import Segment, Target
 
 V = 61
 SIZES = {
@@ -59,15 +58,7 @@ def made(name="llama", dtype=torch.float64, **more):
         for parameter in model.parameters():
             shift = 1.0 if parameter.dim() == 1 else 0.0
             parameter.copy_(torch.randn_like(parameter) * 0.15 + shift)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(exact_norm, module)
-    return model
-
-
-def exact_norm(self, x):
-    """Normalize without rounding to float32, which the models' own norm does even in float64."""
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+    return normalize_exactly(model)
 
 
 def drawn(*shape, seed=0):
@@ -191,32 +182,6 @@ def test_after_a_tree_the_rows_go_on_from_the_accepted_path():
     for row, past in enumerate(pasts):
         kept = tokens[row, path[row, : counts[row] + 1]]
         close(logits[row, 0], own(model, torch.cat([past, kept, next_token[row]]))[0][-1])
-
-
-def test_a_long_prompt_in_pieces_or_after_a_start_is_the_same(monkeypatch):
-    model = made()
-    text = drawn(70, seed=7)
-    theirs = own(model, text)[1]
-    target = Target.of(model, rows=2, max_tokens=70)
-    close(torch.cat([prefilled(target, text[:31], 1), prefilled(target, text[31:], 1, start=31)]), theirs)
-    monkeypatch.setattr("aedit.spec_rollout.model.target.PREFILL_SCORES_BYTES", 30_000)
-    close(prefilled(target, text, 0), theirs)
-    assert torch.equal(prefilled(target, text[:0], 0), torch.zeros(0, 32, dtype=torch.float64))
-
-
-def test_a_prompt_is_computed_in_pieces_of_bounded_scores(monkeypatch):
-    target = Target.of(made(), rows=1, max_tokens=70)
-    monkeypatch.setattr("aedit.spec_rollout.model.target.PREFILL_SCORES_BYTES", 30_000)
-    pieces, compute = [], target._prefill_chunk
-    monkeypatch.setattr(
-        target,
-        "_prefill_chunk",
-        lambda tokens, row, at: pieces.append((len(tokens), at)) or compute(tokens, row, at),
-    )
-    prefilled(target, drawn(70), 0)
-    assert sum(count for count, _ in pieces) == 70
-    assert len(pieces) > 2
-    assert all(4 * 8 * count * (at + count) <= 30_000 or count <= 16 for count, at in pieces)
 
 
 def test_a_copied_row_goes_on_like_its_source():
@@ -380,6 +345,8 @@ def test_rows_and_tokens_beyond_the_cache_are_refused():
     target = Target.of(made(), rows=2, max_tokens=20, nodes=3)
     for call, words in (
         (lambda: prefilled(target, drawn(25), 0), "25 tokens in a row exceed max_tokens 20 and a draft"),
+        (lambda: prefilled(target, drawn(5), 2), r"different rows in 0 .. 1, got \[2\]"),
+        (lambda: target.prefill([Segment(0, 0, [1]), Segment(0, 1, [1])]), r"different rows .* got \[0, 0\]"),
         (lambda: target.step(drawn(1, 4), [21]), "25 tokens in a row"),
         (lambda: target.step(drawn(3, 1), [1, 1, 1]), "3 rows of tokens and 3 lengths: must .* at most 2"),
         (lambda: target.step(drawn(1, 1), [1, 1]), "1 rows of tokens and 2 lengths"),

@@ -12,6 +12,7 @@ Each step chooses an arm, lets its drafter draft, verifies all drafted tokens in
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,22 @@ from aedit.spec_rollout.arms.arms import ArmChooser, EngineView, Fixed, StepObse
 from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft, Drafter, DrafterKind, FeatureSink, StepUpdate
 from aedit.spec_rollout.engine.meters import Meters, Step, Stopwatch
 from aedit.spec_rollout.engine.request_checks import check_prompt
-from aedit.spec_rollout.engine.rows import RowScheduler
+from aedit.spec_rollout.engine.rows import EngineLimits, RowScheduler
 from aedit.spec_rollout.engine.verification import Verification, VerifyMode, truncate_draft, verify_drafts
 from aedit.spec_rollout.model.target_model import TargetModel, make_target
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from aedit.spec_rollout.sampling.stops import TokenDecoder
+
+
+class EngineOptions(TypedDict, total=False):
+    """Keyword arguments of `Engine`, for `Engine.of`."""
+
+    drafters: Mapping[DrafterKind, Drafter] | None
+    chooser: ArmChooser | None
+    tokenizer: TokenDecoder | None
+    mode: VerifyMode
+    limits: EngineLimits | None
 
 
 class Engine:
@@ -42,6 +53,7 @@ class Engine:
         chooser: ArmChooser | None = None,
         tokenizer: TokenDecoder | None = None,
         mode: VerifyMode = "coupled",
+        limits: EngineLimits | None = None,
     ) -> None:
         """Make an engine.
 
@@ -51,6 +63,7 @@ class Engine:
             chooser: Chooses the arm of each step; None never speculates.
             tokenizer: Needed for stop strings.
             mode: How drafts are verified.
+            limits: Of prefill and prefix cache.
         """
         self.target, self.mode, self.tokenizer = target, mode, tokenizer
         self.chooser: ArmChooser = chooser or Fixed(OFF)
@@ -58,18 +71,11 @@ class Engine:
         self.meters = Meters()
         dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         noise = RowNoise(target.rows, target.vocabulary, device=target.device, dtype=dtype)
-        self._rows = RowScheduler(target, noise, drafters or {}, tokenizer)
+        self._rows = RowScheduler(target, noise, drafters or {}, tokenizer, limits or EngineLimits())
 
     @classmethod
     def of(
-        cls,
-        model: nn.Module,
-        *,
-        rows: int,
-        max_tokens: int,
-        tokenizer: TokenDecoder | None = None,
-        drafters: Mapping[DrafterKind, Drafter] | None = None,
-        chooser: ArmChooser | None = None,
+        cls, model: nn.Module, *, rows: int, max_tokens: int, **options: Unpack[EngineOptions]
     ) -> "Engine":
         """Return an engine for a `transformers` model.
 
@@ -79,15 +85,12 @@ class Engine:
             model: The policy; see `make_target`.
             rows: Number of samples that are decoded at the same time.
             max_tokens: Upper limit of prompt and answer of one sample, in tokens.
-            tokenizer: Needed for stop strings.
-            drafters: Drafters by kind.
-            chooser: Chooses the arm of each step; None never speculates.
+            **options: Keyword arguments of `Engine`.
 
         Raises:
             ValueError: The model is not supported.
         """
-        target = make_target(model, rows=rows, max_tokens=max_tokens)
-        return cls(target, drafters=drafters, chooser=chooser, tokenizer=tokenizer)
+        return cls(make_target(model, rows=rows, max_tokens=max_tokens), **options)
 
     @property
     def running(self) -> list[Rollout]:
@@ -96,7 +99,10 @@ class Engine:
 
     @property
     def waiting(self) -> list[Rollout]:
-        """Return the waiting rollouts in the order in which they will start."""
+        """Return the waiting rollouts in the order in which they will start.
+
+        The first one waits until its whole prompt is computed; see `EngineLimits.prefill_tokens`.
+        """
         return list(self._rows.waiting)
 
     @property
@@ -186,19 +192,21 @@ class Engine:
     def step(self) -> Step:
         """Run one pass of the policy over all running samples, each of which gets one token or more.
 
-        Waiting samples start first, as far as rows are free. Without samples nothing is done.
+        Waiting samples start first, as far as rows are free and `EngineLimits.prefill_tokens` allows. Without
+        samples nothing is done.
         """
         with torch.inference_mode():
-            self._rows.admit_waiting()
+            self._rows.start_waiting()
             return self._step() if self._rows.running else Step()
 
     def status(self) -> dict[str, object]:
         """Return counts, memory use and the figures of `Meters.status`.
 
         `kv_bytes` are allocated for keys and values now, at most `kv_bytes_reserved`; `feature_bytes` are
-        features of prompts of running samples; `features` is the status of the sink; `transferred_kv_bytes`
-        are keys and values that came with waiting samples; `prefilled_tokens` were computed when samples
-        started, `restored_tokens` were not as their keys and values came along.
+        features of running samples; `features` is the status of the sink; `transferred_kv_bytes` are keys and
+        values that came with waiting samples; `prefilled_tokens` were computed before samples ran,
+        `restored_tokens` were not as their keys and values came along; for `prefix_cache` see
+        `PrefixCache.status`.
         """
         return {
             "running": len(self._rows.running),
@@ -212,8 +220,9 @@ class Engine:
             "transferred_kv_bytes": sum(
                 each.kv.num_bytes for each in self._rows.waiting if each.kv is not None
             ),
-            "prefilled_tokens": self._rows.num_prefilled,
-            "restored_tokens": self._rows.num_restored,
+            "prefilled_tokens": self._rows.prefill.num_computed,
+            "restored_tokens": self._rows.prefill.num_restored,
+            "prefix_cache": self._rows.prefix_cache.status(),
             **self.meters.status(),
         }
 
@@ -254,6 +263,7 @@ class Engine:
             draft_s=0.0 if proposal is None else drafting.seconds(),
         )
         self._observe(view, step, proposal, verification.path)
+        rows.renew_budget()
         rows.end(ended, finished=True)
         return step
 
@@ -310,6 +320,7 @@ class Engine:
         if not rows.needs_features:
             return
         update = StepUpdate(kept, verification.features(counts))
+        rows.record_step(update.features, counts)
         for drafter in rows.drafters.values():
             drafter.update(update)
         if rows.sink is not None:

@@ -2,26 +2,46 @@
 
 The running rows are always the first ones. Where a sample ends, the next waiting sample starts in its row, or
 the last row moves into it. Cache, noise, drafters and feature sink are informed of every change.
+
+Samples start in the order of the queue. Between two passes over running samples, at most `prefill_tokens`
+tokens of waiting ones are computed. A longer text is computed in parts; its sample is the first of the queue
+until the last part, in a row after the running ones.
 """
 
+import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, FeatureSink, RowStart
-from aedit.spec_rollout.model.target import Segment
+from aedit.spec_rollout.engine.feature_history import FeatureHistory
+from aedit.spec_rollout.engine.prefill import Prefill, PromptRow, SampleStart
+from aedit.spec_rollout.engine.prefix_cache import PrefixCache
 from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.spec_rollout.sampling.distribution import RowSampling
 from aedit.spec_rollout.sampling.noise import RowNoise
-from aedit.spec_rollout.sampling.samples import FinishReason, Prompt, Rollout, SampleKV
+from aedit.spec_rollout.sampling.samples import FinishReason, Rollout, SampleKV
 from aedit.spec_rollout.sampling.stops import StopStrings, TokenDecoder
+from aedit.types import check
 
-RECOMPUTED_TOKENS = 64
-"""Number of last tokens that are computed again for a sample that came with keys and values, if features are
-needed: a drafter starts from the features of these tokens."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Limits of an engine's prefill and of its prefix cache."""
+
+    prefill_tokens: int = 512
+    """Upper limit of tokens of waiting samples that are computed between two passes over running samples.
+    While no sample is running there is no limit."""
+    prefix_cache_bytes: int = 256 << 20
+    """Upper limit of the prefix cache, which grows with its contents; 0 turns it off."""
+
+    def __post_init__(self) -> None:
+        check(self.prefill_tokens > 0, "prefill_tokens", "must be above 0", self.prefill_tokens)
+        check(
+            self.prefix_cache_bytes >= 0, "prefix_cache_bytes", "must be 0 or more", self.prefix_cache_bytes
+        )
 
 
 @dataclass(slots=True)
@@ -34,9 +54,14 @@ class RunningSample:
     last: int
     """Token that goes through the policy next."""
     stops: StopStrings | None
-    prompt_features: Tensor | None
-    """Features of all prompt tokens but the last, for other samples of the group. None if no features are
-    needed, or they are on another engine."""
+    features: FeatureHistory | None
+    """Features of the prompt, for other samples of the group; with a prefix cache, of all tokens but the
+    last. None if features are not needed."""
+
+    @property
+    def cached_tokens(self) -> list[int]:
+        """Return the tokens whose keys and values are in the row."""
+        return [*self.rollout.prompt.tokens, *self.rollout.tokens][: self.length]
 
     @property
     def max_remaining(self) -> int:
@@ -77,22 +102,37 @@ class RowScheduler:
         noise: RowNoise,
         drafters: Mapping[DrafterKind, Drafter],
         tokenizer: TokenDecoder | None,
+        limits: EngineLimits,
     ) -> None:
         self.target, self.noise, self.drafters, self.tokenizer = target, noise, dict(drafters), tokenizer
-        self.sink: FeatureSink | None = None
+        self.limits = limits
+        self.prefix_cache = PrefixCache(limits.prefix_cache_bytes)
+        self.prefill = Prefill(target, self.prefix_cache, needs_features=bool(drafters))
         self.running: list[RunningSample] = []
         self.waiting: deque[Rollout] = deque()
-        self.num_prefilled = 0
-        """Tokens that were computed when samples started."""
-        self.num_restored = 0
-        """Tokens that were not computed, as their keys and values came along."""
+        self._sink: FeatureSink | None = None
+        self._head: SampleStart | None = None
+        """The first of the queue, if a part of its text has been computed."""
+        self._budget = limits.prefill_tokens
+        """Tokens of waiting samples that may be computed before the next pass."""
         self._sampling: RowSampling | None = None
         self._some_greedy = False
 
     @property
     def needs_features(self) -> bool:
         """Return true if a drafter or a sink uses features."""
-        return bool(self.drafters) or self.sink is not None
+        return self.prefill.needs_features
+
+    @property
+    def sink(self) -> FeatureSink | None:
+        """Return the receiver of the policy's features."""
+        return self._sink
+
+    @sink.setter
+    def sink(self, sink: FeatureSink | None) -> None:
+        self._sink = sink
+        self.prefill.needs_features = bool(self.drafters) or sink is not None
+        self.prefix_cache.clear()  # its blocks may lack the features
 
     @property
     def sampling(self) -> RowSampling:
@@ -116,17 +156,26 @@ class RowScheduler:
 
     @property
     def feature_bytes(self) -> int:
-        """Return the bytes of prompt features that are kept for samples with the same prompt."""
-        features = [sample.prompt_features for sample in self.running if sample.prompt_features is not None]
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in features}
-        return sum(storages.values())
+        """Return the bytes of features that are kept for samples that begin with the same tokens."""
+        histories = (sample.features for sample in self.running if sample.features is not None)
+        storages = (x.untyped_storage() for history in histories for x in history.tensors())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def admit_waiting(self) -> None:
-        """Start waiting samples in free rows."""
-        num_free = self.target.rows - len(self.running)
-        if self.waiting and num_free:
-            first = len(self.running)
-            self._begin(range(first, first + min(num_free, len(self.waiting))))
+    def start_waiting(self) -> None:
+        """Start waiting samples in free rows, as far as the limit of computed tokens allows."""
+        if self.waiting:
+            self._refill([])
+
+    def record_step(self, features_Bmf: Tensor, counts: Sequence[int]) -> None:
+        """Record the features of the tokens that one pass has added to each row."""
+        if self.prefix_cache.is_on:
+            for row, (live, count) in enumerate(zip(self.running, counts, strict=True)):
+                if live.features is not None:
+                    live.features.append(features_Bmf, row, count)
+
+    def renew_budget(self) -> None:
+        """Allow the computation of more waiting samples, after a pass over the running ones."""
+        self._budget = self.limits.prefill_tokens
 
     def end(self, rows: Sequence[int], finished: bool) -> None:
         """End the samples of these rows (ascending) and fill the rows again.
@@ -135,12 +184,13 @@ class RowScheduler:
             rows: Rows whose samples end.
             finished: Their text is complete; else it continues elsewhere.
         """
+        if not rows:
+            return
         for row in rows:
+            live = self.running[row]
+            self.prefill.store(row, live.cached_tokens, live.features)
             self._release(row, finished)
-        num_next = min(len(rows), len(self.waiting))
-        self._begin(rows[:num_next])
-        for row in reversed(rows[num_next:]):
-            self._move_last_into(row)
+        self._refill(rows)
 
     def copy_kv(self, row: int) -> SampleKV:
         """Return a copy of the keys and values of a row's sample."""
@@ -150,41 +200,104 @@ class RowScheduler:
         """Compute the state of all running samples again with the current weights."""
         for row in range(len(self.running)):
             self._release(row, finished=False)
+        self._drop_head()
+        self.prefix_cache.clear()
         rollouts = [live.rollout for live in self.running]
         self.running = []
         self.waiting.extendleft(reversed(rollouts))
-        self._begin(range(len(rollouts)))
+        self._begin(self._take([], math.inf, len(rollouts)))
 
-    def _begin(self, rows: Iterable[int]) -> None:
-        """Start the next waiting samples in these rows, which are free or follow the last one."""
-        starts = [self._start(row, self.waiting.popleft()) for row in rows]
+    def _refill(self, ended: Sequence[int]) -> None:
+        """Start waiting samples in the rows of ended samples and after the last row; close remaining gaps."""
+        budget = self._budget if len(self.running) > len(ended) else math.inf
+        num_computed = self.prefill.num_computed
+        if self._head is not None and (not self.waiting or self.waiting[0] is not self._head.rollout):
+            self._drop_head()  # it was removed from the queue
+        gaps = list(ended)
+        starts = self._take(gaps, budget, self.target.rows)
+        self._begin(starts)
+        for row in reversed(gaps):
+            self._move_last_into(row)
+        if not starts:
+            self._advance_head(budget)
+        self._budget = max(0, self._budget - self.prefill.num_computed + num_computed)
+
+    def _take(self, gaps: list[int], budget: float, most: int) -> list[SampleStart]:
+        """Take samples from the queue whose prefill can be completed, and assign rows.
+
+        Args:
+            gaps: Rows of ended samples, ascending. Those that are filled are removed.
+            budget: Upper limit of tokens to compute.
+            most: Upper limit of samples.
+        """
+        starts: list[SampleStart] = []
+        rows, next_row = self._prompt_rows(), len(self.running)
+        while self.waiting and len(starts) < most and (gaps or next_row < self.target.rows):
+            start = self._head or self.prefill.plan(self.waiting[0], rows.values(), starts)
+            if start.num_missing > budget:
+                break
+            budget -= start.num_missing
+            self.waiting.popleft()
+            # A row that was filled in parts is kept if it is the next one: nothing has to be copied.
+            row = gaps.pop(0) if gaps and start.row != next_row else next_row
+            next_row += row == next_row
+            if start.row < 0:
+                self.prefill.place(start, row)
+            elif start.row != row:
+                self.target.move_row(start.row, row, start.length)
+                start.row = row
+            rows.pop(row, None)
+            starts.append(start)
+            self._head = None
+        return starts
+
+    def _advance_head(self, budget: float) -> None:
+        """Compute the next part of the first sample of the queue, in a row after the running ones."""
+        if not self.waiting or budget == 0 or len(self.running) == self.target.rows:
+            return
+        if self._head is None:
+            self._head = self.prefill.plan(self.waiting[0], self._prompt_rows().values(), [])
+            self.prefill.place(self._head, len(self.running))
+        self.prefill.compute([self._head], int(budget))
+
+    def _drop_head(self) -> None:
+        """Forget the computed part of the first sample of the queue."""
+        if self._head is not None:
+            self.target.release_row(self._head.row)
+            self._head = None
+
+    def _prompt_rows(self) -> dict[int, PromptRow]:
+        """Return the rows from which a prompt can be copied, also those of samples that have just ended."""
+        return {
+            row: PromptRow(row, live.rollout.prompt, live.features)
+            for row, live in enumerate(self.running)
+            if not self.needs_features or (live.features is not None and live.features.start == 0)
+        }
+
+    def _begin(self, starts: Sequence[SampleStart]) -> None:
+        """Compute what is missing of these samples, which have rows, and run them."""
         if not starts:
             return
+        self.prefill.compute(starts)
+        begun = [self._run(start) for start in starts]
         self._sampling = None
         for drafter in self.drafters.values():
-            drafter.begin(starts)
+            drafter.begin(begun)
         if self.sink is not None:
-            self.sink.begin(starts, self.target.version)
+            self.sink.begin(begun, self.target.version)
 
-    def _start(self, row: int, rollout: Rollout) -> RowStart:
-        """Fill the row with the state of all tokens of the rollout but the last."""
-        prompt = rollout.prompt
-        tokens, num_prompt = [*prompt.tokens, *rollout.tokens], len(prompt.tokens)
-        restored, rollout.kv = self._restore_kv(row, tokens, rollout.kv), None
-        if not restored:
-            features_Tf = self._prefill(row, prompt, tokens)
-        elif self.needs_features:
-            start = max(0, len(tokens) - 1 - RECOMPUTED_TOKENS)
-            features_Tf = self._compute(row, tokens[start:-1], start)
-        else:
-            features_Tf = self._no_features()
+    def _run(self, start: SampleStart) -> RowStart:
+        """Add a sample whose row has the state of all tokens but the last to the running ones."""
+        rollout, row, tokens = start.rollout, start.row, start.tokens
+        prompt, rollout.kv = rollout.prompt, None
+        features_Tf = self.prefill.features(start)
+        history = FeatureHistory(features_Tf, start.first_feature) if self.needs_features else None
+        self.prefill.store(row, tokens[:-1], history)
         self.noise.begin(row, prompt.rollout, prompt.sample)
-        has_all = self.needs_features and len(features_Tf) == len(tokens) - 1
-        kept = features_Tf[: num_prompt - 1] if has_all else None
         self.running[row : row + 1] = [
-            RunningSample(rollout, len(tokens) - 1, tokens[-1], self._stops(rollout), kept)
+            RunningSample(rollout, len(tokens) - 1, tokens[-1], self._stops(rollout), history)
         ]
-        return RowStart(row, prompt.group, tokens, features_Tf, num_prompt)
+        return RowStart(row, prompt.group, tokens, features_Tf, len(prompt.tokens))
 
     def _stops(self, rollout: Rollout) -> StopStrings | None:
         """Return the search for the sample's stop strings, after its text so far."""
@@ -196,55 +309,6 @@ class RowScheduler:
             stops.completes(token)
         return stops
 
-    def _restore_kv(self, row: int, tokens: Sequence[int], kept: SampleKV | None) -> bool:
-        """Write the keys and values that came with a sample; return true if they could be used.
-
-        They must be of this policy version and of all tokens but the last.
-        """
-        if kept is None or kept.version != self.target.version or kept.num_tokens != len(tokens) - 1:
-            return False
-        try:
-            self.target.write_kv(row, kept.kv)
-        except ValueError:
-            return False
-        self.num_restored += kept.num_tokens
-        return True
-
-    def _prefill(self, row: int, prompt: Prompt, tokens: Sequence[int]) -> Tensor:
-        """Compute all tokens but the last; return their features, if features are needed."""
-        parts, start = [self._no_features()], 0
-        source = self._same_prompt(prompt)
-        if source is not None:
-            start = len(prompt.tokens) - 1
-            if source != row:
-                self.target.copy_row(source, row, start)
-            kept = self.running[source].prompt_features
-            parts += [kept] if kept is not None else []
-        if start < len(tokens) - 1:
-            parts.append(self._compute(row, tokens[start:-1], start))
-        return torch.cat(parts) if self.needs_features else parts[0]
-
-    def _compute(self, row: int, tokens: Sequence[int], start: int) -> Tensor:
-        self.num_prefilled += len(tokens)
-        return self.target.prefill([Segment(row, start, tokens)])[0]
-
-    def _no_features(self) -> Tensor:
-        return torch.empty(0, self.target.feature_size, dtype=self.target.dtype, device=self.target.device)
-
-    def _same_prompt(self, prompt: Prompt) -> int | None:
-        """Return a row whose cache holds this prompt, or None.
-
-        The row belongs to a running sample of the group, or to one that has just ended.
-        """
-        if prompt.group < 0:
-            return None
-        for row, live in enumerate(self.running):
-            other = live.rollout.prompt
-            has_features = live.prompt_features is not None or not self.needs_features
-            if other.group == prompt.group and other.tokens == prompt.tokens and has_features:
-                return row
-        return None
-
     def _release(self, row: int, finished: bool) -> None:
         for drafter in self.drafters.values():
             drafter.end(row)
@@ -255,6 +319,7 @@ class RowScheduler:
     def _move_last_into(self, row: int) -> None:
         """Move the last row into this one, whose sample has ended."""
         self._sampling = None
+        self.target.release_row(row)
         last = self.running.pop()
         source = len(self.running)
         if row == source:

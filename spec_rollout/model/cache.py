@@ -62,19 +62,17 @@ class KVCache:
             kv_extents: Extents that cover these rows, in order.
             ancestors_Bqq: Result of `attention_mask.ancestors` if the new tokens are a tree, else None.
         """
-        shape, device = self.shape, self.kv.device
+        device = self.kv.device
         num_rows, first_row = lengths_B.shape[0], kv_extents[0].first_row
         rows = torch.arange(first_row, first_row + num_rows, device=device)
-        heads = torch.arange(shape.num_kv_heads, device=device) * self.slots
-        slots_Bq = (rows * (shape.num_kv_heads * self.slots) + lengths_B)[:, None]
-        slots_Bq = slots_Bq + torch.arange(q, device=device)
+        slots_BqK = self.flat_slots(rows[:, None], lengths_B[:, None] + torch.arange(q, device=device))
         views = []
         for extent in kv_extents:
             of = slice(extent.first_row - first_row, extent.first_row - first_row + extent.num_rows)
             views.append(
                 self._view(extent, lengths_B[of], q, None if ancestors_Bqq is None else ancestors_Bqq[of])
             )
-        return StepAttention(self, (num_rows, q), (slots_Bq[:, :, None] + heads).reshape(-1), views)
+        return StepAttention(self, (num_rows, q), slots_BqK, views)
 
     def _view(self, extent: KVExtent, lengths_B: Tensor, q: int, ancestors_Bqq: Tensor | None) -> "KVView":
         num_kv_heads = self.shape.num_kv_heads
@@ -90,6 +88,17 @@ class KVCache:
                 mask = mask.expand(-1, num_kv_heads, -1, self.shape.group, -1)
                 masks[window] = mask.reshape(-1, q * self.shape.group, extent.context)
         return KVView(extent.num_rows, keys.transpose(-1, -2).unbind(0), values.unbind(0), masks)
+
+    def flat_slots(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """Return the flat slots of all heads for slots of these rows, which broadcast: (numel * K)."""
+        heads = torch.arange(self.shape.num_kv_heads, device=self.kv.device) * self.slots
+        flat = rows * (self.shape.num_kv_heads * self.slots) + slots
+        return (flat[..., None] + heads).reshape(-1)
+
+    def row_kv(self, layer: int, row: int, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the slots first .. end - 1 of a row, each (K, end - first, h)."""
+        keys, values = self.kv[layer, :, row, :, first:end].unbind(0)
+        return keys, values
 
     def write(self, layer: int, slots: Tensor, keys_TKh: Tensor, values_TKh: Tensor) -> None:
         """Write the keys and values of T new tokens of one layer to flat `slots`."""

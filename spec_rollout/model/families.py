@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aedit.spec_rollout.model.experts import Experts
-from aedit.spec_rollout.model.family_checks import check_parameters, check_parts, check_value, is_of
+from aedit.spec_rollout.model.family_checks import check_parameters, check_value
 from aedit.spec_rollout.model.layers import (
     Attention,
     AttentionSpec,
@@ -35,6 +35,7 @@ from aedit.spec_rollout.model.layers import (
 )
 from aedit.spec_rollout.model.model_weights import ModelWeights
 from aedit.spec_rollout.model.rotary import Rotary
+from aedit.spec_rollout.model.supported import unsupported_reason
 
 ACTIVATIONS: Mapping[str, Function] = MappingProxyType(
     {
@@ -80,8 +81,6 @@ OLMO_NORMS = Norms(None, "post_attention_layernorm", None, "post_feedforward_lay
 class Family:
     """What the forward pass of one class does beyond that of Llama."""
 
-    folder: str
-    """Folder of the class in `transformers.models`."""
     norms: Norms = Norms()
     windows: Literal["none", "all", "typed"] = "none"
     """Layers with a sliding window: those of `config.layer_types` where "typed"."""
@@ -97,12 +96,11 @@ class Family:
 _CAUSAL = ("use_bidirectional_attention", (None, False))
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "LlamaForCausalLM": Family("llama", implemented=(("pretraining_tp", (None, 1)),)),
-        "Qwen2ForCausalLM": Family("qwen2", windows="typed"),
-        "Qwen3ForCausalLM": Family("qwen3", windows="typed"),
-        "MistralForCausalLM": Family("mistral", windows="all"),
+        "LlamaForCausalLM": Family(implemented=(("pretraining_tp", (None, 1)),)),
+        "Qwen2ForCausalLM": Family(windows="typed"),
+        "Qwen3ForCausalLM": Family(windows="typed"),
+        "MistralForCausalLM": Family(windows="all"),
         "Gemma2ForCausalLM": Family(
-            "gemma2",
             GEMMA_NORMS,
             "typed",
             "hidden_activation",
@@ -111,19 +109,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         # Gemma 3 has a key for the cap of attention that its forward pass does not use.
         "Gemma3ForCausalLM": Family(
-            "gemma3",
             GEMMA_NORMS,
             "typed",
             "hidden_activation",
             implemented=(_CAUSAL, ("attn_logit_softcapping", (None,))),
         ),
-        "Phi3ForCausalLM": Family("phi3", windows="all"),
-        "Olmo2ForCausalLM": Family("olmo2", OLMO_NORMS, has_whole_qk_norm=True),
-        "SmolLM3ForCausalLM": Family("smollm3", windows="typed"),
-        "MixtralForCausalLM": Family("mixtral", windows="all"),
-        "Qwen3MoeForCausalLM": Family("qwen3_moe", windows="all"),
+        "Phi3ForCausalLM": Family(windows="all"),
+        "Olmo2ForCausalLM": Family(OLMO_NORMS, has_whole_qk_norm=True),
+        "SmolLM3ForCausalLM": Family(windows="typed"),
+        "MixtralForCausalLM": Family(windows="all"),
+        "Qwen3MoeForCausalLM": Family(windows="all"),
         "GPT2LMHeadModel": Family(
-            "gpt2",
             activation="activation_function",
             implemented=(("add_cross_attention", (False,)), ("reorder_and_upcast_attn", (False,))),
         ),
@@ -138,22 +134,20 @@ def read_weights(model: nn.Module) -> ModelWeights:
         ValueError: The class, a part of it, a value of its configuration, sharding or a dtype is not
             supported. The message names it.
     """
-    family = FAMILIES.get(type(model).__name__)
     check_parameters(model)
-    if family is None or not is_of(model, family.folder):
-        name = f"{type(model).__module__}.{type(model).__qualname__}"
-        raise ValueError(f"{name} is not supported: use one of {', '.join(FAMILIES)} of transformers")
-    check_parts(model, family.folder)
+    family = FAMILIES.get(type(model).__name__)
+    if family is None:
+        raise ValueError(f"{type(model).__name__} is not supported: use one of {', '.join(FAMILIES)}")
     config: Any = model.config
     check_value(config, family.activation, tuple(ACTIVATIONS))
     for key, values in family.implemented:
         check_value(config, key, values)
+    if reason := unsupported_reason(model):
+        raise ValueError(f"not supported: {reason}")
     activation = ACTIVATIONS[getattr(config, family.activation)]
-    return (
-        _gpt2(model, activation)
-        if family.folder == "gpt2"
-        else Reader.of(model, family, activation).weights()
-    )
+    if type(model).__name__ == "GPT2LMHeadModel":
+        return _gpt2(model, activation)
+    return Reader.of(model, family, activation).weights()
 
 
 @dataclass(frozen=True, slots=True)

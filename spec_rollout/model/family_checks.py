@@ -6,14 +6,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-_PARTS = (nn.Linear, nn.Embedding, nn.ModuleList, nn.LayerNorm, nn.Dropout)
-_FOLDERS = ("torch.nn.modules.activation", "transformers.activations", "transformers.pytorch_utils")
-
-
-def is_of(module: nn.Module, folder: str) -> bool:
-    """Return whether the class of `module` is one of this folder of `transformers.models`, not a subclass."""
-    return type(module).__module__ == f"transformers.models.{folder}.modeling_{folder}"
-
 
 def check_parameters(model: nn.Module) -> None:
     """Check that the parameters are plain tensors in one dtype.
@@ -34,18 +26,6 @@ def check_parameters(model: nn.Module) -> None:
         raise ValueError(
             f"parameters in {', '.join(sorted(map(str, kinds)))}: all must be in one of fp64, fp32, bf16"
         )
-
-
-def check_parts(model: nn.Module, folder: str) -> None:
-    """Check that every module is one that `transformers` puts into a model of this folder.
-
-    Raises:
-        ValueError: A module is of another class: an adapter, a quantized layer or a class of the caller.
-    """
-    for name, module in model.named_modules():
-        kind = type(module)
-        if not (kind in _PARTS or kind.__module__ in _FOLDERS or is_of(module, folder)):
-            raise ValueError(f"{name} is a {kind.__name__}: only the modules of transformers are supported")
 
 
 def check_value(config: Any, key: str, implemented: tuple[Any, ...]) -> None:

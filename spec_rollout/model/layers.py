@@ -16,6 +16,8 @@ from torch import Tensor
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries_THh, keys_TKh, values_TKh), with RoPE applied -> attention output, (T, H * h)."""
+LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`Attend` for the layer of an index."""
 Function = Callable[[Tensor], Tensor]
 """A norm, a projection, an activation or an MLP: of the last dimension of each token."""
 

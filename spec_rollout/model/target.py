@@ -5,36 +5,24 @@ Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary,
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aedit.spec_rollout.model.attention_mask import ancestors, relative_positions
-from aedit.spec_rollout.model.cache import KVCache, StepAttention
+from aedit.spec_rollout.model.cache import KVCache
 from aedit.spec_rollout.model.families import read_weights
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
 from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.model.kv_extent import KVExtent, kv_extents
-from aedit.spec_rollout.model.layers import run_layer
+from aedit.spec_rollout.model.layers import LayerAttend, run_layer
+from aedit.spec_rollout.model.prefill import PassLimits, PrefillAttention, plan_passes
+from aedit.spec_rollout.model.prefill import Segment as Segment
 from aedit.spec_rollout.model.rotary import read_ropes
 from aedit.spec_rollout.model.weight_update import copy_weights
-
-PREFILL_SCORES_BYTES = 32 << 20
-"""Upper limit of the attention scores of one prefill chunk in bytes. A longer prompt is computed in chunks.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens of one row that `Target.prefill` computes."""
-
-    row: int
-    start: int
-    """Position of the first token: number of tokens that are cached in the row before it."""
-    tokens: Sequence[int]
 
 
 class Target:
@@ -164,16 +152,19 @@ class Target:
             raise ValueError(f"segments must be of different rows in 0 .. {self.rows - 1}, got {rows}")
         for segment in segments:
             self._check_capacity(segment.start + len(segment.tokens))
-        return [self._prefill_row(segment) for segment in segments]
-
-    def _prefill_row(self, segment: Segment) -> Tensor:
-        row, start, tokens_T = segment.row, segment.start, to_device(segment.tokens, self.device, torch.int64)
-        parts, at = [torch.empty(0, self.feature_size, dtype=self.dtype, device=self.device)], start
-        while at < start + len(tokens_T):
-            count = min(start + len(tokens_T) - at, self._chunk_size(at))
-            parts.append(self._prefill_chunk(tokens_T[at - start : at - start + count], row, at))
-            at += count
-        return torch.cat(parts)
+        limits = PassLimits.of(self.cache, 4 * self.hidden_size)
+        parts: list[list[Tensor]] = [[] for _ in segments]
+        for pieces in plan_passes(segments, limits):
+            attention = PrefillAttention(self.cache, pieces)
+            tokens = list(chain.from_iterable(piece.tokens for piece in pieces))
+            tokens_T = to_device(tokens, self.device, torch.int64)
+            hidden_Tf = self._layers(tokens_T, attention.positions_T, attention.attend)
+            for piece, hidden in zip(
+                pieces, torch.split(hidden_Tf, [len(p.tokens) for p in pieces]), strict=True
+            ):
+                parts[piece.segment].append(hidden)
+        empty = torch.empty(0, self.feature_size, dtype=self.dtype, device=self.device)
+        return [torch.cat(part) if part else empty for part in parts]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -291,17 +282,17 @@ class Target:
             is_ancestor = ancestors(parents_BN)
             positions = lengths_B[:, None] + relative_positions(is_ancestor)
         past = self.cache.prepare(lengths_B, q, extents, is_ancestor)
-        hidden_Tf = self._layers(tokens_Bq.reshape(-1), positions.reshape(-1), past)
+        hidden_Tf = self._layers(tokens_Bq.reshape(-1), positions.reshape(-1), past.attend)
         logits = self.logits(hidden_Tf)
         return logits.view(num_rows, q, -1), hidden_Tf.view(num_rows, q, -1)
 
-    def _layers(self, tokens_T: Tensor, positions_T: Tensor, past: StepAttention) -> Tensor:
+    def _layers(self, tokens_T: Tensor, positions_T: Tensor, attend: LayerAttend) -> Tensor:
         """Return hidden states after the final norm, followed by those of the taps, (T, f)."""
         x = self.weights.embed(tokens_T, positions_T)
         ropes = tuple(rope.at(positions_T) for rope in self.ropes)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.weights.layers):
-            x = run_layer(x, layer, ropes, partial(past.attend, index))
+            x = run_layer(x, layer, ropes, partial(attend, index))
             if index in self.taps:
                 tapped[index] = x
         last = self.weights.norm(x)
@@ -330,19 +321,6 @@ class Target:
 
         logits, hidden = self.graphs.run(key, run, *inputs)
         return logits[:num_rows], hidden[:num_rows].clone()
-
-    def _prefill_chunk(self, tokens_T: Tensor, row: int, start: int) -> Tensor:
-        count = len(tokens_T)
-        lengths = torch.full((1,), start, device=self.device)
-        past = self.cache.prepare(lengths, count, [KVExtent(row, 1, start + count, needs_mask=count > 1)])
-        positions = torch.arange(start, start + count, device=self.device)
-        return self._layers(tokens_T, positions, past)
-
-    def _chunk_size(self, start: int) -> int:
-        """Return how many tokens from position `start` on are computed at once."""
-        row_bytes = self.weights.shape.num_heads * self.embedding.element_size()
-        most = PREFILL_SCORES_BYTES // row_bytes  # new tokens times tokens they attend to
-        return max(16, int((start * start / 4 + most) ** 0.5 - start / 2))
 
     def _check_capacity(self, end: int) -> None:
         if end > self.cache.slots:

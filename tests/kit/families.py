@@ -1,10 +1,7 @@
 """Tiny models of all families with a fast path, with weights and sizes that make every part matter."""
 
-from types import MethodType
-
 import torch
 from transformers import (
-    AttentionInterface,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -19,7 +16,8 @@ from transformers import (
     Qwen3MoeConfig,
     SmolLM3Config,
 )
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from kit.exact_norms import normalize_exactly
 
 SIZES = {
     "vocab_size": 64,
@@ -102,7 +100,7 @@ def family_model(name, dtype=torch.float64, **changes):
     """
     torch.manual_seed(3)
     config = FAMILIES[name].__class__.from_dict(FAMILIES[name].to_dict() | changes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="exact").to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     model.config._experts_implementation = "eager"  # grouped products do not support float64
     with torch.no_grad():
         for parameter in model.parameters():
@@ -112,40 +110,4 @@ def family_model(name, dtype=torch.float64, **changes):
                 module.weight.add_(1.0)  # other than Gemma's
             if isinstance(module, torch.nn.LayerNorm):
                 module.weight.add_(1.0)
-    for module in model.modules() if dtype is torch.float64 else ():
-        if "RMSNorm" in type(module).__name__:
-            module.forward = MethodType(_gemma_norm if hasattr(module, "eps") else _norm, module)
-        if "TopKRouter" in type(module).__name__:
-            module.forward = MethodType(_router, module)
-    return model
-
-
-def _norm(self, x):
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-
-def _gemma_norm(self, x):
-    return self._norm(x) * (1.0 + self.weight)
-
-
-def _router(self, x):
-    logits = x.reshape(-1, x.shape[-1]) @ self.weight.T
-    weights, experts = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
-    if getattr(self, "norm_topk_prob", True):
-        weights = weights / weights.sum(-1, keepdim=True)
-    return logits, weights, experts
-
-
-def _attention(module, query, key, value, attention_mask, scaling=None, softcap=None, **_):
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("exact", _attention)
-AttentionMaskInterface.register("exact", eager_mask)
+    return normalize_exactly(model)

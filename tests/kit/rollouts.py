@@ -1,7 +1,6 @@
 """Tiny policies, prompts, a plain decoder, and drafters that guess well, badly and maliciously."""
 
 import random
-from types import MethodType
 
 import torch
 from transformers import (
@@ -17,6 +16,7 @@ from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.model.target import Segment, Target
 from aedit.spec_rollout.sampling.noise import gumbel
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
+from kit.exact_norms import normalize_exactly
 
 VOCABULARY = 64
 SIZES = {
@@ -44,16 +44,7 @@ def tiny_policy(seed=0, dtype=torch.float64, kind=(LlamaConfig, LlamaForCausalLM
     """Return a policy with random weights, so large that some next tokens are likely and others are not."""
     torch.manual_seed(seed)
     config, model = kind
-    policy = model(config(**SIZES, initializer_range=spread)).to(dtype).eval()
-    for module in policy.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(_exact_norm, module)
-    return policy
-
-
-def _exact_norm(self, hidden):
-    """Normalize in the input's precision; transformers' own norm is float32 even in a float64 model."""
-    return hidden * (hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt() * self.weight
+    return normalize_exactly(model(config(**SIZES, initializer_range=spread)).to(dtype).eval())
 
 
 def prefilled(target, tokens_T, row, start=0):

@@ -1,0 +1,245 @@
+"""Tests the prefill of samples that start: batched, in parts between passes, without effect on any token."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from kit.prefill import Recorder, features_of, long_prompts, watched
+from kit.rollouts import FLIPS, Flips, Insider, decode_plainly, prompts_of, tiny_policy
+
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.rows import EngineLimits
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.sampling.samples import Sampling
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return tiny_policy(seed=1)
+
+
+def engine_of(policy, rows=4, drafter=None, arms=("off",), **limits):
+    target = Target.of(policy, rows=rows, max_tokens=160, nodes=12)
+    drafters = {} if drafter is None else {"layer": drafter}
+    limits = EngineLimits(**{"prefix_cache_bytes": 0, **limits})
+    return Engine(target, drafters=drafters, chooser=Flips(*arms), limits=limits)
+
+
+def finish(engine, made):
+    list(engine.generate([]))
+    return [rollout.tokens for rollout in made]
+
+
+def test_all_samples_that_start_in_a_step_are_computed_in_one_call(policy, monkeypatch):
+    asked = long_prompts([30, 1, 7, 12])
+    engine = engine_of(policy)
+    events = watched(engine, monkeypatch)
+    made = [engine.add(prompt) for prompt in asked]
+    engine.step()
+    assert events == [[(0, 0, 29), (2, 0, 6), (3, 0, 11)], "pass"]  # a prompt of one token needs nothing
+    assert finish(engine, made) == decode_plainly(policy, asked)
+
+
+def test_the_members_of_a_group_need_their_prompt_once(policy, monkeypatch):
+    asked = [*long_prompts([30] * 3, group=5), *long_prompts([30], seed=1), *long_prompts([30], group=5)]
+    engine = engine_of(policy, rows=4)
+    events = watched(engine, monkeypatch)
+    made = [engine.add(replace(prompt, sample=i)) for i, prompt in enumerate(asked)]
+    tokens = finish(engine, made)
+    assert [event for event in events if event != "pass"] == [[(0, 0, 29), (3, 0, 29)]]
+    assert tokens == decode_plainly(policy, [rollout.prompt for rollout in made])
+
+
+def test_new_weights_compute_all_running_samples_together(policy, monkeypatch):
+    """The first member of a group is computed whole; the others continue after the prompt."""
+    asked = [*long_prompts([20] * 3, group=1), *long_prompts([9, 14], seed=1)]
+    asked = [replace(prompt, sample=i) for i, prompt in enumerate(asked)]
+    engine = engine_of(tiny_policy(seed=1), rows=6, prefill_tokens=4)
+    made = [engine.add(prompt) for prompt in asked]
+    for _ in range(3):
+        engine.step()
+    events = watched(engine, monkeypatch)
+    engine.update_weights(policy.state_dict(), 1)
+    assert events == [
+        [(0, 0, 19 + 3), (3, 0, 8 + 3), (4, 0, 13 + 3)],
+        [(1, 19, 3), (2, 19, 3)],
+    ]
+    assert finish(engine, made) == decode_plainly(policy, asked)
+
+
+def test_a_long_prompt_does_not_hold_up_the_running_samples(policy, monkeypatch):
+    short, long, last = long_prompts([5, 101, 3], max_new_tokens=20)
+    engine = engine_of(policy, prefill_tokens=16)
+    made = [engine.add(short)]
+    engine.step()
+    events = watched(engine, monkeypatch)
+    made += [engine.add(long), engine.add(last)]
+    for number in range(1, 7):
+        step = engine.step()
+        assert len(step.counts) == 1
+        assert len(made[0].tokens) == number + 1
+        assert (engine.running, engine.waiting) == (made[:1], made[1:])
+    step = engine.step()
+    assert len(step.counts) == 3
+    parts = [[(1, start, 16)] for start in range(0, 96, 16)]
+    assert events == [x for part in parts for x in (part, "pass")] + [[(1, 96, 4), (2, 0, 2)], "pass"]
+    assert finish(engine, made) == decode_plainly(policy, [short, long, last])
+
+
+def test_nothing_is_held_back_while_no_sample_is_running(policy, monkeypatch):
+    asked = long_prompts([101, 50, 60])
+    engine = engine_of(policy, rows=2, prefill_tokens=8)
+    events = watched(engine, monkeypatch)
+    made = [engine.add(prompt) for prompt in asked]
+    tokens = finish(engine, made)
+    assert [event for event in events if event != "pass"] == [[(0, 0, 100), (1, 0, 49)], [(0, 0, 59)]]
+    assert tokens == decode_plainly(policy, asked)
+
+
+def test_between_two_passes_no_more_is_computed_than_the_limit(policy, monkeypatch):
+    """Samples end and start in all steps, at the end of one step and at the beginning of the next."""
+    draw = random.Random(3)
+    asked = long_prompts([draw.randint(1, 60) for _ in range(30)])
+    asked = [
+        replace(prompt, sampling=Sampling(max_new_tokens=draw.randint(1, 6)), group=-1) for prompt in asked
+    ]
+    engine = engine_of(policy, rows=3, prefill_tokens=10)
+    events = watched(engine, monkeypatch)
+    made = []
+    never_idle = engine.add(long_prompts([2], max_new_tokens=150)[0])
+    engine.step()
+    for prompt in asked:
+        made.append(engine.add(prompt))
+        engine.step()
+    assert list(engine.generate([]))[-1] is never_idle
+    between, most = 0, 0
+    for event in events[1:]:
+        between = 0 if event == "pass" else between + sum(count for _, _, count in event)
+        most = max(most, between)
+    assert most == 10
+    assert [rollout.tokens for rollout in made] == decode_plainly(policy, asked)
+
+
+@pytest.mark.parametrize("ends", ["removed", "closed"])
+def test_a_sample_that_leaves_before_its_prompt_is_computed_leaves_nothing(policy, monkeypatch, ends):
+    short, long, last = long_prompts([5, 101, 40], max_new_tokens=20)
+    engine = engine_of(policy, rows=2, prefill_tokens=16)
+    made = [engine.add(short)]
+    engine.step()
+    made += [engine.add(long), engine.add(last)]
+    engine.step()
+    assert engine.waiting == made[1:]
+    released = []
+    monkeypatch.setattr(engine.target, "release_row", released.append)
+    if ends == "closed":
+        engine.close()
+        assert sorted(released) == [0, 1]
+        return
+    moving = engine.remove(made[1])
+    assert (moving.partial.tokens, moving.partial.kv) == ([], None)
+    engine.step()
+    assert released[0] == 1
+    elsewhere = engine_of(policy).add(moving)
+    assert elsewhere.prompt == long
+    assert finish(engine, [made[0], made[2]]) == decode_plainly(policy, [short, last])
+
+
+def test_new_weights_in_the_middle_of_a_prefill_are_those_of_the_whole_prompt(policy):
+    old, new = tiny_policy(seed=1), tiny_policy(seed=4)
+    short, long = long_prompts([5, 101], max_new_tokens=20)
+    engine = engine_of(old, prefill_tokens=16)
+    engine.sink = sink = Recorder()
+    made = [engine.add(short)]
+    engine.step()
+    made.append(engine.add(long))
+    for _ in range(3):
+        engine.step()
+    assert engine.waiting == made[1:]
+    engine.update_weights(new.state_dict(), 1)
+    list(engine.generate([]))
+    assert made[1].tokens == decode_plainly(new, [long])[0]
+    assert set(made[1].versions) == {1}
+    tokens, features, *_ = sink.ended[-1]
+    torch.testing.assert_close(torch.cat(features), features_of(new, tokens)[:-1], rtol=0, atol=1e-9)
+
+
+def test_a_row_that_was_filled_in_parts_moves_down_when_others_have_ended(policy, monkeypatch):
+    asked = long_prompts([5, 6, 7, 80], max_new_tokens=12)
+    asked[1:3] = [replace(prompt, sampling=Sampling(max_new_tokens=3)) for prompt in asked[1:3]]
+    engine = engine_of(policy, prefill_tokens=16)
+    events = watched(engine, monkeypatch)
+    made = [engine.add(prompt) for prompt in asked[:3]]
+    engine.step()
+    made.append(engine.add(asked[3]))
+    tokens = finish(engine, made)
+    parts = [(3, 0, 16), (3, 16, 16), (3, 32, 16), (3, 48, 16), (1, 64, 15)]
+    assert [event for event in events if event != "pass"][1:] == [[part] for part in parts]
+    assert tokens == decode_plainly(policy, asked)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_limit_changes_a_token_or_a_feature(policy, seed):
+    """Samples come, leave, come back and end, in random order; drafters and sink follow."""
+    draw = random.Random(seed)
+    asked = [
+        replace(prompt, sample=i, group=i % 3 if i % 4 else -1)
+        for i, prompt in enumerate(random_groups(draw, 24))
+    ]
+    plain = dict(zip(map(key, asked), decode_plainly(policy, asked), strict=True))
+    texts = [[*prompt.tokens, *plain[key(prompt)]] for prompt in asked]
+    here, there = (
+        engine_of(
+            tiny_policy(seed=1), rows, Insider(texts, seed), FLIPS, prefill_tokens=draw.choice([1, 3, 11, 40])
+        )
+        for rows in (3, 2)
+    )
+    here.sink = sink = Recorder()
+    made, queue = [], list(asked)
+    while queue or here.running or here.waiting:
+        for _ in range(draw.choice([0, 0, 1, 3])):
+            if queue:
+                made.append(here.add(queue.pop()))
+        here.step()
+        there.step()
+        some = [*here.running, *here.waiting]
+        if some and draw.random() < 0.15:
+            made.append(there.add(here.remove(draw.choice(some))))
+        if there.running and draw.random() < 0.2:
+            made.append(here.add(there.remove(draw.choice(there.running + there.waiting))))
+        if draw.random() < 0.05:
+            here.update_weights(policy.state_dict(), here.target.version + 1)
+    list(there.generate([]))
+    ended = {key(rollout.prompt): rollout.tokens for rollout in made if rollout.finish_reason}
+    assert ended == plain
+    assert not here.running
+    for tokens, features, *_ in sink.ended:
+        assert torch.allclose(torch.cat(features), features_of(policy, tokens)[:-1], atol=1e-9)
+
+
+def random_groups(draw, count):
+    by_group = [long_prompts([draw.randint(20, 90)], seed=100 + i)[0] for i in range(3)]
+    for i in range(count):
+        sampling = Sampling(max_new_tokens=draw.randint(1, 14), temperature=draw.choice([0.0, 1.0]))
+        prompt = by_group[i % 3] if i % 4 else long_prompts([draw.randint(1, 70)], seed=i)[0]
+        yield replace(prompt, sampling=sampling)
+
+
+def key(prompt):
+    return prompt.rollout, prompt.sample
+
+
+@pytest.mark.parametrize("limit", [{"prefill_tokens": 0}, {"prefix_cache_bytes": -1}])
+def test_a_limit_that_makes_no_sense_is_refused(limit):
+    with pytest.raises(ValueError, match=next(iter(limit))):
+        EngineLimits(**limit)
+
+
+def test_an_engine_takes_its_options_with_the_model(policy):
+    engine = Engine.of(
+        policy, rows=2, max_tokens=32, limits=EngineLimits(prefix_cache_bytes=0), mode="coupled"
+    )
+    assert engine.status()["prefix_cache"]["limit_bytes"] == 0
+    with pytest.raises(TypeError, match="prefix"):
+        Engine.of(policy, rows=2, max_tokens=32, prefix=1)
+    assert len(list(engine.generate(prompts_of(2)))) == 2
