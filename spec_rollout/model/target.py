@@ -22,15 +22,15 @@ from aedit.spec_rollout.model.layers import LayerAttend, run_layer
 from aedit.spec_rollout.model.prefill import PassLimits, PrefillAttention, plan_passes
 from aedit.spec_rollout.model.prefill import Segment as Segment
 from aedit.spec_rollout.model.rotary import read_ropes
-from aedit.spec_rollout.model.weight_update import copy_weights
+from aedit.spec_rollout.model.weight_update import PolicyWeights
 
 
 class Target:
     """A `transformers` model in the form that the engine needs.
 
-    It computes with the model's own parameters: changes by an optimizer or by `update_weights` take effect at
-    the next call. The tokens of a row have the cache slots 0, 1, ...; the caller passes the length of each
-    row with every call.
+    It computes with the model's own parameters: changes in place take effect at the next call. After any
+    change, call `update_weights`; `check_weights` tells whether that was forgotten. The tokens of a row have
+    the cache slots 0, 1, ...; the caller passes the length of each row with every call.
     """
 
     def __init__(self, model: nn.Module, rows: int, max_tokens: int, nodes: int, taps: Sequence[int]) -> None:
@@ -40,7 +40,7 @@ class Target:
             raise ValueError(f"max_tokens {max_tokens} exceeds the {limit} positions of this model")
         self.model, self.rows, self.max_tokens, self.nodes = model, rows, max_tokens, nodes
         self.taps = tuple(taps)
-        self.version = 0
+        self._policy = PolicyWeights(model)
         # A draft that starts at a row's last token needs slots, too.
         slots = max_tokens + nodes + 1
         self.cache = KVCache(self.weights.attention, self.weights.shape, rows, slots, self.embedding)
@@ -77,6 +77,11 @@ class Target:
                 f"taps {wrong} do not exist: this model has the layers 0 to {target.num_layers - 1}"
             )
         return target
+
+    @property
+    def version(self) -> int:
+        """Return the version of the policy that the weights are, 0 until `update_weights`."""
+        return self._policy.version
 
     @property
     def supports_trees(self) -> bool:
@@ -254,21 +259,32 @@ class Target:
         """
         self.cache.write_kv(row, kv, start)
 
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy new weights into the model's parameters, all or none, and set the policy version.
-
-        Tensors that are the parameters themselves are not copied. The cache still holds keys and values of
-        the old weights; a caller that needs those of the new weights must prefill again.
+    def check_weights(self, *, thorough: bool = False) -> None:
+        """Raise RuntimeError if the weights have changed since they became `version`.
 
         Args:
-            weights: Tensors by the names of `model.state_dict()`.
+            thorough: Look closer, which takes longer; see `WeightWatch.changed`.
+        """
+        self._policy.check(thorough=thorough)
+
+    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Make `weights` the policy's weights, all or none, and set the policy version.
+
+        The cache still holds keys and values of the old weights; a caller that needs those of the new weights
+        must prefill again.
+
+        Args:
+            weights: See `PolicyWeights.update`.
             version: Version of the policy that these weights are.
 
         Raises:
-            ValueError: A tensor does not fit; the message names it. Nothing has changed.
+            ValueError: A tensor does not fit, or the version is that of other weights; nothing has changed.
+            RuntimeError: A rank was lost while tensors were gathered.
         """
-        copy_weights(self.model, weights)
-        self.version = version
+        moved = self._policy.update(weights, version)
+        self.weights = read_weights(self.model)
+        if moved and self.graphs is not None:
+            self.graphs.clear()  # captured kernels would read the old addresses
 
     def _forward(
         self, extents: list[KVExtent], tokens_Bq: Tensor, lengths_B: Tensor, parents_BN: Tensor | None
