@@ -79,7 +79,7 @@ OLMO_NORMS = Norms(None, "post_attention_layernorm", None, "post_feedforward_lay
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What the forward pass of one class does beyond that of Llama."""
+    """Differences of one class from Llama, in its forward pass."""
 
     norms: Norms = Norms()
     windows: Literal["none", "all", "typed"] = "none"
