@@ -7,7 +7,7 @@ import pytest
 import torch
 from dist_jobs.export_jobs import train_and_save
 from kit.rollouts import perturbed
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from aedit.launch.cli import generate as generating
 from aedit.launch.cli import main
@@ -174,11 +174,12 @@ def test_what_is_no_policy_is_said_to_be_none(capsys, saved, tmp_path):
 
 
 def test_a_model_that_the_engine_does_not_know_is_named(capsys, tmp_path):
-    GPT2LMHeadModel(GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    config = BloomConfig(vocab_size=257, hidden_size=16, n_layer=1, n_head=2)
+    BloomForCausalLM(config).save_pretrained(tmp_path)
     ByteTokenizer().save(tmp_path)
     code, _, err = run(capsys, tmp_path, "--prompt", "a", "--max-new-tokens", 4)
     assert code == 2
-    assert "GPT2" in err
+    assert "BloomForCausalLM" in err
 
 
 # --- text as it comes

@@ -25,8 +25,10 @@ class TargetModel(Protocol):
     """Upper limit of prompt and answer of one sample, in tokens."""
     nodes: int
     """Upper limit of drafted tokens of one row in one step."""
-    version: int
-    """Version of the policy."""
+
+    @property
+    def version(self) -> int:
+        """Return the version of the policy that the weights are; see `PolicyWeights`."""
 
     @property
     def supports_trees(self) -> bool:
@@ -106,8 +108,17 @@ class TargetModel(Protocol):
             ValueError: It is of another model, or too long.
         """
 
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy new weights into the parameters, all or none, and set the version."""
+    def check_weights(self, *, thorough: bool = False) -> None:
+        """Raise RuntimeError if the weights have changed since they became `version`.
+
+        See `PolicyWeights.check`.
+        """
+
+    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Make `weights` the policy's weights, all or none, and set the version.
+
+        See `PolicyWeights.update`. Drop what was made of the old weights.
+        """
 
 
 def make_target(
