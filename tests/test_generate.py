@@ -11,10 +11,10 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
 )
 
 from aedit.launch.cli import generate as generating
@@ -182,17 +182,12 @@ def test_what_is_no_policy_is_said_to_be_none(capsys, saved, tmp_path):
 
 
 def test_a_model_of_another_family_is_generated_from_by_its_own_forward(capsys, tmp_path):
-    config = GPT2Config(
-        vocab_size=257,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=40,
-        initializer_range=0.3,
+    config = OPTConfig(
+        vocab_size=257, **SIZES, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=40, init_std=0.3,
         eos_token_id=256,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    OPTForCausalLM(config).save_pretrained(tmp_path)
     ByteTokenizer().save(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     words = ["--prompt", "Hello", "--temperature", "0", "--arm", "suffix:8", "--compare"]
@@ -200,7 +195,7 @@ def test_a_model_of_another_family_is_generated_from_by_its_own_forward(capsys, 
     assert code == 0
     assert text_of(model, "Hello", 35) in out
     assert "tokens equal: yes" in out
-    assert "GPT2LMHeadModel takes the generic (one pass for all rows) path, not the fast one" in err
+    assert "OPTForCausalLM takes the generic (one pass for all rows) path, not the fast one" in err
 
 
 def test_a_model_that_is_not_causal_is_named(capsys, tmp_path):
