@@ -54,13 +54,10 @@ def _of_run(source: str, path: Path) -> Policy:
 
 
 def _of_directory(source: str, path: Path) -> Policy:
-    try:
-        model = _model.from_pretrained(path, dtype="auto", trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source}: no usable model there ({first_line(error)})") from error
+    model = _read_model(source, path)
     try:
         tokenizer = _tokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the readers of tokenizer files raise plain Exception, too
         raise UserError(f"{source}: no tokenizer there ({first_line(error)})") from error
 
     def encode(text: str) -> list[int]:
@@ -74,6 +71,25 @@ def _of_directory(source: str, path: Path) -> Policy:
     eos_ids = model.generation_config.eos_token_id
     stops = {tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None}
     return Policy(source, model, encode, decode, tuple(sorted(stops)))
+
+
+def _read_model(source: str, path: Path) -> Any:
+    """Return the model of a directory.
+
+    Raises:
+        UserError: Configuration or weights cannot be read, are incomplete, or do not fit each other.
+    """
+    try:
+        model, found = _model.from_pretrained(
+            path, dtype="auto", trust_remote_code=False, output_loading_info=True
+        )
+    except Exception as error:  # files are read by several libraries, each with exceptions of its own
+        raise UserError(f"{source}: no usable model there ({first_line(error)})") from error
+    missing = sorted(found["missing_keys"])
+    if missing:
+        what = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
+        raise UserError(f"{source}: no usable model there (its files have no weights for {what})")
+    return model
 
 
 def first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ Shapes: B rows, N drafted nodes, q = N + 1 verified tokens, of which at most M a
 feature size.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -42,6 +43,10 @@ class Verification:
     def accepted(self) -> tuple[int, ...]:
         """Return the number of accepted drafted nodes of each row."""
         return tuple(len(tokens) - 1 for tokens in self.tokens)
+
+    def undefined_rows(self) -> list[int]:
+        """Return the rows with a token whose log-probability is NaN: the policy's logits are not finite."""
+        return [row for row, values in enumerate(self.logprobs) if any(map(math.isnan, values))]
 
     def features(self, counts: Sequence[int]) -> Tensor:
         """Return the features of the first counts[b] accepted tokens, then zeros: (B, m, f).
@@ -90,14 +95,16 @@ def verify_drafts(rows: RowScheduler, draft: Draft | None, depth: int, mode: Ver
     # Copies to the device are queued before the pass: later ones could have to wait for it.
     random_numbers, num_drawn_Bq = verify_pass.random_numbers(mode), verify_pass.num_drawn()
     logits_BqV, hidden_Bqf = rows.target.step(verify_pass.tokens_Bq, verify_pass.lengths, parents_BN)
-    accepted = verify_pass.accepted(
-        warp_logits(logits_BqV, rows.sampling, num_drawn_Bq), random_numbers, mode
-    )
+    warped_BqV = warp_logits(logits_BqV, rows.sampling, num_drawn_Bq)
+    accepted = verify_pass.accepted(warped_BqV, random_numbers, mode)
     if parents_BN is not None:
         rows.target.keep_path(verify_pass.lengths, accepted.path_BM, accepted.counts_B)
         logits_BqV = _gather_tokens(logits_BqV, accepted.path_BM)
         hidden_Bqf = _gather_tokens(hidden_Bqf, accepted.path_BM)
     logprobs_BM = logprobs(logits_BqV, accepted.emitted_BM, rows.sampling)
+    if rows.sampling.has_masks:
+        is_possible_BM = _scores(warped_BqV, accepted) > -torch.inf
+        logprobs_BM = logprobs_BM.where(is_possible_BM, torch.nan)
     return _to_host(accepted, logprobs_BM, hidden_Bqf, is_tree=parents_BN is not None)
 
 
@@ -177,6 +184,12 @@ class _VerifyPass:
 def _gather_tokens(x_BqD: Tensor, index_BM: Tensor) -> Tensor:
     """Return the entries of these tokens of each row, (B, M, D)."""
     return x_BqD.gather(1, index_BM[..., None].expand(-1, -1, x_BqD.shape[-1]))
+
+
+def _scores(warped_BqV: Tensor, accepted: AcceptedTokens) -> Tensor:
+    """Return the scores that the emitted tokens were drawn with, (B, M)."""
+    vocabulary = warped_BqV.shape[-1]
+    return warped_BqV.flatten(1).gather(1, accepted.path_BM * vocabulary + accepted.emitted_BM)
 
 
 def _to_host(

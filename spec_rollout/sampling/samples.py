@@ -1,5 +1,6 @@
 """Input and output of an engine: prompts, sampling settings, rollouts."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -7,8 +8,15 @@ from torch import Tensor
 
 from aedit.types import check
 
-FinishReason = Literal["", "stop", "length"]
+FinishReason = Literal["", "stop", "length", "abort"]
 """Why a rollout has ended; empty while it is running."""
+
+UNASSIGNED = 1 << 63
+"""Id that the engine replaces. It does not fit into 64 bits, so it is no id of a sample."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
+"""Limits of a temperature above 0. Beyond them, logits over temperature overflow or vanish in float32."""
+MIN_TOP_P = 1e-30
+"""Lower limit of top_p. A smaller one may be 0 in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +40,32 @@ class Sampling:
     """Bool, (vocabulary,): tokens that may be drawn. None allows all."""
 
     def __post_init__(self) -> None:
-        check(self.temperature >= 0, "temperature", "must be 0 or more", self.temperature)
+        for name in ("temperature", "top_p"):
+            _check_number(name, getattr(self, name))
+        for name in ("top_k", "max_new_tokens", "min_new_tokens"):
+            _check_int(name, getattr(self, name))
+        check(
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
+            "temperature",
+            f"must be 0 or more: 0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
+            self.temperature,
+        )
         check(self.top_k >= 0, "top_k", "must be 0 or more", self.top_k)
-        check(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1", self.top_p)
+        check(
+            MIN_TOP_P <= self.top_p <= 1, "top_p", f"must be above 0 ({MIN_TOP_P}) and at most 1", self.top_p
+        )
         check(self.max_new_tokens > 0, "max_new_tokens", "must be above 0", self.max_new_tokens)
         check(self.min_new_tokens >= 0, "min_new_tokens", "must be 0 or more", self.min_new_tokens)
+        check(not isinstance(self.stop_strings, str), "stop_strings", "must be a tuple", self.stop_strings)
+
+
+def _check_number(name: str, value: object) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    check(ok, name, "must be a finite number", value)
+
+
+def _check_int(name: str, value: object) -> None:
+    check(isinstance(value, int) and not isinstance(value, bool), name, "must be an int", repr(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +73,41 @@ class Prompt:
     """One requested sample.
 
     (rollout, sample) is the key of its noise: the same key, prompt, policy and sampling give the same tokens
-    on any engine with any drafter.
+    on any engine with any drafter. So two samples of a prompt must have two keys. A prompt without ids gets a
+    key of its own from `Engine.add`: (-1, 0), (-2, 0), ... in the order of adding, so a program that is
+    started again gets the same keys. If one id is given, the other is 0. Give ids where several engines work
+    on one batch: each engine counts for itself.
     """
 
     tokens: tuple[int, ...]
-    rollout: int = 0
-    sample: int = 0
+    rollout: int = UNASSIGNED
+    sample: int = UNASSIGNED
     group: int = -1
     """Samples of one group have the same prompt, which is computed once, and share the history of the suffix
     drafter. A negative number means no group."""
     sampling: Sampling = Sampling()
     partial: "Rollout | None" = None
     """Unfinished rollout of another engine that this engine continues."""
+
+    def __post_init__(self) -> None:
+        if (self.rollout == UNASSIGNED) != (self.sample == UNASSIGNED):
+            name = "rollout" if self.rollout == UNASSIGNED else "sample"
+            object.__setattr__(self, name, 0)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Return (rollout, sample)."""
+        return self.rollout, self.sample
+
+    @property
+    def has_key(self) -> bool:
+        """Return true if the ids were given, or assigned by an engine."""
+        return self.rollout != UNASSIGNED
+
+    @property
+    def name(self) -> str:
+        """Return the sample's name in messages."""
+        return f"{self.rollout}/{self.sample}" if self.has_key else "without ids"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
