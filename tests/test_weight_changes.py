@@ -138,7 +138,7 @@ def test_the_parameters_stay_shared_with_a_trainer_on_the_same_rank():
         way(policy)
         engine.update_weights(None, version)
         assert [p.data_ptr() for p in policy.parameters()] == addresses
-    assert engine.target.weights.layers[0].q.data_ptr() in addresses
+    assert engine.target.weights.layers[0].attention.qkv.q.weight.data_ptr() in addresses
 
 
 def test_training_that_leaves_the_weights_alone_raises_nothing():
