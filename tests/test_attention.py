@@ -41,9 +41,7 @@ def explicit(spec, query_Hh, keys_CKh, values_CKh, distances_C):
 def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_saved):
     torch.manual_seed(0)
     lengths, q = [7, 2, 12], 8
-    cache = KVCache(
-        SPECS, LayerShape(HEADS, KV_HEADS, SIZE, 1e-6), 3, 24, torch.empty(0, dtype=torch.float64)
-    )
+    cache = KVCache(SPECS, LayerShape(HEADS, KV_HEADS, SIZE), 3, 24, torch.empty(0, dtype=torch.float64))
     cache.kv.normal_()
     ancestors = None
     if tree is not None:
@@ -70,7 +68,7 @@ def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_
 
 def test_prefill_of_ragged_rows_attends_as_written_out():
     torch.manual_seed(0)
-    shape = LayerShape(HEADS, KV_HEADS, SIZE, 1e-6)
+    shape = LayerShape(HEADS, KV_HEADS, SIZE)
     cache = KVCache(SPECS, shape, 5, 60, torch.empty(0, dtype=torch.float64))
     cache.kv.normal_()
     past = cache.kv.clone()
