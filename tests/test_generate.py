@@ -265,7 +265,7 @@ def tokenizer_cut_short(path):
         (emptied, "no usable model there"),
         (weights_taken_away, "no usable model there"),
         (a_tensor_left_out, "no weights for model.layers.1.mlp.up_proj.weight"),
-        (a_tensor_of_another_shape, "no usable model there"),
+        (a_tensor_of_another_shape, "have model.norm.weight with shape (31,), expected (32,)"),
         (shard_missing, "no usable model there"),
         (configuration_is_no_json, "no usable model there"),
         (configuration_is_a_list, "no usable model there"),
@@ -286,7 +286,7 @@ def test_a_damaged_model_directory_is_one_line_and_exit_code_2(tmp_path, saved, 
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words)
     assert code == 2
-    line = err.getvalue().splitlines()[-1]
+    (line,) = err.getvalue().splitlines()
     assert line.startswith(f"aedit: {'' if 'NaN' in says else path}")
     assert says in line
     assert "Traceback" not in err.getvalue()

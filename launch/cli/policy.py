@@ -1,5 +1,6 @@
 """Load a policy with its tokenizer from a run or from a model directory."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,16 +80,30 @@ def _read_model(source: str, path: Path) -> Any:
     Raises:
         UserError: Configuration or weights cannot be read, are incomplete, or do not fit each other.
     """
+    level = _logging.get_verbosity()
+    _logging.set_verbosity_error()  # the report of the loader would come before the line of this command
     try:
         model, found = _model.from_pretrained(
-            path, dtype="auto", trust_remote_code=False, output_loading_info=True
+            path,
+            dtype="auto",
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     except Exception as error:  # files are read by several libraries, each with exceptions of its own
         raise UserError(f"{source}: no usable model there ({first_line(error)})") from error
-    missing = sorted(found["missing_keys"])
-    if missing:
-        what = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
-        raise UserError(f"{source}: no usable model there (its files have no weights for {what})")
+    finally:
+        _logging.set_verbosity(level)
+    wrong = [f"no weights for {name}" for name in sorted(found["missing_keys"])]
+    wrong += [f"{name} with shape {tuple(file)}, expected {tuple(own)}"
+              for name, file, own in sorted(found["mismatched_keys"])]  # fmt: skip
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise UserError(f"{source}: no usable model there (its files have {wrong[0]}{more})")
+    if unused := sorted(found["unexpected_keys"]):
+        print(
+            f"aedit: {source}: {len(unused)} tensors there are not used, such as {unused[0]}", file=sys.stderr
+        )
     return model
 
 

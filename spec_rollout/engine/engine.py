@@ -141,7 +141,7 @@ class Engine:
     def _queue(self, prompt: Prompt) -> Rollout:
         self._keys.take(prompt)
         begun = prompt.partial or Rollout(prompt)
-        lists = [*begun.tokens], [*begun.logprobs], [*begun.versions]
+        lists = [*begun.tokens], [*begun.logprobs], [*begun.versions], [*begun.top_logprobs]
         rollout = Rollout(replace(prompt, partial=None), *lists, passes=begun.passes, kv=begun.kv)
         self._rows.waiting.append(rollout)
         return rollout
@@ -372,6 +372,8 @@ class Engine:
             num_kept, finish = each.find_end(tokens)
             kept.append(tokens[:num_kept])
             each.append(kept[row], verification.logprobs[row][:num_kept], version)
+            if verification.top_logprobs is not None and each.rollout.prompt.sampling.top_logprobs:
+                each.rollout.top_logprobs += verification.top_logprobs[row][:num_kept]
             if finish:
                 each.rollout.finish_reason = finish
                 ended.append(row)

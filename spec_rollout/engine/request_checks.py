@@ -58,6 +58,9 @@ def _stop_error(sampling: Sampling, vocabulary: int, has_tokenizer: bool) -> str
         return f"stop tokens must be int, got {sampling.stop_tokens}"
     if any(type(text) is not str for text in sampling.stop_strings):
         return f"stop strings must be str, got {sampling.stop_strings}"
+    bad = _outside(tuple(sampling.logit_bias), vocabulary)
+    if bad is not None:
+        return f"token {bad} of logit_bias is outside the vocabulary of {vocabulary}"
     bad = _outside(sampling.stop_tokens, vocabulary)
     if bad is not None:
         return f"stop token {bad} is outside the vocabulary of {vocabulary}"
@@ -70,6 +73,8 @@ def _stop_error(sampling: Sampling, vocabulary: int, has_tokenizer: bool) -> str
 
 def _mask_error(sampling: Sampling, vocabulary: int) -> str:
     allowed, stops = sampling.allowed, set(sampling.stop_tokens)
+    if sampling.constraint is not None and not callable(getattr(sampling.constraint, "allowed", None)):
+        return f"constraint must have a method allowed, got {type(sampling.constraint).__name__}"
     if allowed is not None:
         if not isinstance(allowed, torch.Tensor):
             return f"allowed must be a bool tensor, ({vocabulary},), got {type(allowed).__name__}"
@@ -93,4 +98,6 @@ def _partial_error(prompt: Prompt) -> str:
         return "the partial rollout has ended already"
     if not len(partial.tokens) == len(partial.logprobs) == len(partial.versions):
         return "the partial rollout has another number of tokens than of logprobs or versions"
+    if len(partial.top_logprobs) != (len(partial.tokens) if prompt.sampling.top_logprobs else 0):
+        return "the partial rollout has another number of tokens than of top_logprobs"
     return ""

@@ -16,9 +16,10 @@ from torch import Tensor
 from aedit.spec_rollout.drafters.drafts import Draft
 from aedit.spec_rollout.engine.rows import RowScheduler
 from aedit.spec_rollout.model.host_to_device import to_device
-from aedit.spec_rollout.sampling.distribution import logprobs, warp_logits
+from aedit.spec_rollout.sampling.distribution import logprobs, top_logprobs, warp_logits
 from aedit.spec_rollout.sampling.noise import NoiseKeys
 from aedit.spec_rollout.sampling.rejection import rejection_accept
+from aedit.spec_rollout.sampling.samples import TopLogprobs
 from aedit.spec_rollout.sampling.verify import AcceptedTokens, accept_path, coupled_tokens, node_depths
 
 VerifyMode = Literal["coupled", "rejection"]
@@ -38,6 +39,8 @@ class Verification:
     """For a tree: indices of the accepted tokens of each row, root first, as many as there are new tokens."""
     features_BMf: Tensor
     """The policy's hidden states of the accepted tokens, followed by others."""
+    top_logprobs: list[list[TopLogprobs]] | None = None
+    """The most likely tokens at the places of the accepted ones, followed by others. None if no row asks."""
 
     @property
     def accepted(self) -> tuple[int, ...]:
@@ -95,17 +98,24 @@ def verify_drafts(rows: RowScheduler, draft: Draft | None, depth: int, mode: Ver
     # Copies to the device are queued before the pass: later ones could have to wait for it.
     random_numbers, num_drawn_Bq = verify_pass.random_numbers(mode), verify_pass.num_drawn()
     logits_BqV, hidden_Bqf = rows.target.step(verify_pass.tokens_Bq, verify_pass.lengths, parents_BN)
-    warped_BqV = warp_logits(logits_BqV, rows.sampling, num_drawn_Bq)
+    adjustments = rows.adjustments
+    adjusted_BqV = logits_BqV if adjustments is None else adjustments.apply(logits_BqV, draft)
+    warped_BqV = warp_logits(adjusted_BqV, rows.sampling, num_drawn_Bq)
     accepted = verify_pass.accepted(warped_BqV, random_numbers, mode)
     if parents_BN is not None:
         rows.target.keep_path(verify_pass.lengths, accepted.path_BM, accepted.counts_B)
         logits_BqV = _gather_tokens(logits_BqV, accepted.path_BM)
         hidden_Bqf = _gather_tokens(hidden_Bqf, accepted.path_BM)
     logprobs_BM = logprobs(logits_BqV, accepted.emitted_BM, rows.sampling)
-    if rows.sampling.has_masks:
+    if rows.sampling.has_masks or adjustments is not None:
         is_possible_BM = _scores(warped_BqV, accepted) > -torch.inf
         logprobs_BM = logprobs_BM.where(is_possible_BM, torch.nan)
-    return _to_host(accepted, logprobs_BM, hidden_Bqf, is_tree=parents_BN is not None)
+    made = _to_host(accepted, logprobs_BM, hidden_Bqf, is_tree=parents_BN is not None)
+    if not rows.sampling.max_top_logprobs:
+        return made
+    settings = [each.rollout.prompt.sampling for each in rows.running]
+    tops = _top_logprobs(*top_logprobs(logits_BqV, rows.sampling), [each.top_logprobs for each in settings])
+    return replace(made, top_logprobs=tops)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,6 +200,14 @@ def _scores(warped_BqV: Tensor, accepted: AcceptedTokens) -> Tensor:
     """Return the scores that the emitted tokens were drawn with, (B, M)."""
     vocabulary = warped_BqV.shape[-1]
     return warped_BqV.flatten(1).gather(1, accepted.path_BM * vocabulary + accepted.emitted_BM)
+
+
+def _top_logprobs(values_BMn: Tensor, tokens_BMn: Tensor, counts: Sequence[int]) -> list[list[TopLogprobs]]:
+    """Return the first counts[b] pairs of token and log-probability at each place of row b."""
+    return [
+        [tuple(zip(ids[:count], numbers[:count], strict=True)) for ids, numbers in zip(*row, strict=True)]
+        for *row, count in zip(tokens_BMn.tolist(), values_BMn.tolist(), counts, strict=True)
+    ]
 
 
 def _to_host(

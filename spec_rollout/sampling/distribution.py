@@ -1,4 +1,4 @@
-"""Distribution of the next token: mask, temperature, top-k and top-p in this order.
+"""Distribution of the next token: mask, temperature, top-k, top-p and min-p in this order.
 
 Plain and speculative decoding both start from `warp_logits`, so drafts are verified against exactly the
 distribution that plain decoding draws from. The values of a row depend on the row alone, not on other rows
@@ -7,6 +7,7 @@ and not on how many tokens are verified with it.
 Shapes: B running rows, q verified tokens per row, V vocabulary; 1 where a value is the same for all.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,10 @@ class RowSampling:
     """Largest top_k of the rows that set one."""
     top_p_B11: Tensor | None
     """float32; 2 where all tokens may be drawn, as sums that should be 1 can be slightly larger."""
+    log_min_p_B11: Tensor | None
+    """float32: logarithm of min_p; -inf where all tokens may be drawn."""
+    max_top_logprobs: int
+    """Largest number of top log-probabilities that a row asks for."""
     stops_B1V: Tensor | None
     """Stop tokens of the rows with min_new_tokens."""
     min_new_B1: Tensor | None
@@ -72,6 +77,7 @@ class RowSampling:
         top_p = [s.top_p if s.top_p < 1 else 2.0 for s in rows]
         divisors = [s.temperature or 1.0 for s in rows]
         min_new = [s.min_new_tokens for s in rows]
+        log_min_p = [math.log(s.min_p) if s.min_p else -math.inf for s in rows]
         is_cold = [0 < s.temperature < COLD for s in rows]
         return cls(
             temperature_B=to_device([s.temperature for s in rows], where, torch.float32),
@@ -82,6 +88,8 @@ class RowSampling:
             top_k_B11=None if min(top_k) == vocabulary else column(top_k, torch.int64),
             max_top_k=max((k for k in top_k if k < vocabulary), default=0),
             top_p_B11=None if min(top_p) > 1 else column(top_p, torch.float32),
+            log_min_p_B11=column(log_min_p, torch.float32) if any(s.min_p for s in rows) else None,
+            max_top_logprobs=min(max(s.top_logprobs for s in rows), vocabulary),
             stops_B1V=_early_stops(rows, vocabulary, device) if any(min_new) else None,
             min_new_B1=to_device(min_new, where)[:, None] if any(min_new) else None,
         )
@@ -128,6 +136,8 @@ def warp_logits(logits_BqV: Tensor, rows: RowSampling, drawn_Bq: Tensor | None =
         x = _top_k(x, rows.top_k_B11, rows.max_top_k)
     if rows.top_p_B11 is not None:
         x = _top_p(x, rows.top_p_B11)
+    if rows.log_min_p_B11 is not None:
+        x = x.masked_fill(x < x.amax(-1, keepdim=True) + rows.log_min_p_B11, -torch.inf)
     return x
 
 
@@ -158,12 +168,22 @@ def _top_p(x_BqV: Tensor, p_B11: Tensor) -> Tensor:
 
 
 def logprobs(logits_BqV: Tensor, tokens_Bq: Tensor, rows: RowSampling) -> Tensor:
-    """Return the log-probabilities of the tokens before mask, top-k and top-p, (B, q).
+    """Return the log-probabilities of the tokens before masks, top-k, top-p and min-p, (B, q).
 
     They are log softmax(logits / T), where T is 1 for rows at temperature 0.
     """
     x = _divide(_upcast(logits_BqV), rows)
     return x.log_softmax(-1).gather(-1, tokens_Bq[..., None])[..., 0]
+
+
+def top_logprobs(logits_BqV: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
+    """Return the `rows.max_top_logprobs` largest log-probabilities, as in `logprobs`, and their tokens.
+
+    Returns:
+        Values and int64 tokens, (B, q, max_top_logprobs), in descending order.
+    """
+    top = _divide(_upcast(logits_BqV), rows).log_softmax(-1).topk(rows.max_top_logprobs, dim=-1)
+    return top.values, top.indices
 
 
 def _upcast(logits: Tensor) -> Tensor:
