@@ -24,6 +24,9 @@ from kit.rollouts import (
     tokens_of,
 )
 
+from aedit.spec_rollout.model import cache
+from aedit.spec_rollout.model.kv_blocks import KVBlocks
+
 ARMS = ["off", "layer:1", "layer:2", "layer:4", "layer:8", "layer:3x2x6", "layer:4x3x12"]
 
 
@@ -73,6 +76,14 @@ def test_a_flip_of_the_arm_changes_no_token(policy, mixed, plain, texts, rows):
     engine = engine_of(policy, rows, Insider(texts, seed=1), *FLIPS)
     assert tokens_of(engine, mixed[some]) == plain[some]
     assert set(engine.status()["arms"]) == set(FLIPS)
+
+
+def test_keys_and_values_in_blocks_change_no_token(policy, mixed, plain, texts, monkeypatch):
+    monkeypatch.setattr(cache, "default_layout", lambda device: "blocks")
+    engine = engine_of(policy, 4, Insider(texts), *FLIPS)
+    assert tokens_of(engine, mixed) == plain
+    assert isinstance(engine.target.cache.storage, KVBlocks)
+    assert engine.status()["kv_bytes"] == 0, "all blocks are free again"
 
 
 @pytest.mark.parametrize("drafter", [lambda texts: Stubborn(), lambda texts: Insider(texts, honesty=0.0)])

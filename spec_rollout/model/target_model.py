@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from aedit.spec_rollout.model.cache import KVMemory
 from aedit.spec_rollout.model.target import Segment, Target
 
 
@@ -117,6 +118,7 @@ def make_target(
     max_tokens: int,
     nodes: int = 16,
     taps: Sequence[int] = (),
+    kv: KVMemory | None = None,
 ) -> TargetModel:
     """Return a target for `rows` samples at a time. See `Target.of` for arguments and errors."""
-    return Target.of(model, rows=rows, max_tokens=max_tokens, nodes=nodes, taps=taps)
+    return Target.of(model, rows=rows, max_tokens=max_tokens, nodes=nodes, taps=taps, kv=kv)
