@@ -120,7 +120,7 @@ def _races(plan: Plan, model: PreTrainedModel, dtype: str, said: list[str]) -> I
         shapes += [shape for shape in plan.prefills if (shape.rows, shape.prompt) not in known]
     if not shapes:
         return
-    systems: dict[str, System] = {OURS: Ours(model, plan.max_tokens), GENERATE: Generate(model)}
+    systems: dict[str, System] = {OURS: Ours(model), GENERATE: Generate(model)}
     plan.root.mkdir(parents=True, exist_ok=True)
     saved = saved_policy(model, plan.root / dtype) if plan.pythons else plan.root
     rows = max(shape.rows for shape in shapes)

@@ -41,7 +41,7 @@ def filled_cache(rows, slots, layout):
     """Return a cache with random keys and values in all slots."""
     sizes = KVSizes(len(SPECS), rows, KV_HEADS, slots, SIZE)
     storage = KVMemory(layout).storage(sizes, torch.empty(0, dtype=torch.float64))
-    cache = KVCache(SPECS, LayerShape(HEADS, KV_HEADS, SIZE, 1e-6), storage)
+    cache = KVCache(SPECS, LayerShape(HEADS, KV_HEADS, SIZE), storage)
     for row in range(rows):
         cache.write_kv(row, torch.randn(len(SPECS), 2, KV_HEADS, slots, SIZE, dtype=torch.float64))
     return cache

@@ -88,7 +88,7 @@ def test_the_saved_policy_is_the_same_one(tmp_path, dtype):
 
 def test_ours_and_generate_decode_the_same_greedy_tokens(model):
     prompts = [[5, 9, 2, 40], [1, 1, 3, 8]]
-    ours, theirs = Ours(model, 32).decode(prompts, 6), Generate(model).decode(prompts, 6)
+    ours, theirs = Ours(model).decode(prompts, 6), Generate(model).decode(prompts, 6)
     assert ours.tokens == theirs.tokens
     assert min(ours.seconds, theirs.seconds) > 0
 

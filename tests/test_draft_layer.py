@@ -6,6 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -231,3 +234,9 @@ def test_positions_that_change_with_the_length_are_refused():
     config = LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(ValueError, match="kind of rotary positions must be one of default"):
         DraftShape.of(config)
+
+
+@pytest.mark.parametrize("kind", [Gemma2Config, Gemma3TextConfig, GPT2Config])
+def test_policies_without_a_draft_layer_are_refused_by_name(kind):
+    with pytest.raises(ValueError, match=f"policy's model_type must be one of llama.*{kind.model_type}"):
+        DraftShape.of(kind())

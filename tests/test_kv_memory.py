@@ -12,11 +12,13 @@ import torch
 from kit.rollouts import prefilled
 from test_target import close, drawn, made, own
 
+from aedit.spec_rollout.model import cache
 from aedit.spec_rollout.model.cache import KVMemory
 from aedit.spec_rollout.model.kv_blocks import KVBlocks
 from aedit.spec_rollout.model.kv_rows import KVRows
-from aedit.spec_rollout.model.kv_spans import KVSizes
+from aedit.spec_rollout.model.kv_spans import KVMemoryError, KVSizes
 from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target_model import make_target
 
 CPU = torch.device("cpu")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
@@ -118,6 +120,17 @@ def test_address_space_that_is_refused_says_what_to_lower():
     done = subprocess.run(child, preexec_fn=limit, capture_output=True, text=True, timeout=60)
     assert "refuses 256.00 GiB of address space for keys and values" in done.stderr
     assert "lower rows or max_tokens" in done.stderr.splitlines()[-1]
+
+
+def test_a_model_does_not_take_another_path_because_memory_is_short(monkeypatch):
+    """The generic path is for models that the fast one does not support."""
+
+    def refuse(*sizes):
+        raise KVMemoryError("lower rows")
+
+    monkeypatch.setattr(cache, "KVRows", refuse)
+    with pytest.raises(KVMemoryError, match="lower rows"):
+        make_target(made(), rows=2, max_tokens=20)
 
 
 def test_a_copied_row_shares_blocks_until_one_of_the_two_writes():

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+WEIGHTS = ("weight_watch", "weight_gather")
 LIBRARY = ("edit", "spec_rollout", "async_sgd", "proto", "types", "system", "clock")
 WIRE = ("proto.wire", "proto.codecs")
 
@@ -30,12 +31,13 @@ MAY_IMPORT = {
     "launch.data": ("launch.rundir", "launch.config", "edit", "proto.agent", "types", "system"),
     "launch.rundir": ("launch.config", "types", "system"),
     "launch.config": ("edit", "spec_rollout", "async_sgd.rules", "proto", "types", "system"),
-    "edit": ("async_sgd.rules", "proto", "types", "system", "lazy"),
+    "edit": ("async_sgd.rules", "proto", "types", "system", "lazy", *WEIGHTS),
     "spec_rollout.migration": ("spec_rollout.engine", "spec_rollout.sampling", "types", "system"),
     "spec_rollout.engine": (
         *(f"spec_rollout.{part}" for part in ("arms", "sampling", "drafters", "model")),
         "types",
         "system",
+        *WEIGHTS,
     ),
     "spec_rollout.learning": (
         *(f"spec_rollout.{part}" for part in ("idle", "sampling", "drafters", "model")),
@@ -46,7 +48,7 @@ MAY_IMPORT = {
     "spec_rollout.sampling": ("spec_rollout.drafters", "spec_rollout.model", "types", "system"),
     "spec_rollout.drafters": ("spec_rollout.model", "types", "system"),
     "spec_rollout.idle": ("types", "system"),
-    "spec_rollout.model": ("types", "system"),
+    "spec_rollout.model": ("types", "system", *WEIGHTS),
     "async_sgd.inprocess": ("async_sgd.hub", "async_sgd.rules", "proto.agent", "types", "clock"),
     "async_sgd.service": ("async_sgd.journal", "async_sgd.hub", "async_sgd.rules", *WIRE, "types", "system"),
     "async_sgd.journal": ("async_sgd.hub", "async_sgd.rules", *WIRE, "types", "system"),

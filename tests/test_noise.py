@@ -181,8 +181,34 @@ def test_ids_that_do_not_fit_are_refused():
 
 
 def test_what_is_kept_for_a_row_is_bounded():
-    assert RowNoise(2, 512).num_bytes == 2 * (128 * 512 * 4 + 256 * 2 * 8)
-    assert RowNoise(1, 150_000).num_bytes < 10 << 20
+    assert kept_bytes(2, 512) == 2 * (128 * 512 * 4 + 256 * 2 * 8)
+    assert 8 << 20 < kept_bytes(1, 150_000) < 10 << 20
+
+
+def kept_bytes(rows, vocabulary):
+    """Return the memory of both rings; each is allocated when it is first used."""
+    noise = RowNoise(rows, vocabulary)
+    assert noise.num_bytes == 0
+    noise.begin(0, 0, 0)
+    noise.at([0], [0], 1)
+    noise.uniforms([0], [0], 1)
+    return noise.num_bytes
+
+
+def test_noise_without_a_ring_is_that_of_the_ring():
+    noise = begun(1000)
+    for row, first in [(3, 0), (0, 65), (1, 2**32 - 9)]:
+        keys = noise.keys([row], [first], np.arange(8)[None])
+        tokens = np.array([0, 1, 2, 3, 4, 500, 998, 999])
+        for dtype in (torch.float32, torch.float64):
+            positions = torch.arange(first, first + 8)[None]
+            wanted = gumbel(long(100 + row), long(7 * row), positions, 1000, dtype)[0]
+            assert torch.equal(
+                keys.gumbel_of(tokens, dtype), wanted[torch.arange(8), torch.from_numpy(tokens)]
+            )
+    noise.end(2)
+    with pytest.raises(ValueError, match="row 2 has no sample"):
+        noise.keys([2], [0], np.arange(1)[None])
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@
 14  rewards of the bandit are not used           test_bandit: algorithm 1, and one choice for all ranks
 15  once on, speculation stays on                test_engine_equality: a switch costs no computation
 16  "accept length" counts the policy's token    here: tokens per pass, and acceptance by position apart
-17  one family, one engine, one version          test_target: Llama, Qwen2 and Qwen3 of transformers
+17  one family, one engine, one version          test_families: twelve classes of transformers
 18  thresholds that make verification lossy      test_verify_mutants: lenient verification is detected
 """
 

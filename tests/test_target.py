@@ -8,10 +8,10 @@ import torch
 from kit.exact_norms import normalize_exactly
 from kit.rollouts import prefilled
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -321,20 +321,16 @@ def test_lower_precisions_are_near_the_models_own(dtype):
 
 
 def test_what_is_not_supported_is_named():
-    mistral = MistralForCausalLM(MistralConfig(**SIZES))
-    window = Qwen2ForCausalLM(
-        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    )
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=V, hidden_size=32, n_layer=1, n_head=4))
     dynamic = made(rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0})
     mixed = made()
     mixed.lm_head.to(torch.bfloat16)
     adapted = made()
     adapted.model.layers[1].mlp.up_proj = torch.nn.Sequential(adapted.model.layers[1].mlp.up_proj)
     for model, words in (
-        (mistral, "MistralForCausalLM is not supported"),
-        (window, "sliding-window attention is not supported"),
+        (bloom, "BloomForCausalLM is not supported"),
         (dynamic, "rope_type 'dynamic' is not supported"),
-        (made(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+        (made(hidden_act="mish"), "hidden_act 'mish' is not supported"),
         (mixed, "torch.bfloat16, torch.float64: all must be in one of"),
         (adapted, "layers.1.mlp.up_proj is a Sequential"),
     ):

@@ -50,12 +50,11 @@ class Ours:
     """The engine without speculation. An engine has as many rows as the batch, as `generate` does."""
 
     model: PreTrainedModel
-    max_tokens: int
-    _engines: dict[int, Engine] = field(default_factory=dict)
+    _engine: Engine | None = None
     _names: Iterator[int] = field(default_factory=count)
 
     def decode(self, prompts: Texts, new: int) -> Decoded:
-        engine = self._engine(len(prompts))
+        engine = self._engine_for(len(prompts), len(prompts[0]) + new)
         how = Sampling(temperature=0.0, max_new_tokens=new)
         asked = [Prompt(tokens=tuple(p), rollout=next(self._names), sampling=how) for p in prompts]
         began_s = time.perf_counter()
@@ -64,11 +63,14 @@ class Ours:
             engine.step()
         return Decoded(time.perf_counter() - began_s, [rollout.tokens for rollout in rollouts])
 
-    def _engine(self, rows: int) -> Engine:
-        if rows not in self._engines:
-            self._engines.clear()  # one at a time in memory
-            self._engines[rows] = Engine.of(self.model, rows=rows, max_tokens=self.max_tokens)
-        return self._engines[rows]
+    def _engine_for(self, rows: int, max_tokens: int) -> Engine:
+        """Return the engine of the last batch if it is of this size, else a new one."""
+        old = self._engine
+        if old is not None and old.target.rows == rows and old.target.max_tokens >= max_tokens:
+            return old
+        self._engine = None  # one at a time in memory
+        self._engine = Engine.of(self.model, rows=rows, max_tokens=max_tokens)
+        return self._engine
 
 
 @dataclass(slots=True, eq=False)

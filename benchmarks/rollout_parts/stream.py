@@ -142,13 +142,14 @@ def engine_of(
     target = Target.of(cast.model, rows=rows, max_tokens=max_tokens)
     plain = Engine(target)
     sampling = Sampling(temperature=0.0, max_new_tokens=2)
-    for _ in plain.generate([Prompt(tokens=(10,) * MAX_PROMPT, sampling=sampling)] * rows):
+    asked = [Prompt(tokens=(10,) * MAX_PROMPT, sample=i, sampling=sampling) for i in range(rows)]
+    for _ in plain.generate(asked):
         pass
     drafters: dict[DrafterKind, Drafter] = {}
-    asked = _asked(chooser)
-    if "suffix" in asked:
+    allowed = _asked(chooser)
+    if "suffix" in allowed:
         drafters["suffix"] = SuffixDrafter(device=str(target.device))
-    if "layer" in asked and layer is not None:
+    if "layer" in allowed and layer is not None:
         drafters["layer"] = LayerDrafter.of(layer, target)
     return Engine(target, drafters=drafters, chooser=chooser)
 

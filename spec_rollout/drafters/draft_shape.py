@@ -9,6 +9,8 @@ from torch import Tensor
 from aedit.types import check
 
 _STEADY_ROPE = ("default", "linear", "llama3", "yarn")
+_POLICIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "smollm3", "mixtral", "qwen3_moe")
+"""Model types whose logits are a linear function of the feature, and whose layers rotate alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,16 @@ class DraftShape:
 
     @classmethod
     def of(cls, config: Any, *, taps: int = 0) -> Self:
-        """Return the shape for a transformers configuration of the Llama or Qwen family.
+        """Return the shape for a transformers configuration.
 
         Raises:
-            ValueError: The rotary positions depend on the length, or `taps` is negative.
+            ValueError: There is no draft layer for this type of model: logits with a cap, angles that differ
+                between layers, learned positions. The rotary positions depend on the length, or `taps` is
+                negative.
         """
         check(taps >= 0, "taps", "must be 0 or more", taps)
+        rule = f"must be one of {', '.join(_POLICIES)} for a draft layer"
+        check(config.model_type in _POLICIES, "the policy's model_type", rule, config.model_type)
         frequencies, scale = _rotary(config)
         heads = config.num_attention_heads
         return cls(

@@ -27,6 +27,7 @@ from aedit.spec_rollout.model.target_model import TargetModel, make_target
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from aedit.spec_rollout.sampling.stops import TokenDecoder
+from aedit.weight_gather import take_part
 
 
 class EngineOptions(TypedDict, total=False):
@@ -91,6 +92,11 @@ class Engine:
             ValueError: The model is not supported.
         """
         return cls(make_target(model, rows=rows, max_tokens=max_tokens), **options)
+
+    @property
+    def version(self) -> int:
+        """Return the policy version of the weights; see `update_weights`."""
+        return self.target.version
 
     @property
     def running(self) -> list[Rollout]:
@@ -172,29 +178,56 @@ class Engine:
                 return rollout.to_prompt(brought if kv else None)
         raise ValueError(f"rollout {rollout.prompt.rollout}/{rollout.prompt.sample} is not in this engine")
 
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Replace the policy's weights from the next step on.
 
         Keys, values and features of the running samples are computed again, so that every later token is
-        exactly the new policy's.
+        exactly the new policy's. Weights that are the engine's own parameters are not copied. Sharded weights
+        (DTensor) are cast to the engine's dtype and gathered one tensor at a time; all ranks of the node call
+        this together, and ranks without an engine call `take_part`.
 
         Args:
-            weights: Tensors by the names of `model.state_dict()`.
-            version: Version of the policy that these weights are.
+            weights: Tensors by the names of `model.state_dict()`. None: the engine's own parameters have been
+                changed or replaced.
+            version: Version of the policy that these weights are. It must be above `version`, or equal to it
+                if the weights are equal.
 
         Raises:
-            ValueError: A tensor does not fit; see `Target.update_weights`. Nothing has changed.
+            ValueError: A tensor does not fit, or the version is that of other weights. Nothing has changed.
+            RuntimeError: A rank was lost while tensors were gathered. The engine does not generate until an
+                update succeeds.
         """
+        before = self.target.version
         self.target.update_weights(weights, version)
-        with torch.inference_mode():
-            self._rows.recompute()
+        if version != before:
+            with torch.inference_mode():
+                self._rows.recompute()
+
+    @staticmethod
+    def take_part(weights: Mapping[str, Tensor]) -> None:
+        """Take part in `update_weights` of other ranks' engines, on a rank of the node that has none.
+
+        Args:
+            weights: The same sharded weights as on the other ranks.
+
+        Raises:
+            ValueError: Another rank refuses the weights.
+            RuntimeError: A rank was lost.
+        """
+        take_part(weights)
 
     def step(self) -> Step:
         """Run one pass of the policy over all running samples, each of which gets one token or more.
 
         Waiting samples start first, as far as rows are free and `EngineLimits.prefill_tokens` allows. Without
         samples nothing is done.
+
+        Raises:
+            RuntimeError: The weights have changed without `update_weights`. Nothing has been generated; the
+                step can be repeated after it.
         """
+        if self._rows.running or self._rows.waiting:
+            self.target.check_weights(thorough=not self._rows.running)
         with torch.inference_mode():
             self._rows.start_waiting()
             return self._step() if self._rows.running else Step()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from aedit.spec_rollout.drafters.drafts import Draft
 from aedit.spec_rollout.engine.rows import RowScheduler
 from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.sampling.distribution import logprobs, warp_logits
+from aedit.spec_rollout.sampling.noise import NoiseKeys
 from aedit.spec_rollout.sampling.rejection import rejection_accept
 from aedit.spec_rollout.sampling.verify import AcceptedTokens, accept_path, coupled_tokens, node_depths
 
@@ -123,11 +125,13 @@ class _VerifyPass:
             return cls(rows, draft, draft.tokens_BN.shape[1], lengths, tokens_Bq, None)
         return cls(rows, draft, depth, lengths, tokens_Bq, node_depths(draft.parents_BN, depth))
 
-    def accepted(self, warped_BqV: Tensor, random_numbers: Tensor | None, mode: VerifyMode) -> AcceptedTokens:
+    def accepted(
+        self, warped_BqV: Tensor, random_numbers: Tensor | NoiseKeys | None, mode: VerifyMode
+    ) -> AcceptedTokens:
         """Return the accepted path; `random_numbers` is the result of `self.random_numbers`."""
         temperature_B = self.rows.mixed_temperature_B
         if self.draft is not None and mode == "rejection":
-            assert random_numbers is not None
+            assert isinstance(random_numbers, Tensor)
             return rejection_accept(self.draft, warped_BqV, random_numbers, temperature_B)
         drawn_Bq = coupled_tokens(warped_BqV, random_numbers, temperature_B)
         if self.draft is None:
@@ -135,17 +139,20 @@ class _VerifyPass:
             return AcceptedTokens(zero_B1, zero_B1[:, 0], drawn_Bq)
         return accept_path(self.draft, drawn_Bq, self.depth)
 
-    def random_numbers(self, mode: VerifyMode) -> Tensor | None:
+    def random_numbers(self, mode: VerifyMode) -> Tensor | NoiseKeys | None:
         """Return the random numbers of the positions after the verified tokens.
 
         Returns:
-            Noise (B, q, V), or None if all rows are greedy; for rejection uniforms (B, q, 2).
+            Noise (B, q, V) or its keys, or None if all rows are greedy; for rejection uniforms (B, q, 2).
         """
         rows, count = range(len(self.lengths)), self.depth + 1
         if self.draft is not None and mode == "rejection":
             return self.rows.noise.uniforms(rows, self._first(), count)
         if self.rows.sampling.all_greedy:
             return None
+        if not self.rows.noise.is_ahead:
+            offsets = np.arange(count)[None] if self.depths_Bq is None else self.depths_Bq.numpy()
+            return self.rows.noise.keys(rows, self._first(), offsets)
         noise_BDV = self.rows.noise.at(rows, self._first(), count)
         return noise_BDV if self.depths_Bq is None else _gather_tokens(noise_BDV, self.depths_Bq)
 

@@ -1,111 +1,276 @@
-"""Read the parameters of a `transformers` model of the Llama or Qwen family, by reference."""
+"""Read the parameters of a `transformers` model of a known family, by reference.
 
+A family is one class of `transformers`: no subclass, and no class that was changed. What the class's own
+forward pass does is described once per family; a configuration that asks for more is refused by name.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape, LayerWeights, Rope
+from aedit.spec_rollout.model.experts import Experts
+from aedit.spec_rollout.model.family_checks import check_parameters, check_value
+from aedit.spec_rollout.model.layers import (
+    Attention,
+    AttentionSpec,
+    Function,
+    FusedGatedMLP,
+    FusedQKV,
+    GatedMLP,
+    HeadNormQKV,
+    Layer,
+    LayerNorm,
+    LayerShape,
+    Linear,
+    OffsetRMSNorm,
+    PlainMLP,
+    RMSNorm,
+    SeparateQKV,
+    TransposedLinear,
+)
+from aedit.spec_rollout.model.model_weights import ModelWeights
+from aedit.spec_rollout.model.rotary import Rotary
 from aedit.spec_rollout.model.supported import unsupported_reason
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPES = ("default", "linear", "llama3", "yarn")
-"""RoPE types whose angles do not depend on the length of the text."""
+ACTIVATIONS: Mapping[str, Function] = MappingProxyType(
+    {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_new": partial(F.gelu, approximate="tanh"),
+        "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+        "relu": F.relu,
+    }
+)
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelWeights:
-    """A model's own parameters and sizes."""
+class Norms:
+    """Names of a layer's norms in `transformers`, and their kind."""
 
-    embedding: Tensor
-    """(V, d)."""
-    layers: tuple[LayerWeights, ...]
-    norm: Tensor
-    head: Tensor
-    """(V, d). The same tensor as `embedding` where the two are tied."""
-    shape: LayerShape
-    attention: tuple[AttentionSpec, ...]
-    """One for each layer."""
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    kind: Callable[[Tensor, float], Function] = RMSNorm.of
+    eps: str = "variance_epsilon"
+    """Name of a norm's epsilon."""
+
+    def read(self, module: Any) -> Function:
+        """Return the norm that `module` computes."""
+        return self.kind(module.weight, getattr(module, self.eps))
+
+
+GEMMA_NORMS = Norms(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+    kind=OffsetRMSNorm.of,
+    eps="eps",
+)
+OLMO_NORMS = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Differences of one class from Llama, in its forward pass."""
+
+    norms: Norms = Norms()
+    windows: Literal["none", "all", "typed"] = "none"
+    """Layers with a sliding window: those of `config.layer_types` where "typed"."""
+    activation: str = "hidden_act"
+    """Key of the activation in the configuration."""
+    has_whole_qk_norm: bool = False
+    """Whether queries and keys are normalized over all heads together."""
+    has_attention_cap: bool = False
+    implemented: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    """Keys of the configuration, each with the only values that this forward pass implements."""
+
+
+_CAUSAL = ("use_bidirectional_attention", (None, False))
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Family(implemented=(("pretraining_tp", (None, 1)),)),
+        "Qwen2ForCausalLM": Family(windows="typed"),
+        "Qwen3ForCausalLM": Family(windows="typed"),
+        "MistralForCausalLM": Family(windows="all"),
+        "Gemma2ForCausalLM": Family(
+            GEMMA_NORMS,
+            "typed",
+            "hidden_activation",
+            has_attention_cap=True,
+            implemented=(_CAUSAL,),
+        ),
+        # Gemma 3 has a key for the cap of attention that its forward pass does not use.
+        "Gemma3ForCausalLM": Family(
+            GEMMA_NORMS,
+            "typed",
+            "hidden_activation",
+            implemented=(_CAUSAL, ("attn_logit_softcapping", (None,))),
+        ),
+        "Phi3ForCausalLM": Family(windows="all"),
+        "Olmo2ForCausalLM": Family(OLMO_NORMS, has_whole_qk_norm=True),
+        "SmolLM3ForCausalLM": Family(windows="typed"),
+        "MixtralForCausalLM": Family(windows="all"),
+        "Qwen3MoeForCausalLM": Family(windows="all"),
+        "GPT2LMHeadModel": Family(
+            activation="activation_function",
+            implemented=(("add_cross_attention", (False,)), ("reorder_and_upcast_attn", (False,))),
+        ),
+    }
+)
 
 
 def read_weights(model: nn.Module) -> ModelWeights:
-    """Return the parameters and sizes that `Target` computes with.
+    """Return the parameters, sizes and constants that `Target` computes with.
 
     Raises:
-        ValueError: The family, activation, RoPE type, attention, sharding, dtype or a layer type is not
-            supported.
+        ValueError: The class, a part of it, a value of its configuration, sharding or a dtype is not
+            supported. The message names it.
     """
-    family = type(model).__name__
-    if family not in FAMILIES:
-        raise ValueError(f"{family} is not supported: use one of {', '.join(FAMILIES)}")
-    _check_supported(model)
+    check_parameters(model)
+    family = FAMILIES.get(type(model).__name__)
+    if family is None:
+        raise ValueError(f"{type(model).__name__} is not supported: use one of {', '.join(FAMILIES)}")
+    config: Any = model.config
+    check_value(config, family.activation, tuple(ACTIVATIONS))
+    for key, values in family.implemented:
+        check_value(config, key, values)
     if reason := unsupported_reason(model):
         raise ValueError(f"not supported: {reason}")
-    config: Any = model.config
-    inner: Any = model.model
-    attention = inner.layers[0].self_attn
-    heads = config.num_attention_heads, config.num_key_value_heads, attention.head_dim
-    shape = LayerShape.of(*heads, config.rms_norm_eps, inner.norm.weight)
-    head: Any = model.lm_head
-    layers = tuple(_layer(layer) for layer in inner.layers)
-    specs = tuple(AttentionSpec(scale=layer.self_attn.scaling) for layer in inner.layers)
-    return ModelWeights(inner.embed_tokens.weight, layers, inner.norm.weight, head.weight, shape, specs)
+    activation = ACTIVATIONS[getattr(config, family.activation)]
+    if type(model).__name__ == "GPT2LMHeadModel":
+        return _gpt2(model, activation)
+    return Reader.of(model, family, activation).weights()
 
 
-def read_rope(model: nn.Module, num_positions: int) -> Rope:
-    """Return the model's RoPE rotations of the positions 0 .. num_positions - 1, in the model's dtype."""
-    rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
-    like = next(model.parameters())
-    positions = torch.arange(num_positions, device=like.device)
-    with torch.no_grad():
-        cos, sin = rotary(like, positions[None])
-    return Rope.of(cos[0], sin[0])
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Reads a model that has the module names of Llama."""
 
+    config: Any
+    inner: Any
+    head: Tensor
+    family: Family
+    activation: Function
+    shape: LayerShape
+    rotary: Rotary
 
-def _check_supported(model: nn.Module) -> None:
-    """Raise ValueError for a feature of the family that this forward pass does not implement."""
-    config: Any = model.config
-    inner: Any = model.model
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act {config.hidden_act!r} is not supported: it must be silu")
-    if inner.rotary_emb.rope_type not in ROPES:
-        raise ValueError(
-            f"rope_type {inner.rotary_emb.rope_type!r} is not supported: it must be one of {', '.join(ROPES)}"
+    @classmethod
+    def of(cls, model: Any, family: Family, activation: Function) -> "Reader":
+        """Return a reader of this model."""
+        config, attention = model.config, model.model.layers[0].self_attn
+        shape = LayerShape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim)
+        rotary = Rotary.of(model)
+        assert rotary is not None
+        return cls(config, model.model, model.lm_head.weight, family, activation, shape, rotary)
+
+    def weights(self) -> ModelWeights:
+        """Return the model's parameters."""
+        embedding, layers = self.inner.embed_tokens, self.inner.layers[: self.config.num_hidden_layers]
+        scale = getattr(embedding, "embed_scale", None)
+        return ModelWeights(
+            embedding=embedding.weight,
+            layers=tuple(self._layer(index, layer) for index, layer in enumerate(layers)),
+            norm=self.family.norms.read(self.inner.norm),
+            head=self.head,
+            shape=self.shape,
+            attention=tuple(self._spec(index, layer.self_attn) for index, layer in enumerate(layers)),
+            embedding_scale=None if scale is None else scale.to(embedding.weight.dtype).item(),
+            logit_cap=getattr(self.config, "final_logit_softcapping", None),
+            max_positions=self.rotary.max_positions,
+            is_static=not any(hasattr(layer.mlp, "experts") for layer in layers),
         )
-    if any(getattr(layer.self_attn, "sliding_window", None) for layer in inner.layers):
-        raise ValueError("sliding-window attention is not supported: set use_sliding_window to false")
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise ValueError("the model's parameters are sharded (DTensor): pass a model with full parameters")
-    kinds = {parameter.dtype for parameter in model.parameters()}
-    if len(kinds) > 1 or not (kinds <= {torch.float64, torch.float32, torch.bfloat16}):
-        raise ValueError(
-            f"parameters in {', '.join(sorted(map(str, kinds)))}: all must be in one of fp64, fp32, bf16"
+
+    def _layer(self, index: int, module: Any) -> Layer:
+        attention, norms = module.self_attn, self.family.norms
+        rotate, table = self.rotary.of_layer(self._layer_type(index), self.shape.head_dim)
+        has_rope = getattr(attention, "use_rope", True)
+        names = norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp
+        return Layer(
+            Attention(
+                self._qkv(attention),
+                rotate if has_rope else None,
+                table,
+                self.shape.num_heads,
+                _linear(attention.o_proj),
+            ),
+            self._mlp(module.mlp),
+            *(None if name is None else norms.read(getattr(module, name)) for name in names),
         )
-    for name, module in model.named_modules():
-        if name.endswith("_proj") and type(module) is not nn.Linear:
-            raise ValueError(f"{name} is a {type(module).__name__}: only plain nn.Linear is supported")
+
+    def _layer_type(self, index: int) -> str | None:
+        if self.family.windows != "typed":
+            return None
+        kind: str = self.config.layer_types[index]
+        if kind not in LAYER_TYPES:
+            raise ValueError(f"layer_types {kind!r} is not supported: it must be {' or '.join(LAYER_TYPES)}")
+        return kind
+
+    def _spec(self, index: int, module: Any) -> AttentionSpec:
+        cap = self.config.attn_logit_softcapping if self.family.has_attention_cap else None
+        kind = "sliding_attention" if self.family.windows == "all" else self._layer_type(index)
+        window = self.config.sliding_window if kind == "sliding_attention" else None
+        return AttentionSpec(module.scaling, window, cap)
+
+    def _qkv(self, module: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        head_dim = self.shape.head_dim
+        if hasattr(module, "qkv_proj"):
+            num_rotated = self.shape.num_heads + self.shape.num_kv_heads
+            return FusedQKV(_linear(module.qkv_proj), head_dim, num_rotated)
+        projections = _linear(module.q_proj), _linear(module.k_proj), _linear(module.v_proj)
+        if not hasattr(module, "q_norm"):
+            return SeparateQKV(*projections, head_dim)
+        norms = self.family.norms.read(module.q_norm), self.family.norms.read(module.k_norm)
+        kind = SeparateQKV if self.family.has_whole_qk_norm else HeadNormQKV
+        return kind(*projections, head_dim, *norms)
+
+    def _mlp(self, module: Any) -> Function:
+        if hasattr(module, "experts"):
+            router, experts = module.gate, module.experts
+            is_normalized = getattr(router, "norm_topk_prob", True)  # Mixtral always normalizes
+            weights = router.weight, experts.gate_up_proj, experts.down_proj
+            return Experts(*weights, router.top_k, is_normalized, self.activation)
+        if hasattr(module, "gate_up_proj"):
+            return FusedGatedMLP(_linear(module.gate_up_proj), _linear(module.down_proj), self.activation)
+        gate, up, down = (_linear(one) for one in (module.gate_proj, module.up_proj, module.down_proj))
+        return GatedMLP(gate, up, down, self.activation)
 
 
-def _layer(layer: Any) -> LayerWeights:
-    attention, mlp = layer.self_attn, layer.mlp
-    linears = {
-        "q": attention.q_proj,
-        "k": attention.k_proj,
-        "v": attention.v_proj,
-        "o": attention.o_proj,
-        "gate": mlp.gate_proj,
-        "up": mlp.up_proj,
-        "down": mlp.down_proj,
-    }
-    tensors: dict[str, Tensor | None] = {name: linear.weight for name, linear in linears.items()}
-    tensors |= {f"{name}_bias": linear.bias for name, linear in linears.items()}
-    for name in ("q_norm", "k_norm"):
-        norm = getattr(attention, name, None)
-        tensors[name] = None if norm is None else norm.weight
-    return LayerWeights(
-        input_norm=layer.input_layernorm.weight,
-        post_norm=layer.post_attention_layernorm.weight,
-        **tensors,  # type: ignore[arg-type]
+def _linear(module: Any) -> Function:
+    return Linear(module.weight, module.bias)
+
+
+def _gpt2(model: Any, activation: Function) -> ModelWeights:
+    """Return the parameters of GPT-2."""
+    config, inner = model.config, model.transformer
+    shape = LayerShape(config.n_head, config.n_head, config.n_embd // config.n_head)
+
+    def norm(module: nn.LayerNorm) -> LayerNorm:
+        return LayerNorm(module.weight, module.bias, module.eps)
+
+    def linear(module: Any) -> TransposedLinear:
+        return TransposedLinear(module.weight, module.bias)
+
+    def layer(module: Any) -> Layer:
+        qkv = FusedQKV(linear(module.attn.c_attn), shape.head_dim, 2 * config.n_head)
+        attention = Attention(qkv, None, 0, config.n_head, linear(module.attn.c_proj))
+        mlp = PlainMLP(linear(module.mlp.c_fc), linear(module.mlp.c_proj), activation)
+        return Layer(attention, mlp, before_attention=norm(module.ln_1), before_mlp=norm(module.ln_2))
+
+    return ModelWeights(
+        embedding=inner.wte.weight,
+        layers=tuple(layer(module) for module in inner.h[: config.n_layer]),
+        norm=norm(inner.ln_f),
+        head=model.lm_head.weight,
+        shape=shape,
+        attention=tuple(AttentionSpec(module.attn.scaling) for module in inner.h[: config.n_layer]),
+        position_embedding=inner.wpe.weight,
+        max_positions=inner.wpe.weight.shape[0],
     )

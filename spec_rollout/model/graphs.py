@@ -160,6 +160,11 @@ class GraphCache:
         """Return the bytes of all memory kept for the graphs."""
         return self.shared.num_bytes
 
+    def clear(self) -> None:
+        """Drop all graphs, as tensors that they read are now elsewhere in memory."""
+        self._by_key.clear()
+        self.too_large.clear()
+
     def run(self, key: Hashable, function: GraphFunction, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return `function(*inputs)`, captured at the first call with `key` and replayed at later ones.
 

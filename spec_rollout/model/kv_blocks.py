@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.model.host_to_device import to_device
-from aedit.spec_rollout.model.kv_spans import KVSizes, Span
+from aedit.spec_rollout.model.kv_spans import KVMemoryError, KVSizes, Span
 
 BLOCK = 16
 """Tokens of one block."""
@@ -50,7 +50,7 @@ class KVBlocks:
         self._block_bytes = 2 * sizes.layers * sizes.heads * BLOCK * sizes.head_dim * dtype.itemsize
         self.num_blocks = self._default_blocks(device) if num_blocks is None else num_blocks
         if self.num_blocks < self._per_row:
-            raise ValueError(
+            raise KVMemoryError(
                 f"{self.num_blocks} blocks of {BLOCK} tokens do not hold one row of {sizes.slots} tokens, "
                 f"which needs {self._per_row}: lower max_tokens or raise the number of blocks"
             )
@@ -85,11 +85,11 @@ class KVBlocks:
         """Give the rows the blocks of these slots, which will be written, as their own.
 
         Raises:
-            ValueError: Too few blocks are free. Nothing has changed.
+            KVMemoryError: Too few blocks are free. Nothing has changed.
         """
         wanted = [(row, i) for row, first, end in spans for i in self._missing(row, first, end)]
         if len(wanted) > len(self._free):
-            raise ValueError(
+            raise KVMemoryError(
                 f"{len(wanted)} more blocks of {BLOCK} tokens are needed for keys and values, but only "
                 f"{len(self._free)} of {self.num_blocks} are free: decode fewer rows at a time, lower "
                 "max_tokens or make the target with more blocks"

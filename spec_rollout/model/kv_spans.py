@@ -17,3 +17,7 @@ class KVSizes:
     slots: int
     """Slots of one row: the greatest number of tokens, with a draft."""
     head_dim: int
+
+
+class KVMemoryError(ValueError):
+    """There is not enough memory for keys and values. The message says what to lower."""

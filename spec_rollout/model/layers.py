@@ -1,7 +1,10 @@
-"""Computation of one decoder layer of the Llama or Qwen family, as pure functions of its parameters.
+"""Parts of a decoder layer, as functions of a model's own parameters, and the layer that they make up.
 
-Shapes: T tokens (of any rows), d hidden size, H heads, K key/value heads, h head size. The caller supplies
-attention: `attend` receives queries, keys and values and returns the attention output.
+A part holds parameters by reference: an optimizer step on them takes effect immediately. No part holds a view
+or a copy of a parameter. Which parts a layer has is decided once, by the reader of its family.
+
+Shapes: T tokens (of any rows), d hidden size, H heads, K key/value heads, J = H + K, h head size. The caller
+supplies attention: `attend` receives queries, keys and values and returns the attention output.
 """
 
 from collections.abc import Callable
@@ -15,26 +18,17 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries_THh, keys_TKh, values_TKh), with RoPE applied -> attention output, (T, H * h)."""
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`Attend` for the layer of an index."""
+Function = Callable[[Tensor], Tensor]
+"""A norm, a projection, an activation or an MLP: of the last dimension of each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Sizes that all layers of a model share."""
+    """Sizes of attention that all layers of a model share."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    eps: float
-    """Epsilon of the RMS norms."""
-    eps_1: Tensor | None = None
-    """`eps` as a one-element tensor, for the CPU path of `rms_norm`. None where the fused kernel is used."""
-
-    @classmethod
-    def of(cls, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, like: Tensor) -> "LayerShape":
-        """Return the shape for layers on the device and in the dtype of `like`."""
-        is_fused = like.device.type != "cpu" or like.dtype == torch.bfloat16
-        eps_1 = None if is_fused else torch.tensor([eps], dtype=like.dtype)
-        return cls(num_heads, num_kv_heads, head_dim, eps, eps_1)
 
     @property
     def group(self) -> int:
@@ -55,89 +49,278 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Parameters of one layer by reference: an optimizer step on them takes effect immediately."""
-
-    input_norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    post_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    q_bias: Tensor | None = None
-    k_bias: Tensor | None = None
-    v_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    gate_bias: Tensor | None = None
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding: cosines and sines of all positions, (positions, h)."""
+    """Rotary position embedding: cosines and sines of all positions, (positions, r), r <= h."""
 
     cos: Tensor
     sin: Tensor
-    """The first half of each head's dimensions is negated, as `apply_rope` expects it."""
+    """The first half of the rotated dimensions is negated, as `apply_rope` expects it."""
 
     @classmethod
     def of(cls, cos: Tensor, sin: Tensor) -> "Rope":
-        """Return the tables for `cos` and `sin` of a `transformers` rotary module, each (positions, h)."""
+        """Return the tables for `cos` and `sin` of a `transformers` rotary module, each (positions, r)."""
         half = sin.shape[-1] // 2
         return cls(cos, torch.cat((-sin[:, :half], sin[:, half:]), -1))
 
     def at(self, positions_T: Tensor) -> "Rope":
-        """Return the rotations of `positions_T` in the shape that `apply_rope` expects, (T, 1, h)."""
+        """Return the rotations of `positions_T` in the shape that `apply_rope` expects, (T, 1, r)."""
         rows = positions_T.reshape(-1)
         return Rope(self.cos.index_select(0, rows).unsqueeze(1), self.sin.index_select(0, rows).unsqueeze(1))
 
 
-def apply_rope(x_THh: Tensor, rope: Rope) -> Tensor:
-    """Return x_THh with RoPE applied (arXiv:2104.09864; halves are paired as in `transformers`)."""
-    return torch.addcmul(x_THh * rope.cos, x_THh.roll(x_THh.shape[-1] // 2, -1), rope.sin)
+Rotate = Callable[[Tensor, Rope], Tensor]
+"""Rotates heads (T, J, h)."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, shape: LayerShape) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
-    if shape.eps_1 is None:
-        return F.rms_norm(x, weight.shape, weight, shape.eps)
+def apply_rope(x_TJh: Tensor, rope: Rope) -> Tensor:
+    """Return x_TJh with RoPE applied (arXiv:2104.09864; halves are paired as in `transformers`)."""
+    return torch.addcmul(x_TJh * rope.cos, x_TJh.roll(x_TJh.shape[-1] // 2, -1), rope.sin)
+
+
+def apply_partial_rope(x_TJh: Tensor, rope: Rope) -> Tensor:
+    """Return x_TJh with RoPE applied to as many of the first head dimensions as `rope` has."""
+    rotated, rest = x_TJh.tensor_split([rope.cos.shape[-1]], -1)
+    return torch.cat((apply_rope(rotated, rope), rest), -1)
+
+
+def apply_float_rope(x_TJh: Tensor, rope: Rope) -> Tensor:
+    """Return x_TJh with RoPE applied in fp32, where the tables are more precise than x_TJh."""
+    return apply_rope(x_TJh, rope).to(x_TJh.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight."""
+
+    weight: Tensor
+    eps: float
+    eps_1: Tensor | None
+    """`eps` as a one-element tensor, for the CPU path. None where the fused kernel is used."""
+
+    @classmethod
+    def of(cls, weight: Tensor, eps: float) -> "RMSNorm":
+        """Return the norm with this weight."""
+        return cls(weight, eps, _lean_eps(weight, eps))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x normalized over the last dimension."""
+        if self.eps_1 is None:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return _normalized(x, self.eps_1) * self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetRMSNorm:
+    """x / sqrt(mean(x^2) + eps) * (1 + weight), in fp32 or better: the norm of Gemma."""
+
+    weight: Tensor
+    eps: float
+    eps_1: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor, eps: float) -> "OffsetRMSNorm":
+        """Return the norm with this weight."""
+        return cls(weight, eps, _lean_eps(weight, eps))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x normalized over the last dimension."""
+        if self.eps_1 is None:
+            normed = F.rms_norm(x.to(torch.float32), self.weight.shape, None, self.eps)
+            # 1 + weight in bf16 would round small weights away.
+            return torch.addcmul(normed, normed, self.weight).to(x.dtype)
+        normed = _normalized(x, self.eps_1)
+        return torch.addcmul(normed, normed, self.weight)
+
+
+def _lean_eps(like: Tensor, eps: float) -> Tensor | None:
+    is_fused = like.device.type != "cpu" or like.dtype == torch.bfloat16
+    return None if is_fused else torch.tensor([eps], dtype=like.dtype)
+
+
+def _normalized(x: Tensor, eps_1: Tensor) -> Tensor:
     # Takes half the time of F.rms_norm, which on the CPU runs eight kernels instead of a fused one.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * torch.addcmul(shape.eps_1, norm, norm, value=1 / x.shape[-1]).rsqrt_() * weight
+    return x * torch.addcmul(eps_1, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
-def gated_mlp(x_Td: Tensor, w: LayerWeights) -> Tensor:
-    """Return the output of the gated MLP (SiLU), (T, d)."""
-    gate = F.silu(F.linear(x_Td, w.gate, w.gate_bias))
-    return F.linear(gate * F.linear(x_Td, w.up, w.up_bias), w.down, w.down_bias)
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x normalized over the last dimension."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-def _heads(x_Td: Tensor, shape: LayerShape) -> Tensor:
-    return x_Td.view(x_Td.shape[0], -1, shape.head_dim)
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Product with a weight (out, in), as in `nn.Linear`."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x @ weight.T + bias."""
+        return F.linear(x, self.weight, self.bias)
 
 
-def run_layer(x_Td: Tensor, w: LayerWeights, shape: LayerShape, rope: Rope, attend: Attend) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class TransposedLinear:
+    """Product with a weight (in, out), as in GPT-2's `Conv1D`."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, x_Td: Tensor) -> Tensor:
+        """Return x_Td @ weight + bias."""
+        return torch.addmm(self.bias, x_Td, self.weight)
+
+
+def _heads(x_Td: Tensor, head_dim: int) -> Tensor:
+    return x_Td.view(x_Td.shape[0], -1, head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateQKV:
+    """Projections to queries, keys and values with a weight each.
+
+    Norms of queries and keys are over all heads together, as in OLMo 2.
+    """
+
+    q: Function
+    k: Function
+    v: Function
+    head_dim: int
+    q_norm: Function | None = None
+    k_norm: Function | None = None
+
+    def __call__(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, (T, J, h), and values, (T, K, h). RoPE rotates both together."""
+        q_Td, k_Td = self.q(x_Td), self.k(x_Td)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_Td, k_Td = self.q_norm(q_Td), self.k_norm(k_Td)
+        return _heads(torch.cat((q_Td, k_Td), -1), self.head_dim), _heads(self.v(x_Td), self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormQKV:
+    """Projections to queries, keys and values; each head of queries and keys is normalized for itself."""
+
+    q: Function
+    k: Function
+    v: Function
+    head_dim: int
+    q_norm: Function
+    k_norm: Function
+
+    def __call__(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, (T, J, h), and values, (T, K, h)."""
+        q_THh = self.q_norm(_heads(self.q(x_Td), self.head_dim))
+        k_TKh = self.k_norm(_heads(self.k(x_Td), self.head_dim))
+        return torch.cat((q_THh, k_TKh), -2), _heads(self.v(x_Td), self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedQKV:
+    """One projection to queries, keys and values, in this order."""
+
+    qkv: Function
+    head_dim: int
+    num_rotated: int
+    """J, the number of heads of queries and keys."""
+
+    def __call__(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, (T, J, h), and values, (T, K, h)."""
+        heads = _heads(self.qkv(x_Td), self.head_dim)
+        return heads[:, : self.num_rotated], heads[:, self.num_rotated :]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention of one layer, from hidden states to hidden states."""
+
+    qkv: Callable[[Tensor], tuple[Tensor, Tensor]]
+    rotate: Rotate | None
+    """None where positions are not rotated."""
+    rope: int
+    """Index of the layer's rotations among those of the model."""
+    num_heads: int
+    output: Function
+
+    def __call__(self, x_Td: Tensor, ropes: tuple[Rope, ...], attend: Attend) -> Tensor:
+        """Return the attention output after its projection, (T, d)."""
+        heads_TJh, v_TKh = self.qkv(x_Td)
+        if self.rotate is not None:
+            heads_TJh = self.rotate(heads_TJh, ropes[self.rope])
+        read = attend(heads_TJh[:, : self.num_heads], heads_TJh[:, self.num_heads :], v_TKh)
+        return self.output(read)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """activation(gate) * up, projected back."""
+
+    gate: Function
+    up: Function
+    down: Function
+    activation: Function
+
+    def __call__(self, x_Td: Tensor) -> Tensor:
+        """Return the output, (T, d)."""
+        return self.down(self.activation(self.gate(x_Td)) * self.up(x_Td))
+
+
+@dataclass(frozen=True, slots=True)
+class FusedGatedMLP:
+    """The gated MLP with one projection to gate and up, in this order."""
+
+    gate_up: Function
+    down: Function
+    activation: Function
+
+    def __call__(self, x_Td: Tensor) -> Tensor:
+        """Return the output, (T, d)."""
+        gate, up = self.gate_up(x_Td).chunk(2, -1)
+        return self.down(self.activation(gate) * up)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMLP:
+    """Two projections with an activation between them."""
+
+    up: Function
+    down: Function
+    activation: Function
+
+    def __call__(self, x_Td: Tensor) -> Tensor:
+        """Return the output, (T, d)."""
+        return self.down(self.activation(self.up(x_Td)))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A decoder layer: attention and MLP, each with a norm before it, after it, or both."""
+
+    attention: Attention
+    mlp: Function
+    before_attention: Function | None = None
+    after_attention: Function | None = None
+    before_mlp: Function | None = None
+    after_mlp: Function | None = None
+
+
+def run_layer(x_Td: Tensor, layer: Layer, ropes: tuple[Rope, ...], attend: Attend) -> Tensor:
     """Return the hidden states after one layer, (T, d).
 
-    Attention and gated MLP read RMS-normed input, and each is added to the residual.
+    What attention and MLP return, normalized where the layer has a norm after them, is added to the residual.
     """
-    normed = rms_norm(x_Td, w.input_norm, shape)
-    q_Td, k_Td = F.linear(normed, w.q, w.q_bias), F.linear(normed, w.k, w.k_bias)
-    v_TKh = _heads(F.linear(normed, w.v, w.v_bias), shape)
-    # Rotate queries and keys together: half as many calls.
-    if w.q_norm is None or w.k_norm is None:
-        heads_TJh = _heads(torch.cat((q_Td, k_Td), -1), shape)
-    else:
-        q_THh, k_TKh = (_heads(x, shape) for x in (q_Td, k_Td))
-        normed_heads = rms_norm(q_THh, w.q_norm, shape), rms_norm(k_TKh, w.k_norm, shape)
-        heads_TJh = torch.cat(normed_heads, -2)
-    rotated = apply_rope(heads_TJh, rope)
-    read = attend(rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], v_TKh)
-    x_Td = x_Td + F.linear(read, w.o, w.o_bias)
-    return x_Td + gated_mlp(rms_norm(x_Td, w.post_norm, shape), w)
+    inner = x_Td if layer.before_attention is None else layer.before_attention(x_Td)
+    inner = layer.attention(inner, ropes, attend)
+    x_Td = x_Td + (inner if layer.after_attention is None else layer.after_attention(inner))
+    inner = x_Td if layer.before_mlp is None else layer.before_mlp(x_Td)
+    inner = layer.mlp(inner)
+    return x_Td + (inner if layer.after_mlp is None else layer.after_mlp(inner))

@@ -13,6 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from aedit.spec_rollout.model.kv_spans import KVMemoryError
+
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the constant has a name since Python 3.12
 
@@ -54,13 +56,13 @@ def _mapping(num_bytes: int) -> mmap.mmap:
     """Return an anonymous mapping that reserves address space only.
 
     Raises:
-        ValueError: The operating system refuses it.
+        KVMemoryError: The operating system refuses it.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
         found = mmap.mmap(-1, padded_to_pages(num_bytes), flags=flags)
     except OSError as refusal:
-        raise ValueError(
+        raise KVMemoryError(
             f"the system refuses {num_bytes / 2**30:.2f} GiB of address space for keys and values "
             f"({refusal}): lower rows or max_tokens, or raise the limit (ulimit -v, vm.overcommit_memory)"
         ) from refusal

@@ -14,23 +14,25 @@ from torch import Tensor, nn
 
 from aedit.spec_rollout.model.attention_mask import ancestors, relative_positions
 from aedit.spec_rollout.model.cache import KVCache, KVMemory
-from aedit.spec_rollout.model.families import read_rope, read_weights
+from aedit.spec_rollout.model.families import read_weights
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
 from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.model.kv_extent import KVExtent, kv_extents
 from aedit.spec_rollout.model.kv_spans import KVSizes
-from aedit.spec_rollout.model.layers import LayerAttend, Rope, rms_norm, run_layer
+from aedit.spec_rollout.model.layers import LayerAttend, run_layer
 from aedit.spec_rollout.model.prefill import PassLimits, PrefillAttention, plan_passes
 from aedit.spec_rollout.model.prefill import Segment as Segment
-from aedit.spec_rollout.model.weight_update import copy_weights
+from aedit.spec_rollout.model.rotary import read_ropes
+from aedit.spec_rollout.model.target_sizes import check_sizes, check_taps
+from aedit.spec_rollout.model.weight_update import PolicyWeights
 
 
 class Target:
     """A `transformers` model in the form that the engine needs.
 
-    It computes with the model's own parameters: changes by an optimizer or by `update_weights` take effect at
-    the next call. The tokens of a row have the cache slots 0, 1, ...; the caller passes the length of each
-    row with every call.
+    It computes with the model's own parameters: changes in place take effect at the next call. After any
+    change, call `update_weights`; `check_weights` tells whether that was forgotten. The tokens of a row have
+    the cache slots 0, 1, ...; the caller passes the length of each row with every call.
     """
 
     def __init__(
@@ -43,16 +45,20 @@ class Target:
         kv: KVMemory | None = None,
     ) -> None:
         self.weights = read_weights(model)
+        limit = self.weights.max_positions
+        if limit is not None and max_tokens > limit:
+            raise ValueError(f"max_tokens {max_tokens} exceeds the {limit} positions of this model")
         self.model, self.rows, self.max_tokens, self.nodes = model, rows, max_tokens, nodes
         self.taps = tuple(taps)
-        self.version = 0
+        self._policy = PolicyWeights(model)
         # A draft that starts at a row's last token needs slots, too.
         slots = max_tokens + nodes + 1
         shape = self.weights.shape
         sizes = KVSizes(self.num_layers, rows, shape.num_kv_heads, slots, shape.head_dim)
         self.cache = KVCache(self.weights.attention, shape, (kv or KVMemory()).storage(sizes, self.embedding))
-        self.rope = read_rope(model, slots)
-        self.graphs = GraphCache(self.device) if self.device.type == "cuda" else None
+        self.ropes = read_ropes(model, slots)
+        is_captured = self.device.type == "cuda" and self.weights.is_static
+        self.graphs = GraphCache(self.device) if is_captured else None
 
     @classmethod
     def of(
@@ -68,7 +74,7 @@ class Target:
         """Return a target for `rows` samples at a time.
 
         Args:
-            model: `transformers` causal language model of the Llama, Qwen2 or Qwen3 family.
+            model: Causal language model of `transformers`, of a class in `families.FAMILIES`.
             rows: Number of samples that are decoded at the same time.
             max_tokens: Upper limit of prompt and answer of one sample, in tokens.
             nodes: Upper limit of drafted tokens of one row in one step.
@@ -77,20 +83,25 @@ class Target:
             kv: Layout of keys and values in memory.
 
         Raises:
-            ValueError: A size is too small, the memory for keys and values is not available, a tap does not
-                exist, or the model is not supported: another family, sliding windows, mixture of experts,
-                RoPE that depends on the length, sharded or quantized parameters.
+            ValueError: A size is too small, the memory for keys and values is not available, a tap does
+                not exist, `max_tokens` exceeds the positions that the model has, or the model is not
+                supported: another class, a value of its configuration that is not implemented, sharded or
+                quantized parameters.
         """
-        if rows < 1 or max_tokens < 2 or nodes < 0:
-            raise ValueError(
-                f"rows, max_tokens, nodes must be at least 1, 2, 0, got {rows}, {max_tokens}, {nodes}"
-            )
+        check_sizes(rows, max_tokens, nodes)
         target = cls(model, rows, max_tokens, nodes, taps, kv)
-        if wrong := [tap for tap in taps if not 0 <= tap < target.num_layers]:
-            raise ValueError(
-                f"taps {wrong} do not exist: this model has the layers 0 to {target.num_layers - 1}"
-            )
+        check_taps(taps, target.num_layers)
         return target
+
+    @property
+    def path(self) -> str:
+        """Return "fast": the forward pass of this package."""
+        return "fast"
+
+    @property
+    def version(self) -> int:
+        """Return the version of the policy that the weights are, 0 until `update_weights`."""
+        return self._policy.version
 
     @property
     def supports_trees(self) -> bool:
@@ -173,7 +184,7 @@ class Target:
             attention = PrefillAttention(self.cache, pieces)
             tokens = list(chain.from_iterable(piece.tokens for piece in pieces))
             tokens_T = to_device(tokens, self.device, torch.int64)
-            hidden_Tf = self._layers(tokens_T, self.rope.at(attention.positions_T), attention.attend)
+            hidden_Tf = self._layers(tokens_T, attention.positions_T, attention.attend)
             for piece, hidden in zip(
                 pieces, torch.split(hidden_Tf, [len(p.tokens) for p in pieces]), strict=True
             ):
@@ -184,7 +195,7 @@ class Target:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., V) of hidden states (..., f)."""
-        return F.linear(hidden[..., : self.hidden_size], self.head)
+        return self.weights.logits(hidden)
 
     @torch.inference_mode()
     def step(
@@ -272,21 +283,32 @@ class Target:
         """
         self.cache.write_kv(row, kv, start)
 
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy new weights into the model's parameters, all or none, and set the policy version.
-
-        Tensors that are the parameters themselves are not copied. The cache still holds keys and values of
-        the old weights; a caller that needs those of the new weights must prefill again.
+    def check_weights(self, *, thorough: bool = False) -> None:
+        """Raise RuntimeError if the weights have changed since they became `version`.
 
         Args:
-            weights: Tensors by the names of `model.state_dict()`.
+            thorough: Look closer, which takes longer; see `WeightWatch.changed`.
+        """
+        self._policy.check(thorough=thorough)
+
+    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Make `weights` the policy's weights, all or none, and set the policy version.
+
+        The cache still holds keys and values of the old weights; a caller that needs those of the new weights
+        must prefill again.
+
+        Args:
+            weights: See `PolicyWeights.update`.
             version: Version of the policy that these weights are.
 
         Raises:
-            ValueError: A tensor does not fit; the message names it. Nothing has changed.
+            ValueError: A tensor does not fit, or the version is that of other weights; nothing has changed.
+            RuntimeError: A rank was lost while tensors were gathered.
         """
-        copy_weights(self.model, weights)
-        self.version = version
+        moved = self._policy.update(weights, version)
+        self.weights = read_weights(self.model)
+        if moved and self.graphs is not None:
+            self.graphs.clear()  # captured kernels would read the old addresses
 
     def _forward(
         self, extents: list[KVExtent], tokens_Bq: Tensor, lengths_B: Tensor, parents_BN: Tensor | None
@@ -300,20 +322,20 @@ class Target:
             is_ancestor = ancestors(parents_BN)
             positions = lengths_B[:, None] + relative_positions(is_ancestor)
         past = self.cache.prepare(lengths_B, q, extents, is_ancestor)
-        hidden_Tf = self._layers(tokens_Bq.reshape(-1), self.rope.at(positions), past.attend)
+        hidden_Tf = self._layers(tokens_Bq.reshape(-1), positions.reshape(-1), past.attend)
         logits = self.logits(hidden_Tf)
         return logits.view(num_rows, q, -1), hidden_Tf.view(num_rows, q, -1)
 
-    def _layers(self, tokens_T: Tensor, rope: Rope, attend: LayerAttend) -> Tensor:
+    def _layers(self, tokens_T: Tensor, positions_T: Tensor, attend: LayerAttend) -> Tensor:
         """Return hidden states after the final norm, followed by those of the taps, (T, f)."""
-        shape = self.weights.shape
-        x = F.embedding(tokens_T, self.embedding)
+        x = self.weights.embed(tokens_T, positions_T)
+        ropes = tuple(rope.at(positions_T) for rope in self.ropes)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.weights.layers):
-            x = run_layer(x, layer, shape, rope, partial(attend, index))
+            x = run_layer(x, layer, ropes, partial(attend, index))
             if index in self.taps:
                 tapped[index] = x
-        last = rms_norm(x, self.weights.norm, shape)
+        last = self.weights.norm(x)
         return last if not tapped else torch.cat([last, *(tapped[tap] for tap in self.taps)], -1)
 
     def _captured_step(

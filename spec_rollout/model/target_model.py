@@ -4,14 +4,21 @@ Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary,
 size.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.model.cache import KVMemory
+from aedit.spec_rollout.model.generic import GenericTarget
+from aedit.spec_rollout.model.kv_spans import KVMemoryError
+from aedit.spec_rollout.model.model_support import unwrapped
 from aedit.spec_rollout.model.target import Segment, Target
+
+Path = Literal["auto", "fast", "generic"]
+"""Forward pass of a target: `fast` is this package's own, `generic` is the model's, `auto` is `fast` where it
+supports the model, else `generic`."""
 
 
 class TargetModel(Protocol):
@@ -26,8 +33,14 @@ class TargetModel(Protocol):
     """Upper limit of prompt and answer of one sample, in tokens."""
     nodes: int
     """Upper limit of drafted tokens of one row in one step."""
-    version: int
-    """Version of the policy."""
+
+    @property
+    def version(self) -> int:
+        """Return the version of the policy that the weights are; see `PolicyWeights`."""
+
+    @property
+    def path(self) -> str:
+        """Return which forward pass is used."""
 
     @property
     def supports_trees(self) -> bool:
@@ -107,8 +120,17 @@ class TargetModel(Protocol):
             ValueError: It is of another model, or too long.
         """
 
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy new weights into the parameters, all or none, and set the version."""
+    def check_weights(self, *, thorough: bool = False) -> None:
+        """Raise RuntimeError if the weights have changed since they became `version`.
+
+        See `PolicyWeights.check`.
+        """
+
+    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Make `weights` the policy's weights, all or none, and set the version.
+
+        See `PolicyWeights.update`. Drop what was made of the old weights.
+        """
 
 
 def make_target(
@@ -118,7 +140,40 @@ def make_target(
     max_tokens: int,
     nodes: int = 16,
     taps: Sequence[int] = (),
-    kv: KVMemory | None = None,
+    path: Path = "auto",
 ) -> TargetModel:
-    """Return a target for `rows` samples at a time. See `Target.of` for arguments and errors."""
-    return Target.of(model, rows=rows, max_tokens=max_tokens, nodes=nodes, taps=taps, kv=kv)
+    """Return a target for `rows` samples at a time.
+
+    Args:
+        model: `transformers` causal language model. Of `DistributedDataParallel` and `torch.compile` the
+            model inside is used.
+        rows: Number of samples that are decoded at the same time.
+        max_tokens: Upper limit of prompt and answer of one sample, in tokens.
+        nodes: Upper limit of drafted tokens of one row in one step.
+        taps: Layers whose outputs are appended to the last hidden state in the features.
+        path: Forward pass. With "auto", a model that the fast path does not support takes the generic path,
+            and a warning gives the reason.
+
+    Raises:
+        ValueError: A size is too small, a tap does not exist, or the model is not supported.
+    """
+    model = unwrapped(model)
+    if path not in get_args(Path):
+        raise ValueError(f"path must be one of {', '.join(get_args(Path))}, got {path!r}")
+    sizes: Any = {"rows": rows, "max_tokens": max_tokens, "nodes": nodes, "taps": taps}
+    if path == "generic":
+        return GenericTarget.of(model, **sizes)
+    try:
+        return Target.of(model, **sizes)
+    except KVMemoryError:
+        raise
+    except ValueError as error:
+        if path == "fast":
+            raise
+        reason = str(error)
+    target = GenericTarget.of(model, **sizes)
+    # Attributed to the caller of `Engine.of`, which calls this function.
+    warnings.warn(
+        f"{type(model).__name__} takes the {target.path} path, not the fast one: {reason}", stacklevel=3
+    )
+    return target

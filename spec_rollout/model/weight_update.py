@@ -1,54 +1,195 @@
-"""In-place update of a model's parameters: all of them or none."""
+"""Weights of an engine's policy: their version, in-place updates of all or none, unnoticed changes."""
 
 from collections.abc import Mapping
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from aedit.weight_gather import agree, gather, sharded
+from aedit.weight_watch import WeightWatch
 
 
-def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy `weights` into the parameters of `model`.
+class _Kind(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
-    A tensor that is already the model's own storage is not copied. For tied parameters one of the names is
-    enough.
 
-    Args:
-        model: Model whose parameters are overwritten in place.
-        weights: Tensors by the names of `model.state_dict()`.
+class PolicyWeights:
+    """Parameters and persistent buffers of `model`, and the version that they are.
 
-    Raises:
-        ValueError: A tensor is missing, unknown, of another shape, not in floating point, or differs from a
-            tensor that it is tied to. The model is unchanged.
+    A target holds one: it calls `check` before it generates and `update` for new weights.
     """
-    own = model.state_dict()
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.version = 0
+        self._kinds = {name: _kind(tensor) for name, tensor in model.state_dict().items()}
+        self._watch = WeightWatch(model)
+        self._unfinished: int | None = None
+
+    def check(self, *, thorough: bool = False) -> None:
+        """Raise RuntimeError if the weights are not those of `version`.
+
+        Args:
+            thorough: Compare elements of all tensors; see `WeightWatch.changed`.
+        """
+        if self._unfinished is not None:
+            raise RuntimeError(
+                f"the update to version {self._unfinished} of the weights failed on the way: call "
+                "update_weights again with all of them"
+            )
+        if name := self._watch.changed(thorough=thorough):
+            raise RuntimeError(
+                f"{name} has changed, and the weights are still called version {self.version}: call "
+                "engine.update_weights(None, version) with a larger version, or sync.update_engine(engine)"
+            )
+
+    def update(self, weights: Mapping[str, Tensor] | None, version: int) -> bool:
+        """Make `weights` the policy's weights, all or none, and set the version.
+
+        Tensors that are the parameters themselves are not copied. Sharded tensors (DTensor) are gathered one
+        at a time; all ranks of their mesh call this together, ranks without an engine `take_part`.
+
+        Args:
+            weights: Tensors by the names of `model.state_dict()`; for tied parameters one of the names is
+                enough. None: the parameters themselves have been changed or replaced.
+            version: Version of the policy that these weights are: above the last one, or equal if the weights
+                are.
+
+        Returns:
+            Whether a tensor is at another place in memory than before.
+
+        Raises:
+            ValueError: A tensor does not fit, or the version has other weights; nothing has changed.
+            RuntimeError: A rank was lost while tensors were gathered. `check` raises until one succeeds.
+        """
+        dtype = self._agree(weights, version)
+        if version == self.version:
+            return False
+        moved = self._watch.replaced() is not None
+        self._unfinished = version
+        if weights is not None:
+            self._write(weights, dtype)
+        self._watch.look()
+        self.version, self._unfinished = version, None
+        return moved
+
+    def _agree(self, weights: Mapping[str, Tensor] | None, version: int) -> torch.dtype | None:
+        """Check weights and version on all ranks; return the dtype in which sharded tensors are gathered."""
+        refusal = None
+        try:
+            self._check(weights, version)
+        except ValueError as error:
+            refusal = error
+        dtype = None
+        if weights and sharded(weights):
+            dtypes = [kind.dtype for kind in self._kinds.values() if kind.dtype.is_floating_point]
+            dtype = agree(weights, reduce(torch.promote_types, dtypes), refused=refusal is not None)
+        if refusal is not None:
+            raise refusal
+        return dtype
+
+    def _check(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        own = self._model.state_dict()
+        self._check_own(own)
+        if version < self.version:
+            raise ValueError(
+                f"version {version} is below version {self.version}, which the engine has: pass a larger one"
+            )
+        if weights is not None:
+            _check_given(own, weights)
+        if version == self.version and not self._unchanged_by(own, weights):
+            raise ValueError(
+                f"version {version} is that of other weights, which the engine has had: pass a larger one"
+            )
+
+    def _check_own(self, own: Mapping[str, Tensor]) -> None:
+        """Raise ValueError if the model's own tensors are no longer what the target was made for."""
+        for name, kind in self._kinds.items():
+            tensor = own.get(name)
+            if isinstance(tensor, DTensor):
+                raise ValueError(
+                    f"{name} of the engine's model has been sharded (DTensor): make the engine of a model of "
+                    "its own and pass it the sharded weights"
+                )
+            if tensor is None or _kind(tensor) != kind:
+                found = "missing" if tensor is None else _said(_kind(tensor))
+                raise ValueError(
+                    f"{name} of the engine's model is {found} and was {_said(kind)}: make a new engine"
+                )
+
+    def _unchanged_by(self, own: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None) -> bool:
+        if self._unfinished is not None or self._watch.changed(thorough=True):
+            return False
+        return weights is None or all(
+            not isinstance(tensor, DTensor)
+            and (_same_storage(own[name], tensor) or torch.equal(own[name], tensor.to(own[name])))
+            for name, tensor in weights.items()
+        )
+
+    @torch.no_grad()
+    def _write(self, weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+        own = self._model.state_dict()
+        for name, tensor in weights.items():
+            if not isinstance(tensor, DTensor) and not _same_storage(own[name], tensor):
+                own[name].copy_(tensor)
+
+        def write(part: Tensor, whole: Tensor) -> None:
+            for name, tensor in weights.items():
+                if tensor is part:
+                    own[name].copy_(whole)
+
+        gather(weights, dtype, write)
+
+
+def _check_given(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if `weights` are not all tensors of a model that fit the tensors `own`."""
     for name, tensor in weights.items():
-        _check(name, own.get(name), tensor)
+        _check_tensor(name, own.get(name), tensor)
     given: dict[int, Tensor] = {}
     for name, tensor in weights.items():
         first = given.setdefault(own[name].data_ptr(), tensor)
-        if first is not tensor and not _same_storage(first, tensor) and not torch.equal(first, tensor):
+        if first is not tensor and not _equal(first, tensor):
             raise ValueError(
                 f"weights: {name} is tied to another tensor and differs from it: pass equal values"
             )
-    for name, parameter in own.items():
-        if parameter.data_ptr() not in given:
+    for name, tensor in own.items():
+        if tensor.data_ptr() not in given:
             raise ValueError(f"weights: {name} is missing: pass all tensors of the model's state_dict")
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            if not _same_storage(own[name], tensor):
-                own[name].copy_(tensor)
 
 
-def _check(name: str, parameter: Tensor | None, tensor: Tensor) -> None:
-    if parameter is None:
+def _check_tensor(name: str, own: Tensor | None, tensor: Tensor) -> None:
+    if own is None:
         raise ValueError(f"weights: {name} is not in this model's state_dict")
-    if parameter.shape != tensor.shape:
-        raise ValueError(
-            f"weights: {name} must be of shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}"
-        )
-    if not tensor.is_floating_point():
+    if own.shape != tensor.shape:
+        raise ValueError(f"weights: {name} must be of shape {tuple(own.shape)}, got {tuple(tensor.shape)}")
+    if tensor.is_meta or tensor.layout != torch.strided:
+        raise ValueError(f"weights: {name} has no dense values: it is on {tensor.device}, {tensor.layout}")
+    if own.is_floating_point() and not tensor.is_floating_point():
         raise ValueError(f"weights: {name} must be in floating point, got {tensor.dtype}")
+    if not own.is_floating_point() and tensor.dtype != own.dtype:
+        raise ValueError(f"weights: {name} must be {own.dtype}, got {tensor.dtype}")
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal; of sharded ones, this rank's parts."""
+    if isinstance(a, DTensor) != isinstance(b, DTensor):
+        return False
+    here, there = (x.to_local() if isinstance(x, DTensor) else x for x in (a.detach(), b.detach()))
+    return _same_storage(here, there) or (here.shape == there.shape and torch.equal(here, there))
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return _Kind(tensor.shape, tensor.dtype, tensor.device)
+
+
+def _said(kind: _Kind) -> str:
+    return f"{tuple(kind.shape)} in {kind.dtype} on {kind.device}"

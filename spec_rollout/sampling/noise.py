@@ -13,9 +13,12 @@ Shapes: B rows, m positions, V vocabulary, W numbers per position.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from aedit.spec_rollout.model.host_to_device import to_device
@@ -29,6 +32,8 @@ _ROUNDS = 10
 # Streams, above the token block, which has at most 30 bits: Gumbel noise, uniforms of rejection sampling.
 _GUMBEL, _UNIFORM = 0, 1 << 30
 
+Ints = NDArray[np.int64]
+_Words = TypeVar("_Words", Tensor, Ints)
 Ids = Tensor | int
 """int64, (B,), or one number for B = 1."""
 _Make = Callable[[Ids, Ids, Tensor], Tensor]
@@ -38,13 +43,17 @@ _Make = Callable[[Ids, Ids, Tensor], Tensor]
 _AT_ONCE, _AT_ONCE_CUDA = 1 << 16, 1 << 24
 
 
-def philox(counter: Sequence[Tensor], key: Sequence[Tensor | int]) -> list[Tensor]:
+LARGE_VOCABULARY = 1 << 14
+"""Vocabulary from which on a CPU searches for the best token without computing all noise ahead."""
+
+
+def philox(counter: Sequence[_Words], key: Sequence[_Words | int]) -> list[_Words]:
     """Return four random words for each counter of four words, under a key of two words.
 
     Counters broadcast against each other, and shared parts are computed once.
 
     Args:
-        counter: Four int64 tensors of words, 0 to 2**32 - 1.
+        counter: Four int64 tensors or arrays of words, 0 to 2**32 - 1.
         key: Two words. They must broadcast to the last two counter words.
     """
     c0, c1, c2, c3 = counter
@@ -53,8 +62,11 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor | int]) -> list[Tenso
         # A product of two words may wrap into the sign bit, which loses no bit. The right shift then fills
         # with ones, and c1 and c3 keep the high halves of their products: the mask removes both.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((p1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_WORD)
-        c2 = ((p0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_WORD)
+        c0, c2 = (p1 >> 32) ^ c1, (p0 >> 32) ^ c3
+        c0 ^= k0
+        c2 ^= k1
+        c0 &= _WORD
+        c2 &= _WORD
         c1, c3 = p1, p0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
     return [c0, c1 & _WORD, c2, c3 & _WORD]
@@ -74,8 +86,38 @@ def gumbel(
     """
     blocks = torch.arange(-(-vocabulary // 4), device=positions_Bm.device)
     bits = _bits(rollouts, samples, positions_Bm, blocks + _GUMBEL)[..., :vocabulary]
-    # float64 resolves the 33 bits of u; for -log u, float32 is enough.
-    return _between_0_and_1(bits).log_().neg_().to(dtype).log_().neg_()
+    return _to_gumbel(bits, dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NoiseKeys:
+    """Keys of the Gumbel noise of N positions on the CPU, (N,) each. Positions of a row share its ids.
+
+    NumPy takes half the time of torch for these integers, which are few or fit into the cache of a core.
+    """
+
+    rollouts_N: Ints
+    samples_N: Ints
+    positions_N: Ints
+
+    def __getitem__(self, index: slice | Ints) -> "NoiseKeys":
+        """Return the keys of some of the positions."""
+        return NoiseKeys(self.rollouts_N[index], self.samples_N[index], self.positions_N[index])
+
+    def words(self, blocks: Ints) -> list[Ints]:
+        """Return the random words of the four tokens of each token block, four arrays (N, ...).
+
+        Args:
+            blocks: Token // 4, (N, 1), or (..) for the same blocks at all positions.
+        """
+        ids = self.rollouts_N[:, None], self.samples_N[:, None]
+        counter = (blocks + _GUMBEL, self.positions_N[:, None], *((x >> 32) & _WORD for x in ids))
+        return philox(counter, [x & _WORD for x in ids])
+
+    def gumbel_of(self, tokens_N: Ints, dtype: torch.dtype) -> Tensor:
+        """Return the noise of one token at each position, (N,): the numbers that `gumbel` returns."""
+        words_4N = np.stack(self.words(tokens_N[:, None] >> 2))[..., 0]
+        return _to_gumbel(torch.from_numpy(words_4N[tokens_N & 3, np.arange(len(tokens_N))]), dtype)
 
 
 def uniforms(rollouts: Ids, samples: Ids, positions_Bm: Tensor) -> Tensor:
@@ -101,6 +143,11 @@ def _words(ids: Ids, device: torch.device) -> tuple[Tensor | int, Tensor]:
         # One eighth faster than a key in tensors.
         return ids & _WORD, torch.full((1, 1, 1), (ids >> 32) & _WORD, device=device)
     return ids[:, None, None] & _WORD, (ids[:, None, None] >> 32) & _WORD
+
+
+def _to_gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return -log(-log u) for words. float64 resolves the 33 bits of u; for -log u, float32 is enough."""
+    return _between_0_and_1(bits).log_().neg_().to(dtype).log_().neg_()
 
 
 def _between_0_and_1(bits: Tensor) -> Tensor:
@@ -138,6 +185,8 @@ class RowNoise:
         def noise(rollouts: Ids, samples: Ids, positions_Bm: Tensor) -> Tensor:
             return gumbel(rollouts, samples, positions_Bm, vocabulary, dtype)
 
+        self.is_ahead = torch.device(device).type != "cpu" or vocabulary < LARGE_VOCABULARY
+        """Use `at`; else `keys` and `noisy_argmax` take less time, as far as only the best token counts."""
         self._gumbel = _NoiseRing(noise, (rows, 2 * block, vocabulary), device, dtype)
         self._uniforms = _NoiseRing(uniforms, (rows, 256, 2), device, torch.float64)
 
@@ -156,6 +205,19 @@ class RowNoise:
             check(-(1 << 63) <= value < 1 << 63, name, "must fit into 64 bits", value)
         for ring in (self._gumbel, self._uniforms):
             ring.begin(row, rollout, sample)
+
+    def keys(self, rows: Sequence[int], first: Sequence[int], offsets_Bq: Ints) -> NoiseKeys:
+        """Return the keys of the positions first[i] + offsets_Bq[i] of row rows[i], in this order.
+
+        Args:
+            rows: Rows.
+            first: Absolute position of offset 0 of each row.
+            offsets_Bq: Offsets; (1, q) if the rows share them.
+        """
+        ids_B21 = np.array([self._gumbel.ids(row) for row in rows])[..., None]
+        positions_Bq = np.array(first)[:, None] + offsets_Bq
+        rollouts_Bq, samples_Bq = (np.broadcast_to(ids_B21[:, i], positions_Bq.shape) for i in range(2))
+        return NoiseKeys(rollouts_Bq.ravel(), samples_Bq.ravel(), positions_Bq.ravel())
 
     def move(self, source: int, target: int) -> None:
         """Rename row `source` to `target`, whose sample has ended."""
@@ -195,12 +257,27 @@ class _NoiseRing:
         self._ids: list[tuple[int, int] | None] = [None] * rows
         self._blocks = [[-1, -1] for _ in range(rows)]  # the block in each half
         self._ring_index = list(range(rows))  # rows move by exchanging their rings
-        with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
-            self._values = torch.empty(rows * self._ring, self._width, device=device, dtype=dtype)
+        self._shape, self._dtype = (rows * self._ring, self._width), dtype
+        self._allocated: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self._values.numel() * self._values.itemsize
+        return 0 if self._allocated is None else self._allocated.numel() * self._allocated.itemsize
+
+    @property
+    def _values(self) -> Tensor:
+        """The ring, allocated when it is first used."""
+        if self._allocated is None:
+            with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
+                self._allocated = torch.empty(self._shape, device=self._device, dtype=self._dtype)
+        return self._allocated
+
+    def ids(self, row: int) -> tuple[int, int]:
+        """Return rollout and sample of a row."""
+        found = self._ids[self._ring_index[row]]
+        if found is None:
+            raise ValueError(f"row {row} has no sample: call begin before requesting its noise")
+        return found
 
     def begin(self, row: int, rollout: int, sample: int) -> None:
         self._ids[self._ring_index[row]] = (rollout, sample)
@@ -240,14 +317,16 @@ class _NoiseRing:
             blocks_of_row = self._blocks[ring_index]
             for block in (start // self._block, (start + count - 1) // self._block):
                 if blocks_of_row[block & 1] != block:
-                    if self._ids[ring_index] is None:
-                        raise ValueError(f"row {row} has no sample: call begin before requesting its noise")
+                    self.ids(row)
                     missing.append((ring_index, block))
                     blocks_of_row[block & 1] = block
-        most = _AT_ONCE_CUDA if self._device.type == "cuda" else _AT_ONCE
-        at_once = max(1, most // (self._block * self._width))
-        for i in range(0, len(missing), at_once):
-            self._fill(missing[i : i + at_once])
+        blocks_at_once = max(1, self._at_once // (self._block * self._width))
+        for i in range(0, len(missing), blocks_at_once):
+            self._fill(missing[i : i + blocks_at_once])
+
+    @property
+    def _at_once(self) -> int:
+        return _AT_ONCE_CUDA if self._device.type == "cuda" else _AT_ONCE
 
     def _fill(self, missing: Sequence[tuple[int, int]]) -> None:
         """Compute the listed (ring index, block) pairs in one call."""
@@ -262,4 +341,7 @@ class _NoiseRing:
         positions_Bm = starts[:, None] + torch.arange(self._block, device=self._device)
         halves = to_device([2 * ring_index + (block & 1) for ring_index, block in missing], self._device)
         blocks = self._values.view(-1, self._block, self._width)
-        blocks.index_copy_(0, halves, self._make(rollouts, samples, positions_Bm))
+        count = max(1, self._at_once // (len(missing) * self._width))
+        for first in range(0, self._block, count):
+            made = self._make(rollouts, samples, positions_Bm[:, first : first + count])
+            blocks[:, first : first + count].index_copy_(0, halves, made)

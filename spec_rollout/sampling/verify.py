@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from aedit.spec_rollout.drafters.drafts import Draft
+from aedit.spec_rollout.sampling.noise import NoiseKeys
+from aedit.spec_rollout.sampling.noisy_argmax import noisy_argmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +32,23 @@ class AcceptedTokens:
 
 
 def coupled_tokens(
-    warped_BqV: Tensor, noise_BqV: Tensor | None, temperature_B: Tensor | None = None
+    warped_BqV: Tensor, noise_BqV: Tensor | NoiseKeys | None, temperature_B: Tensor | None = None
 ) -> Tensor:
     """Return the token after each verified one, (B, q) int64, the lowest id among equals.
 
     Args:
         warped_BqV: Result of `distribution.warp_logits`.
-        noise_BqV: Noise of the position of the drawn token: t + 1 + j at depth j under a root at t. None if
-            all rows are greedy.
+        noise_BqV: Noise of the position of the drawn token: t + 1 + j at depth j under a root at t, or its
+            keys. None if all rows are greedy.
         temperature_B: Temperatures; rows at 0 ignore the noise. None if no row is greedy.
     """
     if noise_BqV is None:
         return warped_BqV.argmax(-1)
+    if isinstance(noise_BqV, NoiseKeys):
+        drawn_Bq = noisy_argmax(warped_BqV, noise_BqV)
+        if temperature_B is None:
+            return drawn_Bq
+        return drawn_Bq.where((temperature_B > 0)[:, None], warped_BqV.argmax(-1))
     if temperature_B is not None:
         noise_BqV = noise_BqV * (temperature_B > 0)[:, None, None]
     return (warped_BqV + noise_BqV).argmax(-1)

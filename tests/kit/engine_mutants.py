@@ -3,10 +3,12 @@
 Each is put in, one at a time, and must be detected.
 """
 
+from dataclasses import replace
+
 import torch
 
 from aedit.spec_rollout.engine.rows import RunningSample
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.model_weights import ModelWeights
 
 
 class Mistakes(dict):
@@ -44,11 +46,11 @@ def an_end_inside_of_an_accepted_run_is_not_seen(patch):
 
 def the_embedding_is_an_older_policy_s(patch):
     """Use an outdated embedding, as after a lost update or when a drafter was loaded over it."""
-    right = Target.embedding.fget
+    right = ModelWeights.embed
 
-    def older(self):
-        now = right(self)
+    def older(self, tokens, positions):
+        now = self.embedding
         before = torch.randn(now.shape, generator=torch.Generator().manual_seed(0)).to(now.dtype)
-        return 0.7 * (now + now.std() * before)
+        return right(replace(self, embedding=0.7 * (now + now.std() * before)), tokens, positions)
 
-    patch.setattr(Target, "embedding", property(older))
+    patch.setattr(ModelWeights, "embed", older)
