@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from benchmarks.decode_parts.memory import MIB, Memory
 from benchmarks.decode_parts.race import Race
 from benchmarks.decode_parts.steps import AGAIN, AUTO, PLAIN, Choice, Noise, Update
 from benchmarks.decode_parts.systems import CTRANSLATE2, GENERATE, OURS, VLLM
@@ -33,6 +34,8 @@ class Found:
     updates: list[Update] = field(default_factory=list)
     noises: list[Noise] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
+    memories: list[Memory | str] = field(default_factory=list)
+    """Or why the memory was refused."""
     rivals: list[str] = field(default_factory=list)
     """Versions of the rivals, or why they were skipped."""
 
@@ -42,6 +45,7 @@ class Found:
             *([_decodes(self.decodes)] if self.decodes else []),
             *([_prefills([*self.decodes, *self.prefills])] if self.decodes or self.prefills else []),
             *([_ours(self)] if self.updates or self.noises or self.choices else []),
+            *([_memories(self.memories)] if self.memories else []),
         ]
         if quick:
             made = [replace(one, bars=tuple(replace(bar, passed=None) for bar in one.bars)) for one in made]
@@ -113,6 +117,46 @@ def _ours(found: Found) -> Report:
         name: [asdict(one) for one in getattr(found, name)] for name in ("updates", "noises", "choices")
     }
     return Report("our steps", (), ("what", "ratio", "median"), tuple(rows), tuple(bars), figures)
+
+
+def _memories(found: Sequence[Memory | str]) -> Report:
+    known = [one for one in found if isinstance(one, Memory)]
+    columns = (
+        "batch",
+        "reserved, MiB",
+        "most tokens in use",
+        "their bytes, MiB",
+        "cache bytes, MiB",
+        "resident, MiB",
+        "cache / tokens, all steps",
+        "cache at the end, MiB",
+    )
+    rows: list[tuple[str, ...]] = [
+        (
+            one.what,
+            _mib(one.reserved_bytes),
+            f"{one.peak.tokens:,}",
+            _mib(one.peak.tokens * one.token_bytes),
+            _mib(one.peak.kv_bytes),
+            _mib(one.peak.rss_bytes),
+            f"{one.over_tokens:.2f}",
+            _mib(one.end.kv_bytes),
+        )
+        for one in known
+    ]
+    rows += [(one, *["-"] * (len(columns) - 1)) for one in found if isinstance(one, str)]
+    return Report(
+        "memory of keys and values",
+        (),
+        columns,
+        tuple(rows),
+        (),
+        {"peaks": [asdict(one.peak) for one in known]},
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:,.1f}"
 
 
 def _figures(races: Sequence[Race]) -> dict[str, object]:
