@@ -7,7 +7,15 @@ import pytest
 import torch
 from dist_jobs.export_jobs import train_and_save
 from kit.rollouts import perturbed
-from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from aedit.launch.cli import generate as generating
 from aedit.launch.cli import main
@@ -173,13 +181,30 @@ def test_what_is_no_policy_is_said_to_be_none(capsys, saved, tmp_path):
     assert "no tokenizer there" in run(capsys, tmp_path, "--prompt", "a")[2]
 
 
-def test_a_model_that_the_engine_does_not_know_is_named(capsys, tmp_path):
-    config = BloomConfig(vocab_size=257, hidden_size=16, n_layer=1, n_head=2)
-    BloomForCausalLM(config).save_pretrained(tmp_path)
+def test_a_model_of_another_family_is_generated_from_by_its_own_forward(capsys, tmp_path):
+    config = OPTConfig(
+        vocab_size=257, **SIZES, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=40, init_std=0.3,
+        eos_token_id=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    OPTForCausalLM(config).save_pretrained(tmp_path)
+    ByteTokenizer().save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    words = ["--prompt", "Hello", "--temperature", "0", "--arm", "suffix:8", "--compare"]
+    code, out, err = run(capsys, tmp_path, *words)  # up to the last position of the model
+    assert code == 0
+    assert text_of(model, "Hello", 35) in out
+    assert "tokens equal: yes" in out
+    assert "OPTForCausalLM takes the generic (one pass for all rows) path, not the fast one" in err
+
+
+def test_a_model_that_is_not_causal_is_named(capsys, tmp_path):
+    config = BertConfig(**SIZES, vocab_size=257)
+    BertLMHeadModel(config).save_pretrained(tmp_path)
     ByteTokenizer().save(tmp_path)
     code, _, err = run(capsys, tmp_path, "--prompt", "a", "--max-new-tokens", 4)
     assert code == 2
-    assert "BloomForCausalLM" in err
+    assert "BertLMHeadModel is not causal: logits of a token depend on the tokens after it" in err
 
 
 # --- text as it comes

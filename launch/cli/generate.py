@@ -2,6 +2,7 @@
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -184,7 +185,12 @@ def _target(policy: Policy, prompts: Sequence[Prompt], layer: DraftLayer | None)
     rows = min(len(prompts), MAX_ROWS)
     try:
         taps = () if layer is None else tapped(layer.shape.taps, policy.model.config.num_hidden_layers)
-        return make_target(model, rows=rows, max_tokens=most, nodes=MAX_DRAFTED_TOKENS, taps=taps)
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always")
+            target = make_target(model, rows=rows, max_tokens=most, nodes=MAX_DRAFTED_TOKENS, taps=taps)
+        for note in notes:
+            print(note.message, file=sys.stderr)
+        return target
     except ValueError as error:
         raise UserError(f"{policy.source}: {error}") from None
 
@@ -197,11 +203,13 @@ def _engine(target: TargetModel, request: GenerateRequest, layer: DraftLayer | N
     if is_import_path(str(request.drafter)):
         methods = ("begin", "update", "move", "end", "propose")
         drafters["custom"] = _imported(str(request.drafter), "--drafter", methods)(target)
-    return Engine(target, drafters=drafters, chooser=_chooser(request.arm, drafters))
+    return Engine(target, drafters=drafters, chooser=_chooser(request.arm, drafters, target.supports_trees))
 
 
-def _chooser(arm: str, drafters: Mapping[DrafterKind, Drafter]) -> ArmChooser:
-    arms = [each for each in map(parse_arm, ARMS) if each.drafter in drafters]
+def _chooser(arm: str, drafters: Mapping[DrafterKind, Drafter], has_trees: bool) -> ArmChooser:
+    arms = [
+        each for each in map(parse_arm, ARMS) if each.drafter in drafters and (each.is_chain or has_trees)
+    ]
     if arm in (AUTO, BANDIT):
         return Goodput(arms) if arm == AUTO else Bandit(arms)
     if is_import_path(arm) and arm.partition(":")[0] not in ("suffix", "layer", "custom"):
@@ -218,6 +226,8 @@ def _chooser(arm: str, drafters: Mapping[DrafterKind, Drafter]) -> ArmChooser:
             else "package.module:Name of a drafter"
         )
         raise UserError(f"--arm {arm}: needs --drafter, {what}")
+    if not fixed.is_chain and not has_trees:
+        raise UserError(f"--arm {arm}: this model cannot verify trees: use a chain, such as layer:4")
     if fixed.nodes > MAX_DRAFTED_TOKENS:
         raise UserError(f"--arm {arm}: at most {MAX_DRAFTED_TOKENS} drafted tokens can be verified at once")
     return Fixed(fixed)

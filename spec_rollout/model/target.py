@@ -22,6 +22,7 @@ from aedit.spec_rollout.model.layers import LayerAttend, run_layer
 from aedit.spec_rollout.model.prefill import PassLimits, PrefillAttention, plan_passes
 from aedit.spec_rollout.model.prefill import Segment as Segment
 from aedit.spec_rollout.model.rotary import read_ropes
+from aedit.spec_rollout.model.target_sizes import check_sizes, check_taps
 from aedit.spec_rollout.model.weight_update import PolicyWeights
 
 
@@ -67,16 +68,15 @@ class Target:
                 the model has, or the model is not supported: another class, a value of its configuration
                 that is not implemented, sharded or quantized parameters.
         """
-        if rows < 1 or max_tokens < 2 or nodes < 0:
-            raise ValueError(
-                f"rows, max_tokens, nodes must be at least 1, 2, 0, got {rows}, {max_tokens}, {nodes}"
-            )
+        check_sizes(rows, max_tokens, nodes)
         target = cls(model, rows, max_tokens, nodes, taps)
-        if wrong := [tap for tap in taps if not 0 <= tap < target.num_layers]:
-            raise ValueError(
-                f"taps {wrong} do not exist: this model has the layers 0 to {target.num_layers - 1}"
-            )
+        check_taps(taps, target.num_layers)
         return target
+
+    @property
+    def path(self) -> str:
+        """Return "fast": the forward pass of this package."""
+        return "fast"
 
     @property
     def version(self) -> int:

@@ -4,13 +4,20 @@ Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary,
 size.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
+from aedit.spec_rollout.model.generic import GenericTarget
+from aedit.spec_rollout.model.model_support import unwrapped
 from aedit.spec_rollout.model.target import Segment, Target
+
+Path = Literal["auto", "fast", "generic"]
+"""Forward pass of a target: `fast` is this package's own, `generic` is the model's, `auto` is `fast` where it
+supports the model, else `generic`."""
 
 
 class TargetModel(Protocol):
@@ -29,6 +36,10 @@ class TargetModel(Protocol):
     @property
     def version(self) -> int:
         """Return the version of the policy that the weights are; see `PolicyWeights`."""
+
+    @property
+    def path(self) -> str:
+        """Return which forward pass is used."""
 
     @property
     def supports_trees(self) -> bool:
@@ -128,6 +139,38 @@ def make_target(
     max_tokens: int,
     nodes: int = 16,
     taps: Sequence[int] = (),
+    path: Path = "auto",
 ) -> TargetModel:
-    """Return a target for `rows` samples at a time. See `Target.of` for arguments and errors."""
-    return Target.of(model, rows=rows, max_tokens=max_tokens, nodes=nodes, taps=taps)
+    """Return a target for `rows` samples at a time.
+
+    Args:
+        model: `transformers` causal language model. Of `DistributedDataParallel` and `torch.compile` the
+            model inside is used.
+        rows: Number of samples that are decoded at the same time.
+        max_tokens: Upper limit of prompt and answer of one sample, in tokens.
+        nodes: Upper limit of drafted tokens of one row in one step.
+        taps: Layers whose outputs are appended to the last hidden state in the features.
+        path: Forward pass. With "auto", a model that the fast path does not support takes the generic path,
+            and a warning gives the reason.
+
+    Raises:
+        ValueError: A size is too small, a tap does not exist, or the model is not supported.
+    """
+    model = unwrapped(model)
+    if path not in get_args(Path):
+        raise ValueError(f"path must be one of {', '.join(get_args(Path))}, got {path!r}")
+    sizes: Any = {"rows": rows, "max_tokens": max_tokens, "nodes": nodes, "taps": taps}
+    if path == "generic":
+        return GenericTarget.of(model, **sizes)
+    try:
+        return Target.of(model, **sizes)
+    except ValueError as error:
+        if path == "fast":
+            raise
+        reason = str(error)
+    target = GenericTarget.of(model, **sizes)
+    # Attributed to the caller of `Engine.of`, which calls this function.
+    warnings.warn(
+        f"{type(model).__name__} takes the {target.path} path, not the fast one: {reason}", stacklevel=3
+    )
+    return target

@@ -1,0 +1,156 @@
+"""Call of a `transformers` model's own forward: logits and features, without a trace in the user's model.
+
+Hooks, adapters and every peculiarity of the architecture take effect. Dropout does not: modules that are in
+training mode are in evaluation mode during the call. Shapes: B rows, q tokens per row, V vocabulary, d hidden
+size, f feature size.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aedit.spec_rollout.model.target_sizes import check_taps
+
+MASKLESS = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention implementations that compute the same as "sdpa" and accept no mask of queries and keys."""
+
+
+class ModelForward:
+    """Logits and features of a causal language model."""
+
+    def __init__(self, model: nn.Module, taps: Sequence[int]) -> None:
+        """Make the call.
+
+        Args:
+            model: `transformers` causal language model.
+            taps: Layers whose outputs are appended to the last hidden state.
+
+        Raises:
+            ValueError: Taps are given, and the layers of the model cannot be found.
+        """
+        self.model: Any = model
+        config: Any = model.config
+        self.config: Any = config.get_text_config()
+        # Some decoders of encoder-decoder families have a number of their own.
+        self.num_layers = int(getattr(self.config, "decoder_layers", 0) or self.config.num_hidden_layers)
+        self.taps = tuple(taps)
+        check_taps(taps, self.num_layers)
+        self._tapped = [_decoder_layers(model, self.num_layers)[tap] for tap in taps] if taps else []
+        self._configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        self.parameters = set(inspect.signature(model.forward).parameters)
+        self.takes_positions = "position_ids" in self.parameters
+        self.takes_cache = "past_key_values" in self.parameters
+
+    @property
+    def attention(self) -> str:
+        """Return the attention implementation of the call."""
+        own = str(self.config._attn_implementation)
+        if own in MASKLESS:
+            return "sdpa" if getattr(self.model, "_supports_sdpa", False) else "eager"
+        return own
+
+    def __call__(self, tokens_Bq: Tensor, *, last: int, **arguments: Any) -> tuple[Tensor, Tensor]:
+        """Run the model.
+
+        Args:
+            tokens_Bq: int64, the tokens.
+            last: Number of last tokens of each row whose logits are needed.
+            **arguments: Further arguments of the model's forward.
+
+        Returns:
+            Logits (B, last, V) and features (B, q, f).
+        """
+        if "logits_to_keep" in self.parameters:
+            arguments["logits_to_keep"] = max(last, 1)
+        # Buffers that a forward replaces must stay usable by a later training step: no inference tensors.
+        with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+            stack.enter_context(_evaluating(self.model))
+            stack.enter_context(_attention(self._configs.values(), self.attention))
+            captured = _Captured(self.model, self._tapped)
+            stack.enter_context(captured.hooks())
+            arguments = {name: x.clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+            output = self.model(input_ids=tokens_Bq.clone(), return_dict=True, **arguments)
+            logits: Tensor = output.logits
+            return logits[:, logits.shape[1] - last :], captured.features().to(logits.device)
+
+
+class _Captured:
+    """Outputs of modules during one call."""
+
+    def __init__(self, model: Any, tapped: Sequence[nn.Module]) -> None:
+        self._model, self._tapped = model, tapped
+        self._last: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Capture last hidden state and taps of a call inside the context."""
+        # A model calls its body, or the decoder in it.
+        bodies = {self._model.base_model, self._model.get_decoder()} - {self._model}
+        handles = [body.register_forward_hook(self._body_output) for body in bodies]
+        if not bodies:
+            handles.append(self._model.get_output_embeddings().register_forward_pre_hook(self._head_input))
+        handles += [layer.register_forward_hook(self._layer_output) for layer in self._tapped]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def features(self) -> Tensor:
+        """Return the captured hidden states, (B, q, f)."""
+        if self._last is None:
+            raise ValueError("the model did not call its own layers")
+        taps = [self._outputs[id(layer)].to(self._last) for layer in self._tapped]
+        return torch.cat([self._last, *taps], -1) if taps else self._last
+
+    def _body_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._last = _hidden(output)
+
+    def _head_input(self, module: nn.Module, inputs: Any) -> None:
+        self._last = inputs[0]
+
+    def _layer_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._outputs[id(module)] = _hidden(output)
+
+
+def _hidden(output: Any) -> Tensor:
+    hidden: Tensor = output if isinstance(output, Tensor) else output[0]
+    return hidden
+
+
+def _decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise ValueError(f"taps: {type(model).__name__} has no list of its {num_layers} layers")
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Set modules to evaluation mode, without `eval()`: some adapters merge their weights in it."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _attention(configs: Any, name: str) -> Iterator[None]:
+    """Set the attention implementation where the model's own does not accept masks."""
+    changed = [(c, c._attn_implementation) for c in configs if c._attn_implementation in MASKLESS]
+    for config, _ in changed:
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config, own in changed:
+            config._attn_implementation_internal = own

@@ -1,0 +1,78 @@
+"""Limits of the generic path: which models it refuses, and how many positions a model has."""
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside `DistributedDataParallel` or the result of `torch.compile`.
+
+    The forward of the first communicates; that of the second would be compiled for every new shape.
+    """
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def causal_model(model: nn.Module) -> nn.Module:
+    """Return the `transformers` model whose forward the generic path calls.
+
+    Args:
+        model: Model, or a PEFT model whose adapters are inside its modules, such as LoRA.
+
+    Raises:
+        ValueError: It is no causal language model of `transformers`, or its parameters are sharded.
+    """
+    adapted: Any = model
+    if hasattr(adapted, "peft_config") and hasattr(adapted, "get_base_model"):
+        if any(getattr(config, "is_prompt_learning", False) for config in adapted.peft_config.values()):
+            raise ValueError("PEFT prompt learning adds tokens to the text: use an adapter such as LoRA")
+        model = adapted.get_base_model()
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"{name} is not a model of transformers")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model: only causal language models are supported")
+    source: Any = model
+    if source.get_output_embeddings() is None or source.get_input_embeddings() is None:
+        raise ValueError(f"{name} has no language model head: use a ...ForCausalLM class")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(f"{name}: the parameters are sharded (DTensor): pass a model with full parameters")
+    return model
+
+
+def position_limit(model: nn.Module) -> int:
+    """Return the number of positions for which the model computes every token in the same way.
+
+    It is the size of a learned position embedding, or the length at which RoPE frequencies change.
+    """
+    limits = [sys.maxsize]
+    source: Any = model
+    words = source.get_input_embeddings()
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and module is not words and ("pos" in leaf or leaf == "wpe"):
+            limits.append(module.num_embeddings - int(getattr(module, "offset", 0)))
+        kinds = getattr(module, "rope_type", None)
+        kinds = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
+        if kinds & set(LENGTH_DEPENDENT_ROPES):
+            limits.append(_rope_limit(source.config.get_text_config()))
+    return min(limits)
+
+
+def _rope_limit(config: Any) -> int:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    original = parameters.get("original_max_position_embeddings") if isinstance(parameters, dict) else None
+    original = original or getattr(config, "original_max_position_embeddings", None)
+    return int(original or config.max_position_embeddings)
