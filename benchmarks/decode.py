@@ -5,7 +5,8 @@
 
 A Llama of 124 M parameters with random weights and a vocabulary of 50 k, on one core. Systems: our engine,
 `transformers.generate`, and rivals in virtual environments of their own. Parts, in decode_parts/: decode and
-prefill (race.py), update, noise and auto (steps.py), memory (memory.py).
+prefill (race.py), update, noise and auto (steps.py), memory (memory.py,
+hand_over.py).
 """
 
 import argparse
@@ -25,6 +26,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.decode_parts import steps
 from benchmarks.decode_parts import tables as decode_tables
+from benchmarks.decode_parts.hand_over import SHAPE as HANDED
+from benchmarks.decode_parts.hand_over import hand_over
 from benchmarks.decode_parts.memory import Batch, long_tail, wide
 from benchmarks.decode_parts.policy import DTYPES, PolicyShape, random_policy, saved_policy
 from benchmarks.decode_parts.race import Race, Shape, Turns, race
@@ -73,6 +76,8 @@ class Plan:
     prefills: tuple[Shape, ...] = (Shape(64, 16), Shape(16, 32), Shape(1, 4000))
     update_tokens: int = 260
     choice_batches: tuple[int, ...] = (1, 4, 16)
+    handed: PolicyShape = HANDED
+    """Sharded policy that is handed over."""
     tail: Batch = TAIL
     wide: Batch = WIDE
     repeats: int = 5
@@ -98,6 +103,7 @@ QUICK = Plan(
     prefills=(Shape(3, 4), Shape(1, 40)),
     update_tokens=12,
     choice_batches=(1, 2),
+    handed=TINY,
     tail=Batch(rows=3, max_tokens=64, samples=6, prompt=4, median=9.0),
     wide=Batch(rows=2, max_tokens=128, samples=2, prompt=4, median=3.0),
     repeats=2,
@@ -117,6 +123,7 @@ def measure(plan: Plan, say: Callable[[str], None], *, quick: bool = False) -> l
             gc.collect()
     if "memory" in plan.parts:
         found.memories = [long_tail(plan.tail), wide(plan.wide)]
+        found.hand_over = hand_over(plan.handed)
     return found.reports(quick)
 
 

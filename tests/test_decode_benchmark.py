@@ -215,7 +215,9 @@ def test_a_quick_run_measures_every_part_and_says_which_rivals_are_missing(tmp_p
         "prefill, seconds to the first tokens",
         "our steps",
         "memory of keys and values",
+        "peak of a hand-over from a sharded trainer",
     ]
+    assert reports[-1]["figures"]["equal"]
     races = [one for report in reports[:2] for one in report["figures"]["races"]]
     assert {share for one in races for share in one["equal"].values()} == {1.0}
     assert "skipped vllm: not asked for" in text.err

@@ -107,7 +107,7 @@ def wide(batch: Batch, shape: PolicyShape = WIDE_SHAPE) -> Memory | str:
     try:
         return _measured(name, random_policy(shape, "bf16"), batch)
     except (RuntimeError, MemoryError) as error:
-        return f"{name}: {str(error).splitlines()[0]}"
+        return f"{name}: not allocated ({str(error).rpartition(': ')[2][:80]})"
 
 
 def _measured(name: str, model: PreTrainedModel, batch: Batch) -> Memory:

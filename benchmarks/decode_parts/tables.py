@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from benchmarks.decode_parts.hand_over import HandOver
 from benchmarks.decode_parts.memory import MIB, Memory
 from benchmarks.decode_parts.race import Race
 from benchmarks.decode_parts.steps import AGAIN, AUTO, PLAIN, Choice, Noise, Update
@@ -36,6 +37,8 @@ class Found:
     choices: list[Choice] = field(default_factory=list)
     memories: list[Memory | str] = field(default_factory=list)
     """Or why the memory was refused."""
+    hand_over: HandOver | str | None = None
+    """Or why it was not measured."""
     rivals: list[str] = field(default_factory=list)
     """Versions of the rivals, or why they were skipped."""
 
@@ -46,6 +49,7 @@ class Found:
             *([_prefills([*self.decodes, *self.prefills])] if self.decodes or self.prefills else []),
             *([_ours(self)] if self.updates or self.noises or self.choices else []),
             *([_memories(self.memories)] if self.memories else []),
+            *([_hand_over(self.hand_over)] if self.hand_over else []),
         ]
         if quick:
             made = [replace(one, bars=tuple(replace(bar, passed=None) for bar in one.bars)) for one in made]
@@ -153,6 +157,20 @@ def _memories(found: Sequence[Memory | str]) -> Report:
         (),
         {"peaks": [asdict(one.peak) for one in known]},
     )
+
+
+def _hand_over(found: HandOver | str) -> Report:
+    name = "peak of a hand-over from a sharded trainer"
+    if isinstance(found, str):
+        return Report(name, (found,), (), (), (), {})
+    rows = tuple((f"rank {rank}", _mib(peak)) for rank, peak in enumerate(found.peak_bytes))
+    rows += (("largest tensor", _mib(found.largest_bytes)), ("model", _mib(found.model_bytes)))
+    small = 2 * max(found.peak_bytes) <= found.model_bytes
+    bars = (
+        Bar(f"at most half of the model: {_mib(max(found.peak_bytes))} MiB", small),
+        Bar("the engine has the trainer's weights", found.equal),
+    )
+    return Report(name, (), ("in the engine's dtype", "MiB"), rows, bars, asdict(found))
 
 
 def _mib(num_bytes: int) -> str:
