@@ -31,7 +31,7 @@ def default_layout(device: torch.device) -> Literal["rows", "blocks"]:
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """How keys and values are stored."""
+    """Layout of keys and values in memory, and the size of their pool."""
 
     layout: Literal["auto", "rows", "blocks"] = "auto"
     """`rows`: consecutive slots, committed by the operating system when they are written. `blocks`: a pool
