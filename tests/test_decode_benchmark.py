@@ -3,11 +3,13 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks import decode
+from benchmarks.decode_parts.memory import TAIL_SHAPE, Batch, long_tail
 from benchmarks.decode_parts.policy import random_policy, saved_policy, vocabulary
 from benchmarks.decode_parts.race import Race, Shape, Turns, race
 from benchmarks.decode_parts.steps import AGAIN, AUTO, PLAIN, Choice, Noise, Update
@@ -165,6 +167,27 @@ def test_noise_the_choice_and_updates_are_ratios_within_a_turn():
     ]
 
 
+def test_memory_is_that_of_the_tokens_in_use():
+    batch = Batch(rows=3, max_tokens=64, samples=7, prompt=4, median=9.0)
+    found = long_tail(
+        batch, replace(TAIL_SHAPE, hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
+    )
+    assert found.token_bytes == 4 * 2 * 64 * 4
+    lengths = batch.lengths()
+    assert len(lengths) == 7
+    assert max(lengths) > 2 * sorted(lengths)[3], "the tail is long"
+    # Three rows take the next samples as they are free, before or after a step.
+    rows, waiting, most_tokens = [], list(lengths), 0
+    while rows or waiting:
+        while waiting and len(rows) < 3:
+            rows.append([0, waiting.pop(0)])
+        rows = [[made + 1, most] for made, most in rows if made + 1 < most]
+        most_tokens = max(most_tokens, sum(4 + made - 1 for made, _ in rows))
+    assert most_tokens <= found.peak.tokens <= most_tokens + 3 * 3
+    assert found.end.tokens == 0
+    assert max(moment.kv_bytes for moment in found.moments) <= found.reserved_bytes
+
+
 def test_the_core_is_given_back():
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     with decode.one_core(min(cores)):
@@ -191,7 +214,10 @@ def test_a_quick_run_measures_every_part_and_says_which_rivals_are_missing(tmp_p
         "plain decoding, tokens/s",
         "prefill, seconds to the first tokens",
         "our steps",
+        "memory of keys and values",
+        "peak of a hand-over from a sharded trainer",
     ]
+    assert reports[-1]["figures"]["equal"]
     races = [one for report in reports[:2] for one in report["figures"]["races"]]
     assert {share for one in races for share in one["equal"].values()} == {1.0}
     assert "skipped vllm: not asked for" in text.err
