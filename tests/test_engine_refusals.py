@@ -19,6 +19,7 @@ from kit.rollouts import (
 
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.rows import EngineLimits
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.distribution import RowSampling, logprobs, warp_logits
 from aedit.spec_rollout.sampling.samples import MAX_TEMPERATURE, MIN_TEMPERATURE, Prompt, Rollout, Sampling
@@ -148,6 +149,23 @@ def test_a_sample_can_be_aborted_inside_the_loop_that_generates(policy):
     assert engine.status()["steps"] == 2
 
 
+@pytest.mark.parametrize("steps", range(5))
+def test_a_sample_whose_prompt_is_being_computed_in_parts_can_be_aborted(policy, steps):
+    prompts = [replace(prompt, tokens=tuple(range(i, i + 20))) for i, prompt in enumerate(prompts_of(4))]
+    plain = decode_plainly(policy, prompts)
+    target = Target.of(policy, rows=2, max_tokens=48)
+    engine = Engine(target, limits=EngineLimits(prefill_tokens=6))
+    made = [engine.add(prompt) for prompt in prompts]
+    for _ in range(steps):
+        engine.step()
+    engine.abort(made[1])
+    list(engine.generate([]))
+    for i in (0, 2, 3):
+        assert made[i].tokens == plain[i]
+    assert made[1].tokens == plain[1][: len(made[1].tokens)]
+    assert made[1].finish_reason == "abort"
+
+
 def test_what_has_ended_cannot_be_aborted_and_what_was_aborted_does_not_continue(policy):
     engine = engine_of(policy, 2)
     rollout = next(engine.generate(prompts_of(1, max_new_tokens=2)))
@@ -188,24 +206,26 @@ def test_weights_that_are_not_finite_are_an_error_before_a_token_is_appended(val
 
 @pytest.mark.parametrize("mode", ["coupled", "rejection"])
 def test_one_broken_sample_is_named_and_the_others_go_on_without_it(mode):
-    """Only the last text contains the token whose embedding is broken."""
+    """Only one text contains the token whose embedding is broken; another sample takes its row."""
     broken, right = tiny_policy(), tiny_policy()
     with torch.no_grad():
         broken.model.embed_tokens.weight[63] = torch.nan
     allowed = torch.arange(VOCABULARY) < 63
     prompts = prompts_of(5, temperature=0.0, max_new_tokens=8, allowed=allowed)
     prompts = [replace(each, tokens=tuple(token % 60 for token in each.tokens)) for each in prompts]
-    prompts[4] = replace(prompts[4], tokens=(*prompts[4].tokens, 63))
-    target = Target.of(broken, rows=5, max_tokens=48)
+    prompts[1] = replace(prompts[1], tokens=(*prompts[1].tokens, 63, 1))
+    target = Target.of(broken, rows=3, max_tokens=48)
     drafters = {"suffix": SuffixDrafter(min_match=1)}
     engine = Engine(target, drafters=drafters, chooser=Flips("suffix:4"), mode=mode)
     made = [engine.add(prompt) for prompt in prompts]
-    with pytest.raises(ValueError, match=r"no next token for rollout 4/4: its"):
+    with pytest.raises(ValueError, match=r"no next token for rollout 1/1: its"):
         list(engine.generate([]))
-    engine.abort(made[4])
+    engine.abort(made[1])
     list(engine.generate([]))
-    assert [rollout.tokens for rollout in made[:4]] == decode_plainly(right, prompts[:4])
-    assert made[4].tokens == []
+    others = [i for i in range(5) if i != 1]
+    expected = decode_plainly(right, [prompts[i] for i in others])
+    assert [made[i].tokens for i in others] == expected
+    assert made[1].tokens == []
 
 
 def test_a_sample_whose_allowed_tokens_are_all_impossible_is_an_error_and_not_token_0(policy):

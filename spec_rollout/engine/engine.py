@@ -11,7 +11,6 @@ Each step chooses an arm, lets its drafter draft, verifies all drafted tokens in
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TypedDict, Unpack
 
 import torch
@@ -135,16 +134,7 @@ class Engine:
         Raises:
             ValueError: The prompt cannot be served, or another sample here has its ids. Nothing has changed.
         """
-        self._check_prompt(prompt)
-        return self._queue(*self._keys.assign([prompt]))
-
-    def _queue(self, prompt: Prompt) -> Rollout:
-        self._keys.take(prompt)
-        begun = prompt.partial or Rollout(prompt)
-        lists = [*begun.tokens], [*begun.logprobs], [*begun.versions], [*begun.top_logprobs]
-        rollout = Rollout(replace(prompt, partial=None), *lists, passes=begun.passes, kv=begun.kv)
-        self._rows.waiting.append(rollout)
-        return rollout
+        return self._queue([prompt])[0]
 
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
         """Queue all prompts and return an iterator over rollouts as they finish.
@@ -154,11 +144,7 @@ class Engine:
         Raises:
             ValueError: One of the prompts cannot be served, or two have the same ids. None is queued.
         """
-        prompts_to_add = list(prompts)
-        for prompt in prompts_to_add:
-            self._check_prompt(prompt)
-        for prompt in self._keys.assign(prompts_to_add):
-            self._queue(prompt)
+        self._queue(list(prompts))
         return self._finished()
 
     def remove(self, rollout: Rollout, *, kv: bool = False) -> Prompt:
@@ -285,8 +271,12 @@ class Engine:
         self._rows.waiting.clear()
         self._rows.end(range(len(self._rows.running)), finished=False)
 
-    def _check_prompt(self, prompt: Prompt) -> None:
-        check_prompt(prompt, self.target.vocabulary, self.target.max_tokens, self.tokenizer is not None)
+    def _queue(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        for prompt in prompts:
+            check_prompt(prompt, self.target.vocabulary, self.target.max_tokens, self.tokenizer is not None)
+        rollouts = [prompt.to_rollout() for prompt in self._keys.assign(prompts)]
+        self._rows.waiting.extend(rollouts)
+        return rollouts
 
     def _finished(self) -> Iterator[Rollout]:
         while self._rows.running or self._rows.waiting:
@@ -305,7 +295,7 @@ class Engine:
             draft = truncate_draft(proposal, num_nodes)
         verification = verify_drafts(rows, draft, arm.depth, self.mode)
         rollouts = tuple(each.rollout for each in rows.running)
-        self._check_finite(verification, rollouts)
+        verification.check_finite(rollouts, self.target.version)
         counts, ended = self._append_tokens(verification)
         step = Step(
             rollouts=rollouts,
@@ -322,17 +312,6 @@ class Engine:
         rows.end(ended, finished=True)
         self._keys.release(rollout.prompt for rollout in step.finished)
         return step
-
-    def _check_finite(self, verification: Verification, rollouts: Sequence[Rollout]) -> None:
-        """Raise ValueError if a token was drawn from logits that are no distribution."""
-        bad = [rollouts[row].prompt.name for row in verification.undefined_rows()]
-        if bad:
-            names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-            raise ValueError(
-                f"policy version {self.target.version} has no next token for rollout {names}: its logits are "
-                "NaN or infinite, or no allowed token has a finite one. No sample got a token of this step. "
-                "Load finite weights with update_weights, or abort these samples"
-            )
 
     def _view(self) -> EngineView:
         live = self._rows.running
@@ -372,7 +351,7 @@ class Engine:
             num_kept, finish = each.find_end(tokens)
             kept.append(tokens[:num_kept])
             each.append(kept[row], verification.logprobs[row][:num_kept], version)
-            if verification.top_logprobs is not None and each.rollout.prompt.sampling.top_logprobs:
+            if verification.top_logprobs:
                 each.rollout.top_logprobs += verification.top_logprobs[row][:num_kept]
             if finish:
                 each.rollout.finish_reason = finish

@@ -20,7 +20,7 @@ class SampleKeys:
     def assign(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Return the prompts with keys, all different from each other and from those in use.
 
-        The keys are not in use before `take`, and the next call assigns others.
+        All are in use until `release`.
 
         Raises:
             ValueError: Two samples have the same key. Nothing has changed.
@@ -33,11 +33,9 @@ class SampleKeys:
                     "and both would get the same noise: give each sample ids of its own, or none"
                 )
             given.add(prompt.key)
-        return [prompt if prompt.has_key else self._named(prompt, given) for prompt in prompts]
-
-    def take(self, prompt: Prompt) -> None:
-        """Mark the key as used."""
-        self._used.add(prompt.key)
+        named = [prompt if prompt.has_key else self._named(prompt, given) for prompt in prompts]
+        self._used.update(prompt.key for prompt in named)
+        return named
 
     def release(self, prompts: Iterable[Prompt]) -> None:
         """Let the keys of samples that have left the engine be used again."""

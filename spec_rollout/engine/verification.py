@@ -19,7 +19,7 @@ from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.sampling.distribution import logprobs, top_logprobs, warp_logits
 from aedit.spec_rollout.sampling.noise import NoiseKeys
 from aedit.spec_rollout.sampling.rejection import rejection_accept
-from aedit.spec_rollout.sampling.samples import TopLogprobs
+from aedit.spec_rollout.sampling.samples import Rollout, TopLogprobs
 from aedit.spec_rollout.sampling.verify import AcceptedTokens, accept_path, coupled_tokens, node_depths
 
 VerifyMode = Literal["coupled", "rejection"]
@@ -47,9 +47,21 @@ class Verification:
         """Return the number of accepted drafted nodes of each row."""
         return tuple(len(tokens) - 1 for tokens in self.tokens)
 
-    def undefined_rows(self) -> list[int]:
-        """Return the rows with a token whose log-probability is NaN: the policy's logits are not finite."""
-        return [row for row, values in enumerate(self.logprobs) if any(map(math.isnan, values))]
+    def check_finite(self, rollouts: Sequence[Rollout], version: int) -> None:
+        """Check that each token was drawn from a distribution.
+
+        Raises:
+            ValueError: Logits are not finite, or no allowed token has a finite one. It names the rollouts.
+        """
+        pairs = zip(rollouts, self.logprobs, strict=True)
+        bad = [rollout.prompt.name for rollout, values in pairs if any(map(math.isnan, values))]
+        if bad:
+            names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+            raise ValueError(
+                f"policy version {version} has no next token for rollout {names}: its logits are NaN or "
+                "infinite, or no allowed token has a finite one. No sample got a token of this step. Load "
+                "finite weights with update_weights, or abort these samples"
+            )
 
     def features(self, counts: Sequence[int]) -> Tensor:
         """Return the features of the first counts[b] accepted tokens, then zeros: (B, m, f).
@@ -203,9 +215,14 @@ def _scores(warped_BqV: Tensor, accepted: AcceptedTokens) -> Tensor:
 
 
 def _top_logprobs(values_BMn: Tensor, tokens_BMn: Tensor, counts: Sequence[int]) -> list[list[TopLogprobs]]:
-    """Return the first counts[b] pairs of token and log-probability at each place of row b."""
+    """Return the first counts[b] pairs of token and log-probability at each place of row b.
+
+    The list of a row is empty if counts[b] is 0.
+    """
     return [
-        [tuple(zip(ids[:count], numbers[:count], strict=True)) for ids, numbers in zip(*row, strict=True)]
+        [tuple(zip(ids[:count], values[:count], strict=True)) for ids, values in zip(*row, strict=True)]
+        if count
+        else []
         for *row, count in zip(tokens_BMn.tolist(), values_BMn.tolist(), counts, strict=True)
     ]
 

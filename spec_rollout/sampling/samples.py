@@ -162,6 +162,12 @@ class Prompt:
         """Return the sample's name in messages."""
         return f"{self.rollout}/{self.sample}" if self.has_key else "without ids"
 
+    def to_rollout(self) -> "Rollout":
+        """Return a new rollout of this prompt, which continues the partial one if there is one."""
+        begun = self.partial or Rollout(self)
+        lists = [*begun.tokens], [*begun.logprobs], [*begun.versions], [*begun.top_logprobs]
+        return Rollout(replace(self, partial=None), *lists, passes=begun.passes, kv=begun.kv)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleKV:
