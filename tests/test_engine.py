@@ -291,7 +291,8 @@ def test_status_tells_what_was_done_and_memory_does_not_grow(policy):
     finish(engine)
     after = engine.status()
     assert after["tokens"] == 80
-    assert after["kv_bytes"] == during["kv_bytes"] == fresh["kv_bytes"] == engine.target.kv_bytes
+    assert after["kv_bytes"] == fresh["kv_bytes"] == 0 < during["kv_bytes"] < during["kv_bytes_reserved"]
+    assert after["kv_bytes_reserved"] == fresh["kv_bytes_reserved"] == engine.target.kv_bytes_reserved
     assert (after["running"], after["waiting"], after["feature_bytes"]) == (0, 0, 0)
     assert sum(after["arms"].values()) == after["steps"]
     assert len(after["accepted_by_position"]) == 2
