@@ -5,8 +5,9 @@
 
 A Llama of 124 M parameters with random weights and a vocabulary of 50 k, on one core. Systems: our engine,
 `transformers.generate`, and rivals in virtual environments of their own. Parts, in decode_parts/: decode and
-prefill (race.py), update, noise and auto (steps.py), memory
-(memory.py), hand-over (hand_over.py).
+prefill (race.py), update, noise and auto (steps.py), memory (memory.py),
+hand-over (hand_over.py).
+`--rival-python earlier=PYTHON` takes part with the version of this package that is installed there.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from benchmarks.decode_parts.memory import Batch, long_tail, wide
 from benchmarks.decode_parts.policy import DTYPES, PolicyShape, random_policy, saved_policy
 from benchmarks.decode_parts.race import Race, Shape, Turns, race
 from benchmarks.decode_parts.systems import (
+    EARLIER,
     GENERATE,
     OURS,
     REQUIREMENTS,
@@ -197,7 +199,7 @@ def one_core(core: int) -> Iterator[None]:
 
 def _python(text: str) -> tuple[str, Path]:
     name, _, python = text.partition("=")
-    if name not in REQUIREMENTS or not python:
+    if name not in (*REQUIREMENTS, EARLIER) or not python:
         raise ValueError(text)
     return name, Path(python)
 

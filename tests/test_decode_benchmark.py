@@ -127,6 +127,14 @@ def test_a_rival_answers_from_its_own_process_and_another_is_skipped_with_its_re
     assert process.returncode is not None
 
 
+def test_an_earlier_version_decodes_the_same_tokens(tmp_path, monkeypatch):
+    model, prompts = random_policy(decode.TINY, "fp32"), [[5, 9, 2, 40], [1, 1, 3, 8]]
+    saved = saved_policy(model, tmp_path / "policy")
+    with rivals({"earlier": Path(sys.executable)}, saved, "fp32", 32, 4) as (found, reasons):
+        assert reasons == []
+        assert found["earlier"].decode(prompts, 6).tokens == Ours(model).decode(prompts, 6).tokens
+
+
 def test_a_rival_without_the_dtype_or_without_a_python_is_skipped(tmp_path, monkeypatch):
     (tmp_path / "ctranslate2.py").write_text(ECHO)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
