@@ -209,6 +209,7 @@ def test_a_model_whose_rows_depend_on_each_other_runs_each_row_alone():
         (lambda: T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32)), "encoder-decoder"),
         (lambda: tiny_model("Llama").model, "no language model head"),
         (lambda: nn.Linear(2, 2), "Linear is not a model of transformers"),
+        (lambda: packed(), "of its state_dict is no tensor: pass a model that is not quantized"),
         (lambda: noisy(), "not deterministic"),
         (lambda: not_a_number(), "logits are not finite"),
     ],
@@ -216,6 +217,16 @@ def test_a_model_whose_rows_depend_on_each_other_runs_each_row_alone():
 def test_what_is_no_causal_language_model_is_refused_by_name(model, message):
     with pytest.raises(ValueError, match=message):
         generic(model())
+
+
+def packed():
+    class Packed(nn.Linear):
+        def get_extra_state(self):
+            return "scales"
+
+    model = tiny_model("Llama")
+    model.lm_head = Packed(32, VOCABULARY)
+    return model
 
 
 def noisy():
