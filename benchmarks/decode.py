@@ -1,11 +1,13 @@
 """Measure plain decoding beside other systems, and what our engine adds to its steps.
 
-    python -m benchmarks.decode [--only decode|prefill|update|noise|auto] [--dtypes fp32,bf16] [--quick]
+    python -m benchmarks.decode [--only PART] [--dtypes fp32,bf16] [--quick]
         [--install-rivals DIR | --rival-python vllm=PYTHON ctranslate2=PYTHON]
 
 A Llama of 124 M parameters with random weights and a vocabulary of 50 k, on one core. Systems: our engine,
 `transformers.generate`, and rivals in virtual environments of their own. Parts, in decode_parts/: decode and
-prefill (race.py), update, noise and auto (steps.py).
+prefill (race.py), update, noise and auto (steps.py), memory (memory.py),
+hand-over (hand_over.py).
+`--rival-python earlier=PYTHON` takes part with the version of this package that is installed there.
 """
 
 import argparse
@@ -25,9 +27,13 @@ from transformers import PreTrainedModel
 
 from benchmarks.decode_parts import steps
 from benchmarks.decode_parts import tables as decode_tables
+from benchmarks.decode_parts.hand_over import SHAPE as HANDED
+from benchmarks.decode_parts.hand_over import hand_over
+from benchmarks.decode_parts.memory import Batch, long_tail, wide
 from benchmarks.decode_parts.policy import DTYPES, PolicyShape, random_policy, saved_policy
 from benchmarks.decode_parts.race import Race, Shape, Turns, race
 from benchmarks.decode_parts.systems import (
+    EARLIER,
     GENERATE,
     OURS,
     REQUIREMENTS,
@@ -44,8 +50,9 @@ from benchmarks.rollout import whole_numbers
 ABOUT = (
     "Plain decoding and prefill beside generate, CTranslate2 and vLLM; updates, noise, and a choice in vain."
 )
-PARTS = ("decode", "prefill", "update", "noise", "auto")
+PARTS = ("decode", "prefill", "update", "noise", "auto", "memory", "hand-over")
 FULL_SHAPE = PolicyShape()
+TAIL, WIDE = Batch(), Batch(max_tokens=32_768, samples=16, median=60.0, spread=0.8)
 TINY = PolicyShape(
     vocab_size=96,
     hidden_size=32,
@@ -53,6 +60,7 @@ TINY = PolicyShape(
     num_hidden_layers=2,
     num_attention_heads=2,
     num_key_value_heads=1,
+    head_dim=16,
 )
 
 
@@ -70,6 +78,10 @@ class Plan:
     prefills: tuple[Shape, ...] = (Shape(64, 16), Shape(16, 32), Shape(1, 4000))
     update_tokens: int = 260
     choice_batches: tuple[int, ...] = (1, 4, 16)
+    handed: PolicyShape = HANDED
+    """Sharded policy that is handed over."""
+    tail: Batch = TAIL
+    wide: Batch = WIDE
     repeats: int = 5
     root: Path = Path("runs/decode")
     """Where the policy is saved for the rivals."""
@@ -93,6 +105,9 @@ QUICK = Plan(
     prefills=(Shape(3, 4), Shape(1, 40)),
     update_tokens=12,
     choice_batches=(1, 2),
+    handed=TINY,
+    tail=Batch(rows=3, max_tokens=64, samples=6, prompt=4, median=9.0),
+    wide=Batch(rows=2, max_tokens=128, samples=2, prompt=4, median=3.0),
     repeats=2,
 )
 
@@ -108,6 +123,10 @@ def measure(plan: Plan, say: Callable[[str], None], *, quick: bool = False) -> l
         for make in _of_steps(plan, model, dtype, found):
             say(make())
             gc.collect()
+    if "memory" in plan.parts:
+        found.memories = [long_tail(plan.tail), wide(plan.wide)]
+    if "hand-over" in plan.parts:
+        found.hand_over = hand_over(plan.handed)
     return found.reports(quick)
 
 
@@ -180,7 +199,7 @@ def one_core(core: int) -> Iterator[None]:
 
 def _python(text: str) -> tuple[str, Path]:
     name, _, python = text.partition("=")
-    if name not in REQUIREMENTS or not python:
+    if name not in (*REQUIREMENTS, EARLIER) or not python:
         raise ValueError(text)
     return name, Path(python)
 

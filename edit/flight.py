@@ -40,6 +40,11 @@ class Flight:
         self.sent[i] = exchange.start(i)
 
     @property
+    def opened(self) -> bool:
+        """Return whether the answers to the opening are here. Never waits."""
+        return self.opening.done() and (self.buffers is None or self.buffers.rows.done())
+
+    @property
     def late(self) -> set[int]:
         """Return the units that have not landed."""
         return self.sent.keys() | set(self.unsent)
@@ -61,7 +66,7 @@ def note_answers(flights: Sequence[Flight], shards: Shards, step: int) -> list[F
     asked = [(flight, i) for flight in flights for i in flight.sent if i not in flight.ready]
     opening = [flight for flight in flights if flight.outcome is None]
     buffers = [flight.buffers for flight in flights if flight.outcome and flight.buffers]
-    here = [flight.sent[i].done() for flight, i in asked] + [flight.opening.done() for flight in opening]
+    here = [flight.sent[i].done() for flight, i in asked] + [flight.opened for flight in opening]
     agreed = iter(shards.all(here + [each.done() for each in buffers]))
     for flight, i in asked:
         if next(agreed):

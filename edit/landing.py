@@ -77,7 +77,14 @@ class StandIns:
 
         All ranks of the node ask together.
         """
-        if not self._own or torch.is_grad_enabled():
+        return not torch.is_grad_enabled() and self.there(units)
+
+    def there(self, units: Iterable[int]) -> bool:
+        """Return whether the parameters of any of `units` are other values than those noted last.
+
+        All ranks of the node ask together.
+        """
+        if not self._own:
             return False
         same = [torch.equal(self._sample(self._units[i]), self._own[i]) for i in units]
         return not all(self._shards.all([all(same)]))

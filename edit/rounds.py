@@ -67,6 +67,9 @@ class OpenRounds:
         self._forward = node.config.landing == "forward"
         self._flights: list[Flight] = []  # oldest first
         self._stand_ins = StandIns(node.units, node.shards)
+        self._noted_at: int | None = None
+        """Local step after which the parameters were noted last."""
+        self._lands_between_steps = False
 
     def __bool__(self) -> bool:
         return bool(self._flights)
@@ -118,8 +121,29 @@ class OpenRounds:
 
     def note_parameters(self) -> None:
         """Remember what the parameters are before the forward passes in which units may land."""
-        if self._forward or any(flight.ready for flight in self._flights):
+        if self._forward or self._lands_between_steps or any(flight.ready for flight in self._flights):
             self._stand_ins.note_parameters()
+            self._noted_at = self._node.local_steps
+
+    @values_only
+    def land(self) -> int:
+        """Land the units whose answers are here on all ranks of the node; return how many. Never waits."""
+        node, landed = self._node, 0
+        self._lands_between_steps = True
+        while True:
+            for flight in note_answers(self._flights, node.shards, node.local_steps):
+                self._outcome(flight)
+            sent = [self._send_ahead(flight) for flight in self._flights if flight.outcome]
+            ready = [(flight, i) for flight in self._flights for i in flight.units if i in flight.ready]
+            if not any(sent) and not ready:
+                break
+            self._check_own_values([i for _, i in ready])
+            for flight, i in ready:
+                self._land(flight, i)
+            landed += len(ready)
+        for flight in list(self._flights):
+            self._conclude(flight)
+        return landed
 
     def finish(self) -> None:
         """Wait for all rounds under way and land them."""
@@ -161,6 +185,22 @@ class OpenRounds:
                 self._finish(flight)
 
     # -- one round
+
+    def _send_ahead(self, flight: Flight) -> bool:
+        """Send the next units of a round, as far ahead as landing allows; return whether there were any."""
+        most = self._node.config.prefetch + 1 if self._forward else len(flight.units)
+        num_unsent = len(flight.unsent)
+        while flight.unsent and len(flight.sent) < most:
+            flight.send(self._node.exchange)
+        return len(flight.unsent) < num_unsent
+
+    def _check_own_values(self, units: Sequence[int]) -> None:
+        """Raise ValueError if a landing in `units` would be lost with the values that are there now."""
+        if self._noted_at == self._node.local_steps and units and self._stand_ins.there(units):
+            raise ValueError(
+                "sync.land(): the parameters are not those of the last sync.step(), such as their average, "
+                "and what lands would be lost with them: put them back, and call it after sync.step()"
+            )
 
     def _send_all(self, flight: Flight) -> None:
         self._outcome(flight)

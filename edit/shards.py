@@ -53,6 +53,14 @@ class Shards:
         dist.all_reduce(count, op=dist.ReduceOp.MIN, group=self.group)
         return [bool(n) for n in count.tolist()]
 
+    def most(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each number over the node's ranks."""
+        if self.size == 1:
+            return [int(n) for n in numbers]
+        said = torch.tensor([int(n) for n in numbers], dtype=torch.int64, device=self._device)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group)
+        return [int(n) for n in said.tolist()]
+
     @property
     def _device(self) -> str:
         return control_device(self.group)

@@ -23,6 +23,7 @@ from aedit.edit.defaults import chosen
 from aedit.edit.equal import equalize
 from aedit.edit.exchange import Exchange, RoundOutcome
 from aedit.edit.flight import Flight
+from aedit.edit.hand_over import HandOver, PolicyEngine
 from aedit.edit.hooks import attach
 from aedit.edit.landing import reshard
 from aedit.edit.optimizers import Inner, InnerOptimizers
@@ -80,6 +81,7 @@ class LayerSync(Waiter):
         self._gradients = GradientMean(self.units, self.shards, exchange, self)
         self._buffers = Buffers(model, exchange, self.shards, local(self.units[0].params[0]).device)
         self._rounds = OpenRounds(self, self._buffers)
+        self._hand_over = HandOver(model, self.shards)
         exchange.bind(self.units, self.shards)
         schedule.listen(exchange.notes)
 
@@ -253,6 +255,49 @@ class LayerSync(Waiter):
     def begin(self, round: Round, *, leaving: bool = False) -> Flight:
         """Open `round` and return it at once; its units land in the next forward passes."""
         return self._rounds.open(round, self._fragment(round.id), leaving=leaving)
+
+    def land(self) -> int:
+        """Land the units whose answers are here and return how many; never wait for another node.
+
+        Units land in the next forward pass by themselves. Call this between two training steps, after
+        `step`, when the weights are used before that, and `update_engine` to generate with them. During the
+        warm-up nothing is under way. All ranks of the node call it together.
+
+        Raises:
+            ValueError: Called outside `with`, or with other values in place of the parameters.
+        """
+        if not self._hooks:
+            raise ValueError("sync.land() outside the block: wrap the training loop in `with sync:`")
+        return self._rounds.land()
+
+    def update_engine(self, engine: PolicyEngine | None, policy: nn.Module | None = None) -> int:
+        """Land what is here, hand the weights to `engine`, and return their policy version.
+
+        The next training forward then computes with the weights that the engine generates with: nothing lands
+        in between. (With `landing = "forward"` that pass would wait for all units, so this call does.)
+        An engine of the same parameters shares them; others get copies, of sharded parameters gathered one at
+        a time. All ranks of the node call it together, between two training steps, after `step`.
+
+        Args:
+            engine: The engine of this rank; None on a rank of the node that has none.
+            policy: The part of the model that the engine runs; None: all of it.
+
+        Returns:
+            A number that grows whenever weights have changed since the last call, by inner steps too. Two
+            sets of weights never have the same one.
+
+        Raises:
+            ValueError: The weights do not fit the engine, or other values are in place of the parameters.
+            RuntimeError: A rank was lost on the way; the engine does not generate until an update succeeds.
+
+        Example:
+            version = sync.update_engine(engine)
+            rollouts = list(engine.generate(prompts))
+        """
+        if self._hooks:
+            self.finish() if self.config.landing == "forward" else self.land()
+        trained = self.model if policy is None else policy
+        return self._hand_over.update(engine, getattr(trained, "_orig_mod", trained), self.steps)
 
     def finish(self) -> None:
         """Wait for everything that is under way and land it. Call it before a checkpoint or an evaluation."""

@@ -7,8 +7,9 @@ from kit.rollouts import prefilled
 from test_target import SIZES, TREES, close, drawn, made, own, path_to
 from transformers import MistralConfig, MistralForCausalLM
 
-from aedit.spec_rollout.model.cache import KVCache
+from aedit.spec_rollout.model.cache import KVCache, KVMemory
 from aedit.spec_rollout.model.kv_extent import kv_extents
+from aedit.spec_rollout.model.kv_spans import KVSizes
 from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape
 from aedit.spec_rollout.model.prefill import Piece, PrefillAttention
 from aedit.spec_rollout.model.target import Target
@@ -36,13 +37,24 @@ def explicit(spec, query_Hh, keys_CKh, values_CKh, distances_C):
     return torch.cat(outputs)
 
 
+def filled_cache(rows, slots, layout, dtype=torch.float64):
+    """Return a cache with random keys and values in all slots."""
+    sizes = KVSizes(len(SPECS), rows, KV_HEADS, slots, SIZE)
+    storage = KVMemory(layout).storage(sizes, torch.empty(0, dtype=dtype))
+    cache = KVCache(SPECS, LayerShape(HEADS, KV_HEADS, SIZE), storage)
+    for row in range(rows):
+        cache.write_kv(row, torch.randn(len(SPECS), 2, KV_HEADS, slots, SIZE, dtype=dtype))
+    return cache
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["rows", "blocks"])
 @pytest.mark.parametrize("tree", [None, TREES], ids=["chain", "tree"])
 @pytest.mark.parametrize("min_saved", [0, 10**9])
-def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_saved):
+def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_saved, layout, dtype):
     torch.manual_seed(0)
     lengths, q = [7, 2, 12], 8
-    cache = KVCache(SPECS, LayerShape(HEADS, KV_HEADS, SIZE), 3, 24, torch.empty(0, dtype=torch.float64))
-    cache.kv.normal_()
+    cache = filled_cache(3, 24, layout, dtype)
     ancestors = None
     if tree is not None:
         paths = [[path_to(parents, node) for node in range(-1, 7)] for parents in tree]
@@ -54,24 +66,22 @@ def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_
         paths = [[list(range(i + 1)) for i in range(q)]] * 3
     step = cache.prepare(torch.tensor(lengths), q, kv_extents(lengths, q, min_saved), ancestors)
     for layer, spec in enumerate(SPECS):
-        queries, keys, values = (
-            torch.randn(3, q, n, SIZE, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS)
-        )
+        queries, keys, values = (torch.randn(3, q, n, SIZE, dtype=dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
         ours = step.attend(layer, *(x.flatten(0, 1) for x in (queries, keys, values))).view(3, q, -1)
         for row, length in enumerate(lengths):
-            past_k, past_v = cache.kv[layer, :, row, :, :length].transpose(1, 2)
+            past_k, past_v = cache.read_kv(row, length)[layer].transpose(1, 2).double()
             for i, path in enumerate(paths[row]):
                 distances = torch.arange(length + len(path)).flip(0)
                 seen = torch.cat([past_k, keys[row, path]]), torch.cat([past_v, values[row, path]])
-                close(ours[row, i], explicit(spec, queries[row, i], *seen, distances), 1e-12)
+                expected = explicit(spec, queries[row, i].double(), *seen, distances)
+                close(ours[row, i].double(), expected, 1e-12 if dtype is torch.float64 else 0.05)
 
 
-def test_prefill_of_ragged_rows_attends_as_written_out():
+@pytest.mark.parametrize("layout", ["rows", "blocks"])
+def test_prefill_of_ragged_rows_attends_as_written_out(layout):
     torch.manual_seed(0)
-    shape = LayerShape(HEADS, KV_HEADS, SIZE)
-    cache = KVCache(SPECS, shape, 5, 60, torch.empty(0, dtype=torch.float64))
-    cache.kv.normal_()
-    past = cache.kv.clone()
+    cache = filled_cache(5, 60, layout)
+    past = [cache.read_kv(row, 60) for row in range(5)]
     sizes = [(3, 0, 9), (1, 0, 40), (0, 0, 7), (4, 12, 5), (2, 3, 1)]
     pieces = [Piece(i, row, start, range(count)) for i, (row, start, count) in enumerate(sizes)]
     step = PrefillAttention(cache, pieces)
@@ -86,10 +96,9 @@ def test_prefill_of_ragged_rows_attends_as_written_out():
             new = slice(at, at + count)
             all_k, all_v = (
                 torch.cat([old.transpose(0, 1), x[new]])
-                for old, x in zip(past[layer, :, row, :, :start], (keys, values), strict=True)
+                for old, x in zip(past[row][layer, :, :, :start], (keys, values), strict=True)
             )
-            close(cache.kv[layer, 0, row, :, : start + count].transpose(0, 1), all_k, 0)
-            close(cache.kv[layer, 1, row, :, : start + count].transpose(0, 1), all_v, 0)
+            close(cache.read_kv(row, start + count)[layer].transpose(1, 2), torch.stack([all_k, all_v]), 0)
             for i in range(count):
                 n = start + i + 1
                 seen = all_k[:n], all_v[:n], torch.arange(n).flip(0)
@@ -104,13 +113,8 @@ def test_a_sliding_window_is_that_of_transformers_in_prefill_and_step(window):
     slid.load_state_dict(model.state_dict())
     normalize_exactly(slid)
     target = Target.of(model, rows=1, max_tokens=40)
-    target.cache = KVCache(
-        [AttentionSpec(8**-0.5, window=window)] * 3,
-        target.weights.shape,
-        1,
-        target.cache.slots,
-        target.embedding,
-    )
+    specs = [AttentionSpec(8**-0.5, window=window)] * 3
+    target.cache = KVCache(specs, target.weights.shape, target.cache.storage)
     text = drawn(22)
     theirs = own(slid, text)
     close(prefilled(target, text[:9], 0), theirs[1][:9])

@@ -89,6 +89,11 @@ def test_the_plan_is_arithmetic_a_person_can_redo():
     # parameters, gradients, two moments, anchor, momentum: six fp32 copies over two ranks
     assert sum(plan.memory().values()) == 6 * 4 * plan.num_params // 2
     assert f"{1000 * 4 * 6 * 2 * 256:,} tokens in all" in render(plan)
+    gathered = 5 * 129 * 64 * 2  # in bf16: half of 257 rows of 64, both halves, and Gloo's copy of these
+    line = f"{plan.num_params * 2 / 1024:.4g} KiB of weights in bf16 and {gathered / 1024:.4g} KiB during"
+    assert f"rollout engine   {line} a hand-over" in render(plan)
+    alone = measure(tiny(), Placement())
+    assert "rollout engine   shares the parameters of the trainer" in render(alone)
 
 
 def test_the_plan_knows_who_needs_no_anchors_and_no_momentum():

@@ -98,7 +98,11 @@ def test_each_token_has_the_log_probability_that_teacher_forcing_gives(policy):
 def test_log_probabilities_in_narrow_types(dtype, close):
     policy = tiny_policy(seed=2, dtype=dtype, spread=0.1)
     exact = tiny_policy(seed=2, dtype=dtype, spread=0.1).double()
-    asked = [prompt for t in (0.7, 1.0) for prompt in prompts_of(4, max_new_tokens=12, temperature=t)]
+    asked = [
+        prompt
+        for seed, t in enumerate((0.7, 1.0))
+        for prompt in prompts_of(4, seed, max_new_tokens=12, temperature=t)
+    ]
     arms = ("layer:4", "off", "layer:4x3x12")
     rollouts = list(engine_of(policy, drafter=Stubborn(), arms=arms).generate(asked))
     assert len(rollouts) == 8
@@ -291,7 +295,8 @@ def test_status_tells_what_was_done_and_memory_does_not_grow(policy):
     finish(engine)
     after = engine.status()
     assert after["tokens"] == 80
-    assert after["kv_bytes"] == during["kv_bytes"] == fresh["kv_bytes"] == engine.target.kv_bytes
+    assert after["kv_bytes"] == fresh["kv_bytes"] == 0 < during["kv_bytes"] < during["kv_bytes_reserved"]
+    assert after["kv_bytes_reserved"] == fresh["kv_bytes_reserved"] == engine.target.kv_bytes_reserved
     assert (after["running"], after["waiting"], after["feature_bytes"]) == (0, 0, 0)
     assert sum(after["arms"].values()) == after["steps"]
     assert len(after["accepted_by_position"]) == 2

@@ -24,6 +24,8 @@ from kit.rollouts import (
     tokens_of,
 )
 
+from aedit.spec_rollout.model import cache
+from aedit.spec_rollout.model.kv_blocks import KVBlocks
 from aedit.spec_rollout.sampling import noise
 
 ARMS = ["off", "layer:1", "layer:2", "layer:4", "layer:8", "layer:3x2x6", "layer:4x3x12"]
@@ -75,6 +77,14 @@ def test_a_flip_of_the_arm_changes_no_token(policy, mixed, plain, texts, rows):
     engine = engine_of(policy, rows, Insider(texts, seed=1), *FLIPS)
     assert tokens_of(engine, mixed[some]) == plain[some]
     assert set(engine.status()["arms"]) == set(FLIPS)
+
+
+def test_keys_and_values_in_blocks_change_no_token(policy, mixed, plain, texts, monkeypatch):
+    monkeypatch.setattr(cache, "default_layout", lambda device: "blocks")
+    engine = engine_of(policy, 4, Insider(texts), *FLIPS)
+    assert tokens_of(engine, mixed) == plain
+    assert isinstance(engine.target.cache.storage, KVBlocks)
+    assert engine.status()["kv_bytes"] == 0, "all blocks are free again"
 
 
 def test_a_large_vocabulary_whose_noise_is_not_computed_ahead_changes_no_token(

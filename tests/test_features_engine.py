@@ -91,7 +91,9 @@ def test_the_bytes_of_keys_values_and_features_are_in_the_status_and_do_not_grow
     while engine.running or engine.waiting:
         engine.step()
         seen.append(engine.status())
-    assert {status["kv_bytes"] for status in seen} == {engine.target.kv_bytes}
+    assert {status["kv_bytes_reserved"] for status in seen} == {engine.target.kv_bytes_reserved}
+    assert all(status["kv_bytes"] <= engine.target.kv_bytes_reserved for status in seen)
+    assert engine.target.kv_bytes == 0
     features = [status["features"] for status in seen]
     assert {each["bytes"] for each in features} == {engine.sink.ring.shape.num_bytes}
     assert max(each["bytes_used"] for each in features) <= features[0]["bytes"] <= 400_000

@@ -1,16 +1,22 @@
 """Tests `aedit generate`: the text is the model's, speculation does not change it, errors are one line."""
 
+import contextlib
 import io
+import json
 import re
+import shutil
 
 import pytest
 import torch
 from dist_jobs.export_jobs import train_and_save
 from kit.rollouts import perturbed
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     OPTConfig,
@@ -96,6 +102,44 @@ def test_as_many_tokens_as_there_are_positions_are_made_when_none_is_asked_for(c
     assert LAST.search(out.splitlines()[-1])
 
 
+@pytest.mark.parametrize("arm", ["off", "suffix:4"])
+def test_a_repetition_penalty_is_that_of_transformers(capsys, saved, arm):
+    model, ids = AutoModelForCausalLM.from_pretrained(saved), torch.tensor([list(b"Hello")])
+    with torch.no_grad():
+        made = model.generate(ids, max_new_tokens=40, do_sample=False, repetition_penalty=1.4)
+    expected = ByteTokenizer().decode(made[0, 5:].tolist())
+    assert expected != text_of(model, "Hello", 40)
+    words = ("--temperature", 0, "--arm", arm, "--max-new-tokens", 40, "--repetition-penalty", 1.4)
+    code, out, err = run(capsys, saved, "--prompt", "Hello", *words)
+    assert (code, err) == (0, "")
+    assert out.startswith(expected)
+
+
+def test_penalties_and_min_p_change_the_text_and_not_by_the_arm(capsys, saved):
+    words = ("--max-new-tokens", 40, "--seed", 3, "--temperature", 2, "--compare")
+    texts = set()
+    for more in ([], ["--min-p", 0.3], ["--frequency-penalty", 1.5], ["--presence-penalty", 2]):
+        code, out, _ = run(capsys, saved, "--prompt", "Hello", "--arm", "suffix:4", *words, *more)
+        assert code == 0
+        assert "tokens equal: yes" in out
+        texts.add(out.split(" tokens in ")[0])
+    assert len(texts) == 4
+
+
+def test_top_log_probabilities_are_printed_for_each_token(capsys, saved):
+    words = ("--temperature", 0, "--max-new-tokens", 6, "--top-logprobs", 2, "--arm", "suffix:4")
+    code, out, _ = run(capsys, saved, "--prompt", "Hello", *words)
+    assert code == 0
+    model, ids = AutoModelForCausalLM.from_pretrained(saved), torch.tensor([list(b"Hello")])
+    with torch.no_grad():
+        logp = model(ids).logits[0, -1].log_softmax(-1).topk(2)
+    lines = re.findall(r"^prompt 1: (.+?) (-[\d.]+) \(best: (.+)\)$", out, re.MULTILINE)
+    assert len(lines) == 6
+    assert float(lines[0][1]) == pytest.approx(float(logp.values[0]), abs=1e-3)
+    numbers = re.findall(r" (-?\d+\.\d{3})(?:,|$)", lines[0][2])
+    assert [float(value) for value in numbers] == pytest.approx(logp.values.tolist(), abs=1e-3)
+
+
 def test_compare_says_that_the_tokens_are_equal(capsys, saved):
     code, out, _ = run(
         capsys, saved, "--prompt", "ab", "--prompt", "cd", "--samples", 2, "--arm", "suffix:4", "--compare",
@@ -158,6 +202,13 @@ def test_a_run_is_asked_by_its_directory_or_by_its_name(capsys, tmp_path, monkey
         (["--max-new-tokens", "0"], "--max-new-tokens must be above 0"),
         (["--temperature", "-1"], "--temperature must be 0 or more"),
         (["--top-p", "0"], "--top-p must be above 0"),
+        (["--temperature", "inf"], "--temperature must be a finite number, got inf"),
+        (["--temperature", "1e-38"], "--temperature must be 0 or more: 0 (greedy), or 1e-30 to"),
+        (["--min-p", "2"], "--min-p must be 0 to 1"),
+        (["--repetition-penalty", "0"], "--repetition-penalty must be 1e-06 to"),
+        (["--frequency-penalty", "nan"], "--frequency-penalty must be a finite number"),
+        (["--presence-penalty=-1e9"], "--presence-penalty must be -1000000.0 to"),
+        (["--top-logprobs", "-1"], "--top-logprobs must be 0 or more"),
         (["--prompt", ""], "a prompt is empty"),
         (["--prompt", "a\udcffb"], "a prompt is not valid UTF-8"),
         (["--prompt", "x" * 128], "128 tokens and 1 new ones are more than the 128"),
@@ -181,6 +232,114 @@ def test_what_is_no_policy_is_said_to_be_none(capsys, saved, tmp_path):
     assert "no tokenizer there" in run(capsys, tmp_path, "--prompt", "a")[2]
 
 
+def cut_short(path):
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def cut_inside_the_header(path):
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:100])
+
+
+def emptied(path):
+    (path / "model.safetensors").write_bytes(b"")
+
+
+def weights_taken_away(path):
+    (path / "model.safetensors").unlink()
+
+
+def a_tensor_left_out(path):
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def a_tensor_of_another_shape(path):
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(31)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def shard_missing(path):
+    (path / "model.safetensors").unlink()
+    LlamaForCausalLM.from_pretrained(path.parent / "whole").save_pretrained(path, max_shard_size="20KB")
+    max(path.glob("model-*.safetensors")).unlink()
+
+
+def configuration_is_no_json(path):
+    (path / "config.json").write_text('{"model_type": "llama", ')
+
+
+def configuration_is_a_list(path):
+    (path / "config.json").write_text("[1, 2]")
+
+
+def configuration_of_other_types(path):
+    edited = json.loads((path / "config.json").read_text()) | {"hidden_size": "wide"}
+    (path / "config.json").write_text(json.dumps(edited))
+
+
+def configuration_of_other_sizes(path):
+    edited = json.loads((path / "config.json").read_text()) | {"hidden_size": 64, "head_dim": 32}
+    (path / "config.json").write_text(json.dumps(edited))
+
+
+def weights_in_eight_bits(path):
+    tensors = {
+        name: each.to(torch.float8_e4m3fn) for name, each in load_file(path / "model.safetensors").items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    edited = json.loads((path / "config.json").read_text()) | {"dtype": "float8_e4m3fn"}
+    (path / "config.json").write_text(json.dumps(edited))
+
+
+def weights_with_nan(path):
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def tokenizer_cut_short(path):
+    (path / "tokenizer.json").write_text('{"version": "1.0", "model": {')
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (cut_short, "no usable model there"),
+        (cut_inside_the_header, "no usable model there"),
+        (emptied, "no usable model there"),
+        (weights_taken_away, "no usable model there"),
+        (a_tensor_left_out, "no weights for model.layers.1.mlp.up_proj.weight"),
+        (a_tensor_of_another_shape, "have model.norm.weight with shape (31,), expected (32,)"),
+        (shard_missing, "no usable model there"),
+        (configuration_is_no_json, "no usable model there"),
+        (configuration_is_a_list, "no usable model there"),
+        (configuration_of_other_types, "no usable model there"),
+        (configuration_of_other_sizes, "no usable model there"),
+        (weights_in_eight_bits, ""),
+        (weights_with_nan, "its logits are NaN"),
+        (tokenizer_cut_short, "no tokenizer there"),
+    ],
+)
+def test_a_damaged_model_directory_is_one_line_and_exit_code_2(tmp_path, saved, damage, says):
+    path = tmp_path / "model"
+    for folder in (path, tmp_path / "whole"):
+        shutil.copytree(saved, folder)
+    damage(path)
+    words = ["generate", str(path), "--prompt", "a", "--max-new-tokens", "4", "--temperature", "0"]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    assert code == 2
+    (line,) = err.getvalue().splitlines()
+    assert line.startswith(f"aedit: {'' if 'NaN' in says else path}")
+    assert says in line
+    assert "Traceback" not in err.getvalue()
+    assert "tokens/s" not in out.getvalue()
+
+
 def test_a_model_of_another_family_is_generated_from_by_its_own_forward(capsys, tmp_path):
     config = OPTConfig(
         vocab_size=257, **SIZES, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=40, init_std=0.3,
@@ -196,6 +355,19 @@ def test_a_model_of_another_family_is_generated_from_by_its_own_forward(capsys, 
     assert text_of(model, "Hello", 35) in out
     assert "tokens equal: yes" in out
     assert "OPTForCausalLM takes the generic (one pass for all rows) path, not the fast one" in err
+
+
+def test_an_end_token_beyond_the_vocabulary_ends_nothing(capsys, tmp_path):
+    config = GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, initializer_range=0.3)
+    assert config.eos_token_id > 257
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    ByteTokenizer().save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    code, out, err = run(capsys, tmp_path, "--prompt", "Hello", "--temperature", "0", "--max-new-tokens", 9)
+    assert code == 0
+    assert text_of(model, "Hello", 9) in out
+    assert "path" not in err  # the fast one
 
 
 def test_a_model_that_is_not_causal_is_named(capsys, tmp_path):

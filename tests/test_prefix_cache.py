@@ -1,24 +1,28 @@
 """Tests the prefix cache: what it saves, what it keeps and drops, and that it changes no token or feature."""
 
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from kit.prefill import Recorder, features_of, long_prompts
 from kit.rollouts import FLIPS, VOCABULARY, Flips, Insider, decode_plainly, perturbed, tiny_policy
 
+from aedit import spec_rollout
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.engine.prefix_cache import BLOCK_TOKENS, KEY_BYTES, PrefixCache
 from aedit.spec_rollout.engine.rows import EngineLimits
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target_model import make_target
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
 BLOCK_BYTES = KEY_BYTES + 2 * 2 * 2 * BLOCK_TOKENS * 8 * 8
 """Two layers, keys and values, two heads of size 8, float64."""
 FEATURE_BYTES = BLOCK_TOKENS * 32 * 8
+ROOT = Path(__file__).resolve().parent.parent
 SHAPE = RingShape.within(400_000, 32, torch.float64)
 
 
@@ -28,7 +32,8 @@ def policy():
 
 
 def engine_of(policy, rows=3, drafter=None, arms=("off",), max_tokens=160, num_bytes=2**20, **limits):
-    target = Target.of(policy, rows=rows, max_tokens=max_tokens, nodes=12)
+    path = limits.pop("path", "fast")
+    target = make_target(policy, rows=rows, max_tokens=max_tokens, nodes=12, path=path)
     drafters = {} if drafter is None else {"layer": drafter}
     limits = EngineLimits(prefix_cache_bytes=num_bytes, **limits)
     return Engine(target, drafters=drafters, chooser=Flips(*arms), limits=limits)
@@ -51,10 +56,11 @@ def next_turn(rollout, tokens, **changes):
 # --- what it saves
 
 
-def test_a_repeated_prompt_and_the_second_turn_of_a_dialogue_recompute_less_than_a_block(policy):
+@pytest.mark.parametrize("path", ["fast", "generic"])
+def test_a_repeated_prompt_and_the_second_turn_of_a_dialogue_recompute_less_than_a_block(policy, path):
     """Nothing of the 400 tokens, nor of the answer, is computed again but the rest of the last block."""
     (prompt,) = long_prompts([400], max_new_tokens=37)
-    engine = engine_of(policy, max_tokens=600)
+    engine = engine_of(policy, max_tokens=600, path=path)
     (first,), num_computed = computed(engine, [prompt])
     assert num_computed == 399
     again, num_computed = computed(engine, [replace(prompt, sample=1), replace(prompt, sample=2)])
@@ -70,6 +76,16 @@ def test_a_repeated_prompt_and_the_second_turn_of_a_dialogue_recompute_less_than
     assert status["hit_tokens"] == 2 * 384 + num_known // BLOCK_TOKENS * BLOCK_TOKENS
     plain = decode_plainly(policy, [prompt, again[0].prompt, again[1].prompt, turn])
     assert [each.tokens for each in (first, *again, second)] == plain
+
+
+def test_the_dialogue_of_the_documentation_runs(policy, capsys):
+    text = (ROOT / "docs" / "rollouts.md").read_text()
+    section = text[text.index("## Prefill and prefix cache") :].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names = {name: getattr(spec_rollout, name) for name in spec_rollout.__all__}
+    exec(code, {**names, "model": policy, "question": tuple(range(30)), "next_question": (1, 2)})
+    known = (30 + 256 - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert f"'hits': 1, 'hit_tokens': {known}" in capsys.readouterr().out
 
 
 def test_a_prompt_can_be_used_while_its_sample_still_runs(policy):
@@ -151,8 +167,9 @@ def test_new_weights_drop_everything(policy):
     engine.add(long_prompts([32], seed=1)[0])
     engine.step()
     new = tiny_policy(seed=4)
-    engine.update_weights(new.state_dict(), 0)  # even without a new version
-    assert blocks_of(engine, prompt) == 0
+    assert engine.status()["prefix_cache"]["blocks"] == 4 + 1
+    engine.update_weights(new.state_dict(), 1)
+    assert engine.status()["prefix_cache"]["blocks"] == 2  # of the running sample, computed again
     (rollout,), num_computed = computed(engine, [replace(prompt, sample=1)])
     assert num_computed == 63
     assert rollout.tokens == decode_plainly(new, [rollout.prompt])[0]

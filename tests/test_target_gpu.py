@@ -5,6 +5,7 @@ import torch
 from kit.rollouts import prefilled
 from test_target import made
 
+from aedit.spec_rollout.model import cache
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
 from aedit.spec_rollout.model.target import Target
 
@@ -65,7 +66,9 @@ def check_steps_are_equal(target, eager, lengths, tolerance):
 LENGTHS = [9, 30, 1, 17, 60, 4, 25]
 
 
-def test_rows_and_slots_that_a_recording_adds_change_nothing():
+@pytest.mark.parametrize("layout", ["rows", "blocks"])
+def test_rows_and_slots_that_a_recording_adds_change_nothing(layout, monkeypatch):
+    monkeypatch.setattr(cache, "default_layout", lambda device: layout)
     target, eager = two_targets(LENGTHS)
     target.graphs = Unrecorded()
     check_steps_are_equal(target, eager, LENGTHS, 1e-12)
@@ -84,13 +87,13 @@ def test_rows_and_slots_that_a_recording_adds_change_nothing():
 def test_a_row_that_is_only_computed_along_keeps_all_it_could_be_asked_for():
     (target, _) = two_targets(LENGTHS)
     target.graphs = Unrecorded()
-    before = target.cache.kv.clone()
+    kept = [*LENGTHS[:5], 60, 25]
+    before = [target.read_kv(row, length) for row, length in enumerate(kept)]
+    last = target.read_kv(5, 65)
     target.step(drawn("cpu", 5, 5), LENGTHS[:5])
-    assert not torch.equal(target.cache.kv[:, :, 5], before[:, :, 5])
-    assert torch.equal(target.cache.kv[:, :, 5, :, :60], before[:, :, 5, :, :60])
-    for row in range(5):
-        length = LENGTHS[row]
-        assert torch.equal(target.cache.kv[:, :, row, :, :length], before[:, :, row, :, :length])
+    assert not torch.equal(target.read_kv(5, 65), last)
+    for row, length in enumerate(kept):
+        assert torch.equal(target.read_kv(row, length), before[row])
 
 
 def test_buckets_are_few_and_never_too_small():
@@ -150,7 +153,7 @@ class TestOnAGpu:
         torch.cuda.set_sync_debug_mode("error")
         try:
             target.step(tokens, LENGTHS[:5], tree)
-            target.keep(LENGTHS[:5], path, counts)
+            target.keep_path(LENGTHS[:5], path, counts)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

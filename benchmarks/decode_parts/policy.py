@@ -27,6 +27,7 @@ class PolicyShape:
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     num_key_value_heads: int = 12
+    head_dim: int = 64
     max_position_embeddings: int = 8192
 
 

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from benchmarks.decode_parts.hand_over import HandOver
+from benchmarks.decode_parts.memory import MIB, Memory
 from benchmarks.decode_parts.race import Race
 from benchmarks.decode_parts.steps import AGAIN, AUTO, PLAIN, Choice, Noise, Update
-from benchmarks.decode_parts.systems import CTRANSLATE2, GENERATE, OURS, VLLM
+from benchmarks.decode_parts.systems import CTRANSLATE2, EARLIER, GENERATE, OURS, VLLM
 from benchmarks.kit.statistics import Interval, median, percent
 from benchmarks.kit.tables import Bar, Report
 
@@ -15,7 +17,7 @@ METHOD = (
     "Decoding is the time of 1 + n tokens less that of 1; prefill is the time of the first tokens of all"
     " prompts, greedy. A first turn of each, for one-time work, is left out.",
 )
-OTHERS = (GENERATE, CTRANSLATE2, VLLM)
+OTHERS = (GENERATE, CTRANSLATE2, VLLM, EARLIER)
 WANTED_PREFILL, WANTED_NOISE, WANTED_AUTO = 1.0, 0.05, 0.98
 
 
@@ -33,6 +35,10 @@ class Found:
     updates: list[Update] = field(default_factory=list)
     noises: list[Noise] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
+    memories: list[Memory | str] = field(default_factory=list)
+    """Or why the memory was refused."""
+    hand_over: HandOver | str | None = None
+    """Or why it was not measured."""
     rivals: list[str] = field(default_factory=list)
     """Versions of the rivals, or why they were skipped."""
 
@@ -42,6 +48,8 @@ class Found:
             *([_decodes(self.decodes)] if self.decodes else []),
             *([_prefills([*self.decodes, *self.prefills])] if self.decodes or self.prefills else []),
             *([_ours(self)] if self.updates or self.noises or self.choices else []),
+            *([_memories(self.memories)] if self.memories else []),
+            *([_hand_over(self.hand_over)] if self.hand_over else []),
         ]
         if quick:
             made = [replace(one, bars=tuple(replace(bar, passed=None) for bar in one.bars)) for one in made]
@@ -113,6 +121,60 @@ def _ours(found: Found) -> Report:
         name: [asdict(one) for one in getattr(found, name)] for name in ("updates", "noises", "choices")
     }
     return Report("our steps", (), ("what", "ratio", "median"), tuple(rows), tuple(bars), figures)
+
+
+def _memories(found: Sequence[Memory | str]) -> Report:
+    known = [one for one in found if isinstance(one, Memory)]
+    columns = (
+        "batch",
+        "reserved, MiB",
+        "most tokens in use",
+        "their bytes, MiB",
+        "cache bytes, MiB",
+        "resident, MiB",
+        "cache / tokens, all steps",
+        "cache at the end, MiB",
+    )
+    rows: list[tuple[str, ...]] = [
+        (
+            one.what,
+            _mib(one.reserved_bytes),
+            f"{one.peak.tokens:,}",
+            _mib(one.peak.tokens * one.token_bytes),
+            _mib(one.peak.kv_bytes),
+            _mib(one.peak.rss_bytes),
+            f"{one.over_tokens:.2f}",
+            _mib(one.end.kv_bytes),
+        )
+        for one in known
+    ]
+    rows += [(one, *["-"] * (len(columns) - 1)) for one in found if isinstance(one, str)]
+    return Report(
+        "memory of keys and values",
+        (),
+        columns,
+        tuple(rows),
+        (),
+        {"peaks": [asdict(one.peak) for one in known]},
+    )
+
+
+def _hand_over(found: HandOver | str) -> Report:
+    name = "peak of a hand-over from a sharded trainer"
+    if isinstance(found, str):
+        return Report(name, (found,), (), (), (), {})
+    rows = tuple((f"rank {rank}", _mib(peak)) for rank, peak in enumerate(found.peak_bytes))
+    rows += (("largest tensor", _mib(found.largest_bytes)), ("model", _mib(found.model_bytes)))
+    small = 2 * max(found.peak_bytes) <= found.model_bytes
+    bars = (
+        Bar(f"at most half of the model: {_mib(max(found.peak_bytes))} MiB", small),
+        Bar("the engine has the trainer's weights", found.equal),
+    )
+    return Report(name, (), ("in the engine's dtype", "MiB"), rows, bars, asdict(found))
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / MIB:,.1f}"
 
 
 def _figures(races: Sequence[Race]) -> dict[str, object]:

@@ -66,6 +66,12 @@ class DraftRunner:
         for name, value in _folded(layer).items():
             self._weights[name].copy_(value)
 
+    def read_policy(self, embedding: Tensor, head: Tensor) -> bool:
+        """Use these tensors from now on; return whether they are elsewhere in memory than the last ones."""
+        before = self.embedding.data_ptr(), self.head.data_ptr()
+        self.embedding, self.head = embedding.detach(), head.detach()
+        return before != (embedding.data_ptr(), head.data_ptr())
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of row `source` to row `target`."""
         rows = self.cache.view(self.rows, self.slots, -1)

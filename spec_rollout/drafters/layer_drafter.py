@@ -98,6 +98,11 @@ class LayerDrafter:
         self._runner.replace(layer)
         self.version = version
 
+    def read_policy(self, embedding: Tensor, head: Tensor) -> None:
+        """Draft with these tensors of the policy from now on."""
+        if self._runner.read_policy(embedding, head) and self.graphs is not None:
+            self.graphs.clear()  # captured kernels would read the old addresses
+
     def begin(self, rows: Sequence[RowStart]) -> None:
         """Add samples that start in these rows."""
         for start in rows:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, FeatureSink, RowStart
+from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, FeatureSink, PolicyReader, RowStart
 from aedit.spec_rollout.engine.feature_history import FeatureHistory
 from aedit.spec_rollout.engine.prefill import Prefill, PromptRow, SampleStart
 from aedit.spec_rollout.engine.prefix_cache import PrefixCache
 from aedit.spec_rollout.model.target_model import TargetModel
+from aedit.spec_rollout.sampling.adjustments import LogitAdjustments
 from aedit.spec_rollout.sampling.distribution import RowSampling
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import FinishReason, Rollout, SampleKV
@@ -117,6 +118,7 @@ class RowScheduler:
         """Tokens of waiting samples that may be computed before the next pass."""
         self._sampling: RowSampling | None = None
         self._some_greedy = False
+        self._adjustments: LogitAdjustments | None = None
 
     @property
     def needs_features(self) -> bool:
@@ -141,7 +143,14 @@ class RowScheduler:
             settings = [live.rollout.prompt.sampling for live in self.running]
             self._sampling = RowSampling.of(settings, self.target.vocabulary, self.target.device)
             self._some_greedy = any(sampling.temperature == 0 for sampling in settings)
+            rollouts = [live.rollout for live in self.running]
+            self._adjustments = LogitAdjustments.of(rollouts, self.target.vocabulary, self.target.device)
         return self._sampling
+
+    @property
+    def adjustments(self) -> LogitAdjustments | None:
+        """Return bias, penalties and constraints of the rows; None if no row has any."""
+        return self._adjustments if self.sampling else None
 
     @property
     def mixed_temperature_B(self) -> Tensor | None:
@@ -202,6 +211,9 @@ class RowScheduler:
             self._release(row, finished=False)
         self._drop_head()
         self.prefix_cache.clear()
+        for drafter in self.drafters.values():
+            if isinstance(drafter, PolicyReader):
+                drafter.read_policy(self.target.embedding, self.target.head)
         rollouts = [live.rollout for live in self.running]
         self.running = []
         self.waiting.extendleft(reversed(rollouts))

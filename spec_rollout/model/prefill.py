@@ -70,7 +70,7 @@ class PassLimits:
     @classmethod
     def of(cls, cache: KVCache, widest: int) -> "PassLimits":
         """Return the limits for a model whose widest activation has `widest` numbers per token."""
-        num_bytes = cache.kv.element_size()
+        num_bytes = cache.dtype.itemsize
         has_softcap = any(spec.softcap is not None for spec in cache.specs)
         has_window = any(spec.window is not None for spec in cache.specs)
         per_score = num_bytes * (cache.shape.num_heads if has_softcap else 1)
@@ -115,14 +115,14 @@ class PrefillAttention:
     """Attention of the flat tokens of one pass, for all layers."""
 
     def __init__(self, cache: KVCache, pieces: Sequence[Piece]) -> None:
-        self.cache, device = cache, cache.kv.device
+        self.cache, device = cache, cache.device
         self.positions_T = torch.cat(
             [torch.arange(piece.start, piece.end, device=device) for piece in pieces]
         )
         rows_T = to_device([piece.row for piece in pieces], device).repeat_interleave(
             to_device([piece.count for piece in pieces], device), output_size=len(self.positions_T)
         )
-        self.slots = cache.flat_slots(rows_T, self.positions_T)
+        self.slots = cache.storage.flat_slots(rows_T, self.positions_T)
         self.parts: list[FirstPieces | LaterPiece] = []
         offsets = [0, *accumulate(piece.count for piece in pieces)]
         for first, end in _groups(pieces):
@@ -150,7 +150,8 @@ def _groups(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
     """Yield first and end index of the pieces whose attention is computed together."""
     first = 0
     for i in range(1, len(pieces) + 1):
-        if i < len(pieces) and not pieces[i].start and pieces[i].count <= 1.25 * pieces[first].count + 16:
+        starts_together = i < len(pieces) and not pieces[first].start and not pieces[i].start
+        if starts_together and pieces[i].count <= 1.25 * pieces[first].count + 16:
             continue
         yield first, i
         first = i
@@ -169,7 +170,7 @@ class FirstPieces:
             tokens,
             len(counts),
         )
-        self.longest, device, dtype = max(counts), cache.kv.device, cache.kv.dtype
+        self.longest, device, dtype = max(counts), cache.device, cache.dtype
         self._padded: Tensor | None = None
         if min(counts) < self.longest:
             counts_n1 = to_device(counts, device, torch.int64)[:, None]
@@ -210,18 +211,18 @@ class LaterPiece:
 
     def __init__(self, cache: KVCache, piece: Piece, tokens: slice) -> None:
         self.cache, self.piece, self.tokens = cache, piece, tokens
-        start = to_device([piece.start], cache.kv.device)
+        start = to_device([piece.start], cache.device)
         self._masks, self._firsts = {}, {}
         for window in {spec.window for spec in cache.specs}:
             first = 0 if window is None else max(0, piece.start - window + 1)
             mask = attention_mask(start, piece.count, piece.end, window=window)[0]
-            self._masks[window], self._firsts[window] = mask[:, first:].to(cache.kv.dtype), first
+            self._masks[window], self._firsts[window] = mask[:, first:].to(cache.dtype), first
 
     def attend(self, layer: int, q_THh: Tensor, k_TKh: Tensor, v_TKh: Tensor) -> Tensor:
         """Return the attention output of this piece's tokens, whose keys and values are in the cache."""
         spec, shape = self.cache.specs[layer], self.cache.shape
         first = self._firsts[spec.window]
-        keys_KCh, values_KCh = self.cache.row_kv(layer, self.piece.row, first, self.piece.end)
+        keys_KCh, values_KCh = self.cache.storage.read_layer(layer, self.piece.row, first, self.piece.end)
         q = q_THh.view(-1, shape.num_kv_heads, shape.group, shape.head_dim).permute(1, 2, 0, 3)
         k, v = (x[:, None].expand(-1, shape.group, -1, -1) for x in (keys_KCh, values_KCh))
         output = attention(q, k, v, spec, self._masks[spec.window])

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aedit.spec_rollout.model.attention_mask import ancestors, relative_positions
-from aedit.spec_rollout.model.cache import KVCache
+from aedit.spec_rollout.model.cache import KVCache, KVMemory
 from aedit.spec_rollout.model.families import read_weights
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
 from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.model.kv_extent import KVExtent, kv_extents
+from aedit.spec_rollout.model.kv_spans import KVSizes
 from aedit.spec_rollout.model.layers import LayerAttend, run_layer
 from aedit.spec_rollout.model.prefill import PassLimits, PrefillAttention, plan_passes
 from aedit.spec_rollout.model.prefill import Segment as Segment
@@ -34,7 +35,15 @@ class Target:
     the cache slots 0, 1, ...; the caller passes the length of each row with every call.
     """
 
-    def __init__(self, model: nn.Module, rows: int, max_tokens: int, nodes: int, taps: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: int,
+        max_tokens: int,
+        nodes: int,
+        taps: Sequence[int],
+        kv: KVMemory | None = None,
+    ) -> None:
         self.weights = read_weights(model)
         limit = self.weights.max_positions
         if limit is not None and max_tokens > limit:
@@ -44,14 +53,23 @@ class Target:
         self._policy = PolicyWeights(model)
         # A draft that starts at a row's last token needs slots, too.
         slots = max_tokens + nodes + 1
-        self.cache = KVCache(self.weights.attention, self.weights.shape, rows, slots, self.embedding)
+        shape = self.weights.shape
+        sizes = KVSizes(self.num_layers, rows, shape.num_kv_heads, slots, shape.head_dim)
+        self.cache = KVCache(self.weights.attention, shape, (kv or KVMemory()).storage(sizes, self.embedding))
         self.ropes = read_ropes(model, slots)
         is_captured = self.device.type == "cuda" and self.weights.is_static
         self.graphs = GraphCache(self.device) if is_captured else None
 
     @classmethod
     def of(
-        cls, model: nn.Module, *, rows: int, max_tokens: int, nodes: int = 16, taps: Sequence[int] = ()
+        cls,
+        model: nn.Module,
+        *,
+        rows: int,
+        max_tokens: int,
+        nodes: int = 16,
+        taps: Sequence[int] = (),
+        kv: KVMemory | None = None,
     ) -> "Target":
         """Return a target for `rows` samples at a time.
 
@@ -62,14 +80,16 @@ class Target:
             nodes: Upper limit of drafted tokens of one row in one step.
             taps: Layers whose outputs are appended to the last hidden state in the features (EAGLE-3's
                 fusion, arXiv:2503.01840: 2, L // 2, L - 3).
+            kv: Layout of keys and values in memory.
 
         Raises:
-            ValueError: A size is too small, a tap does not exist, `max_tokens` exceeds the positions that
-                the model has, or the model is not supported: another class, a value of its configuration
-                that is not implemented, sharded or quantized parameters.
+            ValueError: A size is too small, the memory for keys and values is not available, a tap does
+                not exist, `max_tokens` exceeds the positions that the model has, or the model is not
+                supported: another class, a value of its configuration that is not implemented, sharded or
+                quantized parameters.
         """
         check_sizes(rows, max_tokens, nodes)
-        target = cls(model, rows, max_tokens, nodes, taps)
+        target = cls(model, rows, max_tokens, nodes, taps, kv)
         check_taps(taps, target.num_layers)
         return target
 
@@ -130,13 +150,13 @@ class Target:
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of keys and values that are allocated now."""
-        return self.cache.num_bytes
+        """Return the bytes that keys and values take now."""
+        return self.cache.storage.kv_bytes
 
     @property
     def kv_bytes_reserved(self) -> int:
-        """Return the upper limit of `kv_bytes`: the bytes of all rows at their greatest length."""
-        return self.cache.num_bytes
+        """Return the upper limit of `kv_bytes`: all rows at their greatest length, or the pool of blocks."""
+        return self.cache.storage.kv_bytes_reserved
 
     @torch.inference_mode()
     def prefill(self, segments: Sequence[Segment]) -> list[Tensor]:
@@ -160,6 +180,7 @@ class Target:
         limits = PassLimits.of(self.cache, 4 * self.hidden_size)
         parts: list[list[Tensor]] = [[] for _ in segments]
         for pieces in plan_passes(segments, limits):
+            self.cache.reserve([(piece.row, piece.start, piece.end) for piece in pieces])
             attention = PrefillAttention(self.cache, pieces)
             tokens = list(chain.from_iterable(piece.tokens for piece in pieces))
             tokens_T = to_device(tokens, self.device, torch.int64)
@@ -208,6 +229,7 @@ class Target:
                 f"at most {self.rows}"
             )
         self._check_capacity(max(lengths) + q)
+        self.cache.reserve([(row, length, length + q) for row, length in enumerate(lengths)])
         if self.graphs is not None:
             return self._captured_step(tokens_Bq, lengths, parents_BN)
         extents = kv_extents(lengths, q, self.cache.min_saved_slots)
@@ -232,15 +254,17 @@ class Target:
     @torch.inference_mode()
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of row `source` to row `target`."""
-        self.cache.copy_row(source, target, length)
+        self.cache.storage.copy(source, target, length)
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of row `source` to row `target`, and release `source`."""
-        self.copy_row(source, target, length)
-        self.release_row(source)
+        if source != target:
+            self.copy_row(source, target, length)
+            self.release_row(source)
 
     def release_row(self, row: int) -> None:
-        """Declare that the keys and values of a row are not needed any more."""
+        """Give back the memory of a row, whose keys and values are not needed any more."""
+        self.cache.storage.release(row)
 
     @torch.inference_mode()
     def read_kv(self, row: int, length: int, start: int = 0) -> Tensor:

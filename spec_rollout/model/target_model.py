@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from aedit.spec_rollout.model.generic import GenericTarget
+from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.model.model_support import unwrapped
 from aedit.spec_rollout.model.target import Segment, Target
 
@@ -164,6 +165,8 @@ def make_target(
         return GenericTarget.of(model, **sizes)
     try:
         return Target.of(model, **sizes)
+    except KVMemoryError:
+        raise
     except ValueError as error:
         if path == "fast":
             raise

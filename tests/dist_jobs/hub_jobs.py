@@ -1,15 +1,12 @@
 """Jobs of tests/test_hub_exchange.py: a node of several ranks whose hub runs in the first rank's process."""
 
 import torch
-import torch.distributed as dist
-from kit.hubs import Hub, SharedLink, hub_node, move_sharded
+from kit.hubs import Hub, SharedLink, box_of, hub_node, move_sharded
 from kit.nodes import tower
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from aedit.edit.pace import OwnPace
-from aedit.edit.units import find_units
-from aedit.proto.agent import mailbox
 from aedit.types import Verdict
 
 
@@ -49,7 +46,7 @@ def _node(rank, size, refused=(), **config):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_((p * 256).round() / 256)
-    link = SharedLink(_box(model, rank, size), rank, _hub(refused))
+    link = SharedLink(box_of(model, rank, size), rank, _hub(refused))
     if size > 1:
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
         for block in (model.first, model.middle, model.last):
@@ -62,17 +59,6 @@ def _hub(refused):
     hub = Hub()
     hub.judge = lambda push: Verdict.REFUSED if len(hub.pushes) - 1 in refused else Verdict.MERGED
     return hub
-
-
-def _box(model, rank, size):
-    path = [None]
-    if rank == 0:
-        box = mailbox.create([unit.numel for unit in find_units(model)], size, False)
-        path = [box.path]
-    dist.broadcast_object_list(path)
-    box = box if rank == 0 else mailbox.attach_mailbox(path[0])
-    dist.barrier()
-    return box
 
 
 def _step(sync, n):

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.sync import LayerSync
 from aedit.edit.units import find_units
+from aedit.proto.agent import mailbox
 from aedit.proto.agent.link import Answer
 from aedit.types import News, Verdict
 
@@ -186,3 +188,15 @@ def move_sharded(model, rng):
         with torch.no_grad():
             p.add_(part)
     return moved
+
+
+def box_of(model, rank, size):
+    """Return the memory that the ranks of a node share, for `SharedLink`."""
+    path = [None]
+    if rank == 0:
+        box = mailbox.create([unit.numel for unit in find_units(model)], size, False)
+        path = [box.path]
+    dist.broadcast_object_list(path)
+    box = box if rank == 0 else mailbox.attach_mailbox(path[0])
+    dist.barrier()
+    return box

@@ -1,0 +1,78 @@
+"""Hand-over of a trainer's weights to the engine that generates rollouts with them.
+
+The policy version is a number of this process: it grows with each hand-over of weights that differ from the
+last ones, be it by an inner step, by a landing or by a checkpoint, and it stays for equal weights.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from aedit.edit.landing import reshard
+from aedit.edit.shards import Shards
+from aedit.weight_gather import sharded, take_part
+from aedit.weight_watch import WeightWatch
+
+
+class PolicyEngine(Protocol):
+    """The parts of an engine that a hand-over uses, such as those of `aedit.spec_rollout.Engine`."""
+
+    @property
+    def version(self) -> int:
+        """Return the version of the weights that the engine has."""
+
+    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Take over `weights`, which may be sharded or the engine's own parameters, as `version`."""
+
+
+class HandOver:
+    """Number the weights of `model` and hand them over. shards: the ranks of the node."""
+
+    def __init__(self, model: nn.Module, shards: Shards) -> None:
+        self.version = 0
+        """Version of the weights at the last hand-over; 0 before the first one."""
+        self._model, self._shards = model, shards
+        self._watch: WeightWatch | None = None
+        self._steps = 0
+
+    def update(self, engine: PolicyEngine | None, policy: nn.Module, steps: int) -> int:
+        """Hand the weights of `policy` over and return their version. All ranks of the node call it together.
+
+        An engine that has them already is left alone.
+
+        Args:
+            engine: The engine of this rank; None if only other ranks have one.
+            policy: The trained model or the part of it that the engine runs.
+            steps: Inner steps so far.
+
+        Raises:
+            ValueError: The weights do not fit an engine of the node; no engine has changed.
+            RuntimeError: A rank was lost on the way.
+        """
+        reshard(self._model.modules())
+        changed = self._changed(steps)
+        has = -1 if engine is None else engine.version
+        differs = engine is not None and has != self.version
+        any_changed, newest, any_differs = self._shards.most([changed, has, differs])
+        if any_changed or (any_differs and newest >= self.version):
+            self.version = max(self.version, newest) + 1
+        elif not any_differs:
+            return self.version
+        weights = policy.state_dict(keep_vars=True)
+        if engine is not None:
+            engine.update_weights(weights, self.version)
+        elif sharded(weights):
+            take_part(weights)
+        return self.version
+
+    def _changed(self, steps: int) -> bool:
+        """Return whether the weights may differ from those of the last call, and remember the new ones."""
+        if self._watch is None:
+            self._watch, self._steps = WeightWatch(self._model), steps
+            return True
+        changed = steps != self._steps or self._watch.changed(thorough=True) is not None
+        if changed:
+            self._watch.look()
+            self._steps = steps
+        return changed

@@ -1,0 +1,192 @@
+"""Tests that the memory of keys and values follows the tokens in use: pages of rows, and blocks of a pool."""
+
+import mmap
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kit.rollouts import prefilled
+from test_target import close, drawn, made, own
+
+from aedit.spec_rollout.model import cache
+from aedit.spec_rollout.model.cache import KVMemory
+from aedit.spec_rollout.model.kv_blocks import KVBlocks
+from aedit.spec_rollout.model.kv_rows import KVRows
+from aedit.spec_rollout.model.kv_spans import KVMemoryError, KVSizes
+from aedit.spec_rollout.model.target import Target
+from aedit.spec_rollout.model.target_model import make_target
+
+CPU = torch.device("cpu")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+
+
+def committed(tensor):
+    """Return the bytes that the operating system has committed for the mapping of a tensor."""
+    at, found = tensor.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            found = int(bounds[1], 16) <= at < int(bounds[2], 16)
+        elif found and line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the tensor has no mapping")
+
+
+@linux
+def test_the_bytes_of_rows_are_those_that_the_system_commits():
+    sizes = KVSizes(layers=2, rows=4, heads=3, slots=5000, head_dim=16)
+    before = KVRows(sizes, torch.float32, CPU)
+    storage = KVRows(sizes, torch.float32, CPU)
+    start = committed(storage.tensor)
+    for row, count in ((0, 1), (1, 64), (2, 65), (3, 1000)):
+        storage.write(row, 0, torch.ones(2, 2, 3, count, 16))
+        assert committed(storage.tensor) - start == storage.kv_bytes
+    pages = 1 + 1 + 2 + 16
+    assert storage.kv_bytes == 2 * 2 * 3 * pages * mmap.PAGESIZE
+    assert storage.kv_bytes_reserved == 2 * 2 * 3 * 4 * 79 * mmap.PAGESIZE
+    storage.release(3)
+    assert storage.kv_bytes == 2 * 2 * 3 * 4 * mmap.PAGESIZE
+    assert committed(storage.tensor) - start == storage.kv_bytes
+    assert storage.read(3, 0, 1000).abs().sum() == 0
+    assert storage.read(2, 0, 65).eq(1).all()
+    for row in range(3):
+        storage.release(row)
+    assert committed(storage.tensor) - start == storage.kv_bytes == before.kv_bytes == 0
+
+
+@linux
+def test_sixteen_rows_of_32_k_tokens_of_a_7b_shape_take_what_was_written():
+    """The room is 256 GiB of address space in bf16, the layers of Llama 2 7B."""
+    sizes = KVSizes(layers=32, rows=16, heads=32, slots=32 << 10, head_dim=128)
+    storage = KVRows(sizes, torch.bfloat16, CPU)
+    assert storage.kv_bytes_reserved == 256 << 30
+    start = committed(storage.tensor)
+    storage.write(7, 0, torch.ones(32, 2, 32, 20, 128, dtype=torch.bfloat16))
+    assert storage.kv_bytes == 32 * 2 * 32 * 2 * mmap.PAGESIZE == 16 << 20
+    assert committed(storage.tensor) - start == storage.kv_bytes
+
+
+@pytest.mark.parametrize("layout", ["rows", "blocks"])
+def test_a_target_s_bytes_follow_its_rows(layout):
+    model = made()
+    target = Target.of(model, rows=3, max_tokens=600, nodes=4, kv=KVMemory(layout))
+    assert target.kv_bytes == 0
+    texts = [drawn(count, seed=count) for count in (40, 300, 90)]
+    seen = []
+    for row, text in enumerate(texts):
+        prefilled(target, text[:-1], row)
+        seen.append(target.kv_bytes)
+    assert seen == sorted(seen)
+    target.release_row(1)
+    target.move_row(2, 1, 89)
+    assert target.kv_bytes < seen[2] - seen[0]
+    logits, _ = target.step(torch.stack([texts[0][-1:], texts[2][-1:]]), [39, 89])
+    close(logits[0, 0], own(model, texts[0])[0][-1])
+    close(logits[1, 0], own(model, texts[2])[0][-1])
+    for row in range(3):
+        target.release_row(row)
+    assert target.kv_bytes == 0
+    close(prefilled(target, texts[1], 2), own(model, texts[1])[1])
+    assert 0 < target.kv_bytes <= target.kv_bytes_reserved
+
+
+def test_a_released_row_leaves_nothing_that_another_could_read():
+    """NaN of one sample in slots that are masked would be NaN in another, as 0 * NaN is NaN."""
+    for layout in ("rows", "blocks"):
+        target = Target.of(made(), rows=2, max_tokens=200, nodes=4, kv=KVMemory(layout))
+        target.write_kv(0, torch.full((3, 2, 2, 200, 8), torch.nan, dtype=torch.float64))
+        target.release_row(0)
+        for row, count in enumerate((20, 180)):
+            prefilled(target, drawn(count, seed=row), row)
+        assert target.step(drawn(2, 1), [20, 180])[0].isfinite().all()
+
+
+def test_address_space_that_is_refused_says_what_to_lower():
+    """A child process has a limit of address space."""
+    code = (
+        "import torch\n"
+        "from aedit.spec_rollout.model.kv_rows import KVRows\n"
+        "from aedit.spec_rollout.model.kv_spans import KVSizes\n"
+        "KVRows(KVSizes(32, 16, 32, 1 << 15, 128), torch.bfloat16, torch.device('cpu'))\n"
+    )
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30))
+
+    child = [sys.executable, "-c", code]
+    done = subprocess.run(child, preexec_fn=limit, capture_output=True, text=True, timeout=60)
+    assert "refuses 256.00 GiB of address space for keys and values" in done.stderr
+    assert "lower rows or max_tokens" in done.stderr.splitlines()[-1]
+
+
+def test_a_model_does_not_take_another_path_because_memory_is_short(monkeypatch):
+    """The generic path is for models that the fast one does not support."""
+
+    def refuse(*sizes):
+        raise KVMemoryError("lower rows")
+
+    monkeypatch.setattr(cache, "KVRows", refuse)
+    with pytest.raises(KVMemoryError, match="lower rows"):
+        make_target(made(), rows=2, max_tokens=20)
+
+
+def test_a_copied_row_shares_blocks_until_one_of_the_two_writes():
+    storage = KVBlocks(KVSizes(2, 4, 3, 100, 4), torch.float64, CPU)
+    kv = torch.randn(2, 2, 3, 40, 4, dtype=torch.float64)
+    storage.write(0, 0, kv)
+    block = storage.kv_bytes // 3
+    for row in (1, 2):
+        storage.copy(0, row, 40)
+    assert storage.kv_bytes == 3 * block
+    new = torch.randn(2, 2, 3, 1, 4, dtype=torch.float64)
+    storage.write(1, 40, new)
+    assert storage.kv_bytes == 4 * block, "the last block only was copied"
+    storage.write(0, 5, new)
+    assert storage.kv_bytes == 5 * block
+    assert torch.equal(storage.read(2, 0, 40), kv)
+    assert torch.equal(storage.read(1, 0, 41), torch.cat([kv, new], 3))
+    assert torch.equal(storage.read(0, 0, 40), torch.cat([kv[..., :5, :], new, kv[..., 6:, :]], 3))
+    storage.release(0)
+    assert torch.equal(storage.read(2, 0, 40), kv)
+    storage.release(2)
+    storage.release(1)
+    assert storage.kv_bytes == 0
+
+
+def test_rows_that_part_in_one_call_get_a_block_each_and_the_last_keeps_it():
+    storage = KVBlocks(KVSizes(1, 3, 1, 32, 4), torch.float64, CPU)
+    storage.write(0, 0, torch.ones(1, 2, 1, 10, 4, dtype=torch.float64))
+    block = storage.kv_bytes
+    storage.copy(0, 1, 10)
+    storage.copy(0, 2, 10)
+    storage.reserve([(row, 10, 11) for row in range(3)])
+    assert storage.kv_bytes == 3 * block
+    assert all(storage.read(row, 0, 10).eq(1).all() for row in range(3))
+    for row in range(3):
+        storage.release(row)
+    assert storage.kv_bytes == 0
+
+
+def test_blocks_that_are_not_free_are_a_clear_error_and_nothing_has_changed():
+    model = made()
+    target = Target.of(model, rows=4, max_tokens=60, nodes=3, kv=KVMemory("blocks", num_blocks=5))
+    text = drawn(50)
+    prefilled(target, text[:-1], 0)
+    with pytest.raises(ValueError, match=r"2 more blocks of 16 tokens are needed .* only 1 of 5 are free"):
+        prefilled(target, drawn(20), 1)
+    close(target.step(text[None, -1:], [49])[0][0], own(model, text)[0][-1:])
+    target.release_row(0)
+    close(prefilled(target, text, 3), own(model, text)[1])
+
+
+def test_memory_that_cannot_be_had_is_refused_by_name():
+    for kv, words in (
+        (KVMemory("blocks", num_blocks=3), "3 blocks of 16 tokens do not hold one row of 64 tokens, .* 4"),
+        (KVMemory("rows", num_blocks=3), "got 'rows' with num_blocks 3"),
+        (KVMemory("heap"), "got 'heap'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Target.of(made(), rows=4, max_tokens=60, nodes=3, kv=kv)
