@@ -23,6 +23,7 @@ from aedit.spec_rollout.engine.meters import Meters, Step, Stopwatch
 from aedit.spec_rollout.engine.request_checks import check_prompt
 from aedit.spec_rollout.engine.rows import EngineLimits, RowScheduler
 from aedit.spec_rollout.engine.verification import Verification, VerifyMode, truncate_draft, verify_drafts
+from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.model.target_model import TargetModel, make_target
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
@@ -220,11 +221,13 @@ class Engine:
         """Run one pass of the policy over all running samples, each of which gets one token or more.
 
         Waiting samples start first, as far as rows are free and `EngineLimits.prefill_tokens` allows. Without
-        samples nothing is done.
+        samples nothing is done. If memory for keys and values is short, the last running samples wait until
+        others have ended; no token changes.
 
         Raises:
             RuntimeError: The weights have changed without `update_weights`. Nothing has been generated; the
                 step can be repeated after it.
+            KVMemoryError: The memory for keys and values does not suffice for one sample.
         """
         if self._rows.running or self._rows.waiting:
             self.target.check_weights(thorough=not self._rows.running)
@@ -282,7 +285,11 @@ class Engine:
         if proposal is not None:
             num_nodes = min(self.chooser.trim(view, arm, proposal), self.target.nodes)
             draft = truncate_draft(proposal, num_nodes)
-        verification = verify_drafts(rows, draft, arm.depth, self.mode)
+        try:
+            verification = verify_drafts(rows, draft, arm.depth, self.mode)
+        except KVMemoryError:
+            arm, proposal, draft, verification = OFF, None, None, self._verify_fewer()
+            view = self._view()
         rollouts = tuple(each.rollout for each in rows.running)
         counts, ended = self._append_tokens(verification)
         step = Step(
@@ -299,6 +306,16 @@ class Engine:
         rows.renew_budget()
         rows.end(ended, finished=True)
         return step
+
+    def _verify_fewer(self) -> Verification:
+        """Verify without drafts, and with fewer and fewer samples until memory suffices."""
+        while True:
+            try:
+                return verify_drafts(self._rows, None, 0, self.mode)
+            except KVMemoryError:
+                if self._rows.is_alone:
+                    raise
+                self._rows.make_room()
 
     def _view(self) -> EngineView:
         live = self._rows.running

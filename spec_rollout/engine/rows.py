@@ -19,6 +19,7 @@ from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, FeatureSink
 from aedit.spec_rollout.engine.feature_history import FeatureHistory
 from aedit.spec_rollout.engine.prefill import Prefill, PromptRow, SampleStart
 from aedit.spec_rollout.engine.prefix_cache import PrefixCache
+from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.spec_rollout.sampling.distribution import RowSampling
 from aedit.spec_rollout.sampling.noise import RowNoise
@@ -115,6 +116,8 @@ class RowScheduler:
         """The first of the queue, if a part of its text has been computed."""
         self._budget = limits.prefill_tokens
         """Tokens of waiting samples that may be computed before the next pass."""
+        self._is_full = False
+        """Memory for keys and values is short: no sample starts before one has ended."""
         self._sampling: RowSampling | None = None
         self._some_greedy = False
 
@@ -162,8 +165,9 @@ class RowScheduler:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def start_waiting(self) -> None:
-        """Start waiting samples in free rows, as far as the limit of computed tokens allows."""
-        if self.waiting:
+        """Start waiting samples in free rows, as far as memory and the limit of computed tokens allow."""
+        is_blocked = self._is_full and self.running
+        if (self.waiting and not is_blocked) or self._head is not None:
             self._refill([])
 
     def record_step(self, features_Bmf: Tensor, counts: Sequence[int]) -> None:
@@ -190,7 +194,29 @@ class RowScheduler:
             live = self.running[row]
             self.prefill.store(row, live.cached_tokens, live.features)
             self._release(row, finished)
+        self._is_full = False
         self._refill(rows)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return true if one sample is running and no other has a row."""
+        return len(self.running) == 1 and self._head is None
+
+    def make_room(self) -> None:
+        """Free memory for keys and values: the last running sample goes back to the front of the queue.
+
+        A sample whose text is being computed goes first. None starts again before another one has ended.
+        """
+        self._is_full = True
+        if self._head is not None:
+            self._drop_head()
+            return
+        row = len(self.running) - 1
+        live = self.running[row]
+        self.prefill.store(row, live.cached_tokens, live.features)
+        self._release(row, finished=False)
+        self._move_last_into(row)
+        self.waiting.appendleft(live.rollout)
 
     def copy_kv(self, row: int) -> SampleKV:
         """Return a copy of the keys and values of a row's sample."""
@@ -205,7 +231,7 @@ class RowScheduler:
         rollouts = [live.rollout for live in self.running]
         self.running = []
         self.waiting.extendleft(reversed(rollouts))
-        self._begin(self._take([], math.inf, len(rollouts)))
+        self._start([], math.inf, len(rollouts))
 
     def _refill(self, ended: Sequence[int]) -> None:
         """Start waiting samples in the rows of ended samples and after the last row; close remaining gaps."""
@@ -213,27 +239,63 @@ class RowScheduler:
         num_computed = self.prefill.num_computed
         if self._head is not None and (not self.waiting or self.waiting[0] is not self._head.rollout):
             self._drop_head()  # it was removed from the queue
-        gaps = list(ended)
-        starts = self._take(gaps, budget, self.target.rows)
-        self._begin(starts)
+        num_running = len(self.running) - len(ended)
+        gaps, error = self._start(ended, budget, self.target.rows)
         for row in reversed(gaps):
             self._move_last_into(row)
-        if not starts:
+        if error is not None and not self.running:
+            raise error
+        if len(self.running) == num_running and not self._is_full:
             self._advance_head(budget)
         self._budget = max(0, self._budget - self.prefill.num_computed + num_computed)
 
-    def _take(self, gaps: list[int], budget: float, most: int) -> list[SampleStart]:
-        """Take samples from the queue whose prefill can be completed, and assign rows.
+    def _start(
+        self, ended: Sequence[int], budget: float, most: int
+    ) -> tuple[list[int], KVMemoryError | None]:
+        """Start waiting samples whose prefill can be completed, fewer of them if memory is short.
 
         Args:
-            gaps: Rows of ended samples, ascending. Those that are filled are removed.
+            ended: Rows of ended samples, ascending.
+            budget: Upper limit of tokens to compute.
+            most: Upper limit of samples.
+
+        Returns:
+            Rows of ended samples that are left; the error if not even one sample could start.
+        """
+        rows = self._prompt_rows()
+        while True:
+            gaps = list(ended)
+            starts = self._take(gaps, dict(rows), budget, most)
+            try:
+                self._begin(starts)
+                return gaps, None
+            except KVMemoryError as error:
+                for start, _ in reversed(starts):
+                    self.prefill.drop(start)
+                    self.waiting.appendleft(start.rollout)
+                most = len(starts) // 2
+                if not most:
+                    self._is_full = True
+                    return list(ended), error
+                for row in ended:  # it may have been overwritten
+                    rows.pop(row, None)
+
+    def _take(
+        self, gaps: list[int], rows: dict[int, PromptRow], budget: float, most: int
+    ) -> list[tuple[SampleStart, int]]:
+        """Take samples from the queue whose prefill can be completed, and choose their rows.
+
+        Args:
+            gaps: Rows of ended samples, ascending. Those that are chosen are removed.
+            rows: Rows from which a prompt can be copied. Those that are chosen are removed.
             budget: Upper limit of tokens to compute.
             most: Upper limit of samples.
         """
-        starts: list[SampleStart] = []
-        rows, next_row = self._prompt_rows(), len(self.running)
+        starts: list[tuple[SampleStart, int]] = []
+        next_row = len(self.running)
         while self.waiting and len(starts) < most and (gaps or next_row < self.target.rows):
-            start = self._head or self.prefill.plan(self.waiting[0], rows.values(), starts)
+            before = [start for start, _ in starts]
+            start = self._head or self.prefill.plan(self.waiting[0], rows.values(), before)
             if start.num_missing > budget:
                 break
             budget -= start.num_missing
@@ -241,13 +303,8 @@ class RowScheduler:
             # A row that was filled in parts is kept if it is the next one: nothing has to be copied.
             row = gaps.pop(0) if gaps and start.row != next_row else next_row
             next_row += row == next_row
-            if start.row < 0:
-                self.prefill.place(start, row)
-            elif start.row != row:
-                self.target.move_row(start.row, row, start.length)
-                start.row = row
             rows.pop(row, None)
-            starts.append(start)
+            starts.append((start, row))
             self._head = None
         return starts
 
@@ -255,15 +312,19 @@ class RowScheduler:
         """Compute the next part of the first sample of the queue, in a row after the running ones."""
         if not self.waiting or budget == 0 or len(self.running) == self.target.rows:
             return
-        if self._head is None:
-            self._head = self.prefill.plan(self.waiting[0], self._prompt_rows().values(), [])
-            self.prefill.place(self._head, len(self.running))
-        self.prefill.compute([self._head], int(budget))
+        try:
+            if self._head is None:
+                self._head = self.prefill.plan(self.waiting[0], self._prompt_rows().values(), [])
+                self.prefill.place(self._head, len(self.running))
+            self.prefill.compute([self._head], int(budget))
+        except KVMemoryError:  # another sample is running: it goes on when that has ended
+            self._is_full = True
+            self._drop_head()
 
     def _drop_head(self) -> None:
         """Forget the computed part of the first sample of the queue."""
         if self._head is not None:
-            self.target.release_row(self._head.row)
+            self.prefill.drop(self._head)
             self._head = None
 
     def _prompt_rows(self) -> dict[int, PromptRow]:
@@ -274,12 +335,18 @@ class RowScheduler:
             if not self.needs_features or (live.features is not None and live.features.start == 0)
         }
 
-    def _begin(self, starts: Sequence[SampleStart]) -> None:
-        """Compute what is missing of these samples, which have rows, and run them."""
+    def _begin(self, starts: Sequence[tuple[SampleStart, int]]) -> None:
+        """Fill the rows of these samples and run them.
+
+        Raises:
+            KVMemoryError: Memory is short. None of them runs.
+        """
         if not starts:
             return
-        self.prefill.compute(starts)
-        begun = [self._run(start) for start in starts]
+        for start, row in starts:
+            self.prefill.place(start, row)
+        self.prefill.compute([start for start, _ in starts])
+        begun = [self._run(start) for start, _ in starts]
         self._sampling = None
         for drafter in self.drafters.values():
             drafter.begin(begun)
