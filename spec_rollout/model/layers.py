@@ -9,6 +9,7 @@ supplies attention: `attend` receives queries, keys and values and returns the a
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,24 +49,32 @@ class AttentionSpec:
     """Limit c of the scores s, c * tanh(s / c), as in Gemma 2 (arXiv:2408.00118); None for none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding: cosines and sines of all positions, (positions, r), r <= h."""
+class Rope(NamedTuple):
+    """Rotary position embedding of T tokens: cosines and sines, (T, 1, r), r <= h."""
 
     cos: Tensor
     sin: Tensor
     """The first half of the rotated dimensions is negated, as `apply_rope` expects it."""
 
-    @classmethod
-    def of(cls, cos: Tensor, sin: Tensor) -> "Rope":
-        """Return the tables for `cos` and `sin` of a `transformers` rotary module, each (positions, r)."""
-        half = sin.shape[-1] // 2
-        return cls(cos, torch.cat((-sin[:, :half], sin[:, half:]), -1))
 
-    def at(self, positions_T: Tensor) -> "Rope":
-        """Return the rotations of `positions_T` in the shape that `apply_rope` expects, (T, 1, r)."""
-        rows = positions_T.reshape(-1)
-        return Rope(self.cos.index_select(0, rows).unsqueeze(1), self.sin.index_select(0, rows).unsqueeze(1))
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """Rotary position embedding of all positions."""
+
+    both: Tensor
+    """Cosines and sines together, so that one call reads them: (positions, 2, 1, r)."""
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor) -> "RopeTable":
+        """Return the table for `cos` and `sin` of a `transformers` rotary module, each (positions, r)."""
+        half = sin.shape[-1] // 2
+        sin = torch.cat((-sin[:, :half], sin[:, half:]), -1)
+        return cls(torch.stack((cos, sin), 1).unsqueeze(2))
+
+    def at(self, positions_T: Tensor) -> Rope:
+        """Return the rotations of these positions."""
+        cos, sin = self.both.index_select(0, positions_T).unbind(1)
+        return Rope(cos, sin)
 
 
 Rotate = Callable[[Tensor, Rope], Tensor]
@@ -230,13 +239,13 @@ class FusedQKV:
 
     qkv: Function
     head_dim: int
-    num_rotated: int
-    """J, the number of heads of queries and keys."""
+    sizes: tuple[int, int]
+    """J and K: heads of queries and keys, and of values."""
 
     def __call__(self, x_Td: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys, (T, J, h), and values, (T, K, h)."""
-        heads = _heads(self.qkv(x_Td), self.head_dim)
-        return heads[:, : self.num_rotated], heads[:, self.num_rotated :]
+        heads_TJh, v_TKh = _heads(self.qkv(x_Td), self.head_dim).split_with_sizes(self.sizes, 1)
+        return heads_TJh, v_TKh
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +257,8 @@ class Attention:
     """None where positions are not rotated."""
     rope: int
     """Index of the layer's rotations among those of the model."""
-    num_heads: int
+    sizes: tuple[int, int]
+    """H and K."""
     output: Function
 
     def __call__(self, x_Td: Tensor, ropes: tuple[Rope, ...], attend: Attend) -> Tensor:
@@ -256,8 +266,8 @@ class Attention:
         heads_TJh, v_TKh = self.qkv(x_Td)
         if self.rotate is not None:
             heads_TJh = self.rotate(heads_TJh, ropes[self.rope])
-        read = attend(heads_TJh[:, : self.num_heads], heads_TJh[:, self.num_heads :], v_TKh)
-        return self.output(read)
+        q_THh, k_TKh = heads_TJh.split_with_sizes(self.sizes, 1)
+        return self.output(attend(q_THh, k_TKh, v_TKh))
 
 
 @dataclass(frozen=True, slots=True)

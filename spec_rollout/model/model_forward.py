@@ -22,7 +22,7 @@ MASKLESS = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_a
 class ModelForward:
     """Logits and features of a causal language model."""
 
-    def __init__(self, model: nn.Module, taps: Sequence[int]) -> None:
+    def __init__(self, model: Any, taps: Sequence[int]) -> None:
         """Make the call.
 
         Args:
@@ -32,18 +32,20 @@ class ModelForward:
         Raises:
             ValueError: Taps are given, and the layers of the model cannot be found.
         """
-        self.model: Any = model
-        config: Any = model.config
-        self.config: Any = config.get_text_config()
+        self.model = model
+        self.config: Any = model.config.get_text_config()
         # Some decoders of encoder-decoder families have a number of their own.
         self.num_layers = int(getattr(self.config, "decoder_layers", 0) or self.config.num_hidden_layers)
         self.taps = tuple(taps)
         check_taps(taps, self.num_layers)
         self._tapped = [_decoder_layers(model, self.num_layers)[tap] for tap in taps] if taps else []
         self._configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
-        self.parameters = set(inspect.signature(model.forward).parameters)
+        self.parameters = set(inspect.signature(self.model.forward).parameters)
         self.takes_positions = "position_ids" in self.parameters
         self.takes_cache = "past_key_values" in self.parameters
+        # A model calls its body, or the decoder in it. Without either, features are what the head receives.
+        found = {self.model.base_model, self.model.get_decoder()}
+        self._bodies = [body for body in found if body is not model]
 
     @property
     def attention(self) -> str:
@@ -64,48 +66,51 @@ class ModelForward:
         Returns:
             Logits (B, last, V) and features (B, q, f).
         """
-        if "logits_to_keep" in self.parameters:
+        if "logits_to_keep" in self.parameters and self._bodies:
             arguments["logits_to_keep"] = max(last, 1)
         # Buffers that a forward replaces must stay usable by a later training step: no inference tensors.
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
             stack.enter_context(_evaluating(self.model))
             stack.enter_context(_attention(self._configs.values(), self.attention))
-            captured = _Captured(self.model, self._tapped)
-            stack.enter_context(captured.hooks())
+            captured = _Captured()
+            head = self.model.get_output_embeddings()
+            stack.enter_context(captured.hooks(self._bodies, head, self._tapped))
             arguments = {name: x.clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
             output = self.model(input_ids=tokens_Bq.clone(), return_dict=True, **arguments)
             logits: Tensor = output.logits
-            return logits[:, logits.shape[1] - last :], captured.features().to(logits.device)
+            features = captured.features(self._tapped).to(logits.device)
+            if features.shape[:2] != tokens_Bq.shape:
+                raise ValueError(f"{type(self.model).__name__} has no hidden state for each token")
+            return logits[:, logits.shape[1] - last :], features
 
 
 class _Captured:
     """Outputs of modules during one call."""
 
-    def __init__(self, model: Any, tapped: Sequence[nn.Module]) -> None:
-        self._model, self._tapped = model, tapped
+    def __init__(self) -> None:
         self._last: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
 
     @contextmanager
-    def hooks(self) -> Iterator[None]:
+    def hooks(
+        self, bodies: Sequence[nn.Module], head: nn.Module, tapped: Sequence[nn.Module]
+    ) -> Iterator[None]:
         """Capture last hidden state and taps of a call inside the context."""
-        # A model calls its body, or the decoder in it.
-        bodies = {self._model.base_model, self._model.get_decoder()} - {self._model}
         handles = [body.register_forward_hook(self._body_output) for body in bodies]
         if not bodies:
-            handles.append(self._model.get_output_embeddings().register_forward_pre_hook(self._head_input))
-        handles += [layer.register_forward_hook(self._layer_output) for layer in self._tapped]
+            handles.append(head.register_forward_pre_hook(self._head_input))
+        handles += [layer.register_forward_hook(self._layer_output) for layer in tapped]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def features(self) -> Tensor:
+    def features(self, tapped: Sequence[nn.Module]) -> Tensor:
         """Return the captured hidden states, (B, q, f)."""
         if self._last is None:
             raise ValueError("the model did not call its own layers")
-        taps = [self._outputs[id(layer)].to(self._last) for layer in self._tapped]
+        taps = [self._outputs[id(layer)].to(self._last) for layer in tapped]
         return torch.cat([self._last, *taps], -1) if taps else self._last
 
     def _body_output(self, module: nn.Module, inputs: Any, output: Any) -> None:

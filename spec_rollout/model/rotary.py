@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.model.layers import Rope, Rotate, apply_float_rope, apply_partial_rope, apply_rope
+from aedit.spec_rollout.model.layers import (
+    RopeTable,
+    Rotate,
+    apply_float_rope,
+    apply_partial_rope,
+    apply_rope,
+)
 
 ROPES = ("default", "linear", "llama3", "yarn", "longrope")
 """RoPE types whose angles do not depend on the length of the text; "longrope" up to its original length."""
@@ -48,9 +54,9 @@ class Rotary:
             default=None,
         )
 
-    def tables(self, num_positions: int) -> tuple[Rope, ...]:
+    def tables(self, num_positions: int) -> tuple[RopeTable, ...]:
         """Return the rotations of the positions 0 .. num_positions - 1, for each type of layers."""
-        return tuple(Rope.of(*self._table(kind, num_positions)) for kind in self.layer_types)
+        return tuple(RopeTable.of(*self._table(kind, num_positions)) for kind in self.layer_types)
 
     def of_layer(self, layer_type: str | None, head_dim: int) -> tuple[Rotate, int]:
         """Return how a layer of this type rotates, and the index of its table."""
@@ -70,7 +76,7 @@ class Rotary:
         return cos[0].to(exact), sin[0].to(exact)
 
 
-def read_ropes(model: nn.Module, num_positions: int) -> tuple[Rope, ...]:
+def read_ropes(model: nn.Module, num_positions: int) -> tuple[RopeTable, ...]:
     """Return the tables to which `Attention.rope` refers; none for a model without rotary positions.
 
     Positions that the model does not have rotate as its last one. Only drafted tokens after the last token of
@@ -81,4 +87,4 @@ def read_ropes(model: nn.Module, num_positions: int) -> tuple[Rope, ...]:
         return ()
     count = min(num_positions, rotary.max_positions or num_positions)
     rows = torch.arange(num_positions, device=rotary.like.device).clamp_(max=count - 1)
-    return tuple(Rope(table.cos[rows], table.sin[rows]) for table in rotary.tables(count))
+    return tuple(RopeTable(table.both[rows]) for table in rotary.tables(count))

@@ -91,7 +91,9 @@ def take_part(weights: Mapping[str, Tensor]) -> None:
 
 
 def gather_bytes(shapes: Iterable[tuple[int, ...]], num_ranks: int, dtype: torch.dtype) -> int:
-    """Return the most additional bytes that `gather` takes on a rank: one tensor and this rank's part of it.
+    """Return the most additional bytes that `gather` takes on a rank.
+
+    That is one tensor, its copy inside Gloo (NCCL needs none), and this rank's part of it.
 
     Args:
         shapes: Whole shapes of the tensors, which are sharded by their first dimension.
@@ -100,9 +102,8 @@ def gather_bytes(shapes: Iterable[tuple[int, ...]], num_ranks: int, dtype: torch
     """
 
     def needed(shape: tuple[int, ...]) -> int:
-        rows = ceil(shape[0] / num_ranks) if shape else 1
-        part = rows * prod(shape[1:])
-        return part * (num_ranks + 1)
+        part = ceil(shape[0] / num_ranks) * prod(shape[1:]) if shape else 1
+        return part * (2 * num_ranks + 1)
 
     return max((needed(shape) for shape in shapes), default=0) * dtype.itemsize
 
