@@ -98,7 +98,11 @@ def test_each_token_has_the_log_probability_that_teacher_forcing_gives(policy):
 def test_log_probabilities_in_narrow_types(dtype, close):
     policy = tiny_policy(seed=2, dtype=dtype, spread=0.1)
     exact = tiny_policy(seed=2, dtype=dtype, spread=0.1).double()
-    asked = [prompt for t in (0.7, 1.0) for prompt in prompts_of(4, max_new_tokens=12, temperature=t)]
+    asked = [
+        prompt
+        for seed, t in enumerate((0.7, 1.0))
+        for prompt in prompts_of(4, seed, max_new_tokens=12, temperature=t)
+    ]
     arms = ("layer:4", "off", "layer:4x3x12")
     rollouts = list(engine_of(policy, drafter=Stubborn(), arms=arms).generate(asked))
     assert len(rollouts) == 8

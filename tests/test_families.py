@@ -5,6 +5,7 @@ import torch
 from kit.families import FAMILIES, family_model
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaForCausalLM
 
+from aedit.spec_rollout.model import prefill
 from aedit.spec_rollout.model.target import Segment, Target
 
 TREE = torch.tensor([[-1, 0, 1, 2, 3, 4, -1, 6]])
@@ -48,6 +49,18 @@ def test_prompt_steps_chain_and_tree_are_as_the_models_own(name):
         logits, features = own(model, torch.cat([text, tree[0, nodes]]))
         close(stepped[0][0, nodes], logits[17:])
         close(stepped[1][0, nodes], features[17:])
+
+
+@pytest.mark.parametrize(("activations", "masks"), [(32 << 20, 2000), (4096, 500)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_in_pieces_of_several_rows_are_as_the_models_own(name, activations, masks, monkeypatch):
+    monkeypatch.setattr(prefill, "ACTIVATION_BYTES", activations)
+    monkeypatch.setattr(prefill, "MASK_BYTES", masks)
+    model, texts = family_model(name), [drawn(47), drawn(3, seed=1), drawn(22, seed=2)]
+    target = Target.of(model, rows=3, max_tokens=48)
+    hidden = target.prefill([Segment(row, 0, text.tolist()) for row, text in enumerate(texts)])
+    for found, text in zip(hidden, texts, strict=True):
+        close(target.logits(found), own(model, text)[0])
 
 
 DEFAULT = {"rope_type": "default"}

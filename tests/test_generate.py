@@ -1,12 +1,16 @@
 """Tests `aedit generate`: the text is the model's, speculation does not change it, errors are one line."""
 
+import contextlib
 import io
+import json
 import re
+import shutil
 
 import pytest
 import torch
 from dist_jobs.export_jobs import train_and_save
 from kit.rollouts import perturbed
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -179,6 +183,114 @@ def test_what_is_no_policy_is_said_to_be_none(capsys, saved, tmp_path):
     assert "no usable model there" in run(capsys, tmp_path, "--prompt", "a")[2]
     LlamaForCausalLM(LlamaConfig(vocab_size=8, **SIZES)).save_pretrained(tmp_path)
     assert "no tokenizer there" in run(capsys, tmp_path, "--prompt", "a")[2]
+
+
+def cut_short(path):
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+
+def cut_inside_the_header(path):
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:100])
+
+
+def emptied(path):
+    (path / "model.safetensors").write_bytes(b"")
+
+
+def weights_taken_away(path):
+    (path / "model.safetensors").unlink()
+
+
+def a_tensor_left_out(path):
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def a_tensor_of_another_shape(path):
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(31)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def shard_missing(path):
+    (path / "model.safetensors").unlink()
+    LlamaForCausalLM.from_pretrained(path.parent / "whole").save_pretrained(path, max_shard_size="20KB")
+    max(path.glob("model-*.safetensors")).unlink()
+
+
+def configuration_is_no_json(path):
+    (path / "config.json").write_text('{"model_type": "llama", ')
+
+
+def configuration_is_a_list(path):
+    (path / "config.json").write_text("[1, 2]")
+
+
+def configuration_of_other_types(path):
+    edited = json.loads((path / "config.json").read_text()) | {"hidden_size": "wide"}
+    (path / "config.json").write_text(json.dumps(edited))
+
+
+def configuration_of_other_sizes(path):
+    edited = json.loads((path / "config.json").read_text()) | {"hidden_size": 64, "head_dim": 32}
+    (path / "config.json").write_text(json.dumps(edited))
+
+
+def weights_in_eight_bits(path):
+    tensors = {
+        name: each.to(torch.float8_e4m3fn) for name, each in load_file(path / "model.safetensors").items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    edited = json.loads((path / "config.json").read_text()) | {"dtype": "float8_e4m3fn"}
+    (path / "config.json").write_text(json.dumps(edited))
+
+
+def weights_with_nan(path):
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def tokenizer_cut_short(path):
+    (path / "tokenizer.json").write_text('{"version": "1.0", "model": {')
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (cut_short, "no usable model there"),
+        (cut_inside_the_header, "no usable model there"),
+        (emptied, "no usable model there"),
+        (weights_taken_away, "no usable model there"),
+        (a_tensor_left_out, "no weights for model.layers.1.mlp.up_proj.weight"),
+        (a_tensor_of_another_shape, "have model.norm.weight with shape (31,), expected (32,)"),
+        (shard_missing, "no usable model there"),
+        (configuration_is_no_json, "no usable model there"),
+        (configuration_is_a_list, "no usable model there"),
+        (configuration_of_other_types, "no usable model there"),
+        (configuration_of_other_sizes, "no usable model there"),
+        (weights_in_eight_bits, ""),
+        (weights_with_nan, "its logits are NaN"),
+        (tokenizer_cut_short, "no tokenizer there"),
+    ],
+)
+def test_a_damaged_model_directory_is_one_line_and_exit_code_2(tmp_path, saved, damage, says):
+    path = tmp_path / "model"
+    for folder in (path, tmp_path / "whole"):
+        shutil.copytree(saved, folder)
+    damage(path)
+    words = ["generate", str(path), "--prompt", "a", "--max-new-tokens", "4", "--temperature", "0"]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    assert code == 2
+    (line,) = err.getvalue().splitlines()
+    assert line.startswith(f"aedit: {'' if 'NaN' in says else path}")
+    assert says in line
+    assert "Traceback" not in err.getvalue()
+    assert "tokens/s" not in out.getvalue()
 
 
 def test_a_model_of_another_family_is_generated_from_by_its_own_forward(capsys, tmp_path):

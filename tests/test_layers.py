@@ -24,6 +24,7 @@ MAY_IMPORT = {
         "launch.data",
         "launch.config",
         *LIBRARY,
+        *WEIGHTS,
     ),
     "launch.views": ("launch.rundir", "launch.config", "proto.wire", "types", "system"),
     "launch.node": ("launch.rundir", "launch.data", "launch.config", *LIBRARY),

@@ -1,5 +1,8 @@
 """Tests reinforcement learning over a hub: trainer and engine have the same policy in every step."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from benchmarks.kit.hubs import layout_of
@@ -128,3 +131,31 @@ def test_without_a_hand_over_the_engine_refuses_to_generate_after_the_first_step
 
     with pytest.raises(RuntimeError, match=r"has changed, .* version 1: call .* sync\.update_engine"):
         train(hand_over)
+
+
+def test_the_loop_of_the_documentation_runs(monkeypatch):
+    text = (Path(__file__).parent.parent / "docs" / "rollouts.md").read_text()
+    section = text[text.index("## Generate between training steps") :]
+    loop, sharded = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    node, ratios = Node(hub_for(model), "a", model), []
+
+    def policy_loss(model, rollouts):
+        ratio = (node.logprobs(rollouts) - torch.tensor([each.logprobs for each in rollouts])).exp()
+        ratios.append((ratio - 1).abs().max().item())
+        return -ratio.mean()
+
+    def batches():
+        for node.steps in range(8):
+            yield node.prompts()
+
+    monkeypatch.setattr(LayerSync, "of", lambda *_, exchange: node.sync)
+    names = {"LayerSync": LayerSync, "exchange": None, "policy_loss": policy_loss, "inner": node.inner}
+    names |= {"Engine": Engine, "model": model, "batches": batches(), "rank": 0}
+    other = {"copy_of_the_policy": LlamaForCausalLM(LlamaConfig(**SIZES))}
+    exec(loop, names)
+    assert len(ratios) == 8
+    assert max(ratios) < 1e-3
+    assert names["version"] == 8
+    exec(sharded, names | other | {"sync": node.sync})

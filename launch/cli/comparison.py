@@ -6,6 +6,7 @@ import torch
 
 from aedit.spec_rollout.model.target import Segment
 from aedit.spec_rollout.model.target_model import TargetModel
+from aedit.spec_rollout.sampling.adjustments import LogitAdjustments
 from aedit.spec_rollout.sampling.distribution import RowSampling, warp_logits
 from aedit.spec_rollout.sampling.noise import gumbel
 from aedit.spec_rollout.sampling.samples import Rollout
@@ -51,9 +52,13 @@ def score_gap(target: TargetModel, first: Rollout, second: Rollout, index: int) 
     if before:
         target.prefill([Segment(0, 0, before)])
     logits_11V = target.step(last, [len(before)])[0]
-    scores_V = warp_logits(logits_11V, RowSampling.of([prompt.sampling], target.vocabulary, target.device))[
-        0, 0
-    ]
+    so_far = Rollout(prompt, first.tokens[:index])
+    adjustments = LogitAdjustments.of([so_far], target.vocabulary, target.device)
+    if adjustments is not None:
+        logits_11V = adjustments.apply(logits_11V, None)
+    rows = RowSampling.of([prompt.sampling], target.vocabulary, target.device)
+    drawn_11 = torch.full((1, 1), index, device=target.device)
+    scores_V = warp_logits(logits_11V, rows, drawn_11)[0, 0]
     if prompt.sampling.temperature > 0:
         place = torch.tensor([[len(text)]], device=target.device)
         scores_V = scores_V + gumbel(prompt.rollout, prompt.sample, place, target.vocabulary)[0, 0]

@@ -250,7 +250,10 @@ def _run(engine: Engine, follow: Callable[[Step], None]) -> float:
     seconds = 0.0
     while engine.running or engine.waiting:
         began = time.perf_counter()
-        step = engine.step()
+        try:
+            step = engine.step()
+        except ValueError as error:  # of a policy with NaN
+            raise UserError(str(error)) from None
         seconds += time.perf_counter() - began
         follow(step)
     return seconds

@@ -1,5 +1,6 @@
 """Load a policy with its tokenizer from a run or from a model directory."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,13 +55,10 @@ def _of_run(source: str, path: Path) -> Policy:
 
 
 def _of_directory(source: str, path: Path) -> Policy:
-    try:
-        model = _model.from_pretrained(path, dtype="auto", trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source}: no usable model there ({first_line(error)})") from error
+    model = _read_model(source, path)
     try:
         tokenizer = _tokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the readers of tokenizer files raise plain Exception, too
         raise UserError(f"{source}: no tokenizer there ({first_line(error)})") from error
 
     def encode(text: str) -> list[int]:
@@ -74,6 +72,39 @@ def _of_directory(source: str, path: Path) -> Policy:
     eos_ids = model.generation_config.eos_token_id
     stops = {tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None}
     return Policy(source, model, encode, decode, tuple(sorted(stops)))
+
+
+def _read_model(source: str, path: Path) -> Any:
+    """Return the model of a directory.
+
+    Raises:
+        UserError: Configuration or weights cannot be read, are incomplete, or do not fit each other.
+    """
+    level = _logging.get_verbosity()
+    _logging.set_verbosity_error()  # the report of the loader would come before the line of this command
+    try:
+        model, found = _model.from_pretrained(
+            path,
+            dtype="auto",
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except Exception as error:  # files are read by several libraries, each with exceptions of its own
+        raise UserError(f"{source}: no usable model there ({first_line(error)})") from error
+    finally:
+        _logging.set_verbosity(level)
+    wrong = [f"no weights for {name}" for name in sorted(found["missing_keys"])]
+    wrong += [f"{name} with shape {tuple(file)}, expected {tuple(own)}"
+              for name, file, own in sorted(found["mismatched_keys"])]  # fmt: skip
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise UserError(f"{source}: no usable model there (its files have {wrong[0]}{more})")
+    if unused := sorted(found["unexpected_keys"]):
+        print(
+            f"aedit: {source}: {len(unused)} tensors there are not used, such as {unused[0]}", file=sys.stderr
+        )
+    return model
 
 
 def first_line(error: BaseException) -> str:

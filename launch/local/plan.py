@@ -1,6 +1,9 @@
 """`aedit run --dry-run`: sizes of a run, computed before anything is downloaded or started."""
 
 from dataclasses import dataclass
+from math import prod
+
+import torch
 
 from aedit.edit.units import find_units
 from aedit.launch.config.config import RunConfig
@@ -11,6 +14,7 @@ from aedit.launch.local.preflight import nodes_here
 from aedit.launch.node.model import outline
 from aedit.proto.codecs.codecs import codec
 from aedit.types import UserError
+from aedit.weight_gather import gather_bytes
 
 WIRES_MBIT = (10, 100, 1000)
 
@@ -26,6 +30,8 @@ class Plan:
     units: tuple[tuple[str, int], ...]
     here: int = 1
     """Number of nodes on this machine."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Shapes of all parameters."""
 
     @property
     def synchronous(self) -> bool:
@@ -101,9 +107,10 @@ def measure(config: RunConfig, placement: Placement) -> Plan:
         units = find_units(model, config.edit.units)
     except ValueError as error:
         raise UserError(str(error)) from None
-    num_params = sum(p.numel() for p in model.parameters())
+    shapes = tuple(tuple(p.shape) for p in model.parameters())
+    num_params = sum(map(prod, shapes))
     sizes = tuple((unit.name, unit.numel) for unit in units)
-    return Plan(config, placement.nodes, ranks, num_params, sizes, nodes_here(placement))
+    return Plan(config, placement.nodes, ranks, num_params, sizes, nodes_here(placement), shapes)
 
 
 def check_plan_fits(plan: Plan) -> None:
@@ -126,6 +133,7 @@ def render(plan: Plan) -> str:
         ("bytes per round", _bytes_line(plan)),
         ("wire time", _wire_line(plan)),
         ("memory per rank", _memory_line(plan)),
+        ("rollout engine", _engine_line(plan)),
         *([("memory here", _here_line(plan))] if trains_on_cpu(config) else []),
     ]
     return "\n".join(f"{name:<16} {text}" for name, text in rows)
@@ -192,6 +200,17 @@ def _memory_line(plan: Plan) -> str:
     parts = plan.memory()
     listed = ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items())
     return f"{_bytes(sum(parts.values()))} without activations: {listed}"
+
+
+def _engine_line(plan: Plan) -> str:
+    """Return what an engine on a rank of a node takes for weights, as text."""
+    if plan.ranks == 1:
+        return "shares the parameters of the trainer"
+    parts = []
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        held, more = plan.num_params * dtype.itemsize, gather_bytes(plan.shapes, plan.ranks, dtype)
+        parts.append(f"{_bytes(held)} of weights in {name} and {_bytes(more)} during a hand-over")
+    return f"{', or '.join(parts)}, on each rank that has one"
 
 
 def _bytes(size: float) -> str:

@@ -10,8 +10,7 @@ Each step chooses an arm, lets its drafter draft, verifies all drafted tokens in
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypedDict, Unpack
 
 import torch
@@ -22,6 +21,7 @@ from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft, Drafter, Drafter
 from aedit.spec_rollout.engine.meters import Meters, Step, Stopwatch
 from aedit.spec_rollout.engine.request_checks import check_prompt
 from aedit.spec_rollout.engine.rows import EngineLimits, RowScheduler
+from aedit.spec_rollout.engine.sample_keys import SampleKeys
 from aedit.spec_rollout.engine.verification import Verification, VerifyMode, truncate_draft, verify_drafts
 from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.model.target_model import TargetModel, make_target
@@ -73,6 +73,7 @@ class Engine:
         self.meters = Meters()
         dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         noise = RowNoise(target.rows, target.vocabulary, device=target.device, dtype=dtype)
+        self._keys = SampleKeys()
         self._rows = RowScheduler(target, noise, drafters or {}, tokenizer, limits or EngineLimits())
 
     @classmethod
@@ -132,14 +133,9 @@ class Engine:
         """Queue a sample and return its rollout, which grows with the steps.
 
         Raises:
-            ValueError: The prompt cannot be served. Nothing has changed.
+            ValueError: The prompt cannot be served, or another sample here has its ids. Nothing has changed.
         """
-        self._check_prompt(prompt)
-        begun = prompt.partial or Rollout(prompt)
-        lists = [*begun.tokens], [*begun.logprobs], [*begun.versions]
-        rollout = Rollout(replace(prompt, partial=None), *lists, passes=begun.passes, kv=begun.kv)
-        self._rows.waiting.append(rollout)
-        return rollout
+        return self._queue([prompt])[0]
 
     def generate(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
         """Queue all prompts and return an iterator over rollouts as they finish.
@@ -147,13 +143,9 @@ class Engine:
         It also yields the rollouts that were queued before, and ends when none is left.
 
         Raises:
-            ValueError: One of the prompts cannot be served. None is queued.
+            ValueError: One of the prompts cannot be served, or two have the same ids. None is queued.
         """
-        prompts_to_add = list(prompts)
-        for prompt in prompts_to_add:
-            self._check_prompt(prompt)
-        for prompt in prompts_to_add:
-            self.add(prompt)
+        self._queue(list(prompts))
         return self._finished()
 
     def remove(self, rollout: Rollout, *, kv: bool = False) -> Prompt:
@@ -171,13 +163,27 @@ class Engine:
             if each.rollout is rollout:
                 moving = rollout.to_prompt(self._rows.copy_kv(row) if kv else None)
                 self._rows.end([row], finished=False)
+                self._keys.release([rollout.prompt])
                 return moving
         for i, other in enumerate(self._rows.waiting):
             if other is rollout:
                 del self._rows.waiting[i]
                 brought, rollout.kv = rollout.kv, None
+                self._keys.release([rollout.prompt])
                 return rollout.to_prompt(brought if kv else None)
-        raise ValueError(f"rollout {rollout.prompt.rollout}/{rollout.prompt.sample} is not in this engine")
+        raise ValueError(f"rollout {rollout.prompt.name} is not in this engine")
+
+    def abort(self, rollout: Rollout) -> None:
+        """End a running or waiting sample now, with the tokens that it has and finish_reason "abort".
+
+        Its row is free for the next waiting sample. `Step.finished` and `generate` do not report it. Call it
+        between two steps, also inside a loop over `generate`.
+
+        Raises:
+            ValueError: The rollout is not in this engine.
+        """
+        self.remove(rollout)
+        rollout.finish_reason = "abort"
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Replace the policy's weights from the next step on.
@@ -264,11 +270,16 @@ class Engine:
 
     def close(self) -> None:
         """Remove all samples. The memory is freed with the engine."""
+        self._keys.release(rollout.prompt for rollout in [*self.running, *self.waiting])
         self._rows.waiting.clear()
         self._rows.end(range(len(self._rows.running)), finished=False)
 
-    def _check_prompt(self, prompt: Prompt) -> None:
-        check_prompt(prompt, self.target.vocabulary, self.target.max_tokens, self.tokenizer is not None)
+    def _queue(self, prompts: Sequence[Prompt]) -> list[Rollout]:
+        for prompt in prompts:
+            check_prompt(prompt, self.target.vocabulary, self.target.max_tokens, self.tokenizer is not None)
+        rollouts = [prompt.to_rollout() for prompt in self._keys.assign(prompts)]
+        self._rows.waiting.extend(rollouts)
+        return rollouts
 
     def _finished(self) -> Iterator[Rollout]:
         while self._rows.running or self._rows.waiting:
@@ -291,6 +302,7 @@ class Engine:
             arm, proposal, draft, verification = OFF, None, None, self._verify_fewer()
             view = self._view()
         rollouts = tuple(each.rollout for each in rows.running)
+        verification.check_finite(rollouts, self.target.version)
         counts, ended = self._append_tokens(verification)
         step = Step(
             rollouts=rollouts,
@@ -305,6 +317,7 @@ class Engine:
         self._observe(view, step, proposal, verification.path)
         rows.renew_budget()
         rows.end(ended, finished=True)
+        self._keys.release(rollout.prompt for rollout in step.finished)
         return step
 
     def _verify_fewer(self) -> Verification:
@@ -355,6 +368,8 @@ class Engine:
             num_kept, finish = each.find_end(tokens)
             kept.append(tokens[:num_kept])
             each.append(kept[row], verification.logprobs[row][:num_kept], version)
+            if verification.top_logprobs:
+                each.rollout.top_logprobs += verification.top_logprobs[row][:num_kept]
             if finish:
                 each.rollout.finish_reason = finish
                 ended.append(row)

@@ -21,6 +21,7 @@ from aedit.spec_rollout.engine.prefill import Prefill, PromptRow, SampleStart
 from aedit.spec_rollout.engine.prefix_cache import PrefixCache
 from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.model.target_model import TargetModel
+from aedit.spec_rollout.sampling.adjustments import LogitAdjustments
 from aedit.spec_rollout.sampling.distribution import RowSampling
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import FinishReason, Rollout, SampleKV
@@ -120,6 +121,7 @@ class RowScheduler:
         """Memory for keys and values is short: no sample starts before one has ended."""
         self._sampling: RowSampling | None = None
         self._some_greedy = False
+        self._adjustments: LogitAdjustments | None = None
 
     @property
     def needs_features(self) -> bool:
@@ -144,7 +146,14 @@ class RowScheduler:
             settings = [live.rollout.prompt.sampling for live in self.running]
             self._sampling = RowSampling.of(settings, self.target.vocabulary, self.target.device)
             self._some_greedy = any(sampling.temperature == 0 for sampling in settings)
+            rollouts = [live.rollout for live in self.running]
+            self._adjustments = LogitAdjustments.of(rollouts, self.target.vocabulary, self.target.device)
         return self._sampling
+
+    @property
+    def adjustments(self) -> LogitAdjustments | None:
+        """Return bias, penalties and constraints of the rows; None if no row has any."""
+        return self._adjustments if self.sampling else None
 
     @property
     def mixed_temperature_B(self) -> Tensor | None:

@@ -4,6 +4,7 @@ Shapes: B rows, N drafted nodes, q = N + 1 verified tokens, of which at most M a
 feature size.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,9 +16,10 @@ from torch import Tensor
 from aedit.spec_rollout.drafters.drafts import Draft
 from aedit.spec_rollout.engine.rows import RowScheduler
 from aedit.spec_rollout.model.host_to_device import to_device
-from aedit.spec_rollout.sampling.distribution import logprobs, warp_logits
+from aedit.spec_rollout.sampling.distribution import logprobs, top_logprobs, warp_logits
 from aedit.spec_rollout.sampling.noise import NoiseKeys
 from aedit.spec_rollout.sampling.rejection import rejection_accept
+from aedit.spec_rollout.sampling.samples import Rollout, TopLogprobs
 from aedit.spec_rollout.sampling.verify import AcceptedTokens, accept_path, coupled_tokens, node_depths
 
 VerifyMode = Literal["coupled", "rejection"]
@@ -37,11 +39,29 @@ class Verification:
     """For a tree: indices of the accepted tokens of each row, root first, as many as there are new tokens."""
     features_BMf: Tensor
     """The policy's hidden states of the accepted tokens, followed by others."""
+    top_logprobs: list[list[TopLogprobs]] | None = None
+    """The most likely tokens at the places of the accepted ones, followed by others. None if no row asks."""
 
     @property
     def accepted(self) -> tuple[int, ...]:
         """Return the number of accepted drafted nodes of each row."""
         return tuple(len(tokens) - 1 for tokens in self.tokens)
+
+    def check_finite(self, rollouts: Sequence[Rollout], version: int) -> None:
+        """Check that each token was drawn from a distribution.
+
+        Raises:
+            ValueError: Logits are not finite, or no allowed token has a finite one. It names the rollouts.
+        """
+        pairs = zip(rollouts, self.logprobs, strict=True)
+        bad = [rollout.prompt.name for rollout, values in pairs if any(map(math.isnan, values))]
+        if bad:
+            names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+            raise ValueError(
+                f"policy version {version} has no next token for rollout {names}: its logits are NaN or "
+                "infinite, or no allowed token has a finite one. No sample got a token of this step. Load "
+                "finite weights with update_weights, or abort these samples"
+            )
 
     def features(self, counts: Sequence[int]) -> Tensor:
         """Return the features of the first counts[b] accepted tokens, then zeros: (B, m, f).
@@ -90,15 +110,24 @@ def verify_drafts(rows: RowScheduler, draft: Draft | None, depth: int, mode: Ver
     # Copies to the device are queued before the pass: later ones could have to wait for it.
     random_numbers, num_drawn_Bq = verify_pass.random_numbers(mode), verify_pass.num_drawn()
     logits_BqV, hidden_Bqf = rows.target.step(verify_pass.tokens_Bq, verify_pass.lengths, parents_BN)
-    accepted = verify_pass.accepted(
-        warp_logits(logits_BqV, rows.sampling, num_drawn_Bq), random_numbers, mode
-    )
+    adjustments = rows.adjustments
+    adjusted_BqV = logits_BqV if adjustments is None else adjustments.apply(logits_BqV, draft)
+    warped_BqV = warp_logits(adjusted_BqV, rows.sampling, num_drawn_Bq)
+    accepted = verify_pass.accepted(warped_BqV, random_numbers, mode)
     if parents_BN is not None:
         rows.target.keep_path(verify_pass.lengths, accepted.path_BM, accepted.counts_B)
         logits_BqV = _gather_tokens(logits_BqV, accepted.path_BM)
         hidden_Bqf = _gather_tokens(hidden_Bqf, accepted.path_BM)
     logprobs_BM = logprobs(logits_BqV, accepted.emitted_BM, rows.sampling)
-    return _to_host(accepted, logprobs_BM, hidden_Bqf, is_tree=parents_BN is not None)
+    if rows.sampling.has_masks or adjustments is not None:
+        is_possible_BM = _scores(warped_BqV, accepted) > -torch.inf
+        logprobs_BM = logprobs_BM.where(is_possible_BM, torch.nan)
+    made = _to_host(accepted, logprobs_BM, hidden_Bqf, is_tree=parents_BN is not None)
+    if not rows.sampling.max_top_logprobs:
+        return made
+    settings = [each.rollout.prompt.sampling for each in rows.running]
+    tops = _top_logprobs(*top_logprobs(logits_BqV, rows.sampling), [each.top_logprobs for each in settings])
+    return replace(made, top_logprobs=tops)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,6 +206,25 @@ class _VerifyPass:
 def _gather_tokens(x_BqD: Tensor, index_BM: Tensor) -> Tensor:
     """Return the entries of these tokens of each row, (B, M, D)."""
     return x_BqD.gather(1, index_BM[..., None].expand(-1, -1, x_BqD.shape[-1]))
+
+
+def _scores(warped_BqV: Tensor, accepted: AcceptedTokens) -> Tensor:
+    """Return the scores that the emitted tokens were drawn with, (B, M)."""
+    vocabulary = warped_BqV.shape[-1]
+    return warped_BqV.flatten(1).gather(1, accepted.path_BM * vocabulary + accepted.emitted_BM)
+
+
+def _top_logprobs(values_BMn: Tensor, tokens_BMn: Tensor, counts: Sequence[int]) -> list[list[TopLogprobs]]:
+    """Return the first counts[b] pairs of token and log-probability at each place of row b.
+
+    The list of a row is empty if counts[b] is 0.
+    """
+    return [
+        [tuple(zip(ids[:count], values[:count], strict=True)) for ids, values in zip(*row, strict=True)]
+        if count
+        else []
+        for *row, count in zip(tokens_BMn.tolist(), values_BMn.tolist(), counts, strict=True)
+    ]
 
 
 def _to_host(

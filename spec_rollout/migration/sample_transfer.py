@@ -84,6 +84,7 @@ def send_sample(
 
     Raises:
         OSError: The receiver is lost or the time is over. The sample is still here.
+        ValueError: The sample has a constraint, which is an object of this process. Nothing was sent.
     """
     channel, kv = RankChannel.to(rank, group, timeout_s), prompt.partial.kv if prompt.partial else None
     text = torch.frombuffer(bytearray(_encode(prompt)), dtype=torch.uint8)
@@ -159,6 +160,11 @@ def _is_compatible(engine: Engine, prompt: Prompt, version: int, kv_header: list
 def _encode(prompt: Prompt) -> bytes:
     """Return the prompt as JSON, without keys and values."""
     sampling, partial = prompt.sampling, prompt.partial
+    if sampling.constraint is not None:
+        raise ValueError(
+            f"sample {prompt.name} has a constraint, an object of this process, and cannot be sent: continue "
+            "it on an engine of this process"
+        )
     settings = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
     if sampling.allowed is not None:
         settings["allowed"] = sampling.allowed.int().tolist()
@@ -171,7 +177,7 @@ def _encode(prompt: Prompt) -> bytes:
         "partial": None,
     }
     if partial is not None:
-        names = ("tokens", "logprobs", "versions", "passes")
+        names = ("tokens", "logprobs", "versions", "top_logprobs", "passes")
         data["partial"] = {name: getattr(partial, name) for name in names}
     return json.dumps(data).encode()
 
@@ -179,10 +185,13 @@ def _encode(prompt: Prompt) -> bytes:
 def _decode(text: bytes) -> Prompt:
     data = json.loads(text)
     settings = data.pop("sampling")
+    settings["logit_bias"] = {int(token): bias for token, bias in settings["logit_bias"].items()}
     for name in ("stop_tokens", "stop_strings"):
         settings[name] = tuple(settings[name])
     if settings["allowed"] is not None:
         settings["allowed"] = torch.tensor(settings["allowed"], dtype=torch.bool)
     partial, tokens = data.pop("partial"), tuple(data.pop("tokens"))
     prompt = Prompt(tokens=tokens, sampling=Sampling(**settings), **data)
+    if partial is not None:
+        partial["top_logprobs"] = [tuple(map(tuple, each)) for each in partial["top_logprobs"]]
     return prompt if partial is None else replace(prompt, partial=Rollout(prompt, **partial))

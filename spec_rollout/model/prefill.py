@@ -150,7 +150,8 @@ def _groups(pieces: Sequence[Piece]) -> Iterator[tuple[int, int]]:
     """Yield first and end index of the pieces whose attention is computed together."""
     first = 0
     for i in range(1, len(pieces) + 1):
-        if i < len(pieces) and not pieces[i].start and pieces[i].count <= 1.25 * pieces[first].count + 16:
+        starts_together = i < len(pieces) and not pieces[first].start and not pieces[i].start
+        if starts_together and pieces[i].count <= 1.25 * pieces[first].count + 16:
             continue
         yield first, i
         first = i

@@ -1,4 +1,4 @@
-"""Distribution of the next token: mask, temperature, top-k and top-p in this order.
+"""Distribution of the next token: mask, temperature, top-k, top-p and min-p in this order.
 
 Plain and speculative decoding both start from `warp_logits`, so drafts are verified against exactly the
 distribution that plain decoding draws from. The values of a row depend on the row alone, not on other rows
@@ -7,6 +7,7 @@ and not on how many tokens are verified with it.
 Shapes: B running rows, q verified tokens per row, V vocabulary; 1 where a value is the same for all.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from aedit.spec_rollout.model.host_to_device import to_device
 from aedit.spec_rollout.sampling.samples import Sampling
+
+COLD = 1e-2
+"""Temperature below which logits are shifted before they are divided."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +34,8 @@ class RowSampling:
     """True if no row needs noise."""
     divisor_B11: Tensor | None
     """float32: the temperature, or 1 where the temperature is 0."""
+    is_cold_B11: Tensor | None
+    """Bool: rows whose logits must be shifted before they are divided; see `_divide`."""
     forbidden_B1V: Tensor | None
     top_k_B11: Tensor | None
     """int64; V where all tokens may be drawn."""
@@ -37,9 +43,18 @@ class RowSampling:
     """Largest top_k of the rows that set one."""
     top_p_B11: Tensor | None
     """float32; 2 where all tokens may be drawn, as sums that should be 1 can be slightly larger."""
+    log_min_p_B11: Tensor | None
+    """float32: logarithm of min_p; -inf where all tokens may be drawn."""
+    max_top_logprobs: int
+    """Largest number of top log-probabilities that a row asks for."""
     stops_B1V: Tensor | None
     """Stop tokens of the rows with min_new_tokens."""
     min_new_B1: Tensor | None
+
+    @property
+    def has_masks(self) -> bool:
+        """Return true if a row excludes tokens by their ids."""
+        return self.forbidden_B1V is not None or self.stops_B1V is not None
 
     @classmethod
     def of(
@@ -62,14 +77,19 @@ class RowSampling:
         top_p = [s.top_p if s.top_p < 1 else 2.0 for s in rows]
         divisors = [s.temperature or 1.0 for s in rows]
         min_new = [s.min_new_tokens for s in rows]
+        log_min_p = [math.log(s.min_p) if s.min_p else -math.inf for s in rows]
+        is_cold = [0 < s.temperature < COLD for s in rows]
         return cls(
             temperature_B=to_device([s.temperature for s in rows], where, torch.float32),
             all_greedy=all(s.temperature == 0 for s in rows),
             divisor_B11=None if set(divisors) == {1.0} else column(divisors, torch.float32),
+            is_cold_B11=column(is_cold, torch.bool) if any(is_cold) else None,
             forbidden_B1V=_forbidden(rows, vocabulary, device),
             top_k_B11=None if min(top_k) == vocabulary else column(top_k, torch.int64),
             max_top_k=max((k for k in top_k if k < vocabulary), default=0),
             top_p_B11=None if min(top_p) > 1 else column(top_p, torch.float32),
+            log_min_p_B11=column(log_min_p, torch.float32) if any(s.min_p for s in rows) else None,
+            max_top_logprobs=min(max(s.top_logprobs for s in rows), vocabulary),
             stops_B1V=_early_stops(rows, vocabulary, device) if any(min_new) else None,
             min_new_B1=to_device(min_new, where)[:, None] if any(min_new) else None,
         )
@@ -111,13 +131,25 @@ def warp_logits(logits_BqV: Tensor, rows: RowSampling, drawn_Bq: Tensor | None =
         assert drawn_Bq is not None
         assert rows.min_new_B1 is not None
         x = x.masked_fill(rows.stops_B1V & (drawn_Bq < rows.min_new_B1)[..., None], -torch.inf)
-    if rows.divisor_B11 is not None:
-        x = x / rows.divisor_B11
+    x = _divide(x, rows)
     if rows.top_k_B11 is not None:
         x = _top_k(x, rows.top_k_B11, rows.max_top_k)
     if rows.top_p_B11 is not None:
         x = _top_p(x, rows.top_p_B11)
+    if rows.log_min_p_B11 is not None:
+        x = x.masked_fill(x < x.amax(-1, keepdim=True) + rows.log_min_p_B11, -torch.inf)
     return x
+
+
+def _divide(x_BqV: Tensor, rows: RowSampling) -> Tensor:
+    """Divide by the temperature.
+
+    At a low temperature the quotients are so large that float32 does not resolve the noise that is added to
+    them. There the largest logit is subtracted first, which changes no distribution.
+    """
+    if rows.is_cold_B11 is not None:
+        x_BqV = x_BqV - x_BqV.amax(-1, keepdim=True) * rows.is_cold_B11
+    return x_BqV if rows.divisor_B11 is None else x_BqV / rows.divisor_B11
 
 
 def _top_k(x_BqV: Tensor, k_B11: Tensor, largest: int) -> Tensor:
@@ -136,14 +168,22 @@ def _top_p(x_BqV: Tensor, p_B11: Tensor) -> Tensor:
 
 
 def logprobs(logits_BqV: Tensor, tokens_Bq: Tensor, rows: RowSampling) -> Tensor:
-    """Return the log-probabilities of the tokens before mask, top-k and top-p, (B, q).
+    """Return the log-probabilities of the tokens before masks, top-k, top-p and min-p, (B, q).
 
     They are log softmax(logits / T), where T is 1 for rows at temperature 0.
     """
-    x = _upcast(logits_BqV)
-    if rows.divisor_B11 is not None:
-        x = x / rows.divisor_B11
+    x = _divide(_upcast(logits_BqV), rows)
     return x.log_softmax(-1).gather(-1, tokens_Bq[..., None])[..., 0]
+
+
+def top_logprobs(logits_BqV: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
+    """Return the `rows.max_top_logprobs` largest log-probabilities, as in `logprobs`, and their tokens.
+
+    Returns:
+        Values and int64 tokens, (B, q, max_top_logprobs), in descending order.
+    """
+    top = _divide(_upcast(logits_BqV), rows).log_softmax(-1).topk(rows.max_top_logprobs, dim=-1)
+    return top.values, top.indices
 
 
 def _upcast(logits: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ def rejection_accept(
     # Draw by inversion; right=True never draws a weight of 0.
     sums_BV, u_B1 = left_BV.cumsum(-1), uniforms_Bq2[..., 1].gather(1, counts_B1)
     next_B1 = torch.searchsorted(sums_BV, u_B1 * sums_BV[:, -1:], right=True)
+    next_B1.clamp_(max=sums_BV.shape[1] - 1)  # sums of NaN contain no u
     emitted_Bq = torch.cat((guesses_BN, next_B1), dim=1).scatter(1, counts_B1, next_B1)
     path = torch.arange(emitted_Bq.shape[1], device=emitted_Bq.device)
     return AcceptedTokens(path.expand_as(emitted_Bq), counts_B1[:, 0], emitted_Bq)

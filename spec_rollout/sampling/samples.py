@@ -1,19 +1,55 @@
 """Input and output of an engine: prompts, sampling settings, rollouts."""
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from aedit.types import check
 
-FinishReason = Literal["", "stop", "length"]
+FinishReason = Literal["", "stop", "length", "abort"]
 """Why a rollout has ended; empty while it is running."""
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Tokens with their log-probabilities, as in `Rollout.logprobs`, the most likely one first."""
+
+UNASSIGNED = 1 << 63
+"""Id that the engine replaces. It does not fit into 64 bits, so it is no id of a sample."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
+"""Limits of a temperature above 0. Beyond them, logits over temperature overflow or vanish in float32."""
+MIN_TOP_P = 1e-30
+"""Lower limit of top_p. A smaller one may be 0 in float32."""
+MAX_PENALTY = 1e6
+"""Upper limit of penalties. A larger repetition penalty could make logits infinite."""
+
+
+class Constraint(Protocol):
+    """Allowed next tokens of one sample, which depend on its text: a grammar, a schema, a list of choices."""
+
+    def allowed(self, tokens: Sequence[int]) -> Tensor | Iterable[int] | None:
+        """Return the tokens that may follow.
+
+        It is called for the answer so far and for drafted continuations of it, in any order, and must return
+        the same for the same tokens. It sees no drafted token that it forbids, and nothing after a stop
+        token.
+
+        Args:
+            tokens: The answer so far, without the prompt.
+
+        Returns:
+            A bool mask (vocabulary,), the allowed token ids, or None if all are allowed.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Settings of the next-token distribution: mask, then temperature, then top-k, then top-p."""
+    """Settings of the next-token distribution, applied in this order.
+
+    Logit bias, repetition penalty, frequency and presence penalty, constraint, allowed tokens,
+    min_new_tokens, temperature, top-k, top-p, min-p.
+    """
 
     temperature: float = 1.0
     """0 selects the most likely token, the lowest id among equals."""
@@ -21,6 +57,16 @@ class Sampling:
     """Keep this many of the most likely tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the most likely tokens that together reach this probability, at least one."""
+    min_p: float = 0.0
+    """Keep the tokens with at least this share of the largest probability."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that occur in prompt or answer are divided by it where positive, else multiplied."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that it occurs in the answer."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of the tokens that occur in the answer."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Added to the logits of these tokens."""
     max_new_tokens: int = 256
     min_new_tokens: int = 0
     """Before this many new tokens no stop token is drawn and no stop string ends the rollout."""
@@ -30,13 +76,49 @@ class Sampling:
     """A rollout ends with the token that completes one of these in the decoded text. Needs a tokenizer."""
     allowed: Tensor | None = field(default=None, compare=False)
     """Bool, (vocabulary,): tokens that may be drawn. None allows all."""
+    constraint: Constraint | None = field(default=None, compare=False)
+    """Returns the tokens that may be drawn after a text. It stays in this process."""
+    top_logprobs: int = 0
+    """Number of most likely tokens whose log-probabilities are reported with each token."""
 
     def __post_init__(self) -> None:
-        check(self.temperature >= 0, "temperature", "must be 0 or more", self.temperature)
+        numbers = ("temperature", "top_p", "min_p")
+        penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        for name in numbers + penalties:
+            _check_number(name, getattr(self, name))
+        for name in ("top_k", "max_new_tokens", "min_new_tokens", "top_logprobs"):
+            _check_int(name, getattr(self, name))
+        for token, bias in self.logit_bias.items():
+            _check_int("a token of logit_bias", token)
+            _check_number(f"logit_bias of token {token}", bias)
+        check(0 <= self.min_p <= 1, "min_p", "must be 0 to 1", self.min_p)
+        for name in penalties:
+            lowest = 1 / MAX_PENALTY if name == "repetition_penalty" else -MAX_PENALTY
+            value = getattr(self, name)
+            check(lowest <= value <= MAX_PENALTY, name, f"must be {lowest} to {MAX_PENALTY}", value)
+        check(self.top_logprobs >= 0, "top_logprobs", "must be 0 or more", self.top_logprobs)
+        check(
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
+            "temperature",
+            f"must be 0 or more: 0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
+            self.temperature,
+        )
         check(self.top_k >= 0, "top_k", "must be 0 or more", self.top_k)
-        check(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1", self.top_p)
+        check(
+            MIN_TOP_P <= self.top_p <= 1, "top_p", f"must be above 0 ({MIN_TOP_P}) and at most 1", self.top_p
+        )
         check(self.max_new_tokens > 0, "max_new_tokens", "must be above 0", self.max_new_tokens)
         check(self.min_new_tokens >= 0, "min_new_tokens", "must be 0 or more", self.min_new_tokens)
+        check(not isinstance(self.stop_strings, str), "stop_strings", "must be a tuple", self.stop_strings)
+
+
+def _check_number(name: str, value: object) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    check(ok, name, "must be a finite number", value)
+
+
+def _check_int(name: str, value: object) -> None:
+    check(isinstance(value, int) and not isinstance(value, bool), name, "must be an int", repr(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +126,47 @@ class Prompt:
     """One requested sample.
 
     (rollout, sample) is the key of its noise: the same key, prompt, policy and sampling give the same tokens
-    on any engine with any drafter.
+    on any engine with any drafter. So two samples of a prompt must have two keys. A prompt without ids gets a
+    key of its own from `Engine.add`: (-1, 0), (-2, 0), ... in the order of adding, so a program that is
+    started again gets the same keys. If one id is given, the other is 0. Give ids where several engines work
+    on one batch: each engine counts for itself.
     """
 
     tokens: tuple[int, ...]
-    rollout: int = 0
-    sample: int = 0
+    rollout: int = UNASSIGNED
+    sample: int = UNASSIGNED
     group: int = -1
     """Samples of one group have the same prompt, which is computed once, and share the history of the suffix
     drafter. A negative number means no group."""
     sampling: Sampling = Sampling()
     partial: "Rollout | None" = None
     """Unfinished rollout of another engine that this engine continues."""
+
+    def __post_init__(self) -> None:
+        if (self.rollout == UNASSIGNED) != (self.sample == UNASSIGNED):
+            name = "rollout" if self.rollout == UNASSIGNED else "sample"
+            object.__setattr__(self, name, 0)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Return (rollout, sample)."""
+        return self.rollout, self.sample
+
+    @property
+    def has_key(self) -> bool:
+        """Return true if the ids were given, or assigned by an engine."""
+        return self.rollout != UNASSIGNED
+
+    @property
+    def name(self) -> str:
+        """Return the sample's name in messages."""
+        return f"{self.rollout}/{self.sample}" if self.has_key else "without ids"
+
+    def to_rollout(self) -> "Rollout":
+        """Return a new rollout of this prompt, which continues the partial one if there is one."""
+        begun = self.partial or Rollout(self)
+        lists = [*begun.tokens], [*begun.logprobs], [*begun.versions], [*begun.top_logprobs]
+        return Rollout(replace(self, partial=None), *lists, passes=begun.passes, kv=begun.kv)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,15 +194,20 @@ class SampleKV:
 
 @dataclass(slots=True)
 class Rollout:
-    """One sample, which grows with the steps of the engine. The three lists have the same length."""
+    """One sample, which grows with the steps of the engine.
+
+    tokens, logprobs and versions have the same length.
+    """
 
     prompt: Prompt
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """log softmax(logits / T) of each token under the policy version that drew it, before mask, top-k and
-    top-p. T is 1 where the temperature is 0."""
+    """log softmax(logits / T) of each token under the policy version that drew it, before bias, penalties,
+    masks, top-k, top-p and min-p. T is 1 where the temperature is 0."""
     versions: list[int] = field(default_factory=list)
     """Policy version that drew each token."""
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """The most likely tokens at the place of each token; empty unless `Sampling.top_logprobs` asks."""
     finish_reason: FinishReason = ""
     passes: int = 0
     """Number of forward passes of the policy that drew its tokens; tokens / passes is the mean accepted

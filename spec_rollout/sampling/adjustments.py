@@ -1,0 +1,155 @@
+"""Changes of the logits that depend on the text so far: bias, penalties, constraints.
+
+Every verified token has a text of its own: prompt, emitted tokens, and its drafted ancestors. So a drafted
+token is verified against exactly the distribution that plain decoding would draw it from.
+
+The order is that of transformers and vLLM: logit bias, repetition penalty, frequency and presence penalty,
+constraint; `distribution.warp_logits` follows.
+
+Shapes: B running rows, N drafted nodes, q = N + 1 verified tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from aedit.spec_rollout.drafters.drafts import Draft
+from aedit.spec_rollout.model.attention_mask import ancestors
+from aedit.spec_rollout.model.host_to_device import to_device
+from aedit.spec_rollout.sampling.constraints import allowed_after
+from aedit.spec_rollout.sampling.samples import Rollout
+
+
+@dataclass(slots=True, eq=False)
+class LogitAdjustments:
+    """Adjustments of the running rows; each part is None where no row needs it.
+
+    Build it when the rows change. Emitted tokens are counted by `apply`.
+    """
+
+    rollouts: Sequence[Rollout]
+    bias_B1V: Tensor | None
+    penalties_B: Tensor | None
+    """float64, (B, 3): repetition, frequency and presence penalty."""
+    in_prompt_BV: Tensor
+    """Bool: tokens of the prompts. Empty if no row has a penalty."""
+    counts_BV: Tensor
+    """float32: how often each token was emitted. Empty if no row has a penalty."""
+    has_constraints: bool
+    num_counted: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, rollouts: Sequence[Rollout], vocabulary: int, device: torch.device | str = "cpu"
+    ) -> "LogitAdjustments | None":
+        """Return the adjustments of rows 0 .. B - 1; None if no row asks for any."""
+        settings = [rollout.prompt.sampling for rollout in rollouts]
+        has_bias, has_penalties = (any(map(test, settings)) for test in (_has_bias, _has_penalties))
+        has_constraints = any(each.constraint is not None for each in settings)
+        if not (has_bias or has_penalties or has_constraints):
+            return None
+        where, shape = torch.device(device), (len(rollouts), vocabulary if has_penalties else 0)
+        made = cls(
+            rollouts,
+            _bias(rollouts, vocabulary).to(where) if has_bias else None,
+            None,
+            torch.zeros(shape, dtype=torch.bool, device=where),
+            torch.zeros(shape, device=where),
+            has_constraints,
+            [0] * len(rollouts),
+        )
+        if has_penalties:
+            penalties = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in settings]
+            made.penalties_B = to_device(penalties, where, torch.float64)
+            pairs = [(row, token) for row, each in enumerate(rollouts) for token in each.prompt.tokens]
+            rows, tokens = to_device(pairs, where, torch.int64).unbind(1)
+            made.in_prompt_BV[rows, tokens] = True
+        return made
+
+    def apply(self, logits_BqV: Tensor, draft: Draft | None) -> Tensor:
+        """Return the adjusted logits.
+
+        Args:
+            logits_BqV: Logits of the policy after each row's last token and after each drafted node.
+            draft: The drafted nodes; None if there are none.
+
+        Returns:
+            float32, or float64 for float64 logits.
+        """
+        wide = torch.float64 if logits_BqV.dtype == torch.float64 else torch.float32
+        x = logits_BqV.to(wide)
+        if self.bias_B1V is not None:
+            x = x + self.bias_B1V.to(wide)
+        if self.penalties_B is not None:
+            x = self._penalize(x, draft, self.penalties_B.to(wide))
+        if self.has_constraints:
+            x = x.masked_fill(self._forbidden(draft, x), -torch.inf)
+        return x
+
+    def _penalize(self, x_BqV: Tensor, draft: Draft | None, penalties_B3: Tensor) -> Tensor:
+        repetition, frequency, presence = penalties_B3[:, :, None, None].unbind(1)
+        counts_BqV = self._counts(draft, x_BqV.shape[1])
+        is_seen_BqV = (counts_BqV > 0) | self.in_prompt_BV[:, None]
+        x = torch.where(is_seen_BqV, torch.where(x_BqV < 0, x_BqV * repetition, x_BqV / repetition), x_BqV)
+        return x - frequency * counts_BqV - presence * (counts_BqV > 0)
+
+    def _counts(self, draft: Draft | None, q: int) -> Tensor:
+        """Return how often each token occurs in the answer up to each verified token, (B, q, V)."""
+        self._count_emitted()
+        counts_BqV = self.counts_BV[:, None].repeat(1, q, 1)
+        if draft is None:
+            return counts_BqV
+        guesses_BN = draft.tokens_BN
+        if draft.parents_BN is None:
+            is_before_BqN = torch.ones(q, q - 1, device=guesses_BN.device).tril(-1)[None]
+        else:
+            is_before_BqN = ancestors(draft.parents_BN)[:, :, 1:].float()
+        index_BqN = guesses_BN[:, None].expand(-1, q, -1)
+        return counts_BqV.scatter_add_(2, index_BqN, is_before_BqN.expand(index_BqN.shape))
+
+    def _count_emitted(self) -> None:
+        """Count the tokens that have been emitted since the last call."""
+        pairs = [
+            (row, token)
+            for row, each in enumerate(self.rollouts)
+            for token in each.tokens[self.num_counted[row] :]
+        ]
+        if not pairs:
+            return
+        rows, tokens = to_device(pairs, self.counts_BV.device, torch.int64).unbind(1)
+        self.counts_BV.index_put_((rows, tokens), torch.ones((), device=rows.device), accumulate=True)
+        self.num_counted = [len(each.tokens) for each in self.rollouts]
+
+    def _forbidden(self, draft: Draft | None, x_BqV: Tensor) -> Tensor:
+        """Return the tokens that constraints exclude after each verified token, (B, q, V)."""
+        forbidden_BqV = torch.zeros(x_BqV.shape, dtype=torch.bool)
+        chains = [] if draft is None else draft.tokens_BN.tolist()
+        parents = None if draft is None or draft.parents_BN is None else draft.parents_BN.tolist()
+        counts = None if draft is None or draft.counts_B is None else draft.counts_B.tolist()
+        for row, rollout in enumerate(self.rollouts):
+            if rollout.prompt.sampling.constraint is None:
+                continue
+            guesses = chains[row][: None if counts is None else counts[row]] if chains else []
+            above = parents[row] if parents else range(-1, len(guesses) - 1)
+            for index, allowed_V in allowed_after(rollout, guesses, above, x_BqV.shape[-1]).items():
+                torch.logical_not(allowed_V, out=forbidden_BqV[row, index])
+        return forbidden_BqV.to(x_BqV.device)
+
+
+def _has_bias(sampling: object) -> bool:
+    return bool(getattr(sampling, "logit_bias", None))
+
+
+def _has_penalties(sampling: object) -> bool:
+    names = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    return any(getattr(sampling, name) != neutral for name, neutral in names.items())
+
+
+def _bias(rollouts: Sequence[Rollout], vocabulary: int) -> Tensor:
+    bias_B1V = torch.zeros(len(rollouts), 1, vocabulary, dtype=torch.float64)
+    for row, rollout in enumerate(rollouts):
+        for token, value in rollout.prompt.sampling.logit_bias.items():
+            bias_B1V[row, 0, token] = value
+    return bias_B1V
