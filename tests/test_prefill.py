@@ -9,7 +9,7 @@ from kit.prefill import Recorder, features_of, long_prompts, watched
 from kit.rollouts import FLIPS, Flips, Insider, decode_plainly, prompts_of, tiny_policy
 
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.rows import EngineLimits
+from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.model.cache import KVMemory
 from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.model.target import Target
@@ -109,7 +109,7 @@ def test_between_two_passes_no_more_is_computed_than_the_limit(policy, monkeypat
     engine = engine_of(policy, rows=3, prefill_tokens=10)
     events = watched(engine, monkeypatch)
     made = []
-    never_idle = engine.add(long_prompts([2], max_new_tokens=150)[0])
+    never_idle = engine.add(replace(long_prompts([2], max_new_tokens=150)[0], sample=99))
     engine.step()
     for prompt in asked:
         made.append(engine.add(prompt))

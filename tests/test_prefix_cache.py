@@ -12,8 +12,8 @@ from kit.rollouts import FLIPS, VOCABULARY, Flips, Insider, decode_plainly, pert
 
 from aedit import spec_rollout
 from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.engine.prefix_cache import BLOCK_TOKENS, KEY_BYTES, PrefixCache
-from aedit.spec_rollout.engine.rows import EngineLimits
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
 from aedit.spec_rollout.model.target_model import make_target
@@ -80,7 +80,7 @@ def test_a_repeated_prompt_and_the_second_turn_of_a_dialogue_recompute_less_than
 
 def test_the_dialogue_of_the_documentation_runs(policy, capsys):
     text = (ROOT / "docs" / "rollouts.md").read_text()
-    section = text[text.index("## Prefill and prefix cache") :]
+    section = text[text.index("## Prefill and prefix cache") :].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     names = {name: getattr(spec_rollout, name) for name in spec_rollout.__all__}
     exec(code, {**names, "model": policy, "question": tuple(range(30)), "next_question": (1, 2)})

@@ -11,88 +11,23 @@ until the last part, in a row after the running ones.
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from aedit.spec_rollout.arms.arms import EngineView
 from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, FeatureSink, RowStart
 from aedit.spec_rollout.engine.feature_history import FeatureHistory
+from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.engine.prefill import Prefill, PromptRow, SampleStart
 from aedit.spec_rollout.engine.prefix_cache import PrefixCache
+from aedit.spec_rollout.engine.running import RunningSample
 from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.spec_rollout.sampling.adjustments import LogitAdjustments
 from aedit.spec_rollout.sampling.distribution import RowSampling
 from aedit.spec_rollout.sampling.noise import RowNoise
-from aedit.spec_rollout.sampling.samples import FinishReason, Rollout, SampleKV
-from aedit.spec_rollout.sampling.stops import StopStrings, TokenDecoder
-from aedit.types import check
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """Limits of an engine's prefill and of its prefix cache."""
-
-    prefill_tokens: int = 512
-    """Upper limit of tokens of waiting samples that are computed between two passes over running samples.
-    While no sample is running there is no limit."""
-    prefix_cache_bytes: int = 256 << 20
-    """Upper limit of the prefix cache, which grows with its contents; 0 turns it off."""
-
-    def __post_init__(self) -> None:
-        check(self.prefill_tokens > 0, "prefill_tokens", "must be above 0", self.prefill_tokens)
-        check(
-            self.prefix_cache_bytes >= 0, "prefix_cache_bytes", "must be 0 or more", self.prefix_cache_bytes
-        )
-
-
-@dataclass(slots=True)
-class RunningSample:
-    """A sample in its row."""
-
-    rollout: Rollout
-    length: int
-    """Number of tokens whose keys and values are in the row: all but the last."""
-    last: int
-    """Token that goes through the policy next."""
-    stops: StopStrings | None
-    features: FeatureHistory | None
-    """Features of the prompt, for other samples of the group; with a prefix cache, of all tokens but the
-    last. None if features are not needed."""
-
-    @property
-    def cached_tokens(self) -> list[int]:
-        """Return the tokens whose keys and values are in the row."""
-        return [*self.rollout.prompt.tokens, *self.rollout.tokens][: self.length]
-
-    @property
-    def max_remaining(self) -> int:
-        """Return the upper limit of new tokens that the sample may still get."""
-        return self.rollout.prompt.sampling.max_new_tokens - len(self.rollout.tokens)
-
-    def find_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason]:
-        """Return how many of these next tokens belong to the rollout, and its finish reason.
-
-        The reason is empty if the rollout does not end with them.
-        """
-        sampling, num_tokens = self.rollout.prompt.sampling, len(self.rollout.tokens)
-        for i, token in enumerate(tokens, 1):
-            completed = self.stops is not None and self.stops.completes(token)
-            if token in sampling.stop_tokens or (completed and num_tokens + i >= sampling.min_new_tokens):
-                return i, "stop"
-            if num_tokens + i >= sampling.max_new_tokens:
-                return i, "length"
-        return len(tokens), ""
-
-    def append(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """Append the tokens of one pass of the policy."""
-        rollout = self.rollout
-        rollout.tokens += tokens
-        rollout.logprobs += logprobs
-        rollout.versions += [version] * len(tokens)
-        rollout.passes += 1
-        self.length += len(tokens)
-        self.last = tokens[-1]
+from aedit.spec_rollout.sampling.samples import Rollout, SampleKV
+from aedit.spec_rollout.sampling.stops import TokenDecoder
 
 
 class RowScheduler:
@@ -172,6 +107,12 @@ class RowScheduler:
         histories = (sample.features for sample in self.running if sample.features is not None)
         storages = (x.untyped_storage() for history in histories for x in history.tensors())
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def view(self) -> EngineView:
+        """Return what an arm chooser is told about the running samples."""
+        # A drafter without weights has no version.
+        versions: dict[str, int] = {by: getattr(x, "version", 0) for by, x in self.drafters.items()}
+        return EngineView(len(self.running), sum(sample.length for sample in self.running), versions)
 
     def start_waiting(self) -> None:
         """Start waiting samples in free rows, as far as memory and the limit of computed tokens allow."""
@@ -370,20 +311,8 @@ class RowScheduler:
         history = FeatureHistory(features_Tf, start.first_feature) if self.needs_features else None
         self.prefill.store(row, tokens[:-1], history)
         self.noise.begin(row, prompt.rollout, prompt.sample)
-        self.running[row : row + 1] = [
-            RunningSample(rollout, len(tokens) - 1, tokens[-1], self._stops(rollout), history)
-        ]
+        self.running[row : row + 1] = [RunningSample.of(rollout, self.tokenizer, history)]
         return RowStart(row, prompt.group, tokens, features_Tf, len(prompt.tokens))
-
-    def _stops(self, rollout: Rollout) -> StopStrings | None:
-        """Return the search for the sample's stop strings, after its text so far."""
-        strings = rollout.prompt.sampling.stop_strings
-        if not strings or self.tokenizer is None:
-            return None
-        stops = StopStrings(strings, self.tokenizer, rollout.prompt.tokens)
-        for token in rollout.tokens:
-            stops.completes(token)
-        return stops
 
     def _release(self, row: int, finished: bool) -> None:
         for drafter in self.drafters.values():
