@@ -134,8 +134,9 @@ class OffsetRMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Return x normalized over the last dimension."""
         if self.eps_1 is None:
-            normed = F.rms_norm(x.to(torch.float32), self.weight.shape, None, self.eps)
             # 1 + weight in bf16 would round small weights away.
+            exact = torch.promote_types(x.dtype, torch.float32)
+            normed = F.rms_norm(x.to(exact), self.weight.shape, None, self.eps)
             return torch.addcmul(normed, normed, self.weight).to(x.dtype)
         normed = _normalized(x, self.eps_1)
         return torch.addcmul(normed, normed, self.weight)
