@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aedit.spec_rollout.model.linear import linear
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries_THh, keys_TKh, values_TKh), with RoPE applied -> attention output, (T, H * h)."""
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -175,7 +177,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
