@@ -15,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     OPTConfig,
@@ -100,6 +102,44 @@ def test_as_many_tokens_as_there_are_positions_are_made_when_none_is_asked_for(c
     assert LAST.search(out.splitlines()[-1])
 
 
+@pytest.mark.parametrize("arm", ["off", "suffix:4"])
+def test_a_repetition_penalty_is_that_of_transformers(capsys, saved, arm):
+    model, ids = AutoModelForCausalLM.from_pretrained(saved), torch.tensor([list(b"Hello")])
+    with torch.no_grad():
+        made = model.generate(ids, max_new_tokens=40, do_sample=False, repetition_penalty=1.4)
+    expected = ByteTokenizer().decode(made[0, 5:].tolist())
+    assert expected != text_of(model, "Hello", 40)
+    words = ("--temperature", 0, "--arm", arm, "--max-new-tokens", 40, "--repetition-penalty", 1.4)
+    code, out, err = run(capsys, saved, "--prompt", "Hello", *words)
+    assert (code, err) == (0, "")
+    assert out.startswith(expected)
+
+
+def test_penalties_and_min_p_change_the_text_and_not_by_the_arm(capsys, saved):
+    words = ("--max-new-tokens", 40, "--seed", 3, "--temperature", 2, "--compare")
+    texts = set()
+    for more in ([], ["--min-p", 0.3], ["--frequency-penalty", 1.5], ["--presence-penalty", 2]):
+        code, out, _ = run(capsys, saved, "--prompt", "Hello", "--arm", "suffix:4", *words, *more)
+        assert code == 0
+        assert "tokens equal: yes" in out
+        texts.add(out.split(" tokens in ")[0])
+    assert len(texts) == 4
+
+
+def test_top_log_probabilities_are_printed_for_each_token(capsys, saved):
+    words = ("--temperature", 0, "--max-new-tokens", 6, "--top-logprobs", 2, "--arm", "suffix:4")
+    code, out, _ = run(capsys, saved, "--prompt", "Hello", *words)
+    assert code == 0
+    model, ids = AutoModelForCausalLM.from_pretrained(saved), torch.tensor([list(b"Hello")])
+    with torch.no_grad():
+        logp = model(ids).logits[0, -1].log_softmax(-1).topk(2)
+    lines = re.findall(r"^prompt 1: (.+?) (-[\d.]+) \(best: (.+)\)$", out, re.MULTILINE)
+    assert len(lines) == 6
+    assert float(lines[0][1]) == pytest.approx(float(logp.values[0]), abs=1e-3)
+    numbers = re.findall(r" (-?\d+\.\d{3})(?:,|$)", lines[0][2])
+    assert [float(value) for value in numbers] == pytest.approx(logp.values.tolist(), abs=1e-3)
+
+
 def test_compare_says_that_the_tokens_are_equal(capsys, saved):
     code, out, _ = run(
         capsys, saved, "--prompt", "ab", "--prompt", "cd", "--samples", 2, "--arm", "suffix:4", "--compare",
@@ -162,6 +202,13 @@ def test_a_run_is_asked_by_its_directory_or_by_its_name(capsys, tmp_path, monkey
         (["--max-new-tokens", "0"], "--max-new-tokens must be above 0"),
         (["--temperature", "-1"], "--temperature must be 0 or more"),
         (["--top-p", "0"], "--top-p must be above 0"),
+        (["--temperature", "inf"], "--temperature must be a finite number, got inf"),
+        (["--temperature", "1e-38"], "--temperature must be 0 or more: 0 (greedy), or 1e-30 to"),
+        (["--min-p", "2"], "--min-p must be 0 to 1"),
+        (["--repetition-penalty", "0"], "--repetition-penalty must be 1e-06 to"),
+        (["--frequency-penalty", "nan"], "--frequency-penalty must be a finite number"),
+        (["--presence-penalty=-1e9"], "--presence-penalty must be -1000000.0 to"),
+        (["--top-logprobs", "-1"], "--top-logprobs must be 0 or more"),
         (["--prompt", ""], "a prompt is empty"),
         (["--prompt", "a\udcffb"], "a prompt is not valid UTF-8"),
         (["--prompt", "x" * 128], "128 tokens and 1 new ones are more than the 128"),
@@ -308,6 +355,19 @@ def test_a_model_of_another_family_is_generated_from_by_its_own_forward(capsys, 
     assert text_of(model, "Hello", 35) in out
     assert "tokens equal: yes" in out
     assert "OPTForCausalLM takes the generic (one pass for all rows) path, not the fast one" in err
+
+
+def test_an_end_token_beyond_the_vocabulary_ends_nothing(capsys, tmp_path):
+    config = GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, initializer_range=0.3)
+    assert config.eos_token_id > 257
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    ByteTokenizer().save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    code, out, err = run(capsys, tmp_path, "--prompt", "Hello", "--temperature", "0", "--max-new-tokens", 9)
+    assert code == 0
+    assert text_of(model, "Hello", 9) in out
+    assert "path" not in err  # the fast one
 
 
 def test_a_model_that_is_not_causal_is_named(capsys, tmp_path):

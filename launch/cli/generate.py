@@ -4,7 +4,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from aedit.launch.cli.comparison import compare_tokens
 from aedit.launch.cli.policy import Policy, first_line, load_policy
-from aedit.launch.cli.text_stream import TextStream
+from aedit.launch.cli.text_stream import TextStream, token_lines
 from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
 from aedit.spec_rollout.arms.bandit import Bandit
 from aedit.spec_rollout.arms.goodput import Goodput
@@ -61,9 +61,8 @@ class GenerateRequest:
     """Samples per prompt."""
     max_new_tokens: int | None = None
     """None: 256, or as many as the model has positions for."""
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Sampling` other than `max_new_tokens` and `stop_tokens`."""
     seed: int = 0
     arm: str = AUTO
     """`auto`, `bandit`, a text for `parse_arm`, or an `ArmChooser` by import path, which is called with the
@@ -105,6 +104,9 @@ def generate(model_or_run: str, request: GenerateRequest, *, compare: bool = Fal
     rollouts = [engine.add(prompt) for prompt in prompts]
     shown = TextStream(list(zip(rollouts, _names(request), strict=True)), policy.decode, sys.stdout)
     seconds = _run(engine, shown.follow)
+    for name, rollout in zip(_names(request), rollouts, strict=True):
+        for line in token_lines(rollout, policy.decode):
+            print(f"{name}: {line}")
     print(_speed_line(engine, seconds))
     return _compare(Engine(target), prompts, (rollouts, seconds)) if compare else 0
 
@@ -155,13 +157,7 @@ def _sampling(policy: Policy, longest: int, request: GenerateRequest) -> Samplin
             f"--prompt: its {longest} tokens and {num_new} new ones are more than the {most} of this model"
         )
     try:
-        return Sampling(
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            max_new_tokens=num_new,
-            stop_tokens=policy.stop_tokens,
-        )
+        return Sampling(**request.sampling, max_new_tokens=num_new, stop_tokens=policy.stop_tokens)
     except ValueError as error:
         name, _, rule = str(error).partition(" ")
         raise UserError(f"--{name.replace('_', '-')} {rule}") from None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import aedit
 from aedit.launch.cli.arguments import Parser
+from aedit.launch.cli.generate_options import add_generate_options, generate_request
 from aedit.types import UserError
 
 USER_ERROR = 2
@@ -174,38 +175,7 @@ def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
 def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
     does = "generate text with speculative decoding, and print the speed"
     generate = _command(commands, "generate", does, _generate)
-    generate.add_argument("place", metavar="RUN", help="a run, or a directory written by save_pretrained")
-    add = generate.add_argument
-    add("--prompt", metavar="TEXT", action="append", required=True, help="text to continue; repeatable")
-    add(
-        "--max-new-tokens",
-        metavar="N",
-        type=int,
-        help="tokens per sample (default 256, or the model's limit)",
-    )
-    add("--temperature", metavar="T", type=float, default=1.0, help="0 is greedy (default 1)")
-    add("--top-k", metavar="K", type=int, default=0, help="sample from the K most likely tokens only")
-    add(
-        "--top-p",
-        metavar="P",
-        type=float,
-        default=1.0,
-        help="sample from the most likely tokens with total probability P",
-    )
-    add("--samples", metavar="N", type=int, default=1, help="samples per prompt (default 1)")
-    add("--seed", metavar="N", type=int, default=0, help="the same seed gives the same text")
-    add(
-        "--arm",
-        metavar="ARM",
-        default="auto",
-        help="auto, bandit, off, suffix:8, layer:4, layer:4x2x8 or module:Chooser",
-    )
-    add("--drafter", metavar="FILE", type=Path, help="file of a trained drafter, or module:Drafter")
-    add(
-        "--compare",
-        action="store_true",
-        help="generate again without speculation; print speed-up and equality",
-    )
+    add_generate_options(generate)
 
 
 def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -309,17 +279,7 @@ def _generate(options: Options) -> int:
     policy_folder(options.place)  # before torch is imported
     from aedit.launch.cli.generate import GenerateRequest, generate
 
-    request = GenerateRequest(
-        prompts=tuple(options.prompt),
-        samples=options.samples,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        arm=options.arm,
-        drafter=options.drafter,
-    )
+    request = GenerateRequest(**generate_request(options))
     return generate(options.place, request, compare=options.compare)
 
 

@@ -74,3 +74,15 @@ class TextStream:
     def _begin(self) -> None:
         if self._many and self._current < len(self._names):
             self._out.write(f"--- {self._names[self._current][1]}\n")
+
+
+def token_lines(rollout: Rollout, decode: Decode) -> list[str]:
+    """Return a line for each token with its log-probability and the most likely tokens at its place.
+
+    There are none if the sample did not ask for top log-probabilities.
+    """
+    lines = []
+    for token, logprob, top in zip(rollout.tokens, rollout.logprobs, rollout.top_logprobs, strict=False):
+        best = ", ".join(f"{decode([other])!r} {value:.3f}" for other, value in top)
+        lines.append(f"{decode([token])!r} {logprob:.3f} (best: {best})")
+    return lines
