@@ -1,6 +1,8 @@
 """Tests reinforcement learning over a hub: trainer and engine have the same policy in every step."""
 
+import random
 import re
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -133,10 +135,57 @@ def test_without_a_hand_over_the_engine_refuses_to_generate_after_the_first_step
         train(hand_over)
 
 
+def bits(model):
+    return sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def move(node, chance):
+    """Change the weights of a node in one of the ways in which they change, or not at all."""
+    model, kind = node.model, chance.randrange(6)
+    if kind == 0:
+        model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        node.inner.step()
+        node.inner.zero_grad()
+    if kind <= 1:
+        node.sync.step()
+    if kind == 2:
+        model.load_state_dict({name: value + 0.01 for name, value in model.state_dict().items()})
+    if kind == 3:
+        for p in model.parameters():
+            p.data.mul_(1.01)
+    if kind == 4:  # a landing
+        model(input_ids=torch.arange(8)[None])
+
+
+def test_two_sets_of_weights_of_a_node_never_have_one_version_and_equal_ones_keep_it():
+    """Inner steps, landings, checkpoints and writes past the count of changes, two engines, in any order."""
+    torch.manual_seed(0)
+    chance, models = random.Random(0), [LlamaForCausalLM(LlamaConfig(**SIZES)) for _ in range(3)]
+    hub = hub_for(models[0])
+    node, other = Node(hub, "a", models[0]), Node(hub, "bb", models[1])
+    copied = Engine.of(models[2], rows=4, max_tokens=32)
+    copied.update_weights(LlamaForCausalLM(LlamaConfig(**SIZES)).state_dict(), 3)
+    known, last = {}, 0
+    with node.sync, other.sync:
+        for _ in range(120):
+            move(chance.choice([node, node, other]), chance)
+            before = bits(node.model)
+            engine = chance.choice([node.engine, copied])
+            version = node.sync.update_engine(engine)
+            assert version == engine.version >= last
+            assert bits(engine.target.model) == bits(node.model)
+            assert known.setdefault(version, bits(node.model)) == bits(node.model)
+            if before == bits(node.model):
+                assert node.sync.update_engine(engine) == version
+            last = version
+    assert 30 < len(known) < 120
+    assert node.engine.target.embedding.data_ptr() == models[0].get_input_embeddings().weight.data_ptr()
+
+
 def test_the_loop_of_the_documentation_runs(monkeypatch):
     text = (Path(__file__).parent.parent / "docs" / "rollouts.md").read_text()
-    section = text[text.index("## Generate between training steps") :]
-    loop, sharded = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
+    section = text[text.index("## Generate between training steps") :].split("\n## ")[0]
+    loop, sharded = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     node, ratios = Node(hub_for(model), "a", model), []

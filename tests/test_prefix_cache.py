@@ -80,7 +80,7 @@ def test_a_repeated_prompt_and_the_second_turn_of_a_dialogue_recompute_less_than
 
 def test_the_dialogue_of_the_documentation_runs(policy, capsys):
     text = (ROOT / "docs" / "rollouts.md").read_text()
-    section = text[text.index("## Prefill and prefix cache") :]
+    section = text[text.index("## Prefill and prefix cache") :].split("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     names = {name: getattr(spec_rollout, name) for name in spec_rollout.__all__}
     exec(code, {**names, "model": policy, "question": tuple(range(30)), "next_question": (1, 2)})

@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 import torch
 from kit.rollouts import decode_plainly, prompts_of, tiny_policy
+from test_draft_layer import layer_for
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from aedit.spec_rollout.arms.arms import Fixed
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.model.graphs import GraphCache
+from aedit.spec_rollout.model.target import Target
 from aedit.weight_watch import WeightWatch
 
 ASKED = prompts_of(3, max_new_tokens=10, temperature=1.0)
@@ -276,3 +280,27 @@ def test_captured_graphs_read_the_weights_where_they_are_now(way):
     assert len(engine.target.graphs) == (0 if moved else num_recorded)
     made = sorted(engine.generate(ASKED), key=lambda rollout: rollout.prompt.rollout)
     assert [rollout.tokens for rollout in made] == decode_plainly(policy, ASKED)
+
+
+@pytest.mark.parametrize("way", [by_assignment, by_new_data, by_sgd])
+def test_a_drafter_that_reads_the_policy_s_embedding_reads_the_new_one(way):
+    """What it proposes is what a drafter that is made for the new weights proposes."""
+    policy = tiny_policy(seed=1)
+    target, layer = Target.of(policy, rows=3, max_tokens=64), layer_for(policy)
+    drafter = LayerDrafter.of(layer, target)
+    engine = Engine(target, drafters={"layer": drafter}, chooser=Fixed.of("layer:4"))
+    list(engine.generate(ASKED))
+    drafter.graphs = GraphCache(torch.device("cpu"), record=lambda function, *_: function)
+    drafter.graphs.run("a key", lambda: ())
+    way(policy)
+    engine.update_weights(None, 1)
+    assert len(drafter.graphs) == (way == by_sgd)
+    drafter.graphs = None
+    again = [replace(prompt, rollout=prompt.rollout + 100) for prompt in ASKED]
+    made = sorted(engine.generate(again), key=lambda rollout: rollout.prompt.rollout)
+    assert [rollout.tokens for rollout in made] == decode_plainly(policy, again)
+    other = Target.of(policy, rows=3, max_tokens=64)
+    drafters = {"layer": LayerDrafter.of(layer, other)}
+    fresh = Engine(other, drafters=drafters, chooser=Fixed.of("layer:4"))
+    theirs = sorted(fresh.generate(again), key=lambda rollout: rollout.prompt.rollout)
+    assert [rollout.passes for rollout in made] == [rollout.passes for rollout in theirs]

@@ -7,7 +7,7 @@ last emitted token is the root, node n is verified token n + 1), V vocabulary, d
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -163,6 +163,14 @@ class Drafter(Protocol):
             noise: Noise of the rows.
             temperature_B: float32; 0 is greedy.
         """
+
+
+@runtime_checkable
+class PolicyReader(Protocol):
+    """A drafter that computes with the policy's own embedding and output head."""
+
+    def read_policy(self, embedding: Tensor, head: Tensor) -> None:
+        """Compute with these tensors from now on. Called when the policy's weights have been replaced."""
 
 
 class FeatureSink(Protocol):

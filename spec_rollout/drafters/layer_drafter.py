@@ -84,7 +84,10 @@ class LayerDrafter:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of cache and weights. Embedding and head belong to the policy."""
+        """Return the bytes of weights and cache, with all rows at their greatest length.
+
+        Embedding and head belong to the policy.
+        """
         return self._runner.num_bytes
 
     def replace(self, layer: DraftLayer, version: int) -> None:
@@ -97,6 +100,11 @@ class LayerDrafter:
         """
         self._runner.replace(layer)
         self.version = version
+
+    def read_policy(self, embedding: Tensor, head: Tensor) -> None:
+        """Draft with these tensors of the policy from now on."""
+        if self._runner.read_policy(embedding, head) and self.graphs is not None:
+            self.graphs.clear()  # captured kernels would read the old addresses
 
     def begin(self, rows: Sequence[RowStart]) -> None:
         """Add samples that start in these rows."""
@@ -113,10 +121,12 @@ class LayerDrafter:
         backlogs[target], backlogs[source] = backlogs[source], None
         if (row := backlogs[target]) is not None and row.num_computed > row.first:
             self._runner.move(source, target, row.num_computed)
+        self._runner.release(source)
 
     def end(self, row: int) -> None:
-        """Remove the sample of `row`."""
+        """Remove the sample of `row`, and give back its memory."""
         self._backlog.rows[row] = None
+        self._runner.release(row)
 
     @torch.inference_mode()
     def propose(self, arm: Arm, rows: int, noise: Noise, temperature_B: Tensor) -> Draft:

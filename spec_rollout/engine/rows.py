@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, FeatureSink, RowStart
+from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, FeatureSink, PolicyReader, RowStart
 from aedit.spec_rollout.engine.feature_history import FeatureHistory
 from aedit.spec_rollout.engine.prefill import Prefill, PromptRow, SampleStart
 from aedit.spec_rollout.engine.prefix_cache import PrefixCache
@@ -211,6 +211,9 @@ class RowScheduler:
             self._release(row, finished=False)
         self._drop_head()
         self.prefix_cache.clear()
+        for drafter in self.drafters.values():
+            if isinstance(drafter, PolicyReader):
+                drafter.read_policy(self.target.embedding, self.target.head)
         rollouts = [live.rollout for live in self.running]
         self.running = []
         self.waiting.extendleft(reversed(rollouts))

