@@ -204,6 +204,20 @@ def test_weights_that_are_not_finite_are_an_error_before_a_token_is_appended(val
     assert [rollout.tokens for rollout in made] == plain
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_an_error_in_rejection_mode(value):
+    """No weight of such a distribution reaches the number that draws the token."""
+    broken, prompts = tiny_policy(), samples(["T = 1"])[:3]
+    engine = engine_of(broken, 3, Insider([]), "layer:3", mode="rejection")
+    made = [engine.add(prompt) for prompt in prompts]
+    weights = {name: tensor.clone() for name, tensor in broken.state_dict().items()}
+    weights["model.layers.1.mlp.up_proj.weight"][3] = value
+    engine.update_weights(weights, 5)
+    with pytest.raises(ValueError, match=r"version 5 .* rollout 0/0, 0/1, 0/2: its logits are NaN"):
+        engine.step()
+    assert [rollout.tokens for rollout in made] == [[], [], []]
+
+
 @pytest.mark.parametrize("mode", ["coupled", "rejection"])
 def test_one_broken_sample_is_named_and_the_others_go_on_without_it(mode):
     """Only one text contains the token whose embedding is broken; another sample takes its row."""
