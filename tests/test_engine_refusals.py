@@ -19,7 +19,7 @@ from kit.rollouts import (
 
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.rows import EngineLimits
+from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.distribution import RowSampling, logprobs, warp_logits
 from aedit.spec_rollout.sampling.samples import MAX_TEMPERATURE, MIN_TEMPERATURE, Prompt, Rollout, Sampling
