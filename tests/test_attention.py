@@ -7,6 +7,7 @@ from kit.rollouts import prefilled
 from test_target import SIZES, TREES, close, drawn, made, own, path_to
 from transformers import MistralConfig, MistralForCausalLM
 
+from aedit.spec_rollout.model import cache as cache_module
 from aedit.spec_rollout.model.cache import KVCache, KVMemory
 from aedit.spec_rollout.model.kv_extent import kv_extents
 from aedit.spec_rollout.model.kv_spans import KVSizes
@@ -15,6 +16,7 @@ from aedit.spec_rollout.model.prefill import Piece, PrefillAttention
 from aedit.spec_rollout.model.target import Target
 
 HEADS, KV_HEADS, SIZE = 6, 2, 4
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}
 SPECS = [
     AttentionSpec(0.5),
     AttentionSpec(0.3, window=1),
@@ -37,23 +39,24 @@ def explicit(spec, query_Hh, keys_CKh, values_CKh, distances_C):
     return torch.cat(outputs)
 
 
-def filled_cache(rows, slots, layout):
+def filled_cache(rows, slots, layout, dtype=torch.float64):
     """Return a cache with random keys and values in all slots."""
     sizes = KVSizes(len(SPECS), rows, KV_HEADS, slots, SIZE)
-    storage = KVMemory(layout).storage(sizes, torch.empty(0, dtype=torch.float64))
+    storage = KVMemory(layout).storage(sizes, torch.empty(0, dtype=dtype))
     cache = KVCache(SPECS, LayerShape(HEADS, KV_HEADS, SIZE), storage)
     for row in range(rows):
-        cache.write_kv(row, torch.randn(len(SPECS), 2, KV_HEADS, slots, SIZE, dtype=torch.float64))
+        cache.write_kv(row, torch.randn(len(SPECS), 2, KV_HEADS, slots, SIZE, dtype=dtype))
     return cache
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["rows", "blocks"])
 @pytest.mark.parametrize("tree", [None, TREES], ids=["chain", "tree"])
 @pytest.mark.parametrize("min_saved", [0, 10**9])
-def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_saved, layout):
+def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_saved, layout, dtype):
     torch.manual_seed(0)
     lengths, q = [7, 2, 12], 8
-    cache = filled_cache(3, 24, layout)
+    cache = filled_cache(3, 24, layout, dtype)
     ancestors = None
     if tree is not None:
         paths = [[path_to(parents, node) for node in range(-1, 7)] for parents in tree]
@@ -65,16 +68,31 @@ def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_
         paths = [[list(range(i + 1)) for i in range(q)]] * 3
     step = cache.prepare(torch.tensor(lengths), q, kv_extents(lengths, q, min_saved), ancestors)
     for layer, spec in enumerate(SPECS):
-        queries, keys, values = (
-            torch.randn(3, q, n, SIZE, dtype=torch.float64) for n in (HEADS, KV_HEADS, KV_HEADS)
-        )
+        queries, keys, values = (torch.randn(3, q, n, SIZE, dtype=dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
         ours = step.attend(layer, *(x.flatten(0, 1) for x in (queries, keys, values))).view(3, q, -1)
         for row, length in enumerate(lengths):
-            past_k, past_v = cache.read_kv(row, length)[layer].transpose(1, 2)
+            past_k, past_v = cache.read_kv(row, length)[layer].transpose(1, 2).double()
             for i, path in enumerate(paths[row]):
                 distances = torch.arange(length + len(path)).flip(0)
                 seen = torch.cat([past_k, keys[row, path]]), torch.cat([past_v, values[row, path]])
-                close(ours[row, i], explicit(spec, queries[row, i], *seen, distances), 1e-12)
+                expected = explicit(spec, queries[row, i].double(), *seen, distances)
+                close(ours[row, i].double(), expected, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_one_new_token_of_each_row_attends_as_written_out(dtype, monkeypatch):
+    monkeypatch.setattr(cache_module, "L2_BYTES", 0)
+    torch.manual_seed(0)
+    lengths, cache = [7, 2, 12], filled_cache(3, 24, "rows", dtype)
+    step = cache.prepare(torch.tensor(lengths), 1, kv_extents(lengths, 1, 10**9))
+    for layer, spec in enumerate(SPECS):
+        queries, keys, values = (torch.randn(3, n, SIZE, dtype=dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
+        ours = step.attend(layer, queries, keys, values)
+        for row, length in enumerate(lengths):
+            seen = cache.read_kv(row, length + 1)[layer].transpose(1, 2).double()
+            close(seen[0, -1], keys[row].double(), 0)
+            expected = explicit(spec, queries[row].double(), *seen, torch.arange(length + 1).flip(0))
+            close(ours[row].double(), expected, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("layout", ["rows", "blocks"])

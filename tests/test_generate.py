@@ -15,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     OPTConfig,
@@ -353,6 +355,19 @@ def test_a_model_of_another_family_is_generated_from_by_its_own_forward(capsys, 
     assert text_of(model, "Hello", 35) in out
     assert "tokens equal: yes" in out
     assert "OPTForCausalLM takes the generic (one pass for all rows) path, not the fast one" in err
+
+
+def test_an_end_token_beyond_the_vocabulary_ends_nothing(capsys, tmp_path):
+    config = GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, initializer_range=0.3)
+    assert config.eos_token_id > 257
+    torch.manual_seed(0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    ByteTokenizer().save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    code, out, err = run(capsys, tmp_path, "--prompt", "Hello", "--temperature", "0", "--max-new-tokens", 9)
+    assert code == 0
+    assert text_of(model, "Hello", 9) in out
+    assert "path" not in err  # the fast one
 
 
 def test_a_model_that_is_not_causal_is_named(capsys, tmp_path):

@@ -1,6 +1,9 @@
 """Tests of the generic path where the model, its state or its caller is unusual."""
 
+import mmap
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +32,7 @@ from aedit.spec_rollout.drafters.drafts import parse_arm
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.rows import EngineLimits
+from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.model.target import Segment
 from aedit.spec_rollout.model.target_model import make_target
 
@@ -206,6 +209,7 @@ def test_a_model_whose_rows_depend_on_each_other_runs_each_row_alone():
         (lambda: T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32)), "encoder-decoder"),
         (lambda: tiny_model("Llama").model, "no language model head"),
         (lambda: nn.Linear(2, 2), "Linear is not a model of transformers"),
+        (lambda: packed(), "of its state_dict is no tensor: pass a model that is not quantized"),
         (lambda: noisy(), "not deterministic"),
         (lambda: not_a_number(), "logits are not finite"),
     ],
@@ -213,6 +217,16 @@ def test_a_model_whose_rows_depend_on_each_other_runs_each_row_alone():
 def test_what_is_no_causal_language_model_is_refused_by_name(model, message):
     with pytest.raises(ValueError, match=message):
         generic(model())
+
+
+def packed():
+    class Packed(nn.Linear):
+        def get_extra_state(self):
+            return "scales"
+
+    model = tiny_model("Llama")
+    model.lm_head = Packed(32, VOCABULARY)
+    return model
 
 
 def noisy():
@@ -346,3 +360,21 @@ def test_memory_in_use_follows_the_tokens():
     assert target.kv_bytes == 20 * per_token
     target.release_row(0)
     assert target.kv_bytes == 10 * per_token
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_rows_take_memory_for_their_tokens_and_give_it_back():
+    model = tiny_model("GPT-NeoX", max_position_embeddings=1 << 20)
+    before = resident_bytes()
+    target = generic(model, rows=4, max_tokens=1 << 18)
+    target.prefill([Segment(1, 0, [1] * 512)])
+    assert target.kv_bytes_reserved > 1 << 30
+    assert target.read_kv(1, 512, 64).any()
+    target.release_row(1)
+    assert not target.read_kv(1, 512, 64).any()  # given back, pages read as zeros; 64 tokens share one
+    target.update_weights({name: 2 * tensor for name, tensor in model.state_dict().items()}, 1)
+    assert resident_bytes() - before < 1 << 28
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -71,7 +71,9 @@ def _of_directory(source: str, path: Path) -> Policy:
 
     eos_ids = model.generation_config.eos_token_id
     stops = {tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None}
-    return Policy(source, model, encode, decode, tuple(sorted(stops)))
+    # A default of the configuration may be beyond the vocabulary; a token that cannot be drawn ends nothing.
+    vocabulary = model.config.get_text_config().vocab_size
+    return Policy(source, model, encode, decode, tuple(sorted(stop for stop in stops if stop < vocabulary)))
 
 
 def _read_model(source: str, path: Path) -> Any:

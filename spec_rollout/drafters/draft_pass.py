@@ -17,6 +17,8 @@ from torch import Tensor
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.draft_shape import rotations
+from aedit.spec_rollout.model.linear import linear
+from aedit.spec_rollout.model.paged_memory import PagedTensor
 
 
 class CachedPairs(NamedTuple):
@@ -39,7 +41,8 @@ class DraftRunner:
         dtype, device = embedding.dtype, embedding.device
         exact = torch.complex128 if dtype == torch.float64 else torch.complex64
         with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
-            self.cache = torch.zeros(rows * slots, layer.shape.kv_size, dtype=dtype, device=device)
+            self._memory = PagedTensor((rows * slots, layer.shape.kv_size), dtype, device)
+            self.cache = self._memory.tensor
             self._rotations = (
                 rotations(layer.shape, torch.arange(slots, device=device)).to(exact).unsqueeze(1)
             )
@@ -50,7 +53,7 @@ class DraftRunner:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of cache, tables and weights."""
+        """Return the bytes of cache, tables and weights, with all rows at their greatest length."""
         tensors = [self.cache, self._rotations, *self._weights.values()]
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
@@ -76,6 +79,11 @@ class DraftRunner:
         rows = self.cache.view(self.rows, self.slots, -1)
         rows[target, :length] = rows[source, :length]
 
+    def release(self, row: int) -> None:
+        """Give back the memory of a row on a CPU. What was written to it is lost."""
+        row_bytes = self.slots * self.cache.shape[1] * self.cache.itemsize
+        self._memory.discard(row * row_bytes, (row + 1) * row_bytes)
+
     def write_pairs(
         self, tokens_P: Tensor, features_Pw: Tensor, slots_P: Tensor, positions_P: Tensor
     ) -> CachedPairs:
@@ -89,10 +97,10 @@ class DraftRunner:
         """
         weights, (q, k) = self._weights, self.shape.split
         if features_Pw.shape[-1] != self.shape.hidden_size:
-            features_Pw = F.linear(features_Pw, weights["reduce"])
+            features_Pw = linear(features_Pw, weights["reduce"])
         embedded = F.embedding(tokens_P, self.embedding)
-        fused = F.linear(torch.cat([embedded, features_Pw], -1), weights["fuse"])
-        qkv = F.linear(self._normed(fused), weights["qkv"], weights.get("bias"))
+        fused = linear(torch.cat([embedded, features_Pw], -1), weights["fuse"])
+        qkv = linear(self._normed(fused), weights["qkv"], weights.get("bias"))
         heads = qkv[:, : q + k].view(fused.shape[0], -1, self.shape.head_size)
         if (norm := weights.get("qk_norm")) is not None:
             heads.copy_(self._normed(heads) * norm)
@@ -127,7 +135,7 @@ class DraftRunner:
         weights, rows, num_pairs = self._weights, keys.shape[0], pairs.fused_Pd.shape[0]
         mixed = self._attend(pairs.queries_Pq, num_pairs // rows, (keys, values), mask_BFC)
         x = torch.addmm(pairs.fused_Pd, mixed.reshape(num_pairs, -1), weights["attended"])
-        gate, up = F.linear(self._normed(x), weights["gate_up"]).chunk(2, -1)
+        gate, up = linear(self._normed(x), weights["gate_up"]).chunk(2, -1)
         x = torch.addmm(x, F.silu(gate).mul_(up), weights["down"])
         return self._normed(x).mul_(weights["final_norm"])
 
@@ -150,7 +158,7 @@ class DraftRunner:
 
     def logits(self, features_Pd: Tensor) -> Tensor:
         """Return the policy head's logits of predicted features, (P, V)."""
-        return F.linear(features_Pd, self.head)
+        return linear(features_Pd, self.head)
 
     def _normed(self, x: Tensor) -> Tensor:
         if not self._is_lean:

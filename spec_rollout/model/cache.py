@@ -22,6 +22,8 @@ from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape
 MIN_SAVED_BYTES = 64 << 10
 """Bytes of keys and values of one layer that take as long to read as the calls of one more extent, on one CPU
 core."""
+L2_BYTES = 2 << 20
+"""Bytes of keys of one layer that a CPU core's second cache does not hold."""
 
 
 def default_layout(device: torch.device) -> Literal["rows", "blocks"]:
@@ -197,11 +199,10 @@ class KVView:
     def attend(self, layer: int, queries: Tensor, spec: AttentionSpec) -> Tensor:
         """Return the attention output of `queries`, (B * K, q * G, h), in the same shape."""
         mask, (keys, values) = self.masks[spec.window], self.reader.at(layer)
-        keys = keys.transpose(1, 2)
         if spec.softcap is None:
-            scores = torch.baddbmm(mask, queries, keys, alpha=spec.scale)
+            scores = _products(mask, queries, keys, spec.scale)
         else:
-            scores = torch.bmm(queries, keys).mul_(spec.scale / spec.softcap)
+            scores = _products(queries.new_zeros(1, 1, 1), queries, keys, spec.scale / spec.softcap)
             scores = torch.add(mask, scores.tanh_(), alpha=spec.softcap)
         return torch.bmm(torch.softmax(scores, -1), values)
 
@@ -242,3 +243,22 @@ class StepAttention:
         if q > 1:
             output = output.view(num_rows, shape.num_kv_heads, q, shape.group, shape.head_dim).transpose(1, 2)
         return output.reshape(num_rows * q, shape.num_heads * shape.head_dim)
+
+
+def _products(mask: Tensor, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Return mask + scale * queries keys^T: (n, r, C) of queries (n, r, h) and keys (n, C, h)."""
+    if queries.device.type == "cpu" and _is_faster_from_left(queries, keys):
+        scores = torch.baddbmm(mask.transpose(1, 2), keys, queries.transpose(1, 2), alpha=scale)
+        return scores.transpose(1, 2).contiguous()
+    return torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
+
+
+def _is_faster_from_left(queries: Tensor, keys: Tensor) -> bool:
+    """Return true if the product with the keys as the left factor is the faster one on a CPU.
+
+    Measured over 12 layers, 16 rows, 12 heads and 300 tokens: 16 instead of 50 ms in bf16, 18 instead of 25
+    in fp32. For fp32 keys that are in the processor's cache it is the slower one.
+    """
+    if queries.dtype == torch.float32:
+        return queries.shape[1] <= 4 and keys.numel() * keys.itemsize > L2_BYTES
+    return queries.dtype == torch.bfloat16

@@ -6,10 +6,10 @@ Shapes: T tokens, d hidden size, E experts, k chosen experts, i inner size of an
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.model.layers import Function
+from aedit.spec_rollout.model.linear import linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Experts:
 
     def __call__(self, x_Td: Tensor) -> Tensor:
         """Return the output, (T, d). Only the weights of chosen experts are read."""
-        logits = F.linear(x_Td, self.router)
+        logits = linear(x_Td, self.router)
         exact = torch.promote_types(logits.dtype, torch.float32)
         weights_Tk, experts_Tk = torch.softmax(logits, -1, dtype=exact).topk(self.top_k, -1)
         if self.is_normalized:
@@ -50,5 +50,5 @@ class Experts:
         return weighted.sum(1).to(x_Td.dtype)
 
     def _run(self, expert: int, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up[expert]).chunk(2, -1)
-        return F.linear(self.activation(gate) * up, self.down[expert])
+        gate, up = linear(x, self.gate_up[expert]).chunk(2, -1)
+        return linear(self.activation(gate) * up, self.down[expert])

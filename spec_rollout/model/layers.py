@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aedit.spec_rollout.model.linear import linear
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries_THh, keys_TKh, values_TKh), with RoPE applied -> attention output, (T, H * h)."""
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -134,8 +136,9 @@ class OffsetRMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Return x normalized over the last dimension."""
         if self.eps_1 is None:
-            normed = F.rms_norm(x.to(torch.float32), self.weight.shape, None, self.eps)
             # 1 + weight in bf16 would round small weights away.
+            exact = torch.promote_types(x.dtype, torch.float32)
+            normed = F.rms_norm(x.to(exact), self.weight.shape, None, self.eps)
             return torch.addcmul(normed, normed, self.weight).to(x.dtype)
         normed = _normalized(x, self.eps_1)
         return torch.addcmul(normed, normed, self.weight)
@@ -174,7 +177,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,7 @@ class TransposedLinear:
 
     def __call__(self, x_Td: Tensor) -> Tensor:
         """Return x_Td @ weight + bias."""
-        return torch.addmm(self.bias, x_Td, self.weight)
+        return linear(x_Td, self.weight.t(), self.bias)
 
 
 def _heads(x_Td: Tensor, head_dim: int) -> Tensor:

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -49,6 +49,11 @@ def causal_model(model: nn.Module) -> nn.Module:
         raise ValueError(f"{name} has no language model head: use a ...ForCausalLM class")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise ValueError(f"{name}: the parameters are sharded (DTensor): pass a model with full parameters")
+    for key, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{name}: {key} of its state_dict is no tensor: pass a model that is not quantized"
+            )
     return model
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aedit.spec_rollout.model.layers import AttentionSpec, Function, Layer, LayerShape
+from aedit.spec_rollout.model.linear import linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class ModelWeights:
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the logits (..., V) of features (..., f)."""
-        logits = F.linear(features[..., : self.embedding.shape[1]], self.head)
+        logits = linear(features[..., : self.embedding.shape[1]], self.head)
         if self.logit_cap is None:
             return logits
         return logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)

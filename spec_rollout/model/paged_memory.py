@@ -36,7 +36,7 @@ class PagedTensor:
         with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
             if device.type == "cpu" and hasattr(mmap, "MADV_DONTNEED") and num_bytes:
                 self._map = _mapping(num_bytes)
-                self.tensor: Tensor = torch.frombuffer(self._map, dtype=torch.uint8).view(dtype).view(*sizes)
+                self.tensor: Tensor = torch.frombuffer(self._map, dtype=dtype, count=prod(sizes)).view(*sizes)
             else:
                 self.tensor = torch.zeros(*sizes, dtype=dtype, device=device)
 

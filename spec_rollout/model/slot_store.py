@@ -6,14 +6,16 @@ returns. `StepCache` writes them to the slots of this step's rows and returns th
 Shapes: B rows of a step, q new tokens per row, K key/value heads, h head size, C slots that are read.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from aedit.spec_rollout.model.paged_memory import PagedTensor, padded_to_pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +43,7 @@ class SlotStore:
     def __init__(self, rows: int, slots: int, num_layers: int) -> None:
         self.rows, self.slots, self.num_layers = rows, slots, num_layers
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._memories: list[PagedTensor] = []
         self._used = [0] * rows
 
     @property
@@ -51,9 +54,7 @@ class SlotStore:
     @property
     def token_bytes(self) -> int:
         """Return the bytes of the keys and values of one token."""
-        return sum(
-            x.shape[1] * x.shape[3] * x.element_size() for layer in self._layers.values() for x in layer
-        )
+        return sum(x.shape[1] * x.shape[3] * x.element_size() for x in self._in_order())
 
     @property
     def kv_bytes(self) -> int:
@@ -93,13 +94,12 @@ class SlotStore:
         return stored[:, :, : step.context][step.rows]
 
     def _zeros(self, like: Tensor) -> Tensor:
-        """Return zeros for all rows. On the CPU the system supplies memory at the first write to a page."""
+        """Return zeros for all rows. On a CPU the pages that are written take memory."""
         sizes = (self.rows, like.shape[1], self.slots, like.shape[3])
-        with torch.inference_mode(False):
-            if like.device.type != "cpu":
-                return torch.zeros(sizes, dtype=like.dtype, device=like.device)
-            num_bytes = int(np.prod(sizes)) * like.element_size()
-            return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(like.dtype).view(sizes)
+        count = math.prod(sizes)
+        padded = padded_to_pages(count * like.element_size()) // like.element_size()
+        self._memories.append(PagedTensor([padded], like.dtype, like.device))
+        return self._memories[-1].tensor[:count].view(sizes)
 
     def keep_path(self, lengths_B: Tensor, path_Bm: Tensor, counts_B: Tensor) -> None:
         """Move accepted nodes of rows 0 .. B - 1 to consecutive slots. See `KVCache.keep_path`."""
@@ -107,27 +107,31 @@ class SlotStore:
         path_Bm = torch.where(steps <= counts_B[:, None], path_Bm, steps)
         rows_B1 = torch.arange(path_Bm.shape[0], device=path_Bm.device)[:, None]
         sources, targets = lengths_B[:, None] + path_Bm, lengths_B[:, None] + steps
-        for layer in self._layers.values():
-            for x in layer:
-                rows, source, target = (index.to(x.device) for index in (rows_B1, sources, targets))
-                x[rows, :, target] = x[rows, :, source]
+        for x in self._in_order():
+            rows, source, target = (index.to(x.device) for index in (rows_B1, sources, targets))
+            x[rows, :, target] = x[rows, :, source]
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of row `source` to row `target`."""
-        for layer in self._layers.values():
-            for x in layer:
-                x[target, :, :length] = x[source, :, :length]
+        for x in self._in_order():
+            x[target, :, :length] = x[source, :, :length]
         self.mark_used([target], [length])
 
     def release_row(self, row: int) -> None:
-        """Count the row's slots as free."""
+        """Give the memory of a row back."""
+        if self._used[row]:
+            for memory, x in zip(self._memories, self._in_order(), strict=True):
+                row_bytes = x.nbytes // self.rows
+                memory.discard(row * row_bytes, (row + 1) * row_bytes)
         self._used[row] = 0
 
     def clear(self) -> None:
         """Overwrite all keys and values by zeros: a value that is not finite would spread even if masked."""
-        for layer in self._layers.values():
-            for x in layer:
-                x.zero_()
+        for memory in self._memories:
+            if memory.is_sparse:
+                memory.discard(0, memory.tensor.nbytes)
+            else:
+                memory.tensor.zero_()
 
     def read_kv(self, row: int, length: int, start: int = 0) -> Tensor:
         """Return a copy of slots start .. length - 1 of a row, (1, 1, 1, length - start, bytes of a token).
@@ -157,7 +161,12 @@ class SlotStore:
             x[row, :, start:end] = part.view(kv.shape[3], x.shape[1], x.shape[3]).transpose(0, 1).to(x)
         self.mark_used([row], [end])
 
+    def _in_order(self) -> list[Tensor]:
+        """Return keys and values of the layers in the order of their first writes."""
+        return [x for layer in self._layers.values() for x in layer]
+
     def _tensors(self) -> list[Tensor]:
+        """Return keys and values of the layers by index."""
         return [x for index in sorted(self._layers) for x in self._layers[index]]
 
 
