@@ -3,17 +3,18 @@
 import mmap
 import re
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from kit.rollouts import prefilled, tiny_policy
+from kit.rollouts import Flips, prefilled, tiny_policy
 from test_draft_layer import layer_for
 from test_target import close, drawn, made, own
 
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.rows import EngineLimits
 from aedit.spec_rollout.model import cache as cache_module
 from aedit.spec_rollout.model.cache import KVMemory
 from aedit.spec_rollout.model.kv_blocks import KVBlocks
@@ -21,6 +22,7 @@ from aedit.spec_rollout.model.kv_rows import KVRows
 from aedit.spec_rollout.model.kv_spans import KVMemoryError, KVSizes
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.model.target_model import make_target
+from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
 CPU = torch.device("cpu")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
@@ -95,6 +97,40 @@ def test_a_target_s_bytes_follow_its_rows(layout):
     assert 0 < target.kv_bytes <= target.kv_bytes_reserved
 
 
+@pytest.mark.parametrize("layout", ["rows", "blocks"])
+def test_bytes_follow_the_tokens_in_use_over_a_batch_with_a_long_tail(layout):
+    """Sixteen samples in six rows; the longest is 40 times as long as most."""
+    policy = tiny_policy(seed=1)
+    target = Target.of(policy, rows=6, max_tokens=400, nodes=4, kv=KVMemory(layout))
+    engine = Engine(target, chooser=Flips("off"), limits=EngineLimits(prefix_cache_bytes=0))
+    for i in range(16):
+        sampling = Sampling(max_new_tokens=320 if i == 5 else 8, stop_tokens=())
+        engine.add(Prompt(tokens=(3, 5, i), rollout=i, sampling=sampling))
+    config, seen = policy.config, []
+    head_bytes = config.hidden_size // config.num_attention_heads * 8
+    planes = 2 * config.num_hidden_layers * config.num_key_value_heads
+    unit = mmap.PAGESIZE if layout == "rows" else 16 * head_bytes
+    while engine.running or engine.waiting:
+        engine.step()
+        in_rows = [len(each.prompt.tokens) + len(each.tokens) for each in engine.running]
+        used = sum(-(-tokens * head_bytes // unit) for tokens in in_rows)
+        assert engine.status()["kv_bytes"] <= planes * unit * used
+        assert engine.status()["kv_bytes"] >= planes * unit * (used - len(in_rows))
+        seen.append(engine.status()["kv_bytes"])
+    assert seen[-1] == 0
+    assert max(seen) < target.kv_bytes_reserved / 4
+
+
+def test_elsewhere_than_on_linux_a_row_takes_all_memory_at_once_and_works(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    model, text = made(), drawn(30)
+    target = Target.of(model, rows=2, max_tokens=40)
+    assert target.kv_bytes == target.kv_bytes_reserved
+    close(prefilled(target, text, 1), own(model, text)[1])
+    target.release_row(1)
+    assert target.kv_bytes == target.kv_bytes_reserved
+
+
 def test_a_released_row_leaves_nothing_that_another_could_read():
     """NaN of one sample in slots that are masked would be NaN in another, as 0 * NaN is NaN."""
     for layout in ("rows", "blocks"):
@@ -106,22 +142,15 @@ def test_a_released_row_leaves_nothing_that_another_could_read():
         assert target.step(drawn(2, 1), [20, 180])[0].isfinite().all()
 
 
+@linux
 def test_address_space_that_is_refused_says_what_to_lower():
-    """A child process has a limit of address space."""
-    code = (
-        "import torch\n"
-        "from aedit.spec_rollout.model.kv_rows import KVRows\n"
-        "from aedit.spec_rollout.model.kv_spans import KVSizes\n"
-        "KVRows(KVSizes(32, 16, 32, 1 << 15, 128), torch.bfloat16, torch.device('cpu'))\n"
-    )
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30))
-
-    child = [sys.executable, "-c", code]
-    done = subprocess.run(child, preexec_fn=limit, capture_output=True, text=True, timeout=60)
-    assert "refuses 256.00 GiB of address space for keys and values" in done.stderr
-    assert "lower rows or max_tokens" in done.stderr.splitlines()[-1]
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (128 << 30, hard))
+    try:
+        with pytest.raises(ValueError, match=r"refuses 256.00 GiB of address .*: lower rows or max_tokens"):
+            KVRows(KVSizes(32, 16, 32, 32 << 10, 128), torch.bfloat16, CPU)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def test_a_model_does_not_take_another_path_because_memory_is_short(monkeypatch):
