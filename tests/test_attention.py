@@ -7,6 +7,7 @@ from kit.rollouts import prefilled
 from test_target import SIZES, TREES, close, drawn, made, own, path_to
 from transformers import MistralConfig, MistralForCausalLM
 
+from aedit.spec_rollout.model import cache as cache_module
 from aedit.spec_rollout.model.cache import KVCache, KVMemory
 from aedit.spec_rollout.model.kv_extent import kv_extents
 from aedit.spec_rollout.model.kv_spans import KVSizes
@@ -15,6 +16,7 @@ from aedit.spec_rollout.model.prefill import Piece, PrefillAttention
 from aedit.spec_rollout.model.target import Target
 
 HEADS, KV_HEADS, SIZE = 6, 2, 4
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}
 SPECS = [
     AttentionSpec(0.5),
     AttentionSpec(0.3, window=1),
@@ -74,7 +76,23 @@ def test_scale_window_and_softcap_of_each_layer_are_those_written_out(tree, min_
                 distances = torch.arange(length + len(path)).flip(0)
                 seen = torch.cat([past_k, keys[row, path]]), torch.cat([past_v, values[row, path]])
                 expected = explicit(spec, queries[row, i].double(), *seen, distances)
-                close(ours[row, i].double(), expected, 1e-12 if dtype is torch.float64 else 0.05)
+                close(ours[row, i].double(), expected, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_one_new_token_of_each_row_attends_as_written_out(dtype, monkeypatch):
+    monkeypatch.setattr(cache_module, "L2_BYTES", 0)
+    torch.manual_seed(0)
+    lengths, cache = [7, 2, 12], filled_cache(3, 24, "rows", dtype)
+    step = cache.prepare(torch.tensor(lengths), 1, kv_extents(lengths, 1, 10**9))
+    for layer, spec in enumerate(SPECS):
+        queries, keys, values = (torch.randn(3, n, SIZE, dtype=dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
+        ours = step.attend(layer, queries, keys, values)
+        for row, length in enumerate(lengths):
+            seen = cache.read_kv(row, length + 1)[layer].transpose(1, 2).double()
+            close(seen[0, -1], keys[row].double(), 0)
+            expected = explicit(spec, queries[row].double(), *seen, torch.arange(length + 1).flip(0))
+            close(ours[row].double(), expected, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("layout", ["rows", "blocks"])

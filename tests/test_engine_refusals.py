@@ -19,7 +19,7 @@ from kit.rollouts import (
 
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.rows import EngineLimits
+from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.distribution import RowSampling, logprobs, warp_logits
 from aedit.spec_rollout.sampling.samples import MAX_TEMPERATURE, MIN_TEMPERATURE, Prompt, Rollout, Sampling
@@ -202,6 +202,20 @@ def test_weights_that_are_not_finite_are_an_error_before_a_token_is_appended(val
     engine.update_weights(right.state_dict(), 6)
     list(engine.generate([]))
     assert [rollout.tokens for rollout in made] == plain
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_an_error_in_rejection_mode(value):
+    """No weight of such a distribution reaches the number that draws the token."""
+    broken, prompts = tiny_policy(), samples(["T = 1"])[:3]
+    engine = engine_of(broken, 3, Insider([]), "layer:3", mode="rejection")
+    made = [engine.add(prompt) for prompt in prompts]
+    weights = {name: tensor.clone() for name, tensor in broken.state_dict().items()}
+    weights["model.layers.1.mlp.up_proj.weight"][3] = value
+    engine.update_weights(weights, 5)
+    with pytest.raises(ValueError, match=r"version 5 .* rollout 0/0, 0/1, 0/2: its logits are NaN"):
+        engine.step()
+    assert [rollout.tokens for rollout in made] == [[], [], []]
 
 
 @pytest.mark.parametrize("mode", ["coupled", "rejection"])

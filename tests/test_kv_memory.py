@@ -3,22 +3,26 @@
 import mmap
 import re
 import resource
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from kit.rollouts import prefilled
+from kit.rollouts import Flips, prefilled, tiny_policy
+from test_draft_layer import layer_for
 from test_target import close, drawn, made, own
 
-from aedit.spec_rollout.model import cache
+from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.rows import EngineLimits
+from aedit.spec_rollout.model import cache as cache_module
 from aedit.spec_rollout.model.cache import KVMemory
 from aedit.spec_rollout.model.kv_blocks import KVBlocks
 from aedit.spec_rollout.model.kv_rows import KVRows
 from aedit.spec_rollout.model.kv_spans import KVMemoryError, KVSizes
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.model.target_model import make_target
+from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
 CPU = torch.device("cpu")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
@@ -82,7 +86,7 @@ def test_a_target_s_bytes_follow_its_rows(layout):
     assert seen == sorted(seen)
     target.release_row(1)
     target.move_row(2, 1, 89)
-    assert target.kv_bytes < seen[2] - seen[0]
+    assert target.kv_bytes == seen[0] + seen[2] - seen[1]
     logits, _ = target.step(torch.stack([texts[0][-1:], texts[2][-1:]]), [39, 89])
     close(logits[0, 0], own(model, texts[0])[0][-1])
     close(logits[1, 0], own(model, texts[2])[0][-1])
@@ -91,6 +95,40 @@ def test_a_target_s_bytes_follow_its_rows(layout):
     assert target.kv_bytes == 0
     close(prefilled(target, texts[1], 2), own(model, texts[1])[1])
     assert 0 < target.kv_bytes <= target.kv_bytes_reserved
+
+
+@pytest.mark.parametrize("layout", ["rows", "blocks"])
+def test_bytes_follow_the_tokens_in_use_over_a_batch_with_a_long_tail(layout):
+    """Sixteen samples in six rows; the longest is 40 times as long as most."""
+    policy = tiny_policy(seed=1)
+    target = Target.of(policy, rows=6, max_tokens=400, nodes=4, kv=KVMemory(layout))
+    engine = Engine(target, chooser=Flips("off"), limits=EngineLimits(prefix_cache_bytes=0))
+    for i in range(16):
+        sampling = Sampling(max_new_tokens=320 if i == 5 else 8, stop_tokens=())
+        engine.add(Prompt(tokens=(3, 5, i), rollout=i, sampling=sampling))
+    config, seen = policy.config, []
+    head_bytes = config.hidden_size // config.num_attention_heads * 8
+    planes = 2 * config.num_hidden_layers * config.num_key_value_heads
+    unit = mmap.PAGESIZE if layout == "rows" else 16 * head_bytes
+    while engine.running or engine.waiting:
+        engine.step()
+        in_rows = [len(each.prompt.tokens) + len(each.tokens) for each in engine.running]
+        used = sum(-(-tokens * head_bytes // unit) for tokens in in_rows)
+        assert engine.status()["kv_bytes"] <= planes * unit * used
+        assert engine.status()["kv_bytes"] >= planes * unit * (used - len(in_rows))
+        seen.append(engine.status()["kv_bytes"])
+    assert seen[-1] == 0
+    assert max(seen) < target.kv_bytes_reserved / 4
+
+
+def test_elsewhere_than_on_linux_a_row_takes_all_memory_at_once_and_works(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    model, text = made(), drawn(30)
+    target = Target.of(model, rows=2, max_tokens=40)
+    assert target.kv_bytes == target.kv_bytes_reserved
+    close(prefilled(target, text, 1), own(model, text)[1])
+    target.release_row(1)
+    assert target.kv_bytes == target.kv_bytes_reserved
 
 
 def test_a_released_row_leaves_nothing_that_another_could_read():
@@ -104,22 +142,15 @@ def test_a_released_row_leaves_nothing_that_another_could_read():
         assert target.step(drawn(2, 1), [20, 180])[0].isfinite().all()
 
 
+@linux
 def test_address_space_that_is_refused_says_what_to_lower():
-    """A child process has a limit of address space."""
-    code = (
-        "import torch\n"
-        "from aedit.spec_rollout.model.kv_rows import KVRows\n"
-        "from aedit.spec_rollout.model.kv_spans import KVSizes\n"
-        "KVRows(KVSizes(32, 16, 32, 1 << 15, 128), torch.bfloat16, torch.device('cpu'))\n"
-    )
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30))
-
-    child = [sys.executable, "-c", code]
-    done = subprocess.run(child, preexec_fn=limit, capture_output=True, text=True, timeout=60)
-    assert "refuses 256.00 GiB of address space for keys and values" in done.stderr
-    assert "lower rows or max_tokens" in done.stderr.splitlines()[-1]
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (128 << 30, hard))
+    try:
+        with pytest.raises(ValueError, match=r"refuses 256.00 GiB of address .*: lower rows or max_tokens"):
+            KVRows(KVSizes(32, 16, 32, 32 << 10, 128), torch.bfloat16, CPU)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def test_a_model_does_not_take_another_path_because_memory_is_short(monkeypatch):
@@ -128,9 +159,30 @@ def test_a_model_does_not_take_another_path_because_memory_is_short(monkeypatch)
     def refuse(*sizes):
         raise KVMemoryError("lower rows")
 
-    monkeypatch.setattr(cache, "KVRows", refuse)
+    monkeypatch.setattr(cache_module, "KVRows", refuse)
     with pytest.raises(KVMemoryError, match="lower rows"):
         make_target(made(), rows=2, max_tokens=20)
+
+
+@linux
+def test_a_row_of_the_draft_layer_gives_its_memory_back():
+    policy = tiny_policy(seed=1)
+    target = Target.of(policy, rows=4, max_tokens=3000)
+    drafter = LayerDrafter.of(layer_for(policy), target)
+    cache = drafter._runner.cache
+    start = committed(cache)
+    cache.fill_(1.0)
+    row_bytes = cache.nbytes // 4
+    assert committed(cache) - start >= 4 * row_bytes
+    drafter.end(1)
+    drafter.move(3, 2)
+    left = committed(cache) - start
+    assert 2 * row_bytes <= left <= 2 * row_bytes + 4 * mmap.PAGESIZE, (
+        "but for the pages at the edges of rows"
+    )
+    rows = cache.view(4, -1)
+    assert rows[0].eq(1).all()
+    assert rows[2].eq(1).all()
 
 
 def test_a_copied_row_shares_blocks_until_one_of_the_two_writes():

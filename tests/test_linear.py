@@ -36,6 +36,18 @@ def test_any_number_of_rows_gives_the_product(dtype, shape):
             check(linear(x, weight, bias), x, weight, bias)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_weight_that_is_stored_transposed_gives_the_product(dtype, shape):
+    with torch.inference_mode():
+        for rows in (0, 1, 2, 5, 40):
+            x, weight, bias = tensors(rows, shape, dtype)
+            stored = weight.t().contiguous()
+            check(linear(x, stored.t(), bias), x, weight, bias)
+            stored.mul_(-2)
+            check(linear(x, stored.t()), x, -2 * weight)
+
+
 def test_the_shapes_are_on_both_sides_of_the_rule():
     assert [out * size < SMALL_WEIGHTS for out, size in SHAPES] == [True, False, False, False]
 

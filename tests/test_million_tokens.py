@@ -23,7 +23,7 @@ from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.rows import EngineLimits
+from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.model.target_model import make_target
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 

@@ -9,7 +9,9 @@ from kit.prefill import Recorder, features_of, long_prompts, watched
 from kit.rollouts import FLIPS, Flips, Insider, decode_plainly, prompts_of, tiny_policy
 
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.rows import EngineLimits
+from aedit.spec_rollout.engine.limits import EngineLimits
+from aedit.spec_rollout.model.cache import KVMemory
+from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Sampling
 
@@ -107,7 +109,7 @@ def test_between_two_passes_no_more_is_computed_than_the_limit(policy, monkeypat
     engine = engine_of(policy, rows=3, prefill_tokens=10)
     events = watched(engine, monkeypatch)
     made = []
-    never_idle = engine.add(long_prompts([2], max_new_tokens=150)[0])
+    never_idle = engine.add(replace(long_prompts([2], max_new_tokens=150)[0], sample=99))
     engine.step()
     for prompt in asked:
         made.append(engine.add(prompt))
@@ -227,6 +229,110 @@ def random_groups(draw, count):
 
 def key(prompt):
     return prompt.rollout, prompt.sample
+
+
+# --- memory
+
+
+def scarce_engine(policy, num_blocks, texts, sink=None, **limits):
+    target = Target.of(policy, rows=6, max_tokens=90, nodes=4, kv=KVMemory("blocks", num_blocks))
+    limits = EngineLimits(**limits)
+    engine = Engine(target, drafters={"layer": Insider(texts)}, chooser=Flips(*SHORT_ARMS), limits=limits)
+    engine.sink = sink
+    return engine
+
+
+SHORT_ARMS = ["off", "layer:4", "layer:2x2x4", "layer:1"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_samples_wait_for_memory_and_lose_no_token(policy, seed):
+    """The pool holds two of the six rows at their greatest length; samples leave and come back."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 50) for _ in range(12)]
+    asked = [
+        replace(prompt, sampling=Sampling(max_new_tokens=draw.randint(1, 40)), group=-1)
+        for prompt in long_prompts(lengths, seed=seed)
+    ]
+    plain = decode_plainly(policy, asked)
+    texts = [[*prompt.tokens, *tokens] for prompt, tokens in zip(asked, plain, strict=True)]
+    sink = Recorder()
+    caches = {"prefix_cache_bytes": 2**20 * (seed % 2)}
+    engine = scarce_engine(tiny_policy(seed=1), 12, texts, sink, prefill_tokens=20, **caches)
+    made = [engine.add(prompt) for prompt in asked]
+    while engine.running or engine.waiting:
+        engine.step()
+        if draw.random() < 0.05:
+            engine.update_weights(policy.state_dict(), engine.target.version + 1)
+    assert [rollout.tokens for rollout in made] == plain
+    assert engine.status()["kv_bytes"] == 0
+    assert sum(not finished for *_, finished in sink.ended) > 2
+    for tokens, features, *_ in sink.ended:
+        assert torch.allclose(torch.cat(features), features_of(policy, tokens)[:-1], atol=1e-9)
+
+
+def test_as_many_samples_start_as_memory_holds(policy):
+    engine = scarce_engine(policy, 12, [])
+    for prompt in long_prompts([48] * 5):
+        engine.add(prompt)
+    engine.step()
+    assert len(engine.running) == 2  # half of a half of five: what fits without a trial of each number
+    assert len(list(engine.generate([]))) == 5
+
+
+def test_a_start_that_failed_takes_nothing_from_the_rows_it_has_filled(policy):
+    """A member of a group would start in the row of one that has ended, but memory is short for the next."""
+    (running, other, large), (ended, member) = (
+        long_prompts([75, 3, 80]),
+        long_prompts([30, 30], seed=1, group=1, max_new_tokens=3),
+    )
+    asked = [running, ended, replace(other, sampling=ended.sampling), member, large]
+    target = Target.of(policy, rows=3, max_tokens=90, nodes=4, kv=KVMemory("blocks", 11))
+    engine = Engine(target, limits=EngineLimits(prefix_cache_bytes=0))
+    made = [engine.add(prompt) for prompt in asked]
+    for _ in range(3):
+        engine.step()
+    assert (engine.running, engine.waiting) == ([made[0], made[3]], [made[4]])
+    assert engine.status()["prefilled_tokens"] == 74 + 29 + 2 + 29  # the member's prompt once more
+    assert finish(engine, made) == decode_plainly(policy, asked)
+
+
+def test_a_sample_that_does_not_fit_alone_is_an_error_with_the_remedy_and_stays(policy, monkeypatch):
+    engine = scarce_engine(policy, 6, [])  # one row of 90 tokens and a draft
+    rollout = engine.add(long_prompts([50], max_new_tokens=40)[0])
+
+    def refuse(spans):
+        raise KVMemoryError("lower rows")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target.cache.storage, "reserve", refuse)
+        with pytest.raises(KVMemoryError, match="lower rows"):
+            engine.step()
+        assert (engine.running, engine.waiting) == ([], [rollout])
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target.cache.storage, "reserve", refuse)
+        with pytest.raises(KVMemoryError, match="lower rows"):
+            engine.step()
+    list(engine.generate([]))
+    assert rollout.tokens == decode_plainly(policy, [rollout.prompt])[0]
+
+
+def test_rows_without_a_sample_take_no_memory(policy):
+    engine = engine_of(policy, rows=4, prefill_tokens=16)
+    short, long = long_prompts([5, 101], max_new_tokens=20)
+    engine.add(short)
+    engine.step()
+    one = engine.status()["kv_bytes"]
+    rollout = engine.add(long)
+    engine.step()
+    engine.step()
+    assert engine.status()["kv_bytes"] > one
+    engine.remove(rollout)
+    engine.step()
+    assert engine.status()["kv_bytes"] == one
+    list(engine.generate([]))
+    assert engine.status()["kv_bytes"] == 0
 
 
 @pytest.mark.parametrize("limit", [{"prefill_tokens": 0}, {"prefix_cache_bytes": -1}])

@@ -12,8 +12,8 @@ from kit.rollouts import FLIPS, VOCABULARY, Flips, Insider, decode_plainly, pert
 
 from aedit import spec_rollout
 from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.engine.prefix_cache import BLOCK_TOKENS, KEY_BYTES, PrefixCache
-from aedit.spec_rollout.engine.rows import EngineLimits
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
 from aedit.spec_rollout.model.target_model import make_target

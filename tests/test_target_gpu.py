@@ -6,6 +6,7 @@ from kit.rollouts import prefilled
 from test_target import made
 
 from aedit.spec_rollout.model import cache
+from aedit.spec_rollout.model.cache import KVMemory
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
 from aedit.spec_rollout.model.target import Target
 
@@ -94,6 +95,21 @@ def test_a_row_that_is_only_computed_along_keeps_all_it_could_be_asked_for():
     assert not torch.equal(target.read_kv(5, 65), last)
     for row, length in enumerate(kept):
         assert torch.equal(target.read_kv(row, length), before[row])
+
+
+def test_a_row_that_is_only_computed_along_does_not_write_to_blocks_that_it_gave_back():
+    """Row 5 was full; its last block is another row's when a recording of 6 rows computes 5."""
+    target = Target.of(made("llama"), rows=6, max_tokens=60, nodes=4, kv=KVMemory("blocks"))
+    target.graphs = Unrecorded()
+    prefilled(target, drawn("cpu", 65, seed=5), 5)
+    target.release_row(5)
+    for row in range(5):
+        prefilled(target, drawn("cpu", 60, seed=row), row)
+    before = [target.read_kv(row, 60) for row in range(5)]
+    target.step(drawn("cpu", 5, 1), [60] * 5)
+    assert target.graphs.keys == [(6, 1, 65, True)]
+    for row in range(5):
+        assert torch.equal(target.read_kv(row, 60), before[row])
 
 
 def test_buckets_are_few_and_never_too_small():

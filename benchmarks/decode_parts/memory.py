@@ -11,7 +11,7 @@ import psutil
 from transformers import PreTrainedModel
 
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.engine.rows import EngineLimits
+from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 from benchmarks.decode_parts.policy import PolicyShape, random_policy
 from benchmarks.decode_parts.systems import random_texts

@@ -1,7 +1,7 @@
 """Race of the systems: the same prompts, by turns in random order, one batch shape after the other.
 
 A turn decodes a batch of fresh prompts to its first token, which is the time of the prompts, and another one
-to 1 + n tokens; the difference is the time of n plain steps.
+to 1 + n tokens; less the median time of the prompts, that is the time of n plain steps.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.decode_parts.systems import System, random_texts
-from benchmarks.kit.statistics import Interval
+from benchmarks.kit.statistics import Interval, median
 
 RESOLUTION_S = 1e-6
 """Shortest time of plain steps, for models so small that noise could make it negative."""
@@ -69,7 +69,8 @@ class Turns:
 def race(systems: Mapping[str, System], dtype: str, shape: Shape, turns: Turns) -> Race:
     """Measure all systems on one batch shape."""
     rng = random.Random(f"{shape}")
-    found = Race(dtype, shape, {name: [] for name in systems}, {name: [] for name in systems}, {})
+    first_s: dict[str, list[float]] = {name: [] for name in systems}
+    whole_s: dict[str, list[float]] = {name: [] for name in systems}
     equal, compared = Counter[str](), Counter[str]()
     until_s = math.inf
     for repeat in range(1 + turns.repeats):
@@ -81,29 +82,25 @@ def race(systems: Mapping[str, System], dtype: str, shape: Shape, turns: Turns) 
         texts = [random_texts(turns.vocabulary, shape.rows, shape.prompt, rng) for _ in range(2)]
         said: dict[str, list[list[int]]] = {}
         for name in rng.sample(list(systems), len(systems)):
-            said[name], first_s, rate = _turn(systems[name], shape, texts)
+            turn = [systems[name].decode(texts[0], 1)]
+            turn += [systems[name].decode(texts[1], 1 + shape.new)] if shape.new else []
+            said[name] = [text for decoded in turn for text in decoded.tokens]
             if repeat:
-                found.first_s[name].append(first_s)
-                found.rates[name] += rate
+                first_s[name].append(turn[0].seconds)
+                whole_s[name] += [decoded.seconds for decoded in turn[1:]]
         ours = said[next(iter(systems))]
         for name, theirs in said.items():
             for same, either in _same_tokens(ours, theirs):
                 equal[name] += same
                 compared[name] += either
-    found.equal.update({name: equal[name] / compared[name] for name in systems})
-    return found
+    rates = {name: _rates(shape, first_s[name], whole_s[name]) for name in systems}
+    return Race(dtype, shape, first_s, rates, {name: equal[name] / compared[name] for name in systems})
 
 
-def _turn(
-    system: System, shape: Shape, texts: Sequence[Sequence[Sequence[int]]]
-) -> tuple[list[list[int]], float, list[float]]:
-    """Return the tokens, seconds to the first ones, and the tokens per second of the steps if there are."""
-    first = system.decode(texts[0], 1)
-    if not shape.new:
-        return first.tokens, first.seconds, []
-    whole = system.decode(texts[1], 1 + shape.new)
-    steps_s = max(whole.seconds - first.seconds, RESOLUTION_S)
-    return first.tokens + whole.tokens, first.seconds, [shape.rows * shape.new / steps_s]
+def _rates(shape: Shape, first_s: Sequence[float], whole_s: Sequence[float]) -> list[float]:
+    """Return the tokens per second of the plain steps of each turn."""
+    prompts_s = median(first_s) if first_s else 0.0
+    return [shape.rows * shape.new / max(seconds - prompts_s, RESOLUTION_S) for seconds in whole_s]
 
 
 def _same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.draft_shape import rotations
 from aedit.spec_rollout.model.linear import linear
+from aedit.spec_rollout.model.paged_memory import PagedTensor
 
 
 class CachedPairs(NamedTuple):
@@ -40,7 +41,8 @@ class DraftRunner:
         dtype, device = embedding.dtype, embedding.device
         exact = torch.complex128 if dtype == torch.float64 else torch.complex64
         with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
-            self.cache = torch.zeros(rows * slots, layer.shape.kv_size, dtype=dtype, device=device)
+            self._memory = PagedTensor((rows * slots, layer.shape.kv_size), dtype, device)
+            self.cache = self._memory.tensor
             self._rotations = (
                 rotations(layer.shape, torch.arange(slots, device=device)).to(exact).unsqueeze(1)
             )
@@ -51,7 +53,7 @@ class DraftRunner:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of cache, tables and weights."""
+        """Return the bytes of cache, tables and weights, with all rows at their greatest length."""
         tensors = [self.cache, self._rotations, *self._weights.values()]
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
@@ -76,6 +78,11 @@ class DraftRunner:
         """Copy the first `length` slots of row `source` to row `target`."""
         rows = self.cache.view(self.rows, self.slots, -1)
         rows[target, :length] = rows[source, :length]
+
+    def release(self, row: int) -> None:
+        """Give back the memory of a row on a CPU. What was written to it is lost."""
+        row_bytes = self.slots * self.cache.shape[1] * self.cache.itemsize
+        self._memory.discard(row * row_bytes, (row + 1) * row_bytes)
 
     def write_pairs(
         self, tokens_P: Tensor, features_Pw: Tensor, slots_P: Tensor, positions_P: Tensor

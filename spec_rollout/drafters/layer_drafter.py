@@ -84,7 +84,10 @@ class LayerDrafter:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of cache and weights. Embedding and head belong to the policy."""
+        """Return the bytes of weights and cache, with all rows at their greatest length.
+
+        Embedding and head belong to the policy.
+        """
         return self._runner.num_bytes
 
     def replace(self, layer: DraftLayer, version: int) -> None:
@@ -118,10 +121,12 @@ class LayerDrafter:
         backlogs[target], backlogs[source] = backlogs[source], None
         if (row := backlogs[target]) is not None and row.num_computed > row.first:
             self._runner.move(source, target, row.num_computed)
+        self._runner.release(source)
 
     def end(self, row: int) -> None:
-        """Remove the sample of `row`."""
+        """Remove the sample of `row`, and give back its memory."""
         self._backlog.rows[row] = None
+        self._runner.release(row)
 
     @torch.inference_mode()
     def propose(self, arm: Arm, rows: int, noise: Noise, temperature_B: Tensor) -> Draft:

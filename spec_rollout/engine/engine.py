@@ -18,11 +18,17 @@ from torch import Tensor, nn
 
 from aedit.spec_rollout.arms.arms import ArmChooser, EngineView, Fixed, StepObservation
 from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft, Drafter, DrafterKind, FeatureSink, StepUpdate
+from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.engine.meters import Meters, Step, Stopwatch
 from aedit.spec_rollout.engine.request_checks import check_prompt
-from aedit.spec_rollout.engine.rows import EngineLimits, RowScheduler
+from aedit.spec_rollout.engine.rows import RowScheduler
 from aedit.spec_rollout.engine.sample_keys import SampleKeys
-from aedit.spec_rollout.engine.verification import Verification, VerifyMode, truncate_draft, verify_drafts
+from aedit.spec_rollout.engine.verification import (
+    Verification,
+    VerifyMode,
+    truncate_draft,
+    verify_within_memory,
+)
 from aedit.spec_rollout.model.target_model import TargetModel, make_target
 from aedit.spec_rollout.sampling.noise import RowNoise
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
@@ -227,11 +233,13 @@ class Engine:
         """Run one pass of the policy over all running samples, each of which gets one token or more.
 
         Waiting samples start first, as far as rows are free and `EngineLimits.prefill_tokens` allows. Without
-        samples nothing is done.
+        samples nothing is done. If memory for keys and values is short, the last running samples wait until
+        others have ended; no token changes.
 
         Raises:
             RuntimeError: The weights have changed without `update_weights`. Nothing has been generated; the
                 step can be repeated after it.
+            KVMemoryError: The memory for keys and values does not suffice for one sample.
         """
         if self._rows.running or self._rows.waiting:
             self.target.check_weights(thorough=not self._rows.running)
@@ -285,7 +293,7 @@ class Engine:
 
     def _step(self) -> Step:
         began_s = self.clock()
-        rows, view = self._rows, self._view()
+        rows, view = self._rows, self._rows.view()
         arm = self._choose(view)
         drafting = Stopwatch(self.target.device, self.clock)
         proposal = None if arm.is_off else self._propose(arm)
@@ -294,7 +302,9 @@ class Engine:
         if proposal is not None:
             num_nodes = min(self.chooser.trim(view, arm, proposal), self.target.nodes)
             draft = truncate_draft(proposal, num_nodes)
-        verification = verify_drafts(rows, draft, arm.depth, self.mode)
+        verification, is_whole = verify_within_memory(rows, draft, arm.depth, self.mode)
+        if not is_whole:
+            arm, proposal, draft, view = OFF, None, None, rows.view()
         rollouts = tuple(each.rollout for each in rows.running)
         verification.check_finite(rollouts, self.target.version)
         counts, ended = self._append_tokens(verification)
@@ -313,14 +323,6 @@ class Engine:
         rows.end(ended, finished=True)
         self._keys.release(rollout.prompt for rollout in step.finished)
         return step
-
-    def _view(self) -> EngineView:
-        live = self._rows.running
-        # A drafter without weights has no version.
-        versions: dict[str, int] = {
-            by: getattr(drafter, "version", 0) for by, drafter in self._rows.drafters.items()
-        }
-        return EngineView(len(live), sum(each.length for each in live), versions)
 
     def _choose(self, view: EngineView) -> Arm:
         """Return the chooser's arm, or off if no sample can take more than one token."""

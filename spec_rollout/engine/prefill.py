@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aedit.spec_rollout.engine.feature_history import FeatureHistory
 from aedit.spec_rollout.engine.prefix_cache import BLOCK_TOKENS, PrefixBlock, PrefixCache
+from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.model.target import Segment
 from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, SampleKV
@@ -91,7 +92,19 @@ class Prefill:
         return start
 
     def place(self, start: SampleStart, row: int) -> None:
-        """Assign a row to the sample and copy the state from its source, unless that is computed first."""
+        """Give the sample a row and copy the state from its source, unless that is computed first.
+
+        The state of a sample that has a row moves to the new one.
+
+        Raises:
+            KVMemoryError: Memory is short.
+        """
+        if start.row >= 0:
+            if start.row != row:
+                self.target.release_row(row)
+                self.target.move_row(start.row, row, start.length)
+            start.row = row
+            return
         start.row, source = row, start.source
         if not (isinstance(source, PromptRow) and source.row == row):
             self.target.release_row(row)
@@ -106,12 +119,20 @@ class Prefill:
         if self.cache.is_on and (source is None or isinstance(source, list)):
             self.cache.record_lookup(source or [])
 
+    def drop(self, start: SampleStart) -> None:
+        """Free the row of a sample that does not start."""
+        if start.row >= 0:
+            self.target.release_row(start.row)
+
     def compute(self, starts: Sequence[SampleStart], most: int | None = None) -> None:
         """Compute what is missing of samples that have a row.
 
         Args:
             starts: The samples.
             most: Upper limit of computed tokens of each sample; None computes all.
+
+        Raises:
+            KVMemoryError: Memory is short.
         """
         self._pass([start for start in starts if not isinstance(start.source, SampleStart)], most)
         followers = [start for start in starts if isinstance(start.source, SampleStart)]
@@ -166,6 +187,8 @@ class Prefill:
         """Write the keys and values that came with a sample; compute them if they are of another model."""
         try:
             self.target.write_kv(start.row, kept.kv)
+        except KVMemoryError:
+            raise
         except ValueError:
             start.length = start.first_feature = 0
             return

@@ -11,87 +11,23 @@ until the last part, in a row after the running ones.
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from aedit.spec_rollout.arms.arms import EngineView
 from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, FeatureSink, PolicyReader, RowStart
 from aedit.spec_rollout.engine.feature_history import FeatureHistory
+from aedit.spec_rollout.engine.limits import EngineLimits
 from aedit.spec_rollout.engine.prefill import Prefill, PromptRow, SampleStart
 from aedit.spec_rollout.engine.prefix_cache import PrefixCache
+from aedit.spec_rollout.engine.running import RunningSample
+from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.spec_rollout.sampling.adjustments import LogitAdjustments
 from aedit.spec_rollout.sampling.distribution import RowSampling
 from aedit.spec_rollout.sampling.noise import RowNoise
-from aedit.spec_rollout.sampling.samples import FinishReason, Rollout, SampleKV
-from aedit.spec_rollout.sampling.stops import StopStrings, TokenDecoder
-from aedit.types import check
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """Limits of an engine's prefill and of its prefix cache."""
-
-    prefill_tokens: int = 512
-    """Upper limit of tokens of waiting samples that are computed between two passes over running samples.
-    While no sample is running there is no limit."""
-    prefix_cache_bytes: int = 256 << 20
-    """Upper limit of the prefix cache, which grows with its contents; 0 turns it off."""
-
-    def __post_init__(self) -> None:
-        check(self.prefill_tokens > 0, "prefill_tokens", "must be above 0", self.prefill_tokens)
-        check(
-            self.prefix_cache_bytes >= 0, "prefix_cache_bytes", "must be 0 or more", self.prefix_cache_bytes
-        )
-
-
-@dataclass(slots=True)
-class RunningSample:
-    """A sample in its row."""
-
-    rollout: Rollout
-    length: int
-    """Number of tokens whose keys and values are in the row: all but the last."""
-    last: int
-    """Token that goes through the policy next."""
-    stops: StopStrings | None
-    features: FeatureHistory | None
-    """Features of the prompt, for other samples of the group; with a prefix cache, of all tokens but the
-    last. None if features are not needed."""
-
-    @property
-    def cached_tokens(self) -> list[int]:
-        """Return the tokens whose keys and values are in the row."""
-        return [*self.rollout.prompt.tokens, *self.rollout.tokens][: self.length]
-
-    @property
-    def max_remaining(self) -> int:
-        """Return the upper limit of new tokens that the sample may still get."""
-        return self.rollout.prompt.sampling.max_new_tokens - len(self.rollout.tokens)
-
-    def find_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason]:
-        """Return how many of these next tokens belong to the rollout, and its finish reason.
-
-        The reason is empty if the rollout does not end with them.
-        """
-        sampling, num_tokens = self.rollout.prompt.sampling, len(self.rollout.tokens)
-        for i, token in enumerate(tokens, 1):
-            completed = self.stops is not None and self.stops.completes(token)
-            if token in sampling.stop_tokens or (completed and num_tokens + i >= sampling.min_new_tokens):
-                return i, "stop"
-            if num_tokens + i >= sampling.max_new_tokens:
-                return i, "length"
-        return len(tokens), ""
-
-    def append(self, tokens: list[int], logprobs: list[float], version: int) -> None:
-        """Append the tokens of one pass of the policy."""
-        rollout = self.rollout
-        rollout.tokens += tokens
-        rollout.logprobs += logprobs
-        rollout.versions += [version] * len(tokens)
-        rollout.passes += 1
-        self.length += len(tokens)
-        self.last = tokens[-1]
+from aedit.spec_rollout.sampling.samples import Rollout, SampleKV
+from aedit.spec_rollout.sampling.stops import TokenDecoder
 
 
 class RowScheduler:
@@ -116,6 +52,8 @@ class RowScheduler:
         """The first of the queue, if a part of its text has been computed."""
         self._budget = limits.prefill_tokens
         """Tokens of waiting samples that may be computed before the next pass."""
+        self._is_full = False
+        """Memory for keys and values is short: no sample starts before one has ended."""
         self._sampling: RowSampling | None = None
         self._some_greedy = False
         self._adjustments: LogitAdjustments | None = None
@@ -170,9 +108,16 @@ class RowScheduler:
         storages = (x.untyped_storage() for history in histories for x in history.tensors())
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
+    def view(self) -> EngineView:
+        """Return what an arm chooser is told about the running samples."""
+        # A drafter without weights has no version.
+        versions: dict[str, int] = {by: getattr(x, "version", 0) for by, x in self.drafters.items()}
+        return EngineView(len(self.running), sum(sample.length for sample in self.running), versions)
+
     def start_waiting(self) -> None:
-        """Start waiting samples in free rows, as far as the limit of computed tokens allows."""
-        if self.waiting:
+        """Start waiting samples in free rows, as far as memory and the limit of computed tokens allow."""
+        is_blocked = self._is_full and self.running
+        if (self.waiting and not is_blocked) or self._head is not None:
             self._refill([])
 
     def record_step(self, features_Bmf: Tensor, counts: Sequence[int]) -> None:
@@ -199,7 +144,29 @@ class RowScheduler:
             live = self.running[row]
             self.prefill.store(row, live.cached_tokens, live.features)
             self._release(row, finished)
+        self._is_full = False
         self._refill(rows)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return true if one sample is running and no other has a row."""
+        return len(self.running) == 1 and self._head is None
+
+    def make_room(self) -> None:
+        """Free memory for keys and values: the last running sample goes back to the front of the queue.
+
+        A sample whose text is being computed goes first. None starts again before another one has ended.
+        """
+        self._is_full = True
+        if self._head is not None:
+            self._drop_head()
+            return
+        row = len(self.running) - 1
+        live = self.running[row]
+        self.prefill.store(row, live.cached_tokens, live.features)
+        self._release(row, finished=False)
+        self._move_last_into(row)
+        self.waiting.appendleft(live.rollout)
 
     def copy_kv(self, row: int) -> SampleKV:
         """Return a copy of the keys and values of a row's sample."""
@@ -217,7 +184,7 @@ class RowScheduler:
         rollouts = [live.rollout for live in self.running]
         self.running = []
         self.waiting.extendleft(reversed(rollouts))
-        self._begin(self._take([], math.inf, len(rollouts)))
+        self._start([], math.inf, len(rollouts))
 
     def _refill(self, ended: Sequence[int]) -> None:
         """Start waiting samples in the rows of ended samples and after the last row; close remaining gaps."""
@@ -225,27 +192,63 @@ class RowScheduler:
         num_computed = self.prefill.num_computed
         if self._head is not None and (not self.waiting or self.waiting[0] is not self._head.rollout):
             self._drop_head()  # it was removed from the queue
-        gaps = list(ended)
-        starts = self._take(gaps, budget, self.target.rows)
-        self._begin(starts)
+        num_running = len(self.running) - len(ended)
+        gaps, error = self._start(ended, budget, self.target.rows)
         for row in reversed(gaps):
             self._move_last_into(row)
-        if not starts:
+        if error is not None and not self.running:
+            raise error
+        if len(self.running) == num_running and not self._is_full:
             self._advance_head(budget)
         self._budget = max(0, self._budget - self.prefill.num_computed + num_computed)
 
-    def _take(self, gaps: list[int], budget: float, most: int) -> list[SampleStart]:
-        """Take samples from the queue whose prefill can be completed, and assign rows.
+    def _start(
+        self, ended: Sequence[int], budget: float, most: int
+    ) -> tuple[list[int], KVMemoryError | None]:
+        """Start waiting samples whose prefill can be completed, fewer of them if memory is short.
 
         Args:
-            gaps: Rows of ended samples, ascending. Those that are filled are removed.
+            ended: Rows of ended samples, ascending.
+            budget: Upper limit of tokens to compute.
+            most: Upper limit of samples.
+
+        Returns:
+            Rows of ended samples that are left; the error if not even one sample could start.
+        """
+        rows = self._prompt_rows()
+        while True:
+            gaps = list(ended)
+            starts = self._take(gaps, dict(rows), budget, most)
+            try:
+                self._begin(starts)
+                return gaps, None
+            except KVMemoryError as error:
+                for start, _ in reversed(starts):
+                    self.prefill.drop(start)
+                    self.waiting.appendleft(start.rollout)
+                most = len(starts) // 2
+                if not most:
+                    self._is_full = True
+                    return list(ended), error
+                for row in ended:  # it may have been overwritten
+                    rows.pop(row, None)
+
+    def _take(
+        self, gaps: list[int], rows: dict[int, PromptRow], budget: float, most: int
+    ) -> list[tuple[SampleStart, int]]:
+        """Take samples from the queue whose prefill can be completed, and choose their rows.
+
+        Args:
+            gaps: Rows of ended samples, ascending. Those that are chosen are removed.
+            rows: Rows from which a prompt can be copied. Those that are chosen are removed.
             budget: Upper limit of tokens to compute.
             most: Upper limit of samples.
         """
-        starts: list[SampleStart] = []
-        rows, next_row = self._prompt_rows(), len(self.running)
+        starts: list[tuple[SampleStart, int]] = []
+        next_row = len(self.running)
         while self.waiting and len(starts) < most and (gaps or next_row < self.target.rows):
-            start = self._head or self.prefill.plan(self.waiting[0], rows.values(), starts)
+            before = [start for start, _ in starts]
+            start = self._head or self.prefill.plan(self.waiting[0], rows.values(), before)
             if start.num_missing > budget:
                 break
             budget -= start.num_missing
@@ -253,13 +256,8 @@ class RowScheduler:
             # A row that was filled in parts is kept if it is the next one: nothing has to be copied.
             row = gaps.pop(0) if gaps and start.row != next_row else next_row
             next_row += row == next_row
-            if start.row < 0:
-                self.prefill.place(start, row)
-            elif start.row != row:
-                self.target.move_row(start.row, row, start.length)
-                start.row = row
             rows.pop(row, None)
-            starts.append(start)
+            starts.append((start, row))
             self._head = None
         return starts
 
@@ -267,15 +265,19 @@ class RowScheduler:
         """Compute the next part of the first sample of the queue, in a row after the running ones."""
         if not self.waiting or budget == 0 or len(self.running) == self.target.rows:
             return
-        if self._head is None:
-            self._head = self.prefill.plan(self.waiting[0], self._prompt_rows().values(), [])
-            self.prefill.place(self._head, len(self.running))
-        self.prefill.compute([self._head], int(budget))
+        try:
+            if self._head is None:
+                self._head = self.prefill.plan(self.waiting[0], self._prompt_rows().values(), [])
+                self.prefill.place(self._head, len(self.running))
+            self.prefill.compute([self._head], int(budget))
+        except KVMemoryError:  # another sample is running: it goes on when that has ended
+            self._is_full = True
+            self._drop_head()
 
     def _drop_head(self) -> None:
         """Forget the computed part of the first sample of the queue."""
         if self._head is not None:
-            self.target.release_row(self._head.row)
+            self.prefill.drop(self._head)
             self._head = None
 
     def _prompt_rows(self) -> dict[int, PromptRow]:
@@ -286,12 +288,18 @@ class RowScheduler:
             if not self.needs_features or (live.features is not None and live.features.start == 0)
         }
 
-    def _begin(self, starts: Sequence[SampleStart]) -> None:
-        """Compute what is missing of these samples, which have rows, and run them."""
+    def _begin(self, starts: Sequence[tuple[SampleStart, int]]) -> None:
+        """Fill the rows of these samples and run them.
+
+        Raises:
+            KVMemoryError: Memory is short. None of them runs.
+        """
         if not starts:
             return
-        self.prefill.compute(starts)
-        begun = [self._run(start) for start in starts]
+        for start, row in starts:
+            self.prefill.place(start, row)
+        self.prefill.compute([start for start, _ in starts])
+        begun = [self._run(start) for start, _ in starts]
         self._sampling = None
         for drafter in self.drafters.values():
             drafter.begin(begun)
@@ -306,20 +314,8 @@ class RowScheduler:
         history = FeatureHistory(features_Tf, start.first_feature) if self.needs_features else None
         self.prefill.store(row, tokens[:-1], history)
         self.noise.begin(row, prompt.rollout, prompt.sample)
-        self.running[row : row + 1] = [
-            RunningSample(rollout, len(tokens) - 1, tokens[-1], self._stops(rollout), history)
-        ]
+        self.running[row : row + 1] = [RunningSample.of(rollout, self.tokenizer, history)]
         return RowStart(row, prompt.group, tokens, features_Tf, len(prompt.tokens))
-
-    def _stops(self, rollout: Rollout) -> StopStrings | None:
-        """Return the search for the sample's stop strings, after its text so far."""
-        strings = rollout.prompt.sampling.stop_strings
-        if not strings or self.tokenizer is None:
-            return None
-        stops = StopStrings(strings, self.tokenizer, rollout.prompt.tokens)
-        for token in rollout.tokens:
-            stops.completes(token)
-        return stops
 
     def _release(self, row: int, finished: bool) -> None:
         for drafter in self.drafters.values():

@@ -6,6 +6,7 @@ feature size.
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from aedit.spec_rollout.drafters.drafts import Draft
 from aedit.spec_rollout.engine.rows import RowScheduler
 from aedit.spec_rollout.model.host_to_device import to_device
+from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.sampling.distribution import logprobs, top_logprobs, warp_logits
 from aedit.spec_rollout.sampling.noise import NoiseKeys
 from aedit.spec_rollout.sampling.rejection import rejection_accept
@@ -95,6 +97,34 @@ def truncate_draft(draft: Draft, num_nodes: int) -> Draft | None:
         scores_BN=draft.scores_BN[:, :num_nodes],
         logq_BNV=cut(draft.logq_BNV),
     )
+
+
+def verify_within_memory(
+    rows: RowScheduler, draft: Draft | None, depth: int, mode: VerifyMode
+) -> tuple[Verification, bool]:
+    """Verify drafts; if memory for keys and values is short, without drafts, then with fewer samples.
+
+    Args:
+        rows: Running rows. The last ones return to the queue if memory does not suffice for them.
+        draft: See `verify_drafts`.
+        depth: See `verify_drafts`.
+        mode: See `verify_drafts`.
+
+    Returns:
+        The result for the rows that are still running, and whether memory sufficed for all with their drafts.
+
+    Raises:
+        KVMemoryError: Memory does not suffice for one sample.
+    """
+    with suppress(KVMemoryError):
+        return verify_drafts(rows, draft, depth, mode), True
+    while True:
+        try:
+            return verify_drafts(rows, None, 0, mode), False
+        except KVMemoryError:
+            if rows.is_alone:
+                raise
+            rows.make_room()
 
 
 def verify_drafts(rows: RowScheduler, draft: Draft | None, depth: int, mode: VerifyMode) -> Verification:

@@ -22,6 +22,8 @@ from aedit.spec_rollout.model.layers import AttentionSpec, LayerShape
 MIN_SAVED_BYTES = 64 << 10
 """Bytes of keys and values of one layer that take as long to read as the calls of one more extent, on one CPU
 core."""
+L2_BYTES = 2 << 20
+"""Bytes of keys of one layer that a CPU core's second cache does not hold."""
 
 
 def default_layout(device: torch.device) -> Literal["rows", "blocks"]:
@@ -245,9 +247,18 @@ class StepAttention:
 
 def _products(mask: Tensor, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """Return mask + scale * queries keys^T: (n, r, C) of queries (n, r, h) and keys (n, C, h)."""
-    if queries.dtype == torch.bfloat16 and queries.device.type == "cpu":
-        # With the keys as the left factor this takes a third of the time: 23 and 9 ms in 12 layers of 16 rows
-        # with 12 heads and 300 tokens.
+    if queries.device.type == "cpu" and _is_faster_from_left(queries, keys):
         scores = torch.baddbmm(mask.transpose(1, 2), keys, queries.transpose(1, 2), alpha=scale)
         return scores.transpose(1, 2).contiguous()
     return torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
+
+
+def _is_faster_from_left(queries: Tensor, keys: Tensor) -> bool:
+    """Return true if the product with the keys as the left factor is the faster one on a CPU.
+
+    Measured over 12 layers, 16 rows, 12 heads and 300 tokens: 16 instead of 50 ms in bf16, 18 instead of 25
+    in fp32. For fp32 keys that are in the processor's cache it is the slower one.
+    """
+    if queries.dtype == torch.float32:
+        return queries.shape[1] <= 4 and keys.numel() * keys.itemsize > L2_BYTES
+    return queries.dtype == torch.bfloat16

@@ -189,7 +189,7 @@ class TransposedLinear:
 
     def __call__(self, x_Td: Tensor) -> Tensor:
         """Return x_Td @ weight + bias."""
-        return torch.addmm(self.bias, x_Td, self.weight)
+        return linear(x_Td, self.weight.t(), self.bias)
 
 
 def _heads(x_Td: Tensor, head_dim: int) -> Tensor:

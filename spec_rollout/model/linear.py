@@ -7,6 +7,8 @@ one core of an AMD EPYC (Zen 5), in GB/s of weights, of the shapes of a model wi
     float32   F.linear (MKL)        15 to 21  5 to 12    7 to 10   5 to 7    0.4
               oneDNN                18 to 27  13 to 19   11 to 15  10 to 12  0.8
               MKL, (W x')'          15 to 21  7 to 20    5 to 9    5 to 7    -
+      weights transposed, MKL       27 to 32  11 to 16   10        7 to 8    0.4
+      weights transposed, oneDNN    22 to 38  21 to 38   20 to 27  14 to 19  0.9
     bfloat16  F.linear (oneDNN)     14 to 15  14 to 15   12 to 13  10 to 11  -
               PyTorch's own kernel  18 to 29  -          -         -         -
 
@@ -32,9 +34,11 @@ def linear(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Ten
 
     Calls that need gradients, and devices other than the CPU, use `F.linear` itself.
     """
-    if x_Ti.is_cuda or torch.is_grad_enabled() or not _HAS_ONEDNN or not weight_oi.is_contiguous():
+    if x_Ti.is_cuda or torch.is_grad_enabled() or not _HAS_ONEDNN:
         return F.linear(x_Ti, weight_oi, bias_o)
     rows = x_Ti.numel() // x_Ti.shape[-1]
+    if not weight_oi.is_contiguous():
+        return _strided(x_Ti, weight_oi, bias_o, rows)
     if weight_oi.dtype == torch.bfloat16 and rows == 1:
         return _without_onednn(x_Ti, weight_oi, bias_o)
     is_small = weight_oi.numel() < SMALL_WEIGHTS and rows < MANY_ROWS
@@ -43,6 +47,14 @@ def linear(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Ten
     out, size = weight_oi.shape
     if 2 <= rows <= 4 and out >= size and x_Ti.dim() == 2 and bias_o is None:
         return torch.mm(weight_oi, x_Ti.t()).t().contiguous()
+    return torch.ops.mkldnn._linear_pointwise(x_Ti, weight_oi, bias_o, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _strided(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, rows: int) -> Tensor:
+    """Return `F.linear`, by oneDNN for several rows and a weight that is stored transposed (GPT-2)."""
+    is_slow = weight_oi.dtype == torch.float32 and rows > 1 and weight_oi.numel() >= SMALL_WEIGHTS
+    if not is_slow or not weight_oi.t().is_contiguous():
+        return F.linear(x_Ti, weight_oi, bias_o)
     return torch.ops.mkldnn._linear_pointwise(x_Ti, weight_oi, bias_o, "none", [], "")  # type: ignore[no-any-return]
 
 

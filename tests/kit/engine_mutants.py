@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from aedit.spec_rollout.engine.rows import RunningSample
+from aedit.spec_rollout.engine.running import RunningSample
 from aedit.spec_rollout.model.model_weights import ModelWeights
 
 

@@ -52,20 +52,26 @@ FAMILIES = {
     "qwen2": Qwen2Config(
         **SIZES, rope_parameters=ROPE, use_sliding_window=True, sliding_window=5, max_window_layers=1
     ),
-    "qwen3": Qwen3Config(**SIZES, rope_parameters=ROPE, head_dim=12),
+    "qwen3": Qwen3Config(**SIZES, rope_parameters=ROPE, head_dim=12, attention_bias=True),
     "mistral": MistralConfig(**SIZES, rope_parameters=ROPE, sliding_window=5),
     "gemma2": Gemma2Config(**SIZES, **GEMMA, rope_parameters=ROPE, attn_logit_softcapping=1.5),
     "gemma3": Gemma3TextConfig(
         **SIZES,
         **GEMMA,
+        attention_bias=True,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters={"full_attention": ROPE | {"rope_theta": 1e4}, "sliding_attention": ROPE},
     ),
     "phi3": Phi3Config(**SIZES, rope_parameters=ROPE | {"partial_rotary_factor": 0.5}, sliding_window=6),
     "phi3 longrope": Phi3Config(**SIZES, rope_parameters=LONG_ROPE, original_max_position_embeddings=48),
-    "olmo2": Olmo2Config(**SIZES, rope_parameters=ROPE),
+    "olmo2": Olmo2Config(**SIZES, rope_parameters=ROPE, attention_bias=True),
     "smollm3": SmolLM3Config(
-        **SIZES, rope_parameters=ROPE, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=5
+        **SIZES,
+        rope_parameters=ROPE,
+        no_rope_layer_interval=2,
+        use_sliding_window=True,
+        sliding_window=5,
+        mlp_bias=True,  # no attention_bias: without RoPE a bias of keys changes nothing
     ),
     "mixtral": MixtralConfig(**SIZES, **EXPERTS, rope_parameters=ROPE, sliding_window=5),
     "qwen3 moe": Qwen3MoeConfig(

@@ -135,7 +135,7 @@ FAMILIES = {
         {**SIZES, **ALTERNATING, "sliding_window": 17, "initializer_range": 0.1},
     ),
     "Phi-3": (Phi3Config, Phi3ForCausalLM, {**SIZES, "sliding_window": 17}),
-    "Mistral": (MistralConfig, MistralForCausalLM, {**SIZES, "sliding_window": 5}),
+    "Mistral": (MistralConfig, MistralForCausalLM, {**SIZES, "sliding_window": 3}),
     "gpt-oss": (GptOssConfig, GptOssForCausalLM, {**SIZES, **EXPERTS, **ALTERNATING}),
     "Mixtral": (MixtralConfig, MixtralForCausalLM, {**SIZES, **EXPERTS}),
     "Qwen3-MoE": (
