@@ -155,12 +155,46 @@ def test_compare_says_that_the_tokens_are_equal(capsys, saved):
 def test_compare_says_where_tokens_differ_and_the_exit_code_is_1(capsys, saved):
     model = AutoModelForCausalLM.from_pretrained(saved)
     prompts = [Prompt(tokens=(1, 2), sample=i, sampling=Sampling(max_new_tokens=8)) for i in range(3)]
-    engine = Engine.of(model, rows=3, max_tokens=16)
-    rollouts = [engine.add(prompt) for prompt in prompts]
-    generating._run(engine, lambda _: None)
-    rollouts[1].tokens[4] ^= 1
-    assert generating._compare(Engine(engine.target), prompts, (rollouts, 1.0)) == 1
+    engines = [Engine.of(model, rows=3, max_tokens=16) for _ in range(2)]
+    made = [[engine.add(prompt) for prompt in prompts] for engine in engines]
+    seconds = generating._run(engines)
+    assert min(seconds) > 0
+    assert generating._compare(engines[1].target, made, seconds) == 0
+    made[0][1].tokens[4] ^= 1
+    assert generating._compare(engines[1].target, made, seconds) == 1
     assert "tokens equal: no, number 2 differs from its token 5 on" in capsys.readouterr().out
+
+
+class Turns:
+    """An engine of twenty steps that notes its turns."""
+
+    def __init__(self, name, log):
+        self.name, self.log, self.running, self.waiting = name, log, [1] * 20, []
+
+    def step(self):
+        self.running.pop()
+        self.log.append(self.name)
+        return self.name
+
+
+def test_compared_engines_take_turns_in_alternating_order_and_the_text_is_shown_between_turns():
+    log, seen = [], []
+
+    def follow(step):
+        seen.append(step)
+        log.append("text")
+
+    generating._run([Turns("a", log), Turns("b", log)], follow)
+    turns = [8 * ["a"], 8 * ["b"], 8 * ["text"], 8 * ["b"], 8 * ["a"], 8 * ["text"], 4 * ["a"], 4 * ["b"]]
+    assert log == [entry for turn in [*turns, 4 * ["text"]] for entry in turn]
+    assert seen == ["a"] * 20
+
+
+def test_an_arm_without_the_suffix_drafter_has_none(saved):
+    target = Engine.of(AutoModelForCausalLM.from_pretrained(saved), rows=1, max_tokens=16).target
+    for arm, kinds in {"off": [], "suffix:4": ["suffix"], "auto": ["suffix"], "bandit": ["suffix"]}.items():
+        request = generating.GenerateRequest(prompts=("a",), arm=arm)
+        assert list(generating._engine(target, request, None).drafters) == kinds
 
 
 @pytest.mark.parametrize("taps", [0, 3])

@@ -49,7 +49,9 @@ DEFAULT_NEW_TOKENS = 256
 """New tokens of a sample without `--max-new-tokens`."""
 MAX_DRAFTED_TOKENS = 32
 """Upper limit of drafted tokens that an arm verifies at once."""
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 32
+STEPS_AT_ONCE = 8
+"""Steps of an engine before it is the other one's turn in a comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,27 +99,27 @@ def generate(model_or_run: str, request: GenerateRequest, *, compare: bool = Fal
     policy = load_policy(model_or_run)
     prompts, layer = _prompts(policy, request), _layer(policy, request)
     target = _target(policy, prompts, layer)
-    engine = _engine(target, request, layer)
-    if compare:  # one-time costs belong to neither measurement
-        _warm_up(_engine(target, request, layer), prompts[0])
-        _warm_up(Engine(target), prompts[0])
-    rollouts = [engine.add(prompt) for prompt in prompts]
+    engines = [_engine(target, request, layer)]
+    if compare:
+        # Each engine has its own rows, and one-time costs belong to neither measurement.
+        plain_target = _target(policy, prompts, layer)
+        _run([_warm_up(_engine(target, request, layer), prompts), _warm_up(Engine(plain_target), prompts)])
+        engines.append(Engine(plain_target))
+    made = [[engine.add(prompt) for prompt in prompts] for engine in engines]
+    engine, rollouts = engines[0], made[0]
     shown = TextStream(list(zip(rollouts, _names(request), strict=True)), policy.decode, sys.stdout)
-    seconds = _run(engine, shown.follow)
+    seconds = _run(engines, shown.follow)
     for name, rollout in zip(_names(request), rollouts, strict=True):
         for line in token_lines(rollout, policy.decode):
             print(f"{name}: {line}")
-    print(_speed_line(engine, seconds))
-    return _compare(Engine(target), prompts, (rollouts, seconds)) if compare else 0
+    print(_speed_line(engine, seconds[0]))
+    return _compare(plain_target, made, seconds) if compare else 0
 
 
-def _compare(plain: Engine, prompts: Sequence[Prompt], made: tuple[Sequence[Rollout], float]) -> int:
-    """Generate again without speculation, print the comparison and return the exit code."""
-    rollouts, seconds = made
-    plain_rollouts = [plain.add(prompt) for prompt in prompts]
-    plain_s = _run(plain, lambda _: None)
-    per_s, plain_per_s = _num_tokens(rollouts) / seconds, _num_tokens(plain_rollouts) / plain_s
-    same, how = compare_tokens(plain.target, rollouts, plain_rollouts)
+def _compare(target: TargetModel, made: Sequence[Sequence[Rollout]], seconds: Sequence[float]) -> int:
+    """Print the comparison with the rollouts and seconds without speculation and return the exit code."""
+    per_s, plain_per_s = (_num_tokens(each) / s for each, s in zip(made, seconds, strict=True))
+    same, how = compare_tokens(target, *made)
     print(f"plain: {plain_per_s:.0f} tokens/s; speed-up {per_s / plain_per_s:.2f}; tokens equal: {how}")
     return 0 if same else 1
 
@@ -193,7 +195,9 @@ def _target(policy: Policy, prompts: Sequence[Prompt], layer: DraftLayer | None)
 
 def _engine(target: TargetModel, request: GenerateRequest, layer: DraftLayer | None) -> Engine:
     """Return an engine with new drafters and a new chooser."""
-    drafters: dict[DrafterKind, Drafter] = {"suffix": SuffixDrafter(device=str(target.device))}
+    drafters: dict[DrafterKind, Drafter] = {}
+    if request.arm.partition(":")[0] not in ("off", "layer", "custom"):
+        drafters["suffix"] = SuffixDrafter(device=str(target.device))
     if layer is not None:
         drafters["layer"] = LayerDrafter.of(layer, target)
     if is_import_path(str(request.drafter)):
@@ -236,22 +240,43 @@ def _imported(path: str, flag: str, methods: tuple[str, ...]) -> Any:
         raise UserError(f"{error}; install the module, or add its folder to PYTHONPATH") from None
 
 
-def _warm_up(engine: Engine, prompt: Prompt) -> None:
-    engine.add(replace(prompt, sampling=replace(prompt.sampling, max_new_tokens=WARM_UP_TOKENS)))
-    _run(engine, lambda _: None)
+def _warm_up(engine: Engine, prompts: Sequence[Prompt]) -> Engine:
+    """Queue short samples of the first prompts."""
+    for prompt in prompts[:MAX_ROWS]:
+        count = min(WARM_UP_TOKENS, prompt.sampling.max_new_tokens)
+        engine.add(replace(prompt, sampling=replace(prompt.sampling, max_new_tokens=count)))
+    return engine
 
 
-def _run(engine: Engine, follow: Callable[[Step], None]) -> float:
-    """Step until all samples have finished; return the seconds of the engine, without those of `follow`."""
-    seconds = 0.0
-    while engine.running or engine.waiting:
-        began = time.perf_counter()
-        try:
-            step = engine.step()
-        except ValueError as error:  # of a policy with NaN
-            raise UserError(str(error)) from None
-        seconds += time.perf_counter() - began
-        follow(step)
+def _run(engines: Sequence[Engine], follow: Callable[[Step], None] | None = None) -> list[float]:
+    """Step until all samples have finished.
+
+    The engines take turns, in alternating order, so that load of the machine affects all of them alike.
+
+    Args:
+        engines: Engines, each with its own rows.
+        follow: Receives the steps of the first engine after each turn.
+
+    Returns:
+        The seconds of each engine, without those of `follow`.
+    """
+    seconds, turn = [0.0] * len(engines), list(enumerate(engines))
+    while any(engine.running or engine.waiting for engine in engines):
+        steps = []
+        for i, engine in turn:
+            for _ in range(STEPS_AT_ONCE if len(engines) > 1 else 1):
+                if engine.running or engine.waiting:
+                    began = time.perf_counter()
+                    try:
+                        step = engine.step()
+                    except ValueError as error:  # of a policy with NaN
+                        raise UserError(str(error)) from None
+                    seconds[i] += time.perf_counter() - began
+                    steps += [step] if i == 0 else []
+        turn.reverse()
+        for step in steps:
+            if follow is not None:
+                follow(step)
     return seconds
 
 
