@@ -121,6 +121,16 @@ def test_bytes_follow_the_tokens_in_use_over_a_batch_with_a_long_tail(layout):
     assert max(seen) < target.kv_bytes_reserved / 4
 
 
+def test_elsewhere_than_on_linux_a_row_takes_all_memory_at_once_and_works(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    model, text = made(), drawn(30)
+    target = Target.of(model, rows=2, max_tokens=40)
+    assert target.kv_bytes == target.kv_bytes_reserved
+    close(prefilled(target, text, 1), own(model, text)[1])
+    target.release_row(1)
+    assert target.kv_bytes == target.kv_bytes_reserved
+
+
 def test_a_released_row_leaves_nothing_that_another_could_read():
     """NaN of one sample in slots that are masked would be NaN in another, as 0 * NaN is NaN."""
     for layout in ("rows", "blocks"):

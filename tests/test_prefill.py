@@ -280,6 +280,23 @@ def test_as_many_samples_start_as_memory_holds(policy):
     assert len(list(engine.generate([]))) == 5
 
 
+def test_a_start_that_failed_takes_nothing_from_the_rows_it_has_filled(policy):
+    """A member of a group would start in the row of one that has ended, but memory is short for the next."""
+    (running, other, large), (ended, member) = (
+        long_prompts([75, 3, 80]),
+        long_prompts([30, 30], seed=1, group=1, max_new_tokens=3),
+    )
+    asked = [running, ended, replace(other, sampling=ended.sampling), member, large]
+    target = Target.of(policy, rows=3, max_tokens=90, nodes=4, kv=KVMemory("blocks", 11))
+    engine = Engine(target, limits=EngineLimits(prefix_cache_bytes=0))
+    made = [engine.add(prompt) for prompt in asked]
+    for _ in range(3):
+        engine.step()
+    assert (engine.running, engine.waiting) == ([made[0], made[3]], [made[4]])
+    assert engine.status()["prefilled_tokens"] == 74 + 29 + 2 + 29  # the member's prompt once more
+    assert finish(engine, made) == decode_plainly(policy, asked)
+
+
 def test_a_sample_that_does_not_fit_alone_is_an_error_with_the_remedy_and_stays(policy, monkeypatch):
     engine = scarce_engine(policy, 6, [])  # one row of 90 tokens and a draft
     rollout = engine.add(long_prompts([50], max_new_tokens=40)[0])

@@ -284,3 +284,19 @@ def test_settings_without_sense_are_refused():
     for wrong in ({"window": 8}, {"groups": 0}, {"min_match": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             SuffixDrafter(**wrong)
+
+
+def test_texts_are_read_when_a_draft_is_requested_and_not_before():
+    drafter, text = SuffixDrafter(window=256), [i % 7 for i in range(1000)]
+    drafter.begin([RowStart(0, 5, [1, 2, 3], NOTHING), RowStart(1, 5, [1, 2, 3], NOTHING)])
+    empty = drafter.num_bytes
+    for start in range(0, 1000, 10):
+        drafter.update(StepUpdate([text[start : start + 10], text[:1]], NOTHING))
+    drafter.end(0)
+    drafter.move(1, 0)
+    assert drafter.num_bytes == empty
+    tokens = [node[0] for node in drafter.draft_row(0, parse_arm("suffix:4"))]
+    assert drafter.num_bytes > empty
+    assert tokens == [0] * 4
+    drafter.begin([RowStart(1, 5, [3, 4, 5], NOTHING)])
+    assert [node[0] for node in drafter.draft_row(1, parse_arm("suffix:4"))] == [6, 0, 1, 2]

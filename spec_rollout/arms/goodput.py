@@ -150,6 +150,8 @@ class Goodput:
         self.guard = Bandit(arms)
         """Rewards per arm, whatever was expected. Times are in plain steps of as many rows."""
         self._trial: Trial | None = None
+        self._was_trial = False
+        """The last step belonged to a trial."""
         self._stats: dict[tuple[int, Arm], ArmStats] = {}
         self._time_ratio = 1.0
         self._sizes: dict[tuple[int, Arm], tuple[list[int], list[float]]] = {}
@@ -323,7 +325,10 @@ class Goodput:
         if self._steps == PLAIN_STEPS:
             self.exploration_budget_s = INITIAL_BUDGET_STEPS * observed.total_s
         self.exploration_budget_s += EXPLORATION_SHARE * observed.total_s
+        if self._was_trial:
+            self.exploration_budget_s -= observed.learning_s
         trial = self._trial
+        self._was_trial = trial is not None and trial.arm == observed.arm
         if trial is not None and trial.arm == observed.arm:
             trial.num_left -= 1
             self.exploration_budget_s -= observed.total_s - self.cost.slowdown * observed.emitted / self.rate

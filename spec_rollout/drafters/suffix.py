@@ -8,6 +8,7 @@ is appended to the younger one and only matched against the older one.
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -38,12 +39,22 @@ class GroupHistory:
     old: Automaton = field(default_factory=Automaton)
     generation: int = 0
     """Number of rotations so far."""
+    ended: "deque[RowText]" = field(default_factory=deque)
+    """Ended texts with unread tokens."""
 
     def rotate(self, most: int) -> None:
         """Drop the old automaton and start a new one if the young one has `most` tokens."""
         if self.young.num_tokens >= most:
             self.old, self.young = self.young, Automaton()
             self.generation += 1
+
+    def end(self, text: "RowText", most: int) -> None:
+        """Keep an ended text until it is read; of all of them, the last ones with `most` unread tokens."""
+        if text.num_unread:
+            self.ended.append(text)
+            num_unread = sum(each.num_unread for each in self.ended)
+            while num_unread - self.ended[0].num_unread >= most:
+                num_unread -= self.ended.popleft().num_unread
 
     @property
     def num_bytes(self) -> int:
@@ -53,20 +64,54 @@ class GroupHistory:
 
 @dataclass(slots=True)
 class RowText:
-    """Text of one row and its states in the group's history."""
+    """Text of one row and its states in the group's history.
+
+    Tokens are only stored until a draft is requested: an automaton that nobody asks must cost nothing.
+    """
 
     history: GroupHistory
     generation: int
+    start: list[int]
+    """Text at its begin; empty once it is read."""
+    unread: list[int] = field(default_factory=list)
+    """Later tokens that are not read yet."""
     state: int = ROOT
     """State in the young automaton, to which the text is appended."""
     old_state: int = ROOT
     old_length: int = 0
     """State and length of the match in the old automaton."""
     tail: list[int] = field(default_factory=list)
-    """Last tokens, at least `OVERLAP` if there are as many."""
+    """Last read tokens, at least `OVERLAP` if there are as many."""
 
-    def begin(self, tokens: list[int]) -> None:
-        """Add the whole text so far. A prefix of a known text (the prompt) is not counted again."""
+    @property
+    def num_unread(self) -> int:
+        """Return the number of tokens that are not read yet."""
+        return len(self.start) + len(self.unread)
+
+    def append(self, tokens: Sequence[int], most: int) -> None:
+        """Append tokens without reading them. Of more than 2 * `most` unread ones the last `most` remain."""
+        self.unread += tokens
+        if len(self.unread) > 2 * most:
+            self.start, self.unread = self.unread[-most:], []
+
+    def read_start(self, most: int) -> None:
+        """Read the text's begin into the group's history, which is rotated at `most` tokens."""
+        if self.start:
+            self._begin(self.start)
+            self.start = []
+            self.history.rotate(most)
+
+    def read(self, most: int) -> None:
+        """Read all unread tokens."""
+        self.read_start(most)
+        tokens, self.unread = self.unread, []
+        for first in range(0, len(tokens), OVERLAP):
+            self._update(tokens[first : first + OVERLAP])
+            self.history.rotate(most)
+
+    def _begin(self, tokens: list[int]) -> None:
+        """Read the whole text so far. A prefix of a known text (the prompt) is not counted again."""
+        self.generation, self.old_state, self.old_length = self.history.generation, ROOT, 0
         self.state, num_known = self.history.young.longest_prefix(tokens)
         for token in tokens[num_known:]:
             self.state = self.history.young.append(self.state, token)
@@ -74,8 +119,8 @@ class RowText:
             self._match_old(token)
         self.tail = tokens[-OVERLAP:]
 
-    def update(self, tokens: Sequence[int]) -> None:
-        """Append new tokens."""
+    def _update(self, tokens: Sequence[int]) -> None:
+        """Read new tokens."""
         if self.generation != self.history.generation:
             self._follow_rotation()
         for token in tokens:
@@ -136,27 +181,21 @@ class SuffixDrafter:
         check(window >= 2 * OVERLAP, "window", f"must be at least {2 * OVERLAP}", window)
         check(groups > 0, "groups", "must be above 0", groups)
         check(min_match > 0, "min_match", "must be above 0", min_match)
-        self._window, self._groups, self._min_match = window, groups, min_match
+        self._half, self._groups, self._min_match = window // 2, groups, min_match
         self._device = torch.device(device)
         self._histories: dict[int, GroupHistory] = {}
         self._texts: dict[int, RowText] = {}
 
     def begin(self, rows: Sequence[RowStart]) -> None:
         """Add samples that start in these rows."""
-        half = self._window // 2
         for row in rows:
             history = self._history(row.group)
-            text = RowText(history, history.generation)
-            text.begin(list(row.tokens[-half:]))
-            history.rotate(half)
-            self._texts[row.row] = text
+            self._texts[row.row] = RowText(history, history.generation, list(row.tokens[-self._half :]))
 
     def update(self, update: StepUpdate) -> None:
         """Append the tokens of one step."""
         for row, tokens in enumerate(update.tokens):
-            text = self._texts[row]
-            text.update(tokens)
-            text.history.rotate(self._window // 2)
+            self._texts[row].append(tokens, self._half)
 
     def move(self, source: int, target: int) -> None:
         """Rename row `source` to `target`, whose sample has ended."""
@@ -164,11 +203,13 @@ class SuffixDrafter:
 
     def end(self, row: int) -> None:
         """Remove the sample of `row`."""
-        del self._texts[row]
+        text = self._texts.pop(row)
+        text.history.end(text, self._half)
 
     def propose(self, arm: Arm, rows: int, noise: Noise, temperature_B: Tensor) -> Draft:
         """Return a draft (see `Drafter.propose`)."""
-        nodes = [self.draft_row(row, arm) for row in range(rows)]
+        self._read_all()
+        nodes = [self._draft(self._texts[row], arm) for row in range(rows)]
         rest = [arm.nodes - len(guess) for guess in nodes]
         tokens = [[g[0] for g in guess] + [0] * more for guess, more in zip(nodes, rest, strict=True)]
         scores = [[g[2] for g in guess] + [-math.inf] * m for guess, m in zip(nodes, rest, strict=True)]
@@ -183,7 +224,11 @@ class SuffixDrafter:
 
     def draft_row(self, row: int, arm: Arm) -> list[DraftNode]:
         """Return the nodes of one row, at most `arm.nodes`, parents first; empty without a match."""
-        automaton, state, length = self._texts[row].match()
+        self._read_all()
+        return self._draft(self._texts[row], arm)
+
+    def _draft(self, text: RowText, arm: Arm) -> list[DraftNode]:
+        automaton, state, length = text.match()
         if arm.is_chain:
             return self._draft_chain(automaton, state, length, arm.depth)
         return self._draft_tree(automaton, state, length, arm)
@@ -197,6 +242,16 @@ class SuffixDrafter:
         """Return the memory of all histories in bytes."""
         live = [text.history for text in self._texts.values()]
         return sum({id(h): h.num_bytes for h in (*self._histories.values(), *live)}.values())
+
+    def _read_all(self) -> None:
+        """Read all texts of the groups that have a row."""
+        for text in self._texts.values():
+            while text.history.ended:
+                text.history.ended.popleft().read(self._half)
+        for text in self._texts.values():
+            text.read_start(self._half)
+        for text in self._texts.values():
+            text.read(self._half)
 
     def _history(self, group: int) -> GroupHistory:
         """Return the history of a group and mark it as most recently used."""

@@ -76,6 +76,7 @@ class Engine:
         self.chooser: ArmChooser = chooser or Fixed(OFF)
         self.clock: Callable[[], float] = time.perf_counter
         self.meters = Meters()
+        self._learning_s = 0.0
         dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         noise = RowNoise(target.rows, target.vocabulary, device=target.device, dtype=dtype)
         self._keys = SampleKeys()
@@ -380,6 +381,7 @@ class Engine:
         self, view: EngineView, step: Step, proposal: Draft | None, path: list[list[int]] | None
     ) -> None:
         self.meters.add(step)
+        learning_s, began_s = self._learning_s, self.clock()
         self.chooser.learn(
             StepObservation(
                 view=view,
@@ -387,9 +389,11 @@ class Engine:
                 emitted=sum(step.counts),
                 total_s=step.total_s,
                 draft_s=step.draft_s,
+                learning_s=learning_s,
                 nodes=step.nodes,
                 draft=proposal,
                 accepted_B=step.accepted,
                 path_Bm=path,
             )
         )
+        self._learning_s = self.clock() - began_s

@@ -6,6 +6,8 @@ first written and takes it back on request. A page of 4 KiB is 16 tokens of one 
 """
 
 import mmap
+import platform
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
@@ -16,7 +18,8 @@ from torch import Tensor
 from aedit.spec_rollout.model.kv_spans import KVMemoryError
 
 PAGE_BYTES = mmap.PAGESIZE
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the constant has a name since Python 3.12
+# The constant has a name since Python 3.12; its value depends on the processor.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if platform.machine() in ("x86_64", "aarch64") else 0)
 
 
 def padded_to_pages(num_bytes: int) -> int:
@@ -34,7 +37,7 @@ class PagedTensor:
         self._map: mmap.mmap | None = None
         num_bytes = prod(sizes) * dtype.itemsize
         with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
-            if device.type == "cpu" and hasattr(mmap, "MADV_DONTNEED") and num_bytes:
+            if device.type == "cpu" and sys.platform == "linux" and num_bytes:
                 self._map = _mapping(num_bytes)
                 self.tensor: Tensor = torch.frombuffer(self._map, dtype=dtype, count=prod(sizes)).view(*sizes)
             else:
@@ -66,7 +69,6 @@ def _mapping(num_bytes: int) -> mmap.mmap:
             f"the system refuses {num_bytes / 2**30:.2f} GiB of address space for keys and values "
             f"({refusal}): lower rows or max_tokens, or raise the limit (ulimit -v, vm.overcommit_memory)"
         ) from refusal
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            found.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would commit 2 MiB for one token
+    with suppress(OSError):  # a kernel without huge pages
+        found.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would commit 2 MiB for one token
     return found
