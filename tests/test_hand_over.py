@@ -17,13 +17,13 @@ def test_engines_generate_with_the_weights_of_each_step_of_two_sharded_ranks(wor
     results = world.run(JOBS, "train_and_generate", size=2, args=args)
     for rank, (versions, correct) in enumerate(results):
         assert versions == [1, 1, 2, 2, 3, 3, 4, 4]
-        assert correct == [True] * (8 if rank in engines else 0)
+        assert correct == [True] * (12 if rank in engines else 0)
 
 
 def test_a_sharded_trainer_of_one_rank_hands_over_too(world):
     args = {"engines": (0,), "dtype": torch.float32, "tied": True}
     ((versions, correct),) = world.run(JOBS, "train_and_generate", size=1, args=args)
-    assert (versions, correct) == ([1, 1, 2, 2, 3, 3, 4, 4], [True] * 8)
+    assert (versions, correct) == ([1, 1, 2, 2, 3, 3, 4, 4], [True] * 12)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
+from aedit.clock import VirtualClock
 from aedit.edit.config import EditConfig
 from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.sync import LayerSync
@@ -42,7 +43,7 @@ def hub_for(model):
         pace="steps",
         steps=10_000,
     )
-    return InProcessHub(plan, layout_of(model))
+    return InProcessHub(plan, layout_of(model), clock=VirtualClock())  # no member is late for it
 
 
 class Node:

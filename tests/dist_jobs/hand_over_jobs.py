@@ -131,6 +131,8 @@ def train_and_generate(rank, size, engines, dtype, tied):
             if engine is not None:
                 texts = said(engine)
                 correct.append([tokens for tokens, _ in texts] == by_other_weights(model, weights, dtype))
+                own = engine.target.model.named_parameters()
+                correct.append(all(torch.equal(p, weights[name].to(dtype)) for name, p in own))
                 correct.append({v for _, spans in texts for v in spans} == {versions[-1]})
             trained(sync, inner, n)
     return versions, correct
