@@ -1,5 +1,7 @@
 """Tests that the host waits for the device only to read the result of a step's verification.
 
+It also compares a few elements of the weights before a step: then the device has nothing to do.
+
 Whatever makes the host wait for a GPU is detected on a CPU too: numbers read out of tensors, shapes that
 depend on them, and tensors made of Python's numbers (those wait unless they come from pinned memory, as
 `sent` makes them).
@@ -11,9 +13,10 @@ import pytest
 import torch
 from kit.drafters import engine_of, fresh
 from kit.rollouts import KINDS, samples, tiny_policy
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from aedit.spec_rollout.engine.verification import _to_host
+from aedit.weight_watch import WeightWatch
 
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
 SENDING = "aedit.spec_rollout.model.host_to_device"
@@ -53,6 +56,13 @@ def watch(monkeypatch):
 
         monkeypatch.setattr(owner, name, noted)
 
+    look = WeightWatch.changed
+
+    def unseen(*args, **kwargs):
+        with _disable_current_modes():
+            return look(*args, **kwargs)
+
+    monkeypatch.setattr(WeightWatch, "changed", unseen)
     verdict = (_to_host.__module__, _to_host.__name__)
     for name in ("tolist", "numpy", "cpu", "item"):
         note(torch.Tensor, name, {verdict} if name == "tolist" else set())
