@@ -82,7 +82,7 @@ class StepObservation:
     """For trees: indices of the accepted tokens of each row among the verified tokens, root (0) first, so
     that node n is n + 1. Entries beyond accepted_B + 1 are ignored. None for chains."""
     learning_s: float = 0.0
-    """Seconds that the chooser's `learn` took after the step before; no part of any other time."""
+    """Seconds that the chooser's `choose` and `learn` took for the step before."""
 
 
 class ArmChooser(Protocol):

@@ -67,6 +67,10 @@ SPARSE_FACTOR = 8
 """In a long run of plain steps with a full window of times, only each so many-th step is timed, and
 comparisons are as much rarer: where nothing is gained, choosing must cost nothing."""
 
+LEARNING_SHARE = 0.01
+"""Share of all time that timing and comparing may take while decoding is plain: where steps are short, both
+are rarer."""
+
 SETTLING_STEPS = 8
 """Plain steps of one row after other ones that are not timed: they took up to a third longer than later ones
 on two CPU cores and needed ten steps to settle. The cause is unknown (perhaps a lower clock after wide
@@ -152,6 +156,10 @@ class Goodput:
         self._trial: Trial | None = None
         self._was_trial = False
         """The last step belonged to a trial."""
+        self._learning_budget_s = 0.0
+        """Seconds that timing plain steps and comparing may still take."""
+        self._has_learned = self._has_compared = False
+        """The last step was timed or compared before; the arms have been compared since the last step."""
         self._stats: dict[tuple[int, Arm], ArmStats] = {}
         self._time_ratio = 1.0
         self._sizes: dict[tuple[int, Arm], tuple[list[int], list[float]]] = {}
@@ -168,7 +176,8 @@ class Goodput:
             return OFF
         last, trial = self._compared, self._trial
         same = last is not None and last.rows == view.rows and last.versions == view.versions
-        if same and trial is None and self._steps < self._next_compare:
+        waits = self._steps < self._next_compare or (self.arm.is_off and self._learning_budget_s < 0)
+        if same and trial is None and waits:
             return self.arm
         for kind, drafter_stats in self.drafters.items():
             if drafter_stats.begin_step(view.versions.get(kind), self._steps):
@@ -182,6 +191,7 @@ class Goodput:
         if self._is_timed_enough(view.rows):
             interval *= SPARSE_FACTOR
         self._next_compare = self._steps + interval
+        self._has_compared = True
         return self.arm if self._trial is None else self._trial.arm
 
     def trim(self, view: EngineView, arm: Arm, draft: Draft) -> int:
@@ -223,7 +233,13 @@ class Goodput:
         self._steps += 1
         self._num_plain_steps = self._num_plain_steps + 1 if observed.arm.is_off else 0
         self._stats_of(observed.view, observed.arm).num_played += 1
-        if self._is_timed(observed.view.rows):
+        self._learning_budget_s += LEARNING_SHARE * observed.total_s
+        if self._has_learned:
+            self._learning_budget_s -= observed.learning_s
+        is_timed = self._is_timed(observed.view.rows)
+        self._has_learned = is_timed or self._has_compared
+        self._has_compared = False
+        if is_timed:
             self._learn_time(
                 observed,
                 0 if drafter_stats is None else min(drafter_stats.missing_tokens, observed.view.context),
@@ -239,7 +255,9 @@ class Goodput:
         run = self._num_plain_steps
         if self._is_timed_enough(rows):
             return run % SPARSE_FACTOR == 0
-        return not 0 < run <= _settling_steps(rows)
+        if run <= PLAIN_STEPS:
+            return not 0 < run <= _settling_steps(rows)
+        return self._learning_budget_s >= 0
 
     def _is_timed_enough(self, rows: int) -> bool:
         """Return true if a series of plain steps has filled the window of times."""

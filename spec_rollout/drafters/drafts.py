@@ -139,7 +139,8 @@ class Drafter(Protocol):
     """Predicts the next tokens of the policy.
 
     A drafter follows the engine's rows: `begin`, then `update` after each step, `move` when a row gets
-    another number, `end`. It may defer its own computations until `propose`.
+    another number, `end`. It may defer its own computations until `propose`. If it has an attribute
+    `needs_features` that is false, the features that it gets are empty.
     """
 
     def begin(self, rows: Sequence[RowStart]) -> None:

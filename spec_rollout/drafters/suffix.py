@@ -164,6 +164,8 @@ class SuffixDrafter:
     token among equals. It needs no features, temperature or noise; its drafts are certain (a point mass).
     """
 
+    needs_features = False
+
     def __init__(
         self, *, window: int = 16384, groups: int = 256, min_match: int = 2, device: str = "cpu"
     ) -> None:

@@ -76,7 +76,7 @@ class Engine:
         self.chooser: ArmChooser = chooser or Fixed(OFF)
         self.clock: Callable[[], float] = time.perf_counter
         self.meters = Meters()
-        self._learning_s = 0.0
+        self._choosing_s = self._learning_s = 0.0
         dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
         noise = RowNoise(target.rows, target.vocabulary, device=target.device, dtype=dtype)
         self._keys = SampleKeys()
@@ -326,7 +326,9 @@ class Engine:
 
     def _choose(self, view: EngineView) -> Arm:
         """Return the chooser's arm, or off if no sample can take more than one token."""
+        began_s = self.clock()
         arm = self.chooser.choose(view)
+        self._choosing_s = self.clock() - began_s
         if arm.is_off or self._rows.max_remaining == 1:
             return OFF
         if self.mode == "rejection" and not arm.is_chain:
@@ -368,10 +370,12 @@ class Engine:
     ) -> None:
         """Pass the appended tokens and their features to drafters and sink."""
         rows = self._rows
-        if not rows.needs_features:
+        if not rows.drafters and rows.sink is None:
             return
-        update = StepUpdate(kept, verification.features(counts))
-        rows.record_step(update.features, counts)
+        num_features = counts if rows.needs_features else [0] * len(counts)
+        update = StepUpdate(kept, verification.features(num_features))
+        if rows.needs_features:
+            rows.record_step(update.features, counts)
         for drafter in rows.drafters.values():
             drafter.update(update)
         if rows.sink is not None:
@@ -396,4 +400,4 @@ class Engine:
                 path_Bm=path,
             )
         )
-        self._learning_s = self.clock() - began_s
+        self._learning_s = self.clock() - began_s + self._choosing_s

@@ -44,7 +44,11 @@ class RowScheduler:
         self.target, self.noise, self.drafters, self.tokenizer = target, noise, dict(drafters), tokenizer
         self.limits = limits
         self.prefix_cache = PrefixCache(limits.prefix_cache_bytes)
-        self.prefill = Prefill(target, self.prefix_cache, needs_features=bool(drafters))
+        # Features are copied and kept only for those who read them.
+        self._drafters_need_features = any(
+            getattr(each, "needs_features", True) for each in drafters.values()
+        )
+        self.prefill = Prefill(target, self.prefix_cache, needs_features=self._drafters_need_features)
         self.running: list[RunningSample] = []
         self.waiting: deque[Rollout] = deque()
         self._sink: FeatureSink | None = None
@@ -71,7 +75,7 @@ class RowScheduler:
     @sink.setter
     def sink(self, sink: FeatureSink | None) -> None:
         self._sink = sink
-        self.prefill.needs_features = bool(self.drafters) or sink is not None
+        self.prefill.needs_features = self._drafters_need_features or sink is not None
         self.prefix_cache.clear()  # its blocks may lack the features
 
     @property
