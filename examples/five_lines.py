@@ -36,7 +36,10 @@ def train() -> float:
     exchange.transport.close()
 
     checksum = sum(float(p.double().sum()) for p in model.parameters())
-    print(f"node {dist.get_rank()}: loss {loss.item():.4f}, {sync.round_id} rounds, checksum {checksum:.12f}")
+    line = (
+        f"node {dist.get_rank()}: loss {loss.item():.4f}, {sync.round_id} rounds, checksum {checksum:.12f}\n"
+    )
+    print(line, end="")  # in one write: both nodes share the output
     dist.destroy_process_group()
     return loss.item()
 

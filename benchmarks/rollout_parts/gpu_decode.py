@@ -105,8 +105,7 @@ def decode(model: PreTrainedModel, length: Length) -> Decoded:
     return Decoded(
         device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu",
         parameters=sum(parameter.numel() for parameter in weights),
-        token_bytes=sum(p.numel() * p.element_size() for p in weights)
-        + slots * target.kv_bytes_reserved / target.cache.slots,
+        token_bytes=sum(p.numel() * p.element_size() for p in weights) + slots * target.read_kv(0, 1).nbytes,
         copy_bytes_per_s=copy_speed(model.device, length.copied_bytes),
         rates={name: tuple(values) for name, values in rates.items()},
         num_graphs=len(target.graphs) if target.graphs is not None else 0,

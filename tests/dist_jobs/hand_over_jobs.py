@@ -37,7 +37,8 @@ class Slow(SharedLink):
 
 def shard(model: nn.Module, size, blocks, timeout_s=60.0):
     group = dist.new_group(range(size), timeout=timedelta(seconds=timeout_s))
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+    # A name of its own: DTensor keeps plans by mesh, with the name of a group that the next job may not have.
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ranks",))
     for block in (*blocks, model):
         fully_shard(block, mesh=mesh)
     return model
@@ -201,7 +202,7 @@ def shard_after_the_engine(rank, size):
 
 def measure(rank, size, dtype):
     """Return the peaks of a hand-over and of one by whole copies, what is predicted, and the fp32 bytes."""
-    sizes = {"vocab_size": 4000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
+    sizes = {"vocab_size": 4000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 14}
     model = sharded_llama(size, **sizes)
     engine = Engine.of(llama(seed=1, **sizes).to(dtype), rows=3, max_tokens=32) if rank == 0 else None
     shapes = [tuple(p.shape) for p in model.parameters()]
