@@ -295,6 +295,7 @@ class Engine:
         began_s = self.clock()
         rows, view = self._rows, self._rows.view()
         arm = self._choose(view)
+        self._choosing_s = self.clock() - began_s
         drafting = Stopwatch(self.target.device, self.clock)
         proposal = None if arm.is_off else self._propose(arm)
         drafting.stop()
@@ -326,9 +327,7 @@ class Engine:
 
     def _choose(self, view: EngineView) -> Arm:
         """Return the chooser's arm, or off if no sample can take more than one token."""
-        began_s = self.clock()
         arm = self.chooser.choose(view)
-        self._choosing_s = self.clock() - began_s
         if arm.is_off or self._rows.max_remaining == 1:
             return OFF
         if self.mode == "rejection" and not arm.is_chain:
@@ -372,10 +371,8 @@ class Engine:
         rows = self._rows
         if not rows.drafters and rows.sink is None:
             return
-        num_features = counts if rows.needs_features else [0] * len(counts)
-        update = StepUpdate(kept, verification.features(num_features))
-        if rows.needs_features:
-            rows.record_step(update.features, counts)
+        update = StepUpdate(kept, verification.features(counts if rows.needs_features else [0] * len(counts)))
+        rows.record_step(update.features, counts)
         for drafter in rows.drafters.values():
             drafter.update(update)
         if rows.sink is not None:
