@@ -187,6 +187,6 @@ def test_the_ranks_of_a_node_land_the_same_units_at_the_same_step(world):
     ((_, alone_values),) = world.run(*job, size=1)
     ranks = world.run(*job, size=2)
     assert ranks[0][0] == ranks[1][0]
-    assert sum(ranks[0][0]) > 8
+    assert sum(ranks[0][0]) > 3
     for _, values in ranks:
         assert furthest(values, alone_values) == 0

@@ -73,7 +73,9 @@ def test_a_process_left_behind_fails_the_session_and_is_ended(tmp_path, left):
     for name in ("conftest.py", "kit/__init__.py", "kit/distributed.py"):
         (tmp_path / name).write_text((ROOT / "tests" / name).read_text())
     # The shell goes at once, so what it started has lost its parent by the end of the session.
-    command = "sleep 60 & echo $!" if left else "true & echo $!"
+    # While a process replaces its program, its environment cannot be read.
+    until_it_runs = "until grep -qx sleep /proc/$!/comm; do :; done"
+    command = f"sleep 60 & {until_it_runs}; echo $!" if left else "true & echo $!"
     (tmp_path / "test_it.py").write_text(
         "import subprocess\n\ndef test_it():\n"
         f"    subprocess.run({command!r}, shell=True, check=True, stdout=open('out', 'wb'))\n"
