@@ -44,8 +44,8 @@ log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 3.0
 _GRACE_S = 2.0
 """Time for calls in progress when the hub ends."""
-_LEAVE_S = 15.0
-"""Longest wait after Ctrl-C for nodes that leave at the same time."""
+_LEAVE_S = 25.0
+"""Longest wait after Ctrl-C for nodes that leave at the same time, which may take 20 s each."""
 
 
 class Options(TypedDict, total=False):
