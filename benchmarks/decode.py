@@ -73,7 +73,7 @@ class Plan:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     batches: tuple[int, ...] = (1, 16)
     prompt: int = 8
-    """Of decoding: short, as the time of the prompts is subtracted."""
+    """Tokens of a prompt of the decoding races: few, as the time of the prompts is subtracted."""
     new: int = 24
     """Plain steps of a turn."""
     prefills: tuple[Shape, ...] = (Shape(64, 16), Shape(16, 32), Shape(1, 4000))

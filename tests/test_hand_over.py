@@ -69,6 +69,5 @@ def test_an_engine_whose_model_is_sharded_afterwards_refuses_by_name(world, size
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_rank_holds_a_second_copy_of_the_weights_at_any_time(world, dtype):
     for peak, wasteful, predicted, fp32_bytes in world.run(JOBS, "measure", size=2, args={"dtype": dtype}):
-        assert predicted + SLACK < fp32_bytes / 2
-        assert peak <= fp32_bytes / 2
+        assert peak <= predicted + 2 * SLACK < fp32_bytes / 2
         assert wasteful >= fp32_bytes - SLACK
