@@ -194,7 +194,7 @@ class KVView:
     num_rows: int
     reader: Reader
     masks: Mapping[int | None, Tensor]
-    """By window: (B * K, q * G, C), 0 or -inf; (1, 1, 1) if no slot is masked."""
+    """Mask of each window size: (B * K, q * G, C), 0 or -inf; (1, 1, 1) if no slot is masked."""
 
     def attend(self, layer: int, queries: Tensor, spec: AttentionSpec) -> Tensor:
         """Return the attention output of `queries`, (B * K, q * G, h), in the same shape."""
