@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.placement import (
     NODE_PROGRAM,
@@ -30,7 +32,7 @@ LEAVE_LIMIT_S = 120.0
 """Longest time of the nodes to finish the step, land and save after Ctrl-C or SIGTERM."""
 
 AGAIN_S = 3.0
-"""Pause before torchrun that has no workers is ended again."""
+"""Pause before torchrun that has not ended, with new workers or with none, is ended again."""
 
 REFUSED_LIMIT_S = 10.0
 """Longest time of the other nodes to leave after one has reported a UserError."""
@@ -143,7 +145,8 @@ class Watcher:
         _say("finishing the step, landing, saving; Ctrl-C again stops at once")
         self._deadline = time.monotonic() + LEAVE_LIMIT_S
         # Signal the workers directly: torchrun would give them only 30 s before it kills them.
-        for worker in self._child.workers():
+        # A signal between fork and exec of a worker would be lost.
+        for worker in filter(_is_itself, self._child.workers()):
             self._told.add(worker.pid)
             with contextlib.suppress(OSError):
                 os.kill(worker.pid, signal.SIGTERM)
@@ -155,11 +158,19 @@ class Watcher:
         """
         newcomers = any(worker.pid not in self._told for worker in self._child.workers())
         now = time.monotonic()
-        # A signal that reaches torchrun while it starts can be lost. Without workers nothing can be.
-        lost = self._ended_at is not None and not self._told and now > self._ended_at + AGAIN_S
-        if lost or (self._ended_at is None and (newcomers or not self._told)):
+        # A signal that reaches torchrun while it starts can be lost. Newcomers have nothing to save.
+        is_due = self._ended_at is None or now > self._ended_at + AGAIN_S
+        if is_due and (newcomers or not self._told):
             self._ended_at = now
             self._child.terminate()
+
+
+def _is_itself(worker: psutil.Process) -> bool:
+    """Return whether the worker runs its own program, no longer that of the process that forked it."""
+    with contextlib.suppress(psutil.Error):
+        parent = worker.parent()
+        return parent is None or parent.cmdline() != worker.cmdline()
+    return False
 
 
 def _watch(watch: Watch | None, run_dir: Path, nodes: int, alive: Callable[[], bool]) -> None:
