@@ -31,6 +31,11 @@ USELESS = {
     "hub.staleness.rate": HUB + "[hub.staleness]\nrate = 1.0\n",
     "hub.parent_mix": HUB + "parent_mix = 0.5\n",
     "model.sizes.hidden_size": '[model]\npretrained = "x"\nsizes = { hidden_size = 3 }\n',
+    "rl.groups": "[rl]\ngroups = 3\n",
+    "reward.solved": "[reward]\nsolved = 0.5\n",
+    "drafter.lr": "[drafter]\nlr = 0.5\n",
+    "prompts.size": "[prompts]\nsize = 5\n",
+    "data.held_out": '[prompts]\nsource = "a.jsonl"\n[data]\nheld_out = 0.1\n',
     "data.split": '[data]\nsource = "a.txt"\nsplit = "test"\n',
 }
 
@@ -67,7 +72,10 @@ def test_every_rule_is_tried_and_names_keys_that_exist():
     tried = set(USELESS)
     for rule in RULES:
         assert rule.cause in known
-        assert all(any(name.startswith(key) for name in known | {"model.sizes.x"}) for key in rule.keys)
+        assert all(
+            any(name.startswith(key) for name in known | {"model.sizes.x", "prompts.options.x"})
+            for key in rule.keys
+        )
         assert any(name.startswith(key) for key in rule.keys for name in tried), rule
 
 

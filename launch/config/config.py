@@ -5,6 +5,7 @@ from typing import Literal
 
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig
 from aedit.edit.config import EditConfig
+from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
 from aedit.types import check
 
 SMALL: dict[str, int | float | bool | str] = {
@@ -185,6 +186,10 @@ class RunConfig:
     edit: EditConfig = field(default_factory=EditConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     hub: HubConfig = field(default_factory=HubConfig)
+    prompts: PromptConfig = field(default_factory=PromptConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
 

@@ -1,9 +1,10 @@
 """Keys that have no effect under the rest of the configuration: an error if the user has set one."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from aedit.launch.config.config import RunConfig
+from aedit.launch.config.rl import PromptConfig
 from aedit.types import UserError
 
 
@@ -21,6 +22,9 @@ class EffectRule:
 def _has_hub(config: RunConfig) -> bool:
     return bool(config.hub.address)
 
+
+RL_TABLES = ("prompts.options.", "reward.", "rl.", "drafter.")
+"""Keys of reinforcement learning, besides those of `prompts`."""
 
 RULES = (
     EffectRule(
@@ -93,6 +97,18 @@ RULES = (
         ("model.family", "model.sizes."), "model.pretrained", lambda c: bool(c.model.pretrained), '""'
     ),
     EffectRule(("data.split",), "data.source", lambda c: not c.data.source.startswith("hf:"), '"hf:NAME"'),
+    EffectRule(
+        (*(f"prompts.{each.name}" for each in fields(PromptConfig) if each.name != "source"), *RL_TABLES),
+        "prompts.source",
+        lambda c: not c.prompts.source,
+        "a source of prompts",
+    ),
+    EffectRule(
+        ("data.source", "data.text_key", "data.split", "data.held_out"),
+        "prompts.source",
+        lambda c: bool(c.prompts.source),
+        '"" to train on text',
+    ),
 )
 
 

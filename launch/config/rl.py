@@ -1,0 +1,215 @@
+"""Configuration of reinforcement learning: prompts, rewards, policy loss, drafter. Imports no torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from aedit.types import ImportPath, check, check_known
+
+Scalar = int | float | bool | str
+LossName = Literal["dppo-tv", "grpo", "dapo", "dr-grpo", "gspo", "cispo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptConfig:
+    """Source of the problems: a prompt each, with the columns that rewards read."""
+
+    source: str = ""
+    """Empty: no reinforcement learning, the run trains on text. A JSON-lines file, `hf:NAME` or
+    `hf:NAME:SUBSET` for a Hugging Face dataset, `gym:GENERATOR` for a generator of reasoning-gym (several as
+    `gym:A*2+B`, with weights), or a function of your own as `package.module:name`, called with `size`, `seed`
+    and `options`, that returns rows."""
+
+    options: dict[str, Scalar] = field(default_factory=dict)
+    """Options of the generator."""
+
+    size: int = 10_000
+    """Problems that a generator makes. Files and datasets are read whole."""
+
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+
+    prompt_key: str = "prompt"
+    """Column of the prompt: text, or a list of chat messages."""
+
+    answer_key: str = "answer"
+    """Column of the right answer, for the supervised warm-up and the built-in rewards."""
+
+    chat_template: bool = True
+    """Use the tokenizer's chat template where it has one; a text becomes one message of the user."""
+
+    held_out: float = 0.05
+    """Share of the problems, chosen by hash of the prompt, that is never trained on and is evaluated."""
+
+    curriculum: bool = False
+    """Draw harder problems as more are solved, where the generator has levels."""
+
+    def __post_init__(self) -> None:
+        check(self.size >= 2, "prompts.size", "must be at least 2", self.size)
+        check(0 < self.held_out < 1, "prompts.held_out", "must be in (0, 1)", self.held_out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig:
+    """Functions that score completions, in processes of their own."""
+
+    functions: tuple[str, ...] = ("exact",)
+    """`exact`, `numeric`, `regex`, `format`, `gym` (the generator's own score), `math` (extra `math`), or
+    functions of your own as `package.module:name` with TRL's signature, sync or async."""
+
+    weights: tuple[float, ...] = ()
+    """Weight of each function in the sum; empty: 1 each."""
+
+    options: dict[str, Scalar] = field(default_factory=dict)
+    """Options of the built-in functions, such as `regex.pattern`, written as `"regex.pattern" = "..."`."""
+
+    solved: float = 1.0
+    """Reward from which a completion counts as solved."""
+
+    workers: int = 1
+    """Processes per rank that compute rewards."""
+
+    time_limit_s: float = 10.0
+    """Limit of one call. A call that takes longer is ended and tried once more; then its rewards are None and
+    its completions are left out."""
+
+    on_error: Literal["skip", "stop"] = "skip"
+    """An exception in a function of yours leaves its completions out, or ends the run."""
+
+    def __post_init__(self) -> None:
+        check(bool(self.functions), "reward.functions", "must name at least one function", self.functions)
+        fits = not self.weights or len(self.weights) == len(self.functions)
+        check(fits, "reward.weights", "must have one weight for each of reward.functions", self.weights)
+        check(self.workers >= 1, "reward.workers", "must be at least 1", self.workers)
+        check(self.time_limit_s > 0, "reward.time_limit_s", "must be above 0", self.time_limit_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLSamplingConfig:
+    """How rollouts are sampled. No top-k or top-p: the behaviour probabilities are those of the policy."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 128
+
+    stop: tuple[str, ...] = ()
+    """A rollout also ends with the token that completes one of these, as with the end-of-text token."""
+
+    def __post_init__(self) -> None:
+        check(self.temperature > 0, "rl.sampling.temperature", "must be above 0", self.temperature)
+        check(
+            self.max_new_tokens >= 1, "rl.sampling.max_new_tokens", "must be at least 1", self.max_new_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLConfig:
+    """Groups of rollouts, advantages and policy loss."""
+
+    groups: int = 8
+    """Prompts per node and batch, over all its ranks."""
+
+    group_size: int = 8
+    """Rollouts per prompt."""
+
+    loss: LossName | ImportPath = "dppo-tv"
+    """Policy loss, or a function of your own as `package.module:name`."""
+
+    advantage: Literal["std", "mean", "leave-one-out"] = "mean"
+    """Reward minus group mean, with or without division by the group's standard deviation, or minus the mean
+    of the other rollouts."""
+
+    clip_low: float = 0.2
+    """Clip range of the ratio below 1 (of the probability difference with `dppo-tv`)."""
+
+    clip_high: float = 0.2
+    """Clip range of the ratio above 1."""
+
+    importance: Literal["off", "token", "sequence"] = "off"
+    """Truncated importance weights of trainer over behaviour probabilities, per token or per sequence."""
+
+    importance_cap: float = 2.0
+    """Upper limit of an importance weight."""
+
+    kl: float = 0.0
+    """Weight of the KL divergence to the policy at the start of reinforcement learning; above 0 costs memory
+    for a second copy of the weights."""
+
+    max_staleness: int = 0
+    """Policy versions by which a rollout may be older than the weights that it trains (eta). 0: each batch is
+    generated by the weights that it trains. Above, samples of a long tail continue over steps."""
+
+    epochs: int = 1
+    """Passes over each batch."""
+
+    batches: int = 1
+    """Inner steps per pass: parts into which the batch is divided."""
+
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by groups of further prompts."""
+
+    overlong: int = 0
+    """Tokens before `rl.sampling.max_new_tokens` over which the reward falls linearly by 1; 0: no such
+    penalty."""
+
+    rows: int = 0
+    """Rollouts that a rank decodes at a time; 0: all of its batch."""
+
+    engine_dtype: Literal["same", "bf16", "fp32", "fp64"] = "same"
+    """`same` generates with the trained parameters in place; others with a copy."""
+
+    workers: int = 0
+    """Processes per rank that generate, each with a copy of the weights; 0: the rank generates itself,
+    between two training steps."""
+
+    supervised_steps: int = 0
+    """Inner steps of a supervised warm-up on prompts and right answers, before the first rollout, for models
+    trained from nothing."""
+
+    supervised_batch: int = 32
+    """Problems per node and step of the supervised warm-up."""
+
+    supervised_lr: float = 1e-3
+    """Learning rate of the supervised warm-up."""
+
+    eval_every: int = 10
+    """Steps between evaluations on held-out problems; 0: only at the start and the end."""
+
+    eval_problems: int = 64
+    """Held-out problems per evaluation, answered greedily."""
+
+    sampling: RLSamplingConfig = field(default_factory=RLSamplingConfig)
+
+    def __post_init__(self) -> None:
+        check_known(self.loss, "rl.loss", get_args(LossName))
+        for name in ("groups", "group_size", "epochs", "batches", "supervised_batch", "eval_problems"):
+            check(getattr(self, name) >= 1, f"rl.{name}", "must be at least 1", getattr(self, name))
+        for name in ("kl", "max_staleness", "overlong", "rows", "workers", "supervised_steps", "eval_every"):
+            check(getattr(self, name) >= 0, f"rl.{name}", "must not be negative", getattr(self, name))
+        check(self.clip_low > 0, "rl.clip_low", "must be above 0", self.clip_low)
+        check(self.clip_high > 0, "rl.clip_high", "must be above 0", self.clip_high)
+        check(self.importance_cap > 0, "rl.importance_cap", "must be above 0", self.importance_cap)
+        check(self.supervised_lr > 0, "rl.supervised_lr", "must be above 0", self.supervised_lr)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterConfig:
+    """Speculative decoding of rollouts, which changes no token."""
+
+    kind: Literal["off", "suffix", "layer", "auto"] = "auto"
+    """`suffix` drafts from the texts of the run, `layer` from a small trained layer, `auto` from whichever is
+    faster at each step, or not at all."""
+
+    idle_training: bool = True
+    """Train the layer while the node waits."""
+
+    share: bool = True
+    """Exchange the trained layer with the other nodes in the rounds."""
+
+    lr: float = 1e-3
+    """Learning rate of the layer's training."""
+
+    memory_bytes: int = 2**26
+    """Memory for the newest features, on which the layer is trained."""
+
+    def __post_init__(self) -> None:
+        check(self.lr > 0, "drafter.lr", "must be above 0", self.lr)
+        check(self.memory_bytes >= 2**20, "drafter.memory_bytes", "must be at least 1 MiB", self.memory_bytes)

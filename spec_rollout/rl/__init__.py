@@ -1,0 +1,1 @@
+"""Reinforcement learning on rollouts: groups, rewards, advantages, policy losses, admission."""
