@@ -46,7 +46,7 @@ _LAYER, _COUNTS = "layer.", "counts"
 
 
 class Trainer(Protocol):
-    """What trains the drafter in windows: `DrafterTraining`, `StreamTraining`, or nothing."""
+    """Training of the drafter in windows: `DrafterTraining`, `StreamTraining` or `NoTraining`."""
 
     @property
     def used_s(self) -> float:

@@ -1,4 +1,4 @@
-"""What a drafter reads of its policy: embedding, output head, and their version."""
+"""The parts of a policy that a drafter reads: embedding, output head, and their version."""
 
 from typing import Any, Protocol
 
