@@ -85,7 +85,7 @@ class RewardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLSamplingConfig:
-    """How rollouts are sampled. No top-k or top-p: the behaviour probabilities are those of the policy."""
+    """Sampling of rollouts. No top-k or top-p: the behaviour probabilities are those of the policy."""
 
     temperature: float = 1.0
     max_new_tokens: int = 128
