@@ -11,12 +11,28 @@ from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
 from aedit.launch.data.order import Order
 from aedit.launch.data.samples import Corpus, batch
+from aedit.launch.data.tokenizer import CorpusTokenizer
 from aedit.launch.node.evaluate import held_out_loss
 from aedit.launch.node.inner import lr_at
 from aedit.launch.node.model import loss
+from aedit.launch.node.stop import Stop
 from aedit.launch.node.world import World
+from aedit.launch.rundir.recorder import Recorder
 
 AddLoss = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeParts:
+    """Components of a node that an objective uses."""
+
+    config: RunConfig
+    world: World
+    tokenizer: CorpusTokenizer
+    sync: LayerSync
+    order: Order
+    stop: Stop
+    recorder: Recorder
 
 
 class Objective(Protocol):

@@ -42,18 +42,22 @@ def make_engine(
     except ValueError as error:
         raise UserError(f"the rollout engine does not support this model: {error}") from None
     drafters = _drafters(config, target)
-    return Engine(target, drafters=drafters, chooser=_chooser(drafters, target), tokenizer=tokenizer)
+    return Engine(
+        target, drafters=drafters, chooser=_chooser(drafters, target), tokenizer=StopDecoder(tokenizer)
+    )
 
 
-def check_lengths(config: RunConfig, longest: int) -> None:
-    """Raise UserError if a prompt of `longest` tokens and its answer do not fit into the model."""
-    need = longest + config.rl.sampling.max_new_tokens
-    if need > config.data.seq_len:
-        raise UserError(
-            f"data.seq_len = {config.data.seq_len}: the longest prompt has {longest} tokens, with"
-            f" rl.sampling.max_new_tokens = {config.rl.sampling.max_new_tokens} that is {need}; raise"
-            f" data.seq_len to {need}, or lower rl.sampling.max_new_tokens"
-        )
+class StopDecoder:
+    """The tokenizer as the engine reads it to find stop strings."""
+
+    def __init__(self, tokenizer: CorpusTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
+        """Return the text of `token_ids` without special tokens."""
+        return self._tokenizer.decode(token_ids)
 
 
 def _policy(config: RunConfig, model: nn.Module, tokenizer: CorpusTokenizer, world: World) -> nn.Module:
@@ -64,10 +68,10 @@ def _policy(config: RunConfig, model: nn.Module, tokenizer: CorpusTokenizer, wor
     dtype = DTYPES.get(kind, torch.float32)
     if world.ranks == 1:
         return copy.deepcopy(model).to(dtype).requires_grad_(False)
-    whole = build_model(
+    whole: nn.Module = build_model(
         config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
     )
-    return whole.to(device=world.device, dtype=dtype).requires_grad_(False)  # type: ignore[arg-type]
+    return whole.to(device=world.device, dtype=dtype).requires_grad_(False)
 
 
 def _drafters(config: RunConfig, target: TargetModel) -> dict[DrafterKind, Drafter]:

@@ -18,7 +18,11 @@ FIRST_KEY = 1 << 62
 
 
 def solved_share(
-    problems: Sequence[Problem], config: RunConfig, pipeline: GroupPipeline, sampling: Sampling, shards: Shards
+    problems: Sequence[Problem],
+    config: RunConfig,
+    pipeline: GroupPipeline,
+    sampling: Sampling,
+    shards: Shards,
 ) -> dict[str, Any]:
     """Return solved share, mean reward and mean length of greedy answers to `rl.eval_problems` problems.
 

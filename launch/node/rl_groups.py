@@ -71,6 +71,8 @@ class GroupStream:
     """Batches that `next_batch` has returned: AReaL's policy version v."""
     _drawn: deque[_Drawn] = field(default_factory=deque)
     """Drawn and not in a batch yet, in the order of the draws."""
+    _batch: deque[_Drawn] = field(default_factory=deque)
+    """In the last batch and not trained yet."""
     _replaced: int = 0
     """Groups without signal since the last batch."""
 
@@ -92,20 +94,25 @@ class GroupStream:
                 complete = self.shards.all([self._is_complete()])[0]
             if complete:
                 break
-        batch = [self._drawn.popleft().group for _ in range(self.per_rank)]
+        self._batch = deque(self._drawn.popleft() for _ in range(self.per_rank))
         self.batches, self._replaced = self.batches + 1, 0
-        return [group for group in batch if group is not None]
+        return [each.group for each in self._batch if each.group is not None]
 
-    @property
+    def trained(self, count: int) -> None:
+        """Count the next `count` groups of the last batch as trained."""
+        for _ in range(count):
+            self._batch.popleft()
+
     def first_pending(self) -> int:
-        """Return how many draws of the node come before the first group that is in no batch. Collective."""
-        drawn = self.order.state()["drawn"]
-        mine = self._drawn[0].place if self._drawn else drawn
+        """Return how many draws of the node come before the first group that was not trained. Collective."""
+        left = self._batch or self._drawn
+        mine = left[0].place if left else self.order.state()["drawn"]
         return -self.shards.most([-mine])[0]
 
-    def put_back(self, place: int) -> None:
-        """Forget the groups under way, and draw again what came after the first `place` draws."""
-        self.order = self.order.resume(self.order.state() | {"drawn": place})
+    def put_back(self) -> None:
+        """Forget the groups that were not trained; their prompts are drawn again later. Collective."""
+        self.order = self.order.resume(self.order.state() | {"drawn": self.first_pending()})
+        self._batch.clear()
         self._drawn.clear()
         self.pipeline.drop()
 
@@ -158,8 +165,8 @@ class GroupStream:
             if each.group is None and each.position in self.pipeline.done:
                 each.group = self.pipeline.take(each.position)
                 self._count(each.group)
-                most = MOST_REPLACED * self.per_rank
-                if self.config.dynamic_sampling and self._replaced < most and not self._has_signal(each.group):
+                replaces = self.config.dynamic_sampling and self._replaced < MOST_REPLACED * self.per_rank
+                if replaces and not self._has_signal(each.group):
                     self._replaced += 1
                     replaced.append(each)
         for each in replaced:

@@ -28,8 +28,8 @@ class RewardSource(Protocol):
     def ready(self) -> list[tuple[Group, RewardReport]]:
         """Return the groups whose rewards are complete."""
 
-    def wait(self, timeout_s: float) -> object:
-        """Wait until some rewards are complete, at most for so long."""
+    def wait(self, timeout_s: float) -> list[tuple[Group, RewardReport]]:
+        """Return what `ready` returns, after a wait until it is not empty, at most for so long."""
 
     def close(self) -> None:
         """End the processes."""
@@ -71,9 +71,7 @@ class GroupPipeline:
     def start(self, position: int, problem: Problem, sampling: Sampling, size: int) -> None:
         """Request `size` samples of a problem. position: key of their noise, with the sample's number."""
         self._open[position] = _Open(problem, size)
-        common = Prompt(
-            tokens=problem.tokens, rollout=position, sample=0, group=position, sampling=sampling
-        )
+        common = Prompt(tokens=problem.tokens, rollout=position, sample=0, group=position, sampling=sampling)
         self.source.add([replace(common, sample=i) for i in range(size)])
 
     def advance(self) -> None:
@@ -83,11 +81,12 @@ class GroupPipeline:
             for rollout in self.source.step():
                 self._finish(rollout)
             self.rollout_s += time.perf_counter() - began
-        elif self._rewarding:
+            rewarded = self.rewards.ready()
+        else:
             with self.window("rewards"):
-                self.rewards.wait(WAIT_S)
+                rewarded = self.rewards.wait(WAIT_S)
             self.reward_s += time.perf_counter() - began
-        for group, found in self.rewards.ready():
+        for group, found in rewarded:
             self._rewarding.discard(group.position)
             self.done[group.position] = group
             self.report(group, found)

@@ -13,8 +13,8 @@ from aedit.launch.config.config import RunConfig
 from aedit.launch.node.objective import AddLoss
 from aedit.launch.node.rl_samples import Sample, SampleTensors, micro_batches
 from aedit.spec_rollout.rl.losses.find import find_loss
-from aedit.spec_rollout.rl.losses.inputs import LossInputs, LossSettings
-from aedit.spec_rollout.rl.metrics import loss_metrics, mean_metrics
+from aedit.spec_rollout.rl.losses.inputs import LossInputs, LossSettings, PolicyLoss
+from aedit.spec_rollout.rl.metrics import MEANS, loss_metrics, mean_metrics
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,6 +29,8 @@ class PolicyGradient:
     device: torch.device
     sums: Counter[str] = field(default_factory=Counter)
     """Sums and counts of `loss_metrics` on this rank since `means`."""
+    _loss: PolicyLoss = field(init=False)
+    _settings: LossSettings = field(init=False)
 
     def __post_init__(self) -> None:
         rl = self.config.rl
@@ -41,8 +43,10 @@ class PolicyGradient:
             kl=rl.kl,
         )
 
-    def accumulate(self, samples: Sequence[Sample], add_loss: AddLoss) -> None:
+    def accumulate(self, samples: Sequence[Sample], add_loss: AddLoss) -> int:
         """Run the forward and backward passes over this rank's samples of one inner step.
+
+        Returns the trained tokens of all ranks.
 
         The loss is that of the samples of all ranks. FSDP2 averages gradients over the ranks, so each rank's
         part is multiplied by their number.
@@ -61,11 +65,11 @@ class PolicyGradient:
             loss = self._loss_of(batch, num_tokens, num_sequences)
             (loss * self.shards.size).backward()  # type: ignore[no-untyped-call]
             add_loss(loss.detach() * self.shards.size)
+        return int(num_tokens)
 
     def means(self) -> dict[str, float]:
         """Return the means of `loss_metrics` over the ranks since the last call."""
-        names = sorted({"tokens", "kept", "clipped", "clip_share", "entropy", "mismatch_kl",
-                        "mismatch_kl_masked", "mismatch_kl_unmasked", "reference_kl", "reference_tokens"})  # fmt: skip
+        names = sorted({*MEANS, *MEANS.values()})
         sums = torch.tensor([float(self.sums[name]) for name in names], dtype=torch.float64)
         totals = dict(zip(names, self.shards.sum(sums).tolist(), strict=True))
         self.sums.clear()

@@ -130,9 +130,13 @@ class TrainingNode:
         """Return whether the budget asks for another step."""
         return self.budget.goes_on()
 
+    def begin_step(self) -> None:
+        """Start to measure an inner step; `accumulate_gradients` does so where this was not called."""
+        self.meter.begin_step(self.sync.waited_s)
+
     def accumulate_gradients(self) -> None:
         """Run the forward and backward passes of the next inner step."""
-        self.meter.begin_step(self.sync.waited_s)
+        self.begin_step()
         self.objective.accumulate_gradients(self.meter.add_loss)
 
     def inner_step(self) -> None:
@@ -173,7 +177,7 @@ class TrainingNode:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Record the evaluation on held-out data if this node evaluates; the other nodes continue to train."""
+        """Evaluate on held-out data if this node does so, and record it; the other nodes go on."""
         self.evaluated_round = self.milestone
         if not self.budget.evaluates():
             return
