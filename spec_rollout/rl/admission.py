@@ -7,8 +7,10 @@ def capacity(
     """Return the number of samples that may start now, 0 or more.
 
     min(max_running - running, (eta + v + 1) B - (accepted + running)), AReaL, arXiv:2505.24298, section 5.1.
-    With it, a sample that starts now is trained with at most eta further policy versions, so that none is
-    dropped for its age.
+    If batches are made in the order in which samples start, each sample is trained at most eta versions after
+    it started, and none is dropped for its age: at most (eta + v + 1) B samples start up to version v, so
+    each of them is in one of the batches up to number eta + v. In the order of finishing there is no such
+    bound: a long sample can be overtaken any number of times.
 
     Args:
         max_running: Samples that can run at a time.
