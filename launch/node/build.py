@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from aedit.launch.node.inner import make_inner
 from aedit.launch.node.model import num_parameters
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.objectives import TrainingData, load_data, make_objective
-from aedit.launch.node.resume import resume
+from aedit.launch.node.resume import Resumed, resume
 from aedit.launch.node.sharding import make_model
 from aedit.launch.node.stop import Stop
 from aedit.launch.node.train import TrainingNode
@@ -75,29 +75,47 @@ def build(
             stop=stop,
             recorder=recorder,
         )
-        try:
-            with closing(make_objective(data, parts)) as objective:
-                node = TrainingNode(
-                    config=config,
-                    world=world,
-                    objective=objective,
-                    sync=sync,
-                    budget=WorldBudget(config, world, sync, clock),
-                    stop=stop,
-                    checkpoints=checkpoints,
-                    recorder=recorder,
-                    facts=facts,
-                    slowdown=slowdown,
-                )
-                if resumed:
-                    node.restore(resumed)
-                recorder.event("start", **start_values(node, attempt))
-                yield node
-        except Exception as error:
-            recorder.event("error", message=str(error) or type(error).__name__)
-            raise
-        finally:
-            recorder.close()
+        make = partial(
+            TrainingNode,
+            config=config,
+            world=world,
+            sync=sync,
+            budget=WorldBudget(config, world, sync, clock),
+            stop=stop,
+            checkpoints=checkpoints,
+            recorder=recorder,
+            facts=facts,
+            slowdown=slowdown,
+        )
+        with started(make, data, parts, resumed, attempt) as node:
+            yield node
+
+
+@contextmanager
+def started(
+    make: Callable[..., TrainingNode],
+    data: TrainingData,
+    parts: NodeParts,
+    resumed: Resumed | None,
+    attempt: int,
+) -> Iterator[TrainingNode]:
+    """Make the objective and the node, restore and record it; close objective and records with the block.
+
+    make: returns the node of an objective, which is its keyword argument.
+    """
+    recorder = parts.recorder
+    try:
+        with closing(make_objective(data, parts)) as objective:
+            node = make(objective=objective)
+            if resumed:
+                node.restore(resumed)
+            recorder.event("start", **start_values(node, attempt))
+            yield node
+    except Exception as error:
+        recorder.event("error", message=str(error) or type(error).__name__)
+        raise
+    finally:
+        recorder.close()
 
 
 def check_fits(config: RunConfig, world: World) -> None:

@@ -1,7 +1,7 @@
 """Build a node of a run with a hub; `build.py` does so for a `torchrun` world."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,13 @@ from aedit.launch.config.placement import JoinOptions
 from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.data.tokenizer import load_tokenizer
 from aedit.launch.node.budget import HubBudget
-from aedit.launch.node.build import check_fits, facts_of, start_values
+from aedit.launch.node.build import check_fits, facts_of, started
 from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.hub_participation import HubParticipation
 from aedit.launch.node.inner import make_inner
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.objectives import (
     load_data,
-    make_objective,
     samples_per_step,
     tokens_per_step,
 )
@@ -102,30 +101,21 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
             stop=stop,
             recorder=recorder,
         )
-        try:
-            with closing(make_objective(data, parts)) as objective:
-                node = TrainingNode(
-                    config=config,
-                    world=world,
-                    objective=objective,
-                    sync=sync,
-                    budget=HubBudget(config, sync, link),
-                    stop=stop,
-                    checkpoints=_checkpoints(config, directory, sync),
-                    recorder=recorder,
-                    facts=facts,
-                    slowdown=options.slowdown,
-                    participation=HubParticipation(link=link, exchange=exchange),
-                )
-                if resumed:
-                    node.restore(resumed)
-                recorder.event("start", **start_values(node, options.attempt))
-                yield node
-        except Exception as error:
-            recorder.event("error", message=str(error) or type(error).__name__)
-            raise
-        finally:
-            recorder.close()
+        make = partial(
+            TrainingNode,
+            config=config,
+            world=world,
+            sync=sync,
+            budget=HubBudget(config, sync, link),
+            stop=stop,
+            checkpoints=_checkpoints(config, directory, sync),
+            recorder=recorder,
+            facts=facts,
+            slowdown=options.slowdown,
+            participation=HubParticipation(link=link, exchange=exchange),
+        )
+        with started(make, data, parts, resumed, options.attempt) as node:
+            yield node
     finally:
         link.stop()
 

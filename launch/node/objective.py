@@ -36,7 +36,7 @@ class NodeParts:
 
 
 class Objective(Protocol):
-    """What the inner steps of a node minimize, and the data for it.
+    """Loss of a node's inner steps, and the data for it.
 
     All ranks of the node call its methods together.
     """

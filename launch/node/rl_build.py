@@ -7,6 +7,7 @@ from torch import nn
 from aedit.launch.config.config import RunConfig
 from aedit.launch.data.prompts import ProblemSet
 from aedit.launch.data.rewards import reward_specs
+from aedit.launch.data.supervised import AnswerTokens
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.rl_engine import make_engine
 from aedit.launch.node.rl_groups import GroupStream
@@ -51,6 +52,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         sampling=_sampling(config, parts, config.rl.sampling.temperature),
         check_stop=parts.stop.check,
     )
+    answers = AnswerTokens(parts.tokenizer, config.prompts.answer_key, config.data.seq_len)
     return PolicyObjective(
         config=config,
         sync=sync,
@@ -63,7 +65,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
             device=world.device,
         ),
         warm_up=WarmUp(
-            config=config, model=sync.model, problems=problems.train, tokenizer=parts.tokenizer, world=world
+            config=config, model=sync.model, problems=problems.train, answers=answers, world=world
         ),
         records=RLRecords(config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards),
         held_out=problems.held_out,
