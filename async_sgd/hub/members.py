@@ -45,6 +45,8 @@ class Report:
     bytes_down: int = 0
     loss: float = math.nan
     state: str = "joining"
+    rl: Mapping[str, float] = field(default_factory=dict)
+    """Reinforcement learning, by names of `RL_REPORT`; empty in a run on text."""
 
 
 @dataclass(slots=True)
