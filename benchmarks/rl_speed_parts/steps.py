@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from aedit.spec_rollout.learning.online_drafter import OnlineConfig, OnlineDrafter
 from transformers import PreTrainedModel
 
 from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
@@ -24,6 +23,7 @@ from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.engine.meters import Meters
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
+from aedit.spec_rollout.learning.online_drafter import OnlineConfig, OnlineDrafter
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 from benchmarks.drift_parts.policy import Lesson, Mover, policy_gradient
@@ -151,7 +151,8 @@ class Node:
         engine = self._engine(Fixed.of(JUDGED_ARM))
         for _ in engine.generate(prompts):
             pass
-        return engine.meters.num_tokens / engine.meters.num_passes
+        meters = engine.meters
+        return meters.num_tokens / meters.num_passes
 
     def _engine(self, chooser: ArmChooser | None) -> Engine:
         drafters: dict[DrafterKind, Drafter] = {}

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from aedit.spec_rollout.learning.online_drafter import OnlineConfig, OnlineDrafter
 
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from aedit.spec_rollout.learning.gate import GateConfig
 from aedit.spec_rollout.learning.learning import LearningConfig
+from aedit.spec_rollout.learning.online_drafter import OnlineConfig, OnlineDrafter
 from aedit.spec_rollout.model.target import Target
 from benchmarks.drift_parts.policy import Mover, policy_gradient
 from benchmarks.idle_parts.foreground import Arm, Pair, Race, Ratio
@@ -49,6 +49,8 @@ class Amount:
     """Of each sample at most."""
     threads: int = 2
     """Of the node."""
+    niceness: int = 19
+    """Of the trainer; 19 is what a run has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class Stepper:
 def measure_waits(size: Size, amount: Amount, root: Path) -> Waited:
     """Return the use of waits, and the steps after them beside those of a node without a drafter."""
     torch.set_num_threads(amount.threads)
-    with Stepper(size, amount, root, IdleConfig()) as node:
+    with Stepper(size, amount, root, IdleConfig(niceness=amount.niceness)) as node:
         harvests, outside = harvest(node.online, node.step, amount.windows, amount.windows_s)
         off = Arm(node.detached)
         arms = {"off": off, "same": off, "drafter": Arm(node.waiting)}
