@@ -201,10 +201,10 @@ def test_status_of_reinforcement_learning_fits_80_columns(tmp_path):
     assert "\u2026" not in text
     assert "26.0 % -> 75.0 % of 64 problems at step 50" in text
     (row,) = (row for row in text.splitlines() if " 1 done" in row)
-    assert row.strip("│ ").split() == ["1", "done", "50", "12", "0.80", "70.0", "%", "320", "1.60x", "2.50"]
+    assert row.strip("\u2502 ").split() == ["1", "done", "50", "12", "0.80", "70.0", "%", "320", "1.60x", "2.50"]
     (health,) = (row for row in text.splitlines() if "0.5 (max 2)" in row and " 0 0.5" in row)
     wanted = ["0", "0.5", "(max", "2)", "2.0e-04", "1.0", "%", "25.0", "%", "25.0", "s", "60.0", "%", "v5"]
-    assert health.strip("│ ").split() == wanted
+    assert health.strip("\u2502 ").split() == wanted
     assert "train loss" not in text
 
 
@@ -354,6 +354,6 @@ def test_status_and_plots_of_a_hub_show_what_its_nodes_report(tmp_path):
     text = shown(run_dir)
     assert all(len(row) <= 80 for row in text.splitlines())
     (row,) = (row for row in text.splitlines() if "1.60x" in row)
-    assert row.strip("│ ").split() == ["0", "0.50", "40.0", "%", "640", "1.60x", "2.50", "0.5", "(max", "2)"]
+    assert row.strip("\u2502 ").split() == ["0", "0.50", "40.0", "%", "640", "1.60x", "2.50", "0.5", "(max", "2)"]
     assert "layer 75 %, off 25 %" in text
     assert "hub 6.0 s; 100.0 % used" in text
