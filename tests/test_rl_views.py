@@ -43,6 +43,11 @@ def shown(run_dir, width=80, height=None):
     return console.file.getvalue()
 
 
+def cells(row):
+    """Return the words of a row of a panel."""
+    return row.strip("\u2502 ").split()
+
+
 def totals_of(run_dir, *nodes):
     run = read_run(run_dir)
     return rl_totals(run.nodes[node].metrics[-1].rl for node in nodes)
@@ -201,10 +206,10 @@ def test_status_of_reinforcement_learning_fits_80_columns(tmp_path):
     assert "\u2026" not in text
     assert "26.0 % -> 75.0 % of 64 problems at step 50" in text
     (row,) = (row for row in text.splitlines() if " 1 done" in row)
-    assert row.strip("\u2502 ").split() == ["1", "done", "50", "12", "0.80", "70.0", "%", "320", "1.60x", "2.50"]
+    assert cells(row) == ["1", "done", "50", "12", "0.80", "70.0", "%", "320", "1.60x", "2.50"]
     (health,) = (row for row in text.splitlines() if "0.5 (max 2)" in row and " 0 0.5" in row)
     wanted = ["0", "0.5", "(max", "2)", "2.0e-04", "1.0", "%", "25.0", "%", "25.0", "s", "60.0", "%", "v5"]
-    assert health.strip("\u2502 ").split() == wanted
+    assert cells(health) == wanted
     assert "train loss" not in text
 
 
@@ -354,6 +359,6 @@ def test_status_and_plots_of_a_hub_show_what_its_nodes_report(tmp_path):
     text = shown(run_dir)
     assert all(len(row) <= 80 for row in text.splitlines())
     (row,) = (row for row in text.splitlines() if "1.60x" in row)
-    assert row.strip("\u2502 ").split() == ["0", "0.50", "40.0", "%", "640", "1.60x", "2.50", "0.5", "(max", "2)"]
+    assert cells(row) == ["0", "0.50", "40.0", "%", "640", "1.60x", "2.50", "0.5", "(max", "2)"]
     assert "layer 75 %, off 25 %" in text
     assert "hub 6.0 s; 100.0 % used" in text
