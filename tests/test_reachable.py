@@ -10,11 +10,8 @@ PARTS = ("edit", "async_sgd", "proto", "spec_rollout", "launch")
 
 ENTRIES = ("aedit", "aedit.__main__", "aedit.launch.cli.__main__", *(f"aedit.{part}" for part in PARTS))
 
-# Problems and their rewards, until a training loop loads them.
-LOADED_LATER = ("launch.data.prompt", "launch.data.gym", "launch.data.rewards", "launch.data.supervised")
-
-# Drafter training in idle windows and migration: tested and measured, and not part of any run yet.
-ROLLOUT_ONLY = ("spec_rollout.idle", "spec_rollout.learning", "spec_rollout.migration", *LOADED_LATER)
+# Migration: tested and measured, and not part of any run yet.
+ROLLOUT_ONLY = ("spec_rollout.migration",)
 
 
 def modules():
