@@ -220,7 +220,7 @@ class InProcessLink:
             speed = (progress.steps - steps) / (now - at_s) if now > at_s else 0.0
             self._told = progress.steps, now
             report = Report(steps=progress.steps, tokens=progress.tokens, steps_per_s=speed, state="training")
-            self.hub.heartbeat(self.node, replace(report, loss=progress.loss))
+            self.hub.heartbeat(self.node, replace(report, loss=progress.loss, rl=progress.rl))
             for start, upto in self._leases.consumed(progress.used):
                 self.hub.use(self.node, start, upto)
             if self._leases.num_samples <= progress.drawn:

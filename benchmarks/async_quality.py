@@ -43,7 +43,7 @@ METHODS: dict[str, Method | None] = {
     "diloco": None,
     "naive": Method(
         hub=HubConfig(weights="uniform", staleness=StalenessConfig(rule="constant")),
-        outer=OuterConfig(kind="nesterov", lr=0.7 / 4, momentum=0.9),
+        outer=OuterConfig(kind="nesterov", lr=0.7, momentum=0.9),
         penalty=PenaltyConfig(clip=None),
         pace="steps",
     ),

@@ -8,7 +8,7 @@ from benchmarks import elastic, joining, soak
 from benchmarks.elastic_parts.lease_audit import Audit
 from benchmarks.elastic_parts.quality import PHASES, Curve
 from benchmarks.kit import tun_link
-from kit.hub_machine import LAYOUT, Numbers, World, config, plan, values
+from kit.hub_machine import AVERAGE, LAYOUT, Numbers, World, config, plan, values
 
 from aedit.async_sgd.rules.config import OuterConfig
 from aedit.async_sgd.rules.records import Accepted, Founded, Joined, Leased, Left, Push, Used
@@ -16,16 +16,17 @@ from aedit.async_sgd.rules.records import Accepted, Founded, Joined, Leased, Lef
 DELAYED = OuterConfig(kind="delayed-nesterov", lr=1.0, momentum=0.0, delay=2)
 
 
-@pytest.mark.parametrize(("nodes", "moved"), [(1, 0.5), (2, 1.0), (4, 1.0), (6, 1.0)])
-def test_more_nodes_than_the_outer_delay_move_the_anchor_no_further_together(nodes, moved):
-    world = World(plan(config(), outer=DELAYED))
+@pytest.mark.parametrize("nodes", [1, 2, 4, 6])
+@pytest.mark.parametrize("outer", [DELAYED, AVERAGE, replace(DELAYED, delay=16)])
+def test_all_nodes_together_move_the_anchor_by_one_mean_whatever_their_number_and_the_delay(nodes, outer):
+    world = World(plan(config(), outer=outer))
     for node in range(nodes):
         world.join(f"node{node}")
     world.found()
     for node in range(nodes):
         world.push(node, 1.0)
         world.settle()
-    np.testing.assert_allclose(values(world), -moved, rtol=1e-6)
+    np.testing.assert_allclose(values(world), -1.0, rtol=1e-6)
 
 
 def test_a_quorum_is_one_mean_however_many_it_has():

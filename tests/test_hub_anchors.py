@@ -94,7 +94,7 @@ def test_a_unit_of_many_slices_steps_as_one(down):
     rule, state = make_outer(outer), make_outer(outer).init(x)
     for _ in range(7):
         g = rng.normal(size=numel).astype(np.float32)
-        step, state = rule.update(g, state)
+        step, state = rule.update(outer.delay * g, state)  # the node is alone: each push is a round
         x = x - step
         made.push(0, g), made.settle()
     error = {"fp32": 1e-6, "int8": 0.2, "e3m0": 0.05}[down]
@@ -259,7 +259,7 @@ def test_a_merge_may_be_computed_while_others_push():
     computed = made.hub.compute(record)
     made.push(2, 5.0)
     made.hub.apply(record, computed)
-    assert (values(made) == -2.0).all()
+    np.testing.assert_allclose(values(made), -2.0 * 2 / 3, rtol=1e-6)
     assert len(made.hub.state.units[0].pending) == 1
 
 

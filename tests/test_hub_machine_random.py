@@ -77,8 +77,13 @@ class Ledger:
             self.anchors[record.unit] = pushes[0].values.values.astype(np.float64)
             return
         pushes = [push for push in pushes if push.steps]
-        if pushes:
-            self.anchors[record.unit] = self.anchors[record.unit] - np.mean(
+        share = 1.0 if record.share is None else record.share
+        assert 0 <= share <= 1
+        if len(pushes) == 1:  # in the hub's own precision
+            step = pushes[0].values.values * np.float32(share)
+            self.anchors[record.unit] = self.anchors[record.unit].astype(np.float32) - step
+        elif pushes:
+            self.anchors[record.unit] = self.anchors[record.unit] - share * np.mean(
                 [push.values.values.astype(np.float64) for push in pushes], axis=0
             )
 

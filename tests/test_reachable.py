@@ -10,8 +10,8 @@ PARTS = ("edit", "async_sgd", "proto", "spec_rollout", "launch")
 
 ENTRIES = ("aedit", "aedit.__main__", "aedit.launch.cli.__main__", *(f"aedit.{part}" for part in PARTS))
 
-# Drafter training in idle windows and migration: tested and measured, and not part of any run yet.
-ROLLOUT_ONLY = ("spec_rollout.idle", "spec_rollout.learning", "spec_rollout.migration")
+# Migration: tested and measured, and not part of any run yet.
+ROLLOUT_ONLY = ("spec_rollout.migration",)
 
 
 def modules():

@@ -70,6 +70,34 @@ def test_both_ends_share_all_of_the_desk(memory):
     assert node.trainer_status.state == TrainerState.TRAINING
 
 
+def test_training_continues_from_an_offered_drafter(memory):
+    node, trainer = memory()
+    loop, training = begun(trainer)
+    loop.run_once()
+    begun_with = []
+    training.begin = begun_with.append
+    offered = trainees.weights(seed=7)
+    node.offered.publish(offered, node.drafter.newest_number)
+    loop.run_once()
+    loop.run_once()
+    (found,) = begun_with
+    assert found["fc.weight"].equal(offered["fc.weight"])
+
+
+@pytest.mark.parametrize("published_later", [False, True])
+def test_a_new_process_begins_with_the_later_of_offer_and_publication(memory, published_later):
+    node, trainer = memory()
+    published, offered = trainees.weights(seed=6), trainees.weights(seed=7)
+    if not published_later:
+        trainer.drafter.publish(published, 0)
+    node.offered.publish(offered, node.drafter.newest_number)
+    if published_later:
+        trainer.drafter.publish(published, 0)
+    _, training = begun(trainer)
+    expected = published if published_later else offered
+    assert training._layer.weight.equal(expected["fc.weight"])
+
+
 def test_a_turn_begins_with_the_newest_policy(memory):
     node, trainer = memory()
     loop, training = begun(trainer)

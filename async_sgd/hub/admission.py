@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 
 from aedit.async_sgd.hub.members import NORM, Member
+from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules import push_filter, staleness
-from aedit.async_sgd.rules.config import HubConfig, PenaltyConfig, PushFilterConfig
+from aedit.async_sgd.rules.config import HubConfig, PushFilterConfig
 from aedit.async_sgd.rules.records import Accepted, Left, Part, Push, Record, Refused
+from aedit.async_sgd.rules.unit_rules import UnitRule
 from aedit.async_sgd.rules.weights import merge_weights
 
 _MOST_TOKENS = 2**40
@@ -65,7 +67,7 @@ def _refused(
         return _stale(push, f"future: version {push.base}, and {unit.version} is the newest")
     if staleness.factor(config.staleness, unit.version - push.base) == 0.0:
         return _stale(push, f"stale: measured {unit.version - push.base} versions ago")
-    doubt = push_filter.judge_push(push, unit.history, config.push_filter)
+    doubt = None if unit.apart else push_filter.judge_push(push, unit.history, config.push_filter)
     return _violation(member, push, f"{NORM}: {doubt}") if doubt else None
 
 
@@ -90,11 +92,24 @@ def _stale(push: Push, reason: str) -> Refused:
     return Refused(push.node, push.unit, push.seq, reason, False, False)
 
 
-def parts(pushes: Sequence[Push], unit: Unit, config: HubConfig, penalty: PenaltyConfig) -> tuple[Part, ...]:
+def own_parts(pushes: Sequence[Push], unit: Unit, rule: UnitRule) -> tuple[Part, ...]:
+    """Return how much each push counts in the merge of a unit that is trained apart from the model.
+
+    Size and staleness do not matter.
+    """
+    weights = merge_weights(pushes, rule.weights)
+    return tuple(
+        Part(push.node, push.seq, weight, 1.0, unit.version - push.base if push.base else 0)
+        for push, weight in zip(pushes, weights, strict=True)
+    )
+
+
+def parts(pushes: Sequence[Push], unit: Unit, plan: HubPlan) -> tuple[Part, ...]:
     """Return how much each push counts in the merge; 0 if it is far longer than the others.
 
     Staleness and excess length scale the push itself, so that they have an effect in a merge of one, too.
     """
+    config, penalty = plan.hub, plan.penalty
     crude = push_filter.outliers(pushes, config.push_filter)
     kept = [push for push, is_crude in zip(pushes, crude, strict=True) if not is_crude]
     found = iter(merge_weights(kept, config.weights, penalty))

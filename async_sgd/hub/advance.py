@@ -7,8 +7,9 @@ from typing import Protocol
 import numpy as np
 
 from aedit.async_sgd.rules.merge import merge, norm, unit_slices
-from aedit.async_sgd.rules.outer import OuterOptimizer, OuterState
+from aedit.async_sgd.rules.outer import OuterOptimizer, OuterState, make_outer
 from aedit.async_sgd.rules.records import Part, Push, Values, Vector
+from aedit.async_sgd.rules.unit_rules import UnitRules
 from aedit.types import UnitLayout
 
 
@@ -61,6 +62,21 @@ class AdvanceRule:
     clip: float | None
     quantiser: Quantiser | None
 
+    def factor(self, share: float | None) -> float:
+        """Return the factor of a clipped mean that makes up this share of a round.
+
+        An optimizer with a `delay` divides what it is given by that number, as its delay is meant to be the
+        updates of a round: its share is given to it times `delay`, so that it is not divided twice.
+        """
+        return 1.0 if share is None else share * getattr(self.outer, "delay", 1)
+
+
+def own_rules(rules: UnitRules, quantiser: Quantiser | None) -> dict[str, AdvanceRule]:
+    """Return the rules of units that are trained apart from the model, by name."""
+    return {
+        name: AdvanceRule(make_outer(rule.outer), "mean", None, quantiser) for name, rule in rules.items()
+    }
+
 
 def founded(values: Values, layout: UnitLayout, rule: AdvanceRule) -> Computed:
     """Return version 1: the values that the founding node has brought."""
@@ -70,9 +86,13 @@ def founded(values: Values, layout: UnitLayout, rule: AdvanceRule) -> Computed:
 
 
 def merged(
-    old: Anchor, pushes: Sequence[tuple[Push, Part]], layout: UnitLayout, rule: AdvanceRule
+    old: Anchor,
+    pushes: Sequence[tuple[Push, Part]],
+    layout: UnitLayout,
+    rule: AdvanceRule,
+    share: float | None = None,
 ) -> Computed:
-    """Return the next version after the outer step with the merged pushes.
+    """Return the next version after the outer step with the merged pushes, which are `share` of a round.
 
     If nothing of weight remains, or the result is not finite, anchor and momentum stay as they are, under the
     next version.
@@ -82,7 +102,8 @@ def merged(
     mean = merge(pushes, layout, rule.merge)
     length = norm(mean)
     scale = 1.0 if rule.clip is None else min(1.0, rule.clip / max(length, 1e-30))
-    if scale < 1.0:
+    scale *= rule.factor(share)  # after clipping: a limit for a round is none for its parts together
+    if scale != 1.0:
         mean *= np.float32(scale)
     new = mean  # each slice in the place of the mean that it is made of: one array less
     wholes: list[Vector | None] = [None for _ in old.outer.arrays]

@@ -16,6 +16,7 @@ from aedit.async_sgd.hub.due import is_due
 from aedit.async_sgd.hub.joins import Denied, Joiner, joining
 from aedit.async_sgd.hub.members import Member, Report, dylu
 from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub.round_share import round_share
 from aedit.async_sgd.hub.saved import Saved, load_state, save_state
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules.outer import make_outer
@@ -61,7 +62,8 @@ class Hub:
         assert (quantiser is None) == (plan.hub.codec_down == "fp32"), "a codec that nobody uses, or none"
         self.plan, self.config = plan, plan.hub
         self.rule = AdvanceRule(make_outer(plan.outer), plan.hub.merge, plan.penalty.clip, quantiser)
-        self.state = HubState(part=plan.part, has_parent=bool(plan.hub.parent))
+        self.rules = advance.own_rules(plan.rules, quantiser)
+        self.state = HubState(part=plan.part, has_parent=bool(plan.hub.parent), apart=frozenset(plan.rules))
         self.clocks = Clocks()
 
     # -- deciding
@@ -247,7 +249,8 @@ class Hub:
         if anchor.handed is not None:
             return anchor.version, anchor.handed
         ahead = self.plan.outer.look_ahead
-        return anchor.version, advance.look_ahead(anchor, self.rule) if ahead else anchor.values
+        rule = self._advance_rule(index)
+        return anchor.version, advance.look_ahead(anchor, rule) if ahead else anchor.values
 
     def chain(self, index: int, base: int) -> tuple[tuple[int, bytes], ...] | None:
         """Return (version, encoded delta) after `base` up to the newest.
@@ -275,6 +278,13 @@ class Hub:
         if self.plan.pace == "seconds":
             return math.inf
         return _LONGEST * max(self.config.max_steps_ahead, self.plan.every)
+
+    def _name(self, index: int) -> str:
+        assert self.state.layout is not None
+        return self.state.layout.units[index].name
+
+    def _advance_rule(self, index: int) -> AdvanceRule:
+        return self.rules.get(self._name(index), self.rule)
 
     def _speed(self, node: int) -> float:
         report = self.clocks.reports.get(node)
@@ -327,7 +337,7 @@ class Hub:
         return report is None or report.state not in ("joining", "stalled")
 
     def _is_due(self, index: int, unit: Unit, awaited: set[int], now: float) -> bool:
-        if unit.anchor is None:
+        if unit.anchor is None or unit.apart:
             return True
         awaited = {node for node in awaited if not self.state.members[node].is_refused(index)}
         came_s: dict[int, float] = {}
@@ -343,23 +353,14 @@ class Hub:
         pushes = list(unit.pending.values())
         if unit.anchor is None:
             return Merged(index, 1, (Part(pushes[0].node, pushes[0].seq, 1.0),), elapsed_s)
-        if self.config.quorum == 1:
+        own = self.plan.rules.get(self._name(index))
+        if self.config.quorum == 1 or own:
             pushes = pushes[:1]
-        parts = admission.parts(pushes, unit, self.config, self.plan.penalty)
-        share = self._share_of_one()
-        parts = tuple(replace(part, scale=part.scale * share) for part in parts)
-        return Merged(index, unit.version + 1, parts, elapsed_s)
-
-    def _share_of_one(self) -> float:
-        """Return the factor for a push that is merged alone.
-
-        As many pushes as the outer optimizer's `delay` are to move the anchor as one mean does; with more
-        nodes than that, all of theirs together.
-        """
-        delay: int | None = getattr(self.rule.outer, "delay", None)
-        if self.config.quorum != 1 or delay is None:
-            return 1.0
-        return min(1.0, delay / max(1, len(self.state.live)))
+        parts = admission.own_parts(pushes, unit, own) if own else admission.parts(pushes, unit, self.plan)
+        live = self.state.live
+        expected = {n for n in live if self._is_awaited(n) and not live[n].is_distrusted(index)}
+        share = round_share(unit, pushes, live.keys(), expected, self.plan, own)
+        return Merged(index, unit.version + 1, parts, elapsed_s, share)
 
     def _compute_merge(self, record: Merged) -> Computed:
         unit = self.state.units[record.unit]
@@ -367,10 +368,12 @@ class Hub:
         layout = self.state.layout.units[record.unit]
         pushes = [(unit.pending[part.node, part.seq], part) for part in record.parts]
         if unit.anchor is None:
-            return advance.founded(pushes[0][0].values, layout, self.rule)
+            return advance.founded(pushes[0][0].values, layout, self._advance_rule(record.unit))
+        if unit.apart:
+            return advance.merged(unit.anchor, pushes, layout, self._advance_rule(record.unit), record.share)
         away = directions(pushes, layout, self.config.push_filter)
         believed = [pair for pair, is_away in zip(pushes, away, strict=True) if not is_away]
-        computed = advance.merged(unit.anchor, believed, layout, self.rule)
+        computed = advance.merged(unit.anchor, believed, layout, self.rule, record.share)
         ignored = [part for (_, part), is_away in zip(pushes, away, strict=True) if is_away]
         return replace(computed, ignored=tuple((part.node, part.seq) for part in ignored))
 
@@ -378,7 +381,8 @@ class Hub:
         unit = self.state.units[record.unit]
         assert unit.anchor is not None
         assert unit.up is not None
-        computed = advance.mixed(unit.anchor, record.values, record.mix, self.rule)
+        rule = self._advance_rule(record.unit)
+        computed = advance.mixed(unit.anchor, record.values, record.mix, rule)
         # The parent has heard of what was sent, and of nothing since.
         known = unit.up if unit.sent is None else unit.sent
         return replace(computed, up=advance.mixture(known, record.values, record.mix))

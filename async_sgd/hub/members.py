@@ -45,6 +45,8 @@ class Report:
     bytes_down: int = 0
     loss: float = math.nan
     state: str = "joining"
+    rl: Mapping[str, float] = field(default_factory=dict)
+    """Reinforcement learning, by names of `RL_REPORT`; empty in a run on text."""
 
 
 @dataclass(slots=True)
@@ -71,7 +73,7 @@ class Member:
     offended: int = 0
     """Sequence number of the last violation: one bad round is one violation, however many units it has."""
     weight: float = 0.0
-    """Share of its last push in the merge that took it."""
+    """Share of its last push in its round."""
     staleness: int = 0
     received: dict[int, int] = field(default_factory=dict)
     """By unit, the sequence number of the last push that was accepted or refused."""
@@ -82,11 +84,15 @@ class Member:
         self.session, self.donor, self.live, self.gone = record.session, record.donor, True, ""
         self.process = record.process
 
-    def accept(self, push: Push) -> None:
-        """Count an accepted push. Every 16 accepted pushes forgive one violation."""
+    def accept(self, push: Push, *, counts: bool = True) -> None:
+        """Count an accepted push. Every 16 accepted pushes forgive one violation.
+
+        counts: whether its steps are steps of the run.
+        """
         self.received[push.unit] = push.seq
-        self.steps += push.steps
-        self.tokens += push.tokens
+        if counts:
+            self.steps += push.steps
+            self.tokens += push.tokens
         self.accepted += 1
         if self.accepted % _FORGIVEN_AFTER == 0:
             self.violations = max(0, self.violations - 1)
@@ -114,6 +120,11 @@ class Member:
         """Return whether its last push of the unit was refused: others need not wait for the next one."""
         last = self.told.get(unit, Told())
         return last.verdict in (Verdict.REFUSED, Verdict.DISTRUSTED) and last.seq == self.received.get(unit)
+
+    def is_distrusted(self, unit: int) -> bool:
+        """Return whether its last push of the unit was not believed."""
+        last = self.told.get(unit, Told())
+        return last.verdict == Verdict.DISTRUSTED and last.seq == self.received.get(unit)
 
     def tell(self, unit: int, told: Told) -> None:
         """Note the newest decision about this node's pushes of the unit."""

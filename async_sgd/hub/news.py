@@ -1,6 +1,7 @@
 """Reports of a hub: to a node with every heartbeat, and to the views."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +130,17 @@ def _node_status(hub: Hub, member: Member, pace_steps: int, now: float) -> dict[
         "refused": dict(member.refused),
         "violations": member.violations,
         "leased_samples": sum(end - start for start, end in leases),
+        "rl": _nested(report.rl),
     }
+
+
+def _nested(values: Mapping[str, float]) -> dict[str, Any] | None:
+    """Return `{"a/b": 1}` as `{"a": {"b": 1}}`; None if there are none, as in a run on text."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        group, _, inner = name.rpartition("/")
+        (found.setdefault(group, {}) if group else found)[inner] = value
+    return found or None
 
 
 def _state(member: Member, report: Report) -> str:

@@ -1,9 +1,10 @@
 """The part of a run's configuration that decides what its hub does."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig
+from aedit.async_sgd.rules.unit_rules import UnitRules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,3 +24,5 @@ class HubPlan:
     """The budget in time, if that is used up sooner."""
     part: tuple[int, int] = (0, 1)
     """(k, n): this hub owns the units i with i % n == k."""
+    rules: UnitRules = field(default_factory=dict)
+    """Units that are trained apart from the model, by name: the drafter that a run shares."""

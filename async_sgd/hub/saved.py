@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from aedit.async_sgd.hub.advance import Anchor
@@ -12,6 +12,7 @@ from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules.outer import OuterState
 from aedit.async_sgd.rules.push_filter import SizeHistory
 from aedit.async_sgd.rules.records import Push, Vector
+from aedit.async_sgd.rules.shares import Contribution
 from aedit.types import Layout, TensorLayout, UnitLayout, Verdict
 
 
@@ -42,7 +43,7 @@ class Saved:
 
 _PLAIN = ("num_samples", "founder", "term", "sessions", "round", "round_at_s", "elapsed_s", "steps", "tokens")
 _MEMBER = [field.name for field in fields(Member) if field.name not in ("refused", "received", "told")]
-_UNIT = ("merged_at_s", "usual_s", "sent_at")
+_UNIT = ("merged_at_s", "usual_s", "sent_at", "steps", "apart")
 
 
 def save_state(state: HubState) -> Saved:
@@ -133,6 +134,7 @@ def _unit_out(index: int, unit: Unit) -> SavedUnit:
     numbers: dict[str, Any] = {name: getattr(unit, name) for name in _UNIT}
     numbers["history"] = _history_out(unit.history)
     numbers["version"] = unit.version
+    numbers["brought"] = [[node, *astuple(one)] for node, one in sorted(unit.brought.items())]
     arrays: dict[str, Vector] = {}
     if unit.anchor:
         numbers["count"] = unit.anchor.outer.count
@@ -152,6 +154,7 @@ def _unit_in(saved: SavedUnit) -> Unit:
     unit = Unit(history=_history_in(numbers["history"]))
     for name in _UNIT:
         setattr(unit, name, numbers[name])
+    unit.brought = {node: Contribution(*one) for node, *one in numbers["brought"]}
     for array in arrays.values():
         array.flags.writeable = False
     if numbers["version"]:

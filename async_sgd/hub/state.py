@@ -4,6 +4,7 @@ Nothing else changes it, and no clock is read here.
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from aedit.async_sgd.hub.advance import Anchor, Computed
@@ -12,6 +13,8 @@ from aedit.async_sgd.hub.pool import Block, Pool
 from aedit.async_sgd.rules import records
 from aedit.async_sgd.rules.push_filter import SizeHistory
 from aedit.async_sgd.rules.records import Push, Vector
+from aedit.async_sgd.rules.shares import Contribution
+from aedit.async_sgd.rules.weights import push_norm
 from aedit.types import Layout, Verdict
 
 COUNT_BITS = 20
@@ -40,11 +43,27 @@ class Unit:
     """Newest version that the parent was told or gave."""
     norm: float = 0.0
     """Of what was merged last; for people, not kept over a restart."""
+    brought: dict[int, Contribution] = field(default_factory=dict)
+    """By node: its last push of this unit."""
+    steps: int = 0
+    """Training steps in accepted pushes."""
+    apart: bool = False
+    """Whether it is trained apart from the model: its steps are no steps of the run."""
 
     @property
     def version(self) -> int:
         """Return the version of the newest anchor; 0 before the unit is founded."""
         return self.anchor.version if self.anchor else 0
+
+    def brought_with(self, pushes: Iterable[Push], version: int, nodes: int) -> dict[int, Contribution]:
+        """Return `brought` after a merge of `pushes` into `version`. nodes: members now."""
+        after = dict(self.brought)
+        for push in pushes:
+            before = after.get(push.node, Contribution(self.version))
+            after[push.node] = before.pushed(
+                version, steps=push.steps, tokens=push.tokens, norm=push_norm(push), nodes=nodes
+            )
+        return after
 
 
 @dataclass(slots=True)
@@ -53,6 +72,8 @@ class HubState:
 
     part: tuple[int, int] = (0, 1)
     has_parent: bool = False
+    apart: frozenset[str] = frozenset()
+    """Names of the units that are trained apart from the model."""
     layout: Layout | None = None
     facts: dict[str, str] = field(default_factory=dict)
     num_samples: int = 0
@@ -70,7 +91,7 @@ class HubState:
     round_at_s: float = 0.0
     elapsed_s: float = 0.0
     steps: int = 0
-    """In accepted pushes, summed over units."""
+    """In accepted pushes, summed over the units of the model."""
     tokens: int = 0
     mean_steps: float = 0.0
     """Steps per unit and node: every push counted against the members of its time."""
@@ -90,12 +111,17 @@ class HubState:
     @property
     def total_steps(self) -> int:
         """Return the inner steps of all nodes; a step is in a push of every unit."""
-        return self.steps // max(1, len(self.units))
+        return self.steps // self._num_counting
 
     @property
     def total_tokens(self) -> int:
         """Return the tokens of all nodes; a token is in a push of every unit."""
-        return self.tokens // max(1, len(self.units))
+        return self.tokens // self._num_counting
+
+    @property
+    def _num_counting(self) -> int:
+        """Return the number of units whose steps are steps of the run, at least 1."""
+        return max(1, sum(not unit.apart for unit in self.units.values()))
 
     # -- applying
 
@@ -139,7 +165,8 @@ class HubState:
     def _found(self, record: records.Founded) -> None:
         mine, of = self.part
         self.layout, self.facts, self.num_samples = record.layout, dict(record.facts), record.num_samples
-        self.units = {i: Unit() for i in range(mine, len(record.layout.units), of)}
+        names = [unit.name for unit in record.layout.units]
+        self.units = {i: Unit(apart=names[i] in self.apart) for i in range(mine, len(names), of)}
 
     def _join(self, record: records.Joined) -> None:
         while len(self.members) <= record.node:  # an index in between is left out: a member without a name
@@ -149,6 +176,8 @@ class HubState:
         self.members[record.node].join(record)
         self.sessions = record.session & (1 << COUNT_BITS) - 1
         self.lost.pop(record.node, None)
+        for unit in self.units.values():
+            unit.brought[record.node] = unit.brought.get(record.node, Contribution(0)).joined(unit.version)
         if self.founder is None or not self.members[self.founder].live:
             self.founder = record.node
         self._pass(record.at_s)
@@ -156,16 +185,21 @@ class HubState:
     def _leave(self, record: records.Left) -> None:
         member = self.members[record.node]
         member.live, member.excluded, member.gone = False, record.excluded, record.reason
+        if record.excluded:
+            for unit in self.units.values():
+                unit.brought.pop(record.node, None)
         self.lost[record.node] = self.pool.outstanding(record.node)
         self.pool.give_back(record.node)
 
     def _accept(self, push: Push) -> None:
         unit = self.units[push.unit]
         unit.pending[push.node, push.seq] = push
-        self.members[push.node].accept(push)
-        self.steps += push.steps
-        self.tokens += push.tokens
-        self.mean_steps += push.steps / len(self.units) / max(1, len(self.live))
+        self.members[push.node].accept(push, counts=not unit.apart)
+        unit.steps += push.steps
+        if not unit.apart:
+            self.steps += push.steps
+            self.tokens += push.tokens
+            self.mean_steps += push.steps / self._num_counting / max(1, len(self.live))
         unit.history = unit.history.with_push(push)
 
     def _refuse(self, record: records.Refused) -> None:
@@ -176,9 +210,12 @@ class HubState:
 
     def _merge(self, record: records.Merged, computed: Computed) -> None:
         unit = self.units[record.unit]
+        if record.version > 1:
+            pushes = [unit.pending[part.node, part.seq] for part in record.parts]
+            unit.brought = unit.brought_with(pushes, record.version, len(self.live))
         self._advance(unit, record.version, computed)
         unit.norm = computed.norm
-        total = sum(part.weight for part in record.parts) or 1.0
+        total = (sum(part.weight for part in record.parts) or 1.0) / (record.share or 1.0)
         for part in record.parts:
             push = unit.pending.pop((part.node, part.seq))
             member = self.members[part.node]

@@ -76,9 +76,10 @@ def _out(record: Record) -> dict[str, Any]:
             return {"kind": kind, "layout": units, "facts": [list(f) for f in facts], "samples": num_samples}
         case records.Accepted(push):
             return {"kind": kind} | push_out(push)
-        case records.Merged(unit, version, parts, at_s):
+        case records.Merged(unit, version, parts, at_s, share):
             rows = [[p.node, p.seq, p.weight, p.scale, p.staleness] for p in parts]
-            return {"kind": kind, "unit": unit, "version": version, "parts": rows, "at_s": at_s}
+            plain = {"kind": kind, "unit": unit, "version": version, "parts": rows, "at_s": at_s}
+            return plain | ({} if share is None else {"share": share})
         case records.Mixed(unit, version, values, mix):
             return {"kind": kind, "unit": unit, "version": version, "mix": mix, "values": place(values)}
         case _:
@@ -95,7 +96,7 @@ def _in(plain: dict[str, Any], locate: Locate) -> Record:
             return records.Accepted(push_in(plain, locate))
         case "Merged":
             parts = tuple(Part(*row) for row in plain["parts"])
-            return records.Merged(plain["unit"], plain["version"], parts, plain["at_s"])
+            return records.Merged(plain["unit"], plain["version"], parts, plain["at_s"], plain.get("share"))
         case "Mixed":
             return records.Mixed(plain["unit"], plain["version"], locate(plain["values"]), plain["mix"])
         case _:

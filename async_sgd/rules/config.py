@@ -24,9 +24,9 @@ class OuterConfig:
     """Momentum of both Nesterov kinds; not used by `average`."""
 
     delay: int = 4
-    """Updates per momentum step (N of arXiv:2401.09135, algorithm 3); about the number of nodes. While there
-    are more, a hub that merges every arrival shortens each push to delay / nodes, so that all of them
-    together move the anchor no further."""
+    """Updates per momentum step (N of arXiv:2401.09135, algorithm 3); about the number of nodes. A hub that
+    merges every arrival knows how many there are: however many, a push of each of them together moves the
+    anchor as one mean of theirs."""
 
     activation: float = 0.0
     """Share of the momentum that takes part in every update in between (c of arXiv:2401.09135)."""
@@ -186,7 +186,8 @@ class HubConfig:
 
     quorum: int | Literal["all"] = 1
     """Nodes whose pushes of a unit make a new anchor; 1 merges every arrival, `all` waits for every member
-    that is alive."""
+    that is alive. With a number, what is merged counts as the share of a round that its nodes have: 1/N of
+    N nodes, or their share by `hub.weights`."""
 
     grace: float = 0.5
     """Once a quorum is there, wait for the others this share of the usual time between merges."""
@@ -199,8 +200,8 @@ class HubConfig:
     every element, for members who are not trusted. Or a function of your own as `package.module:name`."""
 
     weights: Literal["uniform", "steps", "tokens", "penalty"] = "penalty"
-    """Of a push in its merge: equal; its steps; tokens^2 / steps (arXiv:2604.21428); or EDiT's, by norm and
-    steps as `edit.penalty` says."""
+    """Of a push in its merge, and of its node's share of a round: equal; its steps; tokens^2 / steps
+    (arXiv:2604.21428); or EDiT's, by norm and steps as `edit.penalty` says."""
 
     endless: bool = False
     """Keep the run open: `train.steps` and `train.seconds` are no budget, and each node decides when it

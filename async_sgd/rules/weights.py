@@ -5,34 +5,64 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aedit.async_sgd.rules import penalty
 from aedit.async_sgd.rules.config import PenaltyConfig
 from aedit.async_sgd.rules.records import Push
 
+WeightRule = Literal["uniform", "steps", "tokens", "penalty"]
+
+Array = NDArray[np.float64]
+
+MOST = 8.0
+"""Times the median claim of the other nodes: what one node can say of its steps or tokens at most. Honest
+nodes of one run differ up to sixfold (arXiv:2401.09135)."""
+
 
 def merge_weights(
-    pushes: Sequence[Push],
-    rule: Literal["uniform", "steps", "tokens", "penalty"],
-    config: PenaltyConfig | None = None,
+    pushes: Sequence[Push], rule: WeightRule, config: PenaltyConfig | None = None
 ) -> tuple[float, ...]:
     """Return one weight per push, at least 0, not normalised. A push without steps weighs 0.
 
     `tokens` is tokens^2 / steps (arXiv:2604.21428): who saw more per step counts more. `penalty` is EDiT's
-    softmax over norms, with a share by steps, as `config` says (default: its defaults).
+    softmax over norms, with a share by steps, as `config` says (default: its defaults). No push claims more
+    than `MOST` times the median of the others.
     """
+    norms_N = np.array([push_norm(push) for push in pushes])
+    steps_N = np.array([float(push.steps) for push in pushes])
+    tokens_N = np.array([float(push.tokens) for push in pushes])
+    return tuple(weights(norms_N, steps_N, tokens_N, rule, config or PenaltyConfig()).tolist())
+
+
+def weights(
+    norms_N: Array, steps_N: Array, tokens_N: Array, rule: WeightRule, config: PenaltyConfig
+) -> Array:
+    """Return `merge_weights` of pushes with these norms, steps and tokens, all of shape [N]."""
     match rule:
         case "uniform":
-            return tuple(float(push.steps > 0) for push in pushes)
+            return (steps_N > 0).astype(np.float64)
         case "steps":
-            return tuple(float(push.steps) for push in pushes)
+            return bounded(steps_N)
         case "tokens":
-            return tuple(push.tokens * push.tokens / max(push.steps, 1) * (push.steps > 0) for push in pushes)
+            return bounded(tokens_N**2 / np.where(steps_N > 0, steps_N, 1.0) * (steps_N > 0))
         case "penalty":
-            norms_N1 = np.array([[push_norm(push)] for push in pushes]).reshape(len(pushes), 1)
-            steps_N1 = np.array([[float(push.steps)] for push in pushes]).reshape(len(pushes), 1)
-            w_N1 = penalty.weights(norms_N1, steps_N1, config or PenaltyConfig())
-            return tuple(w_N1[:, 0].tolist())
+            w_N1 = penalty.weights(norms_N[:, None], bounded(steps_N)[:, None], config)
+            w_N: Array = w_N1[:, 0]
+            return w_N
+
+
+def bounded(claims_N: Array) -> Array:
+    """Return the claims, each at most `MOST` times the median of the others. A claim alone is kept."""
+    usual_N = median_of_others(claims_N)
+    return np.where(usual_N > 0, np.minimum(claims_N, MOST * usual_N), claims_N)
+
+
+def median_of_others(x_N: Array) -> Array:
+    """Return for each number the median of all others, or the number itself if there are none."""
+    if len(x_N) < 2:
+        return x_N
+    return np.array([np.median(np.delete(x_N, n)) for n in range(len(x_N))])
 
 
 def push_norm(push: Push) -> float:

@@ -1,5 +1,6 @@
 """Convert between the hub's types and protocol buffers."""
 
+from math import isfinite
 from typing import cast
 
 import grpc
@@ -10,7 +11,7 @@ from aedit.async_sgd.hub.joins import Denied, Joiner
 from aedit.async_sgd.hub.members import Member, Report
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
-from aedit.types import Layout, TensorLayout, UnitLayout
+from aedit.types import RL_REPORT, Layout, TensorLayout, UnitLayout
 
 _CODES = {
     "unknown": grpc.StatusCode.NOT_FOUND,
@@ -67,6 +68,9 @@ def report_of(request: pb.HeartbeatRequest) -> Report:
         bytes_down=request.bytes_down,
         loss=request.loss,
         state=request.state[:_LONGEST_TEXT],
+        rl={
+            name: request.rl[name] for name in RL_REPORT if name in request.rl and isfinite(request.rl[name])
+        },
     )
 
 

@@ -39,6 +39,27 @@ _NODE = (
     (CounterMetricFamily, "accepted", "accepted_pushes", "Pushes that were accepted."),
 )
 
+_RL = (
+    (GaugeMetricFamily, "reward", "reward", "Mean reward of the newest batch."),
+    (GaugeMetricFamily, "solved", "solved", "Share of rollouts of the newest batch that are solved."),
+    (GaugeMetricFamily, "staleness", "rollout_staleness", "Policy versions by which rollouts are older."),
+    (GaugeMetricFamily, "mismatch_kl", "mismatch_kl", "KL of behaviour to trainer, in nats per token."),
+    (GaugeMetricFamily, "length", "rollout_length", "Mean tokens per rollout of the newest batch."),
+    (CounterMetricFamily, "groups", "groups", "Groups of rollouts."),
+    (CounterMetricFamily, "rollouts", "rollouts", "Rollouts of these groups."),
+    (CounterMetricFamily, "no_signal", "groups_without_signal", "Groups whose rewards are all equal."),
+    (CounterMetricFamily, "rollout_tokens", "rollout_tokens", "Generated tokens."),
+    (CounterMetricFamily, "rollout_s", "rollout_seconds", "Time spent generating."),
+    (CounterMetricFamily, "plain_tokens", "plain_tokens", "Tokens of timed steps without drafts."),
+    (CounterMetricFamily, "plain_s", "plain_seconds", "Time of these steps."),
+    (CounterMetricFamily, "passes", "rollout_passes", "Passes of one sample through the policy."),
+    (CounterMetricFamily, "idle_used_s", "idle_used_seconds", "Processor time of work in idle time."),
+)
+_RL_BY = (
+    ("arms", "drafter", "rollout_steps", "Steps of the engine by drafter, `off` without one."),
+    ("idle_s", "cause", "idle_seconds", "Idle time by cause."),
+)
+
 
 class Page:
     """HTTP server that serves until `close`. overview: returns the hub's status at every request."""
@@ -100,3 +121,21 @@ def _of_nodes(nodes: list[Mapping[str, Any]]) -> Iterator[Metric]:
         for reason, count in node["refused"].items():
             refused.add_metric([node["name"], reason], count)
     yield refused
+    if known := [(node["name"], node["rl"]) for node in nodes if node["rl"]]:
+        yield from _of_rl(known)
+
+
+def _of_rl(nodes: list[tuple[str, Mapping[str, Any]]]) -> Iterator[Metric]:
+    """Yield the figures of reinforcement learning; a run on text has none."""
+    for kind, key, name, meaning in _RL:
+        family = kind(f"aedit_node_{name}", meaning, labels=["node"])
+        for node, rl in nodes:
+            if key in rl:
+                family.add_metric([node], rl[key])
+        yield family
+    for key, label, name, meaning in _RL_BY:
+        counter = CounterMetricFamily(f"aedit_node_{name}", meaning, labels=["node", label])
+        for node, rl in nodes:
+            for value, count in rl.get(key, {}).items():
+                counter.add_metric([node, value], count)
+        yield counter

@@ -106,13 +106,15 @@ def _configuration(paths: Sequence[Path]) -> Iterator[Check]:
 
 
 def _files(config: RunConfig) -> Iterator[Check]:
-    source = config.data.source
+    source = config.prompts.source or config.data.source
     try:
-        check_data(config.data)
+        if not config.prompts.source:
+            check_data(config.data)
     except UserError as error:
         yield Check("data", "fail", source, str(error))
     else:
-        what = "fetched when the run starts" if source.startswith("hf:") else "there, readable and enough"
+        later = bool(config.prompts.source) or source.startswith("hf:")
+        what = "read when the run starts" if later else "there, readable and enough"
         yield Check("data", "ok", f"{source}: {what}")
     for extra in config.log:
         missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]

@@ -7,11 +7,13 @@ from aedit.types import UserError, imported, is_import_path
 def check_imports(config: RunConfig, *, node: bool = False) -> None:
     """Raise UserError if an object that the configuration names by import path cannot be used.
 
-    node: check only the codecs, which a node of a hub needs; outer optimizer and merge rule run in the hub.
+    node: check only what a node of a hub needs: codecs and policy loss. Outer optimizer and merge rule run in
+    the hub.
     """
     codec = ("num_bytes", "encode_slice", "decode")
     named: list[tuple[str, str, tuple[str, ...]]]
     named = [("hub.codec", config.hub.codec, codec), ("hub.codec_down", config.hub.codec_down, codec)]
+    named.append(("rl.loss", config.rl.loss, ()))
     if not node:
         named += [("outer.kind", config.outer.kind, ("init", "update")), ("hub.merge", config.hub.merge, ())]
     for key, value, methods in named:

@@ -17,7 +17,7 @@ class PromptConfig:
     """Empty: no reinforcement learning, the run trains on text. A JSON-lines file, `hf:NAME` or
     `hf:NAME:SUBSET` for a Hugging Face dataset, `gym:GENERATOR` for a generator of reasoning-gym (several as
     `gym:A*2+B`, with weights), or a function of your own as `package.module:name`, called with `size`, `seed`
-    and `options`, that returns rows."""
+    and `options`, that returns rows, as `aedit.spec_rollout.rl.tasks.arithmetic:rows` does."""
 
     options: dict[str, Scalar] = field(default_factory=dict)
     """Options of the generator."""
@@ -85,7 +85,7 @@ class RewardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLSamplingConfig:
-    """How rollouts are sampled. No top-k or top-p: the behaviour probabilities are those of the policy."""
+    """Sampling of rollouts. No top-k or top-p: the behaviour probabilities are those of the policy."""
 
     temperature: float = 1.0
     max_new_tokens: int = 128

@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from aedit.edit.hub_lease import LeasedPositions
 from aedit.edit.waiting import Waiter
-from aedit.launch.data.order import permutation
+from aedit.launch.data.order import samples_at
 from aedit.proto.agent.link import Link
 
 
@@ -30,18 +30,20 @@ class LeasedOrder:
         """Return the position of this node's next draw in the whole run, in epochs."""
         return self._leased.next / self.num_samples
 
-    def take(self, k: int) -> NDArray[np.int64]:
-        """Draw the next k sample indices, equal on all ranks of the node, which call this together.
+    def draw(self, k: int) -> NDArray[np.int64]:
+        """Return the next k positions, equal on all ranks of the node, which call this together.
 
         Raises PeersMissing if the hub leases no more samples in time.
         """
-        positions = self._leased.take(k)
-        indices = np.empty(k, dtype=np.int64)
-        epochs, offsets = np.divmod(positions, self.num_samples)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = permutation(self.num_samples, self.seed, int(epoch))[offsets[here]]
-        return indices
+        return self._leased.take(k)
+
+    def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sample indices at these positions."""
+        return samples_at(positions, self.num_samples, self.seed)
+
+    def take(self, k: int) -> NDArray[np.int64]:
+        """Return the sample indices at the next k positions, as `draw` does."""
+        return self.samples(self.draw(k))
 
     def state(self) -> dict[str, int]:
         """Return plain numbers for `resume` within this attempt.

@@ -13,8 +13,14 @@ from aedit.types import UserError
 class Order(Protocol):
     """Order in which a node draws samples."""
 
+    def draw(self, k: int) -> NDArray[np.int64]:
+        """Return the next k positions of the run's stream. No two nodes of the run draw the same."""
+
+    def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sample indices at these positions of the stream."""
+
     def take(self, k: int) -> NDArray[np.int64]:
-        """Return the next k sample indices."""
+        """Return the sample indices at the next k positions."""
 
     def state(self) -> dict[str, int]:
         """Return plain numbers for a checkpoint."""
@@ -70,16 +76,19 @@ class SampleOrder:
         """Return the position of this node's next draw in the whole run, in epochs."""
         return int(self._positions(1)[0]) / self.num_samples
 
-    def take(self, k: int) -> NDArray[np.int64]:
-        """Return the next k sample indices."""
+    def draw(self, k: int) -> NDArray[np.int64]:
+        """Return the next k positions of the stream."""
         positions = self._positions(k)
         self._state["drawn"] += k
-        indices = np.empty(k, dtype=np.int64)
-        epochs, offsets = np.divmod(positions, self.num_samples)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = permutation(self.num_samples, self._state["seed"], int(epoch))[offsets[here]]
-        return indices
+        return positions
+
+    def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sample indices at these positions."""
+        return samples_at(positions, self.num_samples, self._state["seed"])
+
+    def take(self, k: int) -> NDArray[np.int64]:
+        """Return the sample indices at the next k positions."""
+        return self.samples(self.draw(k))
 
     def state(self) -> dict[str, int]:
         """Return plain numbers for a checkpoint."""
@@ -88,6 +97,16 @@ class SampleOrder:
     def _positions(self, k: int) -> NDArray[np.int64]:
         s = self._state
         return s["base"] + s["node"] + s["nodes"] * np.arange(s["drawn"], s["drawn"] + k, dtype=np.int64)
+
+
+def samples_at(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDArray[np.int64]:
+    """Return the sample indices at positions of the stream: a new permutation for each epoch."""
+    indices = np.empty(len(positions), dtype=np.int64)
+    epochs, offsets = np.divmod(positions, num_samples)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        indices[here] = permutation(num_samples, seed, int(epoch))[offsets[here]]
+    return indices
 
 
 @lru_cache(maxsize=4)

@@ -27,15 +27,18 @@ class Document:
     text: str
 
 
-def matching_files(source: str) -> list[Path]:
-    """Return the sorted files of a path or glob, in which `**` matches folders of any depth."""
+def matching_files(source: str, key: str = "data.source") -> list[Path]:
+    """Return the sorted files of a path or glob, in which `**` matches folders of any depth.
+
+    key: configuration key of the source, for messages.
+    """
     path = Path(source).expanduser()
     if path.is_dir():
-        raise UserError(f'data.source = {source!r} is a directory: name its files, as in "{source}/**/*.txt"')
+        raise UserError(f'{key} = {source!r} is a directory: name its files, as in "{source}/**/*.txt"')
     names = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
     files = sorted(found for found in map(Path, names) if found.is_file())
     if not files:
-        raise UserError(f"data.source = {source!r}: no such file or glob match")
+        raise UserError(f"{key} = {source!r}: no such file or glob match")
     return files
 
 
@@ -116,22 +119,27 @@ def _parquet(path: Path, text_key: str) -> Iterator[Document]:
 
 def dataset(name: str, config: DataConfig) -> Any:
     """Return the Hugging Face dataset NAME or NAME:SUBSET. Raises UserError if it lacks the text column."""
-    datasets = _extra("datasets")
-    path, _, subset = name.partition(":")
-    try:
-        rows = datasets.load_dataset(path, subset or None, split=config.split)
-    except Exception as error:  # the exception type depends on the loader; only data.* can cause it
-        raise UserError(f"data.source = {config.source!r}: {_first_line(error)}") from error
+    rows = load_dataset(name, config.split, f"data.source = {config.source!r}")
     _check_column(config.text_key, rows.column_names, config.source)
     return rows
 
 
-def _extra(module: str) -> Any:
+def load_dataset(name: str, split: str, setting: str) -> Any:
+    """Return the Hugging Face dataset NAME or NAME:SUBSET; `setting` begins the messages of UserError."""
+    datasets = _extra("datasets", setting.partition(" ")[0])
+    path, _, subset = name.partition(":")
+    try:
+        return datasets.load_dataset(path, subset or None, split=split)
+    except Exception as error:  # the exception type depends on the loader; only the setting can cause it
+        raise UserError(f"{setting}: {_first_line(error)}") from error
+
+
+def _extra(module: str, key: str = "data.source") -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         hint = "pip install 'aedit[datasets]'"
-        raise UserError(f"data.source needs the package {error.name!r}: {hint}") from error
+        raise UserError(f"{key} needs the package {error.name!r}: {hint}") from error
 
 
 def row_documents(values: Iterable[object], origin: str) -> Iterator[Document]:

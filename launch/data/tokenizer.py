@@ -1,6 +1,6 @@
 """Tokenizers: bytes by default, any Hugging Face tokenizer by name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +31,9 @@ class CorpusTokenizer(Protocol):
 
     def encode(self, text: str) -> NDArray[np.unsignedinteger]:
         """Return the ids of `text`, without special tokens before or after it."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.unsignedinteger] | None:
+        """Return the ids of a dialogue, ready for an answer; None if there is no chat template."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`. The end-of-document id has no text; invalid UTF-8 becomes U+FFFD."""
@@ -76,6 +79,10 @@ class ByteTokenizer:
         """Return the bytes of `text` as ids."""
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16)
 
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Return None: bytes have no chat template."""
+        return None
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return bytes(id for id in map(int, ids) if id != self.eos_id).decode(errors="replace")
@@ -107,6 +114,14 @@ class PretrainedTokenizer:
         """Return the ids of `text`, without special tokens before or after it."""
         # Not verbose: documents longer than the model's context are expected here.
         ids = self._loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray(ids, dtype=token_dtype(self.vocab_size))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.unsignedinteger] | None:
+        """Return the ids of a dialogue, ready for an answer; None if there is no chat template."""
+        if not self._loaded.chat_template:
+            return None
+        settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        ids = self._loaded.apply_chat_template(list(map(dict, messages)), **settings)
         return np.asarray(ids, dtype=token_dtype(self.vocab_size))
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -34,6 +34,7 @@ _OF_NODES = [
     "staleness",
     "accepted",
     "refused",
+    "rl",
 ]
 
 

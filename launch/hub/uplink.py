@@ -171,7 +171,7 @@ class Uplink:
             if unit not in upward.due(self._hub):
                 return
             self._ledger.commit([upward.send(self._hub, unit)])
-            owed, steps = upward.owed(self._hub, unit), self._hub.state.total_steps
+            owed, steps = upward.owed(self._hub, unit), self._hub.state.units[unit].steps
         link.outbox[unit][:] = owed
         unit_link.seq, unit_link.waits = unit_link.seq + 1, True
         since, unit_link.steps_sent = max(1, steps - unit_link.steps_sent), steps

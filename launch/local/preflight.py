@@ -11,7 +11,8 @@ def preflight(config: RunConfig, placement: Placement) -> None:
 
     Errors that these checks cannot detect are reported when the nodes start.
     """
-    check_data(config.data)
+    if not config.prompts.source:  # problems are read when the nodes start
+        check_data(config.data)
     num_params = least_parameters(config)
     if num_params is not None and trains_on_cpu(config):
         check_memory(config, num_params, nodes=nodes_here(placement))

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,21 +10,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.edit.agreement import compare
 from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
-from aedit.launch.config.config import ModelConfig, RunConfig
-from aedit.launch.config.memory import check_memory
-from aedit.launch.data.samples import Corpus, SampleOrder, load_corpus
+from aedit.launch.config.config import RunConfig
+from aedit.launch.data.samples import SampleOrder
 from aedit.launch.data.tokenizer import CorpusTokenizer, load_tokenizer
 from aedit.launch.node.budget import WorldBudget
 from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.inner import make_inner
-from aedit.launch.node.model import blocks, build_model, compile_blocks, num_parameters, outline
-from aedit.launch.node.resume import resume
+from aedit.launch.node.model import num_parameters
+from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.objectives import TrainingData, load_data, make_objective
+from aedit.launch.node.resume import Resumed, resume
+from aedit.launch.node.sharding import make_model
 from aedit.launch.node.stop import Stop
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
@@ -45,88 +46,91 @@ def build(
     check_fits(config, world)
     torch.manual_seed(config.seed + world.node)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    corpus = load_corpus(config.data, tokenizer, run_dir / "data")
+    data = load_data(config, tokenizer, run_dir / "data")
     model = make_model(config, tokenizer, world)
     inner = make_inner(model, config.train)
     with closing(TorchTransport(world.mesh.get_group("sync"), timeout_s=config.edit.timeout_s)) as transport:
         exchange = _exchange(config, transport)
         sync = _sync(config, model, inner, exchange)
-        facts = facts_of(config, model, tokenizer, corpus)
+        facts = facts_of(config, model, tokenizer, data)
         _compare(sync, transport, facts)
         clock, directory = Clock(), run_dir / "nodes" / str(world.node)
         checkpoints = NodeCheckpoints(
             directory / "checkpoints", keep=config.checkpoint.keep, shards=sync.shards
         )
-        order = SampleOrder(len(corpus.train), config.seed, world.node, world.nodes)
+        order = SampleOrder(data.num_samples, config.seed, world.node, world.nodes)
         resumed = resume(sync, exchange, checkpoints, order, facts)
         clock.start(resumed.elapsed_s if resumed else 0.0)
         origin = Origin(config.name, world.node, directory)
         sinks = partial(open_sinks, config.log, origin)
         recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
-        node = TrainingNode(
+        stop = Stop(world.node, world.nodes, transport, sync.shards)
+        order = (resumed and resumed.order) or order
+        parts = NodeParts(
             config=config,
             world=world,
-            corpus=corpus,
-            order=(resumed and resumed.order) or order,
+            tokenizer=tokenizer,
+            sync=sync,
+            order=order,
+            stop=stop,
+            recorder=recorder,
+        )
+        make = partial(
+            TrainingNode,
+            config=config,
+            world=world,
             sync=sync,
             budget=WorldBudget(config, world, sync, clock),
-            stop=Stop(world.node, world.nodes, transport, sync.shards),
+            stop=stop,
             checkpoints=checkpoints,
             recorder=recorder,
             facts=facts,
             slowdown=slowdown,
         )
-        try:
+        with started(make, data, parts, resumed, attempt) as node:
+            yield node
+
+
+@contextmanager
+def started(
+    make: Callable[..., TrainingNode],
+    data: TrainingData,
+    parts: NodeParts,
+    resumed: Resumed | None,
+    attempt: int,
+) -> Iterator[TrainingNode]:
+    """Make the objective and the node, restore and record it; close objective and records with the block.
+
+    make: returns the node of an objective, which is its keyword argument.
+    """
+    recorder = parts.recorder
+    try:
+        with closing(make_objective(data, parts)) as objective:
+            node = make(objective=objective)
             if resumed:
                 node.restore(resumed)
             recorder.event("start", **start_values(node, attempt))
             yield node
-        except Exception as error:
-            recorder.event("error", message=str(error) or type(error).__name__)
-            raise
-        finally:
-            recorder.close()
+    except Exception as error:
+        recorder.event("error", message=str(error) or type(error).__name__)
+        raise
+    finally:
+        recorder.close()
 
 
 def check_fits(config: RunConfig, world: World) -> None:
     """Raise UserError that names the key if this machine cannot run the configuration."""
-    if config.train.batch_size % world.ranks:
-        size = config.train.batch_size
-        raise UserError(f"train.batch_size = {size}: must be a multiple of the {world.ranks} ranks per node")
+    sizes = {"train.batch_size": config.train.batch_size}
+    if config.prompts.source:
+        sizes |= {"rl.groups": config.rl.groups, "rl.supervised_batch": config.rl.supervised_batch}
+    for name, size in sizes.items():
+        if size % world.ranks:
+            raise UserError(f"{name} = {size}: must be a multiple of the {world.ranks} ranks per node")
+    if config.prompts.source and config.rl.batches * world.ranks > config.rl.groups:
+        most = config.rl.groups // world.ranks
+        raise UserError(f"rl.batches = {config.rl.batches}: must be at most {most}, the groups of a rank")
     if config.edit.offload and world.device.type != "cuda":
         raise UserError("edit.offload = true needs CUDA: on a CPU node anchors are in host memory already")
-
-
-def make_model(config: RunConfig, tokenizer: CorpusTokenizer, world: World) -> nn.Module:
-    """Return the model on its device, sharded over the ranks of the node.
-
-    Raises UserError if it cannot fit.
-    """
-    num_params = num_parameters(outline(config, tokenizer))
-    if world.device.type == "cuda":
-        have = world.ranks * torch.cuda.get_device_properties(world.device).total_memory
-        check_memory(config, num_params, have=have)
-    else:
-        check_memory(config, num_params)
-    model: nn.Module = build_model(
-        config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
-    )
-    model.to(world.device)
-    if config.model.compile:
-        compile_blocks(model)
-    if world.ranks > 1:
-        _shard(model, config.model, world)
-    return model
-
-
-def _shard(model: nn.Module, config: ModelConfig, world: World) -> None:
-    """Shard the model over the node's ranks with FSDP2: each block, then the remaining parameters."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if config.dtype == "bf16" else None, reduce_dtype=torch.float32
-    )
-    for _, block in blocks(model):
-        fully_shard(block, mesh=world.mesh["shard"], mp_policy=policy)
-    fully_shard(model, mesh=world.mesh["shard"], mp_policy=policy)
 
 
 def _exchange(config: RunConfig, transport: TorchTransport) -> MeanExchange:
@@ -148,7 +152,7 @@ def _sync(
 
 
 def facts_of(
-    config: RunConfig, model: nn.Module, tokenizer: CorpusTokenizer, corpus: Corpus
+    config: RunConfig, model: nn.Module, tokenizer: CorpusTokenizer, data: TrainingData
 ) -> dict[str, Any]:
     """Return the properties that must be equal for nodes and checkpoints of one run."""
     layout = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
@@ -156,7 +160,7 @@ def facts_of(
         "parameters": num_parameters(model),
         "layout of the model": hashlib.sha256(repr(layout).encode()).hexdigest()[:16],
         "tokenizer": tokenizer.fingerprint,
-        "samples of the corpus": len(corpus.train),
+        **data.facts,
         "seed": config.seed,
         "outer.kind": config.outer.kind,
     }

@@ -21,14 +21,20 @@ from aedit.launch.config.config import RunConfig
 from aedit.launch.config.method import method
 from aedit.launch.config.placement import JoinOptions
 from aedit.launch.data.leased import LeasedOrder
-from aedit.launch.data.samples import load_corpus
 from aedit.launch.data.tokenizer import load_tokenizer
 from aedit.launch.node.budget import HubBudget
-from aedit.launch.node.build import check_fits, facts_of, make_model, start_values
+from aedit.launch.node.build import check_fits, facts_of, started
 from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.hub_participation import HubParticipation
 from aedit.launch.node.inner import make_inner
+from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.objectives import (
+    load_data,
+    samples_per_step,
+    tokens_per_step,
+)
 from aedit.launch.node.rejoin import known_directory, rejoin, remember
+from aedit.launch.node.sharding import make_model
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
@@ -62,10 +68,10 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
     check_fits(config, world)
     torch.manual_seed(config.seed)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    corpus = load_corpus(config.data, tokenizer, options.run_dir / "data")
+    data = load_data(config, tokenizer, options.run_dir / "data")
     model = make_model(config, tokenizer, world)
-    facts = facts_of(config, model, tokenizer, corpus)
-    plan = agent_plan(config, options.membership, model, facts, len(corpus.train))
+    facts = facts_of(config, model, tokenizer, data)
+    plan = agent_plan(config, options.membership, model, facts, data.num_samples)
     link = _link(plan, world)
     try:
         exchange = _exchange(config, link)
@@ -85,31 +91,31 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
         origin = Origin(config.name, world.node, directory)
         sinks = partial(open_sinks, config.log, origin)
         recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
-        order = LeasedOrder(link, len(corpus.train), config.seed, sync)
-        node = TrainingNode(
+        stop = StopAlone(sync.shards)
+        parts = NodeParts(
             config=config,
             world=world,
-            corpus=corpus,
-            order=order,
+            tokenizer=tokenizer,
+            sync=sync,
+            order=LeasedOrder(link, data.num_samples, config.seed, sync),
+            stop=stop,
+            recorder=recorder,
+        )
+        make = partial(
+            TrainingNode,
+            config=config,
+            world=world,
             sync=sync,
             budget=HubBudget(config, sync, link),
-            stop=StopAlone(sync.shards),
+            stop=stop,
             checkpoints=_checkpoints(config, directory, sync),
             recorder=recorder,
             facts=facts,
             slowdown=options.slowdown,
-            participation=HubParticipation(link=link, exchange=exchange, order=order),
+            participation=HubParticipation(link=link, exchange=exchange),
         )
-        try:
-            if resumed:
-                node.restore(resumed)
-            recorder.event("start", **start_values(node, options.attempt))
+        with started(make, data, parts, resumed, options.attempt) as node:
             yield node
-        except Exception as error:
-            recorder.event("error", message=str(error) or type(error).__name__)
-            raise
-        finally:
-            recorder.close()
     finally:
         link.stop()
 
@@ -124,7 +130,6 @@ def agent_plan(
     """Return the settings of the node's agent."""
     hub = config.hub
     units = canonical.layout(_units(model, config)).units
-    per_step = config.train.batch_size * config.train.accumulate
     return AgentPlan(
         addresses=tuple(member.hub.split(",")),
         standbys=tuple(member.standby.split(",")) if member.standby else (),
@@ -136,7 +141,7 @@ def agent_plan(
         units=units,
         facts=tuple((name, str(value)) for name, value in facts.items()),
         num_samples=num_samples,
-        samples_per_step=per_step,
+        samples_per_step=samples_per_step(config),
         steps_ahead=hub.max_steps_ahead,
         lease_samples=hub.lease_samples,
         codec=hub.codec,
@@ -183,11 +188,10 @@ def _link(plan: AgentPlan, world: World) -> AgentLink:
 
 
 def _exchange(config: RunConfig, link: AgentLink) -> HubExchange:
-    train = config.train
     return HubExchange(
         link,
         max_steps_ahead=config.hub.max_steps_ahead,
-        tokens_per_step=train.batch_size * train.accumulate * config.data.seq_len,
+        tokens_per_step=tokens_per_step(config),
         penalty=config.edit.penalty,
         timeout_s=config.edit.timeout_s,
     )

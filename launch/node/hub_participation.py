@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from aedit.edit.hub_exchange import HubExchange
-from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.node.stop import LEAVE_HUB_WITHIN_S, Stopped
 from aedit.launch.node.train import TrainingNode
 from aedit.proto.agent.link import Link, Progress
@@ -15,13 +14,11 @@ from aedit.types import Round
 class HubParticipation:
     """Participation that reports each step to the node's agent and leaves without waiting for other nodes.
 
-    `link` connects to the agent, `exchange` is that of the node's `sync`, and `order` holds the leased
-    samples.
+    `link` connects to the agent, and `exchange` is that of the node's `sync`.
     """
 
     link: Link
     exchange: HubExchange
-    order: LeasedOrder
     leave_within_s: float = LEAVE_HUB_WITHIN_S
     """Longest wait of a leaving node for a hub that does not answer."""
 
@@ -33,7 +30,6 @@ class HubParticipation:
         """Report steps, tokens, times, loss and used samples to the agent."""
         if not node.sync.shards.leads:
             return
-        train = node.config.train
         self.link.tell(
             Progress(
                 steps=node.sync.steps,
@@ -41,8 +37,8 @@ class HubParticipation:
                 busy_s=node.recorder.clock.busy_s,
                 wait_s=node.sync.waited_s,
                 loss=node.newest_loss,
-                used=self.exchange.used_steps * train.batch_size * train.accumulate,
-                drawn=self.order.drawn,
+                used=node.objective.used(self.exchange.used_steps),
+                drawn=node.objective.drawn(),
             )
         )
 

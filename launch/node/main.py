@@ -13,6 +13,7 @@ from aedit.launch.config.placement import JoinOptions
 from aedit.types import UserError
 
 if TYPE_CHECKING:
+    from aedit.launch.node.train import TrainingNode
     from aedit.launch.node.world import World
 
 
@@ -38,7 +39,6 @@ def main() -> int:
 def _join_and_train(config: RunConfig, options: argparse.Namespace) -> None:
     # Imported here: an invalid configuration is reported before the slow import of torch.
     from aedit.launch.node.build import build
-    from aedit.launch.node.train import train
     from aedit.launch.node.world import join_world, leave_world
 
     ranks = options.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -51,7 +51,7 @@ def _join_and_train(config: RunConfig, options: argparse.Namespace) -> None:
             return
         _log_to(run_dir / "nodes" / str(world.node), attempt)
         with build(config, world, run_dir, attempt, _slowdown(config, world.node, options)) as node:
-            train(node)
+            _train(node)
     finally:
         leave_world()
 
@@ -61,7 +61,6 @@ def _train_with_hub(
 ) -> None:
     """Train as a node of a world of its own, whose index the hub assigns."""
     from aedit.launch.node.build_hub import NodeStartOptions, build_with_hub
-    from aedit.launch.node.train import train
 
     node_options = NodeStartOptions(
         membership=JoinOptions(
@@ -78,6 +77,18 @@ def _train_with_hub(
         slowdown=_slowdown(config, options.prefers or 0, options),
     )
     with build_with_hub(config, world, node_options) as node:
+        _train(node)
+
+
+def _train(node: "TrainingNode") -> None:
+    """Train on what the node's objective is about: text, or rewards of rollouts."""
+    from aedit.launch.node.rl_objective import PolicyObjective
+    from aedit.launch.node.rl_train import train_policy
+    from aedit.launch.node.train import train
+
+    if isinstance(node.objective, PolicyObjective):
+        train_policy(node, node.objective)
+    else:
         train(node)
 
 

@@ -3,11 +3,9 @@
 import time
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from aedit.edit.shards import Shards
-from aedit.launch.data.order import Order
 
 
 @dataclass(slots=True)
@@ -17,18 +15,17 @@ class StepMeter:
     grad_norm: Tensor | None = None
     loss: Tensor | None = None
     num_steps: int = 0
-    began_at: float = 0.0
+    began_at: float | None = None
+    """None: no step has begun."""
     waited_before_s: float = 0.0
-    undo: tuple[dict[str, int], Tensor] | None = None
-    """Sample order and random state before the current step."""
 
-    def begin_step(self, order: Order, waited_s: float) -> None:
-        """Start to measure, before the step draws its samples.
+    def begin_step(self, waited_s: float) -> None:
+        """Start to measure, before the step draws its samples; do nothing if the step has begun already.
 
         waited_s: the node's waiting time so far, here and below.
         """
-        self.began_at, self.waited_before_s = time.monotonic(), waited_s
-        self.undo = (order.state(), torch.get_rng_state())
+        if self.began_at is None:
+            self.began_at, self.waited_before_s = time.monotonic(), waited_s
 
     def add_loss(self, loss: Tensor) -> None:
         """Add the loss of a micro-batch; it stays on its device, so that nothing waits for it."""
@@ -41,20 +38,13 @@ class StepMeter:
 
     def end_step(self, waited_s: float) -> float:
         """Return the seconds of the step without waiting for other nodes."""
-        self.num_steps += 1
-        self.undo = None
-        return self._busy_s(waited_s)
+        busy_s = self._busy_s(waited_s)
+        self.num_steps, self.began_at = self.num_steps + 1, None
+        return busy_s
 
     def _busy_s(self, waited_s: float) -> float:
+        assert self.began_at is not None
         return time.monotonic() - self.began_at - (waited_s - self.waited_before_s)
-
-    def undo_draw(self, order: Order) -> Order:
-        """Return the order before the draws of an unfinished step, whose samples are drawn again later."""
-        if self.undo is None:
-            return order
-        state, rng = self.undo
-        torch.set_rng_state(rng)
-        return order.resume(state)
 
     def mean_loss(self, shards: Shards) -> float:
         """Return the mean loss since the last line, in nats per token. All ranks of the node together."""

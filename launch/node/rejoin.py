@@ -58,5 +58,6 @@ def rejoin(sync: LayerSync, checkpoints: NodeCheckpoints, facts: dict[str, Any])
         other_s=clock["other_s"],
         waited_s=clock["waited_s"],
         cuda_rng=meta["cuda_rng"],
+        objective=meta.get("objective", {}),
         order=None,
     )

@@ -40,6 +40,8 @@ class Resumed:
     waited_s: float
     cuda_rng: list[int]
     """Random state of the GPU, for dropout; empty on CPU."""
+    objective: dict[str, Any]
+    """State of the node's objective; empty where it has none, or another node's checkpoint was used."""
 
 
 def training_state(sync: LayerSync) -> dict[str, Any]:
@@ -92,6 +94,7 @@ def resume(
         other_s=clock.get("other_s", 0.0),
         waited_s=clock.get("waited_s", 0.0),
         cuda_rng=(mine or {}).get("cuda_rng", []),
+        objective=(mine or {}).get("objective", {}),
     )
 
 

@@ -1,6 +1,8 @@
 """Training loop of one node."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +12,11 @@ from aedit.edit import snapshot
 from aedit.edit.exchange import RoundOutcome
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
-from aedit.launch.data.order import Order
-from aedit.launch.data.samples import Corpus, batch
 from aedit.launch.node.budget import NodeBudget
 from aedit.launch.node.checkpoint import Mark, NodeCheckpoints
-from aedit.launch.node.evaluate import held_out_loss
-from aedit.launch.node.inner import lr_at, set_lr
+from aedit.launch.node.inner import set_lr
 from aedit.launch.node.meter import StepMeter
-from aedit.launch.node.model import loss
+from aedit.launch.node.objective import Objective
 from aedit.launch.node.participation import Participation, WorldParticipation
 from aedit.launch.node.resume import Resumed, training_state
 from aedit.launch.node.stop import Stop, Stopped
@@ -28,23 +27,16 @@ from aedit.types import Round
 
 def train(node: "TrainingNode") -> None:
     """Train until the end of the run's budget or a stop request; then save and leave with the other nodes."""
-    node.begin()
-    try:
-        with node.sync:
-            node.reopen_abandoned_rounds()
-            while node.goes_on():
-                node.stop.check()
-                node.accumulate_gradients()
-                node.sync.average_gradients()  # during the warm-up only
-                node.inner_step()
-                node.sync.step()  # opens a round if one is due; layers land during the next forward pass
-                node.record_step()
-                node.evaluate_after_a_round()
-                node.save_after_a_round()
-    except Stopped:
-        node.leave_early()
-    else:
-        node.finish()
+    with node.in_run():
+        while node.goes_on():
+            node.stop.check()
+            node.accumulate_gradients()
+            node.sync.average_gradients()  # during the warm-up only
+            node.inner_step()
+            node.sync.step()  # opens a round if one is due; layers land during the next forward pass
+            node.record_step()
+            node.evaluate_if_due()
+            node.save_after_a_round()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,8 +48,7 @@ class TrainingNode:
 
     config: RunConfig
     world: World
-    corpus: Corpus
-    order: Order
+    objective: Objective
     sync: LayerSync
     budget: NodeBudget
     stop: Stop
@@ -79,11 +70,25 @@ class TrainingNode:
 
     # -- before and after
 
+    @contextmanager
+    def in_run(self) -> Iterator[None]:
+        """Begin, attach the rounds, and finish when the block ends or is left by `Stopped`."""
+        self.begin()
+        try:
+            with self.sync:
+                self.reopen_abandoned_rounds()
+                yield
+        except Stopped:
+            self.leave_early()
+        else:
+            self.finish()
+
     def restore(self, resumed: Resumed) -> None:
         """Restore the counters of a checkpoint; `sync` has been restored already."""
         self.resumed, self.owed, self.tokens = True, resumed.owed, resumed.tokens
         self.saved, self.evaluated_round = resumed.mark, resumed.mark.round
         self.sync.waited_s = resumed.waited_s
+        self.objective.restore(resumed.objective)
         if resumed.cuda_rng and self.world.device.type == "cuda":
             torch.cuda.set_rng_state(torch.tensor(resumed.cuda_rng, dtype=torch.uint8))
         self.recorder.clock.busy_s, self.recorder.clock.other_s = resumed.busy_s, resumed.other_s
@@ -112,7 +117,7 @@ class TrainingNode:
 
     def leave_early(self) -> None:
         """Finish before the end of the budget: leave the run as `participation` does, and save."""
-        self.order = self.meter.undo_draw(self.order)
+        self.objective.undo_step()
         self.stop.announce(self.sync.position)
         owed, reason = self.participation.leave_early(self)
         self.record_metrics()
@@ -125,20 +130,20 @@ class TrainingNode:
         """Return whether the budget asks for another step."""
         return self.budget.goes_on()
 
+    def begin_step(self) -> None:
+        """Start to measure an inner step; `accumulate_gradients` does so where this was not called."""
+        self.meter.begin_step(self.sync.waited_s)
+
     def accumulate_gradients(self) -> None:
-        """Run forward and backward passes on the next samples, `train.accumulate` micro-batches."""
-        self.meter.begin_step(self.order, self.sync.waited_s)
-        for indices in self._draw():
-            samples = batch(self.corpus.train, indices).to(self.world.device, non_blocking=True)
-            mean = loss(self.sync.model, samples, self.config.model.dtype) / self.config.train.accumulate
-            mean.backward()  # type: ignore[no-untyped-call]
-            self.meter.add_loss(mean.detach())
+        """Run the forward and backward passes of the next inner step."""
+        self.begin_step()
+        self.objective.accumulate_gradients(self.meter.add_loss)
 
     def inner_step(self) -> None:
         """Clip the gradients, and take an inner optimizer step at the current learning rate."""
         clip = self.config.train.grad_clip
         self.meter.grad_norm = torch.nn.utils.clip_grad_norm_(self.sync.model.parameters(), clip)
-        self.lr = lr_at(self.budget.progress(), self.config.train)
+        self.lr = self.objective.lr(self.budget.progress())
         set_lr(self.sync.inner, self.lr)
         self.sync.inner.step()
         self.sync.inner.zero_grad()
@@ -146,18 +151,11 @@ class TrainingNode:
 
     def record_step(self) -> None:
         """Count tokens and time of the step, and write a line of metrics if one is due."""
-        train = self.config.train
-        self.tokens += train.batch_size * train.accumulate * self.config.data.seq_len
+        self.tokens += self.objective.end_step()
         self.recorder.clock.busy_s += self.meter.end_step(self.sync.waited_s)
         if self.sync.shards.decide([self.recorder.line_is_due()])[0]:
             self.record_metrics()
         self.participation.record_step(self)
-
-    def _draw(self) -> list[Any]:
-        """Return this rank's share of the node's next samples, one entry per micro-batch."""
-        train, world = self.config.train, self.world
-        drawn = self.order.take(train.batch_size * train.accumulate)
-        return [part[world.rank :: world.ranks] for part in drawn.reshape(train.accumulate, -1)]
 
     # -- progress
 
@@ -173,21 +171,20 @@ class TrainingNode:
 
     # -- evaluation and checkpoints
 
-    def evaluate_after_a_round(self) -> None:
-        """Evaluate if `train.eval_every` rounds have passed and nothing is in flight."""
-        every = self.config.train.eval_every
-        if every and not self.sync.in_flight and self.milestone >= self.evaluated_round + every:
+    def evaluate_if_due(self) -> None:
+        """Evaluate if the objective asks for it now."""
+        if self.objective.evaluation_is_due(self.milestone, self.evaluated_round):
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Record the held-out loss if this node evaluates; the other nodes continue to train."""
+        """Evaluate on held-out data if this node does so, and record it; the other nodes go on."""
         self.evaluated_round = self.milestone
         if not self.budget.evaluates():
             return
         began = time.monotonic()
-        held_out = held_out_loss(self.sync.model, self.corpus, self.config, self.sync.shards)
+        event, values = self.objective.evaluate()
         self.recorder.clock.other_s += time.monotonic() - began
-        self.recorder.event("eval", step=self.sync.steps, round=self.milestone, loss=held_out)
+        self.recorder.event(event, step=self.sync.steps, round=self.milestone, **values)
 
     def save_after_a_round(self) -> None:
         """Save if `checkpoint.every` rounds have passed, at a step boundary with nothing in flight.
@@ -229,7 +226,8 @@ class TrainingNode:
         return {
             "facts": self.facts,
             "sync": snapshot.numbers(self.sync, owed),
-            "order": self.order.state(),
+            "order": self.objective.order_state(),
+            "objective": self.objective.state(),
             "tokens": self.tokens,
             "cuda_rng": torch.cuda.get_rng_state().tolist() if self.world.device.type == "cuda" else [],
             "clock": seconds | {"waited_s": self.sync.waited_s},
@@ -288,4 +286,5 @@ class TrainingNode:
             idle_used_s=round(self.sync.idle_used_s, 4),
             other_s=round(clock.other_s, 4),
             progress=round(self.budget.progress(), 5),
+            **self.objective.metrics(),
         )

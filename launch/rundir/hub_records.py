@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from aedit.launch.rundir.records import Line, Notice, number
+from aedit.launch.rundir.records import Notice
+from aedit.launch.rundir.rl_records import RLMetric
+from aedit.launch.rundir.values import Line, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,9 @@ class NodeSample:
     refused: Mapping[str, int]
     """Number of refused pushes by reason."""
 
+    rl: RLMetric | None = None
+    """Reinforcement learning; None in a run on text."""
+
     @staticmethod
     def of(line: Line) -> "NodeSample":
         """Return the state in one entry of `nodes` of a hub's line."""
@@ -62,6 +67,7 @@ class NodeSample:
             staleness=number(line.get("staleness")),
             accepted=int(line.get("accepted") or 0),
             refused={str(reason): int(count) for reason, count in refused.items()},
+            rl=RLMetric.of(line.get("rl")),
         )
 
     @property

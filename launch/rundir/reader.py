@@ -15,18 +15,18 @@ from typing import Any
 
 from aedit.launch.rundir.hub_records import HubRecords, HubSample
 from aedit.launch.rundir.records import (
-    BAD_LINE,
     CheckpointEvent,
     EvalEvent,
-    Line,
     Metric,
     Notice,
     RoundEvent,
     StartEvent,
 )
+from aedit.launch.rundir.rl_records import RLEvalEvent
+from aedit.launch.rundir.values import BAD_LINE, Line
 from aedit.types import UserError
 
-WORTH_TELLING = ("error", "checkpoint_failed", "heal")
+WORTH_TELLING = ("error", "checkpoint_failed", "heal", "reward_error", "group_lost")
 WORTH_TELLING_OF_A_HUB = ("excluded", "lead", "standby_lost")
 
 
@@ -41,13 +41,15 @@ class NodeRecords:
     evaluations: tuple[EvalEvent, ...]
     checkpoints: tuple[CheckpointEvent, ...]
     notices: tuple[Notice, ...]
-    """Errors, failed checkpoints and repairs of anchors."""
+    """Errors, failed checkpoints, repairs of anchors, errors in reward functions."""
 
     latest: Notice | None
     """The newest event of any kind."""
 
     quiet_s: float
     """Seconds since the node last wrote, from the modification times of its files."""
+
+    rl_evaluations: tuple[RLEvalEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,13 @@ class Run:
     def indices(self) -> list[int]:
         """Return the indices of the nodes whose files are here."""
         return [node.index for node in self.nodes]
+
+    @property
+    def is_rl(self) -> bool:
+        """Return whether the run learns from rewards."""
+        prompts = self.config.get("prompts")
+        written = any(node.metrics[-1].rl is not None for node in self.nodes if node.metrics)
+        return written or (isinstance(prompts, dict) and bool(prompts.get("source")))
 
     @property
     def has_hub(self) -> bool:
@@ -143,6 +152,7 @@ class NodeFollower:
         self._metrics: list[Metric] = []
         self._rounds: dict[int, RoundEvent] = {}
         self._evaluations: dict[tuple[int, float], EvalEvent] = {}
+        self._rl_evaluations: dict[float, RLEvalEvent] = {}
         self._checkpoints: dict[int, CheckpointEvent] = {}
         self._notices: list[Notice] = []
         self._latest: Notice | None = None
@@ -162,6 +172,7 @@ class NodeFollower:
             notices=tuple(self._notices),
             latest=self._latest,
             quiet_s=max(0.0, time.time() - written_at) if written_at else 0.0,
+            rl_evaluations=tuple(self._rl_evaluations.values()),
         )
 
     def _event(self, line: Line) -> None:
@@ -175,6 +186,9 @@ class NodeFollower:
             case "eval":
                 evaluation = EvalEvent.of(line)
                 self._evaluations[evaluation.round, evaluation.step] = evaluation
+            case "rl_eval":
+                answered = RLEvalEvent.of(line)
+                self._rl_evaluations[answered.step] = answered
             case "checkpoint":
                 checkpoint = CheckpointEvent.of(line)
                 self._checkpoints[checkpoint.round] = checkpoint
@@ -187,6 +201,7 @@ class NodeFollower:
         self._metrics = [metric for metric in self._metrics if not _undone(metric, start)]
         self._rounds = {key: r for key, r in self._rounds.items() if r.step <= start.step}
         self._evaluations = {key: e for key, e in self._evaluations.items() if e.step <= start.step}
+        self._rl_evaluations = {key: e for key, e in self._rl_evaluations.items() if e.step <= start.step}
         self._checkpoints = {key: c for key, c in self._checkpoints.items() if c.step <= start.step}
 
     def _metric(self, line: Line) -> None:

@@ -75,6 +75,8 @@ class Recorder:
         self._write("events", {"event": event, **values})
         if event == "eval":
             self._tell(numbers_of({"held_out_loss": values["loss"], "step": values["step"]}))
+        if event == "rl_eval":
+            self._tell(numbers_of({"step": values["step"], "held_out": values}))
 
     def close(self) -> None:
         """Close the files and the sinks."""

@@ -4,15 +4,10 @@ Each `of` converts one parsed line and raises KeyError, TypeError, ValueError or
 missing that the views need; any other value that is missing, null or not a number becomes NaN or empty.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import nan
-from typing import Any
 
-Line = Mapping[str, Any]
-
-BAD_LINE = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
-"""What making sense of a line that is none of ours may raise."""
+from aedit.launch.rundir.rl_records import RLMetric, reward_error
+from aedit.launch.rundir.values import Line, number, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +40,9 @@ class Metric:
     progress: float
     """Share of the run that is done, in [0, 1]."""
 
+    rl: RLMetric | None = None
+    """Reinforcement learning; None in a run on text."""
+
     @staticmethod
     def of(line: Line) -> "Metric":
         """Return the values of a line of `metrics.jsonl`."""
@@ -61,6 +59,7 @@ class Metric:
             idle_used_s=number(line.get("idle_used_s")),
             other_s=number(line.get("other_s")),
             progress=number(line.get("progress")),
+            rl=RLMetric.of(line.get("rl")),
         )
 
 
@@ -178,14 +177,6 @@ class Notice:
         said = line.get("message") or line.get("error") or line.get("reason") or ""
         if line["event"] == "heal":
             said = f"healed at round {line.get('round')} from node {line.get('from_node')}"
+        if line["event"] == "reward_error":
+            said = reward_error(line)
         return Notice(float(line["t"]), str(line["event"]), str(said))
-
-
-def number(value: object) -> float:
-    """Return the value as a float; NaN for null, text and any other value that is not a number."""
-    return float(value) if isinstance(value, int | float) else nan
-
-
-def numbers(values: object) -> tuple[float, ...]:
-    """Return the values of a list as floats; () if it is not a list."""
-    return tuple(number(value) for value in values) if isinstance(values, list) else ()

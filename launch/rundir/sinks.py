@@ -156,6 +156,14 @@ def open_sinks(names: Sequence[str], origin: Origin) -> list[Sink]:
 
 
 def numbers_of(values: Mapping[str, object]) -> dict[str, float]:
-    """Return the finite numbers among `values`, the only values that a tracker draws."""
-    known = {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return {name: value for name, value in known.items() if math.isfinite(value)}
+    """Return the finite numbers among `values`, the only values that a tracker draws.
+
+    Those of an object in it are named `OBJECT/NAME`, as trackers group them.
+    """
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{inner}": number for inner, number in numbers_of(value).items()}
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            found[name] = value
+    return found

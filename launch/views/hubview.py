@@ -7,7 +7,7 @@ from typing import Any
 from aedit.launch.config.config import RunConfig
 from aedit.launch.rundir.hub_records import HubRecords, HubSample
 from aedit.launch.rundir.reader import Run
-from aedit.launch.rundir.records import BAD_LINE
+from aedit.launch.rundir.values import BAD_LINE
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hello import caller_keys
 from aedit.proto.wire.hub_pb2 import StatusRequest

@@ -192,6 +192,7 @@ class Agent:
         )
         heartbeat.wire_s = self._traffic.wire_s
         heartbeat.bytes_up, heartbeat.bytes_down = self._traffic.bytes_up, self._traffic.bytes_down
+        heartbeat.rl.update(progress.rl)
         heartbeat.state = self._state(now_s)
         heartbeat.consumed.extend(self._consumed() if part == 0 else [])
         return heartbeat

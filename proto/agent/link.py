@@ -15,7 +15,7 @@ Between `send` and the Answer the trainer touches neither vector, and after it t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -46,6 +46,8 @@ class Progress:
     """Samples drawn for steps that are in pushes answered so far."""
     drawn: int = 0
     """Samples drawn in this attempt: more are leased ahead of them."""
+    rl: Mapping[str, float] = field(default_factory=dict)
+    """Reinforcement learning: finite values of names in `RL_REPORT`, those that are known."""
 
 
 class Link(Protocol):

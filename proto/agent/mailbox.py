@@ -13,10 +13,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from enum import IntEnum
 from itertools import accumulate
-from math import prod
+from math import isfinite, nan, prod
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from aedit.proto.agent.link import Answer, Progress
 from aedit.system import anonymous_memory, memory_fence
-from aedit.types import News, Verdict
+from aedit.types import RL_REPORT, News, Verdict
 
 MAGIC = 0x41454449_54000001
 MAX_BLOCKS = 2**20
@@ -139,7 +139,8 @@ class Mailbox:
 
     def tell(self, progress: Progress) -> None:
         """Publish the trainer's progress."""
-        self._progress.write(astuple(progress))
+        rl = (progress.rl.get(name, nan) for name in RL_REPORT)
+        self._progress.write((*astuple(replace(progress, rl={}))[:-1], *rl))
 
     def has_told(self) -> bool:
         """Return whether the trainer has begun."""
@@ -149,8 +150,9 @@ class Mailbox:
         """Return the trainer's last progress; zeros before it has begun."""
         if not self.has_told():
             return Progress()
-        steps, tokens, busy_s, wait_s, loss, used, drawn = self._progress.read()
-        return Progress(int(steps), int(tokens), busy_s, wait_s, loss, int(used), int(drawn))
+        steps, tokens, busy_s, wait_s, loss, used, drawn, *values = self._progress.read()
+        rl = {name: value for name, value in zip(RL_REPORT, values, strict=True) if isfinite(value)}
+        return Progress(int(steps), int(tokens), busy_s, wait_s, loss, int(used), int(drawn), rl)
 
     def attach(self, rank: int) -> None:
         """Note that rank `rank` has the memory."""
@@ -340,7 +342,7 @@ def _places(numels: Sequence[int], ranks: int, feedback: bool) -> Places:
         "news_count": (np.int64, (1,)),
         "news": (np.float64, (2, 10)),
         "progress_count": (np.int64, (1,)),
-        "progress": (np.float64, (2, 7)),
+        "progress": (np.float64, (2, 7 + len(RL_REPORT))),
         "error": (np.uint8, (MAX_ERROR_BYTES,)),
         "blocks": (np.int64, (MAX_BLOCKS, 2)),
         "anchors": (np.float32, (total,)),

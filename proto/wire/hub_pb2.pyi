@@ -145,7 +145,14 @@ class Consumed(_message.Message):
     def __init__(self, start: _Optional[int] = ..., upto: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("who", "steps", "tokens", "steps_per_s", "busy_s", "wait_s", "wire_s", "bytes_up", "bytes_down", "consumed", "loss", "state")
+    __slots__ = ("who", "steps", "tokens", "steps_per_s", "busy_s", "wait_s", "wire_s", "bytes_up", "bytes_down", "consumed", "loss", "state", "rl")
+    class RlEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     WHO_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +165,7 @@ class HeartbeatRequest(_message.Message):
     CONSUMED_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    RL_FIELD_NUMBER: _ClassVar[int]
     who: Who
     steps: int
     tokens: int
@@ -170,7 +178,8 @@ class HeartbeatRequest(_message.Message):
     consumed: _containers.RepeatedCompositeFieldContainer[Consumed]
     loss: float
     state: str
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., steps_per_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., consumed: _Optional[_Iterable[_Union[Consumed, _Mapping]]] = ..., loss: _Optional[float] = ..., state: _Optional[str] = ...) -> None: ...
+    rl: _containers.ScalarMap[str, float]
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., steps_per_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., consumed: _Optional[_Iterable[_Union[Consumed, _Mapping]]] = ..., loss: _Optional[float] = ..., state: _Optional[str] = ..., rl: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class UnitNews(_message.Message):
     __slots__ = ("unit", "version", "seq", "verdict", "reason")

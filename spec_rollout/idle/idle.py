@@ -132,6 +132,19 @@ class DrafterTraining:
         self._memory.policy.publish(policy, version)
         self._memory.kl_nats = kl_nats
 
+    def offer(self, drafter: Mapping[str, Tensor]) -> int:
+        """Let the trainer continue from these tensors; return the number of the newest publication so far.
+
+        What it publishes later than that has been compared with them, except for a microbatch that is under
+        way.
+
+        Raises:
+            ValueError: Names, shapes or dtypes differ from those given to `of`.
+        """
+        newest = self._memory.drafter.newest_number
+        self._memory.offered.publish(drafter, newest)
+        return newest
+
     @property
     def features(self) -> memoryview:
         """Return the shared memory for a ring of features, to which this process writes."""

@@ -5,10 +5,12 @@ flag between them, and at most one is queued. CUDA has no priority below the def
 runs on a stream of priority -1, as captured graphs do (graphs.py).
 """
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,17 @@ from aedit.spec_rollout.idle.windows import Windows
 
 NOTHING_TO_LEARN_S = 0.02
 CLOSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Given:
+    """Tensors that the node hands to the thread."""
+
+    tensors: Mapping[str, Tensor]
+    number: int
+    """Version of a policy; for a drafter, number of the newest publication before it."""
+    copied: "torch.cuda.Event | None" = None
+    """Reached when the copies are complete."""
 
 
 class StreamTraining:
@@ -44,11 +57,14 @@ class StreamTraining:
             training: What is trained.
             device: Device of the training.
             drafter: Tensors to be trained.
-            policy: The policy's embedding and head, which are read in place.
+            policy: The policy's embedding and head, which are read in place until `update_policy`.
             version: Version of the policy.
         """
         self._training, self._device, self._drafter = training, device, dict(drafter)
-        self._policy, self._current_policy = (policy, version), (policy, -1)
+        self._policy, self._current_policy = _Given(policy, version), _Given(policy, -1)
+        self._offered = self._current_offer = _Given({}, 0)
+        self.kl_nats = math.nan
+        """KL divergence per token between the policy and that of the newest drafter; NaN if unknown."""
         self._lock = threading.Lock()
         self.windows = Windows()
         self._published: tuple[Publication, torch.cuda.Event | None] | None = None
@@ -88,9 +104,15 @@ class StreamTraining:
                 tensor.record_stream(stream)
         return found[0]
 
-    def update_policy(self, policy: Mapping[str, Tensor], version: int) -> None:
-        """Use this embedding and head of the policy from now on."""
-        self._policy = policy, version
+    def update_policy(self, policy: Mapping[str, Tensor], version: int, kl_nats: float = math.nan) -> None:
+        """Use copies of this embedding and head of the policy from now on; see `DrafterTraining`."""
+        self._policy, self.kl_nats = self._copied(policy, version), kl_nats
+
+    def offer(self, drafter: Mapping[str, Tensor]) -> int:
+        """Continue from copies of these tensors; return the number of the newest publication so far."""
+        number = self._published[0].number if self._published else 1
+        self._offered = self._copied(drafter, number)
+        return number
 
     @property
     def used_s(self) -> float:
@@ -148,6 +170,12 @@ class StreamTraining:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _copied(self, tensors: Mapping[str, Tensor], number: int) -> "_Given":
+        copies = {name: tensor.detach().to(self._device, copy=True) for name, tensor in tensors.items()}
+        if self._device.type != "cuda":
+            return _Given(copies, number)
+        return _Given(copies, number, torch.cuda.current_stream(self._device).record_event())
+
     def _update(self) -> None:
         """Set the flag that the thread checks. Called under the lock."""
         if (self.windows.num_open and not self._paused) or self._closing:
@@ -180,6 +208,7 @@ class StreamTraining:
     def _run_once(self) -> bool:
         began_s = self._processor_s()
         self._update_policy()
+        self._take_offer()
         learned = self._training.microbatch()
         if learned:
             self._steps += 1
@@ -196,8 +225,20 @@ class StreamTraining:
     def _update_policy(self) -> None:
         policy = self._policy
         if policy is not self._current_policy:
-            self._training.set_policy(*policy)
+            self._wait_for(policy)
+            self._training.set_policy(policy.tensors, policy.number)
             self._current_policy = policy
+
+    def _take_offer(self) -> None:
+        offered = self._offered
+        if offered is not self._current_offer:
+            self._wait_for(offered)
+            self._training.begin(offered.tensors)
+            self._current_offer = offered
+
+    def _wait_for(self, given: "_Given") -> None:
+        if given.copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(given.copied)
 
     def _publish(self) -> None:
         better = self._training.to_publish()
@@ -212,4 +253,4 @@ class StreamTraining:
         if self._device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._published = Publication(number, self._current_policy[1], copies), event
+        self._published = Publication(number, self._current_policy.number, copies), event

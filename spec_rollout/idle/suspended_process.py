@@ -147,21 +147,25 @@ def _spawn(spec: ProcessSpec) -> "subprocess.Popen[bytes]":
         )
 
 
-def read_work(arguments: list[str]) -> Any:
-    """Suspend the child until it is resumed for the first time, then return its work.
+def read_work(arguments: list[str]) -> tuple[Any, float]:
+    """Suspend the child until it is resumed for the first time.
 
     It must be the first call of the child. It also binds the child to its parent's life.
 
     Args:
         arguments: Command line arguments of the child; the first is the parent's process id.
+
+    Returns:
+        The work of the child, and the processor time in seconds that it had used when it was resumed.
     """
     parent = int(arguments[0])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent, signal.SIGKILL)  # SIGKILL also ends a suspended process
     os.kill(os.getpid(), signal.SIGSTOP)
+    used_s = time.process_time()
     payload = pickle.load(sys.stdin.buffer)
     sys.path[:] = payload["path"]
-    return pickle.loads(payload["work"])
+    return pickle.loads(payload["work"]), used_s  # this loads torch
 
 
 def _lower(pid: int, niceness: int) -> None:

@@ -19,10 +19,10 @@ class TrainerLoop:
         self._memory, self._status, self._training = memory, memory.trainer_status, training
         self._checkpoints = AsyncCheckpoint(memory.plan.checkpoint) if memory.plan.checkpoint else None
         self._saved_at_s = time.process_time()
-        self._policy, self._version = 0, 0
+        self._policy, self._version, self._offered = 0, 0, 0
 
     def begin(self) -> None:
-        """Read the policy, and continue from the last publication or checkpoint.
+        """Read the policy, and continue from the last publication, offer or checkpoint.
 
         Raises:
             RuntimeError: The shared memory contains no valid drafter or no valid policy.
@@ -31,6 +31,12 @@ class TrainerLoop:
         given = self._memory.drafter.last_good()
         if self._policy == 0 or given is None:
             raise RuntimeError("the shared memory contains no valid drafter or no valid policy")
+        offered = self._memory.offered.newest()
+        if offered is not None:
+            self._offered = offered.number
+        if offered is not None and offered.version >= given.number:
+            self._training.begin(offered.tensors)
+            return  # the checkpoint is older
         self._training.begin(given.tensors)
         self._resume()
 
@@ -41,6 +47,7 @@ class TrainerLoop:
             False if there was nothing to learn.
         """
         self._update_policy()
+        self._take_offer()
         learned = self._training.microbatch()
         if learned:
             self._count(StatusWord.STEPS)
@@ -65,6 +72,12 @@ class TrainerLoop:
         if policy is not None:
             self._policy, self._version = policy.number, policy.version
             self._training.set_policy(policy.tensors, policy.version)
+
+    def _take_offer(self) -> None:
+        offered = self._memory.offered.newest(self._offered)
+        if offered is not None:
+            self._offered = offered.number
+            self._training.begin(offered.tensors)
 
     def _publish(self) -> None:
         better = self._training.to_publish()

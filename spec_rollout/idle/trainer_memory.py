@@ -26,7 +26,7 @@ class Training(Protocol):
         """Use this embedding and head of the policy. Called first, and after each change."""
 
     def begin(self, drafter: Mapping[str, Tensor]) -> None:
-        """Train these tensors from now on. Called once, before `resume`."""
+        """Train these tensors from now on. Called before `resume`, and for each drafter that is offered."""
 
     def microbatch(self) -> bool:
         """Train for about 50 ms at most; return false if there is nothing to learn from now."""
@@ -80,6 +80,7 @@ class TrainerPlan:
             "board": TrainerStatus.NUM_BYTES,
             "moved": BLOCK_BYTES,
             "drafter": self.drafter.num_bytes,
+            "offered": self.drafter.num_bytes,
             "policy": self.policy.num_bytes,
             "features": self.feature_bytes,
         }
@@ -195,6 +196,9 @@ class TrainerMemory:
         self._moved: NDArray[np.float64] = np.frombuffer(parts["moved"], np.float64, 2)
         self.drafter = SharedSlots(plan.drafter, parts["drafter"])
         """The node publishes number 1, the initial drafter; then the trainer publishes."""
+        self.offered = SharedSlots(plan.drafter, parts["offered"])
+        """The node publishes drafters of other origin, to be trained from then on. The version is the number
+        of the newest publication at that time."""
         self.policy = SharedSlots(plan.policy, parts["policy"])
         """The node publishes, the trainer reads."""
         self.features = parts["features"][: plan.feature_bytes]

@@ -28,8 +28,8 @@ class TrainerArguments:
 
 def main(arguments: list[str]) -> int:
     """Run the trainer until the node has ended; return the exit code."""
-    trainer_arguments: TrainerArguments = read_work(arguments)
-    cpu_start_s = time.process_time()
+    work, cpu_start_s = read_work(arguments)
+    trainer_arguments: TrainerArguments = work
     from aedit.spec_rollout.idle.trainer_memory import TrainerMemory
 
     memory = TrainerMemory(trainer_arguments.plan, trainer_arguments.fd)

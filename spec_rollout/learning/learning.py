@@ -99,6 +99,9 @@ class LayerTraining:
         """Train these tensors from now on."""
         self._trainer.restart(drafter)
         self._published.load_state_dict(drafter)
+        # A step or an evaluation under way is of the drafter before.
+        self._pieces, self._to_publish, self._gate_state = self._learn(), None, GateState()
+        self._trainer.lr_factor = self._gate_state.lr_factor
 
     def resume(self, state: Mapping[str, Tensor]) -> None:
         """Continue from the state of an earlier process."""

@@ -47,15 +47,15 @@ class GenericTarget:
         return cls(model, rows, max_tokens, nodes, taps)
 
     def __init__(self, model: nn.Module, rows: int, max_tokens: int, nodes: int, taps: Sequence[int]) -> None:
-        self._inner = causal_model(model)
+        self.model = causal_model(model)
         self.rows, self.max_tokens, self.nodes = rows, max_tokens, nodes
         self._policy = PolicyWeights(model)
-        self._limit = position_limit(self._inner)
+        self._limit = position_limit(self.model)
         if max_tokens > self._limit:
             raise ValueError(
-                f"max_tokens {max_tokens} exceeds the {self._limit} positions of {type(self._inner).__name__}"
+                f"max_tokens {max_tokens} exceeds the {self._limit} positions of {type(self.model).__name__}"
             )
-        forward = ModelForward(self._inner, taps)
+        forward = ModelForward(self.model, taps)
         self._num_layers = forward.num_layers
         self._chosen = Probe(forward, self.dtype, self._limit).choose()
         self._check_forward_changes_nothing()
@@ -88,12 +88,12 @@ class GenericTarget:
     @property
     def embedding(self) -> Tensor:
         """Return the model's embedding parameter itself, (V, d)."""
-        return _weight(self._inner.get_input_embeddings())  # type: ignore[operator]
+        return _weight(self.model.get_input_embeddings())  # type: ignore[operator]
 
     @property
     def head(self) -> Tensor:
         """Return the model's output head parameter itself, (V, d)."""
-        return _weight(self._inner.get_output_embeddings())  # type: ignore[operator]
+        return _weight(self.model.get_output_embeddings())  # type: ignore[operator]
 
     @property
     def hidden_size(self) -> int:
@@ -196,7 +196,7 @@ class GenericTarget:
             )
         self._check_capacity(max(lengths) + q)
         if parents_BN is not None and not self.supports_trees:
-            raise ValueError(f"{type(self._inner).__name__} cannot verify trees: use chains")
+            raise ValueError(f"{type(self.model).__name__} cannot verify trees: use chains")
         # What follows from the last position on is never emitted.
         counts = [max(1, min(q, self._limit - length)) for length in lengths]
         new = RowTokens(range(len(lengths)), lengths, tokens_Bq, counts, parents_BN)
@@ -255,7 +255,7 @@ class GenericTarget:
         try:
             self._policy.check(thorough=True)
         except RuntimeError as error:
-            name = type(self._inner).__name__
+            name = type(self.model).__name__
             raise ValueError(f"the forward of {name} changes its own weights: {error}") from None
 
     def _check_capacity(self, end: int) -> None:

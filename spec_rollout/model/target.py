@@ -7,6 +7,7 @@ Shapes: B running rows, q new tokens per row, T tokens of one row, V vocabulary,
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,8 @@ class Target:
         limit = self.weights.max_positions
         if limit is not None and max_tokens > limit:
             raise ValueError(f"max_tokens {max_tokens} exceeds the {limit} positions of this model")
-        self.model, self.rows, self.max_tokens, self.nodes = model, rows, max_tokens, nodes
+        self.model: Any = model
+        self.rows, self.max_tokens, self.nodes = rows, max_tokens, nodes
         self.taps = tuple(taps)
         self._policy = PolicyWeights(model)
         # A draft that starts at a row's last token needs slots, too.

@@ -27,6 +27,8 @@ class TargetModel(Protocol):
     The tokens of a row have the cache slots 0, 1, ...; the caller passes the length of each row.
     """
 
+    model: Any
+    """The `transformers` model."""
     rows: int
     """Number of samples that are decoded at the same time."""
     max_tokens: int

@@ -1,4 +1,4 @@
-"""Where rollouts come from: an engine in this process, or processes and servers elsewhere."""
+"""Interface of the sources of rollouts: an engine in this process, or processes and servers elsewhere."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

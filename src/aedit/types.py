@@ -93,6 +93,38 @@ class News:
     """Whether this node measures the held-out loss."""
 
 
+RL_REPORT = (
+    "reward",
+    "solved",
+    "staleness",
+    "staleness_max",
+    "mismatch_kl",
+    "length",
+    "groups",
+    "rollouts",
+    "no_signal",
+    "rollout_tokens",
+    "rollout_s",
+    "plain_tokens",
+    "plain_s",
+    "passes",
+    "arms/off",
+    "arms/suffix",
+    "arms/layer",
+    "arms/other",
+    "idle_s/round",
+    "idle_s/hub",
+    "idle_s/rollouts",
+    "idle_s/longest sample",
+    "idle_s/rank",
+    "idle_used_s",
+)
+"""Names of the numbers that a node reports to its hub about reinforcement learning.
+
+As in `rl` of its metrics, but steps of the engine are counted by drafter.
+"""
+
+
 class IdleWork(Protocol):
     """Interruptible work that a node does while it waits."""
 

@@ -1,0 +1,33 @@
+"""The share of a round that the pushes of a merge make up, from the state of the hub."""
+
+from collections.abc import Sequence, Set
+
+from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub.state import Unit
+from aedit.async_sgd.rules.records import Push
+from aedit.async_sgd.rules.shares import counted, shares
+from aedit.async_sgd.rules.unit_rules import UnitRule
+
+
+def round_share(
+    unit: Unit, pushes: Sequence[Push], live: Set[int], awaited: Set[int], plan: HubPlan, own: UnitRule | None
+) -> float | None:
+    """Return the share of a round, in [0, 1], that `pushes` make up; None if they are a whole round.
+
+    Args:
+        unit: The unit, before the merge.
+        pushes: What is merged.
+        live: The members.
+        awaited: Those of them that may push.
+        plan: The plan of the run.
+        own: Rule of the unit, if it is trained apart from the model.
+    """
+    if plan.hub.quorum == "all" and own is None:
+        return None
+    version = unit.version + 1
+    brought = unit.brought_with(pushes, version, len(live))
+    there = counted(brought, awaited | {push.node for push in pushes}, version)
+    every = None if own or plan.pace == "seconds" else plan.every
+    rule = own.weights if own else plan.hub.weights
+    found = shares(there, version, rule, plan.penalty, every)
+    return min(1.0, sum(found[push.node] for push in pushes))

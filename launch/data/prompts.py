@@ -1,0 +1,149 @@
+"""Problems of a reinforcement-learning run: prompts as the policy reads them, with the columns of rewards."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from hashlib import blake2b, sha256
+
+from aedit.launch.config.rl import PromptConfig
+from aedit.launch.data.prompt_rows import KEY, Row, rows
+from aedit.launch.data.tokenizer import CorpusTokenizer
+from aedit.spec_rollout.rl.problems import Messages, Problem
+from aedit.types import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSet:
+    """All problems of a source. Equal on all nodes that have the same source, seed and tokenizer."""
+
+    train: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+    """Never trained on. No prompt is in both parts."""
+    fingerprint: str
+    """Digest of all problems: nodes and checkpoints with the same one have the same stream of prompts."""
+
+
+def load_problems(
+    config: PromptConfig,
+    tokenizer: CorpusTokenizer,
+    *,
+    seed: int = 0,
+    longest: int = 0,
+    needs_answer: bool = True,
+) -> ProblemSet:
+    """Return the problems of `config.source`, divided by hash of the prompt.
+
+    Args:
+        config: Source and columns.
+        tokenizer: Tokenizer of the policy.
+        seed: Seed of generators.
+        longest: Most tokens of a prompt, `data.seq_len` less `rl.sampling.max_new_tokens`; 0: no limit.
+        needs_answer: Each row must have the column of the right answer.
+
+    Raises:
+        UserError: The source cannot be used, a row has no such column or another type, a prompt is empty or
+            too long, or there are fewer than two different prompts.
+    """
+    columns = [(config.prompt_key, "prompts.prompt_key")]
+    columns += [(config.answer_key, "prompts.answer_key")] if needs_answer else []
+    problems = []
+    for index, row in enumerate(rows(config, seed)):
+        for column, key in columns:
+            _check_column(column, key, row)
+        problems.append(_problem(config, tokenizer, index, row, longest))
+    if not problems:
+        raise UserError(
+            f"{KEY} = {config.source!r} has no rows, expected at least 2 different prompts; add some"
+        )
+    places = {id(problem): place(problem.prompt) for problem in problems}
+    share = _enough(config, sorted(set(places.values())))
+    held_out = tuple(problem for problem in problems if places[id(problem)] < share)
+    train = tuple(problem for problem in problems if places[id(problem)] >= share)
+    return ProblemSet(train, held_out, _fingerprint(config, problems))
+
+
+def place(prompt: str | Messages) -> float:
+    """Return the hash of the prompt as a number in [0, 1). Problems below the held-out share are held out."""
+    digest = blake2b(_canonical(prompt), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53
+
+
+def _enough(config: PromptConfig, places: Sequence[float]) -> float:
+    """Return the held-out share, or the nearest one that leaves a prompt in either part."""
+    if len(places) < 2:
+        raise UserError(
+            f"{KEY} = {config.source!r} has one prompt only, expected at least 2 different ones, as some are"
+            " held out for evaluation; add some"
+        )
+    return min(max(config.held_out, places[1]), places[-1])
+
+
+def _problem(config: PromptConfig, tokenizer: CorpusTokenizer, index: int, row: Row, longest: int) -> Problem:
+    prompt = _prompt(config, row)
+    tokens = prompt_tokens(prompt, tokenizer, chat_template=config.chat_template, name=row.name)
+    if longest and len(tokens) > longest:
+        raise UserError(
+            f"{KEY}: the prompt of {row.name} has {len(tokens)} tokens, and data.seq_len -"
+            f" rl.sampling.max_new_tokens leaves {longest}; raise data.seq_len, lower"
+            " rl.sampling.max_new_tokens, or leave the row out"
+        )
+    columns = {name: value for name, value in row.columns.items() if name != config.prompt_key}
+    return Problem(index=index, prompt=prompt, tokens=tokens, columns=columns)
+
+
+def prompt_tokens(
+    prompt: str | Messages,
+    tokenizer: CorpusTokenizer,
+    *,
+    chat_template: bool = True,
+    name: str = "the prompt",
+) -> tuple[int, ...]:
+    """Return the ids of a prompt: by the tokenizer's chat template where it has one, else of the text.
+
+    Raises UserError for messages without a template, and for a prompt without tokens.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    ids = tokenizer.encode_chat(messages) if chat_template else None
+    if ids is None and not isinstance(prompt, str):
+        why = "the tokenizer has no chat template" if chat_template else "prompts.chat_template is false"
+        raise UserError(f"{KEY}: {name} is a list of messages, but {why}; write the prompts as text")
+    if ids is None:
+        ids = tokenizer.encode(str(prompt))
+    if len(ids) == 0:
+        raise UserError(f"{KEY}: {name} has an empty prompt, expected at least one token; leave the row out")
+    return tuple(ids.tolist())
+
+
+def _prompt(config: PromptConfig, row: Row) -> str | Messages:
+    value = row.columns[config.prompt_key]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(map(_is_message, value)):
+        return tuple(value)
+    raise UserError(
+        f"prompts.prompt_key: column {config.prompt_key!r} of {row.name} holds {json.dumps(value)[:60]},"
+        " expected text or a list of messages with role and content"
+    )
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _check_column(column: str, key: str, row: Row) -> None:
+    if column not in row.columns:
+        close = get_close_matches(column, list(row.columns), n=1) or list(row.columns)[:1]
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"{key} = {column!r} is missing in {row.name}{hint}")
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _fingerprint(config: PromptConfig, problems: Sequence[Problem]) -> str:
+    digest = sha256(_canonical([config.held_out, config.curriculum]))
+    for problem in problems:
+        digest.update(_canonical([problem.prompt, problem.tokens, dict(problem.columns)]))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,163 @@
+"""Objective of a node's inner steps: text, or rewards of rollouts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from aedit.edit.sync import LayerSync
+from aedit.launch.config.config import RunConfig
+from aedit.launch.data.order import Order
+from aedit.launch.data.samples import Corpus, batch
+from aedit.launch.data.tokenizer import CorpusTokenizer
+from aedit.launch.node.evaluate import held_out_loss
+from aedit.launch.node.inner import lr_at
+from aedit.launch.node.model import loss
+from aedit.launch.node.stop import Stop
+from aedit.launch.node.world import World
+from aedit.launch.rundir.recorder import Recorder
+
+AddLoss = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeParts:
+    """Components of a node that an objective uses."""
+
+    config: RunConfig
+    world: World
+    tokenizer: CorpusTokenizer
+    sync: LayerSync
+    order: Order
+    stop: Stop
+    recorder: Recorder
+
+
+class Objective(Protocol):
+    """Loss of a node's inner steps, and the data for it.
+
+    All ranks of the node call its methods together.
+    """
+
+    def accumulate_gradients(self, add_loss: AddLoss) -> None:
+        """Run the forward and backward passes of one inner step, and report the loss of each."""
+
+    def lr(self, progress: float) -> float:
+        """Return the learning rate after this share of the run's budget."""
+
+    def end_step(self) -> int:
+        """Return the tokens of the inner step that was taken with the gradients."""
+
+    def undo_step(self) -> None:
+        """Put back the data of a step that was begun and not taken; they are drawn again later."""
+
+    def drawn(self) -> int:
+        """Return the positions of the run's stream that were drawn in this attempt."""
+
+    def used(self, steps: int) -> int:
+        """Return how many of these the first `steps` inner steps of this attempt have used up."""
+
+    def evaluation_is_due(self, milestone: int, evaluated: int) -> bool:
+        """Return whether to evaluate after this step. Arguments: rounds now, and at the last evaluation."""
+
+    def evaluate(self) -> tuple[str, dict[str, Any]]:
+        """Evaluate on held-out data; return the name of an event and its values."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the objective's own part of a line of metrics."""
+
+    def order_state(self) -> dict[str, int]:
+        """Return the state of the sample order from which the next step would draw after a resume."""
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+
+    def close(self) -> None:
+        """End the processes that the objective has started."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TextObjective:
+    """Next-token prediction on the samples of a corpus."""
+
+    config: RunConfig
+    world: World
+    corpus: Corpus
+    order: Order
+    sync: LayerSync
+    _before: tuple[dict[str, int], Tensor] | None = None
+    """Sample order and random state before the current step."""
+
+    def accumulate_gradients(self, add_loss: AddLoss) -> None:
+        """Run forward and backward passes on the next samples, `train.accumulate` micro-batches."""
+        self._before = (self.order.state(), torch.get_rng_state())
+        train, world = self.config.train, self.world
+        drawn = self.order.take(train.batch_size * train.accumulate)
+        for part in drawn.reshape(train.accumulate, -1):
+            mine = part[world.rank :: world.ranks]
+            samples = batch(self.corpus.train, mine).to(world.device, non_blocking=True)
+            mean = loss(self.sync.model, samples, self.config.model.dtype) / train.accumulate
+            mean.backward()  # type: ignore[no-untyped-call]
+            add_loss(mean.detach())
+
+    def lr(self, progress: float) -> float:
+        """Return the learning rate of the schedule."""
+        return lr_at(progress, self.config.train)
+
+    def end_step(self) -> int:
+        """Return the tokens of a step."""
+        self._before = None
+        return self._per_step * self.config.data.seq_len
+
+    def undo_step(self) -> None:
+        """Go back to the order and the random state before an unfinished step."""
+        if self._before is not None:
+            state, rng = self._before
+            torch.set_rng_state(rng)
+            self.order = self.order.resume(state)
+            self._before = None
+
+    def drawn(self) -> int:
+        """Return the samples that were drawn."""
+        return self.order.state()["drawn"]
+
+    def used(self, steps: int) -> int:
+        """Return the samples of the first `steps` steps."""
+        return steps * self._per_step
+
+    def evaluation_is_due(self, milestone: int, evaluated: int) -> bool:
+        """Return whether `train.eval_every` rounds have passed and nothing is in flight."""
+        every = self.config.train.eval_every
+        return bool(every) and not self.sync.in_flight and milestone >= evaluated + every
+
+    def evaluate(self) -> tuple[str, dict[str, Any]]:
+        """Return the held-out loss."""
+        found = held_out_loss(self.sync.model, self.corpus, self.config, self.sync.shards)
+        return "eval", {"loss": found}
+
+    def metrics(self) -> dict[str, Any]:
+        """Return nothing: loss and tokens are in each line."""
+        return {}
+
+    def order_state(self) -> dict[str, int]:
+        """Return the state of the sample order."""
+        return self.order.state()
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing besides the order."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    @property
+    def _per_step(self) -> int:
+        return self.config.train.batch_size * self.config.train.accumulate

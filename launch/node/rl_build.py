@@ -1,0 +1,119 @@
+"""Build the objective of reinforcement learning from the configuration."""
+
+from functools import partial
+
+from torch import nn
+
+from aedit.launch.config.config import RunConfig
+from aedit.launch.data.prompts import ProblemSet
+from aedit.launch.data.rewards import reward_specs
+from aedit.launch.data.supervised import AnswerTokens
+from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.rl_engine import make_engine
+from aedit.launch.node.rl_groups import GroupStream
+from aedit.launch.node.rl_objective import PolicyObjective
+from aedit.launch.node.rl_pipeline import GroupPipeline
+from aedit.launch.node.rl_policy import PolicyGradient, without_dropout
+from aedit.launch.node.rl_records import RLRecords, Waits
+from aedit.launch.node.rl_warm_up import WarmUp
+from aedit.launch.node.sharding import make_model
+from aedit.launch.rundir.recorder import Recorder
+from aedit.spec_rollout.engine.engine_source import EngineSource
+from aedit.spec_rollout.rl.groups import Group
+from aedit.spec_rollout.rl.rewards.pool import RewardPool
+from aedit.spec_rollout.rl.rewards.reward import RewardReport
+from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.types import UserError
+
+
+def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjective:
+    """Return the objective of a node; closing it ends its processes.
+
+    Raises UserError if the model has no engine or a reward cannot be used.
+    """
+    config, sync, world = parts.config, parts.sync, parts.world
+    without_dropout(sync.model)
+    longest = max(len(problem.tokens) for problem in (*problems.train, *problems.held_out))
+    engine = make_engine(config, sync.model, parts.tokenizer, world, longest)
+    waits = Waits(sync)
+    pipeline = GroupPipeline(
+        source=EngineSource(engine),
+        rewards=_rewards(config),
+        decode=parts.tokenizer.decode,
+        window=waits.window,
+        report=partial(_record_faults, parts.recorder),
+    )
+    stream = GroupStream(
+        config=config.rl,
+        order=parts.order,
+        problems=problems.train,
+        pipeline=pipeline,
+        shards=sync.shards,
+        sampling=_sampling(config, parts, config.rl.sampling.temperature),
+        check_stop=parts.stop.check,
+    )
+    answers = AnswerTokens(parts.tokenizer, config.prompts.answer_key, config.data.seq_len)
+    return PolicyObjective(
+        config=config,
+        sync=sync,
+        stream=stream,
+        gradient=PolicyGradient(
+            config=config,
+            model=sync.model,
+            reference=_reference(config, parts),
+            shards=sync.shards,
+            device=world.device,
+        ),
+        warm_up=WarmUp(
+            config=config, model=sync.model, problems=problems.train, answers=answers, world=world
+        ),
+        records=RLRecords(config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards),
+        held_out=problems.held_out,
+        greedy=_sampling(config, parts, 0.0),
+        started=config.rl.supervised_steps == 0,
+    )
+
+
+def _rewards(config: RunConfig) -> RewardPool:
+    reward = config.reward
+    specs = reward_specs(reward, config.prompts)
+    pool = RewardPool(
+        specs, workers=reward.workers, time_limit_s=reward.time_limit_s, on_error=reward.on_error
+    )
+    try:
+        pool.check()
+    except (ValueError, TimeoutError) as error:
+        pool.close()
+        raise UserError(str(error)) from None
+    return pool
+
+
+def _sampling(config: RunConfig, parts: NodeParts, temperature: float) -> Sampling:
+    chosen = config.rl.sampling
+    return Sampling(
+        temperature=temperature,
+        max_new_tokens=chosen.max_new_tokens,
+        stop_tokens=(parts.tokenizer.eos_id,),
+        stop_strings=chosen.stop,
+    )
+
+
+def _reference(config: RunConfig, parts: NodeParts) -> nn.Module | None:
+    """Return the policy at the start: the configured model itself, equal on all nodes and after a resume."""
+    if not config.rl.kl:
+        return None
+    model = make_model(config, parts.tokenizer, parts.world)
+    without_dropout(model)
+    return model.requires_grad_(False)
+
+
+def _record_faults(recorder: Recorder, group: Group, report: RewardReport) -> None:
+    """Record the calls of reward functions that failed."""
+    for fault in report.events:
+        recorder.event(
+            "reward_error",
+            function=fault.function,
+            sample=fault.sample,
+            line=fault.line,
+            message=fault.message,
+        )

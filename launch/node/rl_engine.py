@@ -1,0 +1,87 @@
+"""The engine of a rank: policy, drafters and chooser of the arm."""
+
+import copy
+
+import torch
+from torch import nn
+
+from aedit.launch.config.config import RunConfig
+from aedit.launch.data.tokenizer import CorpusTokenizer
+from aedit.launch.node.model import build_model
+from aedit.launch.node.world import World
+from aedit.spec_rollout.arms.arms import ArmChooser
+from aedit.spec_rollout.arms.goodput import Goodput
+from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, parse_arm
+from aedit.spec_rollout.drafters.suffix import SuffixDrafter
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.model.target_model import TargetModel, make_target
+from aedit.types import UserError
+
+ARMS = ("suffix:2", "suffix:4", "suffix:8", "layer:1", "layer:2", "layer:4", "layer:8", "layer:4x2x8")
+"""Arms that are chosen from besides off, as far as their drafters are there."""
+MAX_DRAFTED_TOKENS = 32
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def make_engine(
+    config: RunConfig, model: nn.Module, tokenizer: CorpusTokenizer, world: World, longest: int
+) -> Engine:
+    """Return the engine of this rank.
+
+    longest: tokens of the longest prompt. Raises UserError if the model has too few positions for it, or is
+    not supported.
+    """
+    rows = config.rl.rows or config.rl.groups // world.ranks * config.rl.group_size
+    try:
+        target = make_target(
+            _policy(config, model, tokenizer, world),
+            rows=rows,
+            max_tokens=longest + config.rl.sampling.max_new_tokens,
+            nodes=MAX_DRAFTED_TOKENS,
+        )
+    except ValueError as error:
+        raise UserError(f"the rollout engine does not support this model: {error}") from None
+    drafters = _drafters(config, target)
+    return Engine(
+        target, drafters=drafters, chooser=_chooser(drafters, target), tokenizer=StopDecoder(tokenizer)
+    )
+
+
+class StopDecoder:
+    """The tokenizer as the engine reads it to find stop strings."""
+
+    def __init__(self, tokenizer: CorpusTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
+        """Return the text of `token_ids` without special tokens."""
+        return self._tokenizer.decode(token_ids)
+
+
+def _policy(config: RunConfig, model: nn.Module, tokenizer: CorpusTokenizer, world: World) -> nn.Module:
+    """Return the model that generates: the trained one, or one of its own for the hand-over to write into."""
+    kind = config.rl.engine_dtype
+    if kind == "same" and world.ranks == 1:
+        return model
+    dtype = DTYPES.get(kind, torch.float32)
+    if world.ranks == 1:
+        return copy.deepcopy(model).to(dtype).requires_grad_(False)
+    whole: nn.Module = build_model(
+        config.model, tokenizer.vocab_size, config.data.seq_len, config.seed, tokenizer.eos_id
+    )
+    return whole.to(device=world.device, dtype=dtype).requires_grad_(False)
+
+
+def _drafters(config: RunConfig, target: TargetModel) -> dict[DrafterKind, Drafter]:
+    found: dict[DrafterKind, Drafter] = {}
+    if config.drafter.kind in ("suffix", "auto"):
+        found["suffix"] = SuffixDrafter(device=str(target.device))
+    return found
+
+
+def _chooser(drafters: dict[DrafterKind, Drafter], target: TargetModel) -> ArmChooser | None:
+    arms = [arm for arm in map(parse_arm, ARMS) if arm.drafter in drafters]
+    arms = [arm for arm in arms if arm.is_chain or target.supports_trees]
+    return Goodput(arms) if arms else None

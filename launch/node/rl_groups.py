@@ -1,0 +1,196 @@
+"""The run's stream of prompts, as batches of rewarded groups.
+
+Groups are trained in the order in which their prompts were drawn. So what is drawn and not trained is always
+the end of what was drawn: it goes back to the stream with the state of the order, without a list, and a group
+is trained once. While the last sample of a batch is generated, later groups run beside it, as far as
+`rl.max_staleness` admits (`admission.capacity`).
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from aedit.edit.shards import Shards
+from aedit.launch.config.rl import RLConfig
+from aedit.launch.data.order import Order
+from aedit.launch.node.rl_pipeline import GroupPipeline
+from aedit.launch.node.rl_samples import shaped_rewards
+from aedit.spec_rollout.rl.admission import capacity
+from aedit.spec_rollout.rl.advantages import has_signal
+from aedit.spec_rollout.rl.groups import Group
+from aedit.spec_rollout.rl.problems import Problem
+from aedit.spec_rollout.sampling.samples import Sampling
+
+SLICE_S = 1.0
+"""Time between two looks at stop requests and at the other ranks while groups are generated."""
+
+MOST_REPLACED = 8
+"""Groups without signal that dynamic sampling replaces per group of a batch; further ones are trained, with
+gradients of 0, so that a policy that solves everything does not generate for ever."""
+
+
+@dataclass(slots=True)
+class GroupCounts:
+    """Running totals of one rank."""
+
+    groups: int = 0
+    """Groups that were rewarded."""
+    rollouts: int = 0
+    no_signal: int = 0
+    excluded: int = 0
+    """Rollouts without a reward."""
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """A drawn position of this rank. place: number of draws of the node before it."""
+
+    position: int
+    place: int
+    group: Group | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupStream:
+    """Batches of groups of one rank; all ranks of the node call `next_batch` together."""
+
+    config: RLConfig
+    order: Order
+    problems: Sequence[Problem]
+    pipeline: GroupPipeline
+    shards: Shards
+    sampling: Sampling
+    check_stop: Callable[[], None]
+    """Raises `Stopped` on all ranks if the run was asked to stop."""
+    counts: GroupCounts = field(default_factory=GroupCounts)
+    batches: int = 0
+    """Batches that `next_batch` has returned: AReaL's policy version v."""
+    _drawn: deque[_Drawn] = field(default_factory=deque)
+    """Drawn and not in a batch yet, in the order of the draws."""
+    _batch: deque[_Drawn] = field(default_factory=deque)
+    """In the last batch and not trained yet."""
+    _replaced: int = 0
+    """Groups without signal since the last batch."""
+
+    @property
+    def per_rank(self) -> int:
+        """Return the groups of a batch of one rank."""
+        return self.config.groups // self.shards.size
+
+    def next_batch(self) -> list[Group]:
+        """Return this rank's next groups, in the order of the draws, once all ranks of the node have theirs.
+
+        Raises `Stopped` if the run was asked to stop meanwhile; the groups then go back to the stream.
+        """
+        while True:
+            self._admit()
+            self._advance()
+            self.check_stop()
+            with self.pipeline.window("rank"):
+                complete = self.shards.all([self._is_complete()])[0]
+            if complete:
+                break
+        self._batch = deque(self._drawn.popleft() for _ in range(self.per_rank))
+        self.batches, self._replaced = self.batches + 1, 0
+        return [each.group for each in self._batch if each.group is not None]
+
+    def trained(self, count: int) -> None:
+        """Count the next `count` groups of the last batch as trained."""
+        for _ in range(count):
+            self._batch.popleft()
+
+    def first_pending(self) -> int:
+        """Return how many draws of the node come before the first group that was not trained. Collective."""
+        left = self._batch or self._drawn
+        mine = left[0].place if left else self.order.state()["drawn"]
+        return -self.shards.most([-mine])[0]
+
+    def put_back(self) -> None:
+        """Forget the groups that were not trained; their prompts are drawn again later. Collective."""
+        self.order = self.order.resume(self.order.state() | {"drawn": self.first_pending()})
+        self._batch.clear()
+        self._drawn.clear()
+        self.pipeline.drop()
+
+    # -- admission
+
+    def _admit(self) -> None:
+        """Draw as many prompts as the ranks may start now, and start this rank's."""
+        wanted = torch.zeros(self.shards.size, dtype=torch.int64)
+        wanted[self.shards.rank] = self._capacity()
+        shares = self.shards.sum(wanted).tolist()
+        if not any(shares):
+            return
+        first = self.order.state()["drawn"]
+        positions = self.order.draw(sum(shares))
+        mine = _share(shares, self.shards.rank)
+        indices = self.order.samples(positions[mine])
+        for place, index in zip(mine, indices, strict=True):
+            position = int(positions[place])
+            self._drawn.append(_Drawn(position, first + int(place)))
+            problem = self.problems[int(index)]
+            self.pipeline.start(position, problem, self.sampling, self.config.group_size)
+
+    def _capacity(self) -> int:
+        """Return the groups that this rank may start now."""
+        running = sum(each.group is None for each in self._drawn)
+        accepted = len(self._drawn) - running + self.batches * self.per_rank
+        return capacity(
+            max_running=(self.config.max_staleness + 1) * self.per_rank,
+            running=running,
+            accepted=accepted,
+            version=self.batches,
+            staleness=self.config.max_staleness,
+            batch=self.per_rank,
+        )
+
+    # -- progress
+
+    def _advance(self) -> None:
+        """Generate until this rank's batch is complete, more may start, or the slice of time is over."""
+        until = time.monotonic() + SLICE_S
+        while not self._is_complete() and self.pipeline.busy and time.monotonic() < until:
+            self.pipeline.advance()
+            if self._collect():
+                return
+
+    def _collect(self) -> bool:
+        """Move rewarded groups from the pipeline; return whether some are to be replaced."""
+        replaced: list[_Drawn] = []
+        for each in self._drawn:
+            if each.group is None and each.position in self.pipeline.done:
+                each.group = self.pipeline.take(each.position)
+                self._count(each.group)
+                replaces = self.config.dynamic_sampling and self._replaced < MOST_REPLACED * self.per_rank
+                if replaces and not self._has_signal(each.group):
+                    self._replaced += 1
+                    replaced.append(each)
+        for each in replaced:
+            self._drawn.remove(each)
+        return bool(replaced)
+
+    def _is_complete(self) -> bool:
+        if len(self._drawn) < self.per_rank:
+            return False
+        return all(self._drawn[i].group is not None for i in range(self.per_rank))
+
+    def _count(self, group: Group) -> None:
+        counts = self.counts
+        counts.groups += 1
+        counts.rollouts += len(group.rollouts)
+        counts.excluded += sum(reward is None for reward in group.rewards)
+        counts.no_signal += not self._has_signal(group)
+
+    def _has_signal(self, group: Group) -> bool:
+        return has_signal(shaped_rewards(group, self.config))
+
+
+def _share(shares: Sequence[int], rank: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """Return which of sum(shares) draws are those of `rank`: in turns, as long as a rank wants more."""
+    turns = [(turn, each) for each, count in enumerate(shares) for turn in range(count)]
+    owners = [each for _, each in sorted(turns)]
+    return np.flatnonzero(np.array(owners) == rank)

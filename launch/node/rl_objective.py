@@ -1,0 +1,168 @@
+"""Reinforcement learning as the objective of a node: groups of rollouts, advantages, policy loss."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from aedit.edit.sync import LayerSync
+from aedit.launch.config.config import RunConfig
+from aedit.launch.node.inner import lr_at
+from aedit.launch.node.objective import AddLoss
+from aedit.launch.node.rl_evaluate import solved_share
+from aedit.launch.node.rl_groups import GroupStream
+from aedit.launch.node.rl_policy import PolicyGradient
+from aedit.launch.node.rl_records import RLRecords
+from aedit.launch.node.rl_samples import parts_of, samples_of
+from aedit.launch.node.rl_warm_up import WarmUp
+from aedit.spec_rollout.rl.groups import Group
+from aedit.spec_rollout.rl.problems import Problem
+from aedit.spec_rollout.sampling.samples import Sampling
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyObjective:
+    """Objective of a run with `prompts.source`. Its methods are lines of `train_policy`."""
+
+    config: RunConfig
+    sync: LayerSync
+    stream: GroupStream
+    gradient: PolicyGradient
+    warm_up: WarmUp
+    records: RLRecords
+    held_out: Sequence[Problem]
+    greedy: Sampling
+    version: int = 0
+    """Policy version of the newest hand-over."""
+    started: bool = False
+    """True once the supervised warm-up is over. It does not begin again."""
+    _steps: deque[Sequence[Group] | None] = field(default_factory=deque)
+    """Groups of each inner step that is left in this batch; None: a supervised step."""
+    _new: int = 0
+    """Of these steps, the number that train groups for the first time."""
+    _tokens: int = 0
+    _used: list[int] = field(default_factory=lambda: [0])
+    """At [s], the draws that the first s steps of this attempt have used up."""
+    _evaluated_step: int = 0
+
+    # -- a batch
+
+    @property
+    def warms_up(self) -> bool:
+        """Return whether the run is in its supervised warm-up."""
+        return not self.started
+
+    def warm_up_ends(self, progress: float) -> bool:
+        """Return whether the supervised warm-up ends now, at this share of the run's budget."""
+        ends = not self.started and self.sync.shards.decide([self.warm_up.is_over(progress)])[0] == 1
+        self.started = self.started or ends
+        return ends
+
+    def take_answers(self) -> None:
+        """Make the next batch one step on right answers."""
+        self._steps.append(None)
+
+    def update_engine(self) -> None:
+        """Land what has arrived, and hand the weights to the source of rollouts."""
+        self.version = self.sync.update_engine(self.stream.pipeline.source)
+
+    def take_groups(self) -> None:
+        """Wait for the groups of the next batch, and divide them into the inner steps on them."""
+        groups = self.stream.next_batch()
+        self.records.add_batch(groups, self.version)
+        parts = parts_of(groups, self.config.rl.batches)
+        self._steps.extend(parts * self.config.rl.epochs)
+        self._new = len(parts)
+
+    def has_steps(self) -> bool:
+        """Return whether an inner step on the batch is left."""
+        return bool(self._steps)
+
+    # -- an inner step
+
+    def accumulate_gradients(self, add_loss: AddLoss) -> None:
+        """Run the forward and backward passes of the next inner step on the batch."""
+        began = time.perf_counter()
+        groups = self._steps[0]
+        if groups is None:
+            self._tokens = self.warm_up.accumulate(self.sync.steps, add_loss)
+        else:
+            samples = samples_of(groups, self.config.rl)
+            self._tokens = self.gradient.accumulate(samples, add_loss)
+        self.records.train_s += time.perf_counter() - began
+
+    def lr(self, progress: float) -> float:
+        """Return the learning rate of the warm-up, or of the schedule over the rest of the run."""
+        if not self.started:
+            return self.config.rl.supervised_lr
+        warm_up = min(self.config.rl.supervised_steps / self.config.train.steps, 0.999)
+        return lr_at(max(0.0, progress - warm_up) / (1 - warm_up), self.config.train)
+
+    def end_step(self) -> int:
+        """Count the step and its groups as trained; return its tokens."""
+        groups = self._steps.popleft()
+        if groups is None:
+            self.records.supervised_steps += 1
+        elif self._new:
+            self._new -= 1
+            self.stream.trained(len(groups))
+        if groups is not None and not self._steps:
+            self.records.newest |= self.gradient.means()
+        self._used.append(self.stream.first_pending())
+        return self._tokens
+
+    def undo_step(self) -> None:
+        """Put the groups back that no step has trained."""
+        self._steps.clear()
+        self.stream.put_back()
+
+    def drawn(self) -> int:
+        """Return the prompts that were drawn in this attempt."""
+        return self.stream.order.state()["drawn"]
+
+    def used(self, steps: int) -> int:
+        """Return the first draws that the first `steps` steps of this attempt have used up."""
+        return self._used[min(steps, len(self._used) - 1)]
+
+    # -- evaluation, records and checkpoints
+
+    def evaluation_is_due(self, milestone: int, evaluated: int) -> bool:
+        """Return whether `rl.eval_every` steps have passed since the last evaluation; none in the warm-up."""
+        every = self.config.rl.eval_every
+        return bool(every) and self.started and self.sync.steps >= self._evaluated_step + every
+
+    def evaluate(self) -> tuple[str, dict[str, Any]]:
+        """Return the share of held-out problems that greedy answers solve."""
+        self._evaluated_step = self.sync.steps
+        self.update_engine()
+        stream, shards = self.stream, self.sync.shards
+        return "rl_eval", solved_share(self.held_out, self.config, stream.pipeline, self.greedy, shards)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the table `rl`."""
+        self.records.counts = asdict(self.stream.counts)
+        return {"rl": self.records.line()}
+
+    def order_state(self) -> dict[str, int]:
+        """Return the state of the stream of prompts before the first group that was not trained."""
+        return self.stream.order.state() | {"drawn": self.stream.first_pending()}
+
+    def state(self) -> dict[str, Any]:
+        """Return totals and progress for a checkpoint."""
+        self.records.counts = asdict(self.stream.counts)
+        return {
+            "started": self.started,
+            "evaluated_step": self._evaluated_step,
+            "totals": self.records.totals(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned."""
+        self.started = state.get("started", self.started)
+        self._evaluated_step = state.get("evaluated_step", 0)
+        self.records.before, self.records.waited_before_s = state.get("totals", {}), self.sync.waited_s
+
+    def close(self) -> None:
+        """End the source of rollouts and the reward processes."""
+        self.stream.pipeline.close()

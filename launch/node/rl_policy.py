@@ -1,0 +1,131 @@
+"""Policy gradient: log-probabilities of a micro-batch under the trained model, loss, backward pass."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aedit.edit.shards import Shards
+from aedit.launch.config.config import RunConfig
+from aedit.launch.node.objective import AddLoss
+from aedit.launch.node.rl_samples import Sample, SampleTensors, micro_batches
+from aedit.spec_rollout.rl.losses.find import find_loss
+from aedit.spec_rollout.rl.losses.inputs import LossInputs, LossSettings, PolicyLoss
+from aedit.spec_rollout.rl.metrics import MEANS, loss_metrics, mean_metrics
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyGradient:
+    """Gradients of the policy loss of `config` for `model`. All ranks of the node together."""
+
+    config: RunConfig
+    model: nn.Module
+    reference: nn.Module | None
+    """Model of the KL divergence; None without one."""
+    shards: Shards
+    device: torch.device
+    sums: Counter[str] = field(default_factory=Counter)
+    """Sums and counts of `loss_metrics` on this rank since `means`."""
+    _loss: PolicyLoss = field(init=False)
+    _settings: LossSettings = field(init=False)
+
+    def __post_init__(self) -> None:
+        rl = self.config.rl
+        self._loss = find_loss(rl.loss)
+        self._settings = LossSettings(
+            clip_low=rl.clip_low,
+            clip_high=rl.clip_high,
+            importance=rl.importance,
+            importance_cap=rl.importance_cap,
+            kl=rl.kl,
+        )
+
+    def accumulate(self, samples: Sequence[Sample], add_loss: AddLoss) -> int:
+        """Run the forward and backward passes over this rank's samples of one inner step.
+
+        Returns the trained tokens of all ranks.
+
+        The loss is that of the samples of all ranks. FSDP2 averages gradients over the ranks, so each rank's
+        part is multiplied by their number.
+        """
+        trained = sum(sample.num_trained > 0 for sample in samples)
+        counts = torch.tensor([sum(sample.num_trained for sample in samples), trained])
+        num_tokens, num_sequences = (max(1, n) for n in self.shards.sum(counts).tolist())
+        size = max(1, self.config.train.batch_size // self.shards.size)
+        batches = list(micro_batches(samples, size, self.device))
+        for i in range(self.shards.most([len(batches)])[0]):
+            batch = batches[min(i, len(batches) - 1)]
+            if i >= len(batches):  # FSDP2 needs all ranks in each pass
+                batch = SampleTensors(
+                    batch.tokens_BL, batch.behaviour_BT, torch.zeros_like(batch.mask_BT), batch.advantages_B
+                )
+            loss = self._loss_of(batch, num_tokens, num_sequences)
+            (loss * self.shards.size).backward()  # type: ignore[no-untyped-call]
+            add_loss(loss.detach() * self.shards.size)
+        return int(num_tokens)
+
+    def means(self) -> dict[str, float]:
+        """Return the means of `loss_metrics` over the ranks since the last call."""
+        names = sorted({*MEANS, *MEANS.values()})
+        sums = torch.tensor([float(self.sums[name]) for name in names], dtype=torch.float64)
+        totals = dict(zip(names, self.shards.sum(sums).tolist(), strict=True))
+        self.sums.clear()
+        return mean_metrics(totals)
+
+    def _loss_of(self, batch: SampleTensors, num_tokens: int, num_sequences: int) -> Tensor:
+        logp_BT, entropy_BT = self.logprobs(self.model, batch)
+        reference_BT = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference_BT = self.logprobs(self.reference, batch)[0]
+        inputs = LossInputs(
+            logp_BT=logp_BT,
+            behaviour_BT=batch.behaviour_BT,
+            mask_BT=batch.mask_BT,
+            advantages_B=batch.advantages_B,
+            reference_BT=reference_BT,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            max_tokens=self.config.rl.sampling.max_new_tokens,
+        )
+        output = self._loss(inputs, self._settings)
+        self.sums.update(loss_metrics(inputs, output, entropy_BT))
+        return output.loss
+
+    def logprobs(self, model: nn.Module, batch: SampleTensors) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities (B, T) at the temperature of sampling, and entropies; 0 outside the mask.
+
+        The engine reports behaviour log-probabilities at that temperature too.
+        """
+        logits = self._logits(model, batch.tokens_BL)[:, :-1][batch.mask_BT]
+        logp_NV = (logits.float() / self.config.rl.sampling.temperature).log_softmax(-1)
+        chosen_N = logp_NV.gather(-1, batch.tokens_BL[:, 1:][batch.mask_BT][:, None])[:, 0]
+        entropy_N = -(logp_NV.detach().exp() * logp_NV.detach()).sum(-1)
+        zeros_BT = torch.zeros_like(batch.behaviour_BT)
+        return (
+            zeros_BT.masked_scatter(batch.mask_BT, chosen_N),
+            zeros_BT.masked_scatter(batch.mask_BT, entropy_N),
+        )
+
+    def _logits(self, model: nn.Module, tokens_BL: Tensor) -> Tensor:
+        bf16 = self.config.model.dtype == "bf16"
+        with torch.autocast(tokens_BL.device.type, dtype=torch.bfloat16, enabled=bf16):
+            output: Any = model(input_ids=tokens_BL)
+        logits: Tensor = output.logits
+        return logits
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Set all dropout of `model` to 0.
+
+    The engine generates without it, and with it trainer and behaviour probabilities would differ.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "attn_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)

@@ -1,0 +1,118 @@
+"""Figures of reinforcement learning for the lines of metrics: newest batch, and running totals."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from aedit.edit.shards import Shards
+from aedit.edit.sync import LayerSync
+from aedit.launch.config.config import RunConfig
+from aedit.launch.node.rl_engine import ARMS
+from aedit.launch.node.rl_pipeline import GroupPipeline
+from aedit.spec_rollout.rl.groups import Group
+
+CAUSES = ("round", "hub", "rollouts", "longest sample", "rank", "rewards")
+"""Causes of waits."""
+SUMS = ("groups", "rollouts", "no_signal", "excluded", "retried", "rollout_tokens", "passes", "plain_tokens")
+"""Totals that are added over the ranks of a node."""
+SECONDS = ("rollout_s", "reward_s", "train_s", "plain_s")
+"""Totals of which the mean over the ranks is taken."""
+
+
+@dataclass(slots=True)
+class Waits:
+    """Waits of a rank other than those for rounds, by cause; idle work of `sync` runs meanwhile."""
+
+    sync: LayerSync
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def window(self, cause: str) -> Iterator[None]:
+        """Count the time of the block as a wait, and let idle work run in it."""
+        idle, began = self.sync.idle, time.monotonic()
+        with idle.window(cause) if idle else nullcontext():
+            yield
+        self.seconds[cause] = self.seconds.get(cause, 0.0) + time.monotonic() - began
+
+
+@dataclass(slots=True, kw_only=True)
+class RLRecords:
+    """Totals and newest values of a node; `totals` and `add_batch` are called on all its ranks together."""
+
+    config: RunConfig
+    sync: LayerSync
+    pipeline: GroupPipeline
+    waits: Waits
+    shards: Shards
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Of `GroupStream`, replaced before each use."""
+    train_s: float = 0.0
+    supervised_steps: int = 0
+    newest: dict[str, float | None] = field(default_factory=dict)
+    waited_before_s: float = 0.0
+    """Of `sync.waited_s`, what is in `before`."""
+    before: dict[str, Any] = field(default_factory=dict)
+    """Totals of the attempts before this one."""
+
+    def add_batch(self, groups: Sequence[Group], version: int) -> None:
+        """Measure a batch of this rank's groups, to be trained with the weights of this policy version."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rewards = [reward for group in groups for reward in group.rewards if reward is not None]
+        lengths = [len(rollout.tokens) for rollout in rollouts]
+        ages = [version - each for rollout in rollouts for each in rollout.versions]
+        solved = sum(reward >= self.config.reward.solved for reward in rewards)
+        mine = [sum(rewards), solved, len(rewards), sum(lengths), len(lengths), sum(ages), len(ages)]
+        sums = self.shards.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+        length_max, staleness_max = self.shards.most([max(lengths, default=0), max(ages, default=0)])
+        self.newest |= {
+            "reward": _ratio(sums[0], sums[2]),
+            "solved": _ratio(sums[1], sums[2]),
+            "length": _ratio(sums[3], sums[4]),
+            "length_max": length_max,
+            "staleness": _ratio(sums[5], sums[6]),
+            "staleness_max": staleness_max,
+        }
+
+    def totals(self) -> dict[str, Any]:
+        """Return the running totals of the node, those of earlier attempts included."""
+        status = dict(self.pipeline.source.status())
+        found = {**self.counts, **status, "train_s": self.train_s, "rollout_s": self.pipeline.rollout_s}
+        found["reward_s"] = self.pipeline.reward_s
+        arms = status.get("arms", {})
+        cause = "hub" if self.sync.free else "round"
+        idle = self.waits.seconds | {cause: self.sync.waited_s - self.waited_before_s}
+        row = [float(found.get(name, 0)) for name in SUMS]
+        row += [float(arms.get(name, 0)) for name in ("off", *ARMS)]
+        row += [float(found.get(name, 0.0)) / self.shards.size for name in SECONDS]
+        row += [idle.get(name, 0.0) / self.shards.size for name in CAUSES]
+        values = iter(self.shards.sum(torch.tensor(row, dtype=torch.float64)).tolist())
+        totals: dict[str, Any] = {name: int(next(values)) for name in SUMS}
+        totals["arms"] = {name: int(count) for name in ("off", *ARMS) if (count := next(values))}
+        totals |= {name: round(next(values), 4) for name in SECONDS}
+        totals["idle_s"] = {name: round(seconds, 4) for name in CAUSES if (seconds := next(values))}
+        totals["supervised_steps"] = self.supervised_steps
+        return _added(self.before, totals)
+
+    def line(self) -> dict[str, Any]:
+        """Return totals and newest values for a line of metrics."""
+        return self.totals() | self.newest | {"idle_used_s": round(self.sync.idle_used_s, 4)}
+
+
+def _ratio(total: float, count: float) -> float | None:
+    return total / count if count else None
+
+
+def _added(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sums of two sets of totals, also of the tables in them."""
+    found: dict[str, Any] = dict(before)
+    for name, value in now.items():
+        earlier = before.get(name)
+        if isinstance(value, Mapping):
+            found[name] = _added(earlier or {}, value)
+        else:
+            found[name] = value if earlier is None else earlier + value
+    return found

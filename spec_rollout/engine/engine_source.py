@@ -1,0 +1,71 @@
+"""An engine of this process as the source of rollouts of a training loop."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+
+
+class EngineSource:
+    """`RolloutSource` of an engine, which generates while `step` is called."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._plain_s = 0.0
+        self._plain_tokens = 0
+
+    @property
+    def version(self) -> int:
+        """Return the policy version of the engine."""
+        return self.engine.version
+
+    @property
+    def running(self) -> int:
+        """Return the number of samples that run or wait."""
+        return len(self.engine.running) + len(self.engine.waiting)
+
+    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Hand the weights to the engine; see `Engine.update_weights`."""
+        self.engine.update_weights(weights, version)
+
+    def add(self, prompts: Sequence[Prompt]) -> None:
+        """Queue one sample per prompt.
+
+        Raises ValueError if the engine cannot serve one of them.
+        """
+        for prompt in prompts:
+            self.engine.add(prompt)
+
+    def step(self) -> list[Rollout]:
+        """Run one pass of the policy over the running samples; return those that have finished."""
+        step = self.engine.step()
+        if step.arm.is_off:
+            self._plain_s += step.total_s
+            self._plain_tokens += sum(step.counts)
+        return list(step.finished)
+
+    def pending(self) -> list[Prompt]:
+        """Return the samples that are not finished, as prompts that continue them."""
+        return [rollout.to_prompt() for rollout in [*self.engine.running, *self.engine.waiting]]
+
+    def status(self) -> Mapping[str, Any]:
+        """Return totals since the start.
+
+        `rollout_tokens`, `passes` (samples times steps), `arms` (steps by arm), and `plain_s` and
+        `plain_tokens` of the steps without speculation.
+        """
+        meters = self.engine.meters
+        return {
+            "rollout_tokens": meters.num_tokens,
+            "passes": meters.num_passes,
+            "arms": dict(meters.arms),
+            "plain_s": self._plain_s,
+            "plain_tokens": self._plain_tokens,
+        }
+
+    def close(self) -> None:
+        """Remove all samples."""
+        self.engine.close()

@@ -1,0 +1,89 @@
+"""The parts of a policy that a drafter reads: embedding, output head, and their version."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from aedit.spec_rollout.learning.losses import PolicyEmbeddings
+
+
+class PolicySource(Protocol):
+    """The parts of a policy that its drafter needs, such as those of an engine's `TargetModel`."""
+
+    @property
+    def model(self) -> Any:
+        """Return the `transformers` model."""
+
+    @property
+    def version(self) -> int:
+        """Return the version of the weights."""
+
+    @property
+    def embedding(self) -> Tensor:
+        """Return the embedding, (V, d)."""
+
+    @property
+    def head(self) -> Tensor:
+        """Return the output head, (V, d)."""
+
+    @property
+    def feature_size(self) -> int:
+        """Return the size of the feature of one token."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the features."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the features."""
+
+
+class TrainedPolicy:
+    """`PolicySource` of a rank that trains a `transformers` model and has no engine.
+
+    Sharded parameters (DTensor) are gathered whenever they are read: all ranks of the node read together.
+    """
+
+    def __init__(self, model: nn.Module, version: int = 0) -> None:
+        self.model: Any = model
+        self.version = version
+        """Version of the weights; set it after each hand-over."""
+
+    @property
+    def embedding(self) -> Tensor:
+        """Return the embedding, (V, d)."""
+        return _whole(self.model.get_input_embeddings().weight)
+
+    @property
+    def head(self) -> Tensor:
+        """Return the output head, (V, d); the embedding itself where they are tied."""
+        return _whole(self.model.get_output_embeddings().weight)
+
+    @property
+    def feature_size(self) -> int:
+        """Return the hidden size: the model has no taps."""
+        return int(self.model.config.hidden_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the parameters."""
+        dtype: torch.dtype = next(self.model.parameters()).dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the parameters."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+
+def embeddings_of(policy: PolicySource) -> PolicyEmbeddings:
+    """Return the policy's embedding and head as they are now, without a copy."""
+    return PolicyEmbeddings(policy.embedding.detach(), policy.head.detach(), policy.version)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

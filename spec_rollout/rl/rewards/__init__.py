@@ -1,0 +1,1 @@
+"""Rewards: functions that score completions, computed in worker processes."""

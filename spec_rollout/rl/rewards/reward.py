@@ -1,0 +1,80 @@
+"""Interface of a reward, its place in a run, and what is reported about it. Imports no torch."""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from aedit.types import check, is_import_path
+
+Scalar = int | float | bool | str
+BUILT_IN = ("exact", "numeric", "regex", "format", "gym", "math")
+"""Names of the functions of `built_in.py` and `extras.py`."""
+
+
+class Reward(Protocol):
+    """Function that scores completions, sync or async, with the signature of TRL's reward functions."""
+
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], **columns: list[Any]
+    ) -> Sequence[float | None] | Awaitable[Sequence[float | None]]:
+        """Return one number per completion; None: this function says nothing about the completion.
+
+        A function that does not accept `**columns` is given only the arguments that it names. Besides the
+        columns of the source there is `completion_ids`, a list of token ids per completion.
+
+        Args:
+            prompts: The prompt of each completion: text, or a list of messages where the source has those.
+            completions: Texts, or lists of one message of the assistant where prompts are messages.
+            columns: For each column of the source, its value once per completion.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpec:
+    """One reward function of a run."""
+
+    function: str
+    """A built-in function, or `package.module:name`."""
+    weight: float = 1.0
+    """Factor of its values in the sum over the functions."""
+    options: Mapping[str, Scalar] = field(default_factory=dict)
+    """Keyword arguments of a built-in function."""
+
+    def __post_init__(self) -> None:
+        known = self.function in BUILT_IN or is_import_path(self.function)
+        names = ", ".join(BUILT_IN)
+        check(known, "reward.functions", f"must be of {names}, or package.module:name", repr(self.function))
+        taken = not self.options or self.function in BUILT_IN
+        check(taken, "reward.options", f"are for built-in functions, not for {self.function}", self.options)
+        check(abs(self.weight) < float("inf"), "reward.weights", "must be finite numbers", self.weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFault:
+    """A call of a reward function that gave no rewards."""
+
+    function: str
+    sample: str
+    """`position/sample` of the completion that caused it; `position` if no single one did."""
+    line: str
+    """`file:number` of the function's own source; empty where there is none."""
+    message: str
+
+    def __str__(self) -> str:
+        where = f" ({self.line})" if self.line else ""
+        return f"reward {self.function}, sample {self.sample}: {self.message}{where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardReport:
+    """Values and faults of the reward functions for one group."""
+
+    values: Mapping[str, tuple[float | None, ...]]
+    """For each function its values before weighting, one per rollout."""
+    seconds: float
+    """Time that workers spent on the group, in seconds."""
+    events: tuple[RewardFault, ...] = ()
+
+
+class RewardFailed(RuntimeError):
+    """A reward function gave no rewards, and the run was asked to stop then."""

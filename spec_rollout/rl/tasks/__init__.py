@@ -1,0 +1,1 @@
+"""Generators of problems that need no download."""

@@ -1,0 +1,96 @@
+"""A node of reinforcement learning in the test process: tiny policy, sums of small numbers."""
+
+import json
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from aedit.launch.config.load import parse
+from aedit.launch.node.build import build
+from aedit.launch.node.rl_train import train_policy
+from aedit.launch.node.world import World
+
+CONFIG = """
+device = "cpu"
+[model.sizes]
+hidden_size = 32
+intermediate_size = 48
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+[data]
+seq_len = 16
+[prompts]
+source = "aedit.spec_rollout.rl.tasks.arithmetic:rows"
+options = { levels = 1 }
+size = 60
+held_out = 0.2
+[reward]
+functions = ["kit.rl_nodes:digits"]
+[rl]
+groups = 3
+group_size = 4
+eval_every = 0
+eval_problems = 4
+[rl.sampling]
+max_new_tokens = 5
+[train]
+steps = 4
+batch_size = 6
+lr = 3e-3
+[edit]
+every = 2
+[checkpoint]
+every = 1
+"""
+
+
+def digits(completions, **columns):
+    """Return the share of digits and signs among the characters, which an untrained policy often varies."""
+    return [sum(32 <= ord(letter) < 64 for letter in text) / max(1, len(text)) for text in completions]
+
+
+def config_of(directory, **keys):
+    """Return the configuration with dotted keys replaced, such as rl__groups=2."""
+    from aedit.launch.config.flags import with_flags
+
+    config = parse(CONFIG, "test")
+    flags = [f"--{name.replace('__', '.')}={value}" for name, value in keys.items()]
+    return with_flags(config, [*flags, f"--dir={directory}"])
+
+
+@contextmanager
+def alone():
+    """Yield a world of one node with one rank; signal handlers are put back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("sync", "shard"))
+        yield World(0, 1, 0, 1, torch.device("cpu"), mesh)
+    finally:
+        dist.destroy_process_group()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run(config, watch=lambda node: None, attempt=1):
+    """Train a node alone; `watch` gets the node before its first step. Return the node, which is closed."""
+    with alone() as world, build(config, world, Path(config.dir) / config.name, attempt) as node:
+        watch(node)
+        train_policy(node, node.objective)
+    return node
+
+
+def records(config, kind):
+    """Return the lines of metrics or events of the node."""
+    path = Path(config.dir) / config.name / "nodes" / "0" / f"{kind}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights(node):
+    """Return copies of the parameters by name."""
+    return {name: p.detach().clone() for name, p in node.sync.model.named_parameters()}
