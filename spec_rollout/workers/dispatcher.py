@@ -116,4 +116,5 @@ class Dispatcher:
         self.num_retried += len(keys)
         fields = {"worker": worker.index, "pid": worker.pid, "samples": len(keys), "reason": reason}
         self._report("rollout_retried", fields)
-        self.samples.take_back(keys, self._config.restarts.limit, reason)
+        limit = self._config.restarts.limit if worker.is_ready else None
+        self.samples.take_back(keys, reason, limit)

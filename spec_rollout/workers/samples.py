@@ -90,18 +90,24 @@ class Samples:
                 finished.append(sample.rollout)
         return finished
 
-    def take_back(self, keys: Sequence[SampleKey], limit: int, reason: str) -> None:
+    def take_back(self, keys: Sequence[SampleKey], reason: str, limit: int | None) -> None:
         """Take samples back from a worker that has died.
 
+        Args:
+            keys: Samples of the worker.
+            reason: Of its death.
+            limit: Workers that may die with a sample, without a token in between. None: this one had not
+                begun with them.
+
         Raises:
-            RuntimeError: More than `limit` workers have died with one of them, without a token in between.
+            RuntimeError: More than `limit` have.
         """
         for key in keys:
             sample = self._samples[key]
             sample.worker = None
-            sample.deaths += 1
+            sample.deaths += limit is not None
         worst = max((self._samples[key] for key in keys), key=lambda each: each.deaths, default=None)
-        if worst is not None and worst.deaths > limit:
+        if worst is not None and limit is not None and worst.deaths > limit:
             raise RuntimeError(
                 f"sample {worst.rollout.prompt.name}: {worst.deaths} rollout workers have ended with it "
                 f"without a further token; the last one: {reason}"

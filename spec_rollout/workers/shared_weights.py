@@ -53,7 +53,9 @@ class SharedWeights:
 
     def close(self) -> None:
         """Close the file descriptor. The memory is freed with the last process that has it."""
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
 
     def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Publish `weights`. Sharded ones are gathered tensor by tensor: all ranks of the node call it.

@@ -14,6 +14,7 @@ from aedit.spec_rollout.workers.channel import Channel, Message
 
 MODULE = "aedit.spec_rollout.workers.worker"
 END_S = 10.0
+CODE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,10 @@ class WorkerProcess:
 
     def death(self) -> str:
         """Return why it is dead. Read all its messages first."""
-        code = self.process.poll()
+        try:
+            code = self.process.wait(timeout=CODE_S)  # the connection ends a moment before the process
+        except subprocess.TimeoutExpired:
+            code = None
         ended = "has closed its connection" if code is None else f"ended with {code}"
         return f"{self.name} {ended}{self.error and ': ' + self.error}"
 
