@@ -168,7 +168,7 @@ def test_pending_samples_continue_in_another_source(sources):
 @pytest.mark.parametrize(
     ("prompts", "what"),
     [
-        ([Prompt(tokens=(1,))], "give it ids"),
+        ([Prompt(tokens=(1,), sampling=Sampling(max_new_tokens=4))], "give it ids"),
         ([*samples(1), *samples(1)], "that no other one has"),
         ([Prompt(tokens=(99,), rollout=0)], "outside the vocabulary of 48"),
         ([Prompt(tokens=(1,), rollout=0, sampling=Sampling(max_new_tokens=99))], "exceed max_tokens 64"),
