@@ -58,7 +58,7 @@ class Waiter:
         """
         if pending.done():
             return pending.result()
-        with self._waiting(flight):
+        with self._waiting("round", flight):
             if needed is not None and self.while_waiting is not None:
                 while not pending.done():
                     self.while_waiting(needed)
@@ -68,7 +68,7 @@ class Waiter:
     def wait_together(
         self, pending: Pending[T], what: str, *, flight: Flight | None = None, position: int = 0
     ) -> T:
-        """Return the answer, on all ranks of the node at one time.
+        """Return a hub's answer, on all ranks of the node at one time.
 
         So an interruption of the wait reaches all of them. Raises `PeersMissing`, naming `what`, after
         `timeout_s`.
@@ -76,7 +76,7 @@ class Waiter:
         if self.shards.all([pending.done()])[0]:
             return pending.result()
         give_up_at = self.clock() + self.timeout_s
-        with self._waiting(flight):
+        with self._waiting("hub", flight):
             while True:
                 here, in_time = self.shards.all([pending.done(), self.clock() < give_up_at])
                 if here:
@@ -88,9 +88,9 @@ class Waiter:
                 time.sleep(FREE_POLL_S)
 
     @contextmanager
-    def _waiting(self, flight: Flight | None) -> Iterator[None]:
+    def _waiting(self, cause: str, flight: Flight | None) -> Iterator[None]:
         """Open a window for idle work, and count the time waited."""
-        window: AbstractContextManager[None] = self.idle.window("round") if self.idle else nullcontext()
+        window: AbstractContextManager[None] = self.idle.window(cause) if self.idle else nullcontext()
         began = self.clock()
         with window:
             yield

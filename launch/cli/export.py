@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from aedit.edit.shards import Shards
 from aedit.launch.cli.anchors import from_folders, from_network
+from aedit.launch.cli.drafter_files import FOLDER, drafter_of_run, load_drafter, write_drafter
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load, parse
 from aedit.launch.data.tokenizer import CorpusTokenizer, load_tokenizer
@@ -25,6 +26,7 @@ from aedit.launch.views.sources import is_hub
 from aedit.proto.wire.client import HubRefused, HubUnreachable
 from aedit.proto.wire.hello import caller_keys, greet
 from aedit.proto.wire.security import ClientKeys
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.types import UserError
 
 _logging: Any = logging  # its functions carry no types
@@ -36,17 +38,35 @@ ATTEMPTS = 5
 def export(place: str | Path, out: Path, keys: Path | None = None, *, insecure: bool = False) -> None:
     """Write config, safetensors, tokenizer and generation config of a run to the directory `out`.
 
-    The weights are those of `load_run_model`; the run may still be in progress. `out` is written whole or
-    not at all. Raises UserError if `out` is not empty, or if there is no run, checkpoint or hub.
+    The weights are those of `load_run_model`; the run may still be in progress. The run's drafter, if it has
+    one, is written to the folder `drafter` in `out`, which is written whole or not at all. Raises UserError
+    if `out` is not empty, or if there is no run, checkpoint or hub.
     """
     _check_empty(out)
     _logging.disable_progress_bar()
     model, tokenizer, where = load_run_model(place, keys, insecure=insecure)
+    drafter, drafter_path = _drafter(model, place)
     try:
-        write_model(model, tokenizer, out)
+        write_model(model, tokenizer, out, drafter)
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error.strerror or error}") from None
     print(f"{out}: {where}")
+    if drafter is not None:
+        print(f"{out / FOLDER}: drafter of {drafter_path}")
+
+
+def _drafter(model: PreTrainedModel, place: str | Path) -> tuple[DraftLayer | None, Path | None]:
+    """Return the newest drafter of a run directory and its file. Raises UserError if it is damaged."""
+    if is_hub(place):
+        return None, None
+    run_dir = Path(place).parent if (Path(place) / "part.json").exists() else Path(place)
+    path = drafter_of_run(run_dir)
+    if path is None:
+        return None, None
+    try:
+        return load_drafter(path, model), path
+    except (OSError, ValueError) as error:
+        raise UserError(f"the run's drafter: {error}; remove {path} to export the model alone") from None
 
 
 def load_run_model(
@@ -210,10 +230,12 @@ def _source(model: PreTrainedModel, name: str, saved: dict[str, torch.Size]) -> 
     return part, key
 
 
-def write_model(model: PreTrainedModel, tokenizer: CorpusTokenizer, out: Path) -> None:
+def write_model(
+    model: PreTrainedModel, tokenizer: CorpusTokenizer, out: Path, drafter: DraftLayer | None = None
+) -> None:
     """Write a directory that `from_pretrained` reads, completely or not at all.
 
-    It may exist if it is empty.
+    It may exist if it is empty. drafter: written to a folder of its own in it.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     writing = out.parent / f".{out.name}-{os.getpid()}"
@@ -221,7 +243,9 @@ def write_model(model: PreTrainedModel, tokenizer: CorpusTokenizer, out: Path) -
     try:
         model.save_pretrained(writing)
         tokenizer.save(writing)
-        for path in writing.iterdir():  # safetensors makes files readable by the owner only
+        if drafter is not None:
+            write_drafter(drafter, writing / FOLDER)
+        for path in writing.rglob("*.*"):  # safetensors makes files readable by the owner only
             path.chmod((writing / "config.json").stat().st_mode)
         os.rename(writing, out)
     finally:

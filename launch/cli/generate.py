@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from aedit.launch.cli.comparison import compare_tokens
-from aedit.launch.cli.policy import Policy, first_line, load_policy
+from aedit.launch.cli.drafter_files import drafter_beside, load_drafter, read_for
+from aedit.launch.cli.places import first_line, policy_folder
+from aedit.launch.cli.policy import Policy, load_policy
 from aedit.launch.cli.text_stream import TextStream, token_lines
 from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
 from aedit.spec_rollout.arms.bandit import Bandit
@@ -45,6 +47,7 @@ ARMS = (
     "custom:8",
 )
 """Candidates of `auto` and `bandit` besides off, as far as their drafters are available."""
+NO_DRAFTER = Path("none")
 DEFAULT_NEW_TOKENS = 256
 """New tokens of a sample without `--max-new-tokens`."""
 MAX_DRAFTED_TOKENS = 32
@@ -71,7 +74,7 @@ class GenerateRequest:
     arms."""
     drafter: Path | None = None
     """A saved `DraftLayer`, or a `Drafter` by import path, which is called with the target and serves the
-    arms `custom:*`."""
+    arms `custom:*`. None: the one that belongs to the policy, if there is one; `NO_DRAFTER`: none."""
 
     def __post_init__(self) -> None:
         if not all(map(_is_unicode, self.prompts)):
@@ -166,11 +169,15 @@ def _sampling(policy: Policy, longest: int, request: GenerateRequest) -> Samplin
 
 
 def _layer(policy: Policy, request: GenerateRequest) -> DraftLayer | None:
-    """Return the requested draft layer, or None."""
-    if request.drafter is None or is_import_path(str(request.drafter)):
+    """Return the requested draft layer, else the one that belongs to the policy if the arm may use it."""
+    if is_import_path(str(request.drafter)) or request.drafter == NO_DRAFTER:
         return None
+    if request.drafter is None:
+        path = drafter_beside(policy_folder(policy.source))
+        may_use = request.arm in (AUTO, BANDIT) or request.arm.startswith("layer")
+        return read_for(policy.source, path, policy.model) if path and may_use else None
     try:
-        return DraftLayer.load(request.drafter, policy.model)
+        return load_drafter(request.drafter, policy.model)
     except (OSError, ValueError) as error:
         raise UserError(f"--drafter: {first_line(error)}") from None
 

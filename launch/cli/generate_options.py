@@ -32,7 +32,8 @@ def add_generate_options(parser: Parser) -> None:
     add("--seed", metavar="N", type=int, default=0, help="the same seed gives the same text")
     does = "auto, bandit, off, suffix:8, layer:4, layer:4x2x8 or module:Chooser"
     add("--arm", metavar="ARM", default="auto", help=does)
-    add("--drafter", metavar="FILE", type=Path, help="file of a trained drafter, or module:Drafter")
+    does = "file or folder of a trained drafter, module:Drafter, or none (default: the model's own)"
+    add("--drafter", metavar="FILE", type=Path, help=does)
     does = "generate again without speculation; print speed-up and equality"
     add("--compare", action="store_true", help=does)
 

@@ -22,3 +22,8 @@ def check_source(place: str) -> None:
     """Raise UserError unless `place` is a run directory, the folder of a hub, or HOST:PORT."""
     if not is_hub(place):
         require_run(Path(place))
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from aedit.launch.cli.export import load_run_model
-from aedit.launch.cli.places import policy_folder
+from aedit.launch.cli.places import first_line, policy_folder
 from aedit.launch.cli.text_stream import Decode
 from aedit.types import UserError
 
@@ -107,8 +107,3 @@ def _read_model(source: str, path: Path) -> Any:
             f"aedit: {source}: {len(unused)} tensors there are not used, such as {unused[0]}", file=sys.stderr
         )
     return model
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

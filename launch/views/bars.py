@@ -1,5 +1,6 @@
 """Bar plots: time of each node by use, and bytes per round."""
 
+from collections.abc import Mapping
 from math import isfinite
 from typing import cast
 
@@ -12,8 +13,19 @@ from aedit.launch.rundir.records import Metric
 from aedit.launch.views import words
 from aedit.launch.views.axes import in_bytes, stacked_bars, whole_numbers
 from aedit.launch.views.figures import rounds
+from aedit.launch.views.rl_figures import seconds_by_use
 
 WAYS = (("compute", "tab:green"), ("waiting", "tab:orange"), ("waiting, used", "tab:blue"), ("other", "0.7"))
+USES: Mapping[str, tuple[str, str]] = {
+    "rollouts": ("rollouts", "tab:green"),
+    "rewards": ("rewards", "tab:purple"),
+    "training": ("training", "tab:cyan"),
+    "waiting": ("waiting", "tab:orange"),
+    "used": ("waiting, used", "tab:blue"),
+    "other": ("other", "0.8"),
+}
+"""Label and colour by name in `Split`, in a run of reinforcement learning."""
+
 LABEL_ABOVE = 0.06
 
 
@@ -22,10 +34,11 @@ def time_per_node(run: Run) -> Figure | None:
     nodes = [node for node in run.nodes if node.metrics]
     if not nodes:
         return None
-    unit_s, unit = words.time_unit(max(sum(_spent(node.metrics[-1])) for node in nodes))
-    spent = [tuple(s / unit_s for s in _spent(node.metrics[-1])) for node in nodes]
+    ways, spent_s = (USES.values(), _spent_rl) if run.is_rl else (WAYS, _spent)
+    unit_s, unit = words.time_unit(max(sum(spent_s(node.metrics[-1])) for node in nodes))
+    spent = [tuple(s / unit_s for s in spent_s(node.metrics[-1])) for node in nodes]
     by_way = zip(*spent, strict=True)
-    parts = {name: (colour, times) for (name, colour), times in zip(WAYS, by_way, strict=True)}
+    parts = {name: (colour, times) for (name, colour), times in zip(ways, by_way, strict=True)}
     figure = Figure(figsize=(8, 1.7 + 0.42 * len(nodes)))
     axes = figure.add_subplot()
     stacked_bars(axes, [f"node {node.index}" for node in nodes], parts)
@@ -35,13 +48,22 @@ def time_per_node(run: Run) -> Figure | None:
         axes.bar_label(cast(BarContainer, bars), told, label_type="center", fontsize=9)
     axes.set_xlabel(unit)
     figure.suptitle("Where the time went", x=0.01, ha="left", fontsize=12)
-    figure.legend(loc="outside upper right", ncols=len(WAYS), fontsize=9)
+    figure.legend(loc="outside upper right", ncols=len(parts), fontsize=9)
     return figure
 
 
 def _spent(last: Metric) -> tuple[float, ...]:
     used_s = _known(last.idle_used_s)
     return _known(last.busy_s), max(_known(last.wait_s) - used_s, 0.0), used_s, _known(last.other_s)
+
+
+def _spent_rl(last: Metric) -> tuple[float, ...]:
+    if last.rl is None:
+        return _known(last.busy_s), 0.0, 0.0, _known(last.wait_s), 0.0, _known(last.other_s)
+    spent = seconds_by_use(last.rl)
+    spent["waiting"] -= spent["used"]
+    all_s = _known(last.busy_s) + _known(last.wait_s) + _known(last.other_s)
+    return (*(spent[use] for use in USES if use != "other"), max(all_s - sum(spent.values()), 0.0))
 
 
 def bytes_per_round(run: Run) -> Figure | None:

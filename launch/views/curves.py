@@ -54,7 +54,7 @@ def plot_effective_nodes(run: Run) -> Figure | None:
 
 
 def _loss(run: Run, where: Callable[[Metric | EvalEvent], float], label: str) -> Figure | None:
-    if not any(node.metrics for node in run.nodes):
+    if run.is_rl or not any(node.metrics for node in run.nodes):  # a policy loss is no measure of quality
         return None
     figure = Figure(figsize=(8, 4.5))
     axes = figure.add_subplot()

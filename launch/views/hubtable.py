@@ -11,6 +11,7 @@ from rich.text import Text
 from aedit.launch.rundir.hub_records import HubRecords, HubSample, NodeSample
 from aedit.launch.views import words
 from aedit.launch.views.figures import ratio
+from aedit.launch.views.rl_table import Learner, hub_learners, rl_lines
 
 LEFT = ("name", "state", "refused")
 PACE = ("node", "name", "state", "steps", "steps/s", "pace", "waited %", "wire", "hidden")
@@ -30,6 +31,8 @@ class HubDetail:
     """Whether to show the table of their pushes."""
 
     max_rows: int | None = None
+    rl: bool = True
+    """Whether to show the tables of reinforcement learning."""
 
 
 FULL = HubDetail()
@@ -46,6 +49,8 @@ def hub_table(now: HubSample, detail: HubDetail = FULL) -> Iterator[RenderableTy
             yield _table(columns, map(cells, nodes), fold=detail.spaced)
             if detail.spaced:
                 yield Text()
+    if detail.rl:
+        yield from _rl(nodes, spaced=detail.spaced)
     if len(nodes) < len(now.nodes):
         yield Text(words.more(len(now.nodes) - len(nodes), "node"), style="dim")
     founder = next((node for node in now.nodes if node.node == now.founder), None)
@@ -95,6 +100,18 @@ def reasons(refused: Mapping[str, int]) -> str:
     """Return the counts as `12 stale, 1 norm`, the most frequent first."""
     ordered = sorted(refused.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {reason}" for reason, count in ordered)
+
+
+def _rl(nodes: Sequence[NodeSample], *, spaced: bool) -> Iterator[RenderableType]:
+    """Yield what the nodes report of reinforcement learning; nothing in a run on text."""
+    learners = [Learner(node.node, node.rl) for node in nodes]
+    if not any(learner.rl for learner in learners):
+        return
+    yield hub_learners(learners)
+    if spaced:
+        yield Text()
+        yield from rl_lines(learners)
+        yield Text()
 
 
 def _table(columns: Sequence[str], rows: "map[list[str]]", *, fold: bool) -> Table:

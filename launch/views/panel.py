@@ -16,6 +16,16 @@ from aedit.launch.rundir.reader import NodeRecords, Run
 from aedit.launch.views import words
 from aedit.launch.views.figures import held_out, recent_tokens_per_s, rounds, total_known
 from aedit.launch.views.hubtable import HubDetail, hub_cells, hub_tables
+from aedit.launch.views.rl_figures import newest, rl_held_out
+from aedit.launch.views.rl_table import (
+    COLUMNS,
+    Learner,
+    held_out_line,
+    rl_cell,
+    rl_cells,
+    rl_health,
+    rl_lines,
+)
 
 SILENT_AFTER_S = 120.0
 COLOURS = {
@@ -41,12 +51,16 @@ class Detail:
     max_rows: int | None = None
     """Most rows of a table of nodes; the number of others is shown below it."""
 
+    rl: bool = True
+    """Whether to show each node's staleness, mismatch and idle time."""
+
 
 DETAILS = (
     Detail(),
     Detail(spaced=False, hub=HubDetail(spaced=False)),
     Detail(spaced=False, hub=HubDetail(spaced=False, trust=False)),
-    Detail(spaced=False, hub=HubDetail(spaced=False, trust=False, pace=False)),
+    Detail(spaced=False, hub=HubDetail(spaced=False, trust=False, rl=False), rl=False),
+    Detail(spaced=False, hub=HubDetail(spaced=False, trust=False, pace=False, rl=False), rl=False),
 )
 """From the most to the least; `Fitted` then leaves out rows of nodes."""
 
@@ -112,7 +126,8 @@ class Fitted:
 def line(run: Run, shown: Sequence[int], starting: Collection[int] = ()) -> str:
     """Return the contents of the panel in one line, for logs."""
     done, elapsed_s, _ = _times(run)
-    head = [words.clock(elapsed_s), words.percent(done), f"held-out {words.nats(_held_out_loss(run))}"]
+    held_out = f"solved {words.percent(_solved(run))}" if run.is_rl else words.nats(_held_out_loss(run))
+    head = [words.clock(elapsed_s), words.percent(done), f"held-out {held_out}"]
     nodes = {node.index: node for node in run.nodes}
     cells = [
         _cell(index, nodes.get(index), _state(run, index, nodes.get(index), starting)) for index in shown
@@ -155,6 +170,9 @@ def _pause(node: NodeRecords) -> str:
 def _state(run: Run, index: int, node: NodeRecords | None, starting: Collection[int]) -> str:
     if node is None or index in starting:
         return "starting"
+    rl = newest(node)
+    if rl is not None and rl.supervised_steps > 0 and not rl.groups > 0:
+        return state(node, warmup_steps=node.metrics[-1].step + 1)
     warmup_steps = run.config.get("edit", {}).get("warmup_steps", 0)
     return state(node, warmup_steps if isinstance(warmup_steps, int) else 0)
 
@@ -198,14 +216,15 @@ def _table(
     table = Table(box=style, pad_edge=False, padding=padding, header_style="bold")
     table.add_column("node", justify="right")
     table.add_column("state", min_width=10)
-    for name in ("step", "round", "train loss", "tokens/s", "waited", "waited %"):
+    for name in COLUMNS if run.is_rl else ("step", "round", "train loss", "tokens/s", "waited", "waited %"):
         table.add_column(name, justify="right")
     nodes = {node.index: node for node in run.nodes}
     rows = shown[: detail.max_rows]
     for index in rows:
         node = nodes.get(index)
         doing = _state(run, index, node, starting)
-        table.add_row(str(index), Text(doing, style=COLOURS.get(doing, "")), *_numbers(node))
+        cells = rl_cells(node) if run.is_rl else _numbers(node)
+        table.add_row(str(index), Text(doing, style=COLOURS.get(doing, "")), *cells)
     yield table
     if len(rows) < len(shown):
         yield Text(words.more(len(shown) - len(rows), "node"), style="dim")
@@ -231,12 +250,15 @@ def _cell(index: int, node: NodeRecords | None, doing: str) -> str:
         return f"node {index} {doing}"
     last = node.metrics[-1]
     speed = words.count(recent_tokens_per_s(node.metrics))
-    return f"node {index} {doing} step {last.step} loss {words.nats(last.loss)} {speed} tokens/s"
+    told = rl_cell(node) or f"loss {words.nats(last.loss)} {speed} tokens/s"
+    return f"node {index} {doing} step {last.step} {told}"
 
 
 def _footer(run: Run, detail: Detail) -> list[RenderableType]:
     facts: list[RenderableType] = []
-    if run.nodes or not run.hubs:  # a hub does not evaluate
+    if run.is_rl and run.nodes:
+        facts += _rl_footer(run, detail)
+    elif run.nodes or not run.hubs:  # a hub does not evaluate
         facts.append(Text(f"held-out loss  {words.nats(_held_out_loss(run))}"))
     if not run.has_hub and (by_id := rounds(run)):
         id, rows = list(by_id.items())[-1]
@@ -254,9 +276,24 @@ def _footer(run: Run, detail: Detail) -> list[RenderableType]:
     return [*facts, *hub_tables(run.hubs, replace(detail.hub, max_rows=max_rows))]
 
 
+def _rl_footer(run: Run, detail: Detail) -> Iterator[RenderableType]:
+    learners = [Learner(node.index, newest(node)) for node in run.nodes]
+    if detail.rl:
+        yield rl_health(learners[: detail.max_rows])
+        if detail.spaced:
+            yield Text()
+    yield held_out_line(run)
+    yield from rl_lines(learners)
+
+
 def _judgement(distrusted: list[tuple[int, ...]]) -> str:
     num = sum(map(len, distrusted))
     return f", {words.some(num, 'pseudo-gradient')} distrusted" if num else ""
+
+
+def _solved(run: Run) -> float:
+    evaluations = rl_held_out(run)
+    return evaluations[-1].solved if evaluations else float("nan")
 
 
 def _held_out_loss(run: Run) -> float:

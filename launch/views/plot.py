@@ -16,6 +16,7 @@ from aedit.launch.views.bars import bytes_per_round, time_per_node
 from aedit.launch.views.curves import loss_by_steps, loss_by_time, plot_effective_nodes
 from aedit.launch.views.heatmap import norms
 from aedit.launch.views.hubplots import hub_nodes, hub_traffic
+from aedit.launch.views.rl_plots import drafter, policy_health, reward_by_steps, reward_by_time, step_split
 from aedit.launch.views.sources import open_source
 from aedit.types import UserError
 
@@ -28,6 +29,11 @@ PLOTS: Mapping[str, Callable[[Run], Figure | None]] = {
     "effective_nodes.png": plot_effective_nodes,
     "hub_nodes.png": hub_nodes,
     "hub_traffic.png": hub_traffic,
+    "reward_by_steps.png": reward_by_steps,
+    "reward_by_time.png": reward_by_time,
+    "step_split.png": step_split,
+    "drafter.png": drafter,
+    "policy_health.png": policy_health,
 }
 TAB20 = colormaps["tab20"](range(20))
 STYLE = {

@@ -26,6 +26,7 @@ from aedit.launch.views.figures import (
 )
 from aedit.launch.views.hubtable import reasons, spread
 from aedit.launch.views.plot import draw
+from aedit.launch.views.rl_report import rl_facts, rl_per_node
 from aedit.types import UserError
 
 WIDTH = 120
@@ -116,7 +117,8 @@ def report(run_dir: Path) -> str:
     run = read_run(run_dir)
     out = summary(run)
     console = Console(file=StringIO(), width=WIDTH, color_system=None, force_terminal=False)
-    console.print(_headline(out), _facts(out), "", _per_node(out), sep="\n", highlight=False, markup=False)
+    facts, table = (_rl_facts(run, out), rl_per_node(run)) if run.is_rl else (_facts(out), _per_node(out))
+    console.print(_headline(out), facts, "", table, sep="\n", highlight=False, markup=False)
     text = console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
     lines = [row.rstrip() for row in text.splitlines()]
     # Paths are appended as text, as a console would wrap long ones.
@@ -162,6 +164,13 @@ def _facts(out: Summary) -> Table:
         "", "speed", f"{words.count(out.tokens_per_s)} tokens/s, {words.percent(out.share_of_solo)} {OF_SOLO}"
     )
     for name, text in _of_hub(out) if out.has_hub else _of_rounds(out):
+        facts.add_row("", name, text)
+    return facts
+
+
+def _rl_facts(run: Run, out: Summary) -> Table:
+    facts = Table.grid(padding=(0, 2, 0, 0))
+    for name, text in (*rl_facts(run), *(_of_hub(out) if out.has_hub else _of_rounds(out))):
         facts.add_row("", name, text)
     return facts
 

@@ -1,5 +1,6 @@
 """Format numbers for people, in ASCII; NaN becomes a dash."""
 
+from collections.abc import Mapping
 from math import isfinite
 
 from rich.filesize import decimal
@@ -37,6 +38,31 @@ def nats(value: float) -> str:
 def percent(share: float) -> str:
     """Return a percentage: `0.1234` -> `12.3 %`."""
     return f"{100 * share:.1f} %" if isfinite(share) else UNKNOWN
+
+
+def times(value: float) -> str:
+    """Return a factor: `1.634` -> `1.63x`."""
+    return f"{value:.2f}x" if isfinite(value) else UNKNOWN
+
+
+def decimals(value: float, places: int = 2) -> str:
+    """Return a small number: `0.1234` -> `0.12`."""
+    return f"{value:.{places}f}" if isfinite(value) else UNKNOWN
+
+
+def tiny(value: float) -> str:
+    """Return a number that may be very small: `0.000123` -> `1.2e-04`."""
+    return f"{value:.1e}" if isfinite(value) else UNKNOWN
+
+
+def shares(parts: Mapping[str, float]) -> str:
+    """Return shares by name: `off 12 %, layer:4 88 %`."""
+    return ", ".join(f"{name} {100 * share:.0f} %" for name, share in parts.items()) or UNKNOWN
+
+
+def durations(parts: Mapping[str, float]) -> str:
+    """Return seconds by name: `hub 3.0 s, rank 1.5 s`."""
+    return ", ".join(f"{name} {seconds(value)}" for name, value in parts.items()) or UNKNOWN
 
 
 def seconds(value: float) -> str:

@@ -117,6 +117,7 @@ RL_REPORT = (
     "idle_s/rollouts",
     "idle_s/longest sample",
     "idle_s/rank",
+    "idle_s/rewards",
     "idle_used_s",
 )
 """Names of the numbers that a node reports to its hub about reinforcement learning.

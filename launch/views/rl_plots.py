@@ -1,0 +1,222 @@
+"""Plots of reinforcement learning: reward, time of each step by use, drafter and arms, policy."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from math import isfinite
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from aedit.launch.rundir.reader import NodeRecords, Run
+from aedit.launch.rundir.records import Metric
+from aedit.launch.rundir.rl_records import RLEvalEvent, RLMetric
+from aedit.launch.views import words
+from aedit.launch.views.axes import from_zero, whole_numbers
+from aedit.launch.views.bars import USES
+from aedit.launch.views.figures import ratio
+from aedit.launch.views.rl_figures import Split, after_warm_up, rl_held_out, splits
+
+MAX_NODES = 8
+MAX_BARS = 120
+MAX_ARMS = 7
+
+Point = Metric | RLEvalEvent
+
+
+def reward_by_steps(run: Run) -> Figure | None:
+    """Return reward and solved share of each node's batches, and the solved share of held-out problems."""
+    figure = _reward(run, lambda point: point.step, "inner steps of the node")
+    if figure is not None:
+        whole_numbers(figure.axes[1].xaxis)
+    return figure
+
+
+def reward_by_time(run: Run) -> Figure | None:
+    """Return the plot of `reward_by_steps` over wall-clock time."""
+    unit_s, name = _time_unit(run)
+    return _reward(run, lambda point: point.t / unit_s, f"{name} since the run began")
+
+
+def step_split(run: Run) -> Figure | None:
+    """Return one panel per node: seconds of each step by use."""
+    panels = [(node, found) for node in run.nodes if (found := splits(node))][:MAX_NODES]
+    if not panels:
+        return None
+    figure = Figure(figsize=(9, 0.8 + 2.1 * len(panels)))
+    for axes, (node, found) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        merged = _merged(found)
+        edges = [merged[0].step - merged[0].steps, *(split.step for split in merged)]
+        _stack(axes, edges, {USES[use]: [getattr(split, use) for split in merged] for use in USES})
+        axes.set(title=f"node {node.index}: seconds per step", ylabel="seconds")
+        axes.set_xlim(0, merged[-1].step)
+        axes.grid(visible=False, axis="x")
+        whole_numbers(axes.xaxis)
+    axes.set_xlabel("inner steps of the node")
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper right", ncols=len(USES), fontsize=9)
+    return figure
+
+
+def drafter(run: Run) -> Figure | None:
+    """Return the accepted length of each node over time, and the share of the engine's steps by arm."""
+    nodes = [node for node in run.nodes if len(_rl_lines(node)) > 1]
+    if not nodes:
+        return None
+    unit_s, unit = _time_unit(run)
+    figure = Figure(figsize=(9, 6.5))
+    accepted, arms = figure.subplots(2, sharex=True)
+    for node in nodes:
+        points = [(t / unit_s, ratio(tokens, passes)) for t, tokens, passes in _passes(node)]
+        _line(accepted, points, f"C{node.index}", f"node {node.index}")
+        trained = [(t / unit_s, rl.drafter.accepted_length) for t, rl in _rl_lines(node) if rl.drafter]
+        if any(isfinite(value) for _, value in trained):
+            label = f"node {node.index}, layer at the gate"
+            _line(accepted, trained, f"C{node.index}", label, linestyle=":")
+    accepted.set(title="Accepted length (tokens per pass of a sample; 1 without drafts)", ylabel="tokens")
+    accepted.set_ylim(bottom=0.9)
+    _legend(accepted)
+    _arms(arms, nodes, unit_s)
+    arms.set(title="Steps of the engine by arm, all nodes", xlabel=f"{unit} since the run began", ylim=(0, 1))
+    arms.set_xlim(left=0)
+    arms.yaxis.set_major_formatter(PercentFormatter(1.0))
+    return figure
+
+
+def policy_health(run: Run) -> Figure | None:
+    """Return mismatch, staleness, clipped share and entropy of each node over its steps."""
+    nodes = [node for node in run.nodes if _rl_lines(node)]
+    if not nodes:
+        return None
+    figure = Figure(figsize=(10, 6.5))
+    panels: Sequence[tuple[str, Callable[[RLMetric], float]]] = (
+        ("Mismatch KL (nats per token)", lambda rl: rl.mismatch_kl),
+        ("Staleness (versions)", lambda rl: rl.staleness),
+        ("Tokens clipped by the loss", lambda rl: rl.clip_share),
+        ("Entropy (nats per token)", lambda rl: rl.entropy),
+    )
+    for axes, (title, value) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+        for node in nodes:
+            points = [(m.step, value(m.rl)) for m in node.metrics if m.rl is not None]
+            _line(axes, points, f"C{node.index}", f"node {node.index}")
+        axes.set(title=title, xlabel="inner steps of the node")
+        axes.set_xlim(left=0)
+        from_zero(axes, 1e-9)
+        whole_numbers(axes.xaxis)
+    figure.axes[2].yaxis.set_major_formatter(PercentFormatter(1.0))
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper")
+    return figure
+
+
+def _reward(run: Run, where: Callable[[Point], float], label: str) -> Figure | None:
+    evaluations = rl_held_out(run)
+    if not evaluations and not any(_rl_lines(node) for node in run.nodes):
+        return None
+    figure = Figure(figsize=(8, 6.5))
+    reward, solved = figure.subplots(2, sharex=True)
+    for node in run.nodes:
+        told = [(where(metric), metric.rl) for metric in node.metrics if metric.rl is not None]
+        name = f"node {node.index}, rollouts"
+        _line(reward, [(x, rl.reward) for x, rl in told], f"C{node.index}", name)
+        _line(solved, [(x, rl.solved) for x, rl in told], f"C{node.index}", name)
+    for axes, points in (
+        (reward, [(where(e), e.reward) for e in evaluations]),
+        (solved, [(where(e), e.solved) for e in evaluations]),
+    ):
+        if points:
+            axes.plot(*zip(*points, strict=True), color="black", linewidth=1.8, marker="o", label="held-out")
+    since = after_warm_up(run)
+    if since and since[0] != evaluations[0]:
+        for axes in (reward, solved):
+            axes.axvspan(0, where(since[0]), color="0.93", label="supervised warm-up")
+    reward.set(title=f"Reward of {run.name}", ylabel="mean reward")
+    solved.set(title="Solved share", xlabel=label, ylim=(0, 1.02))
+    solved.set_xlim(left=0)
+    solved.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _legend(reward)
+    return figure
+
+
+def _merged(found: Sequence[Split]) -> list[Split]:
+    """Return at most `MAX_BARS` splits: means over the steps of as many lines each."""
+    size = -(-len(found) // MAX_BARS)
+    merged = []
+    for i in range(0, len(found), size):
+        part = found[i : i + size]
+        steps = sum(split.steps for split in part)
+        means = {use: sum(getattr(split, use) * split.steps for split in part) / steps for use in USES}
+        merged.append(Split(step=part[-1].step, steps=steps, **means))
+    return merged
+
+
+def _passes(node: NodeRecords) -> list[tuple[float, float, float]]:
+    """Return time, new tokens and new passes of each pair of lines between which the node generated."""
+    return [
+        (t, after.rollout_tokens - before.rollout_tokens, after.passes - before.passes)
+        for (_, before), (t, after) in pairwise(_rl_lines(node))
+        if after.passes > before.passes
+    ]
+
+
+def _arms(axes: Axes, nodes: Sequence[NodeRecords], unit_s: float) -> None:
+    """Draw the shares of the arms in equal intervals of time."""
+    moments = [(t, before, after) for n in nodes for (_, before), (t, after) in pairwise(_rl_lines(n))]
+    longest_s = max((t for t, _, _ in moments), default=0.0)
+    num_bins = max(1, min(MAX_BARS // 2, len(moments) // (2 * len(nodes))))
+    width_s = longest_s / num_bins or 1.0
+    by_bin = [Counter[str]() for _ in range(num_bins)]
+    for t, before, after in moments:
+        taken = {arm: count - before.arms.get(arm, 0.0) for arm, count in after.arms.items()}
+        by_bin[min(int(t / width_s), num_bins - 1)].update({a: max(n, 0) for a, n in taken.items()})
+    overall = sum(by_bin, Counter[str]()).most_common()
+    named = [arm for arm, _ in overall[:MAX_ARMS]]
+    rows = {arm: [counts[arm] for counts in by_bin] for arm in named}
+    if len(overall) > MAX_ARMS:
+        rows["others"] = [sum(n for arm, n in c.items() if arm not in named) for c in by_bin]
+    totals = [sum(counts.values()) for counts in by_bin]
+    parts = {}
+    for i, (arm, counts) in enumerate(rows.items()):
+        colour = "0.75" if arm == "off" else f"C{i}"
+        shares = [n / total if total else 0.0 for n, total in zip(counts, totals, strict=True)]
+        parts[arm, colour] = shares
+    _stack(axes, [k * width_s / unit_s for k in range(num_bins + 1)], parts)
+    axes.grid(visible=False, axis="x")
+    if rows:
+        _legend(axes)
+
+
+def _stack(axes: Axes, edges: Sequence[float], parts: Mapping[tuple[str, str], Sequence[float]]) -> None:
+    """Draw heights between `edges` upon each other; `parts` has them by label and colour."""
+    below = np.zeros(len(edges) - 1)
+    for (label, colour), heights in parts.items():
+        above = below + np.asarray(heights)
+        axes.stairs(above, edges, baseline=below, fill=True, color=colour, label=label)
+        below = above
+    axes.set_ylim(0, max(float(below.max(initial=0.0)) * 1.04, 1e-6))
+
+
+def _line(
+    axes: Axes, points: Sequence[tuple[float, float]], colour: str, label: str, linestyle: str = "-"
+) -> None:
+    known = [point for point in points if isfinite(point[1])]
+    x, y = [p[0] for p in known], [p[1] for p in known]
+    marker = "o" if len(known) <= 40 and linestyle == "-" else ""
+    axes.plot(
+        x, y, color=colour, linewidth=1, alpha=0.75, linestyle=linestyle, marker=marker, ms=3, label=label
+    )
+
+
+def _rl_lines(node: NodeRecords) -> list[tuple[float, RLMetric]]:
+    return [(metric.t, metric.rl) for metric in node.metrics if metric.rl is not None]
+
+
+def _time_unit(run: Run) -> tuple[float, str]:
+    return words.time_unit(max((node.metrics[-1].t for node in run.nodes if node.metrics), default=0.0))
+
+
+def _legend(axes: Axes) -> None:
+    """Draw the legend beside the axes."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)

@@ -1,0 +1,138 @@
+"""Tests that a run's drafter is exported with the model, and that `aedit generate` drafts with it."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from dist_jobs.export_jobs import train_and_save
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from aedit.launch.cli import main
+from aedit.launch.node.checkpoint import Mark
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+
+RUN = """
+[model]
+sizes = { hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = 2 }
+[data]
+seq_len = 64
+"""
+WORDS = ("--prompt", "xyz", "--max-new-tokens", "12", "--arm", "layer:3")
+
+
+def a_run(path, drafter=True):
+    """Return a run directory with a checkpoint and, if asked for, a drafter."""
+    path.mkdir(parents=True)
+    (path / "run.toml").write_text(RUN)
+    train_and_save(path, node=0, mark=Mark(1))
+    if drafter:
+        config = AutoModelForCausalLM.from_config(_config(path)).config
+        layer = DraftLayer.of(config, generator=torch.Generator().manual_seed(4))
+        layer.save(path / "nodes" / "0" / "drafter.safetensors")
+    return path
+
+
+def _config(path):
+    from aedit.launch.cli.export import load_run_model
+
+    return load_run_model(path)[0].config
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Return a run with a drafter and its exported model."""
+    place = tmp_path_factory.mktemp("drafter")
+    run = a_run(place / "run")
+    assert main(["export", str(run), str(place / "out")]) == 0
+    return run, place / "out"
+
+
+def said(capsys, *words):
+    code = main([str(word) for word in words])
+    return code, *capsys.readouterr()
+
+
+def test_an_exported_model_has_the_newest_drafter_of_its_run(exported):
+    run, out = exported
+    tensors = load_file(run / "nodes" / "0" / "drafter.safetensors")
+    found = load_file(out / "drafter" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(found[name].equal(value) for name, value in tensors.items())
+    model = AutoModelForCausalLM.from_pretrained(out)
+    sizes = json.loads((out / "drafter" / "config.json").read_text())
+    assert sizes["hidden_size"] == model.config.hidden_size
+    assert sizes["vocabulary"] == model.config.vocab_size
+    modes = {path.stat().st_mode for path in out.rglob("*.*")}
+    assert len(modes) == 1
+
+
+@pytest.mark.parametrize("place", ["run", "model"])
+def test_generate_drafts_with_the_drafter_of_its_policy_and_says_so(capsys, exported, place):
+    run, out = exported
+    source = run if place == "run" else out
+    code, text, err = said(capsys, "generate", source, *WORDS, "--compare")
+    assert code == 0
+    assert "tokens equal: yes" in text
+    assert re.search(r"arms: layer:3 \d+ %", text)
+    file = run / "nodes" / "0" / "drafter.safetensors" if place == "run" else out / "drafter"
+    assert f"aedit: {source}: drafts with {file}\n" in err
+
+
+def test_without_a_layer_arm_or_with_none_the_drafter_is_not_read(capsys, exported, tmp_path):
+    copy = shutil.copytree(exported[1], tmp_path / "copy")
+    (copy / "drafter" / "model.safetensors").write_bytes(b"damaged")
+    for words in (("--arm", "off"), ("--arm", "suffix:4"), ("--drafter", "none")):
+        code, _, err = said(capsys, "generate", copy, "--prompt", "x", "--max-new-tokens", "4", *words)
+        assert code == 0
+        assert "drafts with" not in err
+
+
+DAMAGES = {
+    "weights": lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 40),
+    "half of the weights": lambda folder: (folder / "model.safetensors").write_bytes(
+        (folder / "model.safetensors").read_bytes()[:-100]
+    ),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "no configuration": lambda folder: (folder / "config.json").unlink(),
+    "configuration": lambda folder: (folder / "config.json").write_text("{"),
+    "another configuration": lambda folder: (folder / "config.json").write_text('{"taps": 0}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_drafter_is_one_line_and_exit_code_2(capsys, exported, tmp_path, damage):
+    copy = shutil.copytree(exported[1], tmp_path / "copy")
+    DAMAGES[damage](copy / "drafter")
+    for words in ((), ("--drafter", copy / "drafter")):
+        code, out, err = said(capsys, "generate", copy, *WORDS, *words)
+        assert (code, out) == (2, "")
+        assert err.startswith("aedit: ")
+        assert err.count("\n") == 1
+        assert "drafter" in err
+
+
+def test_a_run_with_a_damaged_drafter_is_not_exported_silently(capsys, exported, tmp_path):
+    run = shutil.copytree(exported[0], tmp_path / "run")
+    file = run / "nodes" / "0" / "drafter.safetensors"
+    file.write_bytes(b"damaged")
+    code, _, err = said(capsys, "export", run, tmp_path / "out")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert f"remove {file} to export the model alone" in err
+    assert not (tmp_path / "out").exists()
+    file.unlink()
+    assert said(capsys, "export", run, tmp_path / "out")[0] == 0
+    assert not (tmp_path / "out" / "drafter").exists()
+
+
+def test_a_drafter_of_a_policy_of_other_sizes_is_refused(capsys, exported, tmp_path):
+    copy = shutil.copytree(exported[1], tmp_path / "copy")
+    config = AutoModelForCausalLM.from_pretrained(copy).config
+    config.intermediate_size = 24
+    DraftLayer.of(config).save(copy / "drafter" / "model.safetensors")
+    code, _, err = said(capsys, "generate", copy, *WORDS)
+    assert code == 2
+    assert "saved for a policy of other sizes: intermediate_size 24, not 48" in err

@@ -1,0 +1,364 @@
+"""Tests the views of reinforcement learning against run directories whose figures are known by arithmetic."""
+
+import io
+import json
+import math
+
+import matplotlib.image
+import pytest
+from kit.rl_runs import RLNode, rl_run
+from rich.console import Console
+from test_hub_views import line, node_at, write
+from test_views import full_run
+
+from aedit.launch.rundir.reader import read_run
+from aedit.launch.views import plot
+from aedit.launch.views import report as report_module
+from aedit.launch.views.bars import time_per_node
+from aedit.launch.views.panel import Fitted, panel
+from aedit.launch.views.panel import line as plain_line
+from aedit.launch.views.rl_figures import (
+    after_warm_up,
+    recent_rollout_tokens_per_s,
+    rl_totals,
+    seconds_by_use,
+    splits,
+)
+from aedit.launch.views.rl_plots import drafter, policy_health, reward_by_steps, reward_by_time, step_split
+
+RL_PLOTS = {
+    "time_per_node.png",
+    "reward_by_steps.png",
+    "reward_by_time.png",
+    "step_split.png",
+    "drafter.png",
+    "policy_health.png",
+}
+
+
+def shown(run_dir, width=80, height=None):
+    run = read_run(run_dir)
+    console = Console(file=io.StringIO(), width=width, height=height)
+    console.print(Fitted(run, run.indices) if height else panel(run, run.indices))
+    return console.file.getvalue()
+
+
+def cells(row):
+    """Return the words of a row of a panel."""
+    return row.strip("\u2502 ").split()
+
+
+def totals_of(run_dir, *nodes):
+    run = read_run(run_dir)
+    return rl_totals(run.nodes[node].metrics[-1].rl for node in nodes)
+
+
+def curve(axes, label):
+    """Return the x and y values of a curve by its label."""
+    (found,) = (drawn for drawn in axes.get_lines() if drawn.get_label() == label)
+    return list(found.get_xdata()), list(found.get_ydata())
+
+
+def heights(axes, label):
+    """Return the heights of the part of a stack with this label."""
+    (found,) = (part for part in axes.patches if part.get_label() == label)
+    values, _, baseline = found.get_data()
+    return list(values - baseline)
+
+
+@pytest.fixture
+def report(monkeypatch):
+    """Return `report` without the plots, which other tests draw."""
+    monkeypatch.setattr(report_module, "draw", lambda run: [])
+    return report_module.report
+
+
+def test_the_totals_are_those_worked_out_by_hand(tmp_path):
+    run_dir = rl_run(tmp_path, 40)
+    both = totals_of(run_dir, 0, 1)
+    assert both.tokens_per_s == 640 + 320
+    assert both.speed_up == pytest.approx((640 + 320) / (400 + 200))
+    assert both.accepted == pytest.approx(2.5)
+    assert both.no_signal == 0.25
+    assert list(both.arms) == ["suffix:8", "layer:4", "layer:6x2x12", "off"]
+    assert sum(both.arms.values()) == pytest.approx(1)
+    assert both.arms["layer:4"] == pytest.approx(0.3)
+    assert both.idle_s == {"hub": 24.0, "longest sample": 8.0, "rewards": 8.0}
+    assert (both.idle_used_s, both.waited_s, both.published) == (24.0, 40.0, 8)
+
+
+def test_a_speed_up_is_not_guessed_where_no_plain_step_was_timed(tmp_path, report):
+    run_dir = rl_run(tmp_path, 10, plain=False)
+    assert math.isnan(totals_of(run_dir, 0, 1).speed_up)
+    assert "-x" not in report(run_dir)
+    assert "nan" not in report(run_dir)
+    (rollouts,) = (row for row in report(run_dir).splitlines() if "while generating" in row)
+    assert "tokens/s while generating; accepted length 2.50; no plain step was timed" in rollouts
+
+
+def test_the_speed_up_is_over_the_nodes_that_have_timed_plain_steps(tmp_path):
+    run_dir = rl_run(tmp_path, 10)
+    third = RLNode(run_dir, 2, speed=100.0, plain=False)
+    third.step(10)
+    assert totals_of(run_dir, 0, 1, 2).speed_up == pytest.approx(1.6)
+
+
+def test_the_recent_speed_is_over_ten_seconds_and_over_more_if_nothing_was_generated(tmp_path):
+    node = RLNode(tmp_path, 0)
+    (tmp_path / "run.toml").write_text("")
+    for n in range(1, 11):
+        node.step(n)
+    for n in range(11, 16):  # five times the tokens in the same time
+        node.step(n, rollout_tokens=6400.0 + 3200 * (n - 10))
+    metrics = read_run(tmp_path).nodes[0].metrics
+    assert recent_rollout_tokens_per_s(metrics) == pytest.approx(3200)
+    assert recent_rollout_tokens_per_s(metrics[:1]) == pytest.approx(640)
+    assert math.isnan(recent_rollout_tokens_per_s(()))
+    still = metrics[14].rl
+    for n in range(16, 30):
+        node.step(n, rollout_tokens=still.rollout_tokens, rollout_s=still.rollout_s)
+    assert recent_rollout_tokens_per_s(read_run(tmp_path).nodes[0].metrics) == pytest.approx(3200)
+
+
+def test_each_step_is_split_by_use_and_nothing_is_counted_twice(tmp_path):
+    run_dir = rl_run(tmp_path, 10)
+    node = read_run(run_dir).nodes[0]
+    found = splits(node)
+    assert [split.step for split in found] == list(range(2, 11))
+    for split in found:
+        assert split.rollouts == pytest.approx(0.9), "without the wait for the longest sample"
+        assert (split.rewards, split.training) == (pytest.approx(0.1), pytest.approx(0.4))
+        assert (split.waiting, split.used) == (pytest.approx(0.1), pytest.approx(0.3))
+        assert split.other == pytest.approx(0.2)
+        parts = (split.rollouts, split.rewards, split.training, split.waiting, split.used, split.other)
+        assert sum(parts) == pytest.approx(2.0)
+    assert seconds_by_use(node.metrics[-1].rl)["rollouts"] == pytest.approx(9.0)
+
+
+def test_lines_of_two_attempts_are_no_step(tmp_path):
+    node = RLNode(tmp_path, 0)
+    (tmp_path / "run.toml").write_text("")
+    for n in (1, 2):
+        node.step(n)
+    node.now = 5.0
+    node.start(attempt=1, step=2)
+    for n in (3, 4):
+        node.step(n)
+    assert [split.step for split in splits(read_run(tmp_path).nodes[0])] == [2, 4]
+
+
+def test_the_solved_share_counts_from_the_end_of_the_supervised_warm_up(tmp_path, report):
+    node = RLNode(tmp_path, 0)
+    (tmp_path / "run.toml").write_text('name = "warm"\n')
+    node.start()
+    node.evaluate(0, 0.0)
+    for n in (1, 2, 3):
+        node.step(n, supervised_steps=n, groups=0, reward=None, solved=None)
+    assert "warm-up" in shown(tmp_path)
+    assert after_warm_up(read_run(tmp_path)) == []
+    node.evaluate(3, 0.25)
+    for n in (4, 5):
+        node.step(n, supervised_steps=3)
+    node.evaluate(5, 0.5)
+    run = read_run(tmp_path)
+    assert [e.solved for e in after_warm_up(run)] == [0.25, 0.5]
+    text = report(tmp_path)
+    assert "25.0 % -> 50.0 % of 64 problems, at steps 3 and 5; 0.0 % before the warm-up" in text
+    assert "25.0 % -> 50.0 % of 64 problems at step 5" in shown(tmp_path)
+    assert "warm-up" not in shown(tmp_path)
+
+
+def test_the_report_shows_every_figure(tmp_path, report):
+    run_dir = rl_run(tmp_path)
+    text = report(run_dir)
+    assert text.isascii()
+    rows = [row[2:].split("  ", 1) for row in text.splitlines() if row.startswith("  ") and row[2] != " "]
+    found = {row[0]: row[-1].strip() for row in rows}
+    assert found["held-out solved"] == "26.0 % -> 75.0 % of 64 problems, at steps 1 and 50"
+    assert found["reward"] == "0.31 -> 0.76, 21.0 % -> 65.5 % solved"
+    assert found["rollouts"] == "960 tokens/s while generating, 1.60x plain decoding; accepted length 2.50"
+    assert found["arms"] == "suffix:8 40 %, layer:4 30 %, layer:6x2x12 20 %, off 10 %"
+    assert (
+        found["groups"] == "400 (3,200 rollouts), 25.0 % without signal, 2 retried, 4 rollouts without reward"
+    )
+    assert found["policy"].startswith("staleness 0.5 versions (max 2), mismatch KL 2.0e-04, 1.0 %")
+    assert found["idle"] == "30.0 s of 50.0 s used; hub 30.0 s, longest sample 10.0 s, rewards 10.0 s"
+    assert found["drafter"] == "500 steps of training, 10 published, 4 refused by the gate, 10 taken"
+    assert "nats/token" not in text, "a policy loss is no measure of quality"
+
+
+def test_errors_in_rewards_and_lost_groups_are_in_report_and_status(tmp_path, report):
+    run_dir = rl_run(tmp_path, 4)
+    node = RLNode(run_dir, 1)
+    node.out.event("group_lost", message="prompt 3")
+    node.out.event("reward_error", function="mine:score", sample=7, line=12, message="ZeroDivisionError")
+    assert "1 LOST" in report(run_dir)
+    assert "1 error in reward functions" in report(run_dir)
+    text = shown(run_dir)
+    assert "reward error: mine:score, line 12 on sample 7:" in text
+    assert "ZeroDivisionError" in text
+
+
+def test_status_of_reinforcement_learning_fits_80_columns(tmp_path):
+    run_dir = rl_run(tmp_path)
+    text = shown(run_dir)
+    assert all(len(row) <= 80 for row in text.splitlines())
+    assert "\u2026" not in text
+    assert "26.0 % -> 75.0 % of 64 problems at step 50" in text
+    (row,) = (row for row in text.splitlines() if " 1 done" in row)
+    assert cells(row) == ["1", "done", "50", "12", "0.80", "70.0", "%", "320", "1.60x", "2.50"]
+    (health,) = (row for row in text.splitlines() if "0.5 (max 2)" in row and " 0 0.5" in row)
+    wanted = ["0", "0.5", "(max", "2)", "2.0e-04", "1.0", "%", "25.0", "%", "25.0", "s", "60.0", "%", "v5"]
+    assert cells(health) == wanted
+    assert "train loss" not in text
+
+
+@pytest.mark.parametrize("num_nodes", [1, 8, 40])
+def test_top_of_large_numbers_fits_a_terminal_of_80_by_24(tmp_path, num_nodes):
+    (tmp_path / "run.toml").write_text("")
+    big = {
+        "rollout_tokens": 1.2e12,
+        "rollout_s": 1e6,
+        "plain_s": 10.0,
+        "plain_tokens": 1e6,
+        "staleness_max": 128,
+    }
+    big |= {"reward": -12.5, "solved": 1.0, "idle_s": {"longest sample": 123_456.7}, "no_signal": 4}
+    for index in range(num_nodes):
+        node = RLNode(tmp_path, index)
+        node.step(1)
+        node.step(1_234_567, **big)
+        node.out.close()
+    lines = shown(tmp_path, height=24).splitlines()
+    assert len(lines) <= 24
+    assert all(len(row) <= 80 for row in lines)
+    assert any("held-out solved" in row for row in lines)
+    assert any("1,234,567" in row for row in lines)
+
+
+def test_a_line_of_a_log_shows_reward_and_rollouts(tmp_path):
+    run = read_run(rl_run(tmp_path, 10))
+    told = plain_line(run, run.indices)
+    assert "held-out solved 75.0 %" in told
+    assert "node 1 done step 10 reward 0.40 solved 30.0 % 320 rollout tokens/s" in told
+
+
+def test_a_run_on_text_looks_as_it_did(tmp_path, report):
+    run_dir = full_run(tmp_path)
+    text = report(run_dir) + shown(run_dir)
+    assert not any(word in text for word in ("reward", "solved", "rollout", "staleness", "idle  "))
+    assert "held-out loss" in text
+
+
+def test_a_run_whose_figures_are_all_missing_breaks_no_view(tmp_path, report):
+    (tmp_path / "run.toml").write_text('[prompts]\nsource = "x"\n')
+    assert "no node has started yet" in shown(tmp_path)
+    assert "0 nodes" in report(tmp_path)
+    node = RLNode(tmp_path, 0)
+    node.start()
+    for n in (1, 2, 3):
+        node.now = float(n)
+        node.out.metrics(step=n, tokens=1, rl={"reward": None, "arms": {}, "passes": math.nan})
+    node.out.event("rl_eval", step=3, round=1)
+    text = report(tmp_path) + shown(tmp_path)
+    assert "nan" not in text.lower().replace("nanosecond", "")
+    assert "no plain step was timed" in text
+    assert {path.name for path in plot.main(tmp_path)} == RL_PLOTS
+
+
+def test_plots_of_reward_hold_each_nodes_series_and_the_held_out_answers(tmp_path):
+    run = read_run(rl_run(tmp_path, 50))
+    reward, solved = reward_by_steps(run).axes
+    steps, values = curve(reward, "node 1, rollouts")
+    assert (steps, values) == (list(range(1, 51)), pytest.approx([0.3 + 0.01 * n for n in range(1, 51)]))
+    assert curve(solved, "node 0, rollouts")[1] == pytest.approx([0.2 + 0.01 * n for n in range(1, 51)])
+    assert curve(solved, "held-out") == ([1, 25, 50], [0.26, 0.5, 0.75])
+    reward, solved = reward_by_time(run).axes
+    assert curve(solved, "held-out")[0] == [2, 50, 100], "seconds"
+    assert curve(reward, "node 0, rollouts")[0] == [2.0 * n for n in range(1, 51)]
+
+
+def test_the_plot_of_a_steps_split_stacks_its_seconds_for_each_node(tmp_path):
+    figure = step_split(read_run(rl_run(tmp_path, 20)))
+    assert len(figure.axes) == 2
+    parts = {
+        "rollouts": 0.9,
+        "rewards": 0.1,
+        "training": 0.4,
+        "waiting": 0.1,
+        "waiting, used": 0.3,
+        "other": 0.2,
+    }
+    for axes in figure.axes:
+        for label, height in parts.items():
+            assert heights(axes, label) == pytest.approx([height] * 19), label
+        assert max(max(part.get_data().values) for part in axes.patches) == pytest.approx(2.0)
+
+
+def test_a_long_runs_split_is_averaged_over_equal_parts(tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    node = RLNode(tmp_path, 0)
+    for n in range(1, 1000):
+        node.step(n)
+    (axes,) = step_split(read_run(tmp_path)).axes
+    drawn = heights(axes, "training")
+    assert len(drawn) <= 120
+    assert drawn == pytest.approx([0.4] * len(drawn))
+    edges = axes.patches[0].get_data().edges
+    assert (edges[0], edges[-1]) == (1, 999)
+
+
+def test_the_plot_of_the_drafter_holds_accepted_length_and_shares_of_arms(tmp_path):
+    run_dir = tmp_path / "run"
+    (run_dir / "nodes").mkdir(parents=True)
+    (run_dir / "run.toml").write_text("")
+    node = RLNode(run_dir, 0)
+    for n in range(1, 41):
+        node.step(n, arms={"off": 1.0 * n, "layer:4": 3.0 * n}, passes=640.0 * n / (1 if n <= 20 else 2))
+    accepted, arms = drafter(read_run(run_dir)).axes
+    times, lengths = curve(accepted, "node 0")
+    assert times == [2.0 * n for n in range(2, 41) if n != 21], "passes fall in that line: a new count"
+    assert lengths == pytest.approx([1.0] * 19 + [2.0] * 19)
+    assert curve(accepted, "node 0, layer at the gate")[1] == pytest.approx(
+        [1.5 + 0.01 * n for n in range(1, 41)]
+    )
+    assert heights(arms, "layer:4") == pytest.approx([0.75] * len(heights(arms, "layer:4")))
+    assert heights(arms, "off") == pytest.approx([0.25] * len(heights(arms, "off")))
+
+
+def test_plots_of_the_policy_and_of_the_nodes_time_hold_their_figures(tmp_path):
+    run = read_run(rl_run(tmp_path, 10))
+    mismatch, staleness, clipped, entropy = policy_health(run).axes
+    for axes, value in ((mismatch, 2e-4), (staleness, 0.5), (clipped, 0.01), (entropy, 1.5)):
+        assert curve(axes, "node 1") == (list(range(1, 11)), [value] * 10)
+    (axes,) = time_per_node(run).axes
+    lengths = {part.get_label(): [bar.get_width() for bar in part] for part in axes.containers}
+    assert lengths["rollouts"] == pytest.approx([9.0, 9.0])
+    assert lengths["waiting, used"] == pytest.approx([3.0, 3.0])
+    assert lengths["other"] == pytest.approx([2.0, 2.0])
+
+
+def test_every_plot_is_an_image_with_something_on_it(tmp_path):
+    run_dir = rl_run(tmp_path, 10)
+    paths = plot.main(run_dir)
+    assert {path.name for path in paths} == RL_PLOTS
+    for path in paths:
+        assert matplotlib.image.imread(path)[..., :3].std() > 0.02, path
+
+
+def test_status_and_plots_of_a_hub_show_what_its_nodes_report(tmp_path):
+    state = RLNode.state(RLNode(tmp_path / "other", 0), 20)
+    told = {
+        name: state[name] for name in ("reward", "solved", "staleness", "staleness_max", "rollout_tokens")
+    }
+    told |= {name: state[name] for name in ("rollout_s", "plain_s", "plain_tokens", "passes", "idle_used_s")}
+    told |= {"arms": {"off": 20, "layer": 60}, "idle_s": {"hub": 6.0}}
+    lines = [line(t, [node_at(0, 10 * t, rl=told), node_at(1, 5 * t)], [t]) for t in range(1, 6)]
+    run_dir = tmp_path / "hubbed"
+    write(run_dir / "hub", json.loads(json.dumps(lines)))
+    text = shown(run_dir)
+    assert all(len(row) <= 80 for row in text.splitlines())
+    (row,) = (row for row in text.splitlines() if "1.60x" in row)
+    assert cells(row) == ["0", "0.50", "40.0", "%", "640", "1.60x", "2.50", "0.5", "(max", "2)"]
+    assert "layer 75 %, off 25 %" in text
+    assert "hub 6.0 s; 100.0 % used" in text
