@@ -172,7 +172,10 @@ def test_pending_samples_continue_in_another_source(sources):
         ([*samples(1), *samples(1)], "that no other one has"),
         ([Prompt(tokens=(99,), rollout=0)], "outside the vocabulary of 48"),
         ([Prompt(tokens=(1,), rollout=0, sampling=Sampling(max_new_tokens=99))], "exceed max_tokens 64"),
-        ([Prompt(tokens=(1,), rollout=0, sampling=Sampling(stop_strings=("x",)))], "need an engine with a"),
+        (
+            [Prompt(tokens=(1,), rollout=0, sampling=Sampling(max_new_tokens=4, stop_strings=("x",)))],
+            "need an engine with a",
+        ),
     ],
 )
 def test_a_prompt_that_cannot_be_served_is_refused_at_once(sources, prompts, what):

@@ -19,7 +19,7 @@ CODE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStart:
-    """What is needed to start a worker."""
+    """First message and inherited files of a worker."""
 
     begin: Mapping[str, Any]
     """The first message; see `Worker`."""
