@@ -3,7 +3,6 @@
 The second one gets as much training as the first, the third learns from the moved policy.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,12 +27,9 @@ from aedit.spec_rollout.learning.losses import PolicyEmbeddings
 from aedit.spec_rollout.learning.packing import pack_samples
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from benchmarks.kit.trainer_waits import start, wait
 
 RING_BYTES = 64 << 20
-LOOK_S = 0.02
-SLOWEST = 60.0
-"""A window ends without its processor time if it takes so many times as long: the machine is too busy."""
-STARTS_WITHIN_S = 600.0
 ROUND_STEPS = 16
 """Steps of an oracle between two evaluations."""
 LEARNS_NO_MORE = 0.003
@@ -72,12 +68,7 @@ class IdleTrained:
 
     def start(self) -> None:
         """Wait until the process has loaded what it needs. Raises TimeoutError."""
-        give_up_s = time.monotonic() + STARTS_WITHIN_S
-        with self._work.window("start"):
-            while self._work.status()["state"] in ("starting", "not running"):
-                if time.monotonic() > give_up_s:
-                    raise TimeoutError(f"the trainer did not begin within {STARTS_WITHIN_S:g} s")
-                time.sleep(LOOK_S)
+        start(self._work)
         self._begun_s = self._work.used_s
 
     def wait(self, cause: str, idle_s: float) -> None:
@@ -86,10 +77,7 @@ class IdleTrained:
         A busy machine makes the window longer but gives the trainer no more time.
         """
         self.idle_s += idle_s
-        give_up_s = time.monotonic() + SLOWEST * idle_s + 1.0
-        with self._work.window(cause):
-            while self.used_s < self.idle_s and time.monotonic() < give_up_s:
-                time.sleep(LOOK_S)
+        wait(self._work, cause, lambda: self.used_s >= self.idle_s, idle_s)
 
     def follow(self, target: Target) -> None:
         """Send the weights of the moved policy to the trainer."""

@@ -5,7 +5,7 @@ small policy learns from the first step on, and it can grow as far as the benchm
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -38,7 +38,9 @@ def reward(rollout: Rollout) -> float:
     return rollout.tokens.count(LETTER) / len(rollout.tokens)
 
 
-def policy_gradient(rollouts: Sequence[Rollout]) -> list[Lesson]:
+def policy_gradient(
+    rollouts: Sequence[Rollout], rewarded: Callable[[Rollout], float] = reward
+) -> list[Lesson]:
     """Return rollouts weighted by their advantage and normalized by the number of all tokens.
 
     The advantage is the reward minus the mean of its group, over the group's spread (GRPO, arXiv:2402.03300;
@@ -48,7 +50,7 @@ def policy_gradient(rollouts: Sequence[Rollout]) -> list[Lesson]:
     lessons = []
     for _, members in groupby(sorted(rollouts, key=_group), key=_group):
         group = list(members)
-        rewards = torch.tensor([reward(rollout) for rollout in group])
+        rewards = torch.tensor([rewarded(rollout) for rollout in group])
         spread = float(rewards.std(correction=0))
         if spread > 0:
             weights = ((rewards - rewards.mean()) / spread / num_tokens).tolist()
@@ -82,9 +84,11 @@ class Mover:
 
     def learn(self, lessons: Sequence[Lesson]) -> None:
         """Take one step up the weighted log-probabilities of the answers."""
-        self.lr_sum += self.lr
-        for group in self._inner.param_groups:
-            group["lr"] = self.lr
+        self.backward(lessons)
+        self.step()
+
+    def backward(self, lessons: Sequence[Lesson]) -> None:
+        """Add the gradient of the weighted log-probabilities of the answers."""
         for part in _parts([lesson.rollout for lesson in lessons]):
             weights = torch.tensor([lessons[i].weight for i in part.indices])
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -94,6 +98,12 @@ class Mover:
             )
             loss = (nll_BT * part.answers_BT[:, 1:] * weights[:, None]).sum()
             loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Take one step along the gradients so far."""
+        self.lr_sum += self.lr
+        for group in self._inner.param_groups:
+            group["lr"] = self.lr
         nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._inner.step()
         self._inner.zero_grad()

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -85,10 +86,17 @@ class Ratio:
         return Ratio(found.middle, found.low, found.high, max(ratios), len(ratios))
 
 
+class Stepping(Protocol):
+    """A node that takes steps."""
+
+    def step(self, number: int) -> None:
+        """Take the step of this number, which is the same work each time."""
+
+
 class Race:
     """Waits and steps of several arms in turn, in a random order per turn."""
 
-    def __init__(self, foreground: Foreground, waits_s: tuple[float, float], seed: int = 0) -> None:
+    def __init__(self, foreground: Stepping, waits_s: tuple[float, float], seed: int = 0) -> None:
         """Set up the race; waits_s: the shortest and the longest wait."""
         self._foreground, self._waits_s, self._chance = foreground, waits_s, random.Random(seed)
         self._number = 0

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from aedit.spec_rollout.idle.idle import DrafterTraining
+from benchmarks.kit.trainer_waits import Trainer
 
 STOPS_WITHIN_S = 10.0
 MESSAGE_WITHIN_S = 10.0
@@ -83,7 +83,7 @@ def priority(pid: int) -> tuple[str, str, str]:
 
 
 def harvest(
-    work: DrafterTraining, step: Callable[[int], None], num_windows: int, windows_s: tuple[float, float]
+    work: Trainer, step: Callable[[int], None], num_windows: int, windows_s: tuple[float, float]
 ) -> tuple[list[Harvest], float]:
     """Run windows of random length with a step after each.
 
@@ -137,7 +137,7 @@ class Messenger:
             os.write(self._write, struct.pack("d", time.perf_counter()))
 
 
-def leave(work: DrafterTraining, count: int, lengths_s: tuple[float, float]) -> list[Leaving]:
+def leave(work: Trainer, count: int, lengths_s: tuple[float, float]) -> list[Leaving]:
     """End windows by messages at random moments of a microbatch; return the times."""
     clocks, chance, found = Clocks(work.status()["pid"]), random.Random(1), []
     with Messenger() as messenger:
