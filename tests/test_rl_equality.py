@@ -1,4 +1,4 @@
-"""Tests that speculation and drafter training change no token, reward or weight of a reinforcement-learning run."""
+"""Tests that speculation and drafter training change no token, reward or weight of a run."""
 
 import pytest
 import torch
