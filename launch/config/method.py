@@ -53,6 +53,7 @@ _DECIDES = (
     "rl.supervised_steps",
     "rl.supervised_lr",
     "rl.sampling.",
+    "drafter.kind",
     "drafter.share",
 )
 """Not here: what each machine chooses for itself (batch size, dtype, paths, time-outs), the problems, whose
