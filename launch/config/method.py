@@ -34,6 +34,8 @@ _DECIDES = (
     "hub.weights",
     "hub.codec",
     "hub.codec_down",
+    "drafter.kind",
+    "drafter.share",
 )
 """Not here: what each machine chooses for itself (batch size, dtype, paths, time-outs), what the hub alone
 applies and an operator may change between two of its starts (quorum, grace, staleness, screen, budget)."""
