@@ -5,6 +5,7 @@ from functools import partial
 from torch import nn
 
 from aedit.launch.config.config import RunConfig
+from aedit.launch.data.curriculum import Curriculum
 from aedit.launch.data.prompts import ProblemSet
 from aedit.launch.data.rewards import reward_specs
 from aedit.launch.data.supervised import AnswerTokens
@@ -33,6 +34,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     config, sync, world = parts.config, parts.sync, parts.world
     without_dropout(sync.model)
     longest = max(len(problem.tokens) for problem in (*problems.train, *problems.held_out))
+    curriculum = Curriculum.of(problems.train) if config.prompts.curriculum else None
     waits = Waits(sync)
     pipeline = GroupPipeline(
         source=make_source(parts, longest, waits.window),
@@ -44,7 +46,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     stream = GroupStream(
         config=config.rl,
         order=parts.order,
-        problems=problems.train,
+        choose=curriculum.problem if curriculum else lambda position, index: problems.train[index],
         pipeline=pipeline,
         shards=sync.shards,
         sampling=_sampling(config, parts, config.rl.sampling.temperature),
@@ -67,6 +69,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         ),
         records=RLRecords(config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards),
         held_out=problems.held_out,
+        curriculum=curriculum,
         greedy=_sampling(config, parts, 0.0),
         started=config.rl.supervised_steps == 0,
     )
