@@ -9,16 +9,15 @@ from aedit.launch.data.prompts import ProblemSet
 from aedit.launch.data.rewards import reward_specs
 from aedit.launch.data.supervised import AnswerTokens
 from aedit.launch.node.objective import NodeParts
-from aedit.launch.node.rl_engine import make_engine
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_pipeline import GroupPipeline
 from aedit.launch.node.rl_policy import PolicyGradient, without_dropout
 from aedit.launch.node.rl_records import RLRecords, Waits
 from aedit.launch.node.rl_warm_up import WarmUp
+from aedit.launch.node.rl_workers import make_source
 from aedit.launch.node.sharding import make_model
 from aedit.launch.rundir.recorder import Recorder
-from aedit.spec_rollout.engine.engine_source import EngineSource
 from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.rewards.pool import RewardPool
 from aedit.spec_rollout.rl.rewards.reward import RewardReport
@@ -34,10 +33,9 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     config, sync, world = parts.config, parts.sync, parts.world
     without_dropout(sync.model)
     longest = max(len(problem.tokens) for problem in (*problems.train, *problems.held_out))
-    engine = make_engine(config, sync.model, parts.tokenizer, world, longest)
     waits = Waits(sync)
     pipeline = GroupPipeline(
-        source=EngineSource(engine),
+        source=make_source(parts, longest, waits.window),
         rewards=_rewards(config),
         decode=parts.tokenizer.decode,
         window=waits.window,

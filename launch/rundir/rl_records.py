@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite, nan
+from pathlib import Path
 
 from aedit.launch.rundir.values import Line, counts, number
 from aedit.types import RL_REPORT
@@ -188,7 +189,7 @@ class RLEvalEvent:
 
 
 def reward_error(line: Line) -> str:
-    """Return a `reward_error` event as text: the function, its line, the sample and the message."""
-    place = f", line {line['line']}" if line.get("line") else ""
-    sample = f" on sample {line['sample']}" if line.get("sample") is not None else ""
+    """Return a `reward_error` event as text: the function, `file:number`, the sample and the message."""
+    place = f" ({Path(str(line['line'])).name})" if line.get("line") else ""
+    sample = f", sample {line['sample']}" if line.get("sample") is not None else ""
     return f"{line.get('function')}{place}{sample}: {line.get('message')}"

@@ -30,7 +30,7 @@ options = { levels = 1 }
 size = 60
 held_out = 0.2
 [reward]
-functions = ["kit.rl_nodes:digits"]
+functions = ["kit.rl_rewards:digits"]
 [rl]
 groups = 3
 group_size = 4
@@ -47,11 +47,6 @@ every = 2
 [checkpoint]
 every = 1
 """
-
-
-def digits(completions, **columns):
-    """Return the share of digits and signs among the characters, which an untrained policy often varies."""
-    return [sum(32 <= ord(letter) < 64 for letter in text) / max(1, len(text)) for text in completions]
 
 
 def config_of(directory, **keys):
