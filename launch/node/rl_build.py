@@ -1,5 +1,6 @@
 """Build the objective of reinforcement learning from the configuration."""
 
+from contextlib import ExitStack
 from functools import partial
 
 from torch import nn
@@ -34,13 +35,16 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     without_dropout(sync.model)
     longest = max(len(problem.tokens) for problem in (*problems.train, *problems.held_out))
     waits = Waits(sync)
-    pipeline = GroupPipeline(
-        source=make_source(parts, longest, waits.window),
-        rewards=_rewards(config),
-        decode=parts.tokenizer.decode,
-        window=waits.window,
-        report=partial(_record_faults, parts.recorder),
-    )
+    with ExitStack() as opened:
+        rewards = opened.enter_context(_rewards(config))
+        pipeline = GroupPipeline(
+            source=make_source(parts, longest, waits.window),
+            rewards=rewards,
+            decode=parts.tokenizer.decode,
+            window=waits.window,
+            report=partial(_record_faults, parts.recorder),
+        )
+        opened.pop_all()
     stream = GroupStream(
         config=config.rl,
         order=parts.order,
