@@ -9,7 +9,7 @@ from aedit.launch.data.prompts import ProblemSet
 from aedit.launch.data.rewards import reward_specs
 from aedit.launch.data.supervised import AnswerTokens
 from aedit.launch.node.objective import NodeParts
-from aedit.launch.node.rl_engine import make_engine
+from aedit.launch.node.rl_engine import make_engine_source
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_pipeline import GroupPipeline
@@ -18,7 +18,6 @@ from aedit.launch.node.rl_records import RLRecords, Waits
 from aedit.launch.node.rl_warm_up import WarmUp
 from aedit.launch.node.sharding import make_model
 from aedit.launch.rundir.recorder import Recorder
-from aedit.spec_rollout.engine.engine_source import EngineSource
 from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.rewards.pool import RewardPool
 from aedit.spec_rollout.rl.rewards.reward import RewardReport
@@ -34,10 +33,11 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     config, sync, world = parts.config, parts.sync, parts.world
     without_dropout(sync.model)
     longest = max(len(problem.tokens) for problem in (*problems.train, *problems.held_out))
-    engine = make_engine(config, sync.model, parts.tokenizer, world, longest)
+    source, online = make_engine_source(parts, longest)
+    sync.idle = online
     waits = Waits(sync)
     pipeline = GroupPipeline(
-        source=EngineSource(engine),
+        source=source,
         rewards=_rewards(config),
         decode=parts.tokenizer.decode,
         window=waits.window,
@@ -67,9 +67,18 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         warm_up=WarmUp(
             config=config, model=sync.model, problems=problems.train, answers=answers, world=world
         ),
-        records=RLRecords(config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards),
+        records=RLRecords(
+            config=config,
+            sync=sync,
+            pipeline=pipeline,
+            waits=waits,
+            shards=sync.shards,
+            online=online,
+        ),
         held_out=problems.held_out,
         greedy=_sampling(config, parts, 0.0),
+        online=online,
+        directory=parts.recorder.directory,
         started=config.rl.supervised_steps == 0,
     )
 
