@@ -11,19 +11,24 @@ import pytest
 import torch
 from kit.hub_machine import World, config
 from kit.hub_machine import plan as hub_plan
+from kit.policy_losses import case
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aedit.async_sgd.rules.config import OuterConfig
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.launch.cli import main
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.extensions import check_imports
 from aedit.launch.config.load import load
+from aedit.launch.config.rl import RLConfig
 from aedit.launch.data.tokenizer import ByteTokenizer
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.codecs.codecs import codec
+from aedit.spec_rollout import LossSettings, find_loss
 from aedit.types import UserError
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
-NAMES = ("HeavyBall", "median", "Half", "Repeat", "EveryOther")
+NAMES = ("HeavyBall", "median", "Half", "icepop", "Repeat", "EveryOther")
 
 
 @pytest.fixture
@@ -97,6 +102,27 @@ def test_a_codec_of_ones_own_travels_under_its_import_path(my_rules):
     assert not plan.has_feedback
     my_rules.Half.feedback = True
     assert plan.has_feedback
+
+
+def test_a_policy_loss_of_ones_own_is_found_by_its_import_path(my_rules):
+    """Value and gradient are compared with a loop in float64."""
+    c = case(0, apart=1.0)
+    inputs = c.inputs()
+    out = find_loss("my_rules:icepop")(inputs, LossSettings())
+    out.loss.backward()
+    r = np.exp(c.logp - c.behaviour)
+    kept = c.mask & (r > 0.5) & (r < 5)
+    wanted = np.where(kept, -r * c.advantages[:, None] / c.mask.sum(), 0.0)
+    assert 0 < kept.sum() < c.mask.sum()
+    assert np.array_equal(out.kept_BT.numpy(), kept)
+    assert np.allclose(inputs.logp_BT.grad.numpy(), wanted)
+    assert out.loss.item() == pytest.approx((wanted * c.logp).sum())
+
+
+def test_a_policy_loss_that_is_not_there_is_refused_before_the_run():
+    check_imports(RunConfig(rl=RLConfig(loss="json:dumps")), node=True)
+    with pytest.raises(UserError, match=r"rl\.loss: my_losses:nobody cannot be imported"):
+        check_imports(RunConfig(rl=RLConfig(loss="my_losses:nobody")), node=True)
 
 
 @pytest.mark.parametrize(

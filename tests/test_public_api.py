@@ -18,7 +18,7 @@ PROMISED = {
     "aedit.async_sgd": "Hub HubConfig OuterOptimizer Nesterov InProcessHub",
     "aedit.proto": "Transport Link Codec HubClient",
     "aedit.spec_rollout": "Engine Prompt Sampling Rollout Drafter SuffixDrafter LayerDrafter ArmChooser "
-    "Goodput",
+    "Goodput PolicyLoss LossInputs LossSettings find_loss advantages",
 }
 
 

@@ -88,7 +88,10 @@ class RLSamplingConfig:
     """Sampling of rollouts. No top-k or top-p: the behaviour probabilities are those of the policy."""
 
     temperature: float = 1.0
+    """Softmax temperature of rollouts; held-out problems are answered greedily."""
+
     max_new_tokens: int = 128
+    """Most tokens of a rollout."""
 
     stop: tuple[str, ...] = ()
     """A rollout also ends with the token that completes one of these, as with the end-of-text token."""

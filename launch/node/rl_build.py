@@ -9,13 +9,13 @@ from aedit.launch.data.prompts import ProblemSet
 from aedit.launch.data.rewards import reward_specs
 from aedit.launch.data.supervised import AnswerTokens
 from aedit.launch.node.objective import NodeParts
-from aedit.launch.node.rl_engine import make_engine_source
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_pipeline import GroupPipeline
 from aedit.launch.node.rl_policy import PolicyGradient, without_dropout
 from aedit.launch.node.rl_records import RLRecords, Waits
 from aedit.launch.node.rl_warm_up import WarmUp
+from aedit.launch.node.rl_workers import make_source
 from aedit.launch.node.sharding import make_model
 from aedit.launch.rundir.recorder import Recorder
 from aedit.spec_rollout.rl.groups import Group
@@ -33,9 +33,9 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     config, sync, world = parts.config, parts.sync, parts.world
     without_dropout(sync.model)
     longest = max(len(problem.tokens) for problem in (*problems.train, *problems.held_out))
-    source, online = make_engine_source(parts, longest)
-    sync.idle = online
     waits = Waits(sync)
+    source, online = make_source(parts, longest, waits.window)
+    sync.idle = online
     pipeline = GroupPipeline(
         source=source,
         rewards=_rewards(config),

@@ -22,7 +22,7 @@ SUMS = ("groups", "rollouts", "no_signal", "excluded", "retried", "rollout_token
 """Totals that are added over the ranks of a node."""
 OF_DRAFTER = ("steps", "published", "adopted", "refused")
 """Counts of the learned drafter, added over the ranks."""
-SECONDS = ("rollout_s", "reward_s", "train_s", "plain_s")
+SECONDS = ("rollout_s", "reward_s", "train_s", "plain_s", "compared_s", "as_plain_s")
 """Totals of which the mean over the ranks is taken."""
 
 

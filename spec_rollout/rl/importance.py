@@ -59,7 +59,7 @@ def weights(inputs: LossInputs, settings: LossSettings) -> Tensor:
     log_BT = masked_difference(prox_BT, inputs.behaviour_BT.detach(), inputs.mask_BT)
     if settings.importance == "sequence":
         log_BT = log_BT.sum(1, keepdim=True).expand_as(log_BT)
-    return bounded_exp(log_BT).clamp(max=settings.importance_cap).detach()
+    return bounded_exp(log_BT).clamp(max=settings.importance_cap)
 
 
 def ratios(inputs: LossInputs, settings: LossSettings) -> Ratios:
