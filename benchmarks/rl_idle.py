@@ -129,7 +129,9 @@ def _row(one: Waiting) -> tuple[str, ...]:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=40.0, help="of each run")
     parser.add_argument("--only", choices=[mode.name for mode in MODES])
-    parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
+    parser.add_argument(
+        "--keep", type=Path, help="keep the runs here; those that have ended are not run again"
+    )
 
 
 def _asked(args: argparse.Namespace) -> Report:

@@ -133,8 +133,9 @@ class RLConfig:
     """Upper limit of an importance weight."""
 
     kl: float = 0.0
-    """Weight of the KL divergence to the policy at the start of reinforcement learning; above 0 costs memory
-    for a second copy of the weights."""
+    """Weight of the KL divergence to the configured model as it is before any step; above 0 costs memory for
+    a second copy of the weights. It excludes `rl.supervised_steps`: export the model after a warm-up, and
+    start from it with `model.pretrained`."""
 
     max_staleness: int = 0
     """Policy versions by which a rollout may be older than the weights that it trains (eta). 0: each batch is
@@ -187,6 +188,8 @@ class RLConfig:
             check(getattr(self, name) >= 1, f"rl.{name}", "must be at least 1", getattr(self, name))
         for name in ("kl", "max_staleness", "overlong", "rows", "workers", "supervised_steps", "eval_every"):
             check(getattr(self, name) >= 0, f"rl.{name}", "must not be negative", getattr(self, name))
+        warmed = bool(self.kl and self.supervised_steps)
+        check(not warmed, "rl.kl", "must be 0 in a run with rl.supervised_steps", self.kl)
         check(self.clip_low > 0, "rl.clip_low", "must be above 0", self.clip_low)
         check(self.clip_high > 0, "rl.clip_high", "must be above 0", self.clip_high)
         check(self.importance_cap > 0, "rl.importance_cap", "must be above 0", self.importance_cap)

@@ -1,5 +1,6 @@
 """Build the objective of reinforcement learning from the configuration."""
 
+from contextlib import ExitStack
 from functools import partial
 
 from torch import nn
@@ -34,15 +35,18 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     without_dropout(sync.model)
     longest = max(len(problem.tokens) for problem in (*problems.train, *problems.held_out))
     waits = Waits(sync)
-    source, online = make_source(parts, longest, waits.window)
+    with ExitStack() as opened:
+        rewards = opened.enter_context(_rewards(config))
+        source, online = make_source(parts, longest, waits.window)
+        pipeline = GroupPipeline(
+            source=source,
+            rewards=rewards,
+            decode=parts.tokenizer.decode,
+            window=waits.window,
+            report=partial(_record_faults, parts.recorder),
+        )
+        opened.pop_all()
     sync.idle = online
-    pipeline = GroupPipeline(
-        source=source,
-        rewards=_rewards(config),
-        decode=parts.tokenizer.decode,
-        window=waits.window,
-        report=partial(_record_faults, parts.recorder),
-    )
     stream = GroupStream(
         config=config.rl,
         order=parts.order,
