@@ -1,5 +1,6 @@
 """Build the objective of reinforcement learning from the configuration."""
 
+from contextlib import ExitStack
 from functools import partial
 
 from torch import nn
@@ -36,13 +37,18 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     longest = max(len(problem.tokens) for problem in (*problems.train, *problems.held_out))
     curriculum = Curriculum.of(problems.train) if config.prompts.curriculum else None
     waits = Waits(sync)
-    pipeline = GroupPipeline(
-        source=make_source(parts, longest, waits.window),
-        rewards=_rewards(config),
-        decode=parts.tokenizer.decode,
-        window=waits.window,
-        report=partial(_record_faults, parts.recorder),
-    )
+    with ExitStack() as opened:
+        rewards = opened.enter_context(_rewards(config))
+        source, online = make_source(parts, longest, waits.window)
+        pipeline = GroupPipeline(
+            source=source,
+            rewards=rewards,
+            decode=parts.tokenizer.decode,
+            window=waits.window,
+            report=partial(_record_faults, parts.recorder),
+        )
+        opened.pop_all()
+    sync.idle = online
     stream = GroupStream(
         config=config.rl,
         order=parts.order,
@@ -67,10 +73,19 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         warm_up=WarmUp(
             config=config, model=sync.model, problems=problems.train, answers=answers, world=world
         ),
-        records=RLRecords(config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards),
+        records=RLRecords(
+            config=config,
+            sync=sync,
+            pipeline=pipeline,
+            waits=waits,
+            shards=sync.shards,
+            online=online,
+        ),
         held_out=problems.held_out,
         curriculum=curriculum,
         greedy=_sampling(config, parts, 0.0),
+        online=online,
+        directory=parts.recorder.directory,
         started=config.rl.supervised_steps == 0,
     )
 

@@ -13,6 +13,8 @@ _NEWEST = (
     "solved",
     "mismatch_kl",
     "mismatch_kl_masked",
+    "mismatch_kl_unmasked",
+    "reference_kl",
     "clip_share",
     "entropy",
     "length",
@@ -31,8 +33,8 @@ _TOTALS = (
     "reward_s",
     "train_s",
     "supervised_steps",
-    "plain_s",
-    "plain_tokens",
+    "compared_s",
+    "as_plain_s",
     "passes",
     "idle_used_s",
 )
@@ -81,7 +83,13 @@ class RLMetric:
     """Estimate of KL(behaviour || trainer), in nats per token."""
 
     mismatch_kl_masked: float
-    """The same over tokens that have a gradient."""
+    """The same over tokens that the loss has clipped."""
+
+    mismatch_kl_unmasked: float
+    """The same over the others."""
+
+    reference_kl: float
+    """KL divergence to the policy at the start, with `rl.kl` above 0."""
 
     clip_share: float
     """Share of tokens that the loss has clipped."""
@@ -118,11 +126,11 @@ class RLMetric:
 
     train_s: float
     supervised_steps: float
-    plain_s: float
-    """Seconds of steps of the engine without drafts."""
+    compared_s: float
+    """Seconds of steps of the engine at numbers of rows for which steps without drafts were timed."""
 
-    plain_tokens: float
-    """Tokens of these steps."""
+    as_plain_s: float
+    """Seconds in which steps without drafts make their tokens."""
 
     passes: float
     """Passes of one sample through the policy."""

@@ -138,6 +138,7 @@ class Worker:
     def _figures(self) -> dict[str, Any]:
         meters = self._engine.meters
         return {
+            **meters.speed_up.figures(),
             "rollout_tokens": meters.num_tokens,
             "rollout_s": meters.total_s,
             "passes": meters.num_passes,
