@@ -37,14 +37,16 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     waits = Waits(sync)
     with ExitStack() as opened:
         rewards = opened.enter_context(_rewards(config))
+        source, online = make_source(parts, longest, waits.window)
         pipeline = GroupPipeline(
-            source=make_source(parts, longest, waits.window),
+            source=source,
             rewards=rewards,
             decode=parts.tokenizer.decode,
             window=waits.window,
             report=partial(_record_faults, parts.recorder),
         )
         opened.pop_all()
+    sync.idle = online
     stream = GroupStream(
         config=config.rl,
         order=parts.order,
@@ -69,9 +71,18 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         warm_up=WarmUp(
             config=config, model=sync.model, problems=problems.train, answers=answers, world=world
         ),
-        records=RLRecords(config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards),
+        records=RLRecords(
+            config=config,
+            sync=sync,
+            pipeline=pipeline,
+            waits=waits,
+            shards=sync.shards,
+            online=online,
+        ),
         held_out=problems.held_out,
         greedy=_sampling(config, parts, 0.0),
+        online=online,
+        directory=parts.recorder.directory,
         started=config.rl.supervised_steps == 0,
     )
 

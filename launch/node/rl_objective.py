@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,12 +13,14 @@ from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
 from aedit.launch.node.inner import lr_at
 from aedit.launch.node.objective import AddLoss
+from aedit.launch.node.rl_drafter import save_drafter
 from aedit.launch.node.rl_evaluate import solved_share
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_policy import PolicyGradient
 from aedit.launch.node.rl_records import RLRecords
 from aedit.launch.node.rl_samples import Key, parts_of, samples_of
 from aedit.launch.node.rl_warm_up import WarmUp
+from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
 from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.problems import Problem
 from aedit.spec_rollout.sampling.samples import Sampling
@@ -35,6 +38,10 @@ class PolicyObjective:
     records: RLRecords
     held_out: Sequence[Problem]
     greedy: Sampling
+    online: OnlineDrafter | None
+    """The learned drafter of this rank."""
+    directory: Path
+    """Directory of the node."""
     version: int = 0
     """Policy version of the newest hand-over."""
     started: bool = False
@@ -153,7 +160,9 @@ class PolicyObjective:
         return self.stream.order.state() | {"drawn": self.stream.first_pending()}
 
     def state(self) -> dict[str, Any]:
-        """Return totals and progress for a checkpoint."""
+        """Return totals and progress for a checkpoint, and write the drafter beside it."""
+        if self.online is not None and self.sync.shards.leads:
+            save_drafter(self.online, self.directory)
         self.records.counts = asdict(self.stream.counts)
         return {
             "started": self.started,
@@ -168,5 +177,10 @@ class PolicyObjective:
         self.records.before, self.records.waited_before_s = state.get("totals", {}), self.sync.waited_s
 
     def close(self) -> None:
-        """End the source of rollouts and the reward processes."""
-        self.stream.pipeline.close()
+        """End the source of rollouts, the reward processes and the drafter's trainer."""
+        try:
+            self.stream.pipeline.close()
+        finally:
+            self.sync.idle = None
+            if self.online is not None:
+                self.online.close()
