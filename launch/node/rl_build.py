@@ -74,12 +74,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
             config=config, model=sync.model, problems=problems.train, answers=answers, world=world
         ),
         records=RLRecords(
-            config=config,
-            sync=sync,
-            pipeline=pipeline,
-            waits=waits,
-            shards=sync.shards,
-            online=online,
+            config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards, online=online
         ),
         held_out=problems.held_out,
         curriculum=curriculum,
