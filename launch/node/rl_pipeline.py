@@ -8,9 +8,10 @@ from typing import Protocol
 
 from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.problems import Problem
-from aedit.spec_rollout.rl.rewards.reward import RewardReport
+from aedit.spec_rollout.rl.rewards.reward import RewardFailed, RewardReport
 from aedit.spec_rollout.rl.source import RolloutSource
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.types import UserError
 
 WAIT_S = 0.05
 """Longest wait for a reward between two looks at the source."""
@@ -75,7 +76,16 @@ class GroupPipeline:
         self.source.add([replace(common, sample=i) for i in range(size)])
 
     def advance(self) -> None:
-        """Take one step of the source, or wait a moment for rewards; collect what is complete."""
+        """Take one step of the source, or wait a moment for rewards; collect what is complete.
+
+        Raises UserError if a reward failed and `reward.on_error` asks for the end of the run then.
+        """
+        try:
+            self._advance()
+        except RewardFailed as error:
+            raise UserError(str(error)) from None
+
+    def _advance(self) -> None:
         began = time.perf_counter()
         if self._open:
             for rollout in self.source.step():
