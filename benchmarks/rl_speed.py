@@ -92,10 +92,15 @@ def learned(plan: Plan, say: Callable[[str], None]) -> dict[str, Tensor]:
     """Return a drafter that has been trained in waits, from random weights on."""
     with World(plan.size, RUN_IN_SEED, plan.root) as world:
         for number in range(plan.size.run_in):
+            if number == plan.size.run_in - 1:
+                world.owed_s = plan.size.learned_s
             say(
                 f"run-in {number}: {_speculating(world.step(('speculating',)))}; trainer {world.used_s:.1f} s"
             )
-        return world.learn(plan.size.learned_s)
+        world.learner.adopt()
+        status = world.learner.status()
+        say(f"drafter: {status['steps']} microbatches, {status['published']} published; {status['training']}")
+        return world.learner.state()
 
 
 def run(plan: Plan, seed: int, drafter: Mapping[str, Tensor], say: Callable[[str], None]) -> Seed:
