@@ -32,6 +32,9 @@ class RewardSource(Protocol):
     def wait(self, timeout_s: float) -> list[tuple[Group, RewardReport]]:
         """Return what `ready` returns, after a wait until it is not empty, at most for so long."""
 
+    def drop(self) -> None:
+        """Forget the groups whose rewards were not returned."""
+
     def close(self) -> None:
         """End the processes."""
 
@@ -87,19 +90,25 @@ class GroupPipeline:
 
     def _advance(self) -> None:
         began = time.perf_counter()
-        if self._open:
-            for rollout in self.source.step():
-                self._finish(rollout)
-            self.rollout_s += time.perf_counter() - began
-            rewarded = self.rewards.ready()
-        else:
-            with self.window("rewards"):
-                rewarded = self.rewards.wait(WAIT_S)
-            self.reward_s += time.perf_counter() - began
+        try:
+            rewarded = self._step(began)
+        except RewardFailed as error:
+            raise UserError(str(error)) from None
         for group, found in rewarded:
             self._rewarding.discard(group.position)
             self.done[group.position] = group
             self.report(group, found)
+
+    def _step(self, began: float) -> list[tuple[Group, RewardReport]]:
+        if self._open:
+            for rollout in self.source.step():
+                self._finish(rollout)
+            self.rollout_s += time.perf_counter() - began
+            return self.rewards.ready()
+        with self.window("rewards"):
+            rewarded = self.rewards.wait(WAIT_S)
+        self.reward_s += time.perf_counter() - began
+        return rewarded
 
     def take(self, position: int) -> Group:
         """Return a rewarded group and forget it."""
@@ -107,6 +116,7 @@ class GroupPipeline:
 
     def drop(self) -> None:
         """Forget all groups that are under way; their samples end with the source."""
+        self.rewards.drop()
         self._open.clear()
         self._rewarding.clear()
         self.done.clear()
