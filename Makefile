@@ -13,10 +13,11 @@ WORKERS := 2
 BENCHMARKS := overhead straggler quality async_quality bandwidth hub agent chaos poison elastic joining soak rollout decode drift idle tail off_policy rl_speed \
 	offload_gpu rollout_gpu
 
-.PHONY: help install run proto lint types test test-slow bench docs clean
+.PHONY: help install run run-rl proto lint types test test-slow bench docs clean
 
 help:
 	@echo "make run        train a small model on an unequal cluster of three nodes on this machine"
+	@echo "make run-rl     train a small model by reinforcement learning on two unequal nodes on this machine"
 	@echo "make test       ruff, mypy and all tests but the slow ones and those that need a GPU"
 	@echo "make test-slow  the slow tests"
 	@echo "make bench      every benchmark, one after the other"
@@ -26,6 +27,9 @@ help:
 
 run: install
 	$(BIN)/aedit run configs/tiny.toml --local 3
+
+run-rl: install
+	$(BIN)/aedit run configs/tiny-rl.toml --local 2
 
 install: $(VENV)/installed
 

@@ -8,13 +8,14 @@ trained first if it does not exist (`benchmarks.policies`).
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from benchmarks.idle_parts.foreground import Ratio
 from benchmarks.kit.statistics import Interval, median, percent, quantile
@@ -30,7 +31,7 @@ STEPS_METHOD = (
     "GRPO steps of two nodes that average after each step; each makes the same samples in both ways, in"
     " random order, on one thread, and trains once; times are processor time.",
     "Medians over the measured steps [95 % by bootstrap]. Node 0's drafter starts from random weights and"
-    " trains in node 0's waits only, 85 % of which are used; node 1 trains none.",
+    " trains in node 0's waits alone, 85 % of which are used; node 1 trains none.",
 )
 WAITS_METHOD = (
     "A node whose waits have a given length, on two threads, with the drafter's trainer in its waits; steps"
@@ -39,6 +40,7 @@ WAITS_METHOD = (
 )
 FASTER, TAIL, USED, SHARED = 1.5, 6.0, 0.85, 0.95
 COST, HARM, AA_WIDTH, PAIRS = 1.01, 1.02, 0.06, 40
+RUN_IN_SEED = 1000
 Part = Literal["steps", "waits"]
 
 
@@ -60,7 +62,13 @@ FULL = Plan(
 )
 QUICK = Plan(
     size=Size(
-        policy=Policy(size="quick", minutes=0.2), groups=2, samples=3, max_tokens=256, run_in=1, steps=2
+        policy=Policy(size="quick", minutes=0.2),
+        groups=2,
+        samples=3,
+        max_tokens=256,
+        run_in=1,
+        learned_s=0.1,
+        steps=2,
     ),
     amount=Amount(windows=1, windows_s=(1.0, 1.1), turns=3, waits_s=(0.01, 0.02), new_tokens=8, niceness=0),
     seeds=(0,),
@@ -74,24 +82,30 @@ class Seed:
 
     steps: tuple[Step, ...]
     """Those that are measured."""
-    run_in: tuple[Step, ...]
     used_s: float
-    """Processor seconds of the trainer."""
+    """Processor seconds of the trainer in the waits of these steps."""
     shared: float
     """Acceptance on the node that never trained a drafter over that on the other."""
 
 
-def run(plan: Plan, seed: int, say: Callable[[str], None]) -> Seed:
-    """Take the steps of one seed."""
-    size, steps, run_in = plan.size, [], []
-    with World(size, seed, plan.root) as world:
-        for number in range(size.run_in):
-            run_in.append(world.step(("speculating",)))
-            say(f"seed {seed}, run-in {number}: {_speculating(run_in[-1])}, trainer {world.used_s:.1f} s")
-        for number in range(size.steps):
+def learned(plan: Plan, say: Callable[[str], None]) -> dict[str, Tensor]:
+    """Return a drafter that has been trained in waits, from random weights on."""
+    with World(plan.size, RUN_IN_SEED, plan.root) as world:
+        for number in range(plan.size.run_in):
+            say(
+                f"run-in {number}: {_speculating(world.step(('speculating',)))}; trainer {world.used_s:.1f} s"
+            )
+        return world.learn(plan.size.learned_s)
+
+
+def run(plan: Plan, seed: int, drafter: Mapping[str, Tensor], say: Callable[[str], None]) -> Seed:
+    """Take the steps of one seed; drafter: where it begins."""
+    steps = []
+    with World(plan.size, seed, plan.root, drafter) as world:
+        for number in range(plan.size.steps):
             steps.append(world.step())
-            say(f"seed {seed}, step {number}: {steps[-1].speedup:.2f} x, {_speculating(steps[-1])}")
-        return Seed(tuple(steps), tuple(run_in), world.used_s, world.shared())
+            say(f"seed {seed}, step {number}: {steps[-1].speedup:.2f} x; {_speculating(steps[-1])}")
+        return Seed(tuple(steps), world.used_s, world.shared())
 
 
 def _speculating(step: Step) -> str:
@@ -104,7 +118,8 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Report]:
     reports = []
     if plan.only != "waits":
         torch.set_num_threads(1)
-        reports.append(steps_report([run(plan, seed, say) for seed in plan.seeds], plan))
+        drafter = learned(plan, say)
+        reports.append(steps_report([run(plan, seed, drafter, say) for seed in plan.seeds], plan))
     if plan.only != "steps":
         reports.append(waits_report(measure_waits(plan.size, plan.amount, plan.root), plan))
     return reports
@@ -134,7 +149,7 @@ def steps_report(seeds: Sequence[Seed], plan: Plan) -> Report:
             "arms",
         ),
         rows=tuple(_row(way, steps) for way in WAYS),
-        bars=tuple(_judged(list(_steps_bars(seeds, p99 / p50)), plan.quick)),
+        bars=tuple(_judged(list(_steps_bars(seeds, plan, p99 / p50)), plan.quick)),
         figures={"seeds": [asdict(seed) for seed in seeds]},
     )
 
@@ -164,7 +179,7 @@ def _row(way: Way, steps: Sequence[Step]) -> tuple[str, ...]:
     )
 
 
-def _steps_bars(seeds: Sequence[Seed], tail: float) -> Iterator[Bar]:
+def _steps_bars(seeds: Sequence[Seed], plan: Plan, tail: float) -> Iterator[Bar]:
     steps = [step for seed in seeds for step in seed.steps]
     faster, rollouts = (
         Interval.of([getattr(step, name) for step in steps]) for name in ("speedup", "rollout_speedup")
@@ -183,7 +198,7 @@ def _steps_bars(seeds: Sequence[Seed], tail: float) -> Iterator[Bar]:
     text = f"acceptance without own training / with: {shared:.3f}, lowest {lowest:.3f}, bar {SHARED}"
     yield Bar(text, shared >= SHARED)
     used = [seed.used_s for seed in seeds]
-    text = f"trainer: {median(used):.0f} s of processor time per seed, all in waits"
+    text = f"trainer: {plan.size.learned_s:g} s before and {median(used):.0f} s in the steps, all in waits"
     yield Bar(
         f"{text}; steps with a gradient in {percent(median([s.trained for s in steps]), 0)} of tokens", None
     )
@@ -253,7 +268,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, default=FULL.size.policy.minutes, help="of the policy's training"
     )
-    parser.add_argument("--run-in", type=int, default=FULL.size.run_in, help="steps that are not measured")
+    parser.add_argument(
+        "--learned", type=float, default=FULL.size.learned_s, help="seconds of waits before the steps"
+    )
     parser.add_argument("--steps", type=int, default=FULL.size.steps, help="steps that are")
     parser.add_argument("--root", type=Path, default=ROOT, help="where policies are kept")
 
@@ -263,7 +280,7 @@ def _asked(args: argparse.Namespace) -> list[Report]:
     if args.quick:
         return measure(replace(QUICK, only=args.only, root=args.root), say)
     policy = Policy(size=args.size, minutes=args.minutes)
-    size = replace(FULL.size, policy=policy, run_in=args.run_in, steps=args.steps)
+    size = replace(FULL.size, policy=policy, learned_s=args.learned, steps=args.steps)
     seeds = tuple(int(seed) for seed in args.seeds.split(","))
     return measure(replace(FULL, size=size, seeds=seeds, only=args.only, root=args.root), say)
 

@@ -28,6 +28,7 @@ from aedit.edit.push import POLL_S, PendingPush, UnitProgress
 from aedit.edit.push_detector import PushDetector
 from aedit.edit.schedule import Notes, RoundSchedule
 from aedit.edit.shards import Shards, local
+from aedit.edit.unit_steps import UnitSteps
 from aedit.edit.units import SyncUnit
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused
 from aedit.proto.agent.link import Link
@@ -78,6 +79,8 @@ class HubExchange:
         """Inner steps in the rounds opened so far, in this attempt."""
         self.steps_L = torch.zeros(0, dtype=torch.float64)
         """Inner steps of each unit that are in no push yet."""
+        self.unit_steps = UnitSteps()
+        """Steps of units that are trained apart from the model: register them first."""
         self.detector = PushDetector(0, self.penalty)
         self._places: list[UnitProgress] = []
         self._under_way: dict[int, PendingPush] = {}
@@ -175,9 +178,7 @@ class HubExchange:
     def used_steps(self) -> int:
         """Return the inner steps of this attempt that are settled in every unit.
 
-        Merged, or dropped as distrusted.
-
-        Their samples need not be drawn again.
+        Merged, or dropped as distrusted. Their samples need not be drawn again.
         """
         return min(place.used_steps for place in self._places)
 
@@ -280,9 +281,10 @@ class HubExchange:
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
         """Measure and judge the norms of `units`. The outcome is there at once: no other node is asked."""
         self.own_steps += round.steps
-        self.steps_L += round.steps
+        self.steps_L += self.unit_steps.new(self.units, round.steps, self.shards)
         G_L = self._measure(units)
-        self._distrusted = self.detector.distrusted(G_L, self.steps_L, units)
+        apart = [i for i in units if self._is_apart(i)]
+        self._distrusted = self.detector.distrusted(G_L, self.steps_L, units, apart)
         for i in units:
             self._places[i].opened_steps = self.own_steps
             self._places[i].opened_samples = self.report.drawn if self.report else 0
@@ -302,11 +304,12 @@ class HubExchange:
     def start(self, i: int) -> Pending[Tensor]:
         """Push the pseudo-gradient of unit `i`; the answer is its next anchor.
 
-        A unit that is distrusted or has made no steps is not pushed and takes the newest anchor.
+        A unit that is distrusted or has made no steps is not pushed. One that is trained apart from the model
+        is pushed without steps, which weighs 0, as its answer is the anchor that others have trained.
         """
         place, steps = self._places[i], int(self.steps_L[i])
         self.steps_L[i] = 0
-        if i in self._distrusted or steps == 0:
+        if i in self._distrusted or (steps == 0 and not self._is_apart(i)):
             place.answer = None
             return Here(place.anchors.read)
         place.seq += 1
@@ -381,6 +384,9 @@ class HubExchange:
 
     def allocate(self) -> None:
         """Do nothing: a node of a hub saves no anchors."""
+
+    def _is_apart(self, i: int) -> bool:
+        return self.units[i].name in self.unit_steps
 
     def _measure(self, units: Sequence[int]) -> Tensor:
         """Write D of each unit into the outbox; return its norm over the node's ranks, float64 on CPU."""

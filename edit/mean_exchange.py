@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from aedit.async_sgd.rules import penalty
-from aedit.async_sgd.rules.outer import Average, Nesterov, OuterOptimizer, OuterState
+from aedit.async_sgd.rules.outer import Average, Nesterov, OuterOptimizer, OuterState, make_outer
+from aedit.async_sgd.rules.unit_rules import UnitRules
+from aedit.async_sgd.rules.weights import Array, weights
 from aedit.edit.agreement import compare, described, described_layout
 from aedit.edit.config import PenaltyConfig
 from aedit.edit.detector import NormHistory, judge, learned_only
@@ -17,6 +20,7 @@ from aedit.edit.named import history, kept_state, named, named_history
 from aedit.edit.schedule import Notes
 from aedit.edit.shards import Shards
 from aedit.edit.store import DeviceStore, Kept, OuterStore, PinnedStore
+from aedit.edit.unit_steps import UnitSteps
 from aedit.edit.units import SyncUnit
 from aedit.proto.transports.transport import Mean, Pending, Rows, Then, Transport
 from aedit.types import Round
@@ -28,6 +32,8 @@ class _Open:
 
     outcome: RoundOutcome
     history_before: NormHistory
+    added_L: Tensor
+    """Training steps that the round has added to each unit's."""
     weight: dict[int, float] = field(default_factory=dict)
     nobody: frozenset[int] = frozenset()
     """Units whose weights are all 0."""
@@ -43,6 +49,7 @@ class MeanExchange:
         outer: The outer optimizer; None: `Nesterov()`.
         penalty: Detector, weights and clipping of pseudo-gradients; None: `PenaltyConfig()`.
         offload: Keep anchors and outer state in pinned host memory instead of on the device.
+        rules: Rules of units that are trained apart from the model, by name; equal on all nodes.
     """
 
     asynchronous = False
@@ -55,11 +62,16 @@ class MeanExchange:
         outer: OuterOptimizer | None = None,
         penalty: PenaltyConfig | None = None,
         offload: bool = False,
+        rules: UnitRules | None = None,
     ) -> None:
         self.transport = transport
         self.outer = outer or Nesterov()
         self.penalty = penalty or PenaltyConfig()
         self.offload = offload
+        self.rules = dict(rules or {})
+        self.unit_steps = UnitSteps()
+        """Steps of units that are trained apart from the model: register their count before training."""
+        self._outer = {name: make_outer(rule.outer) for name, rule in self.rules.items()}
         self.units: Sequence[SyncUnit] = ()
         self.shards = Shards()
         self.store: OuterStore = DeviceStore([])
@@ -92,6 +104,7 @@ class MeanExchange:
             ValueError: Something differs; the message names the first difference.
         """
         own = described("outer", self.outer) | described("penalty", self.penalty)
+        own |= {f"rule of unit {name}": repr(rule) for name, rule in self.rules.items()}
         compare(self.transport, "settings", {**settings, **own, **described_layout(self.units, self.shards)})
 
     def anchor(self) -> None:
@@ -106,8 +119,8 @@ class MeanExchange:
 
     def allocate(self) -> None:
         """Take the parameters as anchors of this node, with new outer state."""
-        flats = (unit.flat() for unit in self.units)
-        self.keep((flat, self.outer.init(flat)) for flat in flats)
+        flats = ((unit.flat(), self._outer_of(i)) for i, unit in enumerate(self.units))
+        self.keep((flat, outer.init(flat)) for flat, outer in flats)
 
     def keep(self, kept: Iterable[Kept]) -> None:
         """Store anchors and outer states, be they the first ones or a checkpoint's.
@@ -136,8 +149,12 @@ class MeanExchange:
     def open(self, round: Round, units: Sequence[int], *, leaving: bool = False) -> Pending[RoundOutcome]:
         """Measure the norms of `units`, exchange them with the other nodes, and return the outcome."""
         G_L = self._norms(units)
-        believed_L, history = judge(self._spread(G_L, units), self.history, self.penalty)
-        self.steps_L += round.steps
+        all_L = self._spread(G_L, units)
+        believed_L, history = judge(all_L, self.history, self.penalty)
+        apart = [i for i, unit in enumerate(self.units) if unit.name in self.rules]
+        believed_L[apart] = torch.where(all_L[apart].isfinite(), all_L[apart], torch.inf)
+        added_L = self.unit_steps.new(self.units, round.steps, self.shards)
+        self.steps_L += added_L
         self.own_steps += round.steps
         at = list(units)
         outcome = RoundOutcome(
@@ -146,8 +163,8 @@ class MeanExchange:
             norms=tuple(G_L.tolist()),
             distrusted=tuple(i for i in units if not believed_L[i].isfinite()),
         )
-        self._open = _Open(outcome, self.history)
-        self.history = learned_only(history, self.history, at)
+        self._open = _Open(outcome, self.history, added_L)
+        self.history = learned_only(history, self.history, [i for i in at if i not in apart])
         head = [self.own_steps, leaving, *self._digest(units)]
         row = torch.cat([torch.tensor(head, dtype=torch.float64), believed_L[at], self.steps_L[at]])
         return Then(self.transport.gather(f"{round.id}/open", row), self._weigh)
@@ -158,7 +175,7 @@ class MeanExchange:
         digests_N2, believed_NL, steps_NL = rows.rows[:, 2:4], *rows.rows[:, 4:].chunk(2, dim=1)
         same_N, healed_from = self._heal(digests_N2, rows)
         believed_NL = believed_NL.masked_fill(~same_N.unsqueeze(1), torch.inf)  # measured from another anchor
-        w_NL = torch.from_numpy(penalty.weights(believed_NL.numpy(), steps_NL.numpy(), self.penalty))
+        w_NL = torch.from_numpy(self._weights(units, believed_NL.numpy(), steps_NL.numpy()))
         w_L = torch.zeros(len(units), dtype=w_NL.dtype) if rows.mine is None else w_NL[rows.mine]
         nobody_L = w_NL.sum(0) == 0
         lost_L = nobody_L & (steps_NL.sum(0) > 0)
@@ -177,6 +194,21 @@ class MeanExchange:
         )
         return self._open.outcome
 
+    def _weights(self, units: Sequence[int], G_NL: Array, g_NL: Array) -> Array:
+        """Return w_NL: EDiT's weights, or those of a unit's own rule; they sum to 1 or are all 0."""
+        w_NL = penalty.weights(G_NL, g_NL, self.penalty)
+        for column, i in enumerate(units):
+            rule = self.rules.get(self.units[i].name)
+            if rule is not None:
+                G_N, g_N = G_NL[:, column], g_NL[:, column]
+                g_N = g_N * np.isfinite(G_N)
+                w_N = weights(G_N, g_N, 0 * g_N, rule.weights, self.penalty)
+                w_NL[:, column] = w_N / max(w_N.sum(), 1e-30)
+        return w_NL
+
+    def _outer_of(self, i: int) -> OuterOptimizer:
+        return self._outer.get(self.units[i].name, self.outer)
+
     @torch.no_grad()
     def start(self, i: int) -> Pending[Tensor]:
         """Send the pseudo-gradient of unit `i`; the answer is the next anchor, after the outer step."""
@@ -190,7 +222,7 @@ class MeanExchange:
         value = self._pseudo_gradient(i, anchor) if weight > 0 else torch.zeros_like(anchor)
         mean = self.transport.weighted_mean(f"{outcome.round.id}/{self.units[i].name}", value, weight)
         # The last round takes the mean as it is: no inner step follows to correct an overshoot.
-        outer = Average() if outcome.all_leaving else self.outer
+        outer = Average() if outcome.all_leaving else self._outer_of(i)
         nobody = i in self._open.nobody
         return Then(mean, lambda mean: self._step(i, mean, outer, nobody))
 
@@ -198,7 +230,8 @@ class MeanExchange:
     def _step(self, i: int, mean: Mean, outer: OuterOptimizer, nobody: bool) -> Tensor:
         anchor, state = self.store.read(i)
         norm = self.shards.sum(torch.linalg.vector_norm(mean.value).square()).sqrt()
-        step, stepped = outer.update(mean.value.mul_(clip_scale(norm, self.penalty.clip)), state)
+        clip = None if self.units[i].name in self.rules else self.penalty.clip
+        step, stepped = outer.update(mean.value.mul_(clip_scale(norm, clip)), state)
         trusted = mean.total_weight > 0  # stays on the device, to avoid a synchronisation with the host
         next_anchor = torch.where(trusted, anchor - step, anchor)
         pairs = zip(stepped.arrays, state.arrays, strict=True)
@@ -247,7 +280,7 @@ class MeanExchange:
         """Forget the newest round: its steps and norms count in the next one."""
         assert self._open is not None
         self.history = self._open.history_before
-        self.steps_L -= self._open.outcome.round.steps
+        self.steps_L -= self._open.added_L
         self.own_steps -= self._open.outcome.round.steps
         self._open = None
 

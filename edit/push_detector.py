@@ -26,13 +26,16 @@ class PushDetector:
         self.norms = self.norms_per_step = NormHistory.empty(num_units, config.window)
         self._num_units, self._config = num_units, config
 
-    def distrusted(self, G_L: Tensor, steps_L: Tensor, units: Sequence[int]) -> frozenset[int]:
+    def distrusted(
+        self, G_L: Tensor, steps_L: Tensor, units: Sequence[int], apart: Sequence[int] = ()
+    ) -> frozenset[int]:
         """Return the units whose norm is not credible, and add the norms of the others to the history.
 
         Args:
             G_L: Norms of `units`, float64.
             steps_L: Inner steps in the next push of every unit of the model, float64.
             units: The units of the round.
+            apart: Those of them that are distrusted only if their norm is not finite.
         """
         at = list(units)
         all_L = torch.zeros(self._num_units, dtype=torch.float64)
@@ -42,6 +45,7 @@ class PushDetector:
         self.norms = learned_only(norms, self.norms, at)
         self.norms_per_step = learned_only(per_step[1], self.norms_per_step, at)
         suspect_L = believed_L.isinf() & per_step[0].isinf()
+        suspect_L[list(apart)] &= ~all_L[list(apart)].isfinite()
         return frozenset(i for i in units if suspect_L[i])
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine import verification as verdict
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.migration.sample_transfer import _decode, _encode
+from aedit.spec_rollout.migration.sample_text import decode_prompt, encode_prompt
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling import adjustments
 from aedit.spec_rollout.sampling.adjustments import LogitAdjustments
@@ -380,11 +380,11 @@ def test_a_constraint_is_not_sent_and_everything_else_is():
     prompt = Prompt(tokens=(1, 2), rollout=3, sample=4, sampling=sampling)
     top = ((3, -0.5), (4, -1.5), (5, -2.0))
     rollout = Rollout(prompt, [5], [-0.1], [0], top_logprobs=[top])
-    read = _decode(_encode(rollout.to_prompt()))
+    read = decode_prompt(encode_prompt(rollout.to_prompt()))
     assert read.sampling == sampling
     assert read.partial.top_logprobs == [top]
     with pytest.raises(ValueError, match="sample 3/4 has a constraint"):
-        _encode(replace(prompt, sampling=Sampling(constraint=Steps())))
+        encode_prompt(replace(prompt, sampling=Sampling(constraint=Steps())))
 
 
 @pytest.mark.parametrize(

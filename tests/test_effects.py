@@ -37,6 +37,12 @@ USELESS = {
     "prompts.size": "[prompts]\nsize = 5\n",
     "data.held_out": '[prompts]\nsource = "a.jsonl"\n[data]\nheld_out = 0.1\n',
     "data.split": '[data]\nsource = "a.txt"\nsplit = "test"\n',
+    "train.accumulate": '[prompts]\nsource = "a.jsonl"\n[train]\naccumulate = 2\n',
+    "prompts.split": '[prompts]\nsource = "a.jsonl"\nsplit = "test"\n',
+    "rl.clip_low": '[prompts]\nsource = "a.jsonl"\n[rl]\nloss = "cispo"\nclip_low = 0.1\n',
+    "rl.importance_cap": '[prompts]\nsource = "a.jsonl"\n[rl]\nimportance_cap = 4.0\n',
+    "rl.supervised_lr": '[prompts]\nsource = "a.jsonl"\n[rl]\nsupervised_lr = 1e-2\n',
+    "drafter.share": '[prompts]\nsource = "a.jsonl"\n[drafter]\nkind = "suffix"\nshare = false\n',
 }
 
 

@@ -142,7 +142,7 @@ def fill(node):
 
 
 def test_a_full_disk_refuses_pushes_and_nothing_else(tmp_path):
-    hub = start(tmp_path, file_limit=200 * 1024)
+    hub = start(tmp_path, file_limit=210 * 1024)
     with ending():
         node = Client(hub.address).found()
         # Told to come again until the deadline, which may come while it asks.

@@ -41,6 +41,13 @@ MAY_IMPORT = {
     "launch.rundir": ("launch.config", "types", "system"),
     "launch.config": ("edit", "spec_rollout", "async_sgd.rules", "proto", "types", "system"),
     "edit": ("async_sgd.rules", "proto", "types", "system", "lazy", *WEIGHTS),
+    "spec_rollout.workers": (
+        *(f"spec_rollout.{part}" for part in ("migration", "engine", "idle", "rl")),
+        *(f"spec_rollout.{part}" for part in ("arms", "sampling", "drafters", "model")),
+        "types",
+        "system",
+        *WEIGHTS,
+    ),
     "spec_rollout.migration": ("spec_rollout.engine", "spec_rollout.sampling", "types", "system"),
     "spec_rollout.engine": (
         *(f"spec_rollout.{part}" for part in ("arms", "sampling", "drafters", "model")),

@@ -10,7 +10,7 @@ from aedit.launch.config.load import parse
 from aedit.launch.config.method import defaults, difference, method
 from aedit.proto.wire.hello import PROTOCOL
 
-DEFAULTS = {3: "119688f8cae900e0"}
+DEFAULTS = {3: "67183845a7da546e"}
 """SHA-256, by protocol number, of the names and defaults of all settings that decide the result."""
 
 

@@ -20,7 +20,7 @@ from aedit.spec_rollout.learning.feature_reader import FeatureReader
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
 from aedit.spec_rollout.migration.moving import LocalEngine
-from aedit.spec_rollout.migration.sample_transfer import _decode, _encode
+from aedit.spec_rollout.migration.sample_text import decode_prompt, encode_prompt
 from aedit.spec_rollout.model.target import Target
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, SampleKV, Sampling
 
@@ -224,10 +224,10 @@ def test_what_is_sent_is_what_is_read():
     prompt = Prompt(tokens=(1, 2), rollout=-(1 << 63), sample=7, group=3, sampling=sampling)
     rollout = Rollout(prompt, [5, 6], [-0.1, float("-inf")], [0, 1], passes=2)
     for sent in (prompt, rollout.to_prompt(), *samples(KINDS)):
-        read = _decode(_encode(sent))
+        read = decode_prompt(encode_prompt(sent))
         assert read == replace(sent, partial=read.partial)
         assert (read.sampling.allowed is None) == (sent.sampling.allowed is None)
-    read = _decode(_encode(rollout.to_prompt()))
+    read = decode_prompt(encode_prompt(rollout.to_prompt()))
     assert torch.equal(read.sampling.allowed, allowed)
     assert read.partial == rollout
 

@@ -16,7 +16,15 @@ from benchmarks.rollout_parts.same import Same
 from aedit.launch.data.tokenizer import ByteTokenizer
 from aedit.spec_rollout.sampling.samples import Rollout
 
-SIZE = Size(policy=Policy(size="quick", minutes=0.02), groups=3, samples=2, max_tokens=96, run_in=1, steps=1)
+SIZE = Size(
+    policy=Policy(size="quick", minutes=0.02),
+    groups=3,
+    samples=2,
+    max_tokens=96,
+    run_in=1,
+    learned_s=0.1,
+    steps=1,
+)
 SURE = Ratio(1.0, 0.99, 1.01, 1.1, 60)
 
 
@@ -63,7 +71,7 @@ def test_a_step_takes_as_long_as_its_slowest_node_and_the_other_waits_for_it():
     assert one.ways["plain"].waits_s == (0.0, 1.5)
     assert one.speedup == 3.5 / 2.0
     assert one.rollout_speedup == 2.0
-    told = rl_speed.steps_report([rl_speed.Seed((one,), (), 1.0, 1.0)], replace(rl_speed.FULL, size=SIZE))
+    told = rl_speed.steps_report([rl_speed.Seed((one,), 1.0, 1.0)], replace(rl_speed.FULL, size=SIZE))
     assert told.rows[0][3:7] == ("64.3 %", "0.0 %", "14.3 %", "21.4 %")
     assert told.rows[1][1:3] == ("2.00", "0.57 [0.57, 0.57]")
 
@@ -79,7 +87,7 @@ def test_a_step_takes_as_long_as_its_slowest_node_and_the_other_waits_for_it():
     ],
 )
 def test_a_bar_that_is_missed_is_said_so_and_no_other(wrong, shared, missed):
-    seed = rl_speed.Seed((step(**wrong),), (), 1.0, shared)
+    seed = rl_speed.Seed((step(**wrong),), 1.0, shared)
     told = rl_speed.steps_report([seed], replace(rl_speed.FULL, size=SIZE))
     assert [bar.text.partition(":")[0] for bar in told.bars if bar.passed is False] == missed
     quick = rl_speed.steps_report([seed], replace(rl_speed.QUICK, size=SIZE))
@@ -108,9 +116,10 @@ def test_the_cost_of_a_trainer_is_told_only_where_its_harm_could_be_seen(wrong, 
 def test_steps_are_equal_in_both_ways_and_the_trainer_has_what_the_waits_gave(tmp_path, one_thread):
     said = []
     plan = replace(rl_speed.QUICK, size=SIZE, root=tmp_path)
-    seed = rl_speed.run(plan, 0, said.append)
-    (measured,), (first,) = seed.steps, seed.run_in
-    assert list(first.ways) == ["speculating"]
+    drafter = rl_speed.learned(plan, said.append)
+    assert any(value.count_nonzero() for value in drafter.values())
+    seed = rl_speed.run(plan, 0, drafter, said.append)
+    (measured,) = seed.steps
     assert measured.same.tokens == sum(measured.lengths) > 0
     assert measured.same.differences == 0
     assert len(measured.lengths) == NODES * SIZE.groups * SIZE.samples

@@ -31,7 +31,7 @@ RL_PLOTS = {
     "reward_by_steps.png",
     "reward_by_time.png",
     "step_split.png",
-    "drafter.png",
+    "acceptance.png",
     "policy_health.png",
 }
 
@@ -77,7 +77,7 @@ def test_the_totals_are_those_worked_out_by_hand(tmp_path):
     run_dir = rl_run(tmp_path, 40)
     both = totals_of(run_dir, 0, 1)
     assert both.tokens_per_s == 640 + 320
-    assert both.speed_up == pytest.approx((640 + 320) / (400 + 200))
+    assert both.speed_up == pytest.approx(1.6)
     assert both.accepted == pytest.approx(2.5)
     assert both.no_signal == 0.25
     assert list(both.arms) == ["suffix:8", "layer:4", "layer:6x2x12", "off"]
@@ -98,9 +98,10 @@ def test_a_speed_up_is_not_guessed_where_no_plain_step_was_timed(tmp_path, repor
 
 def test_the_speed_up_is_over_the_nodes_that_have_timed_plain_steps(tmp_path):
     run_dir = rl_run(tmp_path, 10)
-    third = RLNode(run_dir, 2, speed=100.0, plain=False)
-    third.step(10)
+    RLNode(run_dir, 2, speed=100.0, plain=False).step(10)
+    RLNode(run_dir, 3).step(10, compared_s=10.0, as_plain_s=10.0)
     assert totals_of(run_dir, 0, 1, 2).speed_up == pytest.approx(1.6)
+    assert totals_of(run_dir, 0, 1, 2, 3).speed_up == pytest.approx((8 + 8 + 10) / 20)
 
 
 def test_the_recent_speed_is_over_ten_seconds_and_over_more_if_nothing_was_generated(tmp_path):
@@ -163,8 +164,8 @@ def test_the_solved_share_counts_from_the_end_of_the_supervised_warm_up(tmp_path
     run = read_run(tmp_path)
     assert [e.solved for e in after_warm_up(run)] == [0.25, 0.5]
     text = report(tmp_path)
-    assert "25.0 % -> 50.0 % of 64 problems, at steps 3 and 5; 0.0 % before the warm-up" in text
-    assert "25.0 % -> 50.0 % of 64 problems at step 5" in shown(tmp_path)
+    assert "25.0 % -> 50.0 % of 64 problems, at 0:06 and 0:10; 0.0 % before the warm-up" in text
+    assert "25.0 % -> 50.0 % of 64 problems at 0:10" in shown(tmp_path)
     assert "warm-up" not in shown(tmp_path)
 
 
@@ -174,9 +175,10 @@ def test_the_report_shows_every_figure(tmp_path, report):
     assert text.isascii()
     rows = [row[2:].split("  ", 1) for row in text.splitlines() if row.startswith("  ") and row[2] != " "]
     found = {row[0]: row[-1].strip() for row in rows}
-    assert found["held-out solved"] == "26.0 % -> 75.0 % of 64 problems, at steps 1 and 50"
+    assert found["held-out solved"] == "26.0 % -> 75.0 % of 64 problems, at 0:02 and 1:40"
     assert found["reward"] == "0.31 -> 0.76, 21.0 % -> 65.5 % solved"
-    assert found["rollouts"] == "960 tokens/s while generating, 1.60x plain decoding; accepted length 2.50"
+    speed = "960 tokens/s while generating; decoding 1.60x as fast as without drafts; accepted length 2.50"
+    assert found["rollouts"] == speed
     assert found["arms"] == "suffix:8 40 %, layer:4 30 %, layer:6x2x12 20 %, off 10 %"
     assert (
         found["groups"] == "400 (3,200 rollouts), 25.0 % without signal, 2 retried, 4 rollouts without reward"
@@ -191,11 +193,13 @@ def test_errors_in_rewards_and_lost_groups_are_in_report_and_status(tmp_path, re
     run_dir = rl_run(tmp_path, 4)
     node = RLNode(run_dir, 1)
     node.out.event("group_lost", message="prompt 3")
-    node.out.event("reward_error", function="mine:score", sample=7, line=12, message="ZeroDivisionError")
+    node.out.event(
+        "reward_error", function="mine:score", sample=7, line="/a/mine.py:12", message="ZeroDivisionError"
+    )
     assert "1 LOST" in report(run_dir)
     assert "1 error in reward functions" in report(run_dir)
     text = shown(run_dir)
-    assert "reward error: mine:score, line 12 on sample 7:" in text
+    assert "reward error: mine:score (mine.py:12), sample 7:" in text
     assert "ZeroDivisionError" in text
 
 
@@ -204,7 +208,7 @@ def test_status_of_reinforcement_learning_fits_80_columns(tmp_path):
     text = shown(run_dir)
     assert all(len(row) <= 80 for row in text.splitlines())
     assert "\u2026" not in text
-    assert "26.0 % -> 75.0 % of 64 problems at step 50" in text
+    assert "26.0 % -> 75.0 % of 64 problems at 1:40" in text
     (row,) = (row for row in text.splitlines() if " 1 done" in row)
     assert cells(row) == ["1", "done", "50", "12", "0.80", "70.0", "%", "320", "1.60x", "2.50"]
     (health,) = (row for row in text.splitlines() if "0.5 (max 2)" in row and " 0 0.5" in row)
@@ -219,8 +223,8 @@ def test_top_of_large_numbers_fits_a_terminal_of_80_by_24(tmp_path, num_nodes):
     big = {
         "rollout_tokens": 1.2e12,
         "rollout_s": 1e6,
-        "plain_s": 10.0,
-        "plain_tokens": 1e6,
+        "compared_s": 1e5,
+        "as_plain_s": 1.2e6,
         "staleness_max": 128,
     }
     big |= {"reward": -12.5, "solved": 1.0, "idle_s": {"longest sample": 123_456.7}, "no_signal": 4}
@@ -273,9 +277,24 @@ def test_plots_of_reward_hold_each_nodes_series_and_the_held_out_answers(tmp_pat
     assert (steps, values) == (list(range(1, 51)), pytest.approx([0.3 + 0.01 * n for n in range(1, 51)]))
     assert curve(solved, "node 0, rollouts")[1] == pytest.approx([0.2 + 0.01 * n for n in range(1, 51)])
     assert curve(solved, "held-out") == ([1, 25, 50], [0.26, 0.5, 0.75])
+    late = read_run(_with_an_evaluation_of_a_slow_node(tmp_path))
+    assert curve(reward_by_steps(late).axes[1], "held-out")[0][-1] == (50 + 20) / 2, "the nodes' mean step"
     reward, solved = reward_by_time(run).axes
     assert curve(solved, "held-out")[0] == [2, 50, 100], "seconds"
     assert curve(reward, "node 0, rollouts")[0] == [2.0 * n for n in range(1, 51)]
+
+
+def _with_an_evaluation_of_a_slow_node(tmp_path):
+    run_dir = tmp_path / "late"
+    (run_dir / "nodes").mkdir(parents=True)
+    (run_dir / "run.toml").write_text("")
+    fast, slow = RLNode(run_dir, 0), RLNode(run_dir, 1)
+    for n in (10, 50):
+        fast.step(n)
+    slow.step(20)
+    slow.now = 101.0
+    slow.evaluate(20, 0.9)
+    return run_dir
 
 
 def test_the_plot_of_a_steps_split_stacks_its_seconds_for_each_node(tmp_path):
@@ -351,7 +370,7 @@ def test_status_and_plots_of_a_hub_show_what_its_nodes_report(tmp_path):
     told = {
         name: state[name] for name in ("reward", "solved", "staleness", "staleness_max", "rollout_tokens")
     }
-    told |= {name: state[name] for name in ("rollout_s", "plain_s", "plain_tokens", "passes", "idle_used_s")}
+    told |= {name: state[name] for name in ("rollout_s", "compared_s", "as_plain_s", "passes", "idle_used_s")}
     told |= {"arms": {"off": 20, "layer": 60}, "idle_s": {"hub": 6.0}}
     lines = [line(t, [node_at(0, 10 * t, rl=told), node_at(1, 5 * t)], [t]) for t in range(1, 6)]
     run_dir = tmp_path / "hubbed"

@@ -165,9 +165,22 @@ def received(made, number):
 
 
 def test_groups_come_whole_in_the_order_of_their_prompts_with_their_advantages(directory):
-    samples = received(worker(directory), 24)
-    assert [sample.group_id for sample in samples] == [i // 4 for i in range(24)]
-    for start in range(0, 24, 4):
+    """A rollout ends with its first byte that is not ASCII, so that groups finish in another order."""
+    uneven = Sampling(max_new_tokens=12, stop_tokens=tuple(range(128, 257)))
+    made, finished = worker(directory, max_ahead=32, sampling=uneven), []
+    step = made._engine.step
+
+    def watched():
+        done = step()
+        finished.extend(rollout.prompt.rollout for rollout in done.finished)
+        return done
+
+    made._engine.step = watched
+    samples = received(made, 40)
+    assert [sample.group_id for sample in samples] == [i // 4 for i in range(40)]
+    ends = [max(i for i, group in enumerate(finished) if group == wanted) for wanted in range(10)]
+    assert ends != sorted(ends), "a group overtook another one"
+    for start in range(0, 40, 4):
         group = samples[start : start + 4]
         assert {sample.prompt for sample in group} == {ROWS[start // 4 % 4]["prompt"]}
         rewards = np.array([sample.metrics["reward"] for sample in group])
@@ -176,13 +189,20 @@ def test_groups_come_whole_in_the_order_of_their_prompts_with_their_advantages(d
 
 
 def test_no_more_rollouts_run_ahead_than_allowed(directory):
-    made = worker(directory, max_ahead=8)
+    """Nothing is taken from the queue: the worker comes to rest when it holds as many as may run ahead."""
+    resting = threading.Event()
+
+    class Stopping(threading.Event):
+        def wait(self, timeout=None):
+            resting.set()
+            return super().wait(timeout)
+
+    made = worker(directory, max_ahead=10)
+    made._stopping = Stopping()
     made.start()
     try:
-        first = [made.rollout_buffer.get(timeout=TIMEOUT_S)]
-        while len(first) < 40:
-            assert made.rollout_buffer.qsize() <= 8
-            first.append(made.rollout_buffer.get(timeout=TIMEOUT_S))
+        assert resting.wait(TIMEOUT_S)
+        assert made.rollout_buffer.qsize() == 8
     finally:
         made.stop()
 

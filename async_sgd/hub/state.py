@@ -210,7 +210,9 @@ class HubState:
 
     def _merge(self, record: records.Merged, computed: Computed) -> None:
         unit = self.units[record.unit]
-        if record.version > 1:
+        if record.version == 1:  # who has joined before can push only from now on
+            unit.brought = {node: one.joined(1) for node, one in unit.brought.items()}
+        else:
             pushes = [unit.pending[part.node, part.seq] for part in record.parts]
             unit.brought = unit.brought_with(pushes, record.version, len(self.live))
         self._advance(unit, record.version, computed)

@@ -50,8 +50,8 @@ _RL = (
     (CounterMetricFamily, "no_signal", "groups_without_signal", "Groups whose rewards are all equal."),
     (CounterMetricFamily, "rollout_tokens", "rollout_tokens", "Generated tokens."),
     (CounterMetricFamily, "rollout_s", "rollout_seconds", "Time spent generating."),
-    (CounterMetricFamily, "plain_tokens", "plain_tokens", "Tokens of timed steps without drafts."),
-    (CounterMetricFamily, "plain_s", "plain_seconds", "Time of these steps."),
+    (CounterMetricFamily, "compared_s", "compared_seconds", "Time of decoding that has a plain reference."),
+    (GaugeMetricFamily, "as_plain_s", "as_plain_seconds", "Time that plain decoding takes for its tokens."),
     (CounterMetricFamily, "passes", "rollout_passes", "Passes of one sample through the policy."),
     (CounterMetricFamily, "idle_used_s", "idle_used_seconds", "Processor time of work in idle time."),
 )

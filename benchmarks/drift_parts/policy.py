@@ -18,7 +18,9 @@ from aedit.spec_rollout.sampling.samples import Rollout
 
 LETTER = ord("e")
 ROWS_AT_ONCE = 16
-"""Rows of a teacher-forced pass."""
+"""Rows of a teacher-forced pass at most."""
+TOKENS_AT_ONCE = 2048
+"""Tokens of a teacher-forced pass, padding included, if it has more than one row."""
 AHEAD = 3
 """Steps in which a policy that is behind or ahead of its schedule comes back to it."""
 FASTER, SLOWER = 1.5, 0.7
@@ -140,8 +142,9 @@ def _parts(rollouts: Sequence[Rollout]) -> Iterator[_Part]:
     """Group texts of similar length."""
     texts = [(*rollout.prompt.tokens, *rollout.tokens) for rollout in rollouts]
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-    for first in range(0, len(order), ROWS_AT_ONCE):
-        indices = order[first : first + ROWS_AT_ONCE]
+    while order:
+        num_rows = max(1, min(ROWS_AT_ONCE, TOKENS_AT_ONCE // len(texts[order[0]])))
+        indices, order = order[:num_rows], order[num_rows:]
         shape = len(indices), len(texts[indices[0]])
         ids_BT, answers_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
         for row, i in enumerate(indices):

@@ -17,13 +17,15 @@ class Size:
     policy: Policy
     groups: int = 4
     """Prompts of a node and step."""
-    samples: int = 8
+    samples: int = 4
     """Samples of a prompt."""
-    max_tokens: int = 1024
+    max_tokens: int = 640
     """Prompt and answer."""
     lr: float = 1e-5
-    run_in: int = 24
-    """Steps in which the drafter learns and nothing is measured."""
+    run_in: int = 6
+    """Steps before those that are measured, of a seed of its own, whose rollouts the drafter learns from."""
+    learned_s: float = 240.0
+    """Processor seconds of waits that the drafter then has had."""
     steps: int = 8
     """Steps that are measured."""
 

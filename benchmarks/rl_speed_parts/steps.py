@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
@@ -166,10 +167,12 @@ class Node:
 class World:
     """Two nodes with one policy. A context manager: leaving it ends the trainer."""
 
-    def __init__(self, size: Size, seed: int, root: Path) -> None:
+    def __init__(
+        self, size: Size, seed: int, root: Path, drafter: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Set up the nodes; drafter: where both nodes begin, as `learn` returns it. None: random weights."""
         self.size, self.seed, self.number = size, seed, 0
         self.model = load(size.policy, root)
-        self.model.set_attn_implementation("eager")  # the backward pass of the fused one is slow in bf16
         self.mover = Mover(self.model, size.lr)
         # Nothing is computed in a window, so the trainer needs no lower priority; with one, other work on the
         # machine would decide how much is learned.
@@ -179,9 +182,12 @@ class World:
             "speculating": [Node(self.model, size, learns), Node(self.model, size, TAKES)],
         }
         self.learner, self.other = (node.drafting for node in self.nodes["speculating"])
+        if drafter is not None:
+            self.learner.load_state(drafter)
+            self.other.load_state(drafter)
         self.owed_s = 0.0
         """Processor seconds that the waits of node 0 are worth."""
-        self._begun_s, self._sent = 0.0, 0
+        self._begun_s, self._sent = 0.0, self.learner.status()["adopted"]
         self._chance = random.Random(seed)
 
     def __enter__(self) -> "World":
@@ -224,6 +230,12 @@ class World:
             solved=sum(map(rewarded, first)) / len(first),
             trained=sum(len(one.rollout.tokens) for one in lessons) / sum(len(one.tokens) for one in first),
         )
+
+    def learn(self, until_s: float) -> dict[str, Tensor]:
+        """Let node 0 wait until its trainer has used so many processor seconds; return its drafter."""
+        wait(self.learner, "round", lambda: self.used_s >= until_s, until_s - self.used_s)
+        self.learner.adopt()
+        return self.learner.state()
 
     def shared(self) -> float:
         """Return the acceptance on the node that never trained its drafter over that on the one that did."""

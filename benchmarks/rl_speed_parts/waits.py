@@ -73,7 +73,6 @@ class Stepper:
 
     def __init__(self, size: Size, amount: Amount, root: Path, idle: IdleConfig) -> None:
         self._model = load(size.policy, root)
-        self._model.set_attn_implementation("eager")
         self._target = Target.of(self._model, rows=amount.samples, max_tokens=size.max_tokens)
         self._engine, self._mover, self._version = Engine(self._target), Mover(self._model, 0.0), 0
         self.online = OnlineDrafter.of(self._target, config=OnlineConfig(learning=NEVER, idle=idle))

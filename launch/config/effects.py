@@ -104,11 +104,40 @@ RULES = (
         "a source of prompts",
     ),
     EffectRule(
-        ("data.source", "data.text_key", "data.split", "data.held_out"),
+        (
+            *(f"data.{name}" for name in ("source", "text_key", "split", "held_out")),
+            *(f"train.{name}" for name in ("accumulate", "eval_every", "eval_samples")),
+        ),
         "prompts.source",
         lambda c: bool(c.prompts.source),
         '"" to train on text',
     ),
+    EffectRule(
+        ("prompts.split",),
+        "prompts.source",
+        lambda c: bool(c.prompts.source) and not c.prompts.source.startswith("hf:"),
+        '"hf:NAME"',
+    ),
+    EffectRule(("rl.clip_low",), "rl.loss", lambda c: c.rl.loss == "cispo", "another loss"),
+    EffectRule(
+        ("rl.importance_cap",),
+        "rl.importance",
+        lambda c: c.rl.importance == "off",
+        '"token" or "sequence"',
+    ),
+    EffectRule(
+        ("rl.supervised_batch", "rl.supervised_lr"),
+        "rl.supervised_steps",
+        lambda c: c.rl.supervised_steps == 0,
+        "1 or more",
+    ),
+    EffectRule(
+        ("drafter.idle_training", "drafter.share", "drafter.lr", "drafter.memory_bytes"),
+        "drafter.kind",
+        lambda c: c.drafter.kind in ("off", "suffix"),
+        '"layer" or "auto"',
+    ),
+    EffectRule(("drafter.lr",), "drafter.idle_training", lambda c: not c.drafter.idle_training, "true"),
 )
 
 

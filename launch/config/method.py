@@ -34,9 +34,31 @@ _DECIDES = (
     "hub.weights",
     "hub.codec",
     "hub.codec_down",
+    "reward.functions",
+    "reward.weights",
+    "reward.options.",
+    "rl.group_size",
+    "rl.loss",
+    "rl.advantage",
+    "rl.clip_low",
+    "rl.clip_high",
+    "rl.importance",
+    "rl.importance_cap",
+    "rl.kl",
+    "rl.max_staleness",
+    "rl.epochs",
+    "rl.batches",
+    "rl.dynamic_sampling",
+    "rl.overlong",
+    "rl.supervised_steps",
+    "rl.supervised_lr",
+    "rl.sampling.",
+    "drafter.kind",
+    "drafter.share",
 )
-"""Not here: what each machine chooses for itself (batch size, dtype, paths, time-outs), what the hub alone
-applies and an operator may change between two of its starts (quorum, grace, staleness, screen, budget)."""
+"""Not here: what each machine chooses for itself (batch size, dtype, paths, time-outs), the problems, whose
+digest is compared, and what the hub alone applies and an operator may change between two of its starts
+(quorum, grace, staleness, screen, budget)."""
 
 
 def method(config: RunConfig) -> dict[str, str]:

@@ -4,6 +4,9 @@ from aedit.launch.config.rl import PromptConfig, RewardConfig
 from aedit.spec_rollout.rl.rewards.reward import BUILT_IN, RewardSpec, Scalar
 from aedit.types import UserError
 
+WITH_ANSWER = {"exact", "numeric", "regex", "math"}
+"""Built-in functions that read the column of the right answer; `regex` does if its pattern has that group."""
+
 
 def reward_specs(config: RewardConfig, prompts: PromptConfig) -> tuple[RewardSpec, ...]:
     """Return what `RewardPool` needs. Raises UserError for unknown names, and options that no function has.
@@ -22,7 +25,7 @@ def reward_specs(config: RewardConfig, prompts: PromptConfig) -> tuple[RewardSpe
             )
         options[function][option] = value
     for name in options:
-        if name in BUILT_IN:
+        if name in WITH_ANSWER:
             options[name]["answer_key"] = prompts.answer_key
     try:
         return tuple(
@@ -35,4 +38,4 @@ def reward_specs(config: RewardConfig, prompts: PromptConfig) -> tuple[RewardSpe
 
 def need_answer(config: RewardConfig) -> bool:
     """Return whether a reward of the run reads the column of the right answer."""
-    return bool({"exact", "numeric", "math"} & set(config.functions))
+    return bool((WITH_ANSWER - {"regex"}) & set(config.functions))

@@ -14,7 +14,17 @@ from aedit.launch.config.load import load
 from aedit.system import write_atomically
 from aedit.types import UserError
 
-_DECIDES = ("outer.", "edit.penalty.clip", "hub.merge", "hub.codec_down", "hub.weights", "hub.parent", "name")
+_DECIDES = (
+    "outer.",
+    "edit.penalty.clip",
+    "hub.merge",
+    "hub.codec_down",
+    "hub.weights",
+    "hub.parent",
+    "drafter.kind",
+    "drafter.share",
+    "name",
+)
 """Keys on which the replay of the journal depends: other values would give other anchors."""
 
 

@@ -12,6 +12,7 @@ from aedit.async_sgd.journal.store import Store, batches, check_gapless, check_p
 from aedit.async_sgd.rules.records import Accepted, Push, Record, Vector
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load
+from aedit.launch.config.unit_rules import unit_rules
 from aedit.proto.codecs.codecs import codec
 
 
@@ -26,6 +27,7 @@ def make_hub(config: RunConfig, part: tuple[int, int]) -> Hub:
         steps=config.train.steps,
         seconds=config.train.seconds,
         part=part,
+        rules=unit_rules(config),
     )
     down = config.hub.codec_down
     return Hub(plan, None if down == "fp32" else codec(down))

@@ -16,6 +16,7 @@ from aedit.edit.agreement import compare
 from aedit.edit.mean_exchange import MeanExchange
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
+from aedit.launch.config.unit_rules import unit_rules
 from aedit.launch.data.samples import SampleOrder
 from aedit.launch.data.tokenizer import CorpusTokenizer, load_tokenizer
 from aedit.launch.node.budget import WorldBudget
@@ -139,6 +140,7 @@ def _exchange(config: RunConfig, transport: TorchTransport) -> MeanExchange:
         outer=make_outer(config.outer),
         penalty=config.edit.penalty,
         offload=config.edit.offload,
+        rules=unit_rules(config),
     )
 
 

@@ -27,7 +27,7 @@ class HubParticipation:
         self.exchange.before_leaving = lambda: self.record_step(node)
 
     def record_step(self, node: TrainingNode) -> None:
-        """Report steps, tokens, times, loss and used samples to the agent."""
+        """Report steps, tokens, times, loss, used samples and reinforcement learning to the agent."""
         if not node.sync.shards.leads:
             return
         self.link.tell(
@@ -39,6 +39,7 @@ class HubParticipation:
                 loss=node.newest_loss,
                 used=node.objective.used(self.exchange.used_steps),
                 drawn=node.objective.drawn(),
+                rl=node.rl.report() if node.rl else {},
             )
         )
 

@@ -1,5 +1,6 @@
 """Build the objective of reinforcement learning from the configuration."""
 
+from contextlib import ExitStack
 from functools import partial
 
 from torch import nn
@@ -9,16 +10,15 @@ from aedit.launch.data.prompts import ProblemSet
 from aedit.launch.data.rewards import reward_specs
 from aedit.launch.data.supervised import AnswerTokens
 from aedit.launch.node.objective import NodeParts
-from aedit.launch.node.rl_engine import make_engine
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_pipeline import GroupPipeline
 from aedit.launch.node.rl_policy import PolicyGradient, without_dropout
 from aedit.launch.node.rl_records import RLRecords, Waits
 from aedit.launch.node.rl_warm_up import WarmUp
+from aedit.launch.node.rl_workers import make_source
 from aedit.launch.node.sharding import make_model
 from aedit.launch.rundir.recorder import Recorder
-from aedit.spec_rollout.engine.engine_source import EngineSource
 from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.rewards.pool import RewardPool
 from aedit.spec_rollout.rl.rewards.reward import RewardReport
@@ -34,15 +34,17 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     config, sync, world = parts.config, parts.sync, parts.world
     without_dropout(sync.model)
     longest = max(len(problem.tokens) for problem in (*problems.train, *problems.held_out))
-    engine = make_engine(config, sync.model, parts.tokenizer, world, longest)
     waits = Waits(sync)
-    pipeline = GroupPipeline(
-        source=EngineSource(engine),
-        rewards=_rewards(config),
-        decode=parts.tokenizer.decode,
-        window=waits.window,
-        report=partial(_record_faults, parts.recorder),
-    )
+    with ExitStack() as opened:
+        rewards = opened.enter_context(_rewards(config))
+        pipeline = GroupPipeline(
+            source=make_source(parts, longest, waits.window),
+            rewards=rewards,
+            decode=parts.tokenizer.decode,
+            window=waits.window,
+            report=partial(_record_faults, parts.recorder),
+        )
+        opened.pop_all()
     stream = GroupStream(
         config=config.rl,
         order=parts.order,

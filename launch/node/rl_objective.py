@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
 from aedit.launch.node.inner import lr_at
@@ -14,7 +16,7 @@ from aedit.launch.node.rl_evaluate import solved_share
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_policy import PolicyGradient
 from aedit.launch.node.rl_records import RLRecords
-from aedit.launch.node.rl_samples import parts_of, samples_of
+from aedit.launch.node.rl_samples import Key, parts_of, samples_of
 from aedit.launch.node.rl_warm_up import WarmUp
 from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.problems import Problem
@@ -39,6 +41,7 @@ class PolicyObjective:
     """True once the supervised warm-up is over. It does not begin again."""
     _steps: deque[Sequence[Group] | None] = field(default_factory=deque)
     """Groups of each inner step that is left in this batch; None: a supervised step."""
+    _proximal: dict[Key, Tensor] = field(default_factory=dict)
     _new: int = 0
     """Of these steps, the number that train groups for the first time."""
     _tokens: int = 0
@@ -71,6 +74,7 @@ class PolicyObjective:
         """Wait for the groups of the next batch, and divide them into the inner steps on them."""
         groups = self.stream.next_batch()
         self.records.add_batch(groups, self.version)
+        self._proximal = self.gradient.proximal(samples_of(groups, self.config.rl))
         parts = parts_of(groups, self.config.rl.batches)
         self._steps.extend(parts * self.config.rl.epochs)
         self._new = len(parts)
@@ -88,7 +92,7 @@ class PolicyObjective:
         if groups is None:
             self._tokens = self.warm_up.accumulate(self.sync.steps, add_loss)
         else:
-            samples = samples_of(groups, self.config.rl)
+            samples = samples_of(groups, self.config.rl, self._proximal)
             self._tokens = self.gradient.accumulate(samples, add_loss)
         self.records.train_s += time.perf_counter() - began
 

@@ -19,7 +19,7 @@ CAUSES = ("round", "hub", "rollouts", "longest sample", "rank", "rewards")
 """Causes of waits."""
 SUMS = ("groups", "rollouts", "no_signal", "excluded", "retried", "rollout_tokens", "passes", "plain_tokens")
 """Totals that are added over the ranks of a node."""
-SECONDS = ("rollout_s", "reward_s", "train_s", "plain_s")
+SECONDS = ("rollout_s", "reward_s", "train_s", "plain_s", "compared_s", "as_plain_s")
 """Totals of which the mean over the ranks is taken."""
 
 

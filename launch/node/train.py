@@ -22,6 +22,7 @@ from aedit.launch.node.resume import Resumed, training_state
 from aedit.launch.node.stop import Stop, Stopped
 from aedit.launch.node.world import World
 from aedit.launch.rundir.recorder import Recorder
+from aedit.launch.rundir.rl_records import RLMetric
 from aedit.types import Round
 
 
@@ -63,6 +64,8 @@ class TrainingNode:
     lr: float = 0.0
     newest_loss: float = float("nan")
     """Mean training loss between the last two lines of metrics."""
+    rl: RLMetric | None = None
+    """Reinforcement learning in the last line of metrics; None in a run on text."""
     saved: Mark = field(default_factory=lambda: Mark(0))
     evaluated_round: int = 0
     bytes_before: int = 0
@@ -274,6 +277,8 @@ class TrainingNode:
         clock = self.recorder.clock
         if self.meter.num_steps:  # the final line may follow the previous one without a step in between
             self.newest_loss = self.meter.mean_loss(self.sync.shards)
+        own = self.objective.metrics()
+        self.rl = RLMetric.of(own.get("rl"))
         self.recorder.metrics(
             step=self.sync.steps,
             round=self.sync.round_id,
@@ -286,5 +291,5 @@ class TrainingNode:
             idle_used_s=round(self.sync.idle_used_s, 4),
             other_s=round(clock.other_s, 4),
             progress=round(self.budget.progress(), 5),
-            **self.objective.metrics(),
+            **own,
         )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite, nan
+from pathlib import Path
 
 from aedit.launch.rundir.values import Line, counts, number
 from aedit.types import RL_REPORT
@@ -12,6 +13,8 @@ _NEWEST = (
     "solved",
     "mismatch_kl",
     "mismatch_kl_masked",
+    "mismatch_kl_unmasked",
+    "reference_kl",
     "clip_share",
     "entropy",
     "length",
@@ -30,8 +33,8 @@ _TOTALS = (
     "reward_s",
     "train_s",
     "supervised_steps",
-    "plain_s",
-    "plain_tokens",
+    "compared_s",
+    "as_plain_s",
     "passes",
     "idle_used_s",
 )
@@ -80,7 +83,13 @@ class RLMetric:
     """Estimate of KL(behaviour || trainer), in nats per token."""
 
     mismatch_kl_masked: float
-    """The same over tokens that have a gradient."""
+    """The same over tokens that the loss has clipped."""
+
+    mismatch_kl_unmasked: float
+    """The same over the others."""
+
+    reference_kl: float
+    """KL divergence to the policy at the start, with `rl.kl` above 0."""
 
     clip_share: float
     """Share of tokens that the loss has clipped."""
@@ -117,11 +126,11 @@ class RLMetric:
 
     train_s: float
     supervised_steps: float
-    plain_s: float
-    """Seconds of steps of the engine without drafts."""
+    compared_s: float
+    """Seconds of steps of the engine at numbers of rows for which steps without drafts were timed."""
 
-    plain_tokens: float
-    """Tokens of these steps."""
+    as_plain_s: float
+    """Seconds in which steps without drafts make their tokens."""
 
     passes: float
     """Passes of one sample through the policy."""
@@ -188,7 +197,7 @@ class RLEvalEvent:
 
 
 def reward_error(line: Line) -> str:
-    """Return a `reward_error` event as text: the function, its line, the sample and the message."""
-    place = f", line {line['line']}" if line.get("line") else ""
-    sample = f" on sample {line['sample']}" if line.get("sample") is not None else ""
+    """Return a `reward_error` event as text: the function, `file:number`, the sample and the message."""
+    place = f" ({Path(str(line['line'])).name})" if line.get("line") else ""
+    sample = f", sample {line['sample']}" if line.get("sample") is not None else ""
     return f"{line.get('function')}{place}{sample}: {line.get('message')}"

@@ -1,5 +1,6 @@
 """Figures of reinforcement learning that the views show, from a run's records; NaN if unknown."""
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class RLTotals:
     """Tokens of rollouts per second of generation."""
 
     speed_up: float
-    """`tokens_per_s` over that of the steps without drafts."""
+    """Of decoding, over steps without drafts at as many rows; NaN where no such step was timed."""
 
     accepted: float
     """Tokens per pass of a sample through the policy; 1 without drafts."""
@@ -60,10 +61,7 @@ def newest(node: NodeRecords) -> RLMetric | None:
 
 
 def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
-    """Return the totals over nodes, given the newest state of each.
-
-    The speed-up is over nodes that have timed steps without drafts: sum of speeds over sum of plain speeds.
-    """
+    """Return the totals over nodes, given the newest state of each."""
     known = [state for state in states if state is not None]
     arms, idle_s = Counter[str](), Counter[str]()
     for state in known:
@@ -80,7 +78,9 @@ def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
         retried=total_known(state.retried for state in known),
         excluded=total_known(state.excluded for state in known),
         tokens_per_s=_sum_or_nan(ratio(state.rollout_tokens, state.rollout_s) for state in known),
-        speed_up=_speed_up(known),
+        speed_up=ratio(
+            total_known(state.as_plain_s for state in known), total_known(state.compared_s for state in known)
+        ),
         accepted=ratio(
             total_known(state.rollout_tokens for state in known), total_known(state.passes for state in known)
         ),
@@ -92,12 +92,6 @@ def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
         adopted=total_known(drafter.adopted for drafter in drafters),
         refused=total_known(drafter.refused for drafter in drafters),
     )
-
-
-def _speed_up(states: Sequence[RLMetric]) -> float:
-    speeds = [(ratio(s.rollout_tokens, s.rollout_s), ratio(s.plain_tokens, s.plain_s)) for s in states]
-    known = [(speed, plain) for speed, plain in speeds if isfinite(speed) and isfinite(plain)]
-    return ratio(sum(speed for speed, _ in known), sum(plain for _, plain in known))
 
 
 def recent_rollout_tokens_per_s(metrics: Sequence[Metric], window_s: float = WINDOW_S) -> float:
@@ -133,6 +127,16 @@ def first_and_last(run: Run, value: Callable[[RLMetric], float]) -> tuple[float,
 def rl_held_out(run: Run) -> list[RLEvalEvent]:
     """Return the evaluations of the run in order of time; one node evaluates at a time."""
     return sorted((e for node in run.nodes for e in node.rl_evaluations), key=lambda e: (e.t, e.step))
+
+
+def mean_step(run: Run, t: float) -> float:
+    """Return the nodes' mean inner step at this time, as each evaluation may be by another node."""
+    steps = [
+        node.metrics[bisect_right(node.metrics, t, key=lambda m: m.t) - 1]
+        for node in run.nodes
+        if node.metrics
+    ]
+    return mean_known(metric.step if metric.t <= t else 0 for metric in steps)
 
 
 def after_warm_up(run: Run) -> list[RLEvalEvent]:

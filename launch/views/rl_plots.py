@@ -17,7 +17,7 @@ from aedit.launch.views import words
 from aedit.launch.views.axes import from_zero, whole_numbers
 from aedit.launch.views.bars import USES
 from aedit.launch.views.figures import ratio
-from aedit.launch.views.rl_figures import Split, after_warm_up, rl_held_out, splits
+from aedit.launch.views.rl_figures import Split, after_warm_up, mean_step, rl_held_out, splits
 
 MAX_NODES = 8
 MAX_BARS = 120
@@ -28,7 +28,11 @@ Point = Metric | RLEvalEvent
 
 def reward_by_steps(run: Run) -> Figure | None:
     """Return reward and solved share of each node's batches, and the solved share of held-out problems."""
-    figure = _reward(run, lambda point: point.step, "inner steps of the node")
+
+    def where(point: Point) -> float:
+        return point.step if isinstance(point, Metric) else mean_step(run, point.t)
+
+    figure = _reward(run, where, "inner steps of the node; held-out: mean over nodes")
     if figure is not None:
         whole_numbers(figure.axes[1].xaxis)
     return figure

@@ -87,8 +87,8 @@ def _held_out(run: Run) -> str:
     first, last = (since or evaluations)[0], evaluations[-1]
     change = f"{words.percent(first.solved)} -> {words.percent(last.solved)}"
     before = f"; {words.percent(evaluations[0].solved)} before the warm-up" if evaluations[0] != first else ""
-    steps = f"at steps {words.count(first.step)} and {words.count(last.step)}"
-    return f"{change} of {words.count(last.problems)} problems, {steps}{before}"
+    times = f"at {words.clock(first.t)} and {words.clock(last.t)}"
+    return f"{change} of {words.count(last.problems)} problems, {times}{before}"
 
 
 def _solved(share: tuple[float, float]) -> str:
@@ -100,7 +100,7 @@ def _speed(totals: RLTotals) -> str:
     accepted = f"accepted length {words.decimals(totals.accepted)}"
     if not isfinite(totals.speed_up):
         return f"{speed}; {accepted}; no plain step was timed"
-    return f"{speed}, {words.times(totals.speed_up)} plain decoding; {accepted}"
+    return f"{speed}; decoding {words.times(totals.speed_up)} as fast as without drafts; {accepted}"
 
 
 def _groups(run: Run, totals: RLTotals) -> str:

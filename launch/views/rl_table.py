@@ -108,7 +108,7 @@ def held_out_line(run: Run) -> Text:
         return Text(f"held-out solved  {words.UNKNOWN}")
     first, last = evaluations[0], evaluations[-1]
     change = f"{words.percent(first.solved)} -> " if len(evaluations) > 1 else ""
-    of = f" of {words.count(last.problems)} problems at step {words.count(last.step)}"
+    of = f" of {words.count(last.problems)} problems at {words.clock(last.t)}"
     return Text(f"held-out solved  {change}{words.percent(last.solved)}{of}")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from aedit.spec_rollout.drafters.backlog import Backlog, MissingPairs, RowBacklog
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.draft_pass import CachedPairs, DraftRunner
+from aedit.spec_rollout.drafters.draft_shape import DraftShape
 from aedit.spec_rollout.drafters.drafting import DraftContext, DraftInputs, Tree, draft_chain, draft_tree
 from aedit.spec_rollout.drafters.drafts import Arm, Draft, Noise, RowStart, StepUpdate
 from aedit.spec_rollout.model.graphs import GraphCache, batch_bucket, context_bucket
@@ -81,6 +82,11 @@ class LayerDrafter:
         check(sizes[0] == sizes[1], "features of this draft layer", f"must be {sizes[1]} wide", sizes[0])
         embeddings, rows, max_tokens = (target.embedding, target.head), target.rows, target.max_tokens
         return cls(layer, embeddings, rows=rows, max_tokens=max_tokens, mode=mode, window=window)
+
+    @property
+    def shape(self) -> DraftShape:
+        """Return the shape of the draft layer."""
+        return self._runner.shape
 
     @property
     def num_bytes(self) -> int:

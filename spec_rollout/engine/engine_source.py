@@ -54,11 +54,13 @@ class EngineSource:
     def status(self) -> Mapping[str, Any]:
         """Return totals since the start.
 
+        `as_plain_s / compared_s` is the speed-up over plain decoding, see `SpeedUp`.
         `rollout_tokens`, `passes` (samples times steps), `arms` (steps by arm), and `plain_s` and
         `plain_tokens` of the steps without speculation.
         """
         meters = self.engine.meters
         return {
+            **meters.speed_up.figures(),
             "rollout_tokens": meters.num_tokens,
             "passes": meters.num_passes,
             "arms": dict(meters.arms),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from aedit.spec_rollout.drafters.drafts import OFF, Arm
+from aedit.spec_rollout.engine.speed_up import SpeedUp
 from aedit.spec_rollout.sampling.samples import Rollout
 
 
@@ -41,6 +42,7 @@ class Meters:
     draft_s: float = 0.0
     arms: Counter[str] = field(default_factory=Counter)
     """Number of steps by arm."""
+    speed_up: SpeedUp = field(default_factory=SpeedUp)
     _reached: list[int] = field(default_factory=list)
     """At [n - 1], passes with n or more drafted nodes on a path."""
     _accepted: list[int] = field(default_factory=list)
@@ -55,6 +57,7 @@ class Meters:
         self.total_s += step.total_s
         self.draft_s += step.draft_s
         self.arms[str(step.arm)] += 1
+        self.speed_up.add(len(step.counts), sum(step.counts), step.total_s, plain=step.arm.is_off)
         if step.nodes:
             self._add_draft(min(step.nodes, step.arm.depth), step.accepted)
 

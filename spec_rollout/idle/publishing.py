@@ -7,7 +7,7 @@ published nothing.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -84,7 +84,7 @@ class Publication:
 
 
 class SharedSlots:
-    """Two slots in shared memory, for one publishing and one reading process.
+    """Two slots in shared memory, for one publishing process and any number of reading ones.
 
     Each process makes its own `SharedSlots` over the same bytes, which are zero at first.
     """
@@ -114,12 +114,23 @@ class SharedSlots:
             ValueError: The tensors differ from the layout. Nothing is published.
         """
         _check(self.layout, tensors)
+
+        def write(views: Mapping[str, Tensor]) -> None:
+            for name, view in views.items():
+                view.copy_(tensors[name].detach())
+
+        return self.publish_by(write, version)
+
+    def publish_by(self, write: Callable[[Mapping[str, Tensor]], None], version: int) -> int:
+        """Publish what `write` writes into the tensors of a slot, all of them, and return its number.
+
+        If it raises, nothing is published.
+        """
         number = self.newest_number + 1
         header, slot = self._slot_header(number), self._slot(number)
         header[NUMBER] = 0
         memory_fence()
-        for name, view in self.layout.views(slot):
-            view.copy_(tensors[name].detach())
+        write(dict(self.layout.views(slot)))
         header[VERSION] = version
         header[CHECKSUM] = slot_checksum(slot, number, version)
         memory_fence()

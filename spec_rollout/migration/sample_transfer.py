@@ -8,10 +8,9 @@ The sender keeps the sample until the receiver has confirmed it. If the confirma
 sample and both may continue it: with coupled sampling they get the same tokens, so either result is valid.
 """
 
-import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,7 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aedit.spec_rollout.engine.engine import Engine
-from aedit.spec_rollout.sampling.samples import Prompt, Rollout, SampleKV, Sampling
+from aedit.spec_rollout.migration.sample_text import decode_prompt, encode_prompt
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout, SampleKV
 
 TIMEOUT_S = 10.0
 MAX_TEXT_BYTES = 64 << 20
@@ -87,7 +87,7 @@ def send_sample(
         ValueError: The sample has a constraint, which is an object of this process. Nothing was sent.
     """
     channel, kv = RankChannel.to(rank, group, timeout_s), prompt.partial.kv if prompt.partial else None
-    text = torch.frombuffer(bytearray(_encode(prompt)), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(encode_prompt(prompt)), dtype=torch.uint8)
     channel.send(_header(len(text), kv), "header of a sample")
     channel.send(text, "text of a sample")
     answer = int(channel.receive(torch.zeros(1, dtype=torch.int64), "answer")[0])
@@ -122,7 +122,7 @@ def receive_sample(
     if magic != MAGIC or not 0 < num_bytes <= MAX_TEXT_BYTES:
         raise ConnectionError(f"rank {rank} sent something that is not a sample: is it calling send_sample?")
     text = channel.receive(torch.zeros(num_bytes, dtype=torch.uint8), "text of a sample")
-    prompt = _decode(text.numpy().tobytes())
+    prompt = decode_prompt(text.numpy().tobytes())
     if _is_compatible(engine, prompt, version, kv_header):
         channel.send(torch.tensor([SEND_KV]), "answer")
         kv = channel.receive(torch.zeros(kv_header[1:], dtype=DTYPES[kv_header[0]]), "keys and values")
@@ -155,43 +155,3 @@ def _is_compatible(engine: Engine, prompt: Prompt, version: int, kv_header: list
         and sizes == [layers, two, heads, num_tokens, head_dim]
         and 0 < num_tokens <= engine.target.max_tokens
     )
-
-
-def _encode(prompt: Prompt) -> bytes:
-    """Return the prompt as JSON, without keys and values."""
-    sampling, partial = prompt.sampling, prompt.partial
-    if sampling.constraint is not None:
-        raise ValueError(
-            f"sample {prompt.name} has a constraint, an object of this process, and cannot be sent: continue "
-            "it on an engine of this process"
-        )
-    settings = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
-    if sampling.allowed is not None:
-        settings["allowed"] = sampling.allowed.int().tolist()
-    data: dict[str, Any] = {
-        "tokens": prompt.tokens,
-        "rollout": prompt.rollout,
-        "sample": prompt.sample,
-        "group": prompt.group,
-        "sampling": settings,
-        "partial": None,
-    }
-    if partial is not None:
-        names = ("tokens", "logprobs", "versions", "top_logprobs", "passes")
-        data["partial"] = {name: getattr(partial, name) for name in names}
-    return json.dumps(data).encode()
-
-
-def _decode(text: bytes) -> Prompt:
-    data = json.loads(text)
-    settings = data.pop("sampling")
-    settings["logit_bias"] = {int(token): bias for token, bias in settings["logit_bias"].items()}
-    for name in ("stop_tokens", "stop_strings"):
-        settings[name] = tuple(settings[name])
-    if settings["allowed"] is not None:
-        settings["allowed"] = torch.tensor(settings["allowed"], dtype=torch.bool)
-    partial, tokens = data.pop("partial"), tuple(data.pop("tokens"))
-    prompt = Prompt(tokens=tokens, sampling=Sampling(**settings), **data)
-    if partial is not None:
-        partial["top_logprobs"] = [tuple(map(tuple, each)) for each in partial["top_logprobs"]]
-    return prompt if partial is None else replace(prompt, partial=Rollout(prompt, **partial))

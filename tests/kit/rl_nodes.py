@@ -3,6 +3,7 @@
 import json
 import signal
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ options = { levels = 1 }
 size = 60
 held_out = 0.2
 [reward]
-functions = ["kit.rl_nodes:digits"]
+functions = ["kit.rl_rewards:digits"]
 [rl]
 groups = 3
 group_size = 4
@@ -49,37 +50,48 @@ every = 1
 """
 
 
-def digits(completions, **columns):
-    """Return the share of digits and signs among the characters, which an untrained policy often varies."""
-    return [sum(32 <= ord(letter) < 64 for letter in text) / max(1, len(text)) for text in completions]
-
-
 def config_of(directory, **keys):
     """Return the configuration with dotted keys replaced, such as rl__groups=2."""
-    from aedit.launch.config.flags import with_flags
+    config = replace(parse(CONFIG, "test"), dir=str(directory))
+    for name, value in keys.items():
+        config = _with(config, name.split("__"), value)
+    return config
 
-    config = parse(CONFIG, "test")
-    flags = [f"--{name.replace('__', '.')}={value}" for name, value in keys.items()]
-    return with_flags(config, [*flags, f"--dir={directory}"])
+
+def _with(config, names, value):
+    first, *rest = names
+    return replace(config, **{first: _with(getattr(config, first), rest, value) if rest else value})
+
+
+@contextmanager
+def handlers_put_back():
+    """Restore the signal handlers, which a node replaces, when the block ends."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def alone():
-    """Yield a world of one node with one rank; signal handlers are put back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Yield a world of one node with one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("sync", "shard"))
         yield World(0, 1, 0, 1, torch.device("cpu"), mesh)
     finally:
         dist.destroy_process_group()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def run(config, watch=lambda node: None, attempt=1):
     """Train a node alone; `watch` gets the node before its first step. Return the node, which is closed."""
-    with alone() as world, build(config, world, Path(config.dir) / config.name, attempt) as node:
+    with (
+        handlers_put_back(),
+        alone() as world,
+        build(config, world, Path(config.dir) / config.name, attempt) as node,
+    ):
         watch(node)
         train_policy(node, node.objective)
     return node

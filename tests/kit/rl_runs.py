@@ -41,8 +41,8 @@ class RLNode:
         newest |= {"length": 20.0, "length_max": 64, "staleness": 0.5, "staleness_max": 2}
         totals = {"groups": 4 * n, "rollouts": 32 * n, "no_signal": n, "retried": 1, "excluded": 2}
         totals |= {"rollout_tokens": tokens, "rollout_s": 1.0 * n, "reward_s": 0.1 * n, "train_s": 0.4 * n}
-        plain_s = 0.1 * n if self.plain else 0.0
-        totals |= {"supervised_steps": 0, "plain_s": plain_s, "plain_tokens": 400.0 * plain_s * self.speed}
+        compared_s = 0.5 * n if self.plain else 0.0
+        totals |= {"supervised_steps": 0, "compared_s": compared_s, "as_plain_s": 1.6 * compared_s}
         arms = {"off": n, "layer:4": 3 * n, "layer:6x2x12": 2 * n, "suffix:8": 4 * n}
         drafter = {"steps": 5 * n, "published": n // 10, "adopted": n // 10, "refused": n // 20}
         drafter |= {"accepted_length": 1.5 + 0.01 * n, "version": n // 10}

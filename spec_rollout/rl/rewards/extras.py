@@ -10,7 +10,7 @@ from aedit.spec_rollout.rl.rewards.built_in import answers, text_of
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def gym_reward(completions: list[Any], *, answer_key: str = "answer", **columns: Any) -> list[float]:
+def gym_reward(completions: list[Any], **columns: Any) -> list[float]:
     """Return the score that the generator of reasoning-gym gives the completion, from 0 to 1.
 
     Only the text in the last `<answer>` tag counts if there is one. The problem is generated again from the

@@ -1,0 +1,120 @@
+"""Keeps each requested sample with a living worker until it is finished."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aedit.spec_rollout.migration.lengths import LengthDistribution
+from aedit.spec_rollout.migration.moving import HISTORY_ROLLOUTS
+from aedit.spec_rollout.migration.reallocate import SampleKey
+from aedit.spec_rollout.migration.sample_text import encode_prompt
+from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.workers.channel import Message
+from aedit.spec_rollout.workers.config import WorkerConfig
+from aedit.spec_rollout.workers.placement import place
+from aedit.spec_rollout.workers.pool import WorkerPool
+from aedit.spec_rollout.workers.samples import Samples, total
+from aedit.spec_rollout.workers.worker_process import WorkerProcess
+
+Report = Callable[[str, Mapping[str, Any]], None]
+"""Takes an event and its fields."""
+
+
+class Dispatcher:
+    """Gives samples to workers, reads their reports, and takes samples back from dead workers."""
+
+    def __init__(self, pool: WorkerPool, samples: Samples, config: WorkerConfig, report: Report) -> None:
+        self.pool, self.samples = pool, samples
+        self.finished: list[Rollout] = []
+        self.version = 0
+        """Policy version that samples need at least."""
+        self.moving: SampleKey | None = None
+        """Sample that is being taken from one worker for another."""
+        self.num_finished = self.num_retried = 0
+        self._config, self._report = config, report
+        self._stopped, self._cut = deque[int](maxlen=HISTORY_ROLLOUTS), deque[int](maxlen=HISTORY_ROLLOUTS)
+        self._past: list[Mapping[str, Any]] = []
+
+    def look(self) -> None:
+        """Handle what the workers have sent, dead workers, restarts, and samples that wait.
+
+        Raises:
+            RuntimeError: The workers die again and again, or one sample ends each worker that has it.
+        """
+        # Deaths first: what a worker sent before it died is then read before its samples are taken back.
+        dead = self.pool.find_dead()
+        for worker in list(self.pool.workers.values()):
+            for message in worker.receive():
+                self._handle(worker, message)
+        for worker, reason in self.pool.bury(dead):
+            self._take_back(worker, reason)
+        self.pool.start_due()
+        if self.pool.given_up:
+            limit = self._config.restarts.limit
+            raise RuntimeError(
+                f"all rollout workers have ended more than {limit} times in a row without a finished sample; "
+                f"the last one: {self.pool.last_error}"
+            )
+        self.place_waiting()
+
+    def place_waiting(self) -> None:
+        """Give the samples that no worker has to workers, if there are any."""
+        waiting = [self.samples.unfinished(key) for key in self.samples.waiting() if key != self.moving]
+        if not waiting or not self.pool.workers:
+            return
+        lengths = LengthDistribution.of(self._stopped, [*self._cut, *self.samples.lengths()])
+        busy = {
+            index: sum(self.samples.unfinished(key).expected_remaining(lengths) for key in worker.samples)
+            for index, worker in self.pool.workers.items()
+        }
+        for index, sample in place(waiting, busy, lengths):
+            self.give(index, sample.key)
+
+    def give(self, index: int, key: SampleKey) -> None:
+        """Give a sample to a worker."""
+        worker = self.pool.workers[index]
+        text = encode_prompt(self.samples.prompt(key)).decode()
+        worker.channel.send("add", prompt=text, version=self.version)
+        worker.samples[key] = None
+        self.samples[key].worker = index
+
+    def take_finished(self) -> list[Rollout]:
+        """Return the samples that have finished since the last call."""
+        finished, self.finished = self.finished, []
+        return finished
+
+    def figures(self) -> Mapping[str, object]:
+        """Return the sums of the figures of all workers so far."""
+        return total([*self._past, *(worker.figures for worker in self.pool.workers.values())])
+
+    def _handle(self, worker: WorkerProcess, message: Message) -> None:
+        kind = message["kind"]
+        if kind == "ready":
+            worker.is_ready = True
+        elif kind == "error":
+            worker.error = message["message"]
+        elif kind == "removed":
+            key = tuple(message["key"])
+            if message["found"] and worker.samples.pop(key, key) is None:
+                self.samples[key].worker = None
+        elif kind == "report":
+            worker.read_figures(message)
+            for rollout in self.samples.extend(worker.index, message):
+                del worker.samples[rollout.prompt.key]
+                worker.finished += 1
+                self._record(rollout)
+
+    def _record(self, rollout: Rollout) -> None:
+        self.finished.append(rollout)
+        self.num_finished += 1
+        (self._stopped if rollout.finish_reason == "stop" else self._cut).append(len(rollout.tokens))
+
+    def _take_back(self, worker: WorkerProcess, reason: str) -> None:
+        """Take the samples of a dead worker back, so that others continue them."""
+        self._past.append(worker.figures)
+        keys, worker.samples = list(worker.samples), {}
+        self.num_retried += len(keys)
+        fields = {"worker": worker.index, "pid": worker.pid, "samples": len(keys), "reason": reason}
+        self._report("rollout_retried", fields)
+        limit = self._config.restarts.limit if worker.is_ready else None
+        self.samples.take_back(keys, reason, limit)

@@ -1,0 +1,226 @@
+"""Rollouts from worker processes of this rank: `RolloutSource` whose samples survive killed workers.
+
+    source = WorkerSource(policy, WorkerConfig(processes=2, rows=16, max_tokens=1024))
+    source.update_weights(policy.state_dict(keep_vars=True), version=1)
+    source.add(prompts)
+    while source.running:
+        finished = source.step()
+
+The workers go on while the rank trains: they have all samples from `add` on, report tokens as they are drawn,
+and take over new weights between two decode steps. Samples of a worker that died or fell silent continue in
+another one, after the tokens that were reported; with coupled sampling that changes no token.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from aedit.spec_rollout.engine.request_checks import check_prompt
+from aedit.spec_rollout.migration.moving import Reallocator
+from aedit.spec_rollout.migration.reallocate import SampleKey
+from aedit.spec_rollout.migration.sample_text import encode_prompt
+from aedit.spec_rollout.model.model_support import unwrapped
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout
+from aedit.spec_rollout.workers.config import WorkerConfig
+from aedit.spec_rollout.workers.dispatcher import Dispatcher, Report
+from aedit.spec_rollout.workers.pool import WorkerPool
+from aedit.spec_rollout.workers.remote_engine import RemoteEngine
+from aedit.spec_rollout.workers.samples import Samples
+from aedit.spec_rollout.workers.shared_weights import SharedWeights
+from aedit.spec_rollout.workers.worker_process import WorkerStart
+from aedit.weight_gather import sharded, take_part
+
+REBALANCE_S = 0.1
+"""Interval of the plans of migrations."""
+
+Window = Callable[[str], AbstractContextManager[object]]
+"""Opens an idle window for a cause; see `IdleWork.window`."""
+
+
+class WorkerSource:
+    """`RolloutSource` of worker processes, which start with it. Used by one thread, which must last."""
+
+    def __init__(
+        self,
+        policy: Any,
+        config: WorkerConfig,
+        *,
+        drafter: Any = None,
+        window: Window | None = None,
+        report: Report | None = None,
+    ) -> None:
+        """Start the workers. They load torch meanwhile; nothing waits for them.
+
+        Args:
+            policy: `transformers` model whose weights will come, sharded or not.
+            config: Settings.
+            drafter: `DraftLayer` for the arms `layer:...`; its newest weights follow by `update_drafter`.
+            window: Opened with the cause `rollouts` or `longest sample` while `step` waits.
+            report: Called with an event and its fields: `rollout_retried` for samples that were taken back
+                from a worker.
+
+        Raises:
+            ValueError: The arms need a drafter that is missing.
+        """
+        if drafter is None and any(arm.startswith("layer") for arm in config.arms):
+            raise ValueError(f"arms {', '.join(config.arms)}: layer needs a drafter")
+        policy = unwrapped(policy)
+        self._config, self._window = config, window or nullcontext
+        self._version = 0
+        self._vocabulary = int(policy.config.get_text_config().vocab_size)
+        self._weights = SharedWeights("aedit-policy", policy.state_dict(keep_vars=True), config.dtype)
+        self._drafter = None
+        if drafter is not None:
+            self._drafter = SharedWeights("aedit-drafter", drafter.state_dict(), drafter.gain.dtype)
+            self._drafter.publish(drafter.state_dict(), 0)
+        self._samples = Samples()
+        self._pool = WorkerPool(self._start(policy, drafter), config)
+        self._dispatcher = Dispatcher(self._pool, self._samples, config, report or _report_nothing)
+        engines = [RemoteEngine(self._dispatcher, index, config.rows) for index in range(config.processes)]
+        self._reallocator, self._rebalanced_s = Reallocator(engines), 0.0
+        self._pool.start_due()
+
+    @property
+    def version(self) -> int:
+        """Return the newest policy version that was published to the workers; 0 is none."""
+        return self._version
+
+    @property
+    def running(self) -> int:
+        """Return the number of samples that were added and have not been returned."""
+        return len(self._samples) + len(self._dispatcher.finished)
+
+    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Publish weights. Each worker takes them over between two decode steps, without an answer.
+
+        Samples that are added later have only tokens of this version or newer ones. All ranks of a node call
+        it together if the weights are sharded.
+
+        Raises:
+            ValueError: The weights do not fit, or the version is not a new one. Nothing has changed.
+        """
+        if weights is None:
+            raise ValueError("rollout workers have weights of their own: pass the policy's state_dict")
+        if version < self._version:
+            raise ValueError(f"version {version} is below version {self._version}, which the workers have")
+        if version == self._version:
+            if sharded(weights):
+                take_part(weights)
+            if not self._weights.holds(weights):
+                raise ValueError(f"version {version} is that of other weights: pass a larger one")
+            return
+        self._weights.publish(weights, version)
+        self._version = self._dispatcher.version = version
+
+    def update_drafter(self, drafter: Any, version: int) -> None:
+        """Publish the weights of a trained `DraftLayer`, with which the workers draft from then on."""
+        if self._drafter is None:
+            raise ValueError("the workers have no layer drafter: pass one to WorkerSource")
+        self._drafter.publish(drafter.state_dict(), version)
+
+    def add(self, prompts: Sequence[Prompt]) -> None:
+        """Request one sample per prompt, and distribute them over the workers.
+
+        Raises:
+            ValueError: A prompt cannot be served, has no ids or those of another sample, or no weights were
+                published. None is added.
+        """
+        if not self._version:
+            raise ValueError("the workers have no weights yet: call update_weights first")
+        keys = set[SampleKey]()
+        for prompt in prompts:
+            has_tokenizer = self._config.tokenizer is not None
+            check_prompt(prompt, self._vocabulary, self._config.max_tokens, has_tokenizer)
+            encode_prompt(prompt)
+            if not prompt.has_key or prompt.key in self._samples or prompt.key in keys:
+                raise ValueError(f"prompt {prompt.name}: give it ids (rollout, sample) that no other one has")
+            keys.add(prompt.key)
+        self._samples.add(prompts)
+        self._dispatcher.place_waiting()
+
+    def step(self) -> list[Rollout]:
+        """Return the samples that have finished; without any, wait up to `WorkerConfig.wait_s` for one.
+
+        Raises:
+            RuntimeError: The workers die again and again, or one sample ends each worker that has it.
+        """
+        dispatcher = self._dispatcher
+        dispatcher.look()
+        deadline = time.monotonic() + self._config.wait_s
+        if self._samples and not dispatcher.finished:
+            with self._window(self._cause()):
+                while not dispatcher.finished and (left_s := deadline - time.monotonic()) > 0:
+                    self._pool.wait(left_s)
+                    dispatcher.look()
+        if time.monotonic() - self._rebalanced_s >= REBALANCE_S and len(self._pool.workers) > 1:
+            self._reallocator.rebalance()
+            self._rebalanced_s = time.monotonic()
+        finished = dispatcher.take_finished()
+        for rollout in finished:
+            self._reallocator.record_finished(rollout)
+        return finished
+
+    def pending(self) -> list[Prompt]:
+        """Return the unfinished samples, as prompts that continue them after the tokens reported so far."""
+        return self._samples.prompts()
+
+    def status(self) -> Mapping[str, Any]:
+        """Return counts and times, summed over all workers so far.
+
+        `retried` counts samples that were taken back from dead workers, `moved` those that changed workers.
+        """
+        return {
+            "workers": len(self._pool.workers),
+            "pids": [worker.pid for worker in self._pool.workers.values()],
+            "worker_deaths": self._pool.deaths,
+            "worker_silent": self._pool.silent,
+            "worker_error": self._pool.last_error,
+            "running": self.running,
+            "finished": self._dispatcher.num_finished,
+            "retried": self._dispatcher.num_retried,
+            "moved": self._reallocator.num_moves,
+            "version": self._version,
+            **self._dispatcher.figures(),
+        }
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+        for shared in (self._weights, self._drafter):
+            if shared is not None:
+                shared.close()
+
+    def _cause(self) -> str:
+        """Return why `step` waits: for the last sample of each worker at most, or for many."""
+        return "longest sample" if len(self._samples) <= self._config.processes else "rollouts"
+
+    def _start(self, policy: Any, drafter: Any) -> WorkerStart:
+        config = self._config
+        engine = {
+            "model": json.loads(policy.config.to_json_string(use_diff=False)),
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "device": config.device,
+            "rows": config.rows,
+            "max_tokens": config.max_tokens,
+            "arms": config.arms,
+            "tokenizer": str(config.tokenizer or ""),
+            "taps": drafter.shape.taps if drafter is not None else 0,
+            "options": dict(config.options),
+        }
+        shared = [each for each in (self._weights, self._drafter) if each is not None]
+        begin = {
+            "make": config.make,
+            "engine": engine,
+            "threads": config.threads,
+            "weights": self._weights.described(),
+            "drafter": self._drafter.described() if self._drafter else None,
+        }
+        return WorkerStart(begin=begin, fds=tuple(each.fd for each in shared), logs=config.logs)
+
+
+def _report_nothing(event: str, fields: Mapping[str, Any]) -> None:
+    pass

@@ -1,0 +1,80 @@
+"""Process that generates rollouts: `python -m aedit.spec_rollout.workers.worker PARENT FD`.
+
+It reads the policy's weights from memory that it shares with its rank, and changes them between two decode
+steps; samples, their tokens and figures travel as JSON. It ends with its rank.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from aedit.spec_rollout.workers.channel import Channel, Message
+from aedit.system import end_with_parent
+
+if TYPE_CHECKING:  # torch takes seconds to load, and this process must first be bound to its parent's life
+    from aedit.spec_rollout.workers.serving import Worker
+
+BEAT_S = 0.5
+"""Interval of the messages of a worker that has nothing else to say."""
+FLUSH_S = 2.0
+
+
+def main(arguments: list[str]) -> int:
+    """Generate until the rank has ended or closed the connection; return the exit code."""
+    parent, fd = int(arguments[0]), int(arguments[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(parent, signal.SIGKILL)
+    channel = Channel(socket.socket(fileno=fd))
+    try:
+        begin, *more = _first_messages(channel)
+        worker = _make(begin, channel)
+        for message in more:
+            worker.handle(message)
+        while not channel.closed:
+            worker.advance(BEAT_S)
+    except BaseException as error:
+        traceback.print_exc()
+        _say(channel, f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def _first_messages(channel: Channel) -> list[Message]:
+    while not (messages := channel.receive()):
+        if channel.closed:
+            raise ConnectionError("the rank has closed the connection")
+        Channel.wait([channel], BEAT_S)
+    return messages
+
+
+def _make(begin: Message, channel: Channel) -> "Worker":
+    sys.path[:] = begin["path"]
+    import torch
+
+    from aedit.spec_rollout.workers.serving import Worker
+
+    torch.set_num_threads(begin["threads"])
+    return Worker(begin, channel)
+
+
+def _say(channel: Channel, error: str) -> None:
+    """Send the error, as long as the rank reads."""
+    deadline = time.monotonic() + FLUSH_S
+    with suppress(OSError):
+        channel.send("error", message=error)
+        while channel.num_unsent_bytes and not channel.closed and time.monotonic() < deadline:
+            Channel.wait([channel], 0.1)
+            channel.flush()
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Do not wait for threads that still compute.
+    os._exit(code)

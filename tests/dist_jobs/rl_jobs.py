@@ -1,0 +1,38 @@
+"""Jobs of tests/test_rl_ranks.py: one node of reinforcement learning whose ranks are processes."""
+
+from pathlib import Path
+
+import torch
+from kit.rl_nodes import config_of, handlers_put_back
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from aedit.launch.node.build import build
+from aedit.launch.node.rl_groups import GroupStream
+from aedit.launch.node.rl_train import train_policy
+from aedit.launch.node.world import World
+
+
+def train(rank, size, directory, keys):
+    """Train a node of `size` ranks; return this rank's trained positions and the node's whole weights."""
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("sync", "shard"))
+    world = World(0, 1, rank, size, torch.device("cpu"), mesh)
+    config = config_of(directory, **keys)
+    trained, original = [], GroupStream.trained
+
+    def follow(stream, count):
+        trained.extend(each.position for each in list(stream._batch)[:count])
+        original(stream, count)
+
+    GroupStream.trained = follow
+    try:
+        with handlers_put_back(), build(config, world, Path(config.dir) / config.name, 1) as node:
+            train_policy(node, node.objective)
+            full = {name: _whole(p) for name, p in node.sync.model.named_parameters()}
+    finally:
+        GroupStream.trained = original
+    return trained, full
+
+
+def _whole(p):
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()

@@ -1,0 +1,63 @@
+"""Rollout worker without a model, for faults: starts in a moment, and draws tokens made of keys.
+
+`python -m kit.fake_worker PARENT FD` in place of `aedit.spec_rollout.workers.worker`. Its behaviour is
+`options["does"]`: `serve`, `end` at once, `end with NUMBER` when it gets that sample, `be silent`.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+
+from aedit.spec_rollout.workers.channel import Channel
+from aedit.system import end_with_parent
+
+
+def token(rollout, sample, place):
+    return (7 * rollout + 3 * sample + place) % 48
+
+
+def main(parent, fd):
+    end_with_parent(int(parent), signal.SIGKILL)
+    channel = Channel(socket.socket(fileno=int(fd)))
+    samples, does = {}, None
+    while not channel.closed:
+        for message in channel.receive():
+            if message["kind"] == "begin":
+                does = message["engine"]["options"]["does"]
+                if does == "end":
+                    sys.exit(3)
+                channel.send("ready") if does != "be silent" else None
+            elif message["kind"] == "add":
+                prompt = json.loads(message["prompt"])
+                key = prompt["rollout"], prompt["sample"]
+                if does == f"end with {key[1]}":
+                    channel.send("error", message=f"ValueError: sample {key[1]} is poison")
+                    sys.exit(1)
+                samples[key] = [prompt, len((prompt["partial"] or {"tokens": []})["tokens"])]
+            elif message["kind"] == "remove":
+                found = samples.pop(tuple(message["key"]), None)
+                channel.send("removed", key=message["key"], found=found is not None)
+        if does != "be silent" and samples:
+            advance(channel, samples)
+        Channel.wait([channel], 0.002 if samples else 0.5)
+
+
+def advance(channel, samples):
+    """Draw one token of each of the first four samples."""
+    tokens, ended = [], []
+    for key, each in list(samples.items())[:4]:
+        tokens.append([*key, [token(*key, each[1])], [-0.5], [1], [], each[1] + 1])
+        each[1] += 1
+        if each[1] == each[0]["sampling"]["max_new_tokens"]:
+            ended.append([*key, "length", each[1]])
+            del samples[key]
+    report = {"tokens": tokens, "ended": ended, "version": 1, "drafter": 0}
+    speed, figures = [1e-3, 1e-4, 1e-4], {"rollout_tokens": 1, "arms": {"off": 1}}
+    channel.send("report", **report, speed=speed, figures=figures)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    os._exit(0)

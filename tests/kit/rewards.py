@@ -1,0 +1,187 @@
+"""Reward functions for tests, good and bad, and groups to call them with. Workers import this module."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def group(position, texts, prompt="1+2=", **columns):
+    """Return a group and the texts of its rollouts, whose tokens are their bytes."""
+    from aedit.spec_rollout import Group, Problem, Prompt, Rollout
+
+    problem = Problem(index=position, prompt=prompt, tokens=(1,), columns=columns)
+    rollouts = [
+        Rollout(Prompt(tokens=(1,), rollout=position, sample=sample), tokens=list(text.encode()))
+        for sample, text in enumerate(texts)
+    ]
+    return Group(position=position, problem=problem, rollouts=tuple(rollouts)), texts
+
+
+def rewarded(pool, limit_s=60.0):
+    """Return position -> (rewards, report) of all groups that are pending."""
+    found, deadline = {}, time.monotonic() + limit_s
+    while pool.pending:
+        assert time.monotonic() < deadline, f"{pool.pending} groups were not rewarded within {limit_s:g} s"
+        found |= {group.position: (group.rewards, report) for group, report in pool.wait(1.0)}
+    return found
+
+
+# --- good
+
+
+def echo(**everything):
+    Path(everything["told"][0]).write_text(json.dumps(everything))
+    return [0.0] * len(everything["completions"])
+
+
+def length(completions):
+    return [len(completion) for completion in completions]
+
+
+async def in_time(completions, answer):
+    return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+
+
+def only_digits(completions):
+    return [float(completion) if completion.isdigit() else None for completion in completions]
+
+
+class Scorer:
+    def __call__(self, prompts, completions, **columns):
+        import numpy as np
+
+        return np.array([len(prompt) for prompt in prompts], dtype=np.float32)
+
+
+scorer = Scorer()
+
+
+def after_file(completions, gate):
+    """Return when the file of the column `gate` is there."""
+    while gate[0] and not os.path.exists(gate[0]):
+        time.sleep(0.005)
+    return [1.0] * len(completions)
+
+
+def prints(completions):
+    print("a line", '{"values": [5]}', flush=True)
+    os.write(1, b'{"values": [5]}\n' * 1000)
+    print("to standard error", file=sys.stderr)
+    return [1.0] * len(completions)
+
+
+def forks(completions):
+    """Return in two processes: the copy must not answer as well."""
+    os.fork()
+    return [1.0] * len(completions)
+
+
+def leaves_a_child(completions, told):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(told[0]).write_text(str(child.pid))
+    return [1.0] * len(completions)
+
+
+# --- bad the first time that the file of the column `marker` is not there
+
+
+def _first(marker):
+    try:
+        os.close(os.open(marker[0], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def killed_once(completions, marker):
+    if _first(marker):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0] * len(completions)
+
+
+def hangs_once(completions, marker):
+    if _first(marker):
+        time.sleep(600)
+    return [1.0] * len(completions)
+
+
+# --- bad
+
+
+def raises(completions):
+    for completion in completions:
+        if completion == "bad":
+            raise KeyError("no such\nthing")
+    return [0.0] * len(completions)
+
+
+def raises_for_two(completions):
+    if len(completions) > 1:
+        raise ValueError("one at a time")
+    return [1.0]
+
+
+def hangs(completions):
+    time.sleep(600)
+
+
+def hangs_and_tells(completions, told):
+    with open(told[0], "a") as file:
+        print(os.getpid(), file=file, flush=True)
+    time.sleep(600)
+
+
+def is_killed(completions):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaves(completions):
+    os._exit(3)
+
+
+def exits(completions):
+    sys.exit("enough")
+
+
+def closes_everything(completions):
+    os.closerange(3, 64)
+    return [1.0] * len(completions)
+
+
+def nan(completions):
+    return [1.0, float("nan")]
+
+
+def infinite(completions):
+    return [float("inf"), 1.0]
+
+
+def short(completions):
+    return [1.0]
+
+
+def text(completions):
+    return ["1", "0"]
+
+
+def nothing(completions):
+    return None
+
+
+def one_number(completions):
+    return 1.0
+
+
+def one_text(completions):
+    return "10"
+
+
+def nested(completions):
+    return [[1.0], [0.0]]
+
+
+not_callable = 3

@@ -1,0 +1,16 @@
+"""Rewards of tests. Their processes import this module, so it imports nothing."""
+
+
+def digits(completions, **columns):
+    """Return the share of digits and signs among the characters, which an untrained policy often varies."""
+    return [sum(32 <= ord(letter) < 64 for letter in text) / max(1, len(text)) for text in completions]
+
+
+def some(completions, **columns):
+    """Return 1 or 0 by the length of a completion in bytes, and None for every fourth one."""
+    return [None if i % 4 == 3 else float(len(text) % 2) for i, text in enumerate(completions)]
+
+
+def rarely(completions, **columns):
+    """Return 1 for completions that begin with one of half of all bytes, else 0."""
+    return [float(bool(text) and ord(text[0]) % 2 == 0) for text in completions]

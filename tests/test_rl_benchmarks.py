@@ -1,0 +1,108 @@
+"""Tests that the benchmarks of whole RL runs read what runs have written, and judge it. No timing decides."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks import rl, rl_idle, rl_patches
+from benchmarks.drift_parts.policy import reward as letters
+from benchmarks.kit import rl_runs
+from benchmarks.policies import Policy
+from benchmarks.rl_speed_parts.dealing import Size
+from kit.rl_runs import rl_run
+
+from aedit.launch.rundir.reader import read_run
+
+GOOD = rl.Outcome(0.4, 0.65, 1000.0, 9000.0, 240.0)
+
+
+def test_a_run_is_asked_for_as_a_user_would_and_both_ways_take_as_many_steps():
+    ways = rl.ways(5, quick=False)
+    flags = {name: dict(flag.split("=", 1) for flag in run.flags) for name, run in ways.items()}
+    together, alone = flags[rl.TOGETHER], flags[rl.ALONE]
+    assert (ways[rl.TOGETHER].nodes, ways[rl.ALONE].nodes) == (2, 1)
+    for key in ("--train.steps", "--rl.supervised_steps"):
+        assert int(alone[key]) == 2 * int(together[key]) > 0
+    assert together["--seed"] == alone["--seed"] == "5"
+    assert alone["--local.slowdown"] == "1"
+    assert "--local.slowdown" not in together
+    assert rl_runs.CONFIG.exists()
+
+
+def test_what_a_run_reached_is_read_from_its_records(tmp_path, monkeypatch):
+    run = read_run(rl_run(tmp_path, num_steps=50))
+    monkeypatch.setattr(rl, "run_rl", lambda wanted, directory: run)
+    found = rl.outcome(rl.ways(0, quick=True)[rl.TOGETHER], tmp_path)
+    assert (found.before, found.after) == pytest.approx((0.25 + 0.5 / 50, 0.75))
+    assert found.rollouts == 2 * 32 * 50
+    assert found.tokens == 640 * 50 * 1.5
+    assert found.seconds == 100.0
+
+
+def test_a_run_that_fails_says_why(tmp_path):
+    with pytest.raises(RuntimeError, match=r"train\.nothing"):
+        rl_runs.run_rl(rl_runs.RLRun(nodes=1, flags=("--train.nothing=1",)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("together", "alone", "expected"),
+    [
+        ({}, {}, [True, True, True]),
+        ({"after": 0.59}, {"after": 0.6}, [False, True, True]),
+        ({}, {"after": 0.69}, [True, False, True]),
+        ({"seconds": 361.0}, {"seconds": 900.0}, [True, True, False]),
+    ],
+)
+def test_the_worst_seed_decides_about_the_gain(together, alone, expected):
+    found = {rl.TOGETHER: [GOOD, replace(GOOD, **together)], rl.ALONE: [replace(GOOD, **alone)] * 2}
+    if not together:
+        found[rl.TOGETHER] = [GOOD, GOOD]
+    told = rl.report(found, quick=False)
+    assert [bar.passed for bar in told.bars] == expected
+    assert {bar.passed for bar in rl.report(found, quick=True).bars} == {None}
+    assert told.rows[1][1] == "40.0 +- 0.0 %"
+
+
+def test_waits_are_per_step_from_the_first_rollouts_on(tmp_path):
+    run = read_run(rl_run(tmp_path, num_steps=20))
+    one = rl_idle.waiting("a hub", run.nodes[1], 2.0)
+    assert one.steps == 19
+    assert (one.step_s, one.rollout_s, one.train_s) == pytest.approx((2.0, 1.0, 0.4))
+    assert one.idle_s == pytest.approx(
+        {"hub": 0.3, "round": 0, "longest sample": 0.1, "rollouts": 0, "rank": 0, "rewards": 0.1}
+    )
+    assert one.used_s == pytest.approx(0.3)
+    (row,) = rl_idle.report([one]).rows
+    assert row[:6] == ("a hub", "1", "2", "2000", "1000", "400")
+    assert row[6:] == ("300", "0", "100", "0", "0", "100", "25.0 %", "300")
+
+
+def test_a_node_without_rollouts_is_no_row_of_zeros(tmp_path):
+    run = read_run(rl_run(tmp_path, num_steps=1))
+    with pytest.raises(RuntimeError, match="run it for longer"):
+        rl_idle.waiting("a hub", run.nodes[0], 1.0)
+
+
+def test_changed_weights_are_counted_between_versions_that_far_apart():
+    versions = [torch.tensor([float(step >= i) for i in range(1, 9)]) for step in range(9)]
+    assert rl_patches.changed(versions) == {
+        1: (1 / 8,) * 8,
+        2: (2 / 8,) * 7,
+        4: (4 / 8,) * 5,
+        8: (1.0,),
+    }
+    assert list(rl_patches.changed(versions[:3])) == [1, 2]
+
+
+def test_a_step_changes_few_bf16_weights_and_fewer_at_a_lower_rate(tmp_path):
+    size = Size(policy=Policy(size="quick", minutes=0.01), groups=2, samples=3, max_tokens=96)
+    low, high = (rl_patches.move(size, lr, 2, tmp_path, letters) for lr in (1e-6, 1e-4))
+    assert 0 < low.changed[1][0] < high.changed[1][0] < high.bits <= 1
+    told = rl_patches.report(size, [low, high], 2)
+    assert [row[0] for row in told.rows] == ["1e-06", "0.0001"]
+
+
+def test_a_policy_that_never_learns_anything_is_an_error(tmp_path):
+    size = Size(policy=Policy(size="quick", minutes=0.01), groups=1, samples=2, max_tokens=64)
+    with pytest.raises(RuntimeError, match="0 of 1 policy versions"):
+        rl_patches.move(size, 1e-4, 1, tmp_path, lambda rollout: 1.0)

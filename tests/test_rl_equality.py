@@ -1,0 +1,61 @@
+"""Tests that speculation and drafter training change no token, reward or weight of a run."""
+
+import pytest
+import torch
+from kit.rl_nodes import config_of, records, run, weights
+
+from aedit.launch.node.rl_groups import GroupStream
+from aedit.spec_rollout.arms.arms import Fixed
+from aedit.spec_rollout.drafters.drafts import parse_arm
+
+STEPS = 12
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Return the groups that runs have trained, as positions, tokens and rewards, in order."""
+    found, original = [], GroupStream.trained
+
+    def follow(stream, count):
+        for each in list(stream._batch)[:count]:
+            tokens = tuple(tuple(rollout.tokens) for rollout in each.group.rollouts)
+            found.append((each.position, tokens, each.group.rewards))
+        original(stream, count)
+
+    monkeypatch.setattr(GroupStream, "trained", follow)
+    return found
+
+
+def run_with(arm, directory, trained, **keys):
+    """Return the groups and the weights of a run in which each engine step has this arm."""
+
+    def force(node):
+        engine = node.objective.stream.pipeline.source.engine
+        engine.chooser = Fixed(parse_arm(arm))
+
+    trained.clear()
+    config = config_of(directory, train__steps=STEPS, rl__engine_dtype="fp64", **keys)
+    node = run(config, force)
+    arms = records(config, "metrics")[-1]["rl"]["arms"]
+    assert arms.get(arm, 0) > STEPS, "this arm was not used"
+    return list(trained), weights(node)
+
+
+def assert_equal(one, other):
+    groups, final = one
+    assert len(groups) == 3 * STEPS
+    assert len({position for position, _, _ in groups}) == len(groups)
+    assert other[0] == groups
+    assert all(torch.equal(final[name], other[1][name]) for name in final)
+
+
+def test_a_run_with_speculation_is_that_without_it_bit_for_bit(tmp_path, trained):
+    plain = run_with("off", tmp_path / "plain", trained, drafter__kind="off")
+    assert len({tokens for _, tokens, _ in plain[0]}) > STEPS, "the policy always answers the same"
+    assert_equal(plain, run_with("suffix:4", tmp_path / "suffix", trained, drafter__kind="suffix"))
+
+
+def test_another_seed_gives_another_run(tmp_path, trained):
+    plain = run_with("off", tmp_path / "plain", trained, drafter__kind="off")
+    other = run_with("off", tmp_path / "other", trained, drafter__kind="off", seed=1)
+    assert plain[0] != other[0]
