@@ -6,6 +6,7 @@ from functools import partial
 from torch import nn
 
 from aedit.launch.config.config import RunConfig
+from aedit.launch.data.curriculum import Curriculum
 from aedit.launch.data.prompts import ProblemSet
 from aedit.launch.data.rewards import reward_specs
 from aedit.launch.data.supervised import AnswerTokens
@@ -34,21 +35,24 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     config, sync, world = parts.config, parts.sync, parts.world
     without_dropout(sync.model)
     longest = max(len(problem.tokens) for problem in (*problems.train, *problems.held_out))
+    curriculum = Curriculum.of(problems.train) if config.prompts.curriculum else None
     waits = Waits(sync)
     with ExitStack() as opened:
         rewards = opened.enter_context(_rewards(config))
+        source, online = make_source(parts, longest, waits.window)
         pipeline = GroupPipeline(
-            source=make_source(parts, longest, waits.window),
+            source=source,
             rewards=rewards,
             decode=parts.tokenizer.decode,
             window=waits.window,
             report=partial(_record_faults, parts.recorder),
         )
         opened.pop_all()
+    sync.idle = online
     stream = GroupStream(
         config=config.rl,
         order=parts.order,
-        problems=problems.train,
+        choose=curriculum.problem if curriculum else lambda position, index: problems.train[index],
         pipeline=pipeline,
         shards=sync.shards,
         sampling=_sampling(config, parts, config.rl.sampling.temperature),
@@ -69,9 +73,14 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         warm_up=WarmUp(
             config=config, model=sync.model, problems=problems.train, answers=answers, world=world
         ),
-        records=RLRecords(config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards),
+        records=RLRecords(
+            config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards, online=online
+        ),
         held_out=problems.held_out,
+        curriculum=curriculum,
         greedy=_sampling(config, parts, 0.0),
+        online=online,
+        directory=parts.recorder.directory,
         started=config.rl.supervised_steps == 0,
     )
 
