@@ -119,7 +119,9 @@ def _bars(together: Sequence[Outcome], alone: Sequence[Outcome]) -> Iterator[Bar
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", default="0,1,2", help="separated by commas")
-    parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
+    parser.add_argument(
+        "--keep", type=Path, help="keep the runs here; those that have ended are not run again"
+    )
 
 
 def _asked(args: argparse.Namespace) -> Report:

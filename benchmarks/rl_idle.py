@@ -8,22 +8,25 @@ times are those that the node has written to its metrics, from the end of the su
 
 import argparse
 import tempfile
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from rich.console import Console
 
 from aedit.launch.rundir.reader import NodeRecords
 from aedit.launch.rundir.rl_records import RLMetric
-from benchmarks.kit.rl_runs import RLRun, run_rl
+from benchmarks.kit.rl_runs import CONFIG, RLRun, run_rl
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Report, main
 
 ABOUT = "Where the nodes of a reinforcement learning run wait: seconds per step by cause, role and mode."
 CAUSES = ("hub", "round", "longest sample", "rollouts", "rank", "rewards")
-WORLD = ("--hub.address=", "--edit.schedule=steps", "--edit.landing=forward")
+STEPS = "--edit.schedule=steps"
+"""Rounds by steps: all nodes wait for the slowest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,13 @@ class Mode:
     name: str
     nodes: int = 2
     flags: tuple[str, ...] = ()
+    hub: bool = True
 
 
 MODES = (
     Mode("hub, quorum 1"),
-    Mode("hub, quorum all", flags=("--hub.quorum=all", "--edit.schedule=steps")),
-    Mode("one world, no hub", flags=WORLD),
+    Mode("hub, quorum all", flags=("--hub.quorum=all", STEPS)),
+    Mode("one world, no hub", hub=False),
     Mode("hub, quorum 1, 2 ranks", 1, ("--local.ranks=2", "--local.slowdown=1")),
     Mode("hub, quorum 1, 1 worker", flags=("--rl.workers=1",)),
 )
@@ -85,12 +89,24 @@ def waiting(mode: str, node: NodeRecords, slowdown: float) -> Waiting:
     )
 
 
+def without_hub(directory: Path) -> Path:
+    """Write the preset without its hub, and return the file."""
+    tables = tomllib.loads(CONFIG.read_text())
+    del tables["hub"]
+    tables["edit"] |= {"schedule": "steps", "landing": "forward"}
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "without-hub.toml"
+    path.write_text(tomli_w.dumps(tables))
+    return path
+
+
 def measure(modes: Sequence[Mode], flags: Sequence[str], keep: Path, say: Callable[[str], None]) -> Report:
     """Run all modes, in directories below `keep`."""
     found: list[Waiting] = []
     for mode in modes:
-        wanted = RLRun(nodes=mode.nodes, flags=(*flags, *mode.flags))
-        run = run_rl(wanted, keep / mode.name.replace(",", "").replace(" ", "-"))
+        place = keep / mode.name.replace(",", "").replace(" ", "-")
+        config = CONFIG if mode.hub else without_hub(place)
+        run = run_rl(RLRun(nodes=mode.nodes, flags=(*flags, *mode.flags), config=config), place)
         slowdown = run.config["local"]["slowdown"]
         found += [waiting(mode.name, node, slowdown[node.index]) for node in run.nodes]
         say(f"{mode.name}: {len(run.nodes)} nodes")
@@ -129,7 +145,9 @@ def _row(one: Waiting) -> tuple[str, ...]:
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=40.0, help="of each run")
     parser.add_argument("--only", choices=[mode.name for mode in MODES])
-    parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
+    parser.add_argument(
+        "--keep", type=Path, help="keep the runs here; those that have ended are not run again"
+    )
 
 
 def _asked(args: argparse.Namespace) -> Report:

@@ -92,10 +92,15 @@ def learned(plan: Plan, say: Callable[[str], None]) -> dict[str, Tensor]:
     """Return a drafter that has been trained in waits, from random weights on."""
     with World(plan.size, RUN_IN_SEED, plan.root) as world:
         for number in range(plan.size.run_in):
+            if number == plan.size.run_in - 1:
+                world.owed_s = plan.size.learned_s
             say(
                 f"run-in {number}: {_speculating(world.step(('speculating',)))}; trainer {world.used_s:.1f} s"
             )
-        return world.learn(plan.size.learned_s)
+        world.learner.adopt()
+        status = world.learner.status()
+        say(f"drafter: {status['steps']} microbatches, {status['published']} published; {status['training']}")
+        return world.learner.state()
 
 
 def run(plan: Plan, seed: int, drafter: Mapping[str, Tensor], say: Callable[[str], None]) -> Seed:
@@ -268,6 +273,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, default=FULL.size.policy.minutes, help="of the policy's training"
     )
+    parser.add_argument("--run-in", type=int, default=FULL.size.run_in, help="steps that are not measured")
     parser.add_argument(
         "--learned", type=float, default=FULL.size.learned_s, help="seconds of waits before the steps"
     )
@@ -280,7 +286,7 @@ def _asked(args: argparse.Namespace) -> list[Report]:
     if args.quick:
         return measure(replace(QUICK, only=args.only, root=args.root), say)
     policy = Policy(size=args.size, minutes=args.minutes)
-    size = replace(FULL.size, policy=policy, learned_s=args.learned, steps=args.steps)
+    size = replace(FULL.size, policy=policy, run_in=args.run_in, learned_s=args.learned, steps=args.steps)
     seeds = tuple(int(seed) for seed in args.seeds.split(","))
     return measure(replace(FULL, size=size, seeds=seeds, only=args.only, root=args.root), say)
 

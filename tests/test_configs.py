@@ -18,6 +18,7 @@ from aedit.launch.config.config import (
 from aedit.launch.config.load import load
 from aedit.launch.config.placement import Placement
 from aedit.launch.local.plan import measure, render
+from aedit.spec_rollout import make_target
 from aedit.types import UserError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
@@ -103,6 +104,19 @@ def test_the_plan_knows_who_needs_no_anchors_and_no_momentum():
     average = measure(tiny(outer=OuterConfig(kind="average", lr=1)), Placement())
     assert sum(average.memory().values()) == 5 * 4 * average.num_params
     assert average.wire_bytes == 0
+
+
+def test_the_plan_of_a_run_with_rewards_has_the_memory_of_its_engine():
+    path = next(path for path in CONFIGS if path.stem == "tiny-rl")
+    config = load(path, []).config
+    plan = measure(config, Placement())
+    shape = LlamaConfig(**config.model.sizes, vocab_size=257, max_position_embeddings=config.data.seq_len)
+    target = make_target(LlamaForCausalLM(shape), rows=1, max_tokens=config.data.seq_len)
+    assert plan.kv_values_per_token == target.read_kv(0, 3).numel() // 3
+    rows = config.rl.groups * config.rl.group_size
+    expected = rows * config.data.seq_len * plan.kv_values_per_token * 4 / 2**20
+    assert f"{rows} rows with {expected:.4g} MiB of keys and values" in render(plan)
+    assert config.prompts.source in render(plan)
 
 
 def test_the_plan_of_a_clocked_run_counts_rounds_by_time():

@@ -8,14 +8,14 @@ import pytest
 
 from aedit.launch.cli.main import parser
 from aedit.launch.config.config import RunConfig
-from aedit.launch.config.fields import values
+from aedit.launch.config.fields import hints, values
 from aedit.launch.config.load import load
 from aedit.proto.wire import hub_pb2
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {page.name: page.read_text() for page in PAGES}
-KEYS = {name for name, _ in values(RunConfig())}
+KEYS = {name for name, _ in values(RunConfig())} | set(hints())
 GROUPS = {name[:end] for name in KEYS for end in [i for i, c in enumerate(name) if c == "."]}
 
 

@@ -91,6 +91,16 @@ def test_fsdp2_saves_and_a_second_start_goes_on(tmp_path):
     assert len({checksum for *_, checksum in first}) == len({checksum for *_, checksum in second}) == 1
 
 
+def test_grpo_in_a_loop_of_ones_own_raises_the_reward_of_both_nodes(tmp_path):
+    script = EXAMPLES / "grpo.py"
+    assert len(script.read_text().splitlines()) < 60
+    told = run(BIN / "torchrun", "--nproc-per-node", 2, "--master-port", free_port(), script, cwd=tmp_path)
+    found = re.findall(r"node (\d): reward ([\d.]+) -> ([\d.]+), (\d+) rounds", told)
+    assert {node for node, *_ in found} == {"0", "1"}
+    assert {rounds for *_, rounds in found} == {"9"}
+    assert all(float(before) < 0.6 and float(after) > 0.75 for _, before, after, _ in found)
+
+
 def test_a_cnn_and_a_trainer_run_as_nodes_of_a_hub_from_the_command_line(tmp_path):
     for name in ("cnn", "trainer"):
         (tmp_path / name).mkdir()

@@ -11,6 +11,7 @@ from benchmarks.policies import Policy
 from benchmarks.rl_speed_parts.dealing import Size
 from kit.rl_runs import rl_run
 
+from aedit.launch.config.load import load
 from aedit.launch.rundir.reader import read_run
 
 GOOD = rl.Outcome(0.4, 0.65, 1000.0, 9000.0, 240.0)
@@ -75,6 +76,17 @@ def test_waits_are_per_step_from_the_first_rollouts_on(tmp_path):
     (row,) = rl_idle.report([one]).rows
     assert row[:6] == ("a hub", "1", "2", "2000", "1000", "400")
     assert row[6:] == ("300", "0", "100", "0", "0", "100", "25.0 %", "300")
+
+
+def test_each_mode_is_a_configuration_that_runs(tmp_path):
+    configs = {}
+    for mode in rl_idle.MODES:
+        file = rl_runs.CONFIG if mode.hub else rl_idle.without_hub(tmp_path)
+        configs[mode.name] = load(file, list(mode.flags), strict=True).config
+    quorums = [config.hub.quorum if config.hub.address else None for config in configs.values()]
+    assert quorums == [1, "all", None, 1, 1]
+    assert [config.local.ranks for config in configs.values()] == [1, 1, 1, 2, 1]
+    assert [config.rl.workers for config in configs.values()] == [0, 0, 0, 0, 1]
 
 
 def test_a_node_without_rollouts_is_no_row_of_zeros(tmp_path):

@@ -31,7 +31,7 @@ RL_PLOTS = {
     "reward_by_steps.png",
     "reward_by_time.png",
     "step_split.png",
-    "drafter.png",
+    "acceptance.png",
     "policy_health.png",
 }
 

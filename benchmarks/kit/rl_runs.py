@@ -24,19 +24,17 @@ class RLRun:
 
 
 def run_rl(wanted: RLRun, directory: Path) -> Run:
-    """Run it in this directory and return its records.
+    """Run it in this directory and return its records; a run that has ended there is not run again.
 
     Raises RuntimeError with the end of its output if it fails, and TimeoutError if it does not end.
     """
+    run_dir, ended = directory / "run", directory / "ended"
+    if ended.exists():
+        return read_run(run_dir)
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "output.log"
-    words = [
-        "run",
-        str(wanted.config),
-        f"--local={wanted.nodes}",
-        f"--dir={directory / 'run'}",
-        *wanted.flags,
-    ]
+    place = (f"--dir={directory}", "--name=run")
+    words = ["run", str(wanted.config), f"--local={wanted.nodes}", *place, *wanted.flags]
     with log.open("w") as out:
         process = start("aedit.launch.cli", *words, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         try:
@@ -47,7 +45,8 @@ def run_rl(wanted: RLRun, directory: Path) -> Run:
             _stop(process)
     if code:
         raise RuntimeError(f"{directory}: `aedit run` failed:\n{log.read_text()[-3000:]}")
-    return read_run(directory / "run")
+    ended.touch()
+    return read_run(run_dir)
 
 
 def _stop(process: "subprocess.Popen[str]") -> None:

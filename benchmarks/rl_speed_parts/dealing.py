@@ -22,10 +22,10 @@ class Size:
     max_tokens: int = 640
     """Prompt and answer."""
     lr: float = 1e-5
-    run_in: int = 6
+    run_in: int = 16
     """Steps before those that are measured, of a seed of its own, whose rollouts the drafter learns from."""
-    learned_s: float = 240.0
-    """Processor seconds of waits that the drafter then has had."""
+    learned_s: float = 200.0
+    """Processor seconds of waits that the drafter then has had; the last wait is as long as that takes."""
     steps: int = 8
     """Steps that are measured."""
 

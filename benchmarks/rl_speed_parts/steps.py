@@ -186,7 +186,7 @@ class World:
             self.learner.load_state(drafter)
             self.other.load_state(drafter)
         self.owed_s = 0.0
-        """Processor seconds that the waits of node 0 are worth."""
+        """Processor seconds that the waits of node 0 have been worth. May be raised, as by a longer wait."""
         self._begun_s, self._sent = 0.0, self.learner.status()["adopted"]
         self._chance = random.Random(seed)
 
@@ -218,9 +218,11 @@ class World:
         same = sum((Same.of(self.model, *pair) for pair in self._pairs(said)), Same())
         lessons = self._reward(said[ways[0]], spent)
         self._train(lessons, spent)
+        # A round is waited for before its weights are handed over: the gate judges on this step's samples.
+        learner, other = (node.busy_s for node in spent["speculating"])
+        self._share(max(0.0, other - learner))
         self._hand_over(spent)
         done = {way: self._done(way, nodes) for way, nodes in spent.items()}
-        self._share(done["speculating"].waits_s[0])
         return Step(
             seed=self.seed,
             number=self.number,
@@ -230,12 +232,6 @@ class World:
             solved=sum(map(rewarded, first)) / len(first),
             trained=sum(len(one.rollout.tokens) for one in lessons) / sum(len(one.tokens) for one in first),
         )
-
-    def learn(self, until_s: float) -> dict[str, Tensor]:
-        """Let node 0 wait until its trainer has used so many processor seconds; return its drafter."""
-        wait(self.learner, "round", lambda: self.used_s >= until_s, until_s - self.used_s)
-        self.learner.adopt()
-        return self.learner.state()
 
     def shared(self) -> float:
         """Return the acceptance on the node that never trained its drafter over that on the one that did."""
@@ -298,7 +294,7 @@ class World:
     def _share(self, waited_s: float) -> None:
         """Let the trainer use node 0's wait, and send what node 0 has adopted since to node 1."""
         self.owed_s += HARVEST * waited_s
-        wait(self.learner, "round", lambda: self.used_s >= self.owed_s, waited_s)
+        wait(self.learner, "round", lambda: self.used_s >= self.owed_s, self.owed_s - self.used_s)
         adopted = self.learner.status()["adopted"]
         if adopted > self._sent:
             self._sent = adopted

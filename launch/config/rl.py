@@ -88,7 +88,10 @@ class RLSamplingConfig:
     """Sampling of rollouts. No top-k or top-p: the behaviour probabilities are those of the policy."""
 
     temperature: float = 1.0
+    """Softmax temperature of rollouts; held-out problems are answered greedily."""
+
     max_new_tokens: int = 128
+    """Most tokens of a rollout."""
 
     stop: tuple[str, ...] = ()
     """A rollout also ends with the token that completes one of these, as with the end-of-text token."""
@@ -130,8 +133,9 @@ class RLConfig:
     """Upper limit of an importance weight."""
 
     kl: float = 0.0
-    """Weight of the KL divergence to the policy at the start of reinforcement learning; above 0 costs memory
-    for a second copy of the weights."""
+    """Weight of the KL divergence to the configured model as it is before any step; above 0 costs memory for
+    a second copy of the weights. It excludes `rl.supervised_steps`: export the model after a warm-up, and
+    start from it with `model.pretrained`."""
 
     max_staleness: int = 0
     """Policy versions by which a rollout may be older than the weights that it trains (eta). 0: each batch is
@@ -184,6 +188,8 @@ class RLConfig:
             check(getattr(self, name) >= 1, f"rl.{name}", "must be at least 1", getattr(self, name))
         for name in ("kl", "max_staleness", "overlong", "rows", "workers", "supervised_steps", "eval_every"):
             check(getattr(self, name) >= 0, f"rl.{name}", "must not be negative", getattr(self, name))
+        warmed = bool(self.kl and self.supervised_steps)
+        check(not warmed, "rl.kl", "must be 0 in a run with rl.supervised_steps", self.kl)
         check(self.clip_low > 0, "rl.clip_low", "must be above 0", self.clip_low)
         check(self.clip_high > 0, "rl.clip_high", "must be above 0", self.clip_high)
         check(self.importance_cap > 0, "rl.importance_cap", "must be above 0", self.importance_cap)

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
+from torch import nn
 
 from aedit.edit.units import find_units
 from aedit.launch.config.config import RunConfig
@@ -32,6 +34,8 @@ class Plan:
     """Number of nodes on this machine."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """Shapes of all parameters."""
+    kv_values_per_token: int = 0
+    """Numbers that an engine keeps per token of a sample: keys and values of all layers. 0: unknown."""
 
     @property
     def synchronous(self) -> bool:
@@ -45,8 +49,10 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of one step of one node."""
-        train = self.config.train
+        """Return the tokens of one step of one node; with rewards, at most so many answers' tokens."""
+        train, rl = self.config.train, self.config.rl
+        if self.config.prompts.source:
+            return rl.groups * rl.group_size * rl.sampling.max_new_tokens // rl.batches
         return train.batch_size * train.accumulate * self.config.data.seq_len
 
     @property
@@ -110,7 +116,18 @@ def measure(config: RunConfig, placement: Placement) -> Plan:
     shapes = tuple(tuple(p.shape) for p in model.parameters())
     num_params = sum(map(prod, shapes))
     sizes = tuple((unit.name, unit.numel) for unit in units)
-    return Plan(config, placement.nodes, ranks, num_params, sizes, nodes_here(placement), shapes)
+    here, kv = nodes_here(placement), _kv_values(model)
+    return Plan(config, placement.nodes, ranks, num_params, sizes, here, shapes, kv)
+
+
+def _kv_values(model: nn.Module) -> int:
+    """Return the numbers of a token's keys and values over all layers; 0 for families that name them else."""
+    shape: Any = model.config
+    heads, layers = getattr(shape, "num_attention_heads", 0), getattr(shape, "num_hidden_layers", 0)
+    if not (heads and layers):
+        return 0
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    return int(2 * layers * (getattr(shape, "num_key_value_heads", None) or heads) * width)
 
 
 def check_plan_fits(plan: Plan) -> None:
@@ -127,7 +144,9 @@ def render(plan: Plan) -> str:
         ("run", f"{config.dir}/{config.name}: nodes {plan.nodes}, processes per node {plan.ranks}"),
         ("model", f"{source}, {plan.num_params:,} parameters, {plan.num_trained:,} of them trained"),
         ("units", f"{len(plan.units)}: {_units(plan)}"),
-        ("data", f"{data.source}, tokenizer {data.tokenizer}, {data.seq_len} tokens per sample"),
+        ("data", f"{data.source}, tokenizer {data.tokenizer}, {data.seq_len} tokens per sample")
+        if not config.prompts.source
+        else ("prompts", _prompts_line(plan)),
         ("length", _length(plan)),
         ("rounds", _rounds(plan)),
         ("bytes per round", _bytes_line(plan)),
@@ -163,7 +182,8 @@ def _length(plan: Plan) -> str:
     if train.seconds is not None:
         return f"{train.seconds:g} s, {plan.tokens_per_step:,} tokens per step and node"
     mean = " on average" if plan.config.edit.schedule == "seconds" else ""
-    steps = f"{train.steps:,} steps per node{mean}, {plan.tokens_per_step:,} tokens each"
+    most = "at most " if plan.config.prompts.source else ""
+    steps = f"{train.steps:,} steps per node{mean}, {most}{plan.tokens_per_step:,} tokens each"
     return f"{steps}: {train.steps * plan.nodes * plan.tokens_per_step:,} tokens in all"
 
 
@@ -202,8 +222,17 @@ def _memory_line(plan: Plan) -> str:
     return f"{_bytes(sum(parts.values()))} without activations: {listed}"
 
 
+def _prompts_line(plan: Plan) -> str:
+    config, rl = plan.config, plan.config.rl
+    rollouts = f"{rl.groups} groups of {rl.group_size} rollouts per batch"
+    longest = f"up to {rl.sampling.max_new_tokens} of {config.data.seq_len} tokens each"
+    return f"{config.prompts.source}, tokenizer {config.data.tokenizer}, {rollouts}, {longest}"
+
+
 def _engine_line(plan: Plan) -> str:
     """Return what an engine on a rank of a node takes for weights, as text."""
+    if plan.config.prompts.source:
+        return _rollouts_line(plan)
     if plan.ranks == 1:
         return "shares the parameters of the trainer"
     parts = []
@@ -211,6 +240,23 @@ def _engine_line(plan: Plan) -> str:
         held, more = plan.num_params * dtype.itemsize, gather_bytes(plan.shapes, plan.ranks, dtype)
         parts.append(f"{_bytes(held)} of weights in {name} and {_bytes(more)} during a hand-over")
     return f"{', or '.join(parts)}, on each rank that has one"
+
+
+def _rollouts_line(plan: Plan) -> str:
+    """Return the memory of a rank for rollouts, as text: weights besides the trainer's, keys and values."""
+    rl = plan.config.rl
+    dtype = {"bf16": torch.bfloat16, "fp64": torch.float64}.get(rl.engine_dtype, torch.float32)
+    rows = rl.rows or rl.groups // plan.ranks * rl.group_size
+    size = rows * plan.config.data.seq_len * plan.kv_values_per_token * dtype.itemsize
+    kv = f"{rows} rows with {_bytes(size)} of keys and values"
+    weights = _bytes(plan.num_params * dtype.itemsize)
+    if rl.workers:
+        return f"{rl.workers} worker processes with {weights} of weights each, {kv} in all"
+    if plan.ranks == 1 and rl.engine_dtype == "same":
+        return f"shares the parameters of the trainer; {kv}"
+    more = gather_bytes(plan.shapes, plan.ranks, dtype) if plan.ranks > 1 else 0
+    held = f"{weights} of weights and {_bytes(more)} during a hand-over"
+    return f"{held}; {kv}"
 
 
 def _bytes(size: float) -> str:

@@ -8,12 +8,16 @@ from torch import nn
 from aedit.launch.config.config import RunConfig
 from aedit.launch.data.tokenizer import CorpusTokenizer
 from aedit.launch.node.model import build_model
+from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.rl_drafter import make_online
 from aedit.launch.node.world import World
 from aedit.spec_rollout.arms.arms import ArmChooser
 from aedit.spec_rollout.arms.goodput import Goodput
 from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, parse_arm
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.engine_source import EngineSource
+from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
 from aedit.spec_rollout.model.target_model import TargetModel, make_target
 from aedit.types import UserError
 
@@ -23,28 +27,31 @@ MAX_DRAFTED_TOKENS = 32
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def make_engine(
-    config: RunConfig, model: nn.Module, tokenizer: CorpusTokenizer, world: World, longest: int
-) -> Engine:
-    """Return the engine of this rank.
+def make_engine_source(parts: NodeParts, longest: int) -> tuple[EngineSource, OnlineDrafter | None]:
+    """Return the engine of this rank as the source of its rollouts, and its learned drafter.
 
     longest: tokens of the longest prompt. Raises UserError if the model has too few positions for it, or is
     not supported.
     """
+    config, world, tokenizer = parts.config, parts.world, parts.tokenizer
     rows = config.rl.rows or config.rl.groups // world.ranks * config.rl.group_size
     try:
         target = make_target(
-            _policy(config, model, tokenizer, world),
+            _policy(config, parts.sync.model, tokenizer, world),
             rows=rows,
             max_tokens=longest + config.rl.sampling.max_new_tokens,
             nodes=MAX_DRAFTED_TOKENS,
         )
     except ValueError as error:
         raise UserError(f"the rollout engine does not support this model: {error}") from None
-    drafters = _drafters(config, target)
-    return Engine(
+    online = make_online(parts, target)
+    drafters = _drafters(config, target, online)
+    engine = Engine(
         target, drafters=drafters, chooser=_chooser(drafters, target), tokenizer=StopDecoder(tokenizer)
     )
+    if online is not None:
+        engine.sink = online.sink
+    return EngineSource(engine, online), online
 
 
 class StopDecoder:
@@ -74,8 +81,12 @@ def _policy(config: RunConfig, model: nn.Module, tokenizer: CorpusTokenizer, wor
     return whole.to(device=world.device, dtype=dtype).requires_grad_(False)
 
 
-def _drafters(config: RunConfig, target: TargetModel) -> dict[DrafterKind, Drafter]:
+def _drafters(
+    config: RunConfig, target: TargetModel, online: OnlineDrafter | None
+) -> dict[DrafterKind, Drafter]:
     found: dict[DrafterKind, Drafter] = {}
+    if online is not None and online.drafter is not None:
+        found["layer"] = online.drafter
     if config.drafter.kind in ("suffix", "auto"):
         found["suffix"] = SuffixDrafter(device=str(target.device))
     return found

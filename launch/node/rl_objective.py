@@ -4,18 +4,25 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
+from aedit.launch.data.curriculum import Curriculum, solved_of
 from aedit.launch.node.inner import lr_at
 from aedit.launch.node.objective import AddLoss
+from aedit.launch.node.rl_drafter import save_drafter
 from aedit.launch.node.rl_evaluate import solved_share
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_policy import PolicyGradient
 from aedit.launch.node.rl_records import RLRecords
-from aedit.launch.node.rl_samples import parts_of, samples_of
+from aedit.launch.node.rl_samples import Key, parts_of, samples_of
 from aedit.launch.node.rl_warm_up import WarmUp
+from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
 from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.problems import Problem
 from aedit.spec_rollout.sampling.samples import Sampling
@@ -32,13 +39,19 @@ class PolicyObjective:
     warm_up: WarmUp
     records: RLRecords
     held_out: Sequence[Problem]
+    curriculum: Curriculum | None
     greedy: Sampling
+    online: OnlineDrafter | None
+    """The learned drafter of this rank."""
+    directory: Path
+    """Directory of the node."""
     version: int = 0
     """Policy version of the newest hand-over."""
     started: bool = False
     """True once the supervised warm-up is over. It does not begin again."""
     _steps: deque[Sequence[Group] | None] = field(default_factory=deque)
     """Groups of each inner step that is left in this batch; None: a supervised step."""
+    _proximal: dict[Key, Tensor] = field(default_factory=dict)
     _new: int = 0
     """Of these steps, the number that train groups for the first time."""
     _tokens: int = 0
@@ -71,6 +84,7 @@ class PolicyObjective:
         """Wait for the groups of the next batch, and divide them into the inner steps on them."""
         groups = self.stream.next_batch()
         self.records.add_batch(groups, self.version)
+        self._proximal = self.gradient.proximal(samples_of(groups, self.config.rl))
         parts = parts_of(groups, self.config.rl.batches)
         self._steps.extend(parts * self.config.rl.epochs)
         self._new = len(parts)
@@ -88,7 +102,7 @@ class PolicyObjective:
         if groups is None:
             self._tokens = self.warm_up.accumulate(self.sync.steps, add_loss)
         else:
-            samples = samples_of(groups, self.config.rl)
+            samples = samples_of(groups, self.config.rl, self._proximal)
             self._tokens = self.gradient.accumulate(samples, add_loss)
         self.records.train_s += time.perf_counter() - began
 
@@ -106,11 +120,21 @@ class PolicyObjective:
             self.records.supervised_steps += 1
         elif self._new:
             self._new -= 1
-            self.stream.trained(len(groups))
+            self._follow(self.stream.trained(len(groups)))
         if groups is not None and not self._steps:
             self.records.newest |= self.gradient.means()
         self._used.append(self.stream.first_pending())
         return self._tokens
+
+    def _follow(self, groups: Sequence[Group]) -> None:
+        """Let the curriculum follow the solved shares of trained groups, of all ranks. Collective."""
+        if self.curriculum is not None:
+            shards, limit = self.sync.shards, self.config.reward.solved
+            solved = torch.zeros(shards.size, len(groups), 2, dtype=torch.float64)
+            solved[shards.rank] = torch.tensor([solved_of(group, limit) for group in groups])
+            self.curriculum.add(
+                (int(level), share) for level, share in shards.sum(solved).flatten(0, 1).tolist()
+            )
 
     def undo_step(self) -> None:
         """Put the groups back that no step has trained."""
@@ -149,20 +173,30 @@ class PolicyObjective:
         return self.stream.order.state() | {"drawn": self.stream.first_pending()}
 
     def state(self) -> dict[str, Any]:
-        """Return totals and progress for a checkpoint."""
+        """Return totals and progress for a checkpoint, and write the drafter beside it."""
+        if self.online is not None and self.sync.shards.leads:
+            save_drafter(self.online, self.directory)
         self.records.counts = asdict(self.stream.counts)
         return {
             "started": self.started,
             "evaluated_step": self._evaluated_step,
             "totals": self.records.totals(),
+            "curriculum": self.curriculum.state() if self.curriculum else {},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         self.started = state.get("started", self.started)
         self._evaluated_step = state.get("evaluated_step", 0)
+        if self.curriculum is not None:
+            self.curriculum.restore(state.get("curriculum", {}))
         self.records.before, self.records.waited_before_s = state.get("totals", {}), self.sync.waited_s
 
     def close(self) -> None:
-        """End the source of rollouts and the reward processes."""
-        self.stream.pipeline.close()
+        """End the source of rollouts, the reward processes and the drafter's trainer."""
+        try:
+            self.stream.pipeline.close()
+        finally:
+            self.sync.idle = None
+            if self.online is not None:
+                self.online.close()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from aedit.edit.shards import Shards
 from aedit.launch.config.config import RunConfig
 from aedit.launch.node.objective import AddLoss
-from aedit.launch.node.rl_samples import Sample, SampleTensors, micro_batches
+from aedit.launch.node.rl_samples import Key, Sample, SampleTensors, micro_batches, to_tensors
 from aedit.spec_rollout.rl.losses.find import find_loss
 from aedit.spec_rollout.rl.losses.inputs import LossInputs, LossSettings, PolicyLoss
 from aedit.spec_rollout.rl.metrics import MEANS, loss_metrics, mean_metrics
@@ -48,24 +48,33 @@ class PolicyGradient:
 
         Returns the trained tokens of all ranks.
 
-        The loss is that of the samples of all ranks. FSDP2 averages gradients over the ranks, so each rank's
-        part is multiplied by their number.
+        The loss is that of the samples of all ranks, of which each has as many. FSDP2 averages gradients over
+        the ranks, so each rank's part is multiplied by their number.
         """
         trained = sum(sample.num_trained > 0 for sample in samples)
         counts = torch.tensor([sum(sample.num_trained for sample in samples), trained])
         num_tokens, num_sequences = (max(1, n) for n in self.shards.sum(counts).tolist())
-        size = max(1, self.config.train.batch_size // self.shards.size)
-        batches = list(micro_batches(samples, size, self.device))
-        for i in range(self.shards.most([len(batches)])[0]):
-            batch = batches[min(i, len(batches) - 1)]
-            if i >= len(batches):  # FSDP2 needs all ranks in each pass
-                batch = SampleTensors(
-                    batch.tokens_BL, batch.behaviour_BT, torch.zeros_like(batch.mask_BT), batch.advantages_B
-                )
-            loss = self._loss_of(batch, num_tokens, num_sequences)
+        for part in micro_batches(samples, self._size):
+            loss = self._loss_of(to_tensors(part, self.device), num_tokens, num_sequences)
             (loss * self.shards.size).backward()  # type: ignore[no-untyped-call]
             add_loss(loss.detach() * self.shards.size)
         return int(num_tokens)
+
+    @torch.no_grad()
+    def proximal(self, samples: Sequence[Sample]) -> dict[Key, Tensor]:
+        """Return the log-probabilities of the present weights for each rollout's tokens, by its key.
+
+        Nothing if no loss will need them: without importance weights, and for a single step on the batch.
+        """
+        rl, found = self.config.rl, {}
+        if rl.importance == "off" or rl.epochs * rl.batches == 1:
+            return {}
+        for part in micro_batches(samples, self._size):
+            batch = to_tensors(part, self.device, whole=True)
+            logp_BT = self.logprobs(self.model, batch)[0].cpu()
+            for sample, logp_T, mask_T in zip(part, logp_BT, batch.mask_BT.cpu(), strict=True):
+                found[sample.rollout.prompt.key] = logp_T[mask_T]
+        return found
 
     def means(self) -> dict[str, float]:
         """Return the means of `loss_metrics` over the ranks since the last call."""
@@ -74,6 +83,11 @@ class PolicyGradient:
         totals = dict(zip(names, self.shards.sum(sums).tolist(), strict=True))
         self.sums.clear()
         return mean_metrics(totals)
+
+    @property
+    def _size(self) -> int:
+        """Return the rollouts of a rank's forward pass."""
+        return max(1, self.config.train.batch_size // self.shards.size)
 
     def _loss_of(self, batch: SampleTensors, num_tokens: int, num_sequences: int) -> Tensor:
         logp_BT, entropy_BT = self.logprobs(self.model, batch)
@@ -87,6 +101,7 @@ class PolicyGradient:
             mask_BT=batch.mask_BT,
             advantages_B=batch.advantages_B,
             reference_BT=reference_BT,
+            proximal_BT=batch.proximal_BT,
             num_tokens=num_tokens,
             num_sequences=num_sequences,
             max_tokens=self.config.rl.sampling.max_new_tokens,

@@ -13,13 +13,16 @@ from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
 from aedit.launch.node.rl_engine import ARMS
 from aedit.launch.node.rl_pipeline import GroupPipeline
+from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
 from aedit.spec_rollout.rl.groups import Group
 
 CAUSES = ("round", "hub", "rollouts", "longest sample", "rank", "rewards")
 """Causes of waits."""
 SUMS = ("groups", "rollouts", "no_signal", "excluded", "retried", "rollout_tokens", "passes", "plain_tokens")
 """Totals that are added over the ranks of a node."""
-SECONDS = ("rollout_s", "reward_s", "train_s", "plain_s", "compared_s", "as_plain_s")
+OF_DRAFTER = ("steps", "published", "adopted", "refused")
+"""Counts of the learned drafter, added over the ranks."""
+SECONDS = ("rollout_s", "reward_s", "train_s", "plain_s", "compared_s", "as_plain_s", "idle_used_s")
 """Totals of which the mean over the ranks is taken."""
 
 
@@ -48,6 +51,7 @@ class RLRecords:
     pipeline: GroupPipeline
     waits: Waits
     shards: Shards
+    online: OnlineDrafter | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
     """Of `GroupStream`, replaced before each use."""
     train_s: float = 0.0
@@ -81,7 +85,7 @@ class RLRecords:
         """Return the running totals of the node, those of earlier attempts included."""
         status = dict(self.pipeline.source.status())
         found = {**self.counts, **status, "train_s": self.train_s, "rollout_s": self.pipeline.rollout_s}
-        found["reward_s"] = self.pipeline.reward_s
+        found |= {"reward_s": self.pipeline.reward_s, "idle_used_s": self.sync.idle_used_s}
         arms = status.get("arms", {})
         cause = "hub" if self.sync.free else "round"
         idle = self.waits.seconds | {cause: self.sync.waited_s - self.waited_before_s}
@@ -89,17 +93,25 @@ class RLRecords:
         row += [float(arms.get(name, 0)) for name in ("off", *ARMS)]
         row += [float(found.get(name, 0.0)) / self.shards.size for name in SECONDS]
         row += [idle.get(name, 0.0) / self.shards.size for name in CAUSES]
+        drafter = self.online.status() if self.online is not None else {}
+        row += [float(drafter.get(name, 0)) for name in OF_DRAFTER]
         values = iter(self.shards.sum(torch.tensor(row, dtype=torch.float64)).tolist())
         totals: dict[str, Any] = {name: int(next(values)) for name in SUMS}
         totals["arms"] = {name: int(count) for name in ("off", *ARMS) if (count := next(values))}
         totals |= {name: round(next(values), 4) for name in SECONDS}
         totals["idle_s"] = {name: round(seconds, 4) for name in CAUSES if (seconds := next(values))}
+        of_drafter = {name: int(next(values)) for name in OF_DRAFTER}
+        totals |= {"drafter": of_drafter} if drafter else {}
         totals["supervised_steps"] = self.supervised_steps
         return _added(self.before, totals)
 
     def line(self) -> dict[str, Any]:
         """Return totals and newest values for a line of metrics."""
-        return self.totals() | self.newest | {"idle_used_s": round(self.sync.idle_used_s, 4)}
+        totals = self.totals()
+        if self.online is not None:
+            length = self.pipeline.source.status().get("drafted_length")
+            totals["drafter"] |= {"accepted_length": length, "version": totals["drafter"]["adopted"]}
+        return totals | self.newest
 
 
 def _ratio(total: float, count: float) -> float | None:

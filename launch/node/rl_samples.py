@@ -1,6 +1,6 @@
 """Trained samples: rewards and rollouts of a batch of groups as padded tensors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.overlong import overlong_penalty
 from aedit.spec_rollout.sampling.samples import Rollout
 
+Key = tuple[int, int]
+"""Position of the group in the run's stream, and number of the sample."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -21,6 +24,8 @@ class Sample:
     advantage: float
     is_trained: bool
     """False for a rollout without a reward."""
+    proximal: Tensor | None = None
+    """Log-probabilities of its tokens before the first inner step on the batch, where the loss needs them."""
 
     @property
     def num_trained(self) -> int:
@@ -40,6 +45,8 @@ class SampleTensors:
     """fp32: in float64 only rounding of the engine would be added."""
     mask_BT: Tensor
     advantages_B: Tensor
+    proximal_BT: Tensor | None
+    """Like `behaviour_BT`; None: the loss takes those of the present weights."""
 
 
 def shaped_rewards(group: Group, config: RLConfig) -> list[float | None]:
@@ -51,11 +58,14 @@ def shaped_rewards(group: Group, config: RLConfig) -> list[float | None]:
     ]
 
 
-def samples_of(groups: Sequence[Group], config: RLConfig) -> list[Sample]:
-    """Return the rollouts of `groups` with their advantages."""
+def samples_of(
+    groups: Sequence[Group], config: RLConfig, proximal: Mapping[Key, Tensor] | None = None
+) -> list[Sample]:
+    """Return the rollouts of `groups` with their advantages, and `proximal` by key of the rollout."""
+    known = proximal or {}
     rewards = [shaped_rewards(group, config) for group in groups]
     return [
-        Sample(rollout, advantage, reward is not None)
+        Sample(rollout, advantage, reward is not None, known.get(rollout.prompt.key))
         for group, row, found in zip(groups, rewards, advantages(rewards, config.advantage), strict=True)
         for rollout, advantage, reward in zip(group.rollouts, found, row, strict=True)
     ]
@@ -68,29 +78,37 @@ def parts_of(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
     return [groups[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def micro_batches(samples: Sequence[Sample], size: int, device: torch.device) -> Iterator[SampleTensors]:
-    """Yield the samples as tensors, `size` at a time, those of similar length together."""
+def micro_batches(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:
+    """Yield the samples `size` at a time, those of similar length together."""
     ordered = sorted(samples, key=_length)
     for start in range(0, len(ordered), size):
-        yield to_tensors(ordered[start : start + size], device)
+        yield ordered[start : start + size]
 
 
-def to_tensors(samples: Sequence[Sample], device: torch.device) -> SampleTensors:
-    """Return samples as tensors."""
+def to_tensors(samples: Sequence[Sample], device: torch.device, *, whole: bool = False) -> SampleTensors:
+    """Return samples as tensors. whole: the mask has also the tokens of samples that are not trained."""
     rows, longest = len(samples), max(map(_length, samples))
     tokens_BL = torch.zeros(rows, longest, dtype=torch.int64)
     behaviour_BT = torch.zeros(rows, longest - 1, dtype=torch.float32)
     mask_BT = torch.zeros(rows, longest - 1, dtype=torch.bool)
+    proximal_BT = torch.zeros_like(behaviour_BT)
     for row, sample in enumerate(samples):
         prompt, rollout = sample.rollout.prompt.tokens, sample.rollout
         text = (*prompt, *rollout.tokens)
         answer = slice(len(prompt) - 1, len(text) - 1)
         tokens_BL[row, : len(text)] = torch.tensor(text)
         behaviour_BT[row, answer] = torch.tensor(rollout.logprobs, dtype=torch.float64).float()
-        mask_BT[row, answer] = sample.is_trained
+        mask_BT[row, answer] = sample.is_trained or whole
+        if sample.proximal is not None:
+            proximal_BT[row, answer] = sample.proximal
+    has_proximal = any(sample.proximal is not None for sample in samples)
     advantages_B = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
     return SampleTensors(
-        tokens_BL.to(device), behaviour_BT.to(device), mask_BT.to(device), advantages_B.to(device)
+        tokens_BL.to(device),
+        behaviour_BT.to(device),
+        mask_BT.to(device),
+        advantages_B.to(device),
+        proximal_BT.to(device) if has_proximal else None,
     )
 
 

@@ -10,8 +10,8 @@ import torch
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.node.objective import NodeParts
-from aedit.launch.node.rl_engine import ARMS, DTYPES, make_engine
-from aedit.spec_rollout.engine.engine_source import EngineSource
+from aedit.launch.node.rl_engine import ARMS, DTYPES, make_engine_source
+from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
 from aedit.spec_rollout.rl.source import RolloutSource
 from aedit.spec_rollout.workers.config import WorkerConfig
 from aedit.spec_rollout.workers.source import WorkerSource
@@ -20,25 +20,26 @@ from aedit.types import UserError
 
 def make_source(
     parts: NodeParts, longest: int, window: Callable[[str], AbstractContextManager[None]]
-) -> RolloutSource:
-    """Return the source of this rank's rollouts; closing it ends its processes.
+) -> tuple[RolloutSource, OnlineDrafter | None]:
+    """Return the source of this rank's rollouts and its learned drafter; closing them ends their processes.
 
     longest: tokens of the longest prompt. Raises UserError if the model is not supported.
     """
     config, world = parts.config, parts.world
     if not config.rl.workers:
-        return EngineSource(make_engine(config, parts.sync.model, parts.tokenizer, world, longest))
+        return make_engine_source(parts, longest)
     directory = parts.recorder.directory / "workers" / str(world.rank)
 
     def record(event: str, fields: Mapping[str, Any]) -> None:
         parts.recorder.event(event, **fields)
 
     try:
-        return WorkerSource(
+        source = WorkerSource(
             parts.sync.model, worker_config(parts, longest, directory), window=window, report=record
         )
     except ValueError as error:
         raise UserError(f"rl.workers = {config.rl.workers}: {error}") from None
+    return source, None
 
 
 def worker_config(parts: NodeParts, longest: int, directory: Path) -> WorkerConfig:

@@ -39,7 +39,7 @@ def time_per_node(run: Run) -> Figure | None:
     spent = [tuple(s / unit_s for s in spent_s(node.metrics[-1])) for node in nodes]
     by_way = zip(*spent, strict=True)
     parts = {name: (colour, times) for (name, colour), times in zip(ways, by_way, strict=True)}
-    figure = Figure(figsize=(8, 1.7 + 0.42 * len(nodes)))
+    figure = Figure(figsize=(8 if len(parts) == len(WAYS) else 10, 1.7 + 0.42 * len(nodes)))
     axes = figure.add_subplot()
     stacked_bars(axes, [f"node {node.index}" for node in nodes], parts)
     for bars, (_, times) in zip(axes.containers, parts.values(), strict=True):

@@ -32,7 +32,7 @@ PLOTS: Mapping[str, Callable[[Run], Figure | None]] = {
     "reward_by_steps.png": reward_by_steps,
     "reward_by_time.png": reward_by_time,
     "step_split.png": step_split,
-    "drafter.png": drafter,
+    "acceptance.png": drafter,
     "policy_health.png": policy_health,
 }
 TAB20 = colormaps["tab20"](range(20))

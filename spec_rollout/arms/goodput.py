@@ -26,7 +26,7 @@ from aedit.spec_rollout.arms.bandit import Bandit
 from aedit.spec_rollout.arms.cost import StepCost
 from aedit.spec_rollout.arms.drafter_stats import DrafterStats
 from aedit.spec_rollout.arms.time_model import MIN_S, WINDOW
-from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft
+from aedit.spec_rollout.drafters.drafts import OFF, Arm, Draft, parse_arm
 from aedit.types import check
 
 EXPLORATION_SHARE = 0.005
@@ -169,6 +169,15 @@ class Goodput:
         """View of the last comparison."""
         self._next_compare = 0
         """Step of the next comparison if nothing changes."""
+
+    @classmethod
+    def of(cls, *arms: str) -> "Goodput":
+        """Return a chooser among these arms and off, such as `Goodput.of("suffix:8", "layer:4x2x8")`.
+
+        Raises:
+            ValueError: A text is not an arm, or there is none.
+        """
+        return cls([parse_arm(arm) for arm in arms])
 
     def choose(self, view: EngineView) -> Arm:
         """Return the arm of the next step."""

@@ -1,7 +1,7 @@
 """An engine of this process as the source of rollouts of a training loop."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -9,13 +9,30 @@ from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout
 
 
+class Online(Protocol):
+    """The parts of an `OnlineDrafter` that its engine's source uses."""
+
+    def after_update(self) -> None:
+        """Follow the policy, which has new weights."""
+
+    def adopt(self) -> bool:
+        """Use the newest drafter that is better."""
+
+
 class EngineSource:
     """`RolloutSource` of an engine, which generates while `step` is called."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, online: Online | None = None) -> None:
+        """Make the source.
+
+        Args:
+            engine: The engine.
+            online: Its learned drafter: follows the policy, and is replaced between two steps.
+        """
+        self.engine, self.online = engine, online
         self._plain_s = 0.0
         self._plain_tokens = 0
+        self._drafted_tokens = self._drafted_passes = 0.0
 
     @property
     def version(self) -> int:
@@ -29,7 +46,11 @@ class EngineSource:
 
     def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Hand the weights to the engine; see `Engine.update_weights`."""
+        before = self.engine.version
         self.engine.update_weights(weights, version)
+        if self.online is not None and version != before:
+            self.online.after_update()
+            self._drafted_tokens, self._drafted_passes = self._drafted_tokens / 2, self._drafted_passes / 2
 
     def add(self, prompts: Sequence[Prompt]) -> None:
         """Queue one sample per prompt.
@@ -41,10 +62,15 @@ class EngineSource:
 
     def step(self) -> list[Rollout]:
         """Run one pass of the policy over the running samples; return those that have finished."""
+        if self.online is not None:
+            self.online.adopt()
         step = self.engine.step()
         if step.arm.is_off:
             self._plain_s += step.total_s
             self._plain_tokens += sum(step.counts)
+        elif step.arm.drafter == "layer":
+            self._drafted_tokens += sum(step.counts)
+            self._drafted_passes += len(step.counts)
         return list(step.finished)
 
     def pending(self) -> list[Prompt]:
@@ -56,7 +82,8 @@ class EngineSource:
 
         `as_plain_s / compared_s` is the speed-up over plain decoding, see `SpeedUp`.
         `rollout_tokens`, `passes` (samples times steps), `arms` (steps by arm), and `plain_s` and
-        `plain_tokens` of the steps without speculation.
+        `plain_tokens` of the steps without speculation. `drafted_length` are tokens per pass in steps that
+        the learned drafter drafted; with each policy version older ones weigh half. None without such steps.
         """
         meters = self.engine.meters
         return {
@@ -66,6 +93,7 @@ class EngineSource:
             "arms": dict(meters.arms),
             "plain_s": self._plain_s,
             "plain_tokens": self._plain_tokens,
+            "drafted_length": self._drafted_tokens / self._drafted_passes if self._drafted_passes else None,
         }
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ num_key_value_heads = 2
 seq_len = 16
 [prompts]
 source = "aedit.spec_rollout.rl.tasks.arithmetic:rows"
-options = { levels = 1 }
+options = { digits = 2, work = false }
 size = 60
 held_out = 0.2
 [reward]

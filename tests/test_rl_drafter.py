@@ -1,0 +1,117 @@
+"""Tests the learned drafter of a reinforcement-learning node: records, file, resume, and equal results."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from kit.rl_nodes import config_of, records, run, weights
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from aedit.launch.node.rl_drafter import _saved, make_online
+from aedit.spec_rollout import make_target
+from aedit.spec_rollout.arms.arms import Fixed
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.drafts import parse_arm
+from aedit.spec_rollout.learning.policy_source import TrainedPolicy
+from aedit.types import UserError
+
+FILE = "drafter.safetensors"
+
+
+def node_folder(config):
+    return Path(config.dir) / config.name / "nodes" / "0"
+
+
+def drafting(arm):
+    """Return what makes a node use this arm in each step."""
+
+    def force(node):
+        node.objective.stream.pipeline.source.engine.chooser = Fixed(parse_arm(arm))
+
+    return force
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """Return configuration and node of a run that drafts with a layer."""
+    config = config_of(
+        tmp_path_factory.mktemp("drafter"), drafter__kind="layer", train__steps=2, checkpoint__every=0
+    )
+    return config, run(config, drafting("layer:3"))
+
+
+def test_a_run_records_its_drafter_and_ends_its_trainer(first):
+    config, node = first
+    last = records(config, "metrics")[-1]["rl"]
+    assert last["arms"].keys() <= {"layer:3", "off"}
+    assert last["drafter"].keys() == {
+        "steps", "published", "adopted", "refused", "accepted_length", "version",
+    }  # fmt: skip
+    assert last["drafter"]["accepted_length"] >= 1
+    assert node.sync.idle is None
+    started = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "trainer_process" in str(child.cmdline())
+    ]
+    assert started == []
+
+
+def test_the_drafter_is_saved_beside_the_checkpoints_and_a_resume_continues_with_it(first):
+    config, node = first
+    saved = load_file(node_folder(config) / FILE)
+    tensors = node.objective.online.tensors()
+    assert saved.keys() == tensors.keys()
+    assert all(saved[name].equal(value) for name, value in tensors.items())
+    other = DraftLayer.of(node.sync.model, generator=torch.Generator().manual_seed(9))
+    other.save(node_folder(config) / FILE)
+    found = []
+    resumed = run(config, lambda node: found.append(node.objective.online.state()), attempt=2)
+    assert resumed.sync.steps == node.sync.steps
+    assert all(found[0][f"layer.{name}"].equal(value) for name, value in other.state_dict().items())
+
+
+def test_a_damaged_file_of_a_drafter_costs_its_training_only(first, capsys, tmp_path):
+    _, node = first
+    (tmp_path / FILE).write_bytes(b"damaged")
+    assert _saved(tmp_path / FILE, TrainedPolicy(node.sync.model)) is None
+    assert capsys.readouterr().err.startswith("aedit: the drafter begins anew: ")
+
+
+def test_a_drafter_that_changes_after_each_step_of_the_engine_changes_no_weight(tmp_path):
+    keys = {"rl__engine_dtype": "fp64", "train__steps": 3, "checkpoint__every": 0}
+    plain = run(config_of(tmp_path / "plain", drafter__kind="off", **keys))
+    changes = []
+
+    def force(node):
+        drafting("layer:3x2x5")(node)
+        online = node.objective.online
+
+        def adopt():
+            changes.append(len(changes))
+            layer = DraftLayer.of(node.sync.model, generator=torch.Generator().manual_seed(len(changes)))
+            online.load_state(online.state() | {f"layer.{n}": t for n, t in layer.state_dict().items()})
+            return True
+
+        online.adopt = adopt
+
+    changed = run(config_of(tmp_path / "changed", drafter__kind="layer", **keys), force)
+    assert len(changes) > 10
+    assert all(torch.equal(value, weights(changed)[name]) for name, value in weights(plain).items())
+
+
+@pytest.mark.parametrize("kind", ["layer", "auto", "suffix", "off"])
+def test_a_policy_without_a_draft_layer_is_refused_by_name_only_if_asked_for(tmp_path, kind):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    parts = SimpleNamespace(
+        config=config_of(tmp_path, drafter__kind=kind),
+        recorder=SimpleNamespace(directory=tmp_path),
+        world=SimpleNamespace(rank=0),
+    )
+    refused = pytest.raises(UserError, match=r'drafter\.kind = "layer": .*model_type')
+    with refused if kind == "layer" else nullcontext():
+        assert make_online(parts, make_target(model, rows=2, max_tokens=16)) is None

@@ -1,0 +1,92 @@
+"""Tests reinforcement learning of several nodes with a hub: prompts, versions, phase of the warm-up."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from kit.rl_hub import NodeThread, hub_of
+from kit.rl_nodes import config_of
+
+from aedit.async_sgd.inprocess import InProcessHub
+from aedit.launch.node.rl_groups import GroupStream
+from aedit.launch.node.train import TrainingNode
+
+KEYS = {"drafter__kind": "off", "checkpoint__every": 0, "rl__groups": 2, "rl__group_size": 3}
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Return (node's thread, position) of each group that was trained."""
+    found, original = [], GroupStream.trained
+
+    def follow(stream, count):
+        found.extend((threading.current_thread().name, each.position) for each in list(stream._batch)[:count])
+        original(stream, count)
+
+    monkeypatch.setattr(GroupStream, "trained", follow)
+    return found
+
+
+def _rl(line):
+    return line["rl"]
+
+
+def lines(config, node, kind):
+    path = Path(config.dir) / config.name / "nodes" / str(node) / f"{kind}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Return the newest figures of reinforcement learning that the hub has of each node."""
+    found, original = {}, InProcessHub.heartbeat
+
+    def follow(hub, node, report):
+        found[node] = report.rl or found.get(node)
+        original(hub, node, report)
+
+    monkeypatch.setattr(InProcessHub, "heartbeat", follow)
+    return found
+
+
+def test_two_nodes_share_the_prompts_and_their_engines_have_their_policies(tmp_path, trained, told):
+    config = config_of(tmp_path, train__steps=12, **KEYS)
+    hub = hub_of(config)
+    nodes = [NodeThread(config, hub, name) for name in ("a", "b")]
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        node.end()
+    positions = [position for _, position in trained]
+    assert len(set(positions)) == len(positions) >= 2 * 12
+    assert {name for name, _ in trained} == {"a", "b"}
+    for node in (0, 1):
+        last = lines(config, node, "metrics")[-1]["rl"]
+        assert last["mismatch_kl"] < 1e-6
+        assert last["staleness_max"] == 0
+        written = [(rl["rollout_tokens"], rl["groups"]) for rl in map(_rl, lines(config, node, "metrics"))]
+        assert (told[node]["rollout_tokens"], told[node]["groups"]) in written
+    assert len(hub.tally.accepted) > 4, "nothing has landed"
+
+
+def test_a_node_that_joins_after_the_warm_up_of_the_run_does_not_repeat_it(tmp_path, monkeypatch):
+    config = config_of(tmp_path, train__steps=14, rl__supervised_steps=4, edit__every=1, **KEYS)
+    hub = hub_of(config)
+    late = NodeThread(config, hub, "late")
+    record_step = TrainingNode.record_step
+
+    def recorded(node):
+        record_step(node)
+        if node.objective.started and late.ident is None:
+            late.start()
+
+    monkeypatch.setattr(TrainingNode, "record_step", recorded)
+    first = NodeThread(config, hub, "first")
+    first.start()
+    first.end()
+    late.end()
+    warm_ups = [lines(config, node, "metrics")[-1]["rl"]["supervised_steps"] for node in (0, 1)]
+    assert 4 <= warm_ups[0] <= 6  # the hub's count lags behind by the push under way
+    assert warm_ups[1] == 0
+    assert lines(config, 1, "metrics")[-1]["step"] > 0

@@ -1,0 +1,71 @@
+"""Tests the numbers that the policy loss of a node is given, and what it makes of them."""
+
+import pytest
+import torch
+from kit import rl_losses
+from kit.rl_nodes import config_of, records, run, weights
+
+from aedit.types import ImportPath
+
+SPY = {"rl__loss": ImportPath("kit.rl_losses:spy"), "drafter__kind": "off"}
+
+
+@pytest.fixture
+def seen():
+    """Return the inputs of the loss, emptied before the test."""
+    rl_losses.SEEN.clear()
+    return rl_losses.SEEN
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_trainer_and_engine_agree_on_the_probability_of_each_token(tmp_path, seen, temperature):
+    run(config_of(tmp_path, rl__sampling__temperature=temperature, rl__sampling__max_new_tokens=5, **SPY))
+    assert len(seen) == 8  # 4 steps of 12 rollouts in two micro-batches
+    for inputs in seen:
+        apart = (inputs["logp_BT"] - inputs["behaviour_BT"])[inputs["mask_BT"]]
+        assert apart.abs().max() < 1e-5
+        assert inputs["logp_BT"][inputs["mask_BT"]].max() < 0
+    total = sum(int(inputs["mask_BT"].sum()) for inputs in seen[:2])
+    assert [inputs["num_tokens"] for inputs in seen[:2]] == [total, total]
+    assert [inputs["num_sequences"] for inputs in seen[:2]] == [12, 12]
+
+
+def test_micro_batches_change_no_weight_beyond_rounding(tmp_path):
+    one = run(config_of(tmp_path / "one", train__batch_size=12, train__steps=1, drafter__kind="off"))
+    four = run(config_of(tmp_path / "four", train__batch_size=3, train__steps=1, drafter__kind="off"))
+    for name, value in weights(one).items():
+        torch.testing.assert_close(weights(four)[name], value, rtol=0, atol=1e-5)
+
+
+def test_importance_weights_are_relative_to_the_policy_before_the_first_step_on_the_batch(tmp_path, seen):
+    keys = {"rl__importance": "token", "rl__epochs": 2, "train__batch_size": 12, "train__steps": 4}
+    run(config_of(tmp_path, **keys, **SPY))
+    first, second, third, fourth = seen
+    for before, after in ((first, second), (third, fourth)):
+        assert torch.equal(before["proximal_BT"], before["logp_BT"])
+        assert torch.equal(after["proximal_BT"], before["logp_BT"])
+        assert not torch.allclose(after["logp_BT"], before["logp_BT"], atol=1e-4)
+
+
+def test_rollouts_without_a_reward_are_left_out_and_counted(tmp_path, seen):
+    config = config_of(tmp_path, reward__functions=("kit.rl_rewards:some",), train__steps=2, **SPY)
+    run(config)
+    last = records(config, "metrics")[-1]["rl"]
+    assert last["rollouts"] == 24
+    assert 0 < last["excluded"] < 24
+    trained = sum(int((inputs["mask_BT"].any(1)).sum()) for inputs in seen)
+    assert trained == 24 - last["excluded"]
+    assert last["reward"] > 0
+
+
+def test_groups_without_signal_are_replaced_by_further_prompts(tmp_path):
+    keys = {"reward__functions": ("kit.rl_rewards:rarely",), "rl__group_size": 2, "drafter__kind": "off"}
+    plain = config_of(tmp_path / "plain", **keys)
+    run(plain)
+    dynamic = config_of(tmp_path / "dynamic", rl__dynamic_sampling=True, **keys)
+    run(dynamic)
+    without, replaced = (records(each, "metrics")[-1]["rl"] for each in (plain, dynamic))
+    assert without["groups"] == 12
+    assert without["no_signal"] > 0
+    assert replaced["groups"] - replaced["no_signal"] == 12
+    assert replaced["no_signal"] > 0
