@@ -1,6 +1,6 @@
 """Build a node of a run with a hub; `build.py` does so for a `torchrun` world."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from aedit.edit import canonical
 from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.pace import make_pace
 from aedit.edit.sync import LayerSync
-from aedit.edit.units import find_units
+from aedit.edit.units import SyncUnit, find_units
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.method import method
 from aedit.launch.config.placement import JoinOptions
@@ -35,6 +35,7 @@ from aedit.launch.node.objectives import (
 )
 from aedit.launch.node.rejoin import known_directory, rejoin, remember
 from aedit.launch.node.sharding import make_model
+from aedit.launch.node.shared_drafter import make_shared
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
@@ -71,10 +72,14 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
     data = load_data(config, tokenizer, options.run_dir / "data")
     model = make_model(config, tokenizer, world)
     facts = facts_of(config, model, tokenizer, data)
-    plan = agent_plan(config, options.membership, model, facts, data.num_samples)
+    shared = make_shared(config, model, world)
+    apart = [shared.unit] if shared is not None else []
+    plan = agent_plan(config, options.membership, model, facts, data.num_samples, apart)
     link = _link(plan, world)
     try:
         exchange = _exchange(config, link)
+        if shared is not None:
+            shared.attach(exchange)
         sync = _sync(config, model, exchange, link)
         known = known_directory(options.run_dir, options.membership.name)
         resumed = rejoin(sync, _checkpoints(config, known, sync), facts) if known else None
@@ -100,6 +105,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
             order=LeasedOrder(link, data.num_samples, config.seed, sync),
             stop=stop,
             recorder=recorder,
+            shared=shared,
         )
         make = partial(
             TrainingNode,
@@ -125,11 +131,16 @@ def _checkpoints(config: RunConfig, directory: Path, sync: LayerSync) -> NodeChe
 
 
 def agent_plan(
-    config: RunConfig, member: JoinOptions, model: nn.Module, facts: dict[str, Any], num_samples: int
+    config: RunConfig,
+    member: JoinOptions,
+    model: nn.Module,
+    facts: dict[str, Any],
+    num_samples: int,
+    apart: Sequence[SyncUnit] = (),
 ) -> AgentPlan:
-    """Return the settings of the node's agent."""
+    """Return the settings of the node's agent; `apart`: units besides the model's."""
     hub = config.hub
-    units = canonical.layout(_units(model, config)).units
+    units = canonical.layout([*_units(model, config), *apart]).units
     return AgentPlan(
         addresses=tuple(member.hub.split(",")),
         standbys=tuple(member.standby.split(",")) if member.standby else (),
