@@ -8,6 +8,7 @@ import pytest
 from kit.rl_hub import NodeThread, hub_of
 from kit.rl_nodes import config_of
 
+from aedit.async_sgd.inprocess import InProcessHub
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.train import TrainingNode
 
@@ -27,12 +28,29 @@ def trained(monkeypatch):
     return found
 
 
+def _rl(line):
+    return line["rl"]
+
+
 def lines(config, node, kind):
     path = Path(config.dir) / config.name / "nodes" / str(node) / f"{kind}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_two_nodes_share_the_prompts_and_their_engines_have_their_policies(tmp_path, trained):
+@pytest.fixture
+def told(monkeypatch):
+    """Return the newest figures of reinforcement learning that the hub has of each node."""
+    found, original = {}, InProcessHub.heartbeat
+
+    def follow(hub, node, report):
+        found[node] = report.rl or found.get(node)
+        original(hub, node, report)
+
+    monkeypatch.setattr(InProcessHub, "heartbeat", follow)
+    return found
+
+
+def test_two_nodes_share_the_prompts_and_their_engines_have_their_policies(tmp_path, trained, told):
     config = config_of(tmp_path, train__steps=12, **KEYS)
     hub = hub_of(config)
     nodes = [NodeThread(config, hub, name) for name in ("a", "b")]
@@ -47,6 +65,8 @@ def test_two_nodes_share_the_prompts_and_their_engines_have_their_policies(tmp_p
         last = lines(config, node, "metrics")[-1]["rl"]
         assert last["mismatch_kl"] < 1e-6
         assert last["staleness_max"] == 0
+        written = [(rl["rollout_tokens"], rl["groups"]) for rl in map(_rl, lines(config, node, "metrics"))]
+        assert (told[node]["rollout_tokens"], told[node]["groups"]) in written
     assert len(hub.tally.accepted) > 4, "nothing has landed"
 
 

@@ -4,11 +4,14 @@ import json
 import math
 import socket
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from kit.hub_processes import Client, HubProcess, ending, write_run
 from kit.rl_runs import RLNode, rl_run
 
+from aedit.edit.shards import Shards
+from aedit.launch.node.rl_records import RLRecords, Waits
 from aedit.launch.rundir.hub_records import HubSample
 from aedit.launch.rundir.reader import read_run
 from aedit.launch.rundir.recorder import Clock, Recorder
@@ -105,6 +108,25 @@ def test_trackers_get_the_numbers_of_reinforcement_learning(tmp_path):
     assert told[0] == (3, {"step": 3, "loss": 1.0, "rl/reward": 0.5, "rl/arms/off": 2})
     assert told[1][0] == 3
     assert told[1][1]["held_out/solved"] == 0.25
+
+
+def test_totals_of_earlier_attempts_are_counted_and_so_is_their_use_of_idle_time():
+    def attempt(before):
+        source = SimpleNamespace(status=lambda: {"rollout_tokens": 10, "arms": {"off": 2}, "compared_s": 0.5})
+        sync = SimpleNamespace(free=True, waited_s=4.0, idle_used_s=3.0)
+        pipeline = SimpleNamespace(source=source, rollout_s=1.0, reward_s=0.25)
+        shards, waits = Shards(), Waits(sync, {"rewards": 0.25})
+        records = RLRecords(
+            config=None, sync=sync, pipeline=pipeline, waits=waits, shards=shards, before=before
+        )
+        return RLMetric.of(records.line()), records.totals()
+
+    first, totals = attempt({})
+    second, _ = attempt(totals)
+    assert (first.rollout_tokens, first.idle_used_s, first.idle_s) == (10, 3.0, {"hub": 4.0, "rewards": 0.25})
+    assert (second.rollout_tokens, second.idle_used_s) == (20, 6.0)
+    assert second.idle_s == {"hub": 8.0, "rewards": 0.5}
+    assert (second.arms, second.compared_s) == ({"off": 4}, 1.0)
 
 
 def report_after(n):

@@ -1,10 +1,11 @@
 """Problems of the generators of reasoning-gym (extra `gym`)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from aedit.launch.config.rl import PromptConfig
+from aedit.spec_rollout.rl.tasks.gym import Origin, num_levels, source_of
 from aedit.types import UserError
 
 
@@ -36,34 +37,41 @@ def shares(source: str) -> list[Share]:
 
 
 def gym_rows(config: PromptConfig, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield `config.size` problems, of each generator as many as its weight says, in turn."""
-    from aedit.launch.data.prompt_rows import needs
+    """Yield `config.size` problems, of each generator as many as its weight says, in turn.
 
-    gym = needs("reasoning_gym", "gym")
+    With `config.curriculum` each generator's levels take turns as well; the column `level` counts from 1.
+    """
     parts = shares(config.source)
     counts = [0] * len(parts)
-    sources = [_dataset(gym, part.name, seed, config) for part in parts]
+    levels = [_levels(part.name) if config.curriculum else 0 for part in parts]
     for _ in range(config.size):
         # The generator that is furthest behind its share, the first of several: an even mixture.
         turn = min(range(len(parts)), key=lambda i: ((counts[i] + 1) / parts[i].weight, i))
-        yield _row(parts[turn].name, sources[turn], counts[turn], seed, config)
+        origin = Origin(parts[turn].name, seed, config.size, counts[turn], -1, dict(config.options))
+        if levels[turn]:
+            index, level = divmod(counts[turn], levels[turn])
+            origin = replace(origin, index=index, level=level)
+        yield _row(origin, config)
         counts[turn] += 1
 
 
-def _dataset(gym: Any, name: str, seed: int, config: PromptConfig) -> Any:
+def _levels(name: str) -> int:
+    levels = num_levels(name)
+    if levels < 2:
+        raise UserError(
+            f"prompts.curriculum = true: the generator {name!r} of reasoning-gym has no levels; leave it out"
+        )
+    return levels
+
+
+def _row(origin: Origin, config: PromptConfig) -> dict[str, Any]:
     try:
-        return gym.create_dataset(name, seed=seed, size=config.size, **config.options)
+        entry = source_of(origin)[origin.index]
     except Exception as error:  # each generator checks its options in its own way
-        raise UserError(f"prompts.source: generator {name!r} of reasoning-gym: {error}") from error
-
-
-def _row(name: str, source: Any, index: int, seed: int, config: PromptConfig) -> dict[str, Any]:
-    entry = source[index]
-    origin = {
-        "name": name,
-        "seed": seed,
-        "size": config.size,
-        "index": index,
-        "options": dict(config.options),
-    }
-    return {config.prompt_key: entry["question"], config.answer_key: entry["answer"], "gym": origin}
+        where = f", level {origin.level + 1}" if origin.level >= 0 else ""
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"prompts.source: generator {origin.name!r} of reasoning-gym{where}: {message}"
+        ) from error
+    row = {config.prompt_key: entry["question"], config.answer_key: entry["answer"], "gym": asdict(origin)}
+    return row | ({"level": origin.level + 1} if origin.level >= 0 else {})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aedit.launch.config.rl import PromptConfig
+from aedit.launch.data.gym import gym_rows
 from aedit.launch.data.readers import load_dataset, matching_files
 from aedit.types import UserError, imported, is_import_path
 
@@ -32,8 +33,7 @@ def rows(config: PromptConfig, seed: int) -> Iterator[Row]:
     if source.startswith("hf:"):
         return _plain(source, load_dataset(source.removeprefix("hf:"), config.split, f"{KEY} = {source!r}"))
     if source.startswith("gym:"):
-        from aedit.launch.data.gym import gym_rows
-
+        _needs("reasoning_gym", "gym")
         return _plain(source, gym_rows(config, seed))
     if is_import_path(source):
         return _plain(source, _generated(config, seed))
@@ -106,10 +106,9 @@ def _row(name: str, value: object) -> Row:
     return Row(name, value)
 
 
-def needs(module: str, extra: str) -> Any:
-    """Return the imported module of an extra. Raises UserError if it is not installed."""
+def _needs(module: str, extra: str) -> None:
     try:
-        return importlib.import_module(module)
+        importlib.import_module(module)
     except ImportError as error:
         raise UserError(
             f"{KEY} needs the package {module!r}: pip install 'aedit[{extra}]' ({error})"

@@ -6,10 +6,12 @@ from functools import partial
 from torch import nn
 
 from aedit.launch.config.config import RunConfig
+from aedit.launch.data.curriculum import Curriculum
 from aedit.launch.data.prompts import ProblemSet
 from aedit.launch.data.rewards import reward_specs
 from aedit.launch.data.supervised import AnswerTokens
 from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.rl_evaluate import FIRST_KEY
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_pipeline import GroupPipeline
@@ -34,6 +36,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     config, sync, world = parts.config, parts.sync, parts.world
     without_dropout(sync.model)
     longest = max(len(problem.tokens) for problem in (*problems.train, *problems.held_out))
+    curriculum = Curriculum.of(problems.train) if config.prompts.curriculum else None
     waits = Waits(sync)
     with ExitStack() as opened:
         rewards = opened.enter_context(_rewards(config))
@@ -52,7 +55,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     stream = GroupStream(
         config=config.rl,
         order=parts.order,
-        problems=problems.train,
+        choose=curriculum.problem if curriculum else lambda position, index: problems.train[index],
         pipeline=pipeline,
         shards=sync.shards,
         sampling=_sampling(config, parts, config.rl.sampling.temperature),
@@ -74,14 +77,10 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
             config=config, model=sync.model, problems=problems.train, answers=answers, world=world
         ),
         records=RLRecords(
-            config=config,
-            sync=sync,
-            pipeline=pipeline,
-            waits=waits,
-            shards=sync.shards,
-            online=online,
+            config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards, online=online
         ),
         held_out=problems.held_out,
+        curriculum=curriculum,
         greedy=_sampling(config, parts, 0.0),
         online=online,
         directory=parts.recorder.directory,
@@ -128,7 +127,14 @@ def _record_faults(recorder: Recorder, group: Group, report: RewardReport) -> No
         recorder.event(
             "reward_error",
             function=fault.function,
-            sample=fault.sample,
+            sample=_name(fault.sample),
             line=fault.line,
             message=fault.message,
         )
+
+
+def _name(sample: str) -> str:
+    """Return `position/sample` of a fault as people know it: held-out problems have keys of their own."""
+    position, slash, number = sample.partition("/")
+    held_out = int(position) - FIRST_KEY
+    return f"held-out {held_out}{slash}{number}" if held_out >= 0 else sample

@@ -60,7 +60,8 @@ class GroupStream:
 
     config: RLConfig
     order: Order
-    problems: Sequence[Problem]
+    choose: Callable[[int, int], Problem]
+    """Returns the problem of a position, for which the order has drawn this index."""
     pipeline: GroupPipeline
     shards: Shards
     sampling: Sampling
@@ -98,10 +99,10 @@ class GroupStream:
         self.batches, self._replaced = self.batches + 1, 0
         return [each.group for each in self._batch if each.group is not None]
 
-    def trained(self, count: int) -> None:
-        """Count the next `count` groups of the last batch as trained."""
-        for _ in range(count):
-            self._batch.popleft()
+    def trained(self, count: int) -> list[Group]:
+        """Return the next `count` groups of the last batch, which count as trained from now on."""
+        done = [self._batch.popleft().group for _ in range(count)]
+        return [group for group in done if group is not None]
 
     def first_pending(self) -> int:
         """Return how many draws of the node come before the first group that was not trained. Collective."""
@@ -132,7 +133,7 @@ class GroupStream:
         for place, index in zip(mine, indices, strict=True):
             position = int(positions[place])
             self._drawn.append(_Drawn(position, first + int(place)))
-            problem = self.problems[int(index)]
+            problem = self.choose(position, int(index))
             self.pipeline.start(position, problem, self.sampling, self.config.group_size)
 
     def _capacity(self) -> int:

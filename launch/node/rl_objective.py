@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
+from aedit.launch.data.curriculum import Curriculum, solved_of
 from aedit.launch.node.inner import lr_at
 from aedit.launch.node.objective import AddLoss
 from aedit.launch.node.rl_drafter import save_drafter
@@ -37,6 +39,7 @@ class PolicyObjective:
     warm_up: WarmUp
     records: RLRecords
     held_out: Sequence[Problem]
+    curriculum: Curriculum | None
     greedy: Sampling
     online: OnlineDrafter | None
     """The learned drafter of this rank."""
@@ -117,11 +120,21 @@ class PolicyObjective:
             self.records.supervised_steps += 1
         elif self._new:
             self._new -= 1
-            self.stream.trained(len(groups))
+            self._follow(self.stream.trained(len(groups)))
         if groups is not None and not self._steps:
             self.records.newest |= self.gradient.means()
         self._used.append(self.stream.first_pending())
         return self._tokens
+
+    def _follow(self, groups: Sequence[Group]) -> None:
+        """Let the curriculum follow the solved shares of trained groups, of all ranks. Collective."""
+        if self.curriculum is not None:
+            shards, limit = self.sync.shards, self.config.reward.solved
+            solved = torch.zeros(shards.size, len(groups), 2, dtype=torch.float64)
+            solved[shards.rank] = torch.tensor([solved_of(group, limit) for group in groups])
+            self.curriculum.add(
+                (int(level), share) for level, share in shards.sum(solved).flatten(0, 1).tolist()
+            )
 
     def undo_step(self) -> None:
         """Put the groups back that no step has trained."""
@@ -168,12 +181,15 @@ class PolicyObjective:
             "started": self.started,
             "evaluated_step": self._evaluated_step,
             "totals": self.records.totals(),
+            "curriculum": self.curriculum.state() if self.curriculum else {},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         self.started = state.get("started", self.started)
         self._evaluated_step = state.get("evaluated_step", 0)
+        if self.curriculum is not None:
+            self.curriculum.restore(state.get("curriculum", {}))
         self.records.before, self.records.waited_before_s = state.get("totals", {}), self.sync.waited_s
 
     def close(self) -> None:

@@ -8,9 +8,10 @@ from typing import Protocol
 
 from aedit.spec_rollout.rl.groups import Group
 from aedit.spec_rollout.rl.problems import Problem
-from aedit.spec_rollout.rl.rewards.reward import RewardReport
+from aedit.spec_rollout.rl.rewards.reward import RewardFailed, RewardReport
 from aedit.spec_rollout.rl.source import RolloutSource
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.types import UserError
 
 WAIT_S = 0.05
 """Longest wait for a reward between two looks at the source."""
@@ -30,6 +31,9 @@ class RewardSource(Protocol):
 
     def wait(self, timeout_s: float) -> list[tuple[Group, RewardReport]]:
         """Return what `ready` returns, after a wait until it is not empty, at most for so long."""
+
+    def drop(self) -> None:
+        """Forget the groups whose rewards were not returned."""
 
     def close(self) -> None:
         """End the processes."""
@@ -75,21 +79,36 @@ class GroupPipeline:
         self.source.add([replace(common, sample=i) for i in range(size)])
 
     def advance(self) -> None:
-        """Take one step of the source, or wait a moment for rewards; collect what is complete."""
+        """Take one step of the source, or wait a moment for rewards; collect what is complete.
+
+        Raises UserError if a reward failed and `reward.on_error` asks for the end of the run then.
+        """
+        try:
+            self._advance()
+        except RewardFailed as error:
+            raise UserError(str(error)) from None
+
+    def _advance(self) -> None:
         began = time.perf_counter()
-        if self._open:
-            for rollout in self.source.step():
-                self._finish(rollout)
-            self.rollout_s += time.perf_counter() - began
-            rewarded = self.rewards.ready()
-        else:
-            with self.window("rewards"):
-                rewarded = self.rewards.wait(WAIT_S)
-            self.reward_s += time.perf_counter() - began
+        try:
+            rewarded = self._step(began)
+        except RewardFailed as error:
+            raise UserError(str(error)) from None
         for group, found in rewarded:
             self._rewarding.discard(group.position)
             self.done[group.position] = group
             self.report(group, found)
+
+    def _step(self, began: float) -> list[tuple[Group, RewardReport]]:
+        if self._open:
+            for rollout in self.source.step():
+                self._finish(rollout)
+            self.rollout_s += time.perf_counter() - began
+            return self.rewards.ready()
+        with self.window("rewards"):
+            rewarded = self.rewards.wait(WAIT_S)
+        self.reward_s += time.perf_counter() - began
+        return rewarded
 
     def take(self, position: int) -> Group:
         """Return a rewarded group and forget it."""
@@ -97,6 +116,7 @@ class GroupPipeline:
 
     def drop(self) -> None:
         """Forget all groups that are under way; their samples end with the source."""
+        self.rewards.drop()
         self._open.clear()
         self._rewarding.clear()
         self.done.clear()

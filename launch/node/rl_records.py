@@ -22,7 +22,7 @@ SUMS = ("groups", "rollouts", "no_signal", "excluded", "retried", "rollout_token
 """Totals that are added over the ranks of a node."""
 OF_DRAFTER = ("steps", "published", "adopted", "refused")
 """Counts of the learned drafter, added over the ranks."""
-SECONDS = ("rollout_s", "reward_s", "train_s", "plain_s", "compared_s", "as_plain_s")
+SECONDS = ("rollout_s", "reward_s", "train_s", "plain_s", "compared_s", "as_plain_s", "idle_used_s")
 """Totals of which the mean over the ranks is taken."""
 
 
@@ -85,7 +85,7 @@ class RLRecords:
         """Return the running totals of the node, those of earlier attempts included."""
         status = dict(self.pipeline.source.status())
         found = {**self.counts, **status, "train_s": self.train_s, "rollout_s": self.pipeline.rollout_s}
-        found["reward_s"] = self.pipeline.reward_s
+        found |= {"reward_s": self.pipeline.reward_s, "idle_used_s": self.sync.idle_used_s}
         arms = status.get("arms", {})
         cause = "hub" if self.sync.free else "round"
         idle = self.waits.seconds | {cause: self.sync.waited_s - self.waited_before_s}
@@ -111,7 +111,7 @@ class RLRecords:
         if self.online is not None:
             length = self.pipeline.source.status().get("drafted_length")
             totals["drafter"] |= {"accepted_length": length, "version": totals["drafter"]["adopted"]}
-        return totals | self.newest | {"idle_used_s": round(self.sync.idle_used_s, 4)}
+        return totals | self.newest
 
 
 def _ratio(total: float, count: float) -> float | None:

@@ -2,10 +2,10 @@
 
 import importlib
 import re
-from functools import lru_cache
 from typing import Any
 
 from aedit.spec_rollout.rl.rewards.built_in import answers, text_of
+from aedit.spec_rollout.rl.tasks.gym import entry_and_source
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -18,14 +18,13 @@ def gym_reward(completions: list[Any], **columns: Any) -> list[float]:
     """
     if "gym" not in columns:
         raise ValueError('the reward "gym" needs prompts.source = "gym:NAME", whose rows have a column gym')
+    _package("reasoning_gym", "gym")
     scores = []
     for completion, origin in zip(map(text_of, completions), columns["gym"], strict=True):
-        source = _generator(
-            origin["name"], origin["seed"], origin["size"], tuple(sorted(origin["options"].items()))
-        )
+        entry, source = entry_and_source(origin)
         tagged = _TAGGED.findall(completion)
         given = (tagged[-1] if tagged else completion).strip()
-        scores.append(float(source.score_answer(given, source[origin["index"]])))
+        scores.append(float(source.score_answer(given, entry)))
     return scores
 
 
@@ -41,11 +40,6 @@ def math_reward(completions: list[Any], *, answer_key: str = "answer", **columns
         right = verify.parse(text if "\\" in text or "$" in text else f"${text}$")
         values.append(float(verify.verify(right, verify.parse(completion))) if right else None)
     return values
-
-
-@lru_cache(maxsize=64)
-def _generator(name: str, seed: int, size: int, options: tuple[tuple[str, Any], ...]) -> Any:
-    return _package("reasoning_gym", "gym").create_dataset(name, seed=seed, size=size, **dict(options))
 
 
 def _package(module: str, extra: str) -> Any:

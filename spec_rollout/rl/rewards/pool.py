@@ -162,14 +162,18 @@ class RewardPool:
             self._look(min(LOOK_S, left))
         return self.ready()
 
+    def drop(self) -> None:
+        """Forget the groups that were not returned. Calls under way end by themselves or at the limit."""
+        self._tasks.clear()
+        self._waiting.clear()
+        self._done.clear()
+
     def close(self) -> None:
         """End all workers. Groups that are not finished are forgotten."""
         while self._running:
             worker, _ = self._running.popitem()
             worker.kill()
-        self._tasks.clear()
-        self._waiting.clear()
-        self._done.clear()
+        self.drop()
 
     def _start(self) -> None:
         self._running[WorkerProcess(self._specs, self._clock)] = None
@@ -204,7 +208,7 @@ class RewardPool:
             self._failed_starts = 0
             return
         call, self._running[worker] = self._running[worker], None
-        if call is not None:
+        if call is not None and self._is_wanted(call):
             call.task.seconds += answer["seconds"]
             if "values" in answer:
                 self._settle(call, tuple(answer["values"]))
@@ -220,7 +224,7 @@ class RewardPool:
             if self._failed_starts >= MAX_STARTS:
                 raise ValueError(f"reward.functions: a worker that imports them {how}, {MAX_STARTS} times")
         self._start()
-        if call is None:
+        if call is None or not self._is_wanted(call):
             return
         call.task.seconds += busy_s
         if call.tries < TRIES:
@@ -229,6 +233,10 @@ class RewardPool:
             self._fail(call, f"its process {how}, {TRIES} times")
         else:
             self._fail(call, f"it took longer than {self._limit_s:g} s, {TRIES} times")
+
+    def _is_wanted(self, call: _Call) -> bool:
+        """Return false for a call whose group was forgotten."""
+        return self._tasks.get(call.task.group.position) is call.task
 
     def _give_out(self) -> None:
         for worker, call in self._running.items():
