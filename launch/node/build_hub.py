@@ -1,6 +1,6 @@
 """Build a node of a run with a hub; `build.py` does so for a `torchrun` world."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,10 +13,11 @@ from torch import nn
 
 import aedit
 from aedit.edit import canonical
+from aedit.edit.apart import SharedModule
 from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.pace import make_pace
 from aedit.edit.sync import LayerSync
-from aedit.edit.units import SyncUnit, find_units
+from aedit.edit.units import find_units
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.method import method
 from aedit.launch.config.placement import JoinOptions
@@ -73,13 +74,10 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
     model = make_model(config, tokenizer, world)
     facts = facts_of(config, model, tokenizer, data)
     shared = make_shared(config, model, world)
-    apart = [shared.unit] if shared is not None else []
-    plan = agent_plan(config, options.membership, model, facts, data.num_samples, apart)
+    plan = agent_plan(config, options.membership, model, facts, data.num_samples, shared)
     link = _link(plan, world)
     try:
-        exchange = _exchange(config, link)
-        if shared is not None:
-            shared.attach(exchange)
+        exchange = _exchange(config, link, shared)
         sync = _sync(config, model, exchange, link)
         known = known_directory(options.run_dir, options.membership.name)
         resumed = rejoin(sync, _checkpoints(config, known, sync), facts) if known else None
@@ -136,11 +134,11 @@ def agent_plan(
     model: nn.Module,
     facts: dict[str, Any],
     num_samples: int,
-    apart: Sequence[SyncUnit] = (),
+    shared: SharedModule | None = None,
 ) -> AgentPlan:
-    """Return the settings of the node's agent; `apart`: units besides the model's."""
+    """Return the settings of the node's agent."""
     hub = config.hub
-    units = canonical.layout([*_units(model, config), *apart]).units
+    units = canonical.layout([*_units(model, config), *([shared.unit] if shared else [])]).units
     return AgentPlan(
         addresses=tuple(member.hub.split(",")),
         standbys=tuple(member.standby.split(",")) if member.standby else (),
@@ -198,14 +196,17 @@ def _link(plan: AgentPlan, world: World) -> AgentLink:
     return link
 
 
-def _exchange(config: RunConfig, link: AgentLink) -> HubExchange:
-    return HubExchange(
+def _exchange(config: RunConfig, link: AgentLink, shared: SharedModule | None) -> HubExchange:
+    exchange = HubExchange(
         link,
         max_steps_ahead=config.hub.max_steps_ahead,
         tokens_per_step=tokens_per_step(config),
         penalty=config.edit.penalty,
         timeout_s=config.edit.timeout_s,
     )
+    if shared is not None:
+        shared.attach(exchange)
+    return exchange
 
 
 def _sync(config: RunConfig, model: nn.Module, exchange: HubExchange, link: AgentLink) -> LayerSync:
