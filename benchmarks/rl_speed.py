@@ -273,6 +273,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, default=FULL.size.policy.minutes, help="of the policy's training"
     )
+    parser.add_argument("--run-in", type=int, default=FULL.size.run_in, help="steps that are not measured")
     parser.add_argument(
         "--learned", type=float, default=FULL.size.learned_s, help="seconds of waits before the steps"
     )
@@ -285,7 +286,7 @@ def _asked(args: argparse.Namespace) -> list[Report]:
     if args.quick:
         return measure(replace(QUICK, only=args.only, root=args.root), say)
     policy = Policy(size=args.size, minutes=args.minutes)
-    size = replace(FULL.size, policy=policy, learned_s=args.learned, steps=args.steps)
+    size = replace(FULL.size, policy=policy, run_in=args.run_in, learned_s=args.learned, steps=args.steps)
     seeds = tuple(int(seed) for seed in args.seeds.split(","))
     return measure(replace(FULL, size=size, seeds=seeds, only=args.only, root=args.root), say)
 

@@ -126,7 +126,7 @@ def test_steps_are_equal_in_both_ways_and_the_trainer_has_what_the_waits_gave(tm
     for way in WAYS:
         assert all(node.rollouts_s > 0 and node.training_s > 0 for node in measured.ways[way].nodes)
         assert 0.0 in measured.ways[way].waits_s
-    assert len(said) == 2
+    assert len(said) == 3
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from aedit.launch.data.prompts import ProblemSet
 from aedit.launch.data.rewards import reward_specs
 from aedit.launch.data.supervised import AnswerTokens
 from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.rl_evaluate import FIRST_KEY
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_pipeline import GroupPipeline
@@ -124,7 +125,14 @@ def _record_faults(recorder: Recorder, group: Group, report: RewardReport) -> No
         recorder.event(
             "reward_error",
             function=fault.function,
-            sample=fault.sample,
+            sample=_name(fault.sample),
             line=fault.line,
             message=fault.message,
         )
+
+
+def _name(sample: str) -> str:
+    """Return `position/sample` of a fault as people know it: held-out problems have keys of their own."""
+    position, slash, number = sample.partition("/")
+    held_out = int(position) - FIRST_KEY
+    return f"held-out {held_out}{slash}{number}" if held_out >= 0 else sample

@@ -79,7 +79,16 @@ class GroupPipeline:
         self.source.add([replace(common, sample=i) for i in range(size)])
 
     def advance(self) -> None:
-        """Take one step of the source, or wait a moment for rewards; collect what is complete."""
+        """Take one step of the source, or wait a moment for rewards; collect what is complete.
+
+        Raises UserError if a reward failed and `reward.on_error` asks for the end of the run then.
+        """
+        try:
+            self._advance()
+        except RewardFailed as error:
+            raise UserError(str(error)) from None
+
+    def _advance(self) -> None:
         began = time.perf_counter()
         try:
             rewarded = self._step(began)

@@ -14,3 +14,10 @@ def some(completions, **columns):
 def rarely(completions, **columns):
     """Return 1 for completions that begin with one of half of all bytes, else 0."""
     return [float(bool(text) and ord(text[0]) % 2 == 0) for text in completions]
+
+
+def fails_once_in_a_while(prompts, completions, **columns):
+    """Return 1 each; raise for prompts with an odd number of letters."""
+    if len(prompts[0]) % 2:
+        raise ValueError("a prompt with an odd number of letters")
+    return [1.0] * len(completions)
