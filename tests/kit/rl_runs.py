@@ -5,6 +5,7 @@ Each step lasts 2 s: generation 1 s, of which 0.1 s waits for the longest sample
 """
 
 import contextlib
+from typing import ClassVar
 
 from aedit.launch.rundir.recorder import Clock, Recorder
 
@@ -17,7 +18,7 @@ class RLNode:
     speed: of generation, in units of 640 tokens per second. plain: whether steps without drafts were timed.
     """
 
-    opened = []
+    opened: ClassVar[list] = []
 
     def __init__(self, run_dir, index, *, speed=1.0, plain=True):
         self.now, self.index, self.speed, self.plain = 0.0, index, speed, plain
