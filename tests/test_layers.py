@@ -60,6 +60,11 @@ MAY_IMPORT = {
         "types",
         "system",
     ),
+    "spec_rollout.adapters": (
+        *(f"spec_rollout.{part}" for part in ("rl", "engine", "sampling")),
+        "types",
+        "system",
+    ),
     "spec_rollout.rl": ("spec_rollout.sampling", "types", "system"),
     "spec_rollout.arms": ("spec_rollout.drafters", "types", "system"),
     "spec_rollout.sampling": ("spec_rollout.drafters", "spec_rollout.model", "types", "system"),

@@ -1,0 +1,273 @@
+"""Rollouts for `trl`'s asynchronous GRPO trainer from an engine in the trainer's process.
+
+    worker = TrlWorker(engine, rows, [reward], tokenizer, TrlWorkerConfig(group_size=8, max_ahead=64))
+    AsyncGRPOTrainer(..., rollout_worker=worker, weight_transfer=worker)
+
+The worker has the methods of both protocols of `trl.experimental.async_grpo` (1.16). It generates in a
+thread, and takes the trainer's weights between two steps of the engine. `trl` itself is not imported.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.rl.advantages import Advantage, advantages
+from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.types import check
+
+Reward = Callable[..., Sequence[float | None]]
+"""trl's signature: `reward(prompts, completions, completion_ids, **columns)`, not asynchronous."""
+
+POLL_S = 0.02
+STOP_S = 60.0
+"""Deadline of the step in progress when the worker is stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrlWorkerConfig:
+    """Settings of a `TrlWorker`."""
+
+    group_size: int = 8
+    """Rollouts per prompt."""
+    max_ahead: int = 64
+    """Rollouts that are running or wait for the trainer. The trainer drops what is older than its
+    `max_staleness` versions: `max_staleness` times its samples per step is a good value."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """The temperature must be that of the trainer's configuration."""
+    advantage: Advantage = "std"
+
+    def __post_init__(self) -> None:
+        check(self.group_size >= 1, "group_size", "must be at least 1", self.group_size)
+        check(self.max_ahead >= self.group_size, "max_ahead", "must be at least a group", self.max_ahead)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TrlSample:
+    """One rollout as the trainer reads it: the fields of trl's `RolloutSample`."""
+
+    prompt: Any
+    completion: Any
+    input_ids: Any
+    """Prompt and answer (T,)."""
+    completion_mask: Any
+    """1 for the answer, 0 for the prompt (T,)."""
+    old_log_probs: Any
+    """Behaviour log-probabilities; 0 for the prompt (T,)."""
+    advantage: float
+    model_version: int
+    """Oldest policy version that drew one of its tokens."""
+    group_id: int
+    metrics: dict[str, float]
+    enqueued_at: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    row: Mapping[str, Any]
+    position: int
+    rollouts: list[Rollout]
+    left: int
+    """Rollouts that have not finished."""
+
+
+class TrlWorker:
+    """Rollout worker and weight transfer of an `AsyncGRPOTrainer`.
+
+    The engine must have a model of its own: parameters that the trainer changes while the engine generates
+    would be neither version. Groups reach the trainer in the order in which they were started.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rows: Sequence[Mapping[str, Any]],
+        rewards: Sequence[Reward],
+        tokenizer: Any,
+        config: TrlWorkerConfig,
+    ) -> None:
+        """Make a worker.
+
+        Args:
+            engine: Used by this worker alone.
+            rows: The data set, with `prompt` (text or messages) and columns for the rewards; drawn in order,
+                again from the start at its end.
+            rewards: Functions whose rewards are added; a rollout whose rewards are all None is left out.
+            tokenizer: The trainer's, of `transformers`.
+            config: Settings.
+        """
+        check(bool(rows), "rows", "must not be empty", len(rows))
+        check(bool(rewards), "rewards", "must name at least one function", len(rewards))
+        self.rollout_buffer: queue.Queue[TrlSample] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._engine, self._rows, self._rewards = engine, rows, list(rewards)
+        self._tokenizer, self._config = tokenizer, config
+        self._lock = threading.Lock()
+        self._sent: dict[str, Tensor] | None = None
+        self._next: tuple[dict[str, Tensor], int] | None = None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._alive_at = time.monotonic()
+        self._groups: deque[_Group] = deque()
+        self._by_position: dict[int, _Group] = {}
+        self._positions = count()
+
+    # --- trl's RolloutWorkerProtocol
+
+    def start(self) -> None:
+        """Begin to generate."""
+        if self._thread is None:
+            self._alive_at = time.monotonic()
+            self._thread = threading.Thread(target=self._run, name="aedit-trl-rollouts", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; raise TimeoutError if its step does not end within a minute."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the rollout worker did not end within {STOP_S:g} s")
+
+    def update_model_version(self, model_version: int) -> None:
+        """Generate with the weights that were sent last, as this version, from the engine's next step on."""
+        with self._lock:
+            if self._sent is not None:
+                self._next, self._sent = (self._sent, model_version), None
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise RuntimeError if the worker has failed, or has made no step for so long."""
+        if self._error is not None:
+            raise RuntimeError("the rollout worker has failed") from self._error
+        silent_s = time.monotonic() - self._alive_at
+        if self._thread is not None and silent_s > stale_after_s:
+            raise RuntimeError(
+                f"the rollout worker has been in one step or reward for {silent_s:.0f} s; the limit is "
+                f"{stale_after_s:g} s"
+            )
+
+    # --- trl's WeightTransferProtocol
+
+    def init_weight_transfer(self) -> None:
+        """Do nothing: trainer and engine share a process."""
+
+    def pause(self) -> None:
+        """Do nothing: the engine goes on with the old weights until it has all new ones."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        """Copy the trainer's weights."""
+        sent = {name: tensor.detach().clone() for name, tensor in iterator}
+        with self._lock:
+            self._sent = sent
+
+    def resume(self) -> None:
+        """Do nothing; see `pause`."""
+
+    def destroy(self) -> None:
+        """Free the weights that were sent and not used."""
+        with self._lock:
+            self._sent = self._next = None
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._alive_at = time.monotonic()
+                self._take_weights()
+                self._admit()
+                if self._by_position:
+                    for rollout in self._engine.step().finished:
+                        self._by_position[rollout.prompt.rollout].left -= 1
+                    self._hand_over()
+                else:
+                    self._stopping.wait(POLL_S)
+        except BaseException as error:  # reported by check_health, in the trainer's thread
+            self._error = error
+        finally:
+            self._engine.close()
+
+    def _take_weights(self) -> None:
+        with self._lock:
+            taken, self._next = self._next, None
+        if taken is not None:
+            self._engine.update_weights(*taken)
+
+    def _admit(self) -> None:
+        size = self._config.group_size
+        while self.rollout_buffer.qsize() + size * (len(self._groups) + 1) <= self._config.max_ahead:
+            position = next(self._positions)
+            row = self._rows[position % len(self._rows)]
+            tokens, sampling = self._encoded(row["prompt"]), self._config.sampling
+            rollouts = [
+                self._engine.add(
+                    Prompt(tokens=tokens, rollout=position, sample=i, group=position, sampling=sampling)
+                )
+                for i in range(size)
+            ]
+            self._groups.append(_Group(row, position, rollouts, size))
+            self._by_position[position] = self._groups[-1]
+
+    def _encoded(self, prompt: Any) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self._tokenizer(prompt)["input_ids"])
+        found = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+        return tuple(found["input_ids"])
+
+    def _hand_over(self) -> None:
+        """Reward finished groups and queue their samples, the oldest group first."""
+        while self._groups and not self._groups[0].left:
+            group = self._groups.popleft()
+            del self._by_position[group.position]
+            for sample in self._samples(group):
+                self.rollout_buffer.put(sample)
+
+    def _samples(self, group: _Group) -> Iterator[TrlSample]:
+        prompt = group.row["prompt"]
+        texts = [self._tokenizer.decode(r.tokens, skip_special_tokens=True) for r in group.rollouts]
+        is_chat = not isinstance(prompt, str)
+        completions = [[{"role": "assistant", "content": text}] if is_chat else text for text in texts]
+        totals = self._rewarded(group, completions)
+        known = np.array([total for total in totals if total is not None])
+        (A,) = advantages([totals], self._config.advantage)
+        for i, total in enumerate(totals):
+            if total is None:
+                continue
+            rollout = group.rollouts[i]
+            asked, answered = len(rollout.prompt.tokens), len(rollout.tokens)
+            yield TrlSample(
+                prompt=prompt,
+                completion=completions[i],
+                input_ids=np.array((*rollout.prompt.tokens, *rollout.tokens), np.int64),
+                completion_mask=np.array([0] * asked + [1] * answered, np.int64),
+                old_log_probs=np.array([0.0] * asked + rollout.logprobs, np.float32),
+                advantage=A[i],
+                model_version=min(rollout.versions),
+                group_id=group.position,
+                metrics={"reward": total, "reward_std": float(known.std())},
+                enqueued_at=time.time(),
+            )
+
+    def _rewarded(self, group: _Group, completions: list[Any]) -> list[float | None]:
+        """Return the sum of the rewards of each rollout, None where all are None."""
+        columns = {name: [value] * len(completions) for name, value in group.row.items() if name != "prompt"}
+        prompts = [group.row["prompt"]] * len(completions)
+        ids = [rollout.tokens for rollout in group.rollouts]
+        found = []
+        for reward in self._rewards:
+            values = reward(prompts=prompts, completions=completions, completion_ids=ids, **columns)
+            if len(values) != len(completions):
+                name = getattr(reward, "__name__", repr(reward))
+                raise ValueError(f"reward {name} returned {len(values)} values for {len(completions)}")
+            found.append(values)
+        known = [[value for value in values if value is not None] for values in zip(*found, strict=True)]
+        return [float(sum(values)) if values else None for values in known]
