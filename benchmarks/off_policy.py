@@ -170,13 +170,13 @@ class Batch:
         )
 
 
-def batches(policy: Sorter, seed: int) -> Iterator[Batch]:
+def batches(policy: Sorter, seed: int, groups: int = GROUPS) -> Iterator[Batch]:
     """Yield batches, each drawn from the policy as it is at that moment."""
     generator = Generator().manual_seed(2**31 + seed)
     while True:
-        prompts_BD, right_BD = (x.repeat_interleave(GROUP_SIZE, 0) for x in problems(GROUPS, generator))
+        prompts_BD, right_BD = (x.repeat_interleave(GROUP_SIZE, 0) for x in problems(groups, generator))
         answers_BD, logprobs_BD = sample(policy, prompts_BD, generator)
-        rewards = (answers_BD == right_BD).all(1).float().view(GROUPS, GROUP_SIZE)
+        rewards = (answers_BD == right_BD).all(1).float().view(groups, GROUP_SIZE)
         A = torch.tensor(advantages(rewards.tolist(), "mean")).flatten()
         yield Batch(prompts_BD, answers_BD, logprobs_BD, A)
 

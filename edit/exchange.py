@@ -52,6 +52,10 @@ class Exchange(Peers, Protocol):
     """True if rounds belong to this node alone: its answers do not depend on what other nodes do."""
 
     @property
+    def apart(self) -> Sequence[SyncUnit]:
+        """Return the units that are trained apart from the model and exchanged beside its own; often none."""
+
+    @property
     def max_steps_ahead(self) -> int:
         """Return how many inner steps an asynchronous node may be ahead of its oldest missing answer."""
 

@@ -66,6 +66,7 @@ class HubExchange:
         self.timeout_s = timeout_s
         self.offload = False
         self.units: Sequence[SyncUnit] = ()
+        self.apart: Sequence[SyncUnit] = ()
         self.shards = Shards()
         self.notes: Notes = OwnNotes()
         self.before_leaving: Callable[[], None] = self._tell
@@ -79,8 +80,7 @@ class HubExchange:
         """Inner steps in the rounds opened so far, in this attempt."""
         self.steps_L = torch.zeros(0, dtype=torch.float64)
         """Inner steps of each unit that are in no push yet."""
-        self.unit_steps = UnitSteps()
-        """Steps of units that are trained apart from the model: register them first."""
+        self.unit_steps = UnitSteps()  # of units that are trained apart: register them first
         self.detector = PushDetector(0, self.penalty)
         self._places: list[UnitProgress] = []
         self._under_way: dict[int, PendingPush] = {}

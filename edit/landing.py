@@ -102,6 +102,7 @@ def warn_of_idle_modules(
         late = flight.late
         if landing == "arrival":
             late = {i for i, since in flight.ready.items() if since < local_steps}
+        late = {i for i in late if units[i].modules}  # others land with `LayerSync.land` only
         if late and local_steps > flight.opened_at:
             names = ", ".join(units[i].name for i in sorted(late))
             warnings.warn(

@@ -73,6 +73,7 @@ class MeanExchange:
         """Steps of units that are trained apart from the model: register their count before training."""
         self._outer = {name: make_outer(rule.outer) for name, rule in self.rules.items()}
         self.units: Sequence[SyncUnit] = ()
+        self.apart: Sequence[SyncUnit] = ()
         self.shards = Shards()
         self.store: OuterStore = DeviceStore([])
         self.history = NormHistory.empty(0, self.penalty.window)

@@ -90,6 +90,8 @@ class OpenRounds:
             else:  # one order of messages on all nodes: this round's follow those of older rounds
                 self._send_all(flight)
         node.optimizers.look([p for unit in node.units for p in unit.params])
+        for i in units:
+            node.units[i].before_round()
         if not self._forward:
             for i in units:
                 node.units[i].sent = node.units[i].flat()

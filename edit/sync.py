@@ -59,7 +59,8 @@ class LayerSync(Waiter):
                 f"edit.warmup_steps = {config.warmup_steps!r} must be 0 with a hub: its nodes do not "
                 "average gradients"
             )
-        self.units: Sequence[SyncUnit] = find_units(model, config.units)
+        of_model = find_units(model, config.units)
+        self.units: Sequence[SyncUnit] = [*of_model, *exchange.apart]
         if config.fragments > (most := len(self.units)):
             raise ValueError(
                 f"edit.fragments = {config.fragments} is more than the model's {most} units: lower it"
@@ -78,7 +79,7 @@ class LayerSync(Waiter):
         self._compared, self._resumed_at = False, 0
         self.anchored = False
         """True once the first local phase has begun."""
-        self._gradients = GradientMean(self.units, self.shards, exchange, self)
+        self._gradients = GradientMean(of_model, self.shards, exchange, self)
         self._buffers = Buffers(model, exchange, self.shards, local(self.units[0].params[0]).device)
         self._rounds = OpenRounds(self, self._buffers)
         self._hand_over = HandOver(model, self.shards)

@@ -1,6 +1,6 @@
 """Sync units: parameters exchanged together, one transformer block each, and `rest` for all others."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Literal, Protocol
 
@@ -56,6 +56,10 @@ class SyncUnit:
         self.sent: Tensor | None = None
         """Snapshot of the parameters as the round under way has them (`arrival` landing only)."""
         self.states: WeightStates = NoWeightStates()
+        self.before_round: Callable[[], None] = _nothing
+        """Called on all ranks before a round of this unit is opened."""
+        self.after_landing: Callable[[], None] = _nothing
+        """Called after the next anchor has become the parameters."""
 
     def named(self, names: Collection[str]) -> list[nn.Parameter]:
         """Return the parameters that have one of these names in the model."""
@@ -95,6 +99,7 @@ class SyncUnit:
             exact = local(self.states.exact(p))
             exact.copy_(part.view_as(exact))
             local(p).copy_(part.view_as(local(p)))
+        self.after_landing()
 
     @torch.no_grad()
     def follow(self, anchor: Tensor) -> None:
@@ -126,6 +131,10 @@ class SyncUnit:
     def split(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each parameter with its part of `flat`."""
         return zip(self.params, torch.split(flat, [local(p).numel() for p in self.params]), strict=True)
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _dense(gradient: Tensor) -> Tensor:

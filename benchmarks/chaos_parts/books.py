@@ -4,7 +4,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aedit.launch.hub.replay import anchors_of, pushes_of
+from aedit.async_sgd.rules.records import Accepted, Merged, Record
+from aedit.launch.hub.replay import anchors_of, records_of
 from benchmarks.kit.cluster import Field, answered
 from benchmarks.kit.paced_node import STRIDE, PacedNode
 
@@ -23,6 +24,9 @@ LATE = "past its deadline"
 Steps = Counter[tuple[int, int]]
 """Steps by node and unit."""
 
+Shares = dict[tuple[int, int], float]
+"""Steps by node and unit, each push times its share of a round."""
+
 
 @dataclass(frozen=True, slots=True)
 class Books:
@@ -31,7 +35,8 @@ class Books:
     steps_per_s: float
     """Steps in accepted pushes, mean over units, of all nodes together."""
     lost: int
-    """Elements of anchors that are not the sum of the accepted pushes: lost, counted twice, or in half."""
+    """Pushes that are in no merge or in two, and elements of anchors that are not the sum of the shares of
+    the accepted pushes."""
     unknown: int
     """Steps in pushes that a node saw accepted and that the journal lacks."""
     twice: int
@@ -53,13 +58,16 @@ def compare(ground: Field, ended_s: float) -> Books:
     _keep(directory, whole)
     ledgers = [ground.lines(name) for name in ground.nodes]
     journal = Steps()
-    for push in pushes_of(whole):
-        journal[push.node, push.unit] += push.steps
+    records = list(records_of(whole))
+    for record in records:
+        if isinstance(record, Accepted):
+            journal[record.push.node, record.push.unit] += record.push.steps
+    shares, astray = by_share(records)
     anchors, again = anchors_of(directory), anchors_of(whole, from_the_beginning=True)
     seen, unanswered = _seen(ledgers), _unanswered(ledgers)
     return Books(
         steps_per_s=sum(journal.values()) / ground.plan.units / _mean_s(ledgers, ended_s),
-        lost=sum(int((anchors[i] != sums).sum()) for i, sums in enumerate(expected(ground.plan, journal))),
+        lost=astray + sum(_differ(anchors[i], sums) for i, sums in enumerate(expected(ground.plan, shares))),
         unknown=sum(max(0, seen[key] - journal[key]) for key in seen),
         twice=sum(max(0, steps - seen[key] - unanswered[key]) for key, steps in journal.items()),
         owed=sum(owed(attempt, ground.plan.units) for lines in ledgers for attempt in attempts(lines)),
@@ -101,12 +109,36 @@ def _keep(directory: Path, whole: Path) -> None:
             shutil.copyfile(directory / name, whole / name)
 
 
-def expected(plan: PacedNode, journal: Steps) -> list[NDArray[np.float32]]:
-    """Return the anchors that result if every push in the journal is in them once and whole."""
+def by_share(records: Iterable[Record]) -> tuple[Shares, int]:
+    """Return the steps of all merged pushes, each times the share of a round that it counted as.
+
+    Also returns the number of accepted pushes that are not in exactly one merge.
+    """
+    accepted: dict[tuple[int, int, int], int] = {}
+    merges, found = Counter[tuple[int, int, int]](), dict[tuple[int, int], float]()
+    for record in records:
+        match record:
+            case Accepted(push):
+                accepted[push.node, push.unit, push.seq] = push.steps
+            case Merged(unit, _, parts, _, share):
+                for part in parts:
+                    merges[part.node, unit, part.seq] += 1
+                    steps = accepted[part.node, unit, part.seq] * (1.0 if share is None else share)
+                    found[part.node, unit] = found.get((part.node, unit), 0.0) + steps
+    return found, sum(merges[key] != 1 for key in accepted)
+
+
+def _differ(anchor: NDArray[np.float32], sums: NDArray[np.float64]) -> int:
+    """Return the number of elements that differ by more than single precision adds up to."""
+    return int((~np.isclose(anchor, sums, rtol=1e-5, atol=0.02)).sum())
+
+
+def expected(plan: PacedNode, steps_by_unit: Mapping[tuple[int, int], float]) -> list[NDArray[np.float64]]:
+    """Return the anchors that result from these steps by node and unit."""
     found = []
     for unit, numel in enumerate(plan.numels):
-        sums = np.zeros(numel, np.float32)
-        for (node, of), steps in journal.items():
+        sums = np.zeros(numel)
+        for (node, of), steps in steps_by_unit.items():
             if of == unit:
                 sums[node % STRIDE :: STRIDE] += steps
         found.append(sums)

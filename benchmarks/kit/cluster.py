@@ -47,7 +47,8 @@ threshold = 1e9
 clip = "none"
 cosine = false
 """
-"""An anchor that is the sum of what has been merged: rate 1, every arrival, no weights, no screens."""
+"""An anchor that is the sum of the shares of what has been merged: rate 1, every arrival, equal weights, no
+screens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.objectives import TrainingData, load_data, make_objective
 from aedit.launch.node.resume import Resumed, resume
 from aedit.launch.node.sharding import make_model
+from aedit.launch.node.shared_drafter import make_shared
 from aedit.launch.node.stop import Stop
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
@@ -52,6 +53,9 @@ def build(
     inner = make_inner(model, config.train)
     with closing(TorchTransport(world.mesh.get_group("sync"), timeout_s=config.edit.timeout_s)) as transport:
         exchange = _exchange(config, transport)
+        shared = make_shared(config, model, world)
+        if shared is not None:
+            shared.attach(exchange)
         sync = _sync(config, model, inner, exchange)
         facts = facts_of(config, model, tokenizer, data)
         _compare(sync, transport, facts)
@@ -75,6 +79,7 @@ def build(
             order=order,
             stop=stop,
             recorder=recorder,
+            shared=shared,
         )
         make = partial(
             TrainingNode,

@@ -13,6 +13,7 @@ from torch import nn
 
 import aedit
 from aedit.edit import canonical
+from aedit.edit.apart import SharedModule
 from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.pace import make_pace
 from aedit.edit.sync import LayerSync
@@ -35,6 +36,7 @@ from aedit.launch.node.objectives import (
 )
 from aedit.launch.node.rejoin import known_directory, rejoin, remember
 from aedit.launch.node.sharding import make_model
+from aedit.launch.node.shared_drafter import make_shared
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
@@ -71,10 +73,11 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
     data = load_data(config, tokenizer, options.run_dir / "data")
     model = make_model(config, tokenizer, world)
     facts = facts_of(config, model, tokenizer, data)
-    plan = agent_plan(config, options.membership, model, facts, data.num_samples)
+    shared = make_shared(config, model, world)
+    plan = agent_plan(config, options.membership, model, facts, data.num_samples, shared)
     link = _link(plan, world)
     try:
-        exchange = _exchange(config, link)
+        exchange = _exchange(config, link, shared)
         sync = _sync(config, model, exchange, link)
         known = known_directory(options.run_dir, options.membership.name)
         resumed = rejoin(sync, _checkpoints(config, known, sync), facts) if known else None
@@ -100,6 +103,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
             order=LeasedOrder(link, data.num_samples, config.seed, sync),
             stop=stop,
             recorder=recorder,
+            shared=shared,
         )
         make = partial(
             TrainingNode,
@@ -125,11 +129,16 @@ def _checkpoints(config: RunConfig, directory: Path, sync: LayerSync) -> NodeChe
 
 
 def agent_plan(
-    config: RunConfig, member: JoinOptions, model: nn.Module, facts: dict[str, Any], num_samples: int
+    config: RunConfig,
+    member: JoinOptions,
+    model: nn.Module,
+    facts: dict[str, Any],
+    num_samples: int,
+    shared: SharedModule | None = None,
 ) -> AgentPlan:
     """Return the settings of the node's agent."""
     hub = config.hub
-    units = canonical.layout(_units(model, config)).units
+    units = canonical.layout([*_units(model, config), *([shared.unit] if shared else [])]).units
     return AgentPlan(
         addresses=tuple(member.hub.split(",")),
         standbys=tuple(member.standby.split(",")) if member.standby else (),
@@ -187,14 +196,17 @@ def _link(plan: AgentPlan, world: World) -> AgentLink:
     return link
 
 
-def _exchange(config: RunConfig, link: AgentLink) -> HubExchange:
-    return HubExchange(
+def _exchange(config: RunConfig, link: AgentLink, shared: SharedModule | None) -> HubExchange:
+    exchange = HubExchange(
         link,
         max_steps_ahead=config.hub.max_steps_ahead,
         tokens_per_step=tokens_per_step(config),
         penalty=config.edit.penalty,
         timeout_s=config.edit.timeout_s,
     )
+    if shared is not None:
+        shared.attach(exchange)
+    return exchange
 
 
 def _sync(config: RunConfig, model: nn.Module, exchange: HubExchange, link: AgentLink) -> LayerSync:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from aedit.edit.apart import SharedModule
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
 from aedit.launch.data.order import Order
@@ -33,6 +34,8 @@ class NodeParts:
     order: Order
     stop: Stop
     recorder: Recorder
+    shared: SharedModule | None = None
+    """The drafter as the nodes share it."""
 
 
 class Objective(Protocol):

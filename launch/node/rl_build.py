@@ -50,6 +50,8 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         )
         opened.pop_all()
     sync.idle = online
+    if online is not None and parts.shared is not None:
+        parts.shared.connect(online, sync.shards)
     stream = GroupStream(
         config=config.rl,
         order=parts.order,

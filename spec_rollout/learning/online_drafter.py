@@ -12,6 +12,7 @@ adoption. Nothing here changes a token: an engine verifies each drafted token.
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeGuard
@@ -118,6 +119,7 @@ class OnlineDrafter:
         self._shared: DraftLayer | None = None
         self._before = _Counts()
         self._adopted = self._refused = 0
+        self._shared_steps = 0
 
     @classmethod
     def of(
@@ -199,9 +201,15 @@ class OnlineDrafter:
         if found is not None:
             self._number = found.number
             self._use(found.tensors)
+            self._shared_steps = int(self._trainer.status()["steps"])
         return self._adopt_shared() or changed
 
     # -- sharing and checkpoints
+
+    @property
+    def shared_steps(self) -> int:
+        """Return the microbatches of this node's trainer that are in the drafter in use: a running total."""
+        return self._shared_steps
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the drafter in use, by name; not copies."""
@@ -212,7 +220,7 @@ class OnlineDrafter:
 
         Values that are not finite, other names and other shapes are refused at once.
         """
-        candidate = DraftLayer(self.layer.shape).to(self.layer.gain).requires_grad_(False)
+        candidate = deepcopy(self.layer)
         try:
             candidate.load_state_dict(tensors)
         except ValueError:

@@ -1,0 +1,29 @@
+"""The drafter as a sync unit of its own, which the nodes of a run share."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from aedit.async_sgd.rules.unit_rules import DRAFTER
+from aedit.edit.apart import SharedModule
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.unit_rules import unit_rules
+from aedit.launch.node.world import World
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.drafters.draft_shape import DraftShape
+
+
+def make_shared(config: RunConfig, model: nn.Module, world: World) -> SharedModule | None:
+    """Return the unit of the drafter; None if the run shares none, or has no draft layer for this model."""
+    if DRAFTER not in unit_rules(config):
+        return None
+    untyped: Any = model
+    try:
+        shape = DraftShape.of(untyped.config)
+    except ValueError:
+        return None
+    with torch.device("meta"):  # names and shapes only
+        layer = DraftLayer(shape)
+    shapes = {name: tensor.shape for name, tensor in layer.state_dict().items()}
+    return SharedModule(DRAFTER, shapes, world.device)
