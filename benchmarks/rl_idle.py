@@ -1,6 +1,6 @@
 """Measure where the nodes of a reinforcement learning run wait, by role and mode.
 
-    python -m benchmarks.rl_idle [--seconds 40] [--only NAME] [--keep DIRECTORY] [--quick]
+    python -m benchmarks.rl_idle [--steps 120] [--only NAME] [--keep DIRECTORY] [--quick]
 
 Each row is one node of a short `aedit run configs/tiny-rl.toml`, changed in the ways that `MODES` says. The
 times are those that the node has written to its metrics, from the end of the supervised warm-up on.
@@ -143,7 +143,7 @@ def _row(one: Waiting) -> tuple[str, ...]:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each run")
+    parser.add_argument("--steps", type=int, default=120, help="of each run, per node on average")
     parser.add_argument("--only", choices=[mode.name for mode in MODES])
     parser.add_argument(
         "--keep", type=Path, help="keep the runs here; those that have ended are not run again"
@@ -153,7 +153,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _asked(args: argparse.Namespace) -> Report:
     say: Callable[[str], Any] = Console(stderr=True).print
     modes = [mode for mode in MODES if args.only in (None, mode.name)]
-    flags = [f"--train.seconds={args.seconds:g}", "--rl.supervised_steps=20", "--rl.eval_every=0"]
+    flags = [f"--train.steps={args.steps}", "--rl.supervised_steps=20", "--rl.eval_every=0"]
     if args.quick:
         modes = modes[:1]
         flags = ["--train.steps=8", "--rl.supervised_steps=2", "--rl.eval_every=0", "--rl.groups=2"]

@@ -1,8 +1,10 @@
 """Tests the command line: fast help, one-line errors, exit codes."""
 
+import importlib.util
 import resource
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 import aedit
 from aedit.launch.cli import main
+from aedit.launch.cli.doctor import EXTRAS
 from aedit.launch.config.load import load
 from aedit.launch.config.presets import preset_names
 from aedit.types import UserError
@@ -168,6 +171,27 @@ def test_the_doctor_shows_the_names_of_extras_whole(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pyarrow" else object())
     main(["doctor"])
     assert "aedit[datasets]" in "".join(capsys.readouterr().out.split())
+
+
+def test_the_doctor_names_the_extras_that_a_configuration_with_rewards_needs(tmp_path, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    gone = ("reasoning_gym", "math_verify")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in gone else find(name))
+    path = tmp_path / "a.toml"
+    assert main(["init", str(path), "--preset", "tiny-rl"]) == 0
+    assert main(["doctor", str(path)]) == 0
+    path.write_text(path.read_text().replace('functions = ["exact"]', 'functions = ["exact", "math"]'))
+    path.write_text(path.read_text().replace('source = "aedit', 'source = "gym:chain_sum" # "aedit'))
+    assert main(["doctor", str(path)]) == 2
+    shown = "".join(capsys.readouterr().out.split())
+    for extra, module in zip(("gym", "math"), gone, strict=True):
+        assert f"needs{extra}fail" in shown
+        assert f"no{module}" in shown
+
+
+def test_the_doctor_knows_every_extra_that_a_user_may_install():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"lightning", "docs", "test"}
 
 
 def completed(script, *words):

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from kit.rewards import group
+from kit.rl_nodes import config_of, run
 
 from aedit.launch.config.rl import PromptConfig
 from aedit.launch.data.curriculum import LOWER, RAISE, WINDOW, Curriculum, next_level, solved_of
@@ -101,6 +102,19 @@ def test_the_sums_have_levels():
     )
     curriculum = Curriculum.of(load_problems(config, ByteTokenizer()).train)
     assert [level[0].columns["level"] for level in curriculum.levels] == [1, 2, 3]
+
+
+def test_the_level_of_a_node_rises_with_trained_groups_and_is_kept(tmp_path):
+    options = {"digits": 2, "levels": 2, "work": False}
+    keys = {"prompts__curriculum": True, "prompts__options": options, "drafter__kind": "off"}
+    keys |= {"rl__groups": 16, "rl__group_size": 1, "reward__functions": ("kit.rewards:one",)}
+    node = run(config_of(tmp_path, **keys, train__steps=3))
+    assert WINDOW < 3 * 16
+    curriculum = node.objective.curriculum
+    assert curriculum.level == 1
+    assert node.objective.state()["curriculum"] == curriculum.state()
+    node.objective.restore(node.objective.state() | {"curriculum": {"level": 0, "solved": 0.5, "groups": 3}})
+    assert curriculum.state() == {"level": 0, "solved": 0.5, "groups": 3}
 
 
 # --- reasoning-gym

@@ -100,3 +100,11 @@ def test_the_epoch_counts_for_the_whole_run():
 
 def _order(states, seed, node, nodes):
     return SampleOrder.restart(states, node, nodes) if states else SampleOrder(1000, seed, node, nodes)
+
+
+def test_restart_without_the_state_of_a_node_that_drew_as_often_draws_nothing_twice():
+    orders = [SampleOrder(1000, 5, node, 3) for node in range(3)]
+    drawn = [int(position) for order in orders for position in order.draw(4)]
+    again = [SampleOrder.restart([orders[0].state()], node, 3) for node in range(3)]
+    drawn += [int(position) for order in again for position in order.draw(4)]
+    assert sorted(drawn) == list(range(24))

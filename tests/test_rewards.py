@@ -246,3 +246,15 @@ def test_math_expressions_are_compared_by_math_verify():
         "columns": {"answer": r"\frac{1}{2}"},
     }
     assert scores(find("math", {}), request) == [1, 1, 0, 0]
+
+
+def test_a_forgotten_group_is_not_returned_and_its_place_is_free(tmp_path):
+    gate = tmp_path / "gate"
+    with pool_of("after_file", "length", workers=2, time_limit_s=60) as pool:
+        pool.submit(*group(0, ["a"], gate=str(gate)))
+        pool.check()
+        pool.drop()
+        assert (pool.pending, pool.wait(60)) == (0, [])
+        pool.submit(*group(0, ["abc", "d"], gate=""))
+        gate.touch()
+        assert rewarded(pool)[0][0] == (4.0, 2.0)

@@ -53,6 +53,12 @@ def test_a_run_records_its_drafter_and_ends_its_trainer(first):
     }  # fmt: skip
     assert last["drafter"]["accepted_length"] >= 1
     assert node.sync.idle is None
+    unit = node.sync.units[-1]
+    assert unit.name == "drafter"
+    tensors = node.objective.online.tensors()
+    assert dict(zip(unit.names, [p.shape for p in unit.params], strict=True)) == {
+        f"drafter.{name}": tensor.shape for name, tensor in tensors.items()
+    }
     started = [
         child
         for child in psutil.Process().children(recursive=True)

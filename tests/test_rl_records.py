@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from kit.hub_processes import Client, HubProcess, ending, write_run
-from kit.rl_runs import RLNode, rl_run
+from kit.rl_runs import RLNode, closing, rl_run
 
 from aedit.edit.shards import Shards
 from aedit.launch.node.rl_records import RLRecords, Waits
@@ -20,6 +20,12 @@ from aedit.proto.agent import mailbox
 from aedit.proto.agent.link import Progress
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.types import RL_REPORT
+
+
+@pytest.fixture(autouse=True)
+def _files_are_closed():
+    with closing():
+        yield
 
 
 def test_a_run_is_read_back_as_its_nodes_wrote_it(tmp_path):

@@ -6,7 +6,7 @@ import math
 
 import matplotlib.image
 import pytest
-from kit.rl_runs import RLNode, rl_run
+from kit.rl_runs import RLNode, closing, rl_run
 from rich.console import Console
 from test_hub_views import line, node_at, write
 from test_views import full_run
@@ -34,6 +34,12 @@ RL_PLOTS = {
     "acceptance.png",
     "policy_health.png",
 }
+
+
+@pytest.fixture(autouse=True)
+def _files_are_closed():
+    with closing():
+        yield
 
 
 def shown(run_dir, width=80, height=None):
@@ -240,6 +246,18 @@ def test_top_of_large_numbers_fits_a_terminal_of_80_by_24(tmp_path, num_nodes):
     assert any("1,234,567" in row for row in lines)
 
 
+def test_arms_and_waits_that_hardly_occur_are_not_named(tmp_path, report):
+    node = RLNode(tmp_path, 0)
+    (tmp_path / "run.toml").write_text("")
+    node.step(1, arms={"off": 9990, "layer:4": 10}, idle_s={"rank": 0.01, "hub": 2.0}, idle_used_s=1.0)
+    text = report(tmp_path)
+    assert "off 100 %\n" in text
+    assert "1.0 s of 2.0 s used; hub 2.0 s\n" in text
+    node.step(2, idle_s={"rank": 0.01}, idle_used_s=0.0)
+    assert "  idle             none\n" in report(tmp_path)
+    assert "idle             none " in shown(tmp_path)
+
+
 def test_a_line_of_a_log_shows_reward_and_rollouts(tmp_path):
     run = read_run(rl_run(tmp_path, 10))
     told = plain_line(run, run.indices)
@@ -338,7 +356,7 @@ def test_the_plot_of_the_drafter_holds_accepted_length_and_shares_of_arms(tmp_pa
     times, lengths = curve(accepted, "node 0")
     assert times == [2.0 * n for n in range(2, 41) if n != 21], "passes fall in that line: a new count"
     assert lengths == pytest.approx([1.0] * 19 + [2.0] * 19)
-    assert curve(accepted, "node 0, layer at the gate")[1] == pytest.approx(
+    assert curve(accepted, "node 0, steps of the layer")[1] == pytest.approx(
         [1.5 + 0.01 * n for n in range(1, 41)]
     )
     assert heights(arms, "layer:4") == pytest.approx([0.75] * len(heights(arms, "layer:4")))
@@ -381,3 +399,7 @@ def test_status_and_plots_of_a_hub_show_what_its_nodes_report(tmp_path):
     assert cells(row) == ["0", "0.50", "40.0", "%", "640", "1.60x", "2.50", "0.5", "(max", "2)"]
     assert "layer 75 %, off 25 %" in text
     assert "hub 6.0 s; 100.0 % used" in text
+    RLNode(run_dir, 0).step(1)
+    assert "layer 75 %" in shown(run_dir), "node 1 is on another machine"
+    RLNode(run_dir, 1).step(1)
+    assert "layer 75 %" not in shown(run_dir), "all files are here"

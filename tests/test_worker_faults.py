@@ -34,8 +34,8 @@ def sources(model, monkeypatch):
     made = []
 
     def start(does="serve", events=None, **settings):
-        settings = {"processes": 2, "restarts": SOON, **settings}
-        config = WorkerConfig(rows=4, max_tokens=64, options={"does": does}, **settings)
+        settings = {"processes": 2, "restarts": SOON, "max_tokens": 64, **settings}
+        config = WorkerConfig(rows=4, options={"does": does}, **settings)
         report = None if events is None else lambda event, fields: events.append((event, fields))
         made.append(WorkerSource(model, config, report=report))
         made[-1].update_weights(model.state_dict(keep_vars=True), 1)
@@ -115,6 +115,20 @@ def test_a_suspended_worker_is_ended_and_its_samples_continue_in_the_other(sourc
     until(lambda: ended.extend(source.step()) or not source.running, "all samples")
     assert all(map(is_whole, ended))
     assert source.status()["worker_silent"] == 1
+
+
+def test_a_worker_that_was_started_again_gets_samples_of_the_other(sources):
+    """The plan of migrations moves them; none is lost on the way, and each is with one worker."""
+    source = sources(max_tokens=4096)
+    asked = samples(6, length=4000)
+    source.add(asked)
+    until(lambda: source.step() or all(p.partial for p in source.pending()), "first tokens")
+    os.kill(source.status()["pids"][0], signal.SIGKILL)
+    until(lambda: source.step() or source.status()["moved"], "a migration")
+    held = [key for worker in source._pool.workers.values() for key in worker.samples]
+    assert sorted(held) == sorted(prompt.key for prompt in asked)
+    assert all(len(worker.samples) for worker in source._pool.workers.values())
+    assert all(is_whole(prompt.partial) for prompt in source.pending() if prompt.partial)
 
 
 def test_time_in_which_the_rank_does_not_listen_is_no_silence(sources, monkeypatch):

@@ -23,6 +23,8 @@ GIB = 2**30
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 EXTRAS = {
     "datasets": ("datasets", "pyarrow"),
+    "gym": ("reasoning_gym",),
+    "math": ("math_verify",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
@@ -116,10 +118,22 @@ def _files(config: RunConfig) -> Iterator[Check]:
         later = bool(config.prompts.source) or source.startswith("hf:")
         what = "read when the run starts" if later else "there, readable and enough"
         yield Check("data", "ok", f"{source}: {what}")
-    for extra in config.log:
+    for extra in _needed(config):
         missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
         state = f"no {', '.join(missing)}" if missing else "installed"
         yield _required(f"needs {extra}", not missing, state, f"pip install 'aedit[{extra}]'")
+
+
+def _needed(config: RunConfig) -> Iterator[str]:
+    """Yield the extras that the configuration names."""
+    yield from config.log
+    if (config.prompts.source or config.data.source).startswith("hf:"):
+        yield "datasets"
+    if config.prompts.source:
+        if config.prompts.source.startswith("gym:") or "gym" in config.reward.functions:
+            yield "gym"
+        if "math" in config.reward.functions:
+            yield "math"
 
 
 def _buildable(config: RunConfig) -> Check:

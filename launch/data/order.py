@@ -122,7 +122,8 @@ def permutation(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def first_free(state: dict[str, int]) -> int:
-    """Return the position after the last one that the stream of `state` has drawn."""
-    if state["drawn"] == 0:
-        return state["base"]
-    return state["base"] + state["node"] + state["nodes"] * (state["drawn"] - 1) + 1
+    """Return a position after all those that nodes have drawn which drew as often as that of `state`.
+
+    The other nodes count although their states may be lost: what they drew has gone into the rounds.
+    """
+    return state["base"] + state["nodes"] * state["drawn"]

@@ -20,9 +20,10 @@ def make_shared(config: RunConfig, model: nn.Module, world: World) -> SharedModu
         return None
     untyped: Any = model
     try:
-        with torch.device("meta"):
-            layer = DraftLayer(DraftShape.of(untyped.config))
+        shape = DraftShape.of(untyped.config)
     except ValueError:
         return None
+    with torch.device("meta"):  # names and shapes only
+        layer = DraftLayer(shape)
     shapes = {name: tensor.shape for name, tensor in layer.state_dict().items()}
     return SharedModule(DRAFTER, shapes, world.device)

@@ -273,7 +273,9 @@ def _footer(run: Run, detail: Detail) -> list[RenderableType]:
                 Text(f"node {node.index} at {words.clock(notice.t)}: {told}{notice.text}", style="red")
             )
     max_rows = None if run.nodes else detail.max_rows
-    return [*facts, *hub_tables(run.hubs, replace(detail.hub, max_rows=max_rows))]
+    elsewhere = {node.node for hub in run.hubs for node in hub.last.nodes} - set(run.indices)
+    hub = replace(detail.hub, max_rows=max_rows, rl=detail.hub.rl and bool(elsewhere))
+    return [*facts, *hub_tables(run.hubs, hub)]
 
 
 def _rl_footer(run: Run, detail: Detail) -> Iterator[RenderableType]:

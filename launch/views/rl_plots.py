@@ -77,7 +77,7 @@ def drafter(run: Run) -> Figure | None:
         _line(accepted, points, f"C{node.index}", f"node {node.index}")
         trained = [(t / unit_s, rl.drafter.accepted_length) for t, rl in _rl_lines(node) if rl.drafter]
         if any(isfinite(value) for _, value in trained):
-            label = f"node {node.index}, layer at the gate"
+            label = f"node {node.index}, steps of the layer"
             _line(accepted, trained, f"C{node.index}", label, linestyle=":")
     accepted.set(title="Accepted length (tokens per pass of a sample; 1 without drafts)", ylabel="tokens")
     accepted.set_ylim(bottom=0.9)

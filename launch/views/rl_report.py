@@ -127,7 +127,7 @@ def _policy(run: Run) -> str:
 
 
 def _idle(totals: RLTotals) -> str:
-    if not totals.idle_s:
+    if totals.waited_s < 0.05:
         return "none"
     used = f"{words.seconds(totals.idle_used_s)} of {words.seconds(totals.waited_s)} used"
     return f"{used}; {words.durations(totals.idle_s)}"

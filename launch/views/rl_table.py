@@ -97,7 +97,7 @@ def rl_lines(learners: Sequence[Learner]) -> Iterator[RenderableType]:
     totals = rl_totals(learner.rl for learner in learners)
     yield _wrapped("arms", words.shares(_first(totals.arms)))
     used = words.percent(ratio(totals.idle_used_s, totals.waited_s))
-    idle = f"{words.durations(_first(totals.idle_s))}; {used} used" if totals.idle_s else words.UNKNOWN
+    idle = words.durations(_first(totals.idle_s)) + (f"; {used} used" if totals.waited_s >= 0.05 else "")
     yield _wrapped("idle", idle)
 
 

@@ -56,13 +56,14 @@ def tiny(value: float) -> str:
 
 
 def shares(parts: Mapping[str, float]) -> str:
-    """Return shares by name: `off 12 %, layer:4 88 %`."""
-    return ", ".join(f"{name} {100 * share:.0f} %" for name, share in parts.items()) or UNKNOWN
+    """Return shares by name, without those below half a percent: `off 12 %, layer:4 88 %`."""
+    told = (f"{name} {100 * share:.0f} %" for name, share in parts.items() if share >= 0.005)
+    return ", ".join(told) or UNKNOWN
 
 
 def durations(parts: Mapping[str, float]) -> str:
-    """Return seconds by name: `hub 3.0 s, rank 1.5 s`."""
-    return ", ".join(f"{name} {seconds(value)}" for name, value in parts.items()) or UNKNOWN
+    """Return seconds by name, without those below 0.05: `hub 3.0 s, rank 1.5 s`."""
+    return ", ".join(f"{name} {seconds(value)}" for name, value in parts.items() if value >= 0.05) or "none"
 
 
 def seconds(value: float) -> str:

@@ -14,13 +14,16 @@ class RemoteEngine:
         self._dispatcher, self._index, self._rows = dispatcher, index, rows
 
     def load(self) -> EngineLoad | None:
-        """Return the samples of the worker; None while it does not run or its speed is unknown."""
-        worker = self._dispatcher.pool.workers.get(self._index)
-        if worker is None or worker.speed is None:
+        """Return the samples of the worker; None while it does not run or no worker's speed is known."""
+        workers = self._dispatcher.pool.workers
+        worker = workers.get(self._index)
+        # One that has just been started has no work from which to measure its speed.
+        known = [each.speed for each in (worker, *workers.values()) if each is not None and each.speed]
+        if worker is None or not worker.is_ready or not known:
             return None
         samples = map(self._dispatcher.samples.unfinished, worker.samples)
         running_first = sorted(samples, key=lambda sample: not sample.emitted)
-        return EngineLoad(tuple(running_first), self._rows, worker.speed)
+        return EngineLoad(tuple(running_first), self._rows, known[0])
 
     def remove(self, key: SampleKey) -> Prompt | None:
         """Take a sample from the worker between two of its steps; return None if it has finished meanwhile.

@@ -79,6 +79,21 @@ class Saboteur:
             return indices
 
         SampleOrder.take = taken
+        self._follow_groups()
+
+    def _follow_groups(self):
+        from aedit.launch.node.rl_groups import GroupStream
+
+        trained = GroupStream.trained
+
+        def kept(stream, count):
+            groups = [stream._batch[i].group for i in range(count)]
+            with self.draws.open("a") as file:
+                drawn = [[group.position, group.problem.index] for group in groups]
+                print(json.dumps([self.step, drawn]), file=file)
+            return trained(stream, count)
+
+        GroupStream.trained = kept
 
 
 def perform(act):

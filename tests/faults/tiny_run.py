@@ -60,7 +60,7 @@ class Server:
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(LIMIT_S)
 
 
 class Nodes:

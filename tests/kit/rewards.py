@@ -38,6 +38,10 @@ def echo(**everything):
     return [0.0] * len(everything["completions"])
 
 
+def one(completions):
+    return [1.0] * len(completions)
+
+
 def length(completions):
     return [len(completion) for completion in completions]
 

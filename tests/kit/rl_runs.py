@@ -4,6 +4,9 @@ Each step lasts 2 s: generation 1 s, of which 0.1 s waits for the longest sample
 0.4 s, 0.3 s of waiting for the hub; 0.2 s are left. Of the 0.4 s of waiting, idle work uses 0.3 s.
 """
 
+import contextlib
+from typing import ClassVar
+
 from aedit.launch.rundir.recorder import Clock, Recorder
 
 SECONDS_PER_STEP = 2.0
@@ -15,11 +18,14 @@ class RLNode:
     speed: of generation, in units of 640 tokens per second. plain: whether steps without drafts were timed.
     """
 
+    opened: ClassVar[list] = []
+
     def __init__(self, run_dir, index, *, speed=1.0, plain=True):
         self.now, self.index, self.speed, self.plain = 0.0, index, speed, plain
         self.clock = Clock(lambda: self.now)
         self.clock.start(0.0)
         self.out = Recorder(run_dir / "nodes" / str(index), self.clock, writes=True)
+        RLNode.opened.append(self.out)
 
     def start(self, **fields):
         told = {"attempt": 0, "step": 0, "device": "cpu", "ranks": 1, "params": 4000, "units": ["rest"]}
@@ -60,6 +66,16 @@ class RLNode:
     def stop(self, n):
         self.out.event("stop", reason="done", step=n, tokens=1000 * n)
         self.out.close()
+
+
+@contextlib.contextmanager
+def closing():
+    """Close the files of all nodes at the end of the block."""
+    try:
+        yield
+    finally:
+        while RLNode.opened:
+            RLNode.opened.pop().close()
 
 
 def rl_run(tmp_path, num_steps=50, *, plain=True):

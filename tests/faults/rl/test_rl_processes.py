@@ -1,0 +1,157 @@
+"""Tests that faults of processes and disks cost a run on rewards no group, and train none twice.
+
+The ledger is the list of the positions of the run's stream of prompts that each node's kept inner steps have
+trained (saboteur.py): node i of two trains i, i + 2, i + 4, ... without a gap.
+"""
+
+import signal
+from collections import Counter
+
+import pytest
+from faults.tiny_run import Run, deed, differing
+
+STEPS, GROUPS, PROBLEMS = 10, 2, 16
+
+RL_TOML = """
+name = "x"
+dir = "{dir}"
+device = "cpu"
+restarts = 2
+[model]
+sizes = {{ hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = 2 }}
+[data]
+seq_len = 16
+[prompts]
+source = "aedit.spec_rollout.rl.tasks.arithmetic:rows"
+options = {{ levels = 1 }}
+size = {problems}
+held_out = 0.2
+[reward]
+functions = ["regex"]
+options = {{ "regex.pattern" = "[0-9+ -/]" }}
+[rl]
+groups = {groups}
+group_size = 3
+eval_every = 0
+eval_problems = 2
+[rl.sampling]
+max_new_tokens = 4
+[drafter]
+kind = "off"
+[train]
+steps = {steps}
+batch_size = 6
+lr = 3e-3
+[edit]
+every = 2
+warmup_steps = 2
+timeout_s = 60
+[checkpoint]
+every = 1
+{more}
+"""
+
+
+class RLRun(Run):
+    """A run of two nodes that trains on rewards."""
+
+    def configure(self, steps, more="", data=""):
+        sizes = {"groups": GROUPS, "problems": PROBLEMS, "steps": steps}
+        text = RL_TOML.format(dir=self.toml.parent, more=more, **sizes)
+        for path in (self.toml, self.dir / "run.toml"):
+            path.write_text(text)
+
+    def trained(self, node):
+        """Return position and problem of each group that the kept steps of a node have trained, in order."""
+        drawn = self.draws(node)
+        return [tuple(group) for step in sorted(drawn) for group in drawn[step]]
+
+
+@pytest.fixture
+def make_rl_run(node_server, tmp_path):
+    made = []
+
+    def make():
+        made.append(RLRun(node_server, tmp_path, steps=STEPS))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed_rl(node_server, tmp_path_factory):
+    run = RLRun(node_server, tmp_path_factory.mktemp("undisturbed-rl"), steps=STEPS)
+    run.train()
+    assert_every_group_once(run)
+    return [run.newest(node) for node in range(2)]
+
+
+def assert_every_group_once(run):
+    for node in range(2):
+        positions = [position for position, _ in run.trained(node)]
+        assert positions == [node + 2 * i for i in range(STEPS * GROUPS)]
+
+
+def assert_same_end(run, undisturbed):
+    for node, end in enumerate(undisturbed):
+        assert differing(run.newest(node), end) == []
+
+
+@pytest.mark.parametrize(
+    ("moment", "step"),
+    [("drawing", 5), ("drawn", 7), ("stepped", 6), ("renaming", 7)],
+    ids=["with rewarded groups", "before the inner step", "after the inner step", "writing a checkpoint"],
+)
+def test_a_node_killed(make_rl_run, undisturbed_rl, moment, step):
+    run = make_rl_run()
+    nodes = run.start(deeds=[deed(1, moment, step, "SIGKILL")])
+    assert nodes.wait(1) == -signal.SIGKILL
+    assert nodes.wait(0) == 1
+    assert "for the other nodes" in run.events("error")[-1]["message"]
+    run.train()
+    assert_every_group_once(run)
+    assert_same_end(run, undisturbed_rl)
+
+
+def test_a_node_killed_while_it_writes_its_first_checkpoint_trains_its_groups_once(make_rl_run):
+    """It continues with the other node's checkpoint, whose round contains the groups that it had trained."""
+    run = make_rl_run()
+    nodes = run.start(deeds=[deed(1, "renaming", 3, "SIGKILL")])
+    assert nodes.wait(1) == -signal.SIGKILL
+    assert nodes.wait(0) == 1
+    assert [len(run.checkpoints(node)) for node in range(2)] == [1, 0]
+    run.train()
+    assert_every_group_once(run)
+
+
+def test_a_node_that_is_asked_to_leave_puts_its_groups_back(make_rl_run, undisturbed_rl):
+    run = make_rl_run()
+    run.train(deeds=[deed(0, "drawn", 5, "SIGTERM"), deed(1, "drawing", 6, "SIGTERM")])
+    run.train()
+    assert_every_group_once(run)
+    assert_same_end(run, undisturbed_rl)
+
+
+def test_a_full_disk_costs_checkpoints_and_nothing_else(make_rl_run, undisturbed_rl):
+    run = make_rl_run()
+    run.train(deeds=[deed(1, "drawn", 4, "no room"), deed(1, "drawn", 9, "room")])
+    assert len(run.events("checkpoint_failed", 1)) >= 2
+    assert run.events("checkpoint_failed", 0) == []
+    assert_every_group_once(run)
+    assert_same_end(run, undisturbed_rl)
+
+
+def test_prompts_that_run_out_begin_again_in_a_new_order(make_rl_run):
+    """A source of n problems is passed through in epochs, each a permutation of all of them."""
+    run = make_rl_run()
+    run.train()
+    trained = sorted([*run.trained(0), *run.trained(1)])
+    assert [position for position, _ in trained] == list(range(2 * STEPS * GROUPS))
+    problems = [problem for _, problem in trained]
+    size = len(set(problems))
+    assert 2 * size < len(problems)
+    epochs = [problems[start : start + size] for start in range(0, len(problems) - size, size)]
+    assert all(Counter(epoch) == Counter(set(problems)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
