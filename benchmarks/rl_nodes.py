@@ -42,7 +42,7 @@ STEP_S = (1.0, 1.0, 1.5, 2.0, 1.0, 1.0, 1.5, 2.0)
 """Seconds per step of the nodes."""
 GROUPS = 4
 """Per step: few, so that one node's gradient is noisy, as on real tasks."""
-STEPS = 3200
+STEPS = 2400
 """Inner steps of all nodes together."""
 TRAIN = TrainConfig(lr=4e-3, lr_warmup=0.0, lr_final=0.3)
 """About half of the rate at which one node alone collapses."""
