@@ -5,9 +5,11 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from kit.agents import node, order, plan
+from kit.hub_journal import check_journal
 from kit.hub_processes import HubProcess, ending
 from kit.waiting import until
 
+from aedit.launch.hub.replay import anchors_of
 from aedit.types import Verdict
 
 RUN = """
@@ -68,12 +70,14 @@ def train(link, seed, merged, reached):
     link.leave(30)
 
 
-def check(address, first, merged):
-    """Check that a new node gets the run's start minus everything that was merged."""
+def check(directory, address, merged):
+    """Check that everything that was merged is in the journal once, and that a new node gets its anchors."""
+    for unit, pushed in check_journal(directory).items():
+        assert np.array_equal(pushed, merged[0][unit] + merged[1][unit])
     with node(member(address, "c"), start=[0, 0]) as third:
         third.join(30)
-        for unit, wanted in enumerate(first):
-            assert np.array_equal(third.anchors[unit], wanted - merged[0][unit] - merged[1][unit])
+        for unit, anchor in anchors_of(directory).items():
+            assert np.array_equal(third.anchors[unit], anchor)
     assert merged[0][0].any()
     assert merged[1][1].any()
 
@@ -110,7 +114,7 @@ def test_a_hub_that_is_killed_again_and_again_has_every_push_once(tmp_path):
                 hub.kill()
                 hub = start_hub(tmp_path)
                 assert hub.address == address
-        check(address, first, merged)
+        check(tmp_path / "hub", address, merged)
 
 
 def test_nodes_whose_hub_is_gone_for_good_go_on_at_its_standby(tmp_path):
@@ -124,4 +128,4 @@ def test_nodes_whose_hub_is_gone_for_good_go_on_at_its_standby(tmp_path):
         with training((one, two), first) as (merged, reached):
             after(reached, 3)
             hub.kill()
-        check(standby.address, first, merged)
+        check(tmp_path / "standby", standby.address, merged)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from dist_jobs.hub_node_jobs import agent_plan
 from kit.agents import MemoryHub, node
+from kit.hub_journal import by_name, check_journal
 from kit.hub_process import real_hub
 from kit.nodes import UNITS, tower
 from kit.waiting import until
@@ -45,10 +46,16 @@ def run_with(world, hub, rounds):
 
 def check_books(anchors, results):
     """Check that the anchors have all nodes' steps, to the last bit, and that no sample was drawn twice."""
-    one, two, other_rank = results
+    one, two, _ = results
     ended = whole(anchors)
     for name, first in start().items():
         assert torch.equal(ended[name] - first, one[0][name] + two[0][name])
+    check_samples(results)
+
+
+def check_samples(results):
+    """Check that the ranks of a node draw the same samples, and two nodes different ones."""
+    one, two, other_rank = results
     assert two[2] == other_rank[2], "the ranks of a node draw alike"
     assert len(set(one[2] + two[2])) == len(one[2] + two[2])
 
@@ -94,8 +101,15 @@ def test_a_hub_that_is_killed_twice_has_lost_nothing_that_it_had_accepted(world,
         plan = agent_plan(tower(), [hub.address], name="reader", **settings)
         with node(plan, mode="thread") as link:
             link.join(30)
-            check_books(link.anchors, results)
+            found = whole(link.anchors)
             link.leave(30)
+        folder = hub.folder / "hub"
+        pushed = by_name(folder, check_journal(folder))
+        for name in start():
+            added = results[0][0][name] + results[1][0][name]
+            torch.testing.assert_close(-torch.from_numpy(pushed[name]).float(), added)
+            assert not torch.equal(found[name], start()[name])
+        check_samples(results)
 
 
 def _kill_twice(hub):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from kit.hub_journal import by_name, check_journal
 from kit.hub_process import real_hub
 from kit.waiting import until
 from torch import nn
@@ -16,6 +17,7 @@ from aedit.edit.hub_join import NodeOptions
 from aedit.edit.pace import OwnPace
 from aedit.edit.sync import LayerSync
 from aedit.launch.cli import main
+from aedit.launch.hub.replay import anchors_of
 from aedit.proto.wire.client import HubClient
 from aedit.proto.wire.hub_pb2 import StatusRequest
 from aedit.types import UserError
@@ -111,11 +113,14 @@ def status(address):
         client.close()
 
 
-def check_books(address, moved):
-    """Check that the anchors are the first node's start plus all that both have added, to the last bit."""
-    found = anchors(address)
-    for name, first in Net(1).named_parameters():
-        assert torch.equal(found[name] - first, sum(total[name] for total in moved)), name
+def check_books(hub, moved):
+    """Check that all that the nodes have added was merged once, and that a new node gets those anchors."""
+    folder = hub.folder / "hub"
+    pushed, kept = by_name(folder, check_journal(folder)), by_name(folder, anchors_of(folder))
+    found = anchors(hub.address)
+    for name in dict(Net(1).named_parameters()):
+        torch.testing.assert_close(-torch.from_numpy(pushed[name]).float(), sum(t[name] for t in moved))
+        assert torch.equal(found[name], torch.tensor(kept[name])), name
 
 
 def test_nodes_of_ones_own_loop_with_any_module_learn_together_and_the_hub_says_how(tmp_path):
@@ -136,7 +141,7 @@ def test_nodes_of_ones_own_loop_with_any_module_learn_together_and_the_hub_says_
             hub.start()
             moved.append(steps(sync, rng, 10))
             moved.append(other.result(LIMIT_S))
-        check_books(hub.address, moved)
+        check_books(hub, moved)
         told = status(hub.address)
         assert {member["state"] for member in told["nodes"]} == {"gone: left"}
         assert (told["total_steps"], told["total_tokens"]) == (34 + 30, 7 * (34 + 30))
@@ -274,7 +279,7 @@ def test_five_lines_with_the_agent_as_a_process(tmp_path):
         sync = LayerSync.of(model, inner, exchange=exchange)
         with sync:
             moved = steps(sync, torch.Generator().manual_seed(1), 7)
-        check_books(hub.address, [moved])
+        check_books(hub, [moved])
     assert not [t for t in threading.enumerate() if t.name == "agent"]
 
 

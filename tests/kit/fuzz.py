@@ -65,7 +65,8 @@ class Fuzzer:
 
     def _set(self, message, field, depth=0):
         if field.message_type and field.message_type.GetOptions().map_entry:
-            getattr(message, field.name)[self.rng.choice(TEXT)] = self.rng.choice(TEXT)
+            value = self._value(field.message_type.fields_by_name["value"])
+            getattr(message, field.name)[self.rng.choice(TEXT)] = value
         elif field.type == Field.TYPE_MESSAGE:
             for _ in range(self.rng.randint(0, 3) if field.is_repeated else 1):
                 value = self._wild(field.message_type._concrete_class, depth + 1)
