@@ -180,7 +180,7 @@ def test_the_doctor_names_the_extras_that_a_configuration_with_rewards_needs(tmp
     path = tmp_path / "a.toml"
     assert main(["init", str(path), "--preset", "tiny-rl"]) == 0
     assert main(["doctor", str(path)]) == 0
-    path.write_text(path.read_text().replace('functions = ["exact"]', 'functions = ["exact", "math"]'))
+    path.write_text(path.read_text().replace('["numeric"]', '["numeric", "math"]'))
     path.write_text(path.read_text().replace('source = "aedit', 'source = "gym:chain_sum" # "aedit'))
     assert main(["doctor", str(path)]) == 2
     shown = "".join(capsys.readouterr().out.split())
