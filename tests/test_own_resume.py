@@ -183,4 +183,4 @@ def test_a_hub_node_that_resumes_loses_nothing_that_was_pushed(tmp_path):
                 moved.append(steps(sync, torch.Generator().manual_seed(seed), 5))
                 sync.finish()
                 state = copy.deepcopy(sync.state_dict())
-        check_books(hub.address, moved)
+        check_books(hub, moved)

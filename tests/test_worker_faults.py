@@ -106,6 +106,7 @@ def test_a_silent_worker_is_ended_and_replaced(sources):
     assert source.status()["worker_silent"] == 3
 
 
+@pytest.mark.slow  # what it disturbs must not have ended: a machine without other work
 def test_a_suspended_worker_is_ended_and_its_samples_continue_in_the_other(sources):
     source = sources(silent_s=0.3)
     source.add(samples(8, length=60))
@@ -117,6 +118,7 @@ def test_a_suspended_worker_is_ended_and_its_samples_continue_in_the_other(sourc
     assert source.status()["worker_silent"] == 1
 
 
+@pytest.mark.slow  # what it disturbs must not have ended: a machine without other work
 def test_a_worker_that_was_started_again_gets_samples_of_the_other(sources):
     """The plan of migrations moves them; none is lost on the way, and each is with one worker."""
     source = sources(max_tokens=4096)

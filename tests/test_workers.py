@@ -114,6 +114,7 @@ def test_workers_generate_what_plain_decoding_does(source, models, causes):
     assert status["passes"] == sum(rollout.passes for rollout in done.values())
 
 
+@pytest.mark.slow  # what it disturbs must not have ended: a machine without other work
 def test_a_killed_worker_changes_no_token_and_no_logprob(source, models):
     prompts, killed = asked(2), []
 
@@ -128,6 +129,7 @@ def test_a_killed_worker_changes_no_token_and_no_logprob(source, models):
     assert source.status()["retried"] > 0
 
 
+@pytest.mark.slow  # what it disturbs must not have ended: a machine without other work
 def test_all_workers_killed_during_a_change_of_weights_mix_no_versions(source, models):
     """Each token is that of the version that its span names, and versions only grow within a sample."""
     prompts, published = asked(3), []
@@ -145,6 +147,7 @@ def test_all_workers_killed_during_a_change_of_weights_mix_no_versions(source, m
     assert {version for rollout in done.values() for version in rollout.versions} == {1, 2}
 
 
+@pytest.mark.slow  # what it disturbs must not have ended: a machine without other work
 def test_weights_change_between_two_steps_of_running_samples_and_before_new_ones(source, models):
     prompts, published = asked(4), []
 

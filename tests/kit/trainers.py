@@ -45,4 +45,6 @@ def threads(pid):
 
 
 def is_stopped(work):
-    return threads(work.status()["pid"]) == {"T"}
+    """Return whether the trainer's process is there and suspended; on a busy machine it starts late."""
+    pid = work.status()["pid"]
+    return pid is not None and threads(pid) == {"T"}
