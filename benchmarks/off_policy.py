@@ -183,7 +183,7 @@ def batches(policy: Sorter, seed: int, groups: int = GROUPS) -> Iterator[Batch]:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What became of one policy."""
+    """Result of training one policy."""
 
     solved: float
     """Percent."""
@@ -211,7 +211,7 @@ def trained(start: Sorter, arm: Arm, staleness: int, steps: int, seed: int) -> T
 
 
 Grid = dict[tuple[str, int], list[Trained]]
-"""By arm and staleness, one per seed."""
+"""Results by arm and staleness, one per seed."""
 
 
 def train_all(arms: tuple[Arm, ...], staleness: tuple[int, ...], steps: int, seeds: int) -> Grid:

@@ -35,7 +35,7 @@ class Outcome:
     after: float
     rollouts: float
     tokens: float
-    """Of rollouts."""
+    """Generated tokens."""
     seconds: float
 
     @property

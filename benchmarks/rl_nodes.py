@@ -52,7 +52,7 @@ CLOSE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What an arrival does. by_nodes: the outer learning rate grows by this power of the number of nodes."""
+    """Effect of an arrival. by_nodes: the outer learning rate grows by this power of the number of nodes."""
 
     outer: OuterConfig
     by_nodes: float = 0.0
@@ -151,7 +151,7 @@ def train(rule: Rule, nodes: int, seed: int, steps: int) -> float:
 
 
 Grid = dict[tuple[str, int], list[float]]
-"""By rule and number of nodes: percent solved, seed by seed."""
+"""Percent solved by rule and number of nodes, seed by seed."""
 
 
 def train_all(nodes: Sequence[int], steps: int, seeds: int) -> Grid:

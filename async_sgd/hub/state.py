@@ -44,11 +44,11 @@ class Unit:
     norm: float = 0.0
     """Of what was merged last; for people, not kept over a restart."""
     brought: dict[int, Contribution] = field(default_factory=dict)
-    """By node: its last push of this unit."""
+    """The last push of this unit by each node."""
     steps: int = 0
     """Training steps in accepted pushes."""
     apart: bool = False
-    """Whether it is trained apart from the model: its steps are no steps of the run."""
+    """True if the unit is trained apart from the model: its steps are no steps of the run."""
 
     @property
     def version(self) -> int:

@@ -130,8 +130,8 @@ class Merged:
     parts: tuple[Part, ...]
     at_s: float
     share: float | None = None
-    """Of a round that these pushes make up, in (0, 1]. None: they are a round, and the outer optimizer takes
-    their mean as it is."""
+    """Share of a round that these pushes make up, in (0, 1]. None: they are a round, and the outer optimizer
+    takes their mean as it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class Contribution:
     """The last push of one unit by one node."""
 
     version: int
-    """That it made; before the first push the version at which the node joined."""
+    """Version that the push made; before the first push the version at which the node joined."""
     interval: float = 0.0
     """Usual number of versions from one push to the next; 0 before the first push."""
     steps: int = 0

@@ -21,11 +21,11 @@ class UnitRule:
     """Default: the average of those who trained."""
 
     weights: Literal["uniform", "steps"] = "steps"
-    """Of a push in the average: its own training steps, or equal."""
+    """Weight of a push in the average: its own training steps, or equal."""
 
 
 DRAFTER = "drafter"
 """Name of the unit that holds the shared drafter."""
 
 UnitRules = Mapping[str, UnitRule]
-"""By name of the unit; units without an entry follow the run's rules."""
+"""Rules by name of the unit; units without an entry follow the run's rules."""

@@ -44,13 +44,13 @@ class Amount:
     waits_s: tuple[float, float]
     """Before the steps that are timed."""
     samples: int = 4
-    """Of a step's one prompt."""
+    """Samples of a step's one prompt."""
     new_tokens: int = 24
-    """Of each sample at most."""
+    """Most tokens of each sample."""
     threads: int = 2
-    """Of the node."""
+    """Threads of the node."""
     niceness: int = 19
-    """Of the trainer; 19 is what a run has."""
+    """Niceness of the trainer; 19 is what a run has."""
 
 
 @dataclass(frozen=True, slots=True)

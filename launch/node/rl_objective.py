@@ -53,7 +53,7 @@ class PolicyObjective:
     """Groups of each inner step that is left in this batch; None: a supervised step."""
     _proximal: dict[Key, Tensor] = field(default_factory=dict)
     _new: int = 0
-    """Of these steps, the number that train groups for the first time."""
+    """Number of these steps that train groups for the first time."""
     _tokens: int = 0
     _used: list[int] = field(default_factory=lambda: [0])
     """At [s], the draws that the first s steps of this attempt have used up."""

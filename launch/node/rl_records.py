@@ -53,12 +53,12 @@ class RLRecords:
     shards: Shards
     online: OnlineDrafter | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Of `GroupStream`, replaced before each use."""
+    """Counts of `GroupStream`, replaced before each use."""
     train_s: float = 0.0
     supervised_steps: int = 0
     newest: dict[str, float | None] = field(default_factory=dict)
     waited_before_s: float = 0.0
-    """Of `sync.waited_s`, what is in `before`."""
+    """Part of `sync.waited_s` that is in `before`."""
     before: dict[str, Any] = field(default_factory=dict)
     """Totals of the attempts before this one."""
 

@@ -7,7 +7,7 @@ from typing import Any
 Line = Mapping[str, Any]
 
 BAD_LINE = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
-"""What making sense of a line that is none of ours may raise."""
+"""Exceptions of reading a line of another program."""
 
 
 def number(value: object) -> float:

@@ -32,7 +32,7 @@ class HubDetail:
 
     max_rows: int | None = None
     rl: bool = True
-    """Whether to show the tables of reinforcement learning."""
+    """True shows the tables of reinforcement learning."""
 
 
 FULL = HubDetail()

@@ -52,7 +52,7 @@ class Detail:
     """Most rows of a table of nodes; the number of others is shown below it."""
 
     rl: bool = True
-    """Whether to show each node's staleness, mismatch and idle time."""
+    """True shows each node's staleness, mismatch and idle time."""
 
 
 DETAILS = (

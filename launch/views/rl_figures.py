@@ -32,7 +32,7 @@ class RLTotals:
     """Tokens of rollouts per second of generation."""
 
     speed_up: float
-    """Of decoding, over steps without drafts at as many rows; NaN where no such step was timed."""
+    """Speed-up of decoding over steps without drafts at as many rows; NaN where no such step was timed."""
 
     accepted: float
     """Tokens per pass of a sample through the policy; 1 without drafts."""
@@ -41,7 +41,7 @@ class RLTotals:
     """Share of the engine's steps by arm, the most frequent first."""
 
     idle_s: Mapping[str, float]
-    """By cause, the longest first."""
+    """Seconds by cause, the longest first."""
 
     idle_used_s: float
     drafter_steps: float
@@ -151,7 +151,7 @@ class Split:
     """Seconds per step of one node between two lines of metrics, by use."""
 
     step: float
-    """Of the later line."""
+    """Step of the later line."""
 
     steps: float
     """Between the lines."""

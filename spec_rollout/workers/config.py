@@ -23,7 +23,7 @@ class WorkerConfig:
     max_tokens: int
     """Upper limit of prompt and answer of one sample, in tokens."""
     dtype: torch.dtype = torch.float32
-    """Of the policy in the workers."""
+    """Dtype of the policy in the workers."""
     device: str = "cpu"
     threads: int = 1
     """Processor threads of each process."""

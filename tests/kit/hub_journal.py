@@ -1,4 +1,4 @@
-"""What a hub's journal has accepted and merged, against what its nodes have added."""
+"""Compare what a hub's journal has accepted and merged with what its nodes have added."""
 
 from collections import Counter
 from collections.abc import Mapping
