@@ -1,4 +1,4 @@
-"""Whether features find a use: a node that never waits does not collect them."""
+"""Decision whether features find a use: a node that never waits does not collect them."""
 
 from dataclasses import dataclass
 
