@@ -48,6 +48,8 @@ STEPS = 2400
 """Inner steps of all nodes together."""
 LR = 4e-3
 """Inner rate of one node. At 1.4 times this rate one node alone collapses."""
+ANSWER_WITHIN_S = 30.0
+"""Longest wait for the hub in this process, which answers at once."""
 CLOSE = 3.0
 """Points by which more nodes may end below one."""
 
@@ -133,7 +135,7 @@ def make_nodes(
         sync = LayerSync.of(
             policy,
             make_inner(policy, train),
-            exchange=HubExchange(link, penalty=edit.penalty),
+            exchange=HubExchange(link, penalty=edit.penalty, timeout_s=ANSWER_WITHIN_S),
             schedule=make_pace(edit, link.news),
             config=replace(edit, penalty=PenaltyConfig()),
         )
@@ -158,9 +160,12 @@ def train(rule: Rule, nodes: int, seed: int, steps: int) -> float:
     hub = InProcessHub(plan, layout_of(start), clock=clock)
     sizes = [GROUPS * nodes] if rule.gathered else [GROUPS] * nodes
     inner = rule.train(config.train)
-    running = make_nodes(start, hub, config.edit, inner, sizes, seed)
+    made = running = make_nodes(start, hub, config.edit, inner, sizes, seed)
     steps = steps * GROUPS // max(sizes)
     for done in range(steps):
+        running = [node for node in running if node.link.is_member]  # others have been excluded
+        if not running:
+            break
         node = min(running, key=lambda node: node.next_s)
         clock.advance_to(node.next_s)
         for other in running:
@@ -168,9 +173,10 @@ def train(rule: Rule, nodes: int, seed: int, steps: int) -> float:
         hub.tick()
         node.step(lr_at(done / steps, inner, len(running)))
     for node in running:
-        node.sync.close()  # pushes its last steps
+        if node.link.is_member:
+            node.sync.close()  # pushes its last steps
     policy = copy.deepcopy(start)
-    adopt_anchors(policy, hub, running[0].sync)
+    adopt_anchors(policy, hub, made[0].sync)
     return solved(policy)
 
 
