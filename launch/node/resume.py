@@ -93,6 +93,7 @@ def resume(
         busy_s=clock.get("busy_s", 0.0),
         other_s=clock.get("other_s", 0.0),
         waited_s=clock.get("waited_s", 0.0),
+        idle_used_s=clock.get("idle_used_s", 0.0),
         cuda_rng=(mine or {}).get("cuda_rng", []),
         objective=(mine or {}).get("objective", {}),
     )

@@ -90,9 +90,9 @@ class GroupStream:
         while True:
             self._admit()
             self._advance()
-            self.check_stop()
             with self.pipeline.window("rank"):
                 complete = self.shards.all([self._is_complete()])[0]
+            self.check_stop()  # after the wait for the other ranks, or it would be the wait
             if complete:
                 break
         self._batch = deque(self._drawn.popleft() for _ in range(self.per_rank))
