@@ -38,6 +38,8 @@ class Resumed:
     busy_s: float
     other_s: float
     waited_s: float
+    idle_used_s: float
+    """Processor time of idle work."""
     cuda_rng: list[int]
     """Random state of the GPU, for dropout; empty on CPU."""
     objective: dict[str, Any]
