@@ -49,7 +49,9 @@ class Node:
         self.online.after_update()
         begun, copies = self.online.sink.ring.status()["begun"], self.copies
         sampling = Sampling(max_new_tokens=4)
-        asked = [Prompt(tokens=(i % 40, 1), rollout=100 * version + i, sampling=sampling) for i in range(samples)]
+        asked = [
+            Prompt(tokens=(i % 40, 1), rollout=100 * version + i, sampling=sampling) for i in range(samples)
+        ]
         list(self.engine.generate(asked))
         return self.online.sink.ring.status()["begun"] - begun, self.copies - copies
 
