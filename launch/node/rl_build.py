@@ -40,7 +40,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     waits = Waits(sync)
     with ExitStack() as opened:
         rewards = opened.enter_context(_rewards(config))
-        source, online = make_source(parts, longest, waits.window)
+        source, online, learner = make_source(parts, longest, waits.window)
         pipeline = GroupPipeline(
             source=source,
             rewards=rewards,
@@ -72,6 +72,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
             reference=_reference(config, parts),
             shards=sync.shards,
             device=world.device,
+            learner=learner,
         ),
         warm_up=WarmUp(
             config=config, model=sync.model, problems=problems.train, answers=answers, world=world
