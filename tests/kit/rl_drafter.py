@@ -6,6 +6,8 @@ from dataclasses import replace
 import torch
 
 from aedit.launch.node import rl_drafter
+from aedit.spec_rollout.idle.no_training import NoTraining
+from aedit.spec_rollout.idle.publishing import Publication
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from kit import trainers
 
@@ -48,3 +50,37 @@ def wait_for_publications(node, batches):
             yield
 
     pipeline.window = wait
+
+
+class ScriptedTrainer(NoTraining):
+    """Publishes the drafter in use with added noise in some batches, after given numbers of steps."""
+
+    def __init__(self, node, script):
+        """Take the place of the trainer of `node`; script: (batch, steps, seed), batches from 1 on."""
+        super().__init__()
+        self._stream, self._online, self._script = node.objective.stream, node.objective.online, script
+        self.offered = []
+        self._online._trainer.close()
+        self._online._trainer = self
+
+    def newest(self, after=1):
+        done = self._done()
+        if len(done) + 1 <= after:
+            return None
+        rng = torch.Generator().manual_seed(done[-1][2])
+        tensors = {
+            name: t + 0.02 * torch.randn(t.shape, generator=rng) for name, t in self._online.tensors().items()
+        }
+        return Publication(len(done) + 1, 0, tensors)
+
+    def offer(self, drafter):
+        self.offered.append({name: tensor.clone() for name, tensor in drafter.items()})
+        return len(self._done()) + 1
+
+    def status(self):
+        done = self._done()
+        steps = done[-1][1] if done else 0
+        return super().status() | {"steps": steps, "published": len(done)}
+
+    def _done(self):
+        return [each for each in self._script if each[0] <= self._stream.batches + 1]
