@@ -1,8 +1,9 @@
-"""Jobs of tests/test_rl_ranks.py: one node of reinforcement learning whose ranks are processes."""
+"""Jobs of tests/test_rl_ranks.py and tests/test_rl_step.py: a node whose ranks are processes."""
 
 from pathlib import Path
 
 import torch
+from kit.plain_grpo import Recording
 from kit.rl_drafter import ScriptedTrainer
 from kit.rl_nodes import config_of, handlers_put_back
 from torch.distributed.device_mesh import init_device_mesh
@@ -62,6 +63,17 @@ def follow_drafter(node, script):
 
     unit.before_round, unit.after_landing = before, after
     return rounds
+
+
+def recorded(rank, size, directory, keys):
+    """Train a node of `size` ranks; return the recording of this rank."""
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("sync", "shard"))
+    world = World(0, 1, rank, size, torch.device("cpu"), mesh)
+    config, recording = config_of(directory, **keys), Recording()
+    with handlers_put_back(), build(config, world, Path(config.dir) / config.name, 1) as node:
+        recording.watch(node)
+        train_policy(node, node.objective)
+    return recording
 
 
 def _whole(p):
