@@ -96,10 +96,10 @@ class GroupStream:
         while True:
             self._admit()
             self._advance(self._front())
-            self.check_stop()
             with self.pipeline.window("rank"):
                 front = self._front()
                 complete = self.shards.all([self._is_complete(front)])[0]
+            self.check_stop()  # after the wait for the other ranks, or it would be the wait
             if complete:
                 break
         self._batch = self._exchange(front)
