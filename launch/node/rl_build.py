@@ -11,6 +11,7 @@ from aedit.launch.data.prompts import ProblemSet
 from aedit.launch.data.rewards import reward_specs
 from aedit.launch.data.supervised import AnswerTokens
 from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.rl_drafter import TrainerDeaths
 from aedit.launch.node.rl_evaluate import FIRST_KEY
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_objective import PolicyObjective
@@ -84,6 +85,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         curriculum=curriculum,
         greedy=_sampling(config, parts, 0.0),
         online=online,
+        deaths=None if online is None else TrainerDeaths(online, parts.recorder.event),
         directory=parts.recorder.directory,
         started=config.rl.supervised_steps == 0,
     )
@@ -108,9 +110,22 @@ def _sampling(config: RunConfig, parts: NodeParts, temperature: float) -> Sampli
     return Sampling(
         temperature=temperature,
         max_new_tokens=chosen.max_new_tokens,
-        stop_tokens=(parts.tokenizer.eos_id,),
+        stop_tokens=_ends(config, parts),
         stop_strings=chosen.stop,
     )
+
+
+def _ends(config: RunConfig, parts: NodeParts) -> tuple[int, ...]:
+    """Return the tokens that end an answer: that of the tokenizer, and those of a pretrained model.
+
+    A chat model often ends its turn with another token than a text.
+    """
+    ends = {parts.tokenizer.eos_id}
+    if config.model.pretrained:
+        settings = getattr(parts.sync.model, "generation_config", None)
+        found = getattr(settings, "eos_token_id", None)
+        ends |= {found} if isinstance(found, int) else set(found or ())
+    return tuple(sorted(ends))
 
 
 def _reference(config: RunConfig, parts: NodeParts) -> nn.Module | None:

@@ -41,9 +41,9 @@ from aedit.spec_rollout.learning.use_of_features import UseOfFeatures
 from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.types import check
 
-CAUSES = ("round", "hub", "rollouts", "longest sample", "rank")
+CAUSES = ("round", "hub", "rollouts", "longest sample", "rank", "rewards")
 """Why a node waits: for other nodes of a round, for a hub, for rollouts of other processes, for the last of
-these, for other ranks of the node."""
+these, for other ranks of the node, for rewards of the last rollouts."""
 
 _LAYER, _COUNTS = "layer.", "counts"
 

@@ -187,6 +187,10 @@ class WorkerSource:
         """Return the unfinished samples, as prompts that continue them after the tokens reported so far."""
         return self._samples.prompts()
 
+    def cancel(self) -> None:
+        """End all samples that were added and have not been returned; their keys may be added again."""
+        self._dispatcher.cancel()
+
     def status(self) -> Mapping[str, Any]:
         """Return counts and times, summed over all workers so far.
 
