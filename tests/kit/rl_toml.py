@@ -21,6 +21,7 @@ groups = {groups}
 group_size = 3
 eval_every = 0
 eval_problems = 2
+{rl}
 [rl.sampling]
 max_new_tokens = 4
 [drafter]
@@ -28,6 +29,6 @@ kind = "off"
 """
 
 
-def rl_toml(directory, *, groups, prompts, tables):
-    """Return the configuration of a run named x. prompts: more of that table; tables: those that follow."""
-    return TOML.format(directory=directory, groups=groups, prompts=prompts) + tables
+def rl_toml(directory, *, groups, prompts, tables, rl=""):
+    """Return the configuration of a run named x. prompts, rl: more of their tables; tables: what follows."""
+    return TOML.format(directory=directory, groups=groups, prompts=prompts, rl=rl) + tables
