@@ -1,7 +1,7 @@
 """The learned drafter of a rank: made from the configuration, kept in a file beside the checkpoints."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from aedit.launch.node.rl_samples import Sample
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from aedit.spec_rollout.learning.draft_training import DraftTrainingConfig
-from aedit.spec_rollout.learning.forward_features import ForwardFeatures, Text
+from aedit.spec_rollout.learning.forward_features import ForwardFeatures, TrainedText
 from aedit.spec_rollout.learning.learning import LearningConfig
 from aedit.spec_rollout.learning.online_drafter import OnlineConfig, OnlineDrafter
 from aedit.spec_rollout.learning.policy_source import PolicySource, TrainedPolicy
@@ -68,7 +68,7 @@ class ForwardLearner:
     def collecting(self, model: nn.Module, samples: Sequence[Sample]) -> AbstractContextManager[None]:
         """Return a context that collects the features of the forward pass in it; `features.write` follows."""
         texts = [
-            Text((*each.rollout.prompt.tokens, *each.rollout.tokens), len(each.rollout.prompt.tokens))
+            TrainedText((*each.rollout.prompt.tokens, *each.rollout.tokens), len(each.rollout.prompt.tokens))
             for each in samples
         ]
         return self.features.collecting(model, texts, self.policy.version)
@@ -81,6 +81,25 @@ def make_learner(parts: NodeParts) -> ForwardLearner | None:
     if online is None:
         return None
     return ForwardLearner(policy=policy, online=online, features=ForwardFeatures(online.sink))
+
+
+@dataclass(slots=True)
+class TrainerDeaths:
+    """Reports the deaths of the drafter's trainer process, which is started again."""
+
+    online: OnlineDrafter
+    record: Callable[..., None]
+    """Takes the name of an event and its fields."""
+    reported: int = 0
+
+    def report(self) -> None:
+        """Record an event if the process has died since the last call."""
+        status = self.online.status()
+        if status["deaths"] > self.reported:
+            self.reported = status["deaths"]
+            self.record(
+                "drafter_trainer_died", deaths=self.reported, reason=status["error"], state=status["state"]
+            )
 
 
 def save_drafter(online: OnlineDrafter, directory: Path) -> None:

@@ -15,7 +15,7 @@ from aedit.launch.config.config import RunConfig
 from aedit.launch.data.curriculum import Curriculum, solved_of
 from aedit.launch.node.inner import lr_at
 from aedit.launch.node.objective import AddLoss
-from aedit.launch.node.rl_drafter import save_drafter
+from aedit.launch.node.rl_drafter import TrainerDeaths, save_drafter
 from aedit.launch.node.rl_evaluate import solved_share
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_policy import PolicyGradient
@@ -43,6 +43,8 @@ class PolicyObjective:
     greedy: Sampling
     online: OnlineDrafter | None
     """The learned drafter of this rank."""
+    deaths: TrainerDeaths | None
+    """Those of its trainer."""
     directory: Path
     """Directory of the node."""
     version: int = 0
@@ -109,12 +111,12 @@ class PolicyObjective:
             self._tokens = self.gradient.accumulate(samples, add_loss, version)
         self.records.train_s += time.perf_counter() - began
 
-    def lr(self, progress: float) -> float:
+    def lr(self, progress: float, nodes: int) -> float:
         """Return the learning rate of the warm-up, or of the schedule over the rest of the run."""
         if not self.started:
             return self.config.rl.supervised_lr
         warm_up = min(self.config.rl.supervised_steps / self.config.train.steps, 0.999)
-        return lr_at(max(0.0, progress - warm_up) / (1 - warm_up), self.config.train)
+        return lr_at(max(0.0, progress - warm_up) / (1 - warm_up), self.config.train, nodes)
 
     def end_step(self) -> int:
         """Count the step and its groups as trained; return its tokens."""
@@ -168,6 +170,8 @@ class PolicyObjective:
 
     def metrics(self) -> dict[str, Any]:
         """Return the table `rl`."""
+        if self.deaths is not None:
+            self.deaths.report()
         self.records.counts = asdict(self.stream.counts)
         return {"rl": self.records.line()}
 

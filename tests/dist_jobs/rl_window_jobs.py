@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from aedit.launch.node.build import build
 from aedit.launch.node.rl_train import train_policy
 from aedit.launch.node.world import World
+from aedit.spec_rollout.model.model_support import whole
 
 
 def two_nodes(rank, size, directory, keys):
@@ -97,3 +98,29 @@ def _slow(is_over, batches):
         source.step = slow
 
     return watch
+
+
+def ranks_with_workers(rank, size, directory, keys):
+    """Train a node whose ranks have workers; return the samples of this rank's ring and its trained texts."""
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("sync", "shard"))
+    world = World(0, 1, rank, size, torch.device("cpu"), mesh)
+    config, found, trained = config_of(directory, **keys), [], []
+    with handlers_put_back(), build(config, world, Path(config.dir) / config.name, 1) as node:
+        online, accumulate = node.objective.online, node.objective.gradient.accumulate
+        model, before = node.sync.model, {}
+
+        def keep(samples, add_loss, version):
+            before[version] = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+            trained.extend((*each.rollout.prompt.tokens, *each.rollout.tokens) for each in samples)
+            return accumulate(samples, add_loss, version)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(node.objective.gradient), "accumulate", lambda self, *args: keep(*args))
+            train_policy(node, node.objective)
+        reader = online._gate._reader
+        for entry in reader.entries():
+            sample = reader.read(entry)
+            found.append((sample.tokens_N, sample.features_MF, sample.num_prompt, sample.version))
+        shapes = {name: tuple(t.shape) for name, t in online.tensors().items()}
+        policy = node.objective.gradient.learner.policy
+        return found, trained, before, shapes, (policy.version, policy.embedding.clone(), policy.head.clone())

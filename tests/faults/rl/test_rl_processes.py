@@ -4,40 +4,22 @@ The ledger is the list of the positions of the run's stream of prompts that each
 trained (saboteur.py): node i of two trains i, i + 2, i + 4, ... without a gap.
 """
 
+import contextlib
 import signal
 from collections import Counter
 
+import psutil
 import pytest
-from faults.tiny_run import Run, deed, differing
+from faults.tiny_run import Run, deed, differing, until
+from kit.rl_toml import rl_toml
+
+from aedit.spec_rollout.workers.worker_process import MODULE as WORKER
 
 STEPS, GROUPS, PROBLEMS = 10, 2, 16
 
-RL_TOML = """
-name = "x"
-dir = "{dir}"
-device = "cpu"
-restarts = 2
-[model]
-sizes = {{ hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = 2 }}
-[data]
-seq_len = 16
-[prompts]
-source = "aedit.spec_rollout.rl.tasks.arithmetic:rows"
-options = {{ levels = 1 }}
-size = {problems}
-held_out = 0.2
-[reward]
-functions = ["regex"]
-options = {{ "regex.pattern" = "[0-9+ -/]" }}
-[rl]
-groups = {groups}
-group_size = 3
-eval_every = 0
-eval_problems = 2
-[rl.sampling]
-max_new_tokens = 4
-[drafter]
-kind = "off"
+PROMPTS = f"size = {PROBLEMS}\nheld_out = 0.2"
+
+TABLES = """
 [train]
 steps = {steps}
 batch_size = 6
@@ -48,16 +30,15 @@ warmup_steps = 2
 timeout_s = 60
 [checkpoint]
 every = 1
-{more}
 """
 
 
 class RLRun(Run):
     """A run of two nodes that trains on rewards."""
 
-    def configure(self, steps, more="", data=""):
-        sizes = {"groups": GROUPS, "problems": PROBLEMS, "steps": steps}
-        text = RL_TOML.format(dir=self.toml.parent, more=more, **sizes)
+    def configure(self, steps, more="", data="", rl=""):
+        tables = TABLES.format(steps=steps) + more
+        text = rl_toml(self.toml.parent, groups=GROUPS, prompts=PROMPTS, rl=rl, tables=tables)
         for path in (self.toml, self.dir / "run.toml"):
             path.write_text(text)
 
@@ -85,7 +66,7 @@ def undisturbed_rl(node_server, tmp_path_factory):
     run = RLRun(node_server, tmp_path_factory.mktemp("undisturbed-rl"), steps=STEPS)
     run.train()
     assert_every_group_once(run)
-    return [run.newest(node) for node in range(2)]
+    return run
 
 
 def assert_every_group_once(run):
@@ -95,8 +76,8 @@ def assert_every_group_once(run):
 
 
 def assert_same_end(run, undisturbed):
-    for node, end in enumerate(undisturbed):
-        assert differing(run.newest(node), end) == []
+    for node in range(2):
+        assert differing(run.newest(node), undisturbed.newest(node)) == []
 
 
 @pytest.mark.parametrize(
@@ -126,6 +107,36 @@ def test_a_node_killed_while_it_writes_its_first_checkpoint_trains_its_groups_on
     assert_every_group_once(run)
 
 
+def workers_of(nodes):
+    """Return the rollout workers of these nodes, those that have ended not included."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            line = process.cmdline()
+            if WORKER in line and process.status() != psutil.STATUS_ZOMBIE:
+                found += [process] * (int(line[line.index(WORKER) + 1]) in nodes.pids)
+    return found
+
+
+@pytest.mark.slow  # starts four workers with torch, twice
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("act", ["SIGTERM", "SIGKILL"])
+def test_a_node_that_ends_leaves_no_worker_and_a_resume_trains_each_group_once(make_rl_run, monkeypatch, act):
+    """The workers generate ahead while the nodes train."""
+    monkeypatch.setattr("faults.tiny_run.LIMIT_S", 200.0)
+    run = make_rl_run()
+    run.configure(STEPS, rl="workers = 1\nmax_staleness = 1")
+    nodes = run.start(deeds=[deed(1, "drawing", 5, act)])
+    until(lambda: len(workers_of(nodes)) == 2, "a worker of each node")
+    codes = [nodes.wait(node) for node in range(2)]
+    assert codes == ([0, 0] if act == "SIGTERM" else [1, -signal.SIGKILL]), nodes.log()
+    until(lambda: not workers_of(nodes), "the end of the workers")
+    assert 0 < len(run.trained(1)) < STEPS * GROUPS
+    run.train()
+    assert_every_group_once(run)
+    assert workers_of(run.started[-1]) == []
+
+
 def test_a_node_that_is_asked_to_leave_puts_its_groups_back(make_rl_run, undisturbed_rl):
     run = make_rl_run()
     run.train(deeds=[deed(0, "drawn", 5, "SIGTERM"), deed(1, "drawing", 6, "SIGTERM")])
@@ -143,11 +154,9 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(make_rl_run, undisturbed
     assert_same_end(run, undisturbed_rl)
 
 
-def test_prompts_that_run_out_begin_again_in_a_new_order(make_rl_run):
+def test_prompts_that_run_out_begin_again_in_a_new_order(undisturbed_rl):
     """A source of n problems is passed through in epochs, each a permutation of all of them."""
-    run = make_rl_run()
-    run.train()
-    trained = sorted([*run.trained(0), *run.trained(1)])
+    trained = sorted([*undisturbed_rl.trained(0), *undisturbed_rl.trained(1)])
     assert [position for position, _ in trained] == list(range(2 * STEPS * GROUPS))
     problems = [problem for _, problem in trained]
     size = len(set(problems))
