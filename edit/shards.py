@@ -5,11 +5,14 @@ it.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+T = TypeVar("T")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -60,6 +63,14 @@ class Shards:
         said = torch.tensor([int(n) for n in numbers], dtype=torch.int64, device=self._device)
         dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group)
         return [int(n) for n in said.tolist()]
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in the order of the ranks. They are pickled."""
+        if self.size == 1:
+            return [value]
+        found: list[T] = [value for _ in range(self.size)]
+        dist.all_gather_object(found, value, group=self.group)
+        return found
 
     @property
     def _device(self) -> str:

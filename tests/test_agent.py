@@ -294,6 +294,15 @@ def test_data_is_leased_ahead_and_what_was_used_is_said(hub):
     assert hub.used == {0: 32, 32: 40}
 
 
+def test_a_lease_whose_reply_is_lost_with_the_hub_is_not_lost(hub):
+    hub.broken = ["lease"]
+    with node(plan([address(hub)], samples_per_step=4)) as link:
+        link.join(10)
+        until(lambda: sum(end - start for start, end in link.leases()) == 32, "two leases")
+        assert list(link.leases()) == [(0, 32)]
+        assert hub.broken == []
+
+
 def test_what_the_trainer_tells_reaches_the_hub_and_what_the_hub_tells_reaches_the_trainer(hub):
     with node(plan([address(hub)])) as link:
         assert math.isinf(link.news().age_s)

@@ -115,6 +115,12 @@ def test_a_file_may_hold_lists_tables_and_the_word_none(written):
         (["--edit.warmup-steps", "all"], {"edit.warmup_steps": "all"}),
         (["--edit.warmup_steps", "7"], {"edit.warmup_steps": 7}),
         (["--log", "wandb", "trackio"], {"log": ("wandb", "trackio")}),
+        (["--rl.loss", "grpo", "--hub.merge", "mean"], {"rl.loss": "grpo", "hub.merge": "mean"}),
+        (["--rl.loss", "mine:my_loss"], {"rl.loss": "mine:my_loss"}),
+        (
+            ["--prompts.options", "digits", "3", "work", "false"],
+            {"prompts.options.digits": 3, "prompts.options.work": False},
+        ),
         (["--checkpoint.keep", "3"], {"checkpoint.keep": 3}),
         (["--model.no-compile"], {"model.compile": False}),
         (["--model.sizes.hidden_size", "32"], {"model.sizes.hidden_size": 32}),
@@ -179,6 +185,7 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_file_and_key(written, te
         (["--train.seconds", "5"], 'train.seconds needs edit.schedule = "seconds"'),
         (["--model.sizes.hidden_size"], "--model.sizes.hidden_size: needs a value"),
         (["--edit.penalty.clip", "x"], "--edit.penalty.clip"),
+        (["--outer.kind", "adam"], "--outer.kind: expected {average,nesterov, delayed-nesterov}|MODULE"),
     ],
 )
 def test_a_wrong_flag_is_refused_in_one_line_that_names_it(flags, message, capfd):

@@ -107,7 +107,7 @@ def test_the_sums_have_levels():
 def test_the_level_of_a_node_rises_with_trained_groups_and_is_kept(tmp_path):
     options = {"digits": 2, "levels": 2, "work": False}
     keys = {"prompts__curriculum": True, "prompts__options": options, "drafter__kind": "off"}
-    keys |= {"rl__groups": 16, "rl__group_size": 1, "reward__functions": ("kit.rewards:one",)}
+    keys |= {"rl__groups": 16, "rl__group_size": 2, "reward__functions": ("kit.rewards:one",)}
     node = run(config_of(tmp_path, **keys, train__steps=3))
     assert WINDOW < 3 * 16
     curriculum = node.objective.curriculum

@@ -266,6 +266,16 @@ def test_use_may_be_said_twice_in_one_breath():
     assert made.hub.state.pool.returned == []
 
 
+def test_a_node_that_missed_a_reply_is_told_the_leases_that_it_lacks():
+    made = world(2)
+    made.lease(0, 10), made.lease(1, 5), made.lease(0, 10), made.lease(0, 5)
+    made.do(made.hub.use(0, 0, 4))
+    pool = made.hub.state.pool
+    assert pool.unknown(0, [(0, 10), (25, 30)]) == [(15, 25)]
+    assert pool.unknown(0, []) == [(4, 10), (15, 25), (25, 30)]
+    assert pool.unknown(0, [(25, 30), (0, 10), (15, 25)]) == []
+
+
 def test_a_lease_has_a_longest_and_nobody_hoards():
     made = world(1, lease_samples=7)
     assert made.lease(0, 100) == [(0, 7)]

@@ -232,6 +232,23 @@ def test_an_unknown_option_of_a_function_names_those_there_are():
         pool.check()
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "column"),
+    [
+        ("format", {"tags": "a"}, {"tags": ["b"]}),
+        ("exact", {"ignore_case": True, "answer_key": "answer"}, {"ignore_case": False}),
+        ("numeric", {"tolerance": 0.5, "answer_key": "answer"}, {"tolerance": 0.0}),
+        ("regex", {"pattern": "3", "answer_key": "answer"}, {"pattern": "4"}),
+    ],
+)
+def test_a_column_with_the_name_of_an_option_does_not_replace_it(name, options, column):
+    """With the value of the column each of these would score 0, or raise."""
+    text = {"format": "<a>x</a>", "exact": "A", "numeric": "13", "regex": "3"}[name]
+    answer = {"exact": "a", "numeric": "10"}.get(name, "")
+    request = {"prompt": "p", "completions": [text], "completion_ids": [[1]]}
+    assert scores(find(name, options), {**request, "columns": {"answer": answer, **column}}) == [1.0]
+
+
 def test_which_rewards_need_the_column_of_the_answer():
     assert need_answer(RewardConfig())
     assert not need_answer(RewardConfig(functions=("format", "kit.rewards:length")))

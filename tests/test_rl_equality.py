@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kit.rl_drafter import make_loud, train_at_once, wait_for_publications
 from kit.rl_nodes import config_of, records, run, weights
 
 from aedit.launch.node.rl_groups import GroupStream
@@ -26,12 +27,13 @@ def trained(monkeypatch):
     return found
 
 
-def run_with(arm, directory, trained, **keys):
+def run_with(arm, directory, trained, watch=make_loud, **keys):
     """Return the groups and the weights of a run in which each engine step has this arm."""
 
     def force(node):
         engine = node.objective.stream.pipeline.source.engine
         engine.chooser = Fixed(parse_arm(arm))
+        watch(node)
 
     trained.clear()
     config = config_of(directory, train__steps=STEPS, rl__engine_dtype="fp64", **keys)
@@ -53,6 +55,40 @@ def test_a_run_with_speculation_is_that_without_it_bit_for_bit(tmp_path, trained
     plain = run_with("off", tmp_path / "plain", trained, drafter__kind="off")
     assert len({tokens for _, tokens, _ in plain[0]}) > STEPS, "the policy always answers the same"
     assert_equal(plain, run_with("suffix:4", tmp_path / "suffix", trained, drafter__kind="suffix"))
+
+
+def test_a_run_whose_drafter_is_trained_and_used_is_that_without_it_bit_for_bit(
+    tmp_path, trained, monkeypatch
+):
+    train_at_once(monkeypatch)
+    keys = {"rl__sampling__max_new_tokens": 8, "checkpoint__every": 0}
+    plain = run_with("off", tmp_path / "plain", trained, drafter__kind="off", **keys)
+    counts, found = [], []
+
+    def watch(node):
+        make_loud(node)
+        wait_for_publications(node, batches=(2, 6))
+        online, engine = node.objective.online, node.objective.stream.pipeline.source.engine
+        engine_step = engine.step
+
+        def step():
+            done = engine_step()
+            counts.append((online.drafter.version, len(done.counts), sum(done.counts)))
+            return done
+
+        engine.step = step
+        found.append(online)
+
+    assert_equal(
+        plain, run_with("layer:4", tmp_path / "layer", trained, watch, drafter__kind="layer", **keys)
+    )
+    (online,) = found
+    assert online.status()["adopted"] == 2
+    by_version = [[each for each in counts if each[0] == version] for version in range(3)]
+    assert min(map(len, by_version)) >= 5, "each drafter is used"
+    for part in by_version[1:]:
+        length = sum(tokens for _, _, tokens in part) / sum(rows for _, rows, _ in part)
+        assert 1.1 < length < 4, "some drafted tokens are accepted, some refused"
 
 
 def test_another_seed_gives_another_run(tmp_path, trained):

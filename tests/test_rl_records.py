@@ -87,13 +87,9 @@ def test_an_error_in_a_reward_names_function_sample_and_line(tmp_path):
     node.out.event(
         "reward_error", function="mine:score", sample=7, line="/a/mine.py:12", message="ZeroDivisionError: /0"
     )
-    node.out.event("group_lost", message="prompt 3")
     (tmp_path / "run.toml").write_text("")
     notices = read_run(tmp_path).nodes[0].notices
-    assert [notice.text for notice in notices] == [
-        "mine:score (mine.py:12), sample 7: ZeroDivisionError: /0",
-        "prompt 3",
-    ]
+    assert [notice.text for notice in notices] == ["mine:score (mine.py:12), sample 7: ZeroDivisionError: /0"]
 
 
 def test_trackers_get_the_numbers_of_reinforcement_learning(tmp_path):

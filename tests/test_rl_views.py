@@ -195,14 +195,12 @@ def test_the_report_shows_every_figure(tmp_path, report):
     assert "nats/token" not in text, "a policy loss is no measure of quality"
 
 
-def test_errors_in_rewards_and_lost_groups_are_in_report_and_status(tmp_path, report):
+def test_errors_in_rewards_are_in_report_and_status(tmp_path, report):
     run_dir = rl_run(tmp_path, 4)
     node = RLNode(run_dir, 1)
-    node.out.event("group_lost", message="prompt 3")
     node.out.event(
         "reward_error", function="mine:score", sample=7, line="/a/mine.py:12", message="ZeroDivisionError"
     )
-    assert "1 LOST" in report(run_dir)
     assert "1 error in reward functions" in report(run_dir)
     text = shown(run_dir)
     assert "reward error: mine:score (mine.py:12), sample 7:" in text

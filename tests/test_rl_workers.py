@@ -78,7 +78,8 @@ def test_killed_workers_change_no_token_no_reward_and_no_weight(tmp_path, batche
 
 def test_workers_generate_while_the_node_trains_and_no_finished_sample_is_dropped(tmp_path, batches):
     """Groups run ahead by one batch: after the first batch, all were begun under older weights."""
-    keys = KEYS | {"rl__max_staleness": 1, "rl__groups": 2, "rl__sampling__max_new_tokens": 10}
+    keys = KEYS | {"rl__max_staleness": 1, "rl__groups": 2, "drafter__kind": "suffix"}
+    keys["rl__sampling__max_new_tokens"] = 10
     config = config_of(tmp_path, **keys, rl__workers=1)
     finished = []
 

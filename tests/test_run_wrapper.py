@@ -18,6 +18,7 @@ import pytest
 from aedit.launch.config.config import EditConfig, HubConfig, LocalConfig, RunConfig, TrainConfig
 from aedit.launch.config.placement import Placement, check_hub_start, torchrun_words
 from aedit.launch.local import join
+from aedit.launch.node import build, world
 from aedit.launch.node import main as node
 from aedit.launch.rundir.prepare import MIN_FREE_BYTES, claimed, next_attempt, prepare
 from aedit.types import UserError
@@ -42,11 +43,21 @@ def leave(number, frame):
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "stubborn" else leave)
-if mode == "refuse" and node == 1:
+refusing = mode in ("refuse first", "refuse behind") and node == 1
+if refusing:
     print("aedit: data.source: no file matches nothing.txt", file=log)
+    sys.stderr.write("aedit: data.source: no file matches nothing.txt\\n")  # as aedit.launch.node does it
+    sys.stderr.flush()
+    (home / "refused").touch()
+if mode == "refuse behind" and node == 0:
+    while not (home.parent / "1" / "refused").exists():
+        time.sleep(0.01)
+    sys.stderr.write("PeersMissing: a node has left\\n")
+    sys.exit(1)
+if refusing and mode == "refuse first":
     sys.exit(2)
 if mode == "refuse early":
-    sys.stderr.write("aedit: run.toml is of another make\\n")  # as aedit.launch.node does it
+    sys.stderr.write("aedit: run.toml is of another make\\n")
     sys.exit(2)
 if mode == "crash" and node == 1:
     print("RuntimeError: the disk sings", file=log)
@@ -139,16 +150,19 @@ def test_a_killed_node_is_started_again(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "message"),
+    ("mode", "restarts", "message"),
     [
-        ("refuse", "aedit: data.source: no file matches nothing.txt"),
-        ("refuse early", "aedit: run.toml is of another make"),
+        ("refuse first", "50", "aedit: data.source: no file matches nothing.txt"),
+        ("refuse behind", "50", "aedit: data.source: no file matches nothing.txt"),
+        ("refuse behind", "0", "aedit: data.source: no file matches nothing.txt"),
+        ("refuse early", "50", "aedit: run.toml is of another make"),
     ],
 )
 def test_what_only_the_person_can_mend_ends_the_run_with_one_line_and_no_restarts(
-    start, tmp_path, mode, message
+    start, tmp_path, mode, restarts, message
 ):
-    process = start(mode, "--restarts", "50")
+    """Also where the failure of a peer is seen first: in "refuse behind" the node that refuses ends last."""
+    process = start(mode, "--restarts", restarts)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2
     assert err.strip().splitlines() == [message]
@@ -363,10 +377,37 @@ def test_the_pretended_node_writes_the_events_the_views_read(start, tmp_path):
 def test_the_line_of_a_node_that_refuses_is_one_write(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(sys, "argv", ["node", str(tmp_path / "none.toml")])
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    monkeypatch.setattr(os, "write", lambda file, line: written.append(line))
     assert node.main() == 2
     assert len(written) == 1
-    assert re.fullmatch(r"aedit: .+\n", written[0])
+    assert re.fullmatch(rb"aedit: .+\n", written[0])
+
+
+def test_a_node_refuses_before_the_others_can_see_it_leave(tmp_path, monkeypatch):
+    """The line is in the log and reaches the launcher, whose output the log has replaced."""
+    text = (tmp_path / "text.txt").absolute()
+    (tmp_path / "run.toml").write_text(f'name = "x"\ndir = "{tmp_path}"\n[data]\nsource = "{text}"\n')
+    happened = []
+    monkeypatch.setattr(sys, "argv", ["node", str(tmp_path / "run.toml"), "--attempt=3"])
+    monkeypatch.setattr(os, "write", lambda file, line: happened.append((os.fstat(file).st_ino, line)))
+    monkeypatch.setattr(world, "join_world", lambda *_: SimpleNamespace(node=1))
+    monkeypatch.setattr(world, "leave_world", lambda: happened.append("left"))
+    monkeypatch.setattr(build, "build", refuse)
+    saved = [os.dup(1), os.dup(2)]
+    launcher = os.fstat(2).st_ino
+    try:
+        assert node.main() == 2
+    finally:
+        for number, file in enumerate(saved, start=1):
+            os.dup2(file, number)
+            os.close(file)
+    log = (tmp_path / "x/nodes/1/attempt_3.log").stat().st_ino
+    line = b"aedit: no text there\n"
+    assert happened == [(launcher, line), (log, line), "left"]
+
+
+def refuse(*_):
+    raise UserError("no text there")
 
 
 def test_a_node_that_joins_takes_over_neither_folder_device_nor_trackers_of_the_hub(monkeypatch):

@@ -17,6 +17,7 @@ from kit.waiting import until
 from aedit.spec_rollout import Prompt, Sampling, WorkerConfig, WorkerSource
 from aedit.spec_rollout.idle.restarts import Restarts
 from aedit.spec_rollout.workers import worker_process
+from aedit.spec_rollout.workers.channel import Channel
 
 SOON = Restarts(pause_s=0.01, limit=2)
 
@@ -118,19 +119,37 @@ def test_a_suspended_worker_is_ended_and_its_samples_continue_in_the_other(sourc
     assert source.status()["worker_silent"] == 1
 
 
-@pytest.mark.slow  # what it disturbs must not have ended: a machine without other work
 def test_a_worker_that_was_started_again_gets_samples_of_the_other(sources):
     """The plan of migrations moves them; none is lost on the way, and each is with one worker."""
-    source = sources(max_tokens=4096)
-    asked = samples(6, length=4000)
+    source = sources(max_tokens=100_000, restarts=Restarts(pause_s=0.3, limit=2))
+    asked = samples(6, length=90_000)  # none ends before the test
     source.add(asked)
     until(lambda: source.step() or all(p.partial for p in source.pending()), "first tokens")
     os.kill(source.status()["pids"][0], signal.SIGKILL)
-    until(lambda: source.step() or source.status()["moved"], "a migration")
+    until(lambda: source.step() or source.status()["worker_deaths"], "the death")
+    assert len([worker for worker in source._pool.workers.values() if worker.samples]) == 1
+    before = source.status()["moved"]  # samples may have moved before the death, too
+    until(lambda: source.step() or source.status()["moved"] > before, "a migration")
     held = [key for worker in source._pool.workers.values() for key in worker.samples]
     assert sorted(held) == sorted(prompt.key for prompt in asked)
-    assert all(len(worker.samples) for worker in source._pool.workers.values())
+    assert [bool(worker.samples) for worker in source._pool.workers.values()] == [True, True]
     assert all(is_whole(prompt.partial) for prompt in source.pending() if prompt.partial)
+
+
+def test_cancelled_samples_end_in_the_workers_and_their_keys_can_be_added_again(sources):
+    """Long samples would keep all rows, and what was under way must not mix with the new samples."""
+    source, ended = sources(max_tokens=100_000), []
+    source.add(samples(16, length=90_000))
+    until(lambda: source.step() or sum(p.partial is not None for p in source.pending()) >= 8, "first tokens")
+    for worker in source._pool.workers.values():
+        Channel.wait([worker.channel], timeout_s=30)  # a report that the rank has not read
+    source.cancel()
+    assert (source.running, source.pending()) == (0, [])
+    asked = samples(24, length=40)  # 16 of them have the keys of before
+    source.add(asked)
+    until(lambda: ended.extend(source.step()) or not source.running, "all samples")
+    assert sorted(rollout.prompt.key for rollout in ended) == [prompt.key for prompt in asked]
+    assert all(is_whole(rollout) and len(rollout.tokens) == 40 for rollout in ended)
 
 
 def test_time_in_which_the_rank_does_not_listen_is_no_silence(sources, monkeypatch):

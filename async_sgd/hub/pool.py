@@ -1,7 +1,9 @@
 """Leases of training samples: positions of one endless stream, each held by one node at a time."""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 Block = tuple[int, int]
 """Positions start..end of the stream, the end not included."""
@@ -53,6 +55,13 @@ class Pool:
     def outstanding(self, node: int) -> list[Block]:
         """Return the node's unused blocks, in order."""
         return sorted(self.leases.get(node, {}).values())
+
+    def unknown(self, node: int, held: Iterable[Block]) -> list[Block]:
+        """Return the node's unused blocks that begin in none of `held`, which do not overlap, in order."""
+        known = sorted(held)
+        before = [bisect_right(known, (start, inf)) - 1 for start, _ in self.outstanding(node)]
+        pairs = zip(self.outstanding(node), before, strict=True)
+        return [block for block, i in pairs if i < 0 or known[i][1] <= block[0]]
 
 
 def _joined(blocks: Sequence[Block]) -> list[Block]:

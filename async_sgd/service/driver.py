@@ -63,9 +63,13 @@ class Driver:
         return told
 
     def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
-        """Return new blocks of sample positions."""
+        """Return blocks of sample positions: of a lease whose reply was lost, else new ones."""
         with self._guard.deciding() as now:
             member = self._guard.speaker(request.who)
+            held = [(block.start, block.end) for block in request.held]
+            lost = self._hub.state.pool.unknown(member.node, held) if request.lists_held else []
+            if lost:
+                return pb.LeaseReply(blocks=[pb.Block(start=start, end=end) for start, end in lost])
             leased = self._hub.lease(member.node, request.samples, now)
             position = self._ledger.commit(leased)
         self._guard.durable(position)

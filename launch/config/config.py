@@ -210,6 +210,16 @@ class RunConfig:
             self.train.seconds,
         )
         self._check_hub()
+        if self.prompts.source:
+            self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """Raise ValueError if there is no place for a prompt, or the supervised warm-up never ends."""
+        most, steps = self.rl.sampling.max_new_tokens, self.train.steps
+        rule = f"must be above rl.sampling.max_new_tokens = {most}, as it is the length of prompt and answer"
+        check(self.data.seq_len > most, "data.seq_len", rule, self.data.seq_len)
+        rule = f"must be at most train.steps = {steps}, of which they are the first"
+        check(self.rl.supervised_steps <= steps, "rl.supervised_steps", rule, self.rl.supervised_steps)
 
     def _check_hub(self) -> None:
         """Raise ValueError for a value that has no effect with a hub, or without one."""

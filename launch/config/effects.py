@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.rl import PromptConfig
-from aedit.types import UserError
+from aedit.types import UserError, is_import_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,10 @@ class EffectRule:
 
 def _has_hub(config: RunConfig) -> bool:
     return bool(config.hub.address)
+
+
+def _is_generated(source: str) -> bool:
+    return source.startswith("gym:") or (is_import_path(source) and not source.startswith("hf:"))
 
 
 RL_TABLES = ("prompts.options.", "reward.", "rl.", "drafter.")
@@ -117,6 +121,12 @@ RULES = (
         "prompts.source",
         lambda c: bool(c.prompts.source) and not c.prompts.source.startswith("hf:"),
         '"hf:NAME"',
+    ),
+    EffectRule(
+        ("prompts.size", "prompts.options."),
+        "prompts.source",
+        lambda c: bool(c.prompts.source) and not _is_generated(c.prompts.source),
+        "gym:GENERATOR or a function as package.module:name",
     ),
     EffectRule(("rl.clip_low",), "rl.loss", lambda c: c.rl.loss == "cispo", "another loss"),
     EffectRule(

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any, TypeVar, get_args, get_origin
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import NONE, hints, suggest
-from aedit.types import UserError
+from aedit.types import ImportPath, UserError, is_import_path
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ def flags_help() -> str:
     """Return the section of `--help` on configuration flags."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        tyro.cli(RunConfig, args=["--help"], prog="aedit run", use_underscores=True)
+        _parsed(["--help"], RunConfig(), prog="aedit run")
     return "\n".join(line for line in shown.getvalue().splitlines() if not line.startswith("usage:"))
 
 
@@ -47,17 +48,42 @@ def with_flags(config: RunConfig, flags: list[str]) -> RunConfig:
         return config
     # Without the sizes, which are read already: tyro would make each of them a flag.
     bare = replace(config, model=replace(model, sizes={}))
-    words = _spell_none(others)
-    parsed = _quietly(
-        lambda: tyro.cli(RunConfig, args=words, default=bare, prog="aedit", use_underscores=True)
-    )
+    words = _spell_bools(_spell_none(others))
+    parsed = _quietly(lambda: _parsed(words, bare, prog="aedit"))
     return replace(parsed, model=replace(parsed.model, sizes=model.sizes))
 
 
 def flag_keys(flags: list[str]) -> set[str]:
-    """Return the dotted names of the values that these flags set."""
+    """Return the dotted names of the values and tables that these flags set."""
     named = {_key(word) for word in flags if word.startswith("--")}
     return named | {re.sub(r"(^|\.)no_(\w+)$", r"\1\2", key) for key in named}
+
+
+def _parsed(words: list[str], default: RunConfig, prog: str) -> RunConfig:
+    registry = ConstructorRegistry()
+    registry.primitive_rule(_import_path)
+    return tyro.cli(
+        RunConfig, args=words, default=default, prog=prog, use_underscores=True, registry=registry
+    )
+
+
+def _import_path(hint: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[str] | None:
+    """Return how tyro reads an ImportPath. Without it, tyro takes the class for one without a constructor."""
+    if hint.type is not ImportPath:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="MODULE:NAME",
+        instance_from_str=_to_import_path,
+        is_instance=lambda value: isinstance(value, str) and is_import_path(value),
+        str_from_instance=lambda path: [path],
+    )
+
+
+def _to_import_path(words: list[str]) -> str:
+    if not is_import_path(words[0]):
+        raise ValueError(f"expected package.module:Name, got {words[0]!r}")
+    return words[0]
 
 
 def _take_sizes(flags: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -84,6 +110,17 @@ def _spell_none(flags: list[str]) -> list[str]:
     words = [re.sub(f"={NONE}$", "=None", word) if _key(word) in empty else word for word in flags]
     pairs = zip(["", *words], words, strict=False)
     return ["None" if word == NONE and _key(before) in empty else word for before, word in pairs]
+
+
+def _spell_bools(flags: list[str]) -> list[str]:
+    """Return the flags with `true` and `false` in tables as tyro spells them; it reads others as text."""
+    tables = {key for key, hint in hints().items() if get_origin(hint) is dict}
+    words, key = [], ""
+    for word in flags:
+        key = _key(word) if word.startswith("--") else key
+        is_bool = key in tables and word.lower() in ("true", "false")
+        words.append(word.title() if is_bool else word)
+    return words
 
 
 def _scalar(text: str) -> int | float | bool | str:
@@ -114,6 +151,9 @@ def _first_sentence(box: str) -> str:
     ends = [i for i, line in enumerate(lines) if not line.strip("-")]
     sentence = " ".join(lines[ends[0] + 1 : ends[1]]) if len(ends) > 1 else " ".join(lines)
     sentence = re.sub(r"^Error parsing (\w+(\.\w+)*: )?", "", sentence).rstrip(".")
+    sentence = re.sub(
+        r"no type matching (.*?) could be instantiated from \['(.*)'\]", r"expected \1, got '\2'", sentence
+    )
     sentence = sentence.replace("could not convert string to float: ", "expected a number, got ")
     return sentence.replace("invalid literal for int() with base 10: ", "expected a whole number, got ")
 
@@ -145,4 +185,4 @@ def _width(words: list[str]) -> int:
 
 
 def _takes_many(hint: Any) -> bool:
-    return get_origin(hint) is tuple or any(get_origin(arg) is tuple for arg in get_args(hint))
+    return bool({tuple, dict} & {get_origin(hint), *map(get_origin, get_args(hint))})

@@ -55,7 +55,8 @@ def load(files: Path | Sequence[Path] | None, flags: list[str], *, strict: bool 
     origin = dict.fromkeys((key for key, _ in values(config)), "default") | lines
     with _blaming(""):
         config = with_flags(config, flags)
-    flagged = [key for key, _ in values(config) if key in flag_keys(flags)]
+    named = flag_keys(flags)  # of a table such as `prompts.options` too, which is one flag
+    flagged = [key for key, _ in values(config) if {key, key.rpartition(".")[0]} & named]
     origin |= dict.fromkeys(flagged, "flag")
     if strict:
         check_imports(config)

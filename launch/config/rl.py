@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from aedit.types import ImportPath, check, check_known
+from aedit.types import ImportPath, check, check_known, is_import_path
 
 Scalar = int | float | bool | str
 LossName = Literal["dppo-tv", "grpo", "dapo", "dr-grpo", "gspo", "cispo"]
@@ -77,6 +77,8 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         check(bool(self.functions), "reward.functions", "must name at least one function", self.functions)
+        names = list(self.functions)
+        check(len(set(names)) == len(names), "reward.functions", "must name each function once", names)
         fits = not self.weights or len(self.weights) == len(self.functions)
         check(fits, "reward.weights", "must have one weight for each of reward.functions", self.weights)
         check(self.workers >= 1, "reward.workers", "must be at least 1", self.workers)
@@ -98,9 +100,9 @@ class RLSamplingConfig:
 
     def __post_init__(self) -> None:
         check(self.temperature > 0, "rl.sampling.temperature", "must be above 0", self.temperature)
-        check(
-            self.max_new_tokens >= 1, "rl.sampling.max_new_tokens", "must be at least 1", self.max_new_tokens
-        )
+        most = self.max_new_tokens
+        check(most >= 1, "rl.sampling.max_new_tokens", "must be at least 1", most)
+        check("" not in self.stop, "rl.sampling.stop", "must not have an empty text", list(self.stop))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,7 @@ class RLConfig:
     """Prompts per node and batch, over all its ranks."""
 
     group_size: int = 8
-    """Rollouts per prompt."""
+    """Rollouts per prompt, at least 2, as an advantage compares them; 1 with a loss of your own only."""
 
     loss: LossName | ImportPath = "dppo-tv"
     """Policy loss, or a function of your own as `package.module:name`."""
@@ -188,6 +190,11 @@ class RLConfig:
             check(getattr(self, name) >= 1, f"rl.{name}", "must be at least 1", getattr(self, name))
         for name in ("kl", "max_staleness", "overlong", "rows", "workers", "supervised_steps", "eval_every"):
             check(getattr(self, name) >= 0, f"rl.{name}", "must not be negative", getattr(self, name))
+        alone = self.group_size == 1 and not is_import_path(self.loss)
+        check(not alone, "rl.group_size", "must be at least 2: advantages compare the rollouts of a group", 1)
+        most = self.sampling.max_new_tokens
+        rule = f"must be at most rl.sampling.max_new_tokens = {most}"
+        check(self.overlong <= most, "rl.overlong", rule, self.overlong)
         warmed = bool(self.kl and self.supervised_steps)
         check(not warmed, "rl.kl", "must be 0 in a run with rl.supervised_steps", self.kl)
         check(self.clip_low > 0, "rl.clip_low", "must be above 0", self.clip_low)

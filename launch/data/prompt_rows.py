@@ -40,6 +40,12 @@ def rows(config: PromptConfig, seed: int) -> Iterator[Row]:
     return _json_lines(source)
 
 
+def check_source(source: str) -> None:
+    """Raise UserError if `source` names files that are missing or not of JSON lines. Reads none of them."""
+    if not source.startswith(("hf:", "gym:")) and not is_import_path(source):
+        _json_files(source)
+
+
 def _generated(config: PromptConfig, seed: int) -> Iterable[object]:
     try:
         function = imported(config.source, KEY)
@@ -55,12 +61,18 @@ def _generated(config: PromptConfig, seed: int) -> Iterable[object]:
 
 
 def _json_lines(source: str) -> Iterator[Row]:
-    for path in matching_files(source, KEY):
+    for path in _json_files(source):
+        yield from _json_file(path)
+
+
+def _json_files(source: str) -> list[Path]:
+    paths = matching_files(source, KEY)
+    for path in paths:
         if path.suffix.lower() not in (".jsonl", ".json"):
             raise UserError(
                 f"{KEY}: {path} has the suffix {path.suffix!r}, expected .jsonl: one JSON object a line"
             )
-        yield from _json_file(path)
+    return paths
 
 
 def _json_file(path: Path) -> Iterator[Row]:

@@ -4,14 +4,20 @@ from aedit.launch.config.config import RunConfig
 from aedit.launch.config.memory import check_memory, least_parameters, trains_on_cpu
 from aedit.launch.config.placement import Placement
 from aedit.launch.data.preflight import check_data
+from aedit.launch.data.prompt_rows import check_source
+from aedit.launch.data.rewards import reward_specs
 
 
 def preflight(config: RunConfig, placement: Placement) -> None:
     """Raise UserError if data are missing or too short, or the model cannot fit into this machine's memory.
 
-    Errors that these checks cannot detect are reported when the nodes start.
+    Of a run with rewards, files of problems must exist and names of rewards be known. Errors that these
+    checks cannot detect are reported when the nodes start.
     """
-    if not config.prompts.source:  # problems are read when the nodes start
+    if config.prompts.source:
+        check_source(config.prompts.source)
+        reward_specs(config.reward, config.prompts)
+    else:
         check_data(config.data)
     num_params = least_parameters(config)
     if num_params is not None and trains_on_cpu(config):

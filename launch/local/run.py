@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from aedit.launch.config.placement import (
 )
 from aedit.launch.local.child import Child
 from aedit.launch.local.cluster import Cluster
-from aedit.launch.rundir.ending import Ending, indices_of
+from aedit.launch.rundir.ending import Ending, indices_of, refusal
 from aedit.launch.rundir.prepare import claimed, file_name, next_attempt, prepare
 from aedit.types import UserError
 
@@ -101,8 +100,8 @@ class Watcher:
         self._told: set[int] = set()
         self._ended_at: float | None = None
         self._deadline = float("inf")
+        self._refused = False
         self.signals: list[int] = []
-        self.refused = False
         self.overdue = False
 
     def alive(self) -> bool:
@@ -114,8 +113,8 @@ class Watcher:
             return False
         if self.signals:
             self._tell_newcomers()
-        elif not self.refused and re.search(r"failed \(exitcode: 2\)", self._child.output()):
-            self.refused = True
+        elif not self._refused and refusal(self._child.output()):
+            self._refused = True
             self._deadline = time.monotonic() + REFUSED_LIMIT_S
             self._child.terminate()
         if time.monotonic() > self._deadline:
@@ -202,7 +201,7 @@ def _conclude(ending: Ending, code: int, watcher: Watcher, *, reports: bool) -> 
         if not ending.trained():
             _say("the run was already complete; raise train.steps or train.seconds, or choose another --name")
         return 0
-    if watcher.refused and (message := ending.refusal()):
+    if message := refusal(ending.output):
         raise UserError(message)
     _say(ending.failure())
     return 1

@@ -1,6 +1,7 @@
 """Main function of one process of a node: `torchrun --nproc-per-node 8 -m aedit.launch.node run.toml`."""
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -23,20 +24,35 @@ def main() -> int:
     Return the exit code, 2 for a UserError.
     """
     options = _options()
-    try:
-        _join_and_train(load(options.config, []).config, options)
-    except UserError as error:
-        # One write, as torchrun runs its workers unbuffered: print could mix lines of several processes.
-        sys.stderr.write(f"aedit: {error}\n")
-        sys.stderr.flush()
-        return 2
-    except Exception:
-        traceback.print_exc()
-        return 1
+    with contextlib.ExitStack() as at_end:
+        launcher = os.dup(2)  # later the log takes its place
+        at_end.callback(os.close, launcher)
+        try:
+            _join_and_train(load(options.config, []).config, options, at_end)
+        except UserError as error:
+            _refuse(error, launcher)
+            return 2
+        except Exception:
+            traceback.print_exc()
+            return 1
     return 0
 
 
-def _join_and_train(config: RunConfig, options: argparse.Namespace) -> None:
+def _refuse(error: UserError, launcher: int) -> None:
+    """Write the error to the launcher and to the log.
+
+    The launcher ends the run with this line. It is written before this process leaves the world: the other
+    nodes fail when it leaves, and their failure must not be reported instead.
+    """
+    line = f"aedit: {error}\n".encode()
+    sys.stderr.flush()
+    # One write each, as print could mix lines of several processes.
+    os.write(launcher, line)
+    if not os.path.sameopenfile(launcher, 2):
+        os.write(2, line)
+
+
+def _join_and_train(config: RunConfig, options: argparse.Namespace, at_end: contextlib.ExitStack) -> None:
     # Imported here: an invalid configuration is reported before the slow import of torch.
     from aedit.launch.node.build import build
     from aedit.launch.node.world import join_world, leave_world
@@ -45,15 +61,13 @@ def _join_and_train(config: RunConfig, options: argparse.Namespace) -> None:
     attempt = options.attempt + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     run_dir = Path(config.dir) / config.name
     world = join_world(config.device, ranks, config.edit.timeout_s)
-    try:
-        if options.hub:
-            _train_with_hub(config, world, run_dir, attempt, options)
-            return
-        _log_to(run_dir / "nodes" / str(world.node), attempt)
-        with build(config, world, run_dir, attempt, _slowdown(config, world.node, options)) as node:
-            _train(node)
-    finally:
-        leave_world()
+    at_end.callback(leave_world)
+    if options.hub:
+        _train_with_hub(config, world, run_dir, attempt, options)
+        return
+    _log_to(run_dir / "nodes" / str(world.node), attempt)
+    with build(config, world, run_dir, attempt, _slowdown(config, world.node, options)) as node:
+        _train(node)
 
 
 def _train_with_hub(

@@ -57,6 +57,7 @@ def rejoin(sync: LayerSync, checkpoints: NodeCheckpoints, facts: dict[str, Any])
         busy_s=clock["busy_s"],
         other_s=clock["other_s"],
         waited_s=clock["waited_s"],
+        idle_used_s=clock.get("idle_used_s", 0.0),
         cuda_rng=meta["cuda_rng"],
         objective=meta.get("objective", {}),
         order=None,

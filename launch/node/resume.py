@@ -38,6 +38,8 @@ class Resumed:
     busy_s: float
     other_s: float
     waited_s: float
+    idle_used_s: float
+    """Processor time of idle work."""
     cuda_rng: list[int]
     """Random state of the GPU, for dropout; empty on CPU."""
     objective: dict[str, Any]
@@ -93,6 +95,7 @@ def resume(
         busy_s=clock.get("busy_s", 0.0),
         other_s=clock.get("other_s", 0.0),
         waited_s=clock.get("waited_s", 0.0),
+        idle_used_s=clock.get("idle_used_s", 0.0),
         cuda_rng=(mine or {}).get("cuda_rng", []),
         objective=(mine or {}).get("objective", {}),
     )

@@ -40,7 +40,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
     waits = Waits(sync)
     with ExitStack() as opened:
         rewards = opened.enter_context(_rewards(config))
-        source, online = make_source(parts, longest, waits.window)
+        source, online, learner = make_source(parts, longest, waits.window)
         pipeline = GroupPipeline(
             source=source,
             rewards=rewards,
@@ -72,6 +72,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
             reference=_reference(config, parts),
             shards=sync.shards,
             device=world.device,
+            learner=learner,
         ),
         warm_up=WarmUp(
             config=config, model=sync.model, problems=problems.train, answers=answers, world=world
@@ -107,9 +108,22 @@ def _sampling(config: RunConfig, parts: NodeParts, temperature: float) -> Sampli
     return Sampling(
         temperature=temperature,
         max_new_tokens=chosen.max_new_tokens,
-        stop_tokens=(parts.tokenizer.eos_id,),
+        stop_tokens=_ends(config, parts),
         stop_strings=chosen.stop,
     )
+
+
+def _ends(config: RunConfig, parts: NodeParts) -> tuple[int, ...]:
+    """Return the tokens that end an answer: that of the tokenizer, and those of a pretrained model.
+
+    A chat model often ends its turn with another token than a text.
+    """
+    ends = {parts.tokenizer.eos_id}
+    if config.model.pretrained:
+        settings = getattr(parts.sync.model, "generation_config", None)
+        found = getattr(settings, "eos_token_id", None)
+        ends |= {found} if isinstance(found, int) else set(found or ())
+    return tuple(sorted(ends))
 
 
 def _reference(config: RunConfig, parts: NodeParts) -> nn.Module | None:

@@ -1,24 +1,33 @@
 """The learned drafter of a rank: made from the configuration, kept in a file beside the checkpoints."""
 
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
+
+from torch import nn
 
 from aedit.launch.config.rl import DrafterConfig
 from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.rl_samples import Sample
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from aedit.spec_rollout.learning.draft_training import DraftTrainingConfig
+from aedit.spec_rollout.learning.forward_features import ForwardFeatures, Text
 from aedit.spec_rollout.learning.learning import LearningConfig
 from aedit.spec_rollout.learning.online_drafter import OnlineConfig, OnlineDrafter
-from aedit.spec_rollout.model.target_model import TargetModel
+from aedit.spec_rollout.learning.policy_source import PolicySource, TrainedPolicy
 from aedit.types import UserError
 
 FILE = "drafter.safetensors"
 """In the directory of the node: written with each checkpoint, read by a resume and by `aedit export`."""
 
 
-def make_online(parts: NodeParts, target: TargetModel) -> OnlineDrafter | None:
+def make_online(parts: NodeParts, policy: PolicySource) -> OnlineDrafter | None:
     """Return the drafter of this rank, with its trainer; None if the configuration has none.
+
+    policy: the target of the rank's engine, or the trained model of a rank without one.
 
     Raises UserError if `drafter.kind = "layer"` and there is no draft layer for this type of model.
     """
@@ -28,8 +37,8 @@ def make_online(parts: NodeParts, target: TargetModel) -> OnlineDrafter | None:
     rank = parts.world.rank
     try:
         return OnlineDrafter.of(
-            target,
-            layer=_saved(directory / FILE, target),
+            policy,
+            layer=_saved(directory / FILE, policy),
             config=_online_config(config, directory / f"drafter_{rank}.log"),
             checkpoint=directory / f"drafter_{rank}.training",
             seed=parts.config.seed,
@@ -38,6 +47,40 @@ def make_online(parts: NodeParts, target: TargetModel) -> OnlineDrafter | None:
         if config.kind == "auto":
             return None
         raise UserError(f'drafter.kind = "layer": {error}; use "suffix" or "auto"') from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardLearner:
+    """Learned drafter of a rank whose rollouts come from workers: it learns from the training forward."""
+
+    policy: TrainedPolicy
+    online: OnlineDrafter
+    features: ForwardFeatures
+
+    def begin(self, version: int) -> None:
+        """Read the policy of which features follow. All ranks of the node together.
+
+        Not at the hand-over: in the wait for rollouts after that, the features are of the version before.
+        """
+        self.policy.update(version)
+        self.online.after_update()
+
+    def collecting(self, model: nn.Module, samples: Sequence[Sample]) -> AbstractContextManager[None]:
+        """Return a context that collects the features of the forward pass in it; `features.write` follows."""
+        texts = [
+            Text((*each.rollout.prompt.tokens, *each.rollout.tokens), len(each.rollout.prompt.tokens))
+            for each in samples
+        ]
+        return self.features.collecting(model, texts, self.policy.version)
+
+
+def make_learner(parts: NodeParts) -> ForwardLearner | None:
+    """Return the drafter of a rank without an engine. See `make_online`."""
+    policy = TrainedPolicy(parts.sync.model)
+    online = make_online(parts, policy)
+    if online is None:
+        return None
+    return ForwardLearner(policy=policy, online=online, features=ForwardFeatures(online.sink))
 
 
 def save_drafter(online: OnlineDrafter, directory: Path) -> None:
@@ -57,12 +100,12 @@ def _online_config(config: DrafterConfig, log: Path) -> OnlineConfig:
     )
 
 
-def _saved(path: Path, target: TargetModel) -> DraftLayer | None:
+def _saved(path: Path, policy: PolicySource) -> DraftLayer | None:
     """Return the drafter of an earlier attempt; None without one. A damaged file costs its training only."""
     if not path.exists():
         return None
     try:
-        return DraftLayer.load(path, target.model)
+        return DraftLayer.load(path, policy.model)
     except (OSError, ValueError) as error:
         print(f"aedit: the drafter begins anew: {error}", file=sys.stderr, flush=True)
         return None

@@ -42,7 +42,8 @@ def solved_share(
     solved = sum(reward >= config.reward.solved for reward in rewards)
     length = sum(len(rollout.tokens) for group in answered for rollout in group.rollouts)
     sums = torch.tensor([solved, sum(rewards), len(rewards), length], dtype=torch.float64)
-    num_solved, reward, num_rewards, num_tokens = shards.sum(sums).tolist()
+    with pipeline.window("rank"):
+        num_solved, reward, num_rewards, num_tokens = shards.sum(sums).tolist()
     return {
         "solved": num_solved / len(chosen),
         "reward": reward / num_rewards if num_rewards else None,

@@ -1,8 +1,9 @@
 """The run's stream of prompts, as batches of rewarded groups.
 
-Groups are trained in the order in which their prompts were drawn. So what is drawn and not trained is always
-the end of what was drawn: it goes back to the stream with the state of the order, without a list, and a group
-is trained once. While the last sample of a batch is generated, later groups run beside it, as far as
+Groups are trained in the order in which their prompts were drawn, over all ranks of the node: a rank trains
+groups of another one where dynamic sampling has replaced some of its own. So what is drawn and not trained is
+always the end of what was drawn: it goes back to the stream with the state of the order, without a list, and
+a group is trained once. While the last sample of a batch is generated, later groups run beside it, as far as
 `rl.max_staleness` admits (`admission.capacity`).
 """
 
@@ -82,6 +83,11 @@ class GroupStream:
         """Return the groups of a batch of one rank."""
         return self.config.groups // self.shards.size
 
+    @property
+    def _most_drawn(self) -> int:
+        """Return the most groups that a rank has drawn and that are in no batch yet; see `capacity`."""
+        return (self.config.max_staleness + 1) * self.per_rank
+
     def next_batch(self) -> list[Group]:
         """Return this rank's next groups, in the order of the draws, once all ranks of the node have theirs.
 
@@ -89,13 +95,14 @@ class GroupStream:
         """
         while True:
             self._admit()
-            self._advance()
-            self.check_stop()
+            self._advance(self._front())
             with self.pipeline.window("rank"):
-                complete = self.shards.all([self._is_complete()])[0]
+                front = self._front()
+                complete = self.shards.all([self._is_complete(front)])[0]
+            self.check_stop()  # after the wait for the other ranks, or it would be the wait
             if complete:
                 break
-        self._batch = deque(self._drawn.popleft() for _ in range(self.per_rank))
+        self._batch = self._exchange(front)
         self.batches, self._replaced = self.batches + 1, 0
         return [each.group for each in self._batch if each.group is not None]
 
@@ -141,7 +148,7 @@ class GroupStream:
         running = sum(each.group is None for each in self._drawn)
         accepted = len(self._drawn) - running + self.batches * self.per_rank
         return capacity(
-            max_running=(self.config.max_staleness + 1) * self.per_rank,
+            max_running=self._most_drawn,
             running=running,
             accepted=accepted,
             version=self.batches,
@@ -151,10 +158,30 @@ class GroupStream:
 
     # -- progress
 
-    def _advance(self) -> None:
-        """Generate until this rank's batch is complete, more may start, or the slice of time is over."""
+    def _front(self) -> list[int]:
+        """Return the places of the next batch's groups, of all ranks, in order. Collective."""
+        places = torch.zeros(self.shards.size, self._most_drawn, dtype=torch.int64)
+        for i, each in enumerate(self._drawn):
+            places[self.shards.rank, i] = each.place + 1
+        drawn = sorted(self.shards.sum(places).flatten().tolist())
+        return [place - 1 for place in drawn if place][: self.config.groups]
+
+    def _exchange(self, front: Sequence[int]) -> deque[_Drawn]:
+        """Return this rank's groups of the batch at these places: each rank trains them in turns. Collective.
+
+        So the groups of each inner step, of all ranks together, follow those of the step before.
+        """
+        mine = {each.place: each for each in self._drawn if each.place in front}
+        self._drawn = deque(each for each in self._drawn if each.place not in mine)
+        wanted = front[self.shards.rank :: self.shards.size]
+        if not self.shards.all([mine.keys() == set(wanted)])[0]:
+            mine = {place: each for part in self.shards.gather(mine) for place, each in part.items()}
+        return deque(mine[place] for place in wanted)
+
+    def _advance(self, front: Sequence[int]) -> None:
+        """Generate until this rank's part of the batch is complete, more may start, or the slice is over."""
         until = time.monotonic() + SLICE_S
-        while not self._is_complete() and self.pipeline.busy and time.monotonic() < until:
+        while not self._is_complete(front) and self.pipeline.busy and time.monotonic() < until:
             self.pipeline.advance()
             if self._collect():
                 return
@@ -174,10 +201,10 @@ class GroupStream:
             self._drawn.remove(each)
         return bool(replaced)
 
-    def _is_complete(self) -> bool:
-        if len(self._drawn) < self.per_rank:
-            return False
-        return all(self._drawn[i].group is not None for i in range(self.per_rank))
+    def _is_complete(self, front: Sequence[int]) -> bool:
+        """Return whether the batch is known, and this rank's groups of it are finished."""
+        mine = [each for each in self._drawn if each.place in front]
+        return len(front) == self.config.groups and all(each.group is not None for each in mine)
 
     def _count(self, group: Group) -> None:
         counts = self.counts

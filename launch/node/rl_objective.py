@@ -54,6 +54,8 @@ class PolicyObjective:
     _proximal: dict[Key, Tensor] = field(default_factory=dict)
     _new: int = 0
     """Number of these steps that train groups for the first time."""
+    _is_first: bool = False
+    """No inner step on this batch was taken: the weights are those of `version`."""
     _tokens: int = 0
     _used: list[int] = field(default_factory=lambda: [0])
     """At [s], the draws that the first s steps of this attempt have used up."""
@@ -87,7 +89,7 @@ class PolicyObjective:
         self._proximal = self.gradient.proximal(samples_of(groups, self.config.rl))
         parts = parts_of(groups, self.config.rl.batches)
         self._steps.extend(parts * self.config.rl.epochs)
-        self._new = len(parts)
+        self._new, self._is_first = len(parts), True
 
     def has_steps(self) -> bool:
         """Return whether an inner step on the batch is left."""
@@ -103,7 +105,8 @@ class PolicyObjective:
             self._tokens = self.warm_up.accumulate(self.sync.steps, add_loss)
         else:
             samples = samples_of(groups, self.config.rl, self._proximal)
-            self._tokens = self.gradient.accumulate(samples, add_loss)
+            version = self.version if self._is_first else None
+            self._tokens = self.gradient.accumulate(samples, add_loss, version)
         self.records.train_s += time.perf_counter() - began
 
     def lr(self, progress: float) -> float:
@@ -115,7 +118,7 @@ class PolicyObjective:
 
     def end_step(self) -> int:
         """Count the step and its groups as trained; return its tokens."""
-        groups = self._steps.popleft()
+        groups, self._is_first = self._steps.popleft(), False
         if groups is None:
             self.records.supervised_steps += 1
         elif self._new:

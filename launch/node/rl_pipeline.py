@@ -115,7 +115,8 @@ class GroupPipeline:
         return self.done.pop(position)
 
     def drop(self) -> None:
-        """Forget all groups that are under way; their samples end with the source."""
+        """End the samples of all groups that are under way, and forget the groups."""
+        self.source.cancel()
         self.rewards.drop()
         self._open.clear()
         self._rewarding.clear()

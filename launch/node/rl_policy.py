@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from aedit.edit.shards import Shards
 from aedit.launch.config.config import RunConfig
 from aedit.launch.node.objective import AddLoss
+from aedit.launch.node.rl_drafter import ForwardLearner
 from aedit.launch.node.rl_samples import Key, Sample, SampleTensors, micro_batches, to_tensors
 from aedit.spec_rollout.rl.losses.find import find_loss
 from aedit.spec_rollout.rl.losses.inputs import LossInputs, LossSettings, PolicyLoss
@@ -27,6 +29,8 @@ class PolicyGradient:
     """Model of the KL divergence; None without one."""
     shards: Shards
     device: torch.device
+    learner: ForwardLearner | None = None
+    """Drafter that learns from these forward passes; None where rollouts give it what it learns from."""
     sums: Counter[str] = field(default_factory=Counter)
     """Sums and counts of `loss_metrics` on this rank since `means`."""
     _loss: PolicyLoss = field(init=False)
@@ -43,10 +47,13 @@ class PolicyGradient:
             kl=rl.kl,
         )
 
-    def accumulate(self, samples: Sequence[Sample], add_loss: AddLoss) -> int:
+    def accumulate(self, samples: Sequence[Sample], add_loss: AddLoss, version: int | None = None) -> int:
         """Run the forward and backward passes over this rank's samples of one inner step.
 
         Returns the trained tokens of all ranks.
+
+        version: policy version that the weights are; None if they have moved since. The drafter learns from
+        features of whole versions only.
 
         The loss is that of the samples of all ranks, of which each has as many. FSDP2 averages gradients over
         the ranks, so each rank's part is multiplied by their number.
@@ -54,9 +61,15 @@ class PolicyGradient:
         trained = sum(sample.num_trained > 0 for sample in samples)
         counts = torch.tensor([sum(sample.num_trained for sample in samples), trained])
         num_tokens, num_sequences = (max(1, n) for n in self.shards.sum(counts).tolist())
+        learner = self.learner if version is not None else None
+        if learner is not None and version is not None:
+            learner.begin(version)
         for part in micro_batches(samples, self._size):
-            loss = self._loss_of(to_tensors(part, self.device), num_tokens, num_sequences)
+            with learner.collecting(self.model, part) if learner is not None else nullcontext():
+                loss = self._loss_of(to_tensors(part, self.device), num_tokens, num_sequences)
             (loss * self.shards.size).backward()  # type: ignore[no-untyped-call]
+            if learner is not None:
+                learner.features.write()
             add_loss(loss.detach() * self.shards.size)
         return int(num_tokens)
 

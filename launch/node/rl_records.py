@@ -13,11 +13,9 @@ from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
 from aedit.launch.node.rl_engine import ARMS
 from aedit.launch.node.rl_pipeline import GroupPipeline
-from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
+from aedit.spec_rollout.learning.online_drafter import CAUSES, OnlineDrafter
 from aedit.spec_rollout.rl.groups import Group
 
-CAUSES = ("round", "hub", "rollouts", "longest sample", "rank", "rewards")
-"""Causes of waits."""
 SUMS = ("groups", "rollouts", "no_signal", "excluded", "retried", "rollout_tokens", "passes", "plain_tokens")
 """Totals that are added over the ranks of a node."""
 OF_DRAFTER = ("steps", "published", "adopted", "refused")

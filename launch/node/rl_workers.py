@@ -1,7 +1,7 @@
 """Source of a rank's rollouts: its own engine, or worker processes."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ import torch
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.rl_drafter import ForwardLearner, make_learner
 from aedit.launch.node.rl_engine import ARMS, DTYPES, make_engine_source
+from aedit.spec_rollout.drafters.drafts import parse_arm
 from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
 from aedit.spec_rollout.rl.source import RolloutSource
 from aedit.spec_rollout.workers.config import WorkerConfig
@@ -20,29 +22,40 @@ from aedit.types import UserError
 
 def make_source(
     parts: NodeParts, longest: int, window: Callable[[str], AbstractContextManager[None]]
-) -> tuple[RolloutSource, OnlineDrafter | None]:
+) -> tuple[RolloutSource, OnlineDrafter | None, ForwardLearner | None]:
     """Return the source of this rank's rollouts and its learned drafter; closing them ends their processes.
+
+    The third is there if the drafter learns from the training forward, as the rank has no engine.
 
     longest: tokens of the longest prompt. Raises UserError if the model is not supported.
     """
     config, world = parts.config, parts.world
     if not config.rl.workers:
-        return make_engine_source(parts, longest)
+        return *make_engine_source(parts, longest), None
     directory = parts.recorder.directory / "workers" / str(world.rank)
 
     def record(event: str, fields: Mapping[str, Any]) -> None:
         parts.recorder.event(event, **fields)
 
-    try:
-        source = WorkerSource(
-            parts.sync.model, worker_config(parts, longest, directory), window=window, report=record
-        )
-    except ValueError as error:
-        raise UserError(f"rl.workers = {config.rl.workers}: {error}") from None
-    return source, None
+    with ExitStack() as opened:
+        learner = make_learner(parts)
+        online = opened.enter_context(learner.online) if learner is not None else None
+        arms = _arms(config, has_layer=online is not None)
+        try:
+            source = WorkerSource(
+                parts.sync.model,
+                worker_config(parts, longest, directory, arms),
+                online=online,
+                window=window,
+                report=record,
+            )
+        except ValueError as error:
+            raise UserError(f"rl.workers = {config.rl.workers}: {error}") from None
+        opened.pop_all()
+    return source, online, learner
 
 
-def worker_config(parts: NodeParts, longest: int, directory: Path) -> WorkerConfig:
+def worker_config(parts: NodeParts, longest: int, directory: Path, arms: tuple[str, ...]) -> WorkerConfig:
     """Return the settings of this rank's workers, whose logs and tokenizer are in `directory`."""
     config = parts.config
     samples = config.rl.groups // parts.world.ranks * config.rl.group_size
@@ -56,13 +69,14 @@ def worker_config(parts: NodeParts, longest: int, directory: Path) -> WorkerConf
         max_tokens=longest + config.rl.sampling.max_new_tokens,
         dtype=DTYPES.get(config.rl.engine_dtype, torch.float32),
         device=str(parts.world.device),
-        arms=_arms(config),
+        arms=arms,
         tokenizer=tokenizer,
         logs=directory,
     )
 
 
-def _arms(config: RunConfig) -> tuple[str, ...]:
-    if config.drafter.kind not in ("suffix", "auto"):
-        return ("off",)
-    return ("off", *(arm for arm in ARMS if arm.startswith("suffix")))
+def _arms(config: RunConfig, *, has_layer: bool) -> tuple[str, ...]:
+    drafters = {"layer"} if has_layer else set()
+    if config.drafter.kind in ("suffix", "auto"):
+        drafters.add("suffix")
+    return ("off", *(arm for arm in ARMS if parse_arm(arm).drafter in drafters))

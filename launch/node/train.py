@@ -69,6 +69,8 @@ class TrainingNode:
     saved: Mark = field(default_factory=lambda: Mark(0))
     evaluated_round: int = 0
     bytes_before: int = 0
+    idle_used_before_s: float = 0.0
+    """Processor time of idle work in the attempts before this one."""
     meter: StepMeter = field(default_factory=StepMeter)
 
     # -- before and after
@@ -90,7 +92,7 @@ class TrainingNode:
         """Restore the counters of a checkpoint; `sync` has been restored already."""
         self.resumed, self.owed, self.tokens = True, resumed.owed, resumed.tokens
         self.saved, self.evaluated_round = resumed.mark, resumed.mark.round
-        self.sync.waited_s = resumed.waited_s
+        self.sync.waited_s, self.idle_used_before_s = resumed.waited_s, resumed.idle_used_s
         self.objective.restore(resumed.objective)
         if resumed.cuda_rng and self.world.device.type == "cuda":
             torch.cuda.set_rng_state(torch.tensor(resumed.cuda_rng, dtype=torch.uint8))
@@ -172,6 +174,11 @@ class TrainingNode:
             return self.sync.steps // int(self.config.edit.every)
         return self.sync.round_id
 
+    @property
+    def idle_used_s(self) -> float:
+        """Return the processor time of idle work in all attempts, in seconds."""
+        return self.idle_used_before_s + self.sync.idle_used_s
+
     # -- evaluation and checkpoints
 
     def evaluate_if_due(self) -> None:
@@ -233,7 +240,7 @@ class TrainingNode:
             "objective": self.objective.state(),
             "tokens": self.tokens,
             "cuda_rng": torch.cuda.get_rng_state().tolist() if self.world.device.type == "cuda" else [],
-            "clock": seconds | {"waited_s": self.sync.waited_s},
+            "clock": seconds | {"waited_s": self.sync.waited_s, "idle_used_s": self.idle_used_s},
         }
 
     def _next_sub(self) -> int:
@@ -288,7 +295,7 @@ class TrainingNode:
             grad_norm=self.meter.norm(),
             busy_s=round(clock.busy_s, 4),
             wait_s=round(self.sync.waited_s, 4),
-            idle_used_s=round(self.sync.idle_used_s, 4),
+            idle_used_s=round(self.idle_used_s, 4),
             other_s=round(clock.other_s, 4),
             progress=round(self.budget.progress(), 5),
             **own,

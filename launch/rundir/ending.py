@@ -27,15 +27,7 @@ class Ending:
     """Number of this start in log names."""
 
     output: str
-    """Output of torchrun, and of workers that had no log yet."""
-
-    def refusal(self) -> str:
-        """Return the error message of the node that ended with exit code 2, without `aedit: `.
-
-        "" if none did.
-        """
-        said = [line for log in self._logs() for line in _tail(log, 1)] + self.output.splitlines()
-        return next((line.removeprefix("aedit: ") for line in said if line.startswith("aedit: ")), "")
+    """Output of torchrun, with refusals of its workers, and what they wrote before they had a log."""
 
     def failure(self) -> str:
         """Return the node that failed, its exit code, and the end of its log."""
@@ -72,6 +64,12 @@ class Ending:
         found = [log for node in self.nodes for log in self.run_dir.glob(f"nodes/{node}/attempt_*.log")]
         logs = [(attempt_of(log), log) for log in found]
         return [log for number, log in sorted(logs) if number >= self.attempt]
+
+
+def refusal(output: str) -> str:
+    """Return the message of the first UserError of a node in the output of torchrun; "" if there is none."""
+    found = re.search(r"^aedit: (.+)\n", output, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def indices_of(run_dir: Path, name: str) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from aedit.launch.rundir.rl_records import RLEvalEvent
 from aedit.launch.rundir.values import BAD_LINE, Line
 from aedit.types import UserError
 
-WORTH_TELLING = ("error", "checkpoint_failed", "heal", "reward_error", "group_lost")
+WORTH_TELLING = ("error", "checkpoint_failed", "heal", "reward_error")
 WORTH_TELLING_OF_A_HUB = ("excluded", "lead", "standby_lost")
 
 

@@ -40,7 +40,7 @@ def rl_facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "reward", f"{words.decimals(reward[0])} -> {words.decimals(reward[1])}, {_solved(solved)}"
     yield "rollouts", _speed(totals)
     yield "arms", words.shares(totals.arms)
-    yield "groups", _groups(run, totals)
+    yield "groups", _groups(totals)
     yield "policy", _policy(run)
     yield "idle", _idle(totals)
     if any(rl.drafter is not None for rl in map(newest, run.nodes) if rl is not None):
@@ -103,16 +103,11 @@ def _speed(totals: RLTotals) -> str:
     return f"{speed}; decoding {words.times(totals.speed_up)} as fast as without drafts; {accepted}"
 
 
-def _groups(run: Run, totals: RLTotals) -> str:
+def _groups(totals: RLTotals) -> str:
     made = f"{words.count(totals.groups)} ({words.count(totals.rollouts)} rollouts)"
-    lost = f"{words.count(totals.excluded)} rollouts without reward"
-    parts = [
-        f"{words.percent(totals.no_signal)} without signal",
-        f"{words.count(totals.retried)} retried",
-        lost,
-    ]
-    gone = sum(notice.event == "group_lost" for node in run.nodes for notice in node.notices)
-    return ", ".join([made, *parts, *([f"{gone:,} LOST"] if gone else [])])
+    no_signal = f"{words.percent(totals.no_signal)} without signal"
+    retried = f"{words.count(totals.retried)} retried"
+    return ", ".join([made, no_signal, retried, f"{words.count(totals.excluded)} rollouts without reward"])
 
 
 def _policy(run: Run) -> str:

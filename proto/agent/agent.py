@@ -233,7 +233,9 @@ class Agent:
             return
         samples = -(-missing // plan.lease_samples) * plan.lease_samples
         membership = self._memberships[0]
-        reply = membership.client.lease(pb.LeaseRequest(who=membership.who(), samples=samples))
+        request = pb.LeaseRequest(who=membership.who(), samples=samples, lists_held=True)
+        request.held.extend(pb.Block(start=start, end=end) for start, end in self._leases.blocks)
+        reply = membership.client.lease(request)
         blocks = [(block.start, block.end) for block in reply.blocks]
         with self._lease_lock:
             self._leases = self._leases.more(blocks)

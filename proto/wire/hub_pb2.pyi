@@ -224,12 +224,16 @@ class News(_message.Message):
     def __init__(self, term: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitNews, _Mapping]]] = ..., round: _Optional[int] = ..., pace_steps: _Optional[int] = ..., nodes: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., finished: _Optional[bool] = ..., evaluates: _Optional[bool] = ..., donors: _Optional[_Iterable[str]] = ..., progress: _Optional[float] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("who", "samples")
+    __slots__ = ("who", "samples", "lists_held", "held")
     WHO_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LISTS_HELD_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     who: Who
     samples: int
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., samples: _Optional[int] = ...) -> None: ...
+    lists_held: bool
+    held: _containers.RepeatedCompositeFieldContainer[Block]
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., samples: _Optional[int] = ..., lists_held: _Optional[bool] = ..., held: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
 
 class Block(_message.Message):
     __slots__ = ("start", "end")

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from aedit.spec_rollout.drafters.draft_shape import DraftShape, rotate_pairs, rotations
+from aedit.spec_rollout.model.model_support import whole
 
 SHARED = ("embed", "lm_head", "head", "wte")
 """Substrings of the names of tensors that belong to the policy."""
@@ -65,6 +66,8 @@ class DraftLayer(nn.Module):
             taps: Number of tapped layers in a feature, 0 or 3.
             generator: Source of the initial weights.
 
+        All ranks of a node call it together if the model is sharded.
+
         Returns:
             A layer in float32, or float64 for a float64 model.
         """
@@ -73,11 +76,11 @@ class DraftLayer(nn.Module):
         if config is model:
             nn.init.constant_(layer.gain, 1 / getattr(config, "initializer_range", 0.02))
             return layer
-        embedding = model.get_input_embeddings().weight.detach()
+        embedding = whole(model.get_input_embeddings().weight.detach())
         layer.to(embedding.device, torch.promote_types(embedding.dtype, torch.float32))
         with torch.no_grad():
             layer.gain.fill_(1 / embedding.float().pow(2).mean().sqrt().clamp(min=1e-6).item())
-            layer.final_norm.copy_(model.base_model.norm.weight)
+            layer.final_norm.copy_(whole(model.base_model.norm.weight))
         return layer
 
     def forward(

@@ -77,6 +77,11 @@ class EngineSource:
         """Return the samples that are not finished, as prompts that continue them."""
         return [rollout.to_prompt() for rollout in [*self.engine.running, *self.engine.waiting]]
 
+    def cancel(self) -> None:
+        """Remove all samples."""
+        for rollout in [*self.engine.running, *self.engine.waiting]:
+            self.engine.abort(rollout)
+
     def status(self) -> Mapping[str, Any]:
         """Return totals since the start.
 

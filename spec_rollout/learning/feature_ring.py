@@ -224,6 +224,7 @@ class FeatureRing:
         return {
             "bytes": self.shape.num_bytes,
             "bytes_used": self.num_used_bytes,
+            "begun": self._num_begun,
             "samples": len(self._samples),
             "tokens": sum(sample.num_rows for sample in self._samples),
             "versions": dict(sorted(Counter(sample.version for sample in self._samples).items())),

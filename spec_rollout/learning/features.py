@@ -36,6 +36,8 @@ class RowFeatures:
 
     def __init__(self, ring: FeatureRing, *, flush_steps: int = 32) -> None:
         self.ring = ring
+        self.collects = True
+        """False: samples that begin from now on are left out, at no cost."""
         self._flush_steps = flush_steps
         self._num_steps = 0
         self._rows: dict[int, _Row] = {}
@@ -43,6 +45,9 @@ class RowFeatures:
     def begin(self, rows: Sequence[RowStart], version: int) -> None:
         """Add samples that start in these rows."""
         for start in rows:
+            if not self.collects:
+                self._rows[start.row] = _Row(None, version)
+                continue
             # Tokens without features are dropped: the sample starts after them.
             missing = len(start.tokens) - 1 - len(start.features_Td)
             num_prompt = max(1, start.num_prompt - missing)
@@ -57,9 +62,11 @@ class RowFeatures:
         Raises:
             ValueError: A row's sample began with another policy version.
         """
-        features_BMF = self._copy(update.features)
-        for index, tokens in enumerate(update.tokens):
-            row = self._rows[index]
+        rows = [self._rows[index] for index in range(len(update.tokens))]
+        features_BMF = update.features
+        if any(row.sample is not None for row in rows):
+            features_BMF = self._copy(features_BMF)
+        for index, (row, tokens) in enumerate(zip(rows, update.tokens, strict=True)):
             if row.version != version:
                 raise ValueError(
                     f"row {index} began with version {row.version} of the policy and goes on with {version}: "

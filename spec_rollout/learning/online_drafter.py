@@ -10,6 +10,7 @@ adoption. Nothing here changes a token: an engine verifies each drafted token.
 """
 
 import math
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -36,12 +37,13 @@ from aedit.spec_rollout.learning.learning import (
 )
 from aedit.spec_rollout.learning.local_gate import LocalGate
 from aedit.spec_rollout.learning.policy_source import PolicySource, embeddings_of
+from aedit.spec_rollout.learning.use_of_features import UseOfFeatures
 from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.types import check
 
-CAUSES = ("round", "hub", "rollouts", "longest sample", "rank")
+CAUSES = ("round", "hub", "rollouts", "longest sample", "rank", "rewards")
 """Why a node waits: for other nodes of a round, for a hub, for rollouts of other processes, for the last of
-these, for other ranks of the node."""
+these, for other ranks of the node, for rewards of the last rollouts."""
 
 _LAYER, _COUNTS = "layer.", "counts"
 
@@ -120,6 +122,7 @@ class OnlineDrafter:
         self._before = _Counts()
         self._adopted = self._refused = 0
         self._shared_steps = 0
+        self._use_of_features = UseOfFeatures()
 
     @classmethod
     def of(
@@ -179,12 +182,20 @@ class OnlineDrafter:
     def after_update(self, kl_nats: float = math.nan) -> None:
         """Tell the trainer of a new policy. Call it after each hand-over of weights to the engine.
 
-        Embedding and head are copied into the memory of the trainer.
+        Embedding and head are copied into the memory of the trainer, and the features of this version are
+        collected: neither on a node that has not waited for long (`UseOfFeatures`), unless a drafter of other
+        nodes is to be compared.
 
         Args:
             kl_nats: KL divergence per token between this policy and the one before, if known: below 0.05 the
                 samples of older policies stay, and the trainer may pause. NaN: unknown.
         """
+        status = self._trainer.status()
+        idle_s = 0.0 if status["state"] == "off" else status["idle_s"]
+        is_used = self._use_of_features.next_version(idle_s, time.monotonic())
+        self.sink.collects = is_used or self._shared is not None
+        if not self.sink.collects:
+            return
         embeddings = embeddings_of(self._policy)
         self._trainer.update_policy(policy_tensors(embeddings), embeddings.version, kl_nats)
         self.sink.ring.begin_step(None if math.isnan(kl_nats) else kl_nats)
@@ -228,6 +239,7 @@ class OnlineDrafter:
             return
         if all_finite(candidate.state_dict()):
             self._shared = candidate
+            self.sink.collects = True
         else:
             self._refused += 1
 

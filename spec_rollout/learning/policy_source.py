@@ -4,9 +4,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from aedit.spec_rollout.learning.losses import PolicyEmbeddings
+from aedit.spec_rollout.model.model_support import whole
 
 
 class PolicySource(Protocol):
@@ -42,25 +42,32 @@ class PolicySource(Protocol):
 
 
 class TrainedPolicy:
-    """`PolicySource` of a rank that trains a `transformers` model and has no engine.
+    """`PolicySource` of a rank that trains a `transformers` model whose rollouts are generated elsewhere.
 
-    Sharded parameters (DTensor) are gathered whenever they are read: all ranks of the node read together.
+    Of sharded parameters (DTensor) it keeps the whole embedding and head, on each rank: all ranks of the node
+    make it together, and update it together.
     """
 
     def __init__(self, model: nn.Module, version: int = 0) -> None:
         self.model: Any = model
+        self.update(version)
+
+    def update(self, version: int) -> None:
+        """Read embedding and head of this version of the weights. Call it after each hand-over."""
         self.version = version
-        """Version of the weights; set it after each hand-over."""
+        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        self._embedding = whole(embedding)
+        self._head = self._embedding if head is embedding else whole(head)
 
     @property
     def embedding(self) -> Tensor:
         """Return the embedding, (V, d)."""
-        return _whole(self.model.get_input_embeddings().weight)
+        return self._embedding
 
     @property
     def head(self) -> Tensor:
         """Return the output head, (V, d); the embedding itself where they are tied."""
-        return _whole(self.model.get_output_embeddings().weight)
+        return self._head
 
     @property
     def feature_size(self) -> int:
@@ -83,7 +90,3 @@ class TrainedPolicy:
 def embeddings_of(policy: PolicySource) -> PolicyEmbeddings:
     """Return the policy's embedding and head as they are now, without a copy."""
     return PolicyEmbeddings(policy.embedding.detach(), policy.head.detach(), policy.version)
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

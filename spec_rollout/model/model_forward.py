@@ -43,9 +43,7 @@ class ModelForward:
         self.parameters = set(inspect.signature(self.model.forward).parameters)
         self.takes_positions = "position_ids" in self.parameters
         self.takes_cache = "past_key_values" in self.parameters
-        # A model calls its body, or the decoder in it. Without either, features are what the head receives.
-        found = {self.model.base_model, self.model.get_decoder()}
-        self._bodies = [body for body in found if body is not model]
+        self._bodies = bodies_of(model)
 
     @property
     def attention(self) -> str:
@@ -72,9 +70,8 @@ class ModelForward:
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
             stack.enter_context(_evaluating(self.model))
             stack.enter_context(_attention(self._configs.values(), self.attention))
-            captured = _Captured()
-            head = self.model.get_output_embeddings()
-            stack.enter_context(captured.hooks(self._bodies, head, self._tapped))
+            captured = HiddenStates()
+            stack.enter_context(captured.hooks(self.model, self._tapped))
             arguments = {name: x.clone() if isinstance(x, Tensor) else x for name, x in arguments.items()}
             output = self.model(input_ids=tokens_Bq.clone(), return_dict=True, **arguments)
             logits: Tensor = output.logits
@@ -84,21 +81,24 @@ class ModelForward:
             return logits[:, logits.shape[1] - last :], features
 
 
-class _Captured:
-    """Outputs of modules during one call."""
+def bodies_of(model: Any) -> list[nn.Module]:
+    """Return the modules of which a `transformers` model calls one; its output is the last hidden state."""
+    return [body for body in {model.base_model, model.get_decoder()} if body is not model]
+
+
+class HiddenStates:
+    """Hidden states of a model during one call."""
 
     def __init__(self) -> None:
         self._last: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
 
     @contextmanager
-    def hooks(
-        self, bodies: Sequence[nn.Module], head: nn.Module, tapped: Sequence[nn.Module]
-    ) -> Iterator[None]:
-        """Capture last hidden state and taps of a call inside the context."""
-        handles = [body.register_forward_hook(self._body_output) for body in bodies]
-        if not bodies:
-            handles.append(head.register_forward_pre_hook(self._head_input))
+    def hooks(self, model: Any, tapped: Sequence[nn.Module] = ()) -> Iterator[None]:
+        """Capture last hidden state and taps of a call of `model` inside the context."""
+        handles = [body.register_forward_hook(self._body_output) for body in bodies_of(model)]
+        if not handles:  # features are what the head receives
+            handles.append(model.get_output_embeddings().register_forward_pre_hook(self._head_input))
         handles += [layer.register_forward_hook(self._layer_output) for layer in tapped]
         try:
             yield
@@ -106,7 +106,7 @@ class _Captured:
             for handle in handles:
                 handle.remove()
 
-    def features(self, tapped: Sequence[nn.Module]) -> Tensor:
+    def features(self, tapped: Sequence[nn.Module] = ()) -> Tensor:
         """Return the captured hidden states, (B, q, f)."""
         if self._last is None:
             raise ValueError("the model did not call its own layers")

@@ -81,3 +81,8 @@ def _rope_limit(config: Any) -> int:
     original = parameters.get("original_max_position_embeddings") if isinstance(parameters, dict) else None
     original = original or getattr(config, "original_max_position_embeddings", None)
     return int(original or config.max_position_embeddings)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Return a parameter, or the whole value of a sharded one, for which all ranks call it together."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

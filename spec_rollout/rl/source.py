@@ -35,6 +35,9 @@ class RolloutSource(Protocol):
     def pending(self) -> list[Prompt]:
         """Return the requested samples that are not finished, as prompts that continue them."""
 
+    def cancel(self) -> None:
+        """End all samples that were added and have not been returned, and forget them."""
+
     def status(self) -> Mapping[str, Any]:
         """Return counts and times, for metrics."""
 

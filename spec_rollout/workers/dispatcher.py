@@ -78,6 +78,14 @@ class Dispatcher:
         worker.samples[key] = None
         self.samples[key].worker = index
 
+    def cancel(self) -> None:
+        """Forget all samples, also those that have finished and were not taken, and tell the workers."""
+        for worker in self.pool.workers.values():
+            worker.cancel()
+        self.samples.clear()
+        self.finished.clear()
+        self.moving = None
+
     def take_finished(self) -> list[Rollout]:
         """Return the samples that have finished since the last call."""
         finished, self.finished = self.finished, []
@@ -95,11 +103,13 @@ class Dispatcher:
             worker.error = message["message"]
         elif kind == "removed":
             key = tuple(message["key"])
+            if worker.confirm_cancel(key):
+                return
             if message["found"] and worker.samples.pop(key, key) is None:
                 self.samples[key].worker = None
         elif kind == "report":
             worker.read_figures(message)
-            for rollout in self.samples.extend(worker.index, message):
+            for rollout in self.samples.extend(worker.index, message, worker.cancelled):
                 del worker.samples[rollout.prompt.key]
                 worker.finished += 1
                 self._record(rollout)

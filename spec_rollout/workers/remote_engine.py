@@ -51,6 +51,8 @@ class RemoteEngine:
         """Give the worker a sample; if it has died meanwhile, another one gets it."""
         dispatcher = self._dispatcher
         dispatcher.moving = None
+        if prompt.key not in dispatcher.samples:  # cancelled, after a worker had refused it
+            return
         if self._index in dispatcher.pool.workers:
             dispatcher.give(self._index, prompt.key)
         else:

@@ -1,6 +1,6 @@
 """The samples that a rank has requested from its workers: their text so far, and who has them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from aedit.spec_rollout.migration.reallocate import SampleKey, UnfinishedSample
@@ -39,6 +39,10 @@ class Samples:
         for prompt in prompts:
             self._samples[prompt.key] = Sample(prompt.to_rollout())
 
+    def clear(self) -> None:
+        """Forget all samples."""
+        self._samples.clear()
+
     def waiting(self) -> list[SampleKey]:
         """Return the keys of samples that no worker has."""
         return [key for key, sample in self._samples.items() if sample.worker is None]
@@ -65,14 +69,15 @@ class Samples:
         most = prompt.sampling.max_new_tokens
         return UnfinishedSample(key, len(prompt.tokens) + emitted, emitted, most, prompt.group)
 
-    def extend(self, worker: int, message: Message) -> list[Rollout]:
+    def extend(self, worker: int, message: Message, cancelled: Collection[SampleKey]) -> list[Rollout]:
         """Append the tokens that `worker` reports and return the samples that have finished.
 
-        Reports on samples that are no longer the worker's are left out: another one continues them.
+        Reports on samples that are no longer the worker's are left out: another one continues them. So are
+        those of `cancelled` keys, which may have been added again since.
         """
         for rollout, number, tokens, logprobs, versions, top, passes in message["tokens"]:
             sample = self._samples.get((rollout, number))
-            if sample is None or sample.worker != worker:
+            if sample is None or sample.worker != worker or (rollout, number) in cancelled:
                 continue
             text = sample.rollout
             text.tokens += tokens
@@ -84,7 +89,7 @@ class Samples:
         finished = []
         for rollout, number, reason, passes in message["ended"]:
             key = rollout, number
-            if key in self._samples and self._samples[key].worker == worker:
+            if key in self._samples and self._samples[key].worker == worker and key not in cancelled:
                 sample = self._samples.pop(key)
                 sample.rollout.finish_reason, sample.rollout.passes = reason, passes
                 finished.append(sample.rollout)

@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -41,6 +41,17 @@ Window = Callable[[str], AbstractContextManager[object]]
 """Opens an idle window for a cause; see `IdleWork.window`."""
 
 
+class Online(Protocol):
+    """The parts of an `OnlineDrafter` that the source uses."""
+
+    @property
+    def layer(self) -> Any:
+        """Return the `DraftLayer` in use."""
+
+    def adopt(self) -> bool:
+        """Use the newest drafter that is better; return whether it is another one."""
+
+
 class WorkerSource:
     """`RolloutSource` of worker processes, which start with it. Used by one thread, which must last."""
 
@@ -50,6 +61,7 @@ class WorkerSource:
         config: WorkerConfig,
         *,
         drafter: Any = None,
+        online: Online | None = None,
         window: Window | None = None,
         report: Report | None = None,
     ) -> None:
@@ -59,6 +71,7 @@ class WorkerSource:
             policy: `transformers` model whose weights will come, sharded or not.
             config: Settings.
             drafter: `DraftLayer` for the arms `layer:...`; its newest weights follow by `update_drafter`.
+            online: Learned drafter in place of `drafter`, whose newest weights follow by themselves.
             window: Opened with the cause `rollouts` or `longest sample` while `step` waits.
             report: Called with an event and its fields: `rollout_retried` for samples that were taken back
                 from a worker.
@@ -66,6 +79,9 @@ class WorkerSource:
         Raises:
             ValueError: The arms need a drafter that is missing.
         """
+        self._online = online
+        if online is not None:
+            drafter = online.layer
         if drafter is None and any(arm.startswith("layer") for arm in config.arms):
             raise ValueError(f"arms {', '.join(config.arms)}: layer needs a drafter")
         policy = unwrapped(policy)
@@ -73,7 +89,7 @@ class WorkerSource:
         self._version = 0
         self._vocabulary = int(policy.config.get_text_config().vocab_size)
         self._weights = SharedWeights("aedit-policy", policy.state_dict(keep_vars=True), config.dtype)
-        self._drafter = None
+        self._drafter, self._drafter_version = None, 0
         if drafter is not None:
             self._drafter = SharedWeights("aedit-drafter", drafter.state_dict(), drafter.gain.dtype)
             self._drafter.publish(drafter.state_dict(), 0)
@@ -121,6 +137,7 @@ class WorkerSource:
         if self._drafter is None:
             raise ValueError("the workers have no layer drafter: pass one to WorkerSource")
         self._drafter.publish(drafter.state_dict(), version)
+        self._drafter_version = version
 
     def add(self, prompts: Sequence[Prompt]) -> None:
         """Request one sample per prompt, and distribute them over the workers.
@@ -148,6 +165,8 @@ class WorkerSource:
         Raises:
             RuntimeError: The workers die again and again, or one sample ends each worker that has it.
         """
+        if self._online is not None and self._online.adopt():
+            self.update_drafter(self._online.layer, self._drafter_version + 1)
         dispatcher = self._dispatcher
         dispatcher.look()
         deadline = time.monotonic() + self._config.wait_s
@@ -167,6 +186,10 @@ class WorkerSource:
     def pending(self) -> list[Prompt]:
         """Return the unfinished samples, as prompts that continue them after the tokens reported so far."""
         return self._samples.prompts()
+
+    def cancel(self) -> None:
+        """End all samples that were added and have not been returned; their keys may be added again."""
+        self._dispatcher.cancel()
 
     def status(self) -> Mapping[str, Any]:
         """Return counts and times, summed over all workers so far.

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,9 @@ class WorkerProcess:
     """Seconds that the rank has waited since the last message."""
     samples: dict[SampleKey, None] = field(default_factory=dict)
     """Keys of the samples that it was given and has not finished, oldest first."""
+    cancelled: Counter[SampleKey] = field(default_factory=Counter)
+    """Times that samples were cancelled here without an answer so far: what the worker has sent before it is
+    about a sample that is forgotten."""
     speed: EngineSpeed | None = None
     finished: int = 0
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -83,6 +87,20 @@ class WorkerProcess:
         if messages:
             self.quiet_s = 0.0
         return messages
+
+    def cancel(self) -> None:
+        """Take all samples away."""
+        for key in self.samples:
+            self.channel.send("remove", key=key)
+            self.cancelled[key] += 1
+        self.samples.clear()
+
+    def confirm_cancel(self, key: SampleKey) -> bool:
+        """Note that the worker has removed a sample; return whether that is because it was cancelled."""
+        if key not in self.cancelled:
+            return False
+        self.cancelled -= Counter([key])
+        return True
 
     def read_figures(self, message: Message) -> None:
         """Keep the figures of a report."""

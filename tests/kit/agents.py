@@ -85,6 +85,7 @@ class MemoryHub:
         self.names, self.sessions, self.seqs, self.told = {}, {}, {}, {}
         self.founder, self.term, self.position = None, 1, 0
         self.pushed, self.waiting, self.heartbeats, self.used, self.broken = [], [], [], {}, []
+        self.leased = []  # by the only node that leases
         self.donors, self.left, self.pulled_bytes, self.joins, self.leads = {}, set(), 0, 0, True
         self.refuse = {}
         self.news = {}
@@ -165,8 +166,14 @@ class MemoryHub:
     def lease(self, request):
         with self.lock:
             self._who(request.who)
-            start, self.position = self.position, self.position + request.samples
-            return pb.LeaseReply(blocks=[pb.Block(start=start, end=self.position)])
+            held = {block.start for block in request.held}
+            lost = [block for block in self.leased if request.lists_held and block.start not in held]
+            if not lost:
+                start, self.position = self.position, self.position + request.samples
+                lost = [pb.Block(start=start, end=self.position)]
+                self.leased += lost
+            self._die("lease")
+            return pb.LeaseReply(blocks=lost)
 
     def leave(self, request):
         with self.lock:

@@ -1,12 +1,13 @@
-"""Compare what a hub's journal has accepted and merged with what its nodes have added."""
+"""Compare what a hub's journal has accepted, merged and leased with what its nodes have added and trained."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from aedit.async_sgd.rules.records import Accepted, Founded, Merged
+from aedit.async_sgd.hub.pool import Pool
+from aedit.async_sgd.rules.records import Accepted, Founded, Leased, Left, Merged, Record, Used
 from aedit.launch.hub.replay import anchors_of, records_of, replayed
 
 
@@ -40,6 +41,37 @@ def check_journal(directory: Path) -> dict[int, np.ndarray]:
     for unit, anchor in anchors_of(directory).items():
         np.testing.assert_allclose(anchor, first[unit] - shared[unit], rtol=1e-5, atol=1e-4)
     return whole
+
+
+def check_leases(records: Iterable[Record], pool: Pool, trained: Iterable[int]) -> None:
+    """Check that each position of the stream has been trained once, or will be leased again, or is leased.
+
+    records: of the whole run. pool: of the hub after them. trained: positions in the steps that the nodes
+    have kept; all of these steps are in accepted pushes.
+    """
+    holders: dict[int, int] = {}
+    used, top = set(), 0
+    for record in records:
+        match record:
+            case Leased(node, start, end):
+                assert start <= top, f"positions {top} to {start} were never leased"
+                block, top = set(range(start, end)), max(top, end)
+                assert not block & holders.keys(), f"{record}: another node has some of it"
+                assert not block & used, f"{record}: some of it has been used"
+                holders |= dict.fromkeys(block, node)
+            case Used(node, start, upto):
+                for position in range(start, upto):
+                    if position not in used:
+                        assert holders.pop(position) == node, f"{record}: {position} is not the node's"
+                        used.add(position)
+            case Left(node):
+                holders = {position: holder for position, holder in holders.items() if holder != node}
+    assert sorted(trained) == sorted(used), "trained twice, or not reported, or reported and not trained"
+    returned = [position for block in pool.returned for position in range(*block)]
+    held = {p: n for n in pool.leases for block in pool.outstanding(n) for p in range(*block)}
+    assert held == holders
+    assert sorted([*used, *held, *returned]) == list(range(top)), "lost, or in two places"
+    assert pool.watermark == top
 
 
 def by_name(directory: Path, vectors: Mapping[int, np.ndarray]) -> dict[str, np.ndarray]:

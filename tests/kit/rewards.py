@@ -184,6 +184,14 @@ def one_text(completions):
     return "10"
 
 
+def one_set(completions):
+    return {0.5, 1.5}
+
+
+def endless(completions):
+    return [10**400] * len(completions)
+
+
 def nested(completions):
     return [[1.0], [0.0]]
 

@@ -6,8 +6,8 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import wraps
 from typing import Any
 
 from aedit.types import imported
@@ -36,7 +36,20 @@ def find(function: str, options: Mapping[str, Any]) -> Callable[..., Any]:
         if option not in known:
             names = ", ".join(f"{function}.{name}" for name in known if name != "answer_key") or "none"
             raise ValueError(f"reward.options has no option {function}.{option}; {function} has: {names}")
-    return partial(found, **options)
+    return _with_options(found, options, known)
+
+
+def _with_options(
+    function: Callable[..., Any], options: Mapping[str, Any], known: Sequence[str]
+) -> Callable[..., Any]:
+    """Return `function` with these options. A column that has the name of an option does not replace it."""
+
+    @wraps(function)
+    def with_options(completions: list[Any], **columns: Any) -> Any:
+        others = {name: column for name, column in columns.items() if name not in known}
+        return function(completions, **others, **options)
+
+    return with_options
 
 
 def scores(reward: Callable[..., Any], request: Mapping[str, Any]) -> list[float | None]:
@@ -60,7 +73,7 @@ def scores(reward: Callable[..., Any], request: Mapping[str, Any]) -> list[float
 def checked(returned: Any, count: int) -> list[float | None]:
     """Return `returned` as plain numbers, or raise BadReturn: it must have `count` numbers or None."""
     expected = f"expected a list of {count}, one number or None per completion"
-    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
+    if isinstance(returned, str | bytes | Mapping | Set) or not hasattr(returned, "__len__"):
         raise BadReturn(f"returned {_short(returned)}, {expected}")
     if len(returned) != count:
         raise BadReturn(f"returned {len(returned)} values, {expected}")
@@ -114,11 +127,12 @@ async def _awaited(value: Any) -> Any:
 
 def _number(value: Any) -> float | None:
     """Return a number of any library, such as a NumPy scalar or a tensor of one element, as a float."""
-    if isinstance(value, numbers.Real):
-        return float(value)
     item = getattr(value, "item", None)
-    number = item() if callable(item) and getattr(value, "shape", None) in ((), (1,)) else None
-    return float(number) if isinstance(number, numbers.Real) else None
+    number = item() if callable(item) and getattr(value, "shape", None) in ((), (1,)) else value
+    try:
+        return float(number) if isinstance(number, numbers.Real) else None
+    except OverflowError:
+        return math.inf
 
 
 def _short(value: Sequence[Any] | Any) -> str:

@@ -30,6 +30,8 @@ BAD = [
     ("nothing", "3", "returned None, expected a list of 2, one number or None per completion"),
     ("one_number", "3", "returned 1.0, expected a list of 2, one number or None per completion"),
     ("one_text", "3", "returned '10', expected a list of 2, one number or None per completion"),
+    ("one_set", "3", "returned {0.5, 1.5}, expected a list of 2, one number or None per completion"),
+    ("endless", "3", "as value 0, expected a finite number or None"),
     ("nested", "3", "returned [1.0] as value 0, expected a finite number or None"),
 ]
 

@@ -1,0 +1,134 @@
+"""Tests that the waits of nodes in real processes are windows in which the drafter's trainer runs."""
+
+import io
+
+import pytest
+import torch
+from kit import trainers
+from kit.rl_drafter import make_loud, train_at_once
+from kit.rl_nodes import config_of, records, run
+from rich.console import Console
+
+from aedit.launch.data.tokenizer import load_tokenizer
+from aedit.launch.node.sharding import make_model
+from aedit.launch.node.world import World
+from aedit.launch.rundir.reader import read_run
+from aedit.launch.views import report as report_module
+from aedit.launch.views.panel import panel
+from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.learning.feature_ring import FeatureRing
+
+JOBS = "tests/dist_jobs/rl_window_jobs.py"
+
+
+def test_a_drafter_learns_from_the_training_forward_while_its_node_waits_for_rollout_workers(
+    tmp_path, monkeypatch
+):
+    train_at_once(monkeypatch)
+    keys = {"rl__engine_dtype": "fp64", "rl__sampling__max_new_tokens": 8, "checkpoint__every": 0}
+    config = config_of(tmp_path, drafter__kind="layer", rl__workers=1, **keys)
+    forwards, begun, published = [], [], []
+    begin = FeatureRing.begin
+
+    def begin_sample(ring, first_token, num_prompt, version):
+        begun.append(version)
+        return begin(ring, first_token, num_prompt, version)
+
+    monkeypatch.setattr(FeatureRing, "begin", begin_sample)
+
+    def watch(node):
+        make_loud(node)
+        node.sync.model.register_forward_hook(lambda *_: forwards.append(node.objective.version))
+        online, stream = node.objective.online, node.objective.stream
+        source = stream.pipeline.source
+        wait, update = source._pool.wait, source.update_drafter
+
+        def wait_long(seconds):
+            if stream.batches == 2 and not published:
+                trainers.until(lambda: online.status()["published"] > 0, online)
+            wait(seconds)
+
+        def update_drafter(layer, version):
+            update(layer, version)
+            newest = source._drafter._slots.newest()
+            published.append(all(torch.equal(newest.tensors[n], t) for n, t in online.tensors().items()))
+
+        source._pool.wait, source.update_drafter = wait_long, update_drafter
+
+    node = run(config, watch)
+    steps, micro_batches = node.sync.steps, 2
+    assert len(forwards) == steps * micro_batches, "no pass of its own"
+    assert begun == sorted(begun)
+    assert [begun.count(version) for version in dict.fromkeys(begun)] == [12] * steps
+    assert set(begun) == set(forwards)
+    last = records(config, "metrics")[-1]
+    drafter = last["rl"]["drafter"]
+    assert published
+    assert all(published), "the workers have the drafter in use"
+    assert drafter["steps"] > 0
+    assert drafter["published"] >= drafter["adopted"] >= 1
+    assert last["rl"]["idle_s"]["rollouts"] > 0
+    assert last["rl"]["idle_used_s"] > 0
+
+
+@pytest.mark.slow  # two trainers load torch
+def test_a_fast_node_of_a_world_trains_its_drafter_while_it_waits_for_the_slow_one(
+    world, tmp_path, monkeypatch
+):
+    keys = {"drafter__kind": "layer", "rl__sampling__max_new_tokens": 8, "checkpoint__every": 0}
+    fast, slow = world.run(JOBS, "two_nodes", size=2, args={"directory": tmp_path, "keys": keys})
+    assert fast["round"] > 0
+    assert slow is None
+    config = config_of(tmp_path)
+    last = records(config, "metrics")[-1]
+    assert last["idle_used_s"] > 0
+    assert last["rl"]["idle_used_s"] > 0
+    assert last["rl"]["idle_s"]["round"] > 0
+    run_dir = tmp_path / config.name
+    (run_dir / "run.toml").write_text(f'name = "{config.name}"\n[prompts]\nsource = "kit.rl_runs:rows"\n')
+    seen = read_run(run_dir)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(panel(seen, seen.indices))
+    assert "% used" in console.file.getvalue()
+    assert " 0.0 % used" not in console.file.getvalue()
+    monkeypatch.setattr(report_module, "draw", lambda run: [])
+    lines = map(str.strip, report_module.report(run_dir).splitlines())
+    (idle,) = (line.removeprefix("idle").strip() for line in lines if line.startswith("idle "))
+    assert " used; round " in idle
+    assert not idle.startswith("0.0 s")
+
+
+def test_each_rank_waits_for_the_rollouts_of_the_slower_one_in_a_window(world, tmp_path):
+    keys = {"drafter__kind": "off", "rl__groups": 4, "checkpoint__every": 0}
+    first, second = world.run(JOBS, "two_ranks", size=2, args={"directory": tmp_path, "keys": keys})
+    assert first["rank"] > 0
+    assert second["rank"] > 0
+    assert records(config_of(tmp_path), "metrics")[-1]["rl"]["idle_s"]["rank"] > 0
+
+
+@pytest.mark.slow  # two ranks and two workers load torch
+def test_sharded_ranks_with_workers_collect_the_features_of_their_own_samples(world, tmp_path):
+    """The whole weights of each step, in a plain model, are the oracle."""
+    keys = {"drafter__kind": "layer", "drafter__idle_training": False, "rl__workers": 1, "rl__groups": 4}
+    keys |= {"checkpoint__every": 0, "train__steps": 2}
+    ranks = world.run(JOBS, "ranks_with_workers", size=2, args={"directory": tmp_path, "keys": keys})
+    config = config_of(tmp_path, **keys)
+    model = make_model(
+        config, load_tokenizer(config.data.tokenizer), World(0, 1, 0, 1, torch.device("cpu"), None)
+    )
+    texts = []
+    for samples, trained, weights, shapes, (version, embedding, head) in ranks:
+        assert len(samples) == 2 * 8
+        assert sorted(tuple(tokens.tolist()) for tokens, *_ in samples) == sorted(trained)
+        assert {name: tuple(t.shape) for name, t in DraftLayer.of(model).state_dict().items()} == shapes
+        assert {each[3] for each in samples} == weights.keys()
+        for tokens, features, _, at in samples:
+            model.load_state_dict(weights[at], strict=False)
+            with torch.no_grad():
+                plain = model.model(input_ids=tokens[None]).last_hidden_state[0, :-1]
+            torch.testing.assert_close(features, plain, rtol=0, atol=1e-5)
+        assert version == max(weights)
+        assert embedding.equal(model.get_input_embeddings().weight)
+        assert head.equal(model.get_output_embeddings().weight)
+        texts.append(sorted(trained))
+    assert texts[0] != texts[1]
