@@ -32,9 +32,9 @@ ABOUT = "Time of a step of reinforcement learning: plain, and speculating with a
 STEPS_METHOD = (
     "GRPO steps of two nodes that average after each step; each makes the same samples in both ways, in"
     " random order, on one thread, and trains once; times are processor time.",
-    "Medians over the measured steps [95 % by bootstrap]. Before them node 0's drafter trains from random weights"
-    " on rollouts of the first policy; in them it trains in node 0's waits alone, 85 % of which are used. Node 1"
-    " trains none. The first step of a seed is not measured: the choice learns in it.",
+    "Medians over the measured steps [95 % by bootstrap]. Before them node 0's drafter trains from random"
+    " weights on rollouts of the first policy; in them it trains in node 0's waits alone, 85 % of which are"
+    " used. Node 1 trains none. The first step of a seed is not measured: the choice learns in it.",
 )
 WAITS_METHOD = (
     "A node whose waits have a given length, on two threads, with the drafter's trainer in its waits; steps"
