@@ -8,8 +8,9 @@ import pytest
 from kit.distributed import World
 
 MARK = "AEDIT_TEST_SESSION"
-# Lives until its owner, the test process, ends; Python offers no way to end it earlier.
-ALLOWED = "multiprocessing.resource_tracker"
+END_S = 5.0
+# They live until their owner, the test process, ends; Python offers no way to end them earlier.
+ALLOWED = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +27,7 @@ def pytest_configure():
 
 def pytest_sessionfinish(session):
     """Fail the session when a process it started still runs, even one that has lost its parent."""
-    _, left = psutil.wait_procs(_started_here(), timeout=5)
+    _, left = psutil.wait_procs(_started_here(), timeout=END_S)
     if not left:
         return
     for process in left:
@@ -45,6 +46,12 @@ def _is_ours(process):
     # Children inherit the mark, and keep it when their parent goes and init takes them over.
     try:
         marked = process.environ().get(MARK) == os.environ[MARK]
-        return marked and ALLOWED not in " ".join(process.cmdline())
+        return marked and not (process.ppid() == os.getpid() and _is_allowed(process))
     except psutil.Error:
         return False
+
+
+def _is_allowed(process):
+    # What the fork server has forked has its command line, but another parent.
+    command = " ".join(process.cmdline())
+    return any(name in command for name in ALLOWED)

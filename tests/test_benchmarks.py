@@ -3,11 +3,13 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from benchmarks.bandwidth import Row
@@ -19,6 +21,7 @@ from benchmarks.kit.small_llama import corpus, llama
 from benchmarks.kit.statistics import mean_and_half_width
 from benchmarks.overhead import Interval, bootstrap, cost
 from benchmarks.quality_parts.virtual import BAD_NODE, METHODS, NODES, Setting, held_out_loss, train
+from kit.waiting import until
 
 from aedit.launch.data.order import permutation
 
@@ -51,6 +54,40 @@ def test_a_benchmark_is_started_from_the_root_of_the_repository():
     assert "python -m benchmarks.offload_gpu" in ended.stdout
     assert "--quick" in ended.stdout
     assert "--json" in ended.stdout
+
+
+STARTER = """
+import time
+from benchmarks.kit.processes import in_parallel, start
+start("http.server", "--bind=127.0.0.1", "0")
+print("started", flush=True)
+in_parallel(time.sleep, [(600,), (600,)])
+"""
+
+
+def test_a_benchmark_that_is_ended_leaves_no_process(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        benchmark = subprocess.Popen(
+            [sys.executable, "-c", STARTER], cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    try:
+        assert benchmark.stdout.readline() == "started\n", (tmp_path / "log").read_text()
+        parallel = "multiprocessing.spawn"
+        children = until(lambda: running(benchmark.pid, "http.server", parallel, parallel), "the workers")
+        benchmark.send_signal(signal.SIGTERM)
+        benchmark.communicate(timeout=30)
+        assert psutil.wait_procs(children, timeout=30)[1] == []
+    finally:
+        benchmark.kill()
+        benchmark.communicate()
+
+
+def running(parent, *names):
+    """Return the children of a process, once there is one whose command line has each of the names."""
+    children = psutil.Process(parent).children()
+    lines = [" ".join(child.cmdline()) for child in children]
+    counts = {name: sum(name in line for line in lines) for name in names}
+    return children if all(counts[name] >= names.count(name) for name in names) else []
 
 
 @pytest.mark.slow

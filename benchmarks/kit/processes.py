@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -16,6 +18,7 @@ from typing import IO, Any, TypeVar
 from rich.console import Console
 from rich.progress import track
 
+from aedit.system import end_with_parent
 from benchmarks.kit.netns import Place
 
 T = TypeVar("T")
@@ -35,12 +38,17 @@ def until(is_so: Callable[[], object], what: str, limit_s: float = 60.0) -> None
 def start(module: str, *words: str, place: Place | None = None, **options: Any) -> "subprocess.Popen[str]":
     """Start `python -m module words` with one thread, inside the network namespace of `place`.
 
-    `ip netns exec` becomes the command itself, so that a signal reaches it.
+    It is told to end (SIGTERM) when the calling thread ends, however that ends. `ip netns exec` becomes the
+    command itself, so that a signal reaches it.
     """
     inside = ["ip", "netns", "exec", place.namespace] if place else []
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*inside, sys.executable, "-m", module, *words], cwd=ROOT, env=env, text=True, **options
+        [*inside, sys.executable, "-m", module, *words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        text=True,
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+        **options,
     )
 
 
@@ -131,7 +139,8 @@ def run_jobs(
         end(processes)
 
 
-def _one_thread() -> None:
+def _begin(parent: int) -> None:
+    end_with_parent(parent, signal.SIGTERM)
     import torch  # not above: nodes without a model must start fast
 
     torch.set_num_threads(1)
@@ -142,6 +151,6 @@ def in_parallel(
 ) -> list[T]:
     """Return `run(*job)` for each job: one process per core with one thread each, and a progress bar."""
     workers = min(len(jobs), workers or os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, get_context("spawn"), _one_thread) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), _begin, (os.getpid(),)) as pool:
         done = pool.map(run, *zip(*jobs, strict=True))
         return list(track(done, f"{len(jobs)} runs", len(jobs), console=Console(stderr=True)))

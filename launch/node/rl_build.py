@@ -11,6 +11,7 @@ from aedit.launch.data.prompts import ProblemSet
 from aedit.launch.data.rewards import reward_specs
 from aedit.launch.data.supervised import AnswerTokens
 from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.rl_drafter import TrainerDeaths
 from aedit.launch.node.rl_evaluate import FIRST_KEY
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_objective import PolicyObjective
@@ -84,6 +85,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         curriculum=curriculum,
         greedy=_sampling(config, parts, 0.0),
         online=online,
+        deaths=None if online is None else TrainerDeaths(online, parts.recorder.event),
         directory=parts.recorder.directory,
         started=config.rl.supervised_steps == 0,
     )

@@ -1,7 +1,7 @@
 """The learned drafter of a rank: made from the configuration, kept in a file beside the checkpoints."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +81,25 @@ def make_learner(parts: NodeParts) -> ForwardLearner | None:
     if online is None:
         return None
     return ForwardLearner(policy=policy, online=online, features=ForwardFeatures(online.sink))
+
+
+@dataclass(slots=True)
+class TrainerDeaths:
+    """Reports the deaths of the drafter's trainer process, which is started again."""
+
+    online: OnlineDrafter
+    record: Callable[..., None]
+    """Takes the name of an event and its fields."""
+    reported: int = 0
+
+    def report(self) -> None:
+        """Record an event if the process has died since the last call."""
+        status = self.online.status()
+        if status["deaths"] > self.reported:
+            self.reported = status["deaths"]
+            self.record(
+                "drafter_trainer_died", deaths=self.reported, reason=status["error"], state=status["state"]
+            )
 
 
 def save_drafter(online: OnlineDrafter, directory: Path) -> None:

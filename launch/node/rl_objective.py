@@ -15,7 +15,7 @@ from aedit.launch.config.config import RunConfig
 from aedit.launch.data.curriculum import Curriculum, solved_of
 from aedit.launch.node.inner import lr_at
 from aedit.launch.node.objective import AddLoss
-from aedit.launch.node.rl_drafter import save_drafter
+from aedit.launch.node.rl_drafter import TrainerDeaths, save_drafter
 from aedit.launch.node.rl_evaluate import solved_share
 from aedit.launch.node.rl_groups import GroupStream
 from aedit.launch.node.rl_policy import PolicyGradient
@@ -43,6 +43,8 @@ class PolicyObjective:
     greedy: Sampling
     online: OnlineDrafter | None
     """The learned drafter of this rank."""
+    deaths: TrainerDeaths | None
+    """Those of its trainer."""
     directory: Path
     """Directory of the node."""
     version: int = 0
@@ -168,6 +170,8 @@ class PolicyObjective:
 
     def metrics(self) -> dict[str, Any]:
         """Return the table `rl`."""
+        if self.deaths is not None:
+            self.deaths.report()
         self.records.counts = asdict(self.stream.counts)
         return {"rl": self.records.line()}
 

@@ -1,4 +1,4 @@
-"""Worker processes for tests of torch.distributed, started once per session so that each imports torch once.
+"""Worker processes for tests of torch.distributed, forked from one process that has imported what jobs need.
 
 A test writes its job as a plain function in `tests/dist_jobs/some_file.py` and calls
 
@@ -11,12 +11,11 @@ comes back as a list by rank.
 import contextlib
 import faulthandler
 import importlib.util
+import multiprocessing
 import multiprocessing.connection as mpc
 import os
 import pickle
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,12 +26,11 @@ from typing import NamedTuple
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
-PROGRAM = f"""
-import sys
-sys.path.insert(0, {str(TESTS)!r})
-from kit.distributed import serve
-serve(int(sys.argv[1]))
-"""
+# A fork has what these have imported: seconds of processor time less for each worker.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "aedit.launch.node.build"]
+)
 START_S = 60.0
 GRACE_S = 5.0
 
@@ -61,15 +59,11 @@ class Worker:
     """
 
     def __init__(self):
-        ours, theirs = socket.socketpair()
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115
-        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-c", PROGRAM, str(theirs.fileno())]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()], stdout=self.log, stderr=self.log
-        )
+        self.log = tempfile.NamedTemporaryFile()  # noqa: SIM115
+        self.pipe, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=serve, args=(theirs, self.log.name), daemon=True)
+        self.process.start()
         theirs.close()
-        self.pipe = mpc.Connection(ours.detach())
 
     def send(self, job):
         # Not `pipe.send`: torch teaches that one to pass tensors as shared memory, which dies with us.
@@ -80,16 +74,14 @@ class Worker:
 
     def abort(self):
         """Write the stacks of all its threads to the log, then end the process."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGABRT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(2)
+        if self.process.exitcode is None:
+            os.kill(self.process.pid, signal.SIGABRT)
+            self.process.join(2)
         self.kill()
 
     def kill(self):
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(10)
+        self.process.kill()
+        self.process.join(10)
         self.pipe.close()
 
     def told(self):
@@ -138,7 +130,7 @@ class World:
     def _start(self, size):
         from torch.distributed import TCPStore
 
-        if any(worker.process.poll() is not None for worker in self.workers):
+        if any(worker.process.exitcode is not None for worker in self.workers):
             self.close()
         if self.store is None:
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -174,7 +166,8 @@ class World:
         try:
             return self.workers[rank].receive()
         except (EOFError, OSError):
-            code = self.workers[rank].process.wait(10)
+            self.workers[rank].process.join(10)
+            code = self.workers[rank].process.exitcode
             self._fail([rank], f"{name}: a worker died with exit code {code}")
 
     def _fail(self, ranks, what):
@@ -203,6 +196,7 @@ def _perform(job):
     timeout = timedelta(seconds=job.timeout_s)
     store = dist.PrefixStore(job.prefix, dist.TCPStore("127.0.0.1", job.port, timeout=timeout))
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=timeout)
+    dist.barrier()  # a rank that ended before another has connected to it would fail the other
     return getattr(_load(job.file), job.function)(job.rank, job.size, **job.args)
 
 
@@ -233,12 +227,14 @@ def _readable(error, note, failed_at_s):
     return pickle.dumps(Outcome(None, RuntimeError(note), failed_at_s))
 
 
-def serve(descriptor):
+def serve(pipe, log):
     """Perform one job after the other until the pipe closes."""
-    import torch.distributed  # noqa: F401
-
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(ROOT)
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     faulthandler.enable()
-    pipe = mpc.Connection(descriptor)
     pipe.send_bytes(pickle.dumps("ready"))
     while True:
         try:
