@@ -9,9 +9,9 @@ from aedit.spec_rollout import Engine, Prompt, Sampling, make_target
 from aedit.spec_rollout.learning.feature_reader import FeatureReader
 from aedit.spec_rollout.learning.feature_ring import FeatureRing, RingShape
 from aedit.spec_rollout.learning.features import RowFeatures
-from aedit.spec_rollout.learning.forward_features import ForwardFeatures, Text
+from aedit.spec_rollout.learning.forward_features import ForwardFeatures, TrainedText
 
-TEXTS = [Text([5, 7, 9, 11, 13], 2), Text([3, 1, 4, 1, 5, 9, 2, 6], 3), Text([8, 2], 1)]
+TEXTS = [TrainedText([5, 7, 9, 11, 13], 2), TrainedText([3, 1, 4, 1, 5, 9, 2, 6], 3), TrainedText([8, 2], 1)]
 VERSION = 4
 
 
@@ -76,7 +76,7 @@ def test_a_drafter_gets_the_same_samples_as_from_the_verify_pass():
     sampling = Sampling(max_new_tokens=9)
     asked = [Prompt(tokens=tuple(range(i + 2)), rollout=i, sampling=sampling) for i in range(3)]
     rollouts = list(engine.generate(asked))
-    texts = [Text((*r.prompt.tokens, *r.tokens), len(r.prompt.tokens)) for r in rollouts]
+    texts = [TrainedText((*r.prompt.tokens, *r.tokens), len(r.prompt.tokens)) for r in rollouts]
     trained, trained_reader = sink_of(model)
     train(model, texts, ForwardFeatures(trained))
     ours = {tuple(each.tokens_N.tolist()): each for each in samples(trained_reader)}
@@ -119,7 +119,7 @@ def test_a_sink_that_does_not_collect_gets_no_hook_and_no_sample():
 
 def test_no_more_is_copied_than_the_ring_holds():
     model = policy()
-    texts = [Text([i % 40 for i in range(9)], 2)] * 50
+    texts = [TrainedText([i % 40 for i in range(9)], 2)] * 50
     shape = RingShape(model.config.hidden_size, torch.float64, num_pages=6, page_tokens=4)
     sink, reader = sink_of(model, shape.num_bytes, 4)
     features = ForwardFeatures(sink)

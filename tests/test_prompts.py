@@ -121,6 +121,15 @@ def test_a_chat_template_is_used_where_there_is_one(jsonl):
     assert {problem.tokens for problem in (*plain.train, *plain.held_out)} == {(97,), (98,)}
 
 
+def test_a_template_that_refuses_a_prompt_is_named_with_the_row(jsonl):
+    class Refusing(ByteTokenizer):
+        def encode_chat(self, messages):
+            raise RuntimeError("no system messages\nsecond line")
+
+    with pytest.raises(UserError, match=r"does not accept the prompt of .*jsonl:1: no system messages$"):
+        problems(jsonl({"prompt": "a", "answer": 0}), Refusing())
+
+
 def test_a_template_of_a_hugging_face_tokenizer_is_found(tmp_path):
     from transformers import AutoTokenizer
 
@@ -183,6 +192,8 @@ ROW = {"prompt": "a", "answer": "b"}
         ([ROW, "3"], {}, r"rows.jsonl:2 is int, expected an object with columns"),
         ([{"promt": "a"}], {}, r"prompts.prompt_key = 'prompt' is missing in .*:1; did you mean 'promt'"),
         ([{"prompt": "a"}], {}, r"prompts.answer_key = 'answer' is missing in .*jsonl:1"),
+        ([{"prompt": "a", "x": 0}], {}, r"'answer' is missing in .*jsonl:1; its columns are prompt, x$"),
+        ([{"prompt": "a\ud800", "answer": 0}], {}, r"does not accept the prompt of .*:1: .*surrogates"),
         ([{"prompt": 3, "answer": 0}], {}, r"of .*jsonl:1 holds 3, expected text or a list of mes"),
         ([{"prompt": [{"role": "user"}], "answer": 0}], {}, r"expected text or a list of messages with role"),
         ([{"prompt": "", "answer": 0}], {}, r"jsonl:1 has an empty prompt"),

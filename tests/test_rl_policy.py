@@ -3,8 +3,10 @@
 import pytest
 import torch
 from kit import rl_losses
+from kit.plain_grpo import Recording
 from kit.rl_nodes import config_of, records, run, weights
 
+from aedit.launch.node.model import build_model
 from aedit.types import ImportPath
 
 SPY = {"rl__loss": ImportPath("kit.rl_losses:spy"), "drafter__kind": "off"}
@@ -69,3 +71,17 @@ def test_groups_without_signal_are_replaced_by_further_prompts(tmp_path):
     assert without["no_signal"] > 0
     assert replaced["groups"] - replaced["no_signal"] == 12
     assert replaced["no_signal"] > 0
+
+
+def test_answers_end_with_the_end_tokens_of_a_pretrained_model_too(tmp_path):
+    """A chat model often ends its turn with another token than a text."""
+    plain = config_of(tmp_path)
+    model, ends = build_model(plain.model, 257, 16, 0, 256), range(60)
+    model.generation_config.eos_token_id = list(ends)
+    model.save_pretrained(tmp_path / "model")
+    recording = Recording()
+    keys = {"model__pretrained": str(tmp_path / "model"), "train__steps": 1, "drafter__kind": "off"}
+    run(config_of(tmp_path, **keys), recording.watch)
+    answers = [sample[1] for group in recording.batches[0] for sample in group]
+    assert any(answer[-1] in ends for answer in answers)
+    assert not any(token in ends for answer in answers for token in answer[:-1])

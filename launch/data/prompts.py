@@ -101,15 +101,20 @@ def prompt_tokens(
 ) -> tuple[int, ...]:
     """Return the ids of a prompt: by the tokenizer's chat template where it has one, else of the text.
 
-    Raises UserError for messages without a template, and for a prompt without tokens.
+    Raises UserError for messages without a template, a prompt that the template or the tokenizer does not
+    accept, and one without tokens.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    ids = tokenizer.encode_chat(messages) if chat_template else None
-    if ids is None and not isinstance(prompt, str):
+    try:
+        ids = tokenizer.encode_chat(messages) if chat_template else None
+        if ids is None and isinstance(prompt, str):
+            ids = tokenizer.encode(prompt)
+    except Exception as error:  # a template may raise anything, such as for a role that it does not know
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{KEY}: the tokenizer does not accept the prompt of {name}: {why}") from error
+    if ids is None:
         why = "the tokenizer has no chat template" if chat_template else "prompts.chat_template is false"
         raise UserError(f"{KEY}: {name} is a list of messages, but {why}; write the prompts as text")
-    if ids is None:
-        ids = tokenizer.encode(str(prompt))
     if len(ids) == 0:
         raise UserError(f"{KEY}: {name} has an empty prompt, expected at least one token; leave the row out")
     return tuple(ids.tolist())
@@ -133,8 +138,8 @@ def _is_message(value: object) -> bool:
 
 def _check_column(column: str, key: str, row: Row) -> None:
     if column not in row.columns:
-        close = get_close_matches(column, list(row.columns), n=1) or list(row.columns)[:1]
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        close = get_close_matches(column, list(row.columns), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f"; its columns are {', '.join(row.columns)}"
         raise UserError(f"{key} = {column!r} is missing in {row.name}{hint}")
 
 

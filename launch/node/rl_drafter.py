@@ -14,7 +14,7 @@ from aedit.launch.node.rl_samples import Sample
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from aedit.spec_rollout.learning.draft_training import DraftTrainingConfig
-from aedit.spec_rollout.learning.forward_features import ForwardFeatures, Text
+from aedit.spec_rollout.learning.forward_features import ForwardFeatures, TrainedText
 from aedit.spec_rollout.learning.learning import LearningConfig
 from aedit.spec_rollout.learning.online_drafter import OnlineConfig, OnlineDrafter
 from aedit.spec_rollout.learning.policy_source import PolicySource, TrainedPolicy
@@ -68,7 +68,7 @@ class ForwardLearner:
     def collecting(self, model: nn.Module, samples: Sequence[Sample]) -> AbstractContextManager[None]:
         """Return a context that collects the features of the forward pass in it; `features.write` follows."""
         texts = [
-            Text((*each.rollout.prompt.tokens, *each.rollout.tokens), len(each.rollout.prompt.tokens))
+            TrainedText((*each.rollout.prompt.tokens, *each.rollout.tokens), len(each.rollout.prompt.tokens))
             for each in samples
         ]
         return self.features.collecting(model, texts, self.policy.version)

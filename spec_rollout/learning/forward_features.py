@@ -21,7 +21,7 @@ from aedit.spec_rollout.model.model_support import unwrapped
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TrainedText:
     """A finished sample: prompt and answer."""
 
     tokens: Sequence[int]
@@ -32,7 +32,7 @@ class Text:
 class _Copy:
     """Features of texts, one after the other, on their way to the CPU."""
 
-    texts: Sequence[Text]
+    texts: Sequence[TrainedText]
     features_MF: Tensor
     version: int
     done: torch.cuda.Event | None
@@ -51,7 +51,7 @@ class ForwardFeatures:
         self._copy: _Copy | None = None
 
     @contextmanager
-    def collecting(self, model: Any, texts: Sequence[Text], version: int) -> Iterator[None]:
+    def collecting(self, model: Any, texts: Sequence[TrainedText], version: int) -> Iterator[None]:
         """Collect the features of the call of `model` inside the context.
 
         Args:
@@ -89,7 +89,7 @@ class ForwardFeatures:
         """Return the bytes of features that are not in the ring yet."""
         return self._copy.features_MF.nbytes if self._copy is not None else 0
 
-    def _begin_copy(self, hidden_BLd: Tensor, texts: Sequence[Text], version: int) -> None:
+    def _begin_copy(self, hidden_BLd: Tensor, texts: Sequence[TrainedText], version: int) -> None:
         longest = max(len(text.tokens) for text in texts)
         if hidden_BLd.shape[0] != len(texts) or hidden_BLd.shape[1] < longest:
             raise ValueError(
@@ -107,7 +107,7 @@ class ForwardFeatures:
             done.record()
         self._copy = _Copy(kept, features_MF, version, done)
 
-    def _that_fit(self, texts: Sequence[Text]) -> list[Text]:
+    def _that_fit(self, texts: Sequence[TrainedText]) -> list[TrainedText]:
         """Return the first texts, as many as the ring holds at a time."""
         shape, used, kept = self.ring.shape, 0, []
         for text in texts:

@@ -4,11 +4,15 @@ The ledger is the list of the positions of the run's stream of prompts that each
 trained (saboteur.py): node i of two trains i, i + 2, i + 4, ... without a gap.
 """
 
+import contextlib
 import signal
 from collections import Counter
 
+import psutil
 import pytest
-from faults.tiny_run import Run, deed, differing
+from faults.tiny_run import Run, deed, differing, until
+
+from aedit.spec_rollout.workers.worker_process import MODULE as WORKER
 
 STEPS, GROUPS, PROBLEMS = 10, 2, 16
 
@@ -34,6 +38,7 @@ groups = {groups}
 group_size = 3
 eval_every = 0
 eval_problems = 2
+{rl}
 [rl.sampling]
 max_new_tokens = 4
 [drafter]
@@ -55,9 +60,9 @@ every = 1
 class RLRun(Run):
     """A run of two nodes that trains on rewards."""
 
-    def configure(self, steps, more="", data=""):
+    def configure(self, steps, more="", data="", rl=""):
         sizes = {"groups": GROUPS, "problems": PROBLEMS, "steps": steps}
-        text = RL_TOML.format(dir=self.toml.parent, more=more, **sizes)
+        text = RL_TOML.format(dir=self.toml.parent, more=more, rl=rl, **sizes)
         for path in (self.toml, self.dir / "run.toml"):
             path.write_text(text)
 
@@ -124,6 +129,36 @@ def test_a_node_killed_while_it_writes_its_first_checkpoint_trains_its_groups_on
     assert [len(run.checkpoints(node)) for node in range(2)] == [1, 0]
     run.train()
     assert_every_group_once(run)
+
+
+def workers_of(nodes):
+    """Return the rollout workers of these nodes, those that have ended not included."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            line = process.cmdline()
+            if WORKER in line and process.status() != psutil.STATUS_ZOMBIE:
+                found += [process] * (int(line[line.index(WORKER) + 1]) in nodes.pids)
+    return found
+
+
+@pytest.mark.slow  # starts four workers with torch, twice
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("act", ["SIGTERM", "SIGKILL"])
+def test_a_node_that_ends_leaves_no_worker_and_a_resume_trains_each_group_once(make_rl_run, monkeypatch, act):
+    """The workers generate ahead while the nodes train."""
+    monkeypatch.setattr("faults.tiny_run.LIMIT_S", 200.0)
+    run = make_rl_run()
+    run.configure(STEPS, rl="workers = 1\nmax_staleness = 1")
+    nodes = run.start(deeds=[deed(1, "drawing", 5, act)])
+    until(lambda: len(workers_of(nodes)) == 2, "a worker of each node")
+    codes = [nodes.wait(node) for node in range(2)]
+    assert codes == ([0, 0] if act == "SIGTERM" else [1, -signal.SIGKILL]), nodes.log()
+    until(lambda: not workers_of(nodes), "the end of the workers")
+    assert 0 < len(run.trained(1)) < STEPS * GROUPS
+    run.train()
+    assert_every_group_once(run)
+    assert workers_of(run.started[-1]) == []
 
 
 def test_a_node_that_is_asked_to_leave_puts_its_groups_back(make_rl_run, undisturbed_rl):
