@@ -226,7 +226,7 @@ def test_a_folder_keeps_the_rules_that_its_journal_was_written_under(tmp_path):
     with ending():
         assert hub.stop() == 0
     other = start(tmp_path, "--outer.lr=0.3")
-    assert other.process.wait(30) == 2
+    assert other.process.wait(60) == 2
     assert "outer.lr was 0.8 and cannot become 0.3" in other.log.read_text()
     third = start(tmp_path, "--hub.quorum=2")
     with ending():
@@ -242,7 +242,7 @@ def test_a_hub_ends_with_its_run(tmp_path):
             node.merged(unit)
         assert node.heartbeat().finished
         node.leave()
-        assert hub.process.wait(20) == 0
+        assert hub.process.wait(60) == 0
 
 
 def test_hubs_that_split_the_units_own_every_other_one(tmp_path):

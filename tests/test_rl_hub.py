@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from kit.rl_hub import NodeThread, hub_of
+from kit.rl_hub import NodeThread, hub_of, node_of
 from kit.rl_nodes import config_of
 
 from aedit.async_sgd.inprocess import InProcessHub
@@ -90,3 +90,22 @@ def test_a_node_that_joins_after_the_warm_up_of_the_run_does_not_repeat_it(tmp_p
     assert 4 <= warm_ups[0] <= 6  # the hub's count lags behind by the push under way
     assert warm_ups[1] == 0
     assert lines(config, 1, "metrics")[-1]["step"] > 0
+
+
+def test_the_rate_follows_the_live_nodes_and_the_rate_of_the_warm_up_does_not(tmp_path):
+    rates = {"train__lr": 1e-3, "train__lr_by_nodes": 0.5, "train__lr_warmup": 0.0, "train__lr_final": 1.0}
+    config = config_of(tmp_path, rl__supervised_steps=4, rl__supervised_lr=2e-3, **rates, **KEYS)
+    hub = hub_of(config)
+
+    def rate(node):
+        node.inner_step()
+        return node.lr, node.sync.inner.param_groups[0]["lr"]
+
+    with node_of(config, hub, "a") as first:
+        with node_of(config, hub, "b") as second:
+            assert rate(second) == (2e-3, 2e-3)
+            first.objective.started = second.objective.started = True
+            assert rate(first) == rate(second) == pytest.approx((1e-3 * 2**0.5,) * 2)
+            second.sync.close()
+        assert rate(first) == (1e-3, 1e-3)
+        first.sync.close()

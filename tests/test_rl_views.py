@@ -19,6 +19,7 @@ from aedit.launch.views.panel import Fitted, panel
 from aedit.launch.views.panel import line as plain_line
 from aedit.launch.views.rl_figures import (
     after_warm_up,
+    newest,
     recent_rollout_tokens_per_s,
     rl_totals,
     seconds_by_use,
@@ -108,6 +109,16 @@ def test_the_speed_up_is_over_the_nodes_that_have_timed_plain_steps(tmp_path):
     RLNode(run_dir, 3).step(10, compared_s=10.0, as_plain_s=10.0)
     assert totals_of(run_dir, 0, 1, 2).speed_up == pytest.approx(1.6)
     assert totals_of(run_dir, 0, 1, 2, 3).speed_up == pytest.approx((8 + 8 + 10) / 20)
+
+
+def test_the_speed_of_workers_is_over_the_time_in_which_they_generate(tmp_path):
+    """Nobody waits for what they generate beside the training: a second of waiting, 8 of generation."""
+    run_dir = rl_run(tmp_path, 10)
+    RLNode(run_dir, 2).step(10, rollout_tokens=1600.0, rollout_s=1.0, worker_s=8.0)
+    assert totals_of(run_dir, 2).tokens_per_s == pytest.approx(200)
+    (node,) = (node for node in read_run(run_dir).nodes if node.index == 2)
+    assert recent_rollout_tokens_per_s(node.metrics) == pytest.approx(200)
+    assert newest(node).report()["rollout_s"] == 8.0
 
 
 def test_the_recent_speed_is_over_ten_seconds_and_over_more_if_nothing_was_generated(tmp_path):

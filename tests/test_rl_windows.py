@@ -1,6 +1,7 @@
 """Tests that the waits of nodes in real processes are windows in which the drafter's trainer runs."""
 
 import io
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -69,6 +70,38 @@ def test_a_drafter_learns_from_the_training_forward_while_its_node_waits_for_rol
     assert drafter["published"] >= drafter["adopted"] >= 1
     assert last["rl"]["idle_s"]["rollouts"] > 0
     assert last["rl"]["idle_used_s"] > 0
+
+
+class Opened:
+    """Idle work that writes a file when a wait with this cause begins."""
+
+    used_s = 0.0
+
+    def __init__(self, cause, path):
+        self.cause, self.path = cause, path
+
+    @contextmanager
+    def window(self, cause):
+        if cause == self.cause:
+            self.path.touch()
+        yield
+
+
+def test_the_wait_for_rewards_is_a_window(tmp_path, monkeypatch):
+    """The rewards come once the window is open."""
+    file = tmp_path / "open"
+    monkeypatch.setenv("REWARDS_AFTER", str(file))
+    keys = {"reward__functions": ("kit.rl_rewards:after_a_file",), "reward__time_limit_s": 60.0}
+    config = config_of(tmp_path, **keys, train__steps=1, drafter__kind="off")
+
+    def watch(node):
+        node.sync.idle = Opened("rewards", file)
+
+    run(config, watch)
+    last = records(config, "metrics")[-1]["rl"]
+    assert (last["excluded"], last["reward"]) == (0, 0.5)
+    assert last["idle_s"]["rewards"] > 0
+    assert last["reward_s"] > 0
 
 
 @pytest.mark.slow  # two trainers load torch

@@ -74,6 +74,7 @@ def test_killed_workers_change_no_token_no_reward_and_no_weight(tmp_path, batche
     totals = records(config, "metrics")[-1]["rl"]
     assert totals["retried"] == sum(line["samples"] for line in retried)
     assert totals["idle_s"]["rollouts"] > 0
+    assert totals["worker_s"] > 0
 
 
 def test_workers_generate_while_the_node_trains_and_no_finished_sample_is_dropped(tmp_path, batches):

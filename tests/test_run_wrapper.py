@@ -198,7 +198,7 @@ def test_a_second_ctrl_c_leaves_at_once(start, tmp_path):
     process.send_signal(signal.SIGINT)
     assert "Ctrl-C again" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    assert process.wait(15) == 130
+    assert process.wait(LIMIT_S) == 130
     assert gone(tmp_path / "x")
 
 
@@ -206,7 +206,7 @@ def test_nodes_that_do_not_leave_in_time_are_ended(start, tmp_path):
     process = start("stubborn", leave_limit_s=1)
     wait_for(lambda: both_nodes_run(tmp_path / "x"), "the nodes")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 143
     assert "did not save within 1 s" in err
     assert gone(tmp_path / "x")
@@ -216,7 +216,7 @@ def test_ctrl_c_before_the_nodes_are_there_ends_the_run(start, tmp_path):
     process = start("wait")
     wait_for((tmp_path / "x/launch.log").exists, "torchrun")
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    assert process.wait(LIMIT_S) == 130
     assert gone(tmp_path / "x")
 
 

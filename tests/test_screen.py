@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from aedit.async_sgd.rules.push_filter import (
     shortening,
 )
 from aedit.async_sgd.rules.records import Part, Push
+from aedit.launch.config.load import load
 from aedit.types import TensorLayout, UnitLayout
 
 SCREEN = PushFilterConfig()
@@ -257,3 +259,13 @@ def test_sizes_far_beyond_what_floats_hold_are_judged_all_the_same():
     assert judge_push(push(0, 1e300), history, SCREEN) is not None
     assert shortening(push(0, 1e-300), seen(push(n, 1e300) for n in range(4)), SCREEN) == 1
     assert log_size(push(0, 0.0)) == -math.inf
+
+
+def test_in_tiny_rl_a_rare_step_with_signal_is_no_violation_and_counts_as_two_usual_ones():
+    rule = load([Path(__file__).parents[1] / "configs" / "tiny-rl.toml"], []).config.hub.push_filter
+    history = seen([push(0, 0.02) for _ in range(20)])
+    rare, broken = push(0, 40 * 0.02), push(0, 1e8 * 0.02)
+    assert judge_push(rare, history, SCREEN) is not None
+    assert judge_push(rare, history, rule) is None
+    assert shortening(rare, history, rule) * 40 == pytest.approx(2.0)
+    assert judge_push(broken, history, rule) is not None

@@ -63,7 +63,7 @@ def test_a_standby_takes_over_with_the_same_bits_and_the_old_hub_does_not_lead_a
         assert node.heartbeat().elapsed_s < 120  # elapsed time of the run, not of the machine
 
         old = HubProcess(toml, tmp_path / "run" / "hub")
-        assert old.process.wait(20) == 2
+        assert old.process.wait(60) == 2
         assert "leads this run under the newer term 2" in old.log.read_text()
         assert standby.stop() == 0
     accepted = {(push.node, push.unit, push.seq) for push in pushes_of(tmp_path / "run" / "standby")}
@@ -107,7 +107,7 @@ def test_a_hub_that_was_cut_off_is_told_that_it_is_over_and_ends(tmp_path):
         node = Client(primary.address).found()
         attached(node)
         assert node.vote(standby.address).leads  # the primary is alive, and the only node cannot reach it
-        assert primary.process.wait(20) == 2
+        assert primary.process.wait(60) == 2
         assert "another hub leads this run" in primary.log.read_text()
         assert node.go_to(standby.address).term == 2
 
@@ -121,7 +121,7 @@ def test_a_hub_believes_whoever_has_seen_a_higher_term(tmp_path):
         with pytest.raises(HubRefused) as refused:
             node.heartbeat()
         assert refused.value.code == grpc.StatusCode.FAILED_PRECONDITION
-        assert primary.process.wait(20) == 2
+        assert primary.process.wait(60) == 2
 
 
 def test_without_another_hub_nobody_can_know_of_a_higher_term(tmp_path):

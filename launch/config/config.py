@@ -98,6 +98,11 @@ class TrainConfig:
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
 
+    lr_by_nodes: float = 0.0
+    """Power of the number of live nodes by which `lr` grows. AdamW divides by the noise of one node's
+    gradients, so the mean of N nodes' steps is shorter than a step on all their samples; 0.5 makes up for
+    it (the square-root rule of arXiv:2205.10287)."""
+
     lr_warmup: float = 0.02
     """Share of the run with linear warm-up of the learning rate."""
 
@@ -122,6 +127,7 @@ class TrainConfig:
         check(self.batch_size >= 1, "train.batch_size", "must be at least 1", self.batch_size)
         check(self.accumulate >= 1, "train.accumulate", "must be at least 1", self.accumulate)
         check(self.lr > 0, "train.lr", "must be above 0", self.lr)
+        check(0 <= self.lr_by_nodes <= 1, "train.lr_by_nodes", "must be in [0, 1]", self.lr_by_nodes)
         check(0 <= self.lr_warmup < 1, "train.lr_warmup", "must be in [0, 1)", self.lr_warmup)
         check(0 <= self.lr_final <= 1, "train.lr_final", "must be in [0, 1]", self.lr_final)
         check(self.weight_decay >= 0, "train.weight_decay", "must not be negative", self.weight_decay)

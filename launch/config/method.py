@@ -17,6 +17,7 @@ _DECIDES = (
     "data.seq_len",
     "data.held_out",
     "train.lr",
+    "train.lr_by_nodes",
     "train.lr_warmup",
     "train.lr_final",
     "train.weight_decay",

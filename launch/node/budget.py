@@ -18,6 +18,9 @@ class NodeBudget(Protocol):
     def progress(self) -> float:
         """Return the used share of the budget, 0 to 1, which the learning rate schedule follows."""
 
+    def nodes(self) -> int:
+        """Return the number of live nodes for the learning rate; 1 may stand for any if it follows none."""
+
     def evaluates(self) -> bool:
         """Return whether this node computes the held-out loss."""
 
@@ -47,6 +50,10 @@ class WorldBudget:
             since / self.config.train.steps
         )  # assuming as many steps of the other nodes since the last round
         return min(1.0, max(self._steps_share() + ahead, self._elapsed_share()))
+
+    def nodes(self) -> int:
+        """Return the number of nodes of the world."""
+        return self.world.nodes
 
     def evaluates(self) -> bool:
         """Return whether this is node 0, which evaluates."""
@@ -87,6 +94,12 @@ class HubBudget:
             since = max(since, news.age_s / self.config.train.seconds)
         share = min(1.0, news.progress + since)
         return self.sync.shards.decide([int(share * self._BILLION)])[0] / self._BILLION
+
+    def nodes(self) -> int:
+        """Return the live nodes that the hub reported, equal on all ranks of the node."""
+        if not self.config.train.lr_by_nodes:  # spares the ranks an agreement in each step
+            return 1
+        return self.sync.shards.decide([max(1, self.link.news().nodes)])[0]
 
     def evaluates(self) -> bool:
         """Return whether the hub has chosen this node to evaluate."""

@@ -19,16 +19,18 @@ def make_inner(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
 
 
-def lr_at(progress: float, config: TrainConfig) -> float:
+def lr_at(progress: float, config: TrainConfig, nodes: int = 1) -> float:
     """Return the learning rate: linear warm-up, then a cosine down to `lr_final`.
 
-    progress: share of the run, 0 to 1.
+    progress: share of the run, 0 to 1. nodes: live nodes, by whose number the rate grows as `lr_by_nodes`
+    says.
     """
+    peak = config.lr * math.pow(nodes, config.lr_by_nodes)
     if progress < config.lr_warmup:
-        return config.lr * (progress + 1e-3) / (config.lr_warmup + 1e-3)
+        return peak * (progress + 1e-3) / (config.lr_warmup + 1e-3)
     done = min(1.0, (progress - config.lr_warmup) / (1 - config.lr_warmup))
     share = config.lr_final + (1 - config.lr_final) * 0.5 * (1 + math.cos(math.pi * done))
-    return config.lr * share
+    return peak * share
 
 
 def set_lr(inner: torch.optim.Optimizer, lr: float) -> None:

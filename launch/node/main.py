@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load
 from aedit.launch.config.placement import JoinOptions
+from aedit.system import no_collections
 from aedit.types import UserError
 
 if TYPE_CHECKING:
@@ -54,8 +55,9 @@ def _refuse(error: UserError, launcher: int) -> None:
 
 def _join_and_train(config: RunConfig, options: argparse.Namespace, at_end: contextlib.ExitStack) -> None:
     # Imported here: an invalid configuration is reported before the slow import of torch.
-    from aedit.launch.node.build import build
-    from aedit.launch.node.world import join_world, leave_world
+    with no_collections():
+        from aedit.launch.node.build import build
+        from aedit.launch.node.world import join_world, leave_world
 
     ranks = options.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     attempt = options.attempt + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

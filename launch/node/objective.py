@@ -47,8 +47,8 @@ class Objective(Protocol):
     def accumulate_gradients(self, add_loss: AddLoss) -> None:
         """Run the forward and backward passes of one inner step, and report the loss of each."""
 
-    def lr(self, progress: float) -> float:
-        """Return the learning rate after this share of the run's budget."""
+    def lr(self, progress: float, nodes: int) -> float:
+        """Return the learning rate after this share of the run's budget, with so many live nodes."""
 
     def end_step(self) -> int:
         """Return the tokens of the inner step that was taken with the gradients."""
@@ -108,9 +108,9 @@ class TextObjective:
             mean.backward()  # type: ignore[no-untyped-call]
             add_loss(mean.detach())
 
-    def lr(self, progress: float) -> float:
+    def lr(self, progress: float, nodes: int) -> float:
         """Return the learning rate of the schedule."""
-        return lr_at(progress, self.config.train)
+        return lr_at(progress, self.config.train, nodes)
 
     def end_step(self) -> int:
         """Return the tokens of a step."""

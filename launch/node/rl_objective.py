@@ -111,12 +111,12 @@ class PolicyObjective:
             self._tokens = self.gradient.accumulate(samples, add_loss, version)
         self.records.train_s += time.perf_counter() - began
 
-    def lr(self, progress: float) -> float:
+    def lr(self, progress: float, nodes: int) -> float:
         """Return the learning rate of the warm-up, or of the schedule over the rest of the run."""
         if not self.started:
             return self.config.rl.supervised_lr
         warm_up = min(self.config.rl.supervised_steps / self.config.train.steps, 0.999)
-        return lr_at(max(0.0, progress - warm_up) / (1 - warm_up), self.config.train)
+        return lr_at(max(0.0, progress - warm_up) / (1 - warm_up), self.config.train, nodes)
 
     def end_step(self) -> int:
         """Count the step and its groups as trained; return its tokens."""

@@ -20,7 +20,16 @@ SUMS = ("groups", "rollouts", "no_signal", "excluded", "retried", "rollout_token
 """Totals that are added over the ranks of a node."""
 OF_DRAFTER = ("steps", "published", "adopted", "refused")
 """Counts of the learned drafter, added over the ranks."""
-SECONDS = ("rollout_s", "reward_s", "train_s", "plain_s", "compared_s", "as_plain_s", "idle_used_s")
+SECONDS = (
+    "rollout_s",
+    "worker_s",
+    "reward_s",
+    "train_s",
+    "plain_s",
+    "compared_s",
+    "as_plain_s",
+    "idle_used_s",
+)
 """Totals of which the mean over the ranks is taken."""
 
 

@@ -148,7 +148,7 @@ class TrainingNode:
         """Clip the gradients, and take an inner optimizer step at the current learning rate."""
         clip = self.config.train.grad_clip
         self.meter.grad_norm = torch.nn.utils.clip_grad_norm_(self.sync.model.parameters(), clip)
-        self.lr = self.objective.lr(self.budget.progress())
+        self.lr = self.objective.lr(self.budget.progress(), self.budget.nodes())
         set_lr(self.sync.inner, self.lr)
         self.sync.inner.step()
         self.sync.inner.zero_grad()

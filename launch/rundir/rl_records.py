@@ -30,6 +30,7 @@ _TOTALS = (
     "excluded",
     "rollout_tokens",
     "rollout_s",
+    "worker_s",
     "reward_s",
     "train_s",
     "supervised_steps",
@@ -119,7 +120,10 @@ class RLMetric:
 
     rollout_tokens: float
     rollout_s: float
-    """Seconds of generation."""
+    """Seconds of generation, or of waiting for the processes that generate."""
+
+    worker_s: float
+    """Seconds in which those processes have generated, mean over them; 0 without."""
 
     reward_s: float
     """Seconds of waiting for rewards after the last rollout."""
@@ -146,6 +150,11 @@ class RLMetric:
 
     drafter: DrafterMetric | None = None
 
+    @property
+    def generation_s(self) -> float:
+        """Return the seconds of generation, also of the part for which nobody has waited."""
+        return self.worker_s if self.worker_s > 0 else self.rollout_s
+
     @staticmethod
     def of(value: object) -> "RLMetric | None":
         """Return the state in `rl` of a line of metrics; None if the line has none."""
@@ -161,6 +170,7 @@ class RLMetric:
     def report(self) -> dict[str, float]:
         """Return the finite values that a node reports to its hub, by names of `RL_REPORT`."""
         named = {name: getattr(self, name) for name in (*_NEWEST, *_TOTALS)}
+        named["rollout_s"] = self.generation_s
         named |= {f"idle_s/{cause}": seconds for cause, seconds in self.idle_s.items()}
         for arm, steps in self.arms.items():
             drafter = arm.partition(":")[0]

@@ -77,7 +77,7 @@ def rl_totals(states: Iterable[RLMetric | None]) -> RLTotals:
         ),
         retried=total_known(state.retried for state in known),
         excluded=total_known(state.excluded for state in known),
-        tokens_per_s=_sum_or_nan(ratio(state.rollout_tokens, state.rollout_s) for state in known),
+        tokens_per_s=_sum_or_nan(ratio(state.rollout_tokens, state.generation_s) for state in known),
         speed_up=ratio(
             total_known(state.as_plain_s for state in known), total_known(state.compared_s for state in known)
         ),
@@ -107,11 +107,11 @@ def recent_rollout_tokens_per_s(metrics: Sequence[Metric], window_s: float = WIN
         if metric.rl is None:
             break
         before = metric.rl
-        if metrics[-1].t - metric.t >= window_s and before.rollout_s < last.rollout_s:
+        if metrics[-1].t - metric.t >= window_s and before.generation_s < last.generation_s:
             break
-    speed = ratio(last.rollout_tokens - before.rollout_tokens, last.rollout_s - before.rollout_s)
+    speed = ratio(last.rollout_tokens - before.rollout_tokens, last.generation_s - before.generation_s)
     # With one line, or after a restart of the totals, only the totals are known.
-    return speed if isfinite(speed) else ratio(last.rollout_tokens, last.rollout_s)
+    return speed if isfinite(speed) else ratio(last.rollout_tokens, last.generation_s)
 
 
 def first_and_last(run: Run, value: Callable[[RLMetric], float]) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from aedit.system import end_with_parent
+from aedit.system import end_with_parent, no_collections
 
 SESSION_TRIES = 10
 ON_LINUX = sys.platform == "linux"
@@ -165,7 +165,8 @@ def read_work(arguments: list[str]) -> tuple[Any, float]:
     used_s = time.process_time()
     payload = pickle.load(sys.stdin.buffer)
     sys.path[:] = payload["path"]
-    return pickle.loads(payload["work"]), used_s  # this loads torch
+    with no_collections():
+        return pickle.loads(payload["work"]), used_s  # this loads torch
 
 
 def _lower(pid: int, niceness: int) -> None:

@@ -194,8 +194,12 @@ class WorkerSource:
     def status(self) -> Mapping[str, Any]:
         """Return counts and times, summed over all workers so far.
 
+        `worker_s` are the seconds in which a process has generated, mean over them.
         `retried` counts samples that were taken back from dead workers, `moved` those that changed workers.
         """
+        figures = dict(self._dispatcher.figures())
+        generated_s = figures.get("rollout_s")
+        worker_s = generated_s / self._config.processes if isinstance(generated_s, float) else 0.0
         return {
             "workers": len(self._pool.workers),
             "pids": [worker.pid for worker in self._pool.workers.values()],
@@ -207,7 +211,8 @@ class WorkerSource:
             "retried": self._dispatcher.num_retried,
             "moved": self._reallocator.num_moves,
             "version": self._version,
-            **self._dispatcher.figures(),
+            "worker_s": worker_s,
+            **figures,
         }
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from aedit.spec_rollout.workers.channel import Channel, Message
-from aedit.system import end_with_parent
+from aedit.system import end_with_parent, no_collections
 
 if TYPE_CHECKING:  # torch takes seconds to load, and this process must first be bound to its parent's life
     from aedit.spec_rollout.workers.serving import Worker
@@ -54,9 +54,10 @@ def _first_messages(channel: Channel) -> list[Message]:
 
 def _make(begin: Message, channel: Channel) -> "Worker":
     sys.path[:] = begin["path"]
-    import torch
+    with no_collections():
+        import torch
 
-    from aedit.spec_rollout.workers.serving import Worker
+        from aedit.spec_rollout.workers.serving import Worker
 
     torch.set_num_threads(begin["threads"])
     return Worker(begin, channel)

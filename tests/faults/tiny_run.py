@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 SABOTEUR = Path(__file__).parent / "saboteur.py"
 
 RUN_TOML = """

@@ -21,3 +21,13 @@ def fails_once_in_a_while(prompts, completions, **columns):
     if len(prompts[0]) % 2:
         raise ValueError("a prompt with an odd number of letters")
     return [1.0] * len(completions)
+
+
+def after_a_file(completions, **columns):
+    """Return 0 or 1 by turns, once the file that REWARDS_AFTER names is there."""
+    import os
+    import time
+
+    while not os.path.exists(os.environ["REWARDS_AFTER"]):
+        time.sleep(0.002)
+    return [float(i % 2) for i in range(len(completions))]

@@ -9,6 +9,7 @@ import psutil
 import pytest
 from faults.tiny_run import SABOTEUR
 from kit.hub_journal import check_leases
+from kit.rl_toml import rl_toml
 from kit.waiting import until
 
 from aedit.launch.hub.replay import records_of, replayed
@@ -16,30 +17,7 @@ from aedit.launch.hub.replay import records_of, replayed
 LIMIT_S = 150.0
 LEASE = 16
 
-TOML = """
-name = "x"
-dir = "{directory}"
-device = "cpu"
-[model]
-sizes = {{ hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = 2 }}
-[data]
-seq_len = 16
-[prompts]
-source = "aedit.spec_rollout.rl.tasks.arithmetic:rows"
-options = {{ levels = 1 }}
-size = 100
-[reward]
-functions = ["regex"]
-options = {{ "regex.pattern" = "[0-9+ -/]" }}
-[rl]
-groups = 2
-group_size = 3
-eval_every = 0
-eval_problems = 2
-[rl.sampling]
-max_new_tokens = 4
-[drafter]
-kind = "off"
+TABLES = """
 [train]
 steps = {steps}
 batch_size = 6
@@ -79,7 +57,8 @@ def trained(directory):
 @pytest.mark.slow  # starts a hub twice and two nodes with torchrun
 def test_a_killed_hub_costs_no_group_and_trains_none_twice(tmp_path):
     toml = tmp_path / "run.toml"
-    toml.write_text(TOML.format(directory=tmp_path, steps=200, lease=LEASE))
+    tables = TABLES.format(steps=200, lease=LEASE)
+    toml.write_text(rl_toml(tmp_path, groups=2, prompts="size = 100", tables=tables))
     words = [sys.executable, str(SABOTEUR), "--aedit", "run", str(toml), "--local=2"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

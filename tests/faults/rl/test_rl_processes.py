@@ -11,38 +11,15 @@ from collections import Counter
 import psutil
 import pytest
 from faults.tiny_run import Run, deed, differing, until
+from kit.rl_toml import rl_toml
 
 from aedit.spec_rollout.workers.worker_process import MODULE as WORKER
 
 STEPS, GROUPS, PROBLEMS = 10, 2, 16
 
-RL_TOML = """
-name = "x"
-dir = "{dir}"
-device = "cpu"
-restarts = 2
-[model]
-sizes = {{ hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2, num_attention_heads = 2 }}
-[data]
-seq_len = 16
-[prompts]
-source = "aedit.spec_rollout.rl.tasks.arithmetic:rows"
-options = {{ levels = 1 }}
-size = {problems}
-held_out = 0.2
-[reward]
-functions = ["regex"]
-options = {{ "regex.pattern" = "[0-9+ -/]" }}
-[rl]
-groups = {groups}
-group_size = 3
-eval_every = 0
-eval_problems = 2
-{rl}
-[rl.sampling]
-max_new_tokens = 4
-[drafter]
-kind = "off"
+PROMPTS = f"size = {PROBLEMS}\nheld_out = 0.2"
+
+TABLES = """
 [train]
 steps = {steps}
 batch_size = 6
@@ -53,7 +30,6 @@ warmup_steps = 2
 timeout_s = 60
 [checkpoint]
 every = 1
-{more}
 """
 
 
@@ -61,8 +37,8 @@ class RLRun(Run):
     """A run of two nodes that trains on rewards."""
 
     def configure(self, steps, more="", data="", rl=""):
-        sizes = {"groups": GROUPS, "problems": PROBLEMS, "steps": steps}
-        text = RL_TOML.format(dir=self.toml.parent, more=more, rl=rl, **sizes)
+        tables = TABLES.format(steps=steps) + more
+        text = rl_toml(self.toml.parent, groups=GROUPS, prompts=PROMPTS, rl=rl, tables=tables)
         for path in (self.toml, self.dir / "run.toml"):
             path.write_text(text)
 
@@ -90,7 +66,7 @@ def undisturbed_rl(node_server, tmp_path_factory):
     run = RLRun(node_server, tmp_path_factory.mktemp("undisturbed-rl"), steps=STEPS)
     run.train()
     assert_every_group_once(run)
-    return [run.newest(node) for node in range(2)]
+    return run
 
 
 def assert_every_group_once(run):
@@ -100,8 +76,8 @@ def assert_every_group_once(run):
 
 
 def assert_same_end(run, undisturbed):
-    for node, end in enumerate(undisturbed):
-        assert differing(run.newest(node), end) == []
+    for node in range(2):
+        assert differing(run.newest(node), undisturbed.newest(node)) == []
 
 
 @pytest.mark.parametrize(
@@ -178,11 +154,9 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(make_rl_run, undisturbed
     assert_same_end(run, undisturbed_rl)
 
 
-def test_prompts_that_run_out_begin_again_in_a_new_order(make_rl_run):
+def test_prompts_that_run_out_begin_again_in_a_new_order(undisturbed_rl):
     """A source of n problems is passed through in epochs, each a permutation of all of them."""
-    run = make_rl_run()
-    run.train()
-    trained = sorted([*run.trained(0), *run.trained(1)])
+    trained = sorted([*undisturbed_rl.trained(0), *undisturbed_rl.trained(1)])
     assert [position for position, _ in trained] == list(range(2 * STEPS * GROUPS))
     problems = [problem for _, problem in trained]
     size = len(set(problems))
