@@ -1,6 +1,7 @@
 """Measure the time of a step of reinforcement learning, plain and with a drafter trained in waits.
 
     python -m benchmarks.rl_speed [--only steps|waits] [--seeds 0,1,2] [--size 10m] [--minutes M] [--quick]
+        [--drafter FILE]
 
 Two parts, each a file of rl_speed_parts/: steps (the same samples made plainly and speculating, on two
 nodes) and waits (a node of fixed pace: use of its waits, and what the trainer costs its steps). The policy is
@@ -15,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.idle_parts.foreground import Ratio
@@ -30,8 +32,9 @@ ABOUT = "Time of a step of reinforcement learning: plain, and speculating with a
 STEPS_METHOD = (
     "GRPO steps of two nodes that average after each step; each makes the same samples in both ways, in"
     " random order, on one thread, and trains once; times are processor time.",
-    "Medians over the measured steps [95 % by bootstrap]. Node 0's drafter starts from random weights and"
-    " trains in node 0's waits alone, 85 % of which are used; node 1 trains none.",
+    "Medians over the measured steps [95 % by bootstrap]. Before them node 0's drafter trains from random"
+    " weights on rollouts of the first policy; in them it trains in node 0's waits alone, 85 % of which are"
+    " used. Node 1 trains none. The first step of a seed is not measured: the choice learns in it.",
 )
 WAITS_METHOD = (
     "A node whose waits have a given length, on two threads, with the drafter's trainer in its waits; steps"
@@ -41,6 +44,8 @@ WAITS_METHOD = (
 FASTER, TAIL, USED, SHARED = 1.5, 6.0, 0.85, 0.95
 COST, HARM, AA_WIDTH, PAIRS = 1.01, 1.02, 0.06, 40
 RUN_IN_SEED = 1000
+MOST_PRACTICE = 500
+"""Batches of rollouts before the steps, at most."""
 Part = Literal["steps", "waits"]
 
 
@@ -54,6 +59,8 @@ class Plan:
     root: Path = ROOT
     only: Part | None = None
     quick: bool = False
+    drafter: Path | None = None
+    """File of the drafter with which the steps begin. Where there is none yet, it is written."""
 
 
 FULL = Plan(
@@ -66,7 +73,6 @@ QUICK = Plan(
         groups=2,
         samples=3,
         max_tokens=256,
-        run_in=1,
         learned_s=0.1,
         steps=2,
     ),
@@ -88,15 +94,25 @@ class Seed:
     """Acceptance on the node that never trained a drafter over that on the other."""
 
 
+def drafter_of(plan: Plan, say: Callable[[str], None]) -> dict[str, Tensor]:
+    """Return the drafter of the plan's file, or one that is trained now."""
+    if plan.drafter is None:
+        return learned(plan, say)
+    if not plan.drafter.exists():
+        save_file(learned(plan, say), plan.drafter)
+    return load_file(plan.drafter)
+
+
 def learned(plan: Plan, say: Callable[[str], None]) -> dict[str, Tensor]:
-    """Return a drafter that has been trained in waits, from random weights on."""
+    """Return a drafter that has been trained from random weights on, in windows alone."""
     with World(plan.size, RUN_IN_SEED, plan.root) as world:
-        for number in range(plan.size.run_in):
-            if number == plan.size.run_in - 1:
-                world.owed_s = plan.size.learned_s
-            say(
-                f"run-in {number}: {_speculating(world.step(('speculating',)))}; trainer {world.used_s:.1f} s"
-            )
+        for number in range(MOST_PRACTICE):
+            world.practise(number)
+            say(f"before the steps: batch {number} of rollouts, trainer {world.used_s:.1f} s")
+            if world.used_s >= plan.size.learned_s:
+                break
+        else:
+            raise TimeoutError(f"the trainer had {world.used_s:.1f} s only: the machine is too busy")
         world.learner.adopt()
         status = world.learner.status()
         say(f"drafter: {status['steps']} microbatches, {status['published']} published; {status['training']}")
@@ -107,6 +123,8 @@ def run(plan: Plan, seed: int, drafter: Mapping[str, Tensor], say: Callable[[str
     """Take the steps of one seed; drafter: where it begins."""
     steps = []
     with World(plan.size, seed, plan.root, drafter) as world:
+        for _ in range(plan.size.warm):
+            world.step(("speculating",))
         for number in range(plan.size.steps):
             steps.append(world.step())
             say(f"seed {seed}, step {number}: {steps[-1].speedup:.2f} x; {_speculating(steps[-1])}")
@@ -123,7 +141,7 @@ def measure(plan: Plan, say: Callable[[str], None]) -> list[Report]:
     reports = []
     if plan.only != "waits":
         torch.set_num_threads(1)
-        drafter = learned(plan, say)
+        drafter = drafter_of(plan, say)
         reports.append(steps_report([run(plan, seed, drafter, say) for seed in plan.seeds], plan))
     if plan.only != "steps":
         reports.append(waits_report(measure_waits(plan.size, plan.amount, plan.root), plan))
@@ -273,22 +291,23 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, default=FULL.size.policy.minutes, help="of the policy's training"
     )
-    parser.add_argument("--run-in", type=int, default=FULL.size.run_in, help="steps that are not measured")
     parser.add_argument(
-        "--learned", type=float, default=FULL.size.learned_s, help="seconds of waits before the steps"
+        "--learned", type=float, default=FULL.size.learned_s, help="seconds of training before the steps"
     )
     parser.add_argument("--steps", type=int, default=FULL.size.steps, help="steps that are")
+    parser.add_argument("--drafter", type=Path, help="file to begin with; without one it is written")
     parser.add_argument("--root", type=Path, default=ROOT, help="where policies are kept")
 
 
 def _asked(args: argparse.Namespace) -> list[Report]:
     say: Callable[[str], Any] = Console(stderr=True).print
     if args.quick:
-        return measure(replace(QUICK, only=args.only, root=args.root), say)
+        return measure(replace(QUICK, only=args.only, root=args.root, drafter=args.drafter), say)
     policy = Policy(size=args.size, minutes=args.minutes)
-    size = replace(FULL.size, policy=policy, run_in=args.run_in, learned_s=args.learned, steps=args.steps)
+    size = replace(FULL.size, policy=policy, learned_s=args.learned, steps=args.steps)
     seeds = tuple(int(seed) for seed in args.seeds.split(","))
-    return measure(replace(FULL, size=size, seeds=seeds, only=args.only, root=args.root), say)
+    plan = replace(FULL, size=size, seeds=seeds, only=args.only, root=args.root, drafter=args.drafter)
+    return measure(plan, say)
 
 
 if __name__ == "__main__":

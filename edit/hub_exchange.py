@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Literal
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +20,13 @@ from aedit.edit.alone import Here, OwnNotes
 from aedit.edit.canonical import SharedVector
 from aedit.edit.config import EditConfig, PenaltyConfig
 from aedit.edit.exchange import RoundOutcome
-from aedit.edit.hub_join import NodeOptions, check_units, open_link
+from aedit.edit.hub_join import NodeKeys, NodeOptions, check_units, open_link, shared_drafter
 from aedit.edit.hub_lease import Positions
 from aedit.edit.hub_report import StepReport
 from aedit.edit.push import POLL_S, PendingPush, UnitProgress
 from aedit.edit.push_detector import PushDetector
 from aedit.edit.schedule import Notes, RoundSchedule
-from aedit.edit.shards import Shards, local
+from aedit.edit.shards import Shards, local, shards_of
 from aedit.edit.unit_steps import UnitSteps
 from aedit.edit.units import SyncUnit
 from aedit.proto.agent.agent_link import AgentLink, AgentLost, NodeRefused
@@ -89,14 +88,7 @@ class HubExchange:
 
     @classmethod
     def join(
-        cls,
-        address: str,
-        model: nn.Module,
-        *,
-        name: str,
-        keys: str | Path | Literal[False] | None = None,
-        num_samples: int = 0,
-        tokens_per_step: int = 0,
+        cls, address: str, model: nn.Module, *, tokens_per_step: int = 0, **node: Unpack[NodeKeys]
     ) -> "HubExchange":
         """Return the exchange of a node of the run that the hub at `address` leads.
 
@@ -110,27 +102,26 @@ class HubExchange:
         Args:
             address: HOST:PORT of the hub, or of several that split the units, separated by commas.
             model: Any module. Its trainable parameters must have the names and shapes of the run's.
-            name: Name of the node, kept over restarts: the same name gets the same index, data and records.
-            keys: Folder that `aedit keys` wrote for nodes. None: a hub on this machine without TLS. False:
-                no TLS, although the hub is another machine.
-            num_samples: Samples of the data set, equal on all nodes. With it, `lease` gives positions.
             tokens_per_step: Tokens of the whole node in an inner step, for runs that weigh pushes by them.
+            **node: `name` of the node, kept over restarts: the same name gets the same index, data, records.
+                `keys`: folder that `aedit keys` wrote for nodes; None: a hub on this machine without TLS;
+                False: no TLS, although the hub is another machine. `num_samples` of the data set, equal on
+                all nodes: with it, `lease` gives positions. `drafter`: an `OnlineDrafter` that the nodes of
+                the run share; the hub has `drafter.kind = "layer"` then.
 
         Raises:
             ValueError: No hub answers within 10 seconds, it refuses this node, the keys cannot be read, or
                 the model does not have the units that the run names.
         """
-        folder = Path(keys) if isinstance(keys, str) else keys
-        return cls.of(
-            address, model, NodeOptions(name=name, keys=folder, num_samples=num_samples), tokens_per_step
-        )
+        return cls.of(address, model, NodeOptions(**node), tokens_per_step)
 
     @classmethod
     def of(
         cls, address: str, model: nn.Module, options: NodeOptions, tokens_per_step: int = 0
     ) -> "HubExchange":
         """Return what `join` returns, with all options of the node."""
-        link, settings, units = open_link(address, model, options)
+        shared = shared_drafter(model, options)
+        link, settings, units = open_link(address, model, options, shared)
         exchange = cls(
             link,
             max_steps_ahead=settings.hub.max_steps_ahead,
@@ -139,6 +130,9 @@ class HubExchange:
             timeout_s=settings.edit.timeout_s,
         )
         exchange.joined_units = units
+        if shared is not None and options.drafter is not None:
+            shared.attach(exchange)
+            shared.connect(options.drafter, shards_of(list(model.parameters())))
         leases = options.num_samples > 0
         exchange.report = StepReport(link, settings, tokens_per_step=tokens_per_step, leases_data=leases)
         if settings.hub.weights == "tokens" and not tokens_per_step:

@@ -3,14 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Required, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import aedit
+from aedit.async_sgd.rules.unit_rules import DRAFTER
 from aedit.edit import canonical
+from aedit.edit.apart import SharedModule, TrainedApart
 from aedit.edit.hub_settings import HubSettings
 from aedit.edit.shards import Shards, control_device, shards_of
 from aedit.edit.units import SyncUnit, find_units
@@ -26,20 +28,31 @@ class NodeOptions:
 
     name: str
     """Kept over restarts: the same name gets the same index."""
-    keys: Path | Literal[False] | None = None
+    keys: str | Path | Literal[False] | None = None
     """Folder that `aedit keys` wrote; None: no TLS, on this machine only; False: no TLS anywhere."""
     num_samples: int = 0
     """Samples of the data set; 0: the hub leases no data to this node."""
     agent: Literal["process", "thread"] = "process"
     """Place of the network traffic: a process of its own, or a thread."""
+    drafter: TrainedApart | None = None
+    """Drafter that the nodes of the run share."""
+
+
+class NodeKeys(TypedDict, total=False):
+    """Arguments of `NodeOptions` that `HubExchange.join` takes by keyword."""
+
+    name: Required[str]
+    keys: str | Path | Literal[False] | None
+    num_samples: int
+    drafter: TrainedApart | None
 
 
 def open_link(
-    address: str, model: nn.Module, options: NodeOptions
+    address: str, model: nn.Module, options: NodeOptions, shared: SharedModule | None = None
 ) -> tuple[AgentLink, HubSettings, tuple[UnitLayout, ...]]:
     """Read the settings of the run from the hub and start this node's agent; the node is not a member yet.
 
-    Returns the link to the agent, the settings, and the units of the model.
+    Returns the link to the agent, the settings, and the units: those of the model, and that of `shared`.
 
     All ranks of the node call it together, each with its shard of the model.
 
@@ -52,7 +65,9 @@ def open_link(
     if error:
         raise ValueError(error)
     settings = _settings(reply_text, address)
-    plan = node_plan(model, settings, options)
+    if (shared is not None) != settings.shares_drafter and (shared is not None or settings.hub.endless):
+        raise ValueError(_about_drafter(settings))
+    plan = node_plan(model, settings, options, shared)
     link: AgentLink | None = None
 
     def start() -> str:
@@ -85,10 +100,30 @@ def check_units(units: Sequence[SyncUnit], link: Link, joined: tuple[UnitLayout,
             raise ValueError(f"unit {here.name} is {here}, and the exchange was made for {there}: {remedy}")
 
 
-def node_plan(model: nn.Module, settings: HubSettings, options: NodeOptions) -> AgentPlan:
+def shared_drafter(model: nn.Module, options: NodeOptions) -> SharedModule | None:
+    """Return the unit of the drafter that this node brings, not yet attached to an exchange; None: none."""
+    if options.drafter is None:
+        return None
+    shapes = {name: tensor.shape for name, tensor in options.drafter.tensors().items()}
+    return SharedModule(DRAFTER, shapes, next(model.parameters()).device)
+
+
+def _about_drafter(settings: HubSettings) -> str:
+    if settings.shares_drafter:
+        return f"run {settings.run} shares a drafter: pass drafter=online to HubExchange.join"
+    return (
+        f'run {settings.run} shares no drafter: join without one, or set drafter.kind = "layer" in the '
+        "configuration of its hub"
+    )
+
+
+def node_plan(
+    model: nn.Module, settings: HubSettings, options: NodeOptions, shared: SharedModule | None = None
+) -> AgentPlan:
     """Return the plan of this node's agent."""
     hub = settings.hub
-    units = canonical.layout(find_units(model, settings.edit.units)).units
+    apart = [shared.unit] if shared is not None else []
+    units = canonical.layout([*find_units(model, settings.edit.units), *apart]).units
     return AgentPlan(
         addresses=hub.addresses,
         standbys=tuple(hub.standby.split(",")) if hub.standby else (),
@@ -123,7 +158,7 @@ def _responder(address: str, options: NodeOptions) -> str:
                 f"{place} is another machine: pass keys=FOLDER with what `aedit keys` wrote for nodes, or"
                 " keys=False if the network is closed"
             )
-    keys = caller_keys(address, options.keys or None, insecure=True)
+    keys = caller_keys(address, Path(options.keys) if options.keys else None, insecure=True)
     return greet(address, keys).SerializeToString().hex()
 
 

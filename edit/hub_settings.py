@@ -28,6 +28,8 @@ class HubSettings:
     """Units, fragments, interval and deadline, with `landing` set to "arrival"."""
     hub: HubConfig
     """Codecs and timings; `address` and `standby` say where this node reaches the hub."""
+    shares_drafter: bool = False
+    """The run has a sync unit for a drafter that is trained apart from the model."""
 
     @classmethod
     def of(cls, reply: HelloReply, addresses: str) -> "HubSettings":
@@ -54,11 +56,19 @@ class HubSettings:
             run=reply.run,
             edit=replace(_made(EditConfig, tables.get("edit", {})), landing="arrival"),
             hub=replace(hub, address=",".join(known), standby=reply.standby or hub.standby),
+            shares_drafter=_shares_drafter(tables),
         )
 
     def schedule(self, link: Link) -> RoundSchedule:
         """Return a new schedule that follows the hub's pace."""
         return make_pace(self.edit, link.news)
+
+
+def _shares_drafter(tables: dict[str, Any]) -> bool:
+    """Return whether a hub with this configuration, of which defaults are left out, expects a drafter."""
+    drafter = tables.get("drafter", {})
+    kinds = ("layer", "auto") if tables.get("prompts", {}).get("source") else ("layer",)
+    return drafter.get("kind", "auto") in kinds and bool(drafter.get("share", True))
 
 
 def _made(kind: type[T], table: dict[str, Any]) -> T:

@@ -9,7 +9,7 @@ from benchmarks.idle_parts.foreground import Ratio
 from benchmarks.idle_parts.windows import Harvest
 from benchmarks.policies import Policy
 from benchmarks.rl_speed_parts.dealing import NODES, Size, deal, node_of, rewarded
-from benchmarks.rl_speed_parts.steps import WAYS, Done, Spent, Step
+from benchmarks.rl_speed_parts.steps import WAYS, Done, Spent, Step, World
 from benchmarks.rl_speed_parts.waits import Waited
 from benchmarks.rollout_parts.same import Same
 
@@ -21,7 +21,6 @@ SIZE = Size(
     groups=3,
     samples=2,
     max_tokens=96,
-    run_in=1,
     learned_s=0.1,
     steps=1,
 )
@@ -115,18 +114,31 @@ def test_the_cost_of_a_trainer_is_told_only_where_its_harm_could_be_seen(wrong, 
 
 def test_steps_are_equal_in_both_ways_and_the_trainer_has_what_the_waits_gave(tmp_path, one_thread):
     said = []
-    plan = replace(rl_speed.QUICK, size=SIZE, root=tmp_path)
-    drafter = rl_speed.learned(plan, said.append)
+    plan = replace(rl_speed.QUICK, size=SIZE, root=tmp_path, drafter=tmp_path / "drafter.safetensors")
+    drafter = rl_speed.drafter_of(plan, said.append)
     assert any(value.count_nonzero() for value in drafter.values())
+    assert said[-1].startswith("drafter: ")
+    again = rl_speed.drafter_of(plan, pytest.fail)  # read, not trained
+    assert all(torch.equal(again[name], value) for name, value in drafter.items())
+    said.clear()
     seed = rl_speed.run(plan, 0, drafter, said.append)
     (measured,) = seed.steps
+    assert measured.number == SIZE.warm + 1  # the first is not measured
     assert measured.same.tokens == sum(measured.lengths) > 0
     assert measured.same.differences == 0
     assert len(measured.lengths) == NODES * SIZE.groups * SIZE.samples
     for way in WAYS:
         assert all(node.rollouts_s > 0 and node.training_s > 0 for node in measured.ways[way].nodes)
         assert 0.0 in measured.ways[way].waits_s
-    assert len(said) == 3
+    assert len(said) == 1
+
+
+def test_the_node_that_trains_none_takes_a_shared_drafter_in_its_next_step(tmp_path, one_thread):
+    with World(SIZE, 0, tmp_path) as world:
+        before = world.other.status()["adopted"]
+        world.other.take_shared({name: t.clone() for name, t in world.other.tensors().items()})
+        world.step(("speculating",))
+        assert world.other.status()["adopted"] == before + 1
 
 
 @pytest.mark.slow

@@ -22,11 +22,12 @@ class Size:
     max_tokens: int = 640
     """Prompt and answer."""
     lr: float = 1e-5
-    run_in: int = 16
-    """Steps before those that are measured, of a seed of its own, whose rollouts the drafter learns from."""
     learned_s: float = 200.0
-    """Processor seconds of waits that the drafter then has had; the last wait is as long as that takes."""
-    steps: int = 8
+    """Processor seconds of training that the drafter has had before the steps, on rollouts of the policy with
+    which they begin."""
+    warm: int = 1
+    """First steps of a seed, which are not measured: the choice of the arms learns what passes take."""
+    steps: int = 4
     """Steps that are measured."""
 
 

@@ -22,6 +22,7 @@ from aedit.spec_rollout.arms.goodput import Goodput
 from aedit.spec_rollout.drafters.drafts import Drafter, DrafterKind, parse_arm
 from aedit.spec_rollout.drafters.suffix import SuffixDrafter
 from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.engine_source import EngineSource
 from aedit.spec_rollout.engine.meters import Meters
 from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from aedit.spec_rollout.learning.online_drafter import OnlineConfig, OnlineDrafter
@@ -39,6 +40,9 @@ Way = Literal["plain", "speculating"]
 WAYS: tuple[Way, ...] = get_args(Way)
 JUDGED_ARM, JUDGED_STEP = "layer:4", 1 << 20
 """Arm and step whose prompts compare the nodes' drafters."""
+
+FEATURE_BYTES = 2**28
+"""Memory for features, about 65,000 tokens of a policy of 10 M parameters."""
 
 TAKES = OnlineConfig(train=False)
 """Drafter of a node that never trains one."""
@@ -121,6 +125,7 @@ class Node:
         self.engine = self._engine(Goodput([parse_arm(arm) for arm in ARMS]) if config else None)
         if self.online is not None:
             self.engine.sink = self.online.sink
+        self._source = EngineSource(self.engine, self.online)
 
     @property
     def drafting(self) -> OnlineDrafter:
@@ -132,19 +137,18 @@ class Node:
     def generate(self, prompts: Sequence[Prompt], spent: Spent) -> list[Rollout]:
         """Return a rollout of each prompt, with the newest drafter."""
         self.engine.meters = Meters()
+        rollouts: list[Rollout] = []
         with timed() as seconds:
-            if self.online is not None:
-                self.online.adopt()
-            rollouts = list(self.engine.generate(prompts))
+            self._source.add(prompts)
+            while self._source.running:
+                rollouts += self._source.step()
         spent.rollouts_s += seconds[0]
         return sorted(rollouts, key=lambda one: (one.prompt.group, one.prompt.sample))
 
     def follow(self, version: int, spent: Spent) -> None:
         """Take over the weights, which have changed in place."""
         with timed() as seconds:
-            self.engine.update_weights(None, version)
-            if self.online is not None:
-                self.online.after_update()
+            self._source.update_weights(None, version)
         spent.rollouts_s += seconds[0]
 
     def accepted_length(self, prompts: Sequence[Prompt]) -> float:
@@ -173,10 +177,11 @@ class World:
         """Set up the nodes; drafter: where both nodes begin, as `learn` returns it. None: random weights."""
         self.size, self.seed, self.number = size, seed, 0
         self.model = load(size.policy, root)
+        self.model.set_attn_implementation("eager")  # in training the fused one's way back is slow in bf16
         self.mover = Mover(self.model, size.lr)
         # Nothing is computed in a window, so the trainer needs no lower priority; with one, other work on the
         # machine would decide how much is learned.
-        learns = OnlineConfig(idle=IdleConfig(niceness=0))
+        learns = OnlineConfig(idle=IdleConfig(niceness=0), memory_bytes=FEATURE_BYTES)
         self.nodes: dict[Way, list[Node]] = {
             "plain": [Node(self.model, size, None) for _ in range(NODES)],
             "speculating": [Node(self.model, size, learns), Node(self.model, size, TAKES)],
@@ -206,6 +211,11 @@ class World:
     def used_s(self) -> float:
         """Return the processor seconds of the trainer since it started."""
         return self.learner.used_s - self._begun_s
+
+    def practise(self, number: int) -> None:
+        """Generate samples at node 0 without a step of the policy; its trainer runs meanwhile."""
+        with self.learner.window("start"):
+            self.nodes["speculating"][0].generate(deal(self.size, self.seed, number, 0), Spent())
 
     def step(self, ways: Sequence[Way] = WAYS) -> Step:
         """Take one step: generate in each of the ways, in random order, and train once.

@@ -27,7 +27,10 @@ def _is_generated(source: str) -> bool:
     return source.startswith("gym:") or (is_import_path(source) and not source.startswith("hf:"))
 
 
-RL_TABLES = ("prompts.options.", "reward.", "rl.", "drafter.")
+RL_KEYS = (
+    *("prompts.options.", "reward.", "rl."),
+    *("drafter.idle_training", "drafter.lr", "drafter.memory_bytes"),
+)
 """Keys of reinforcement learning, besides those of `prompts`."""
 
 RULES = (
@@ -102,9 +105,15 @@ RULES = (
     ),
     EffectRule(("data.split",), "data.source", lambda c: not c.data.source.startswith("hf:"), '"hf:NAME"'),
     EffectRule(
-        (*(f"prompts.{each.name}" for each in fields(PromptConfig) if each.name != "source"), *RL_TABLES),
+        (*(f"prompts.{each.name}" for each in fields(PromptConfig) if each.name != "source"), *RL_KEYS),
         "prompts.source",
         lambda c: not c.prompts.source,
+        "a source of prompts",
+    ),
+    EffectRule(  # nodes with loops of their own share a drafter if their hub has drafter.kind = "layer"
+        ("drafter.kind", "drafter.share"),
+        "prompts.source",
+        lambda c: not c.prompts.source and not c.hub.endless,
         "a source of prompts",
     ),
     EffectRule(

@@ -183,7 +183,7 @@ def test_a_wrapper_that_finds_a_torn_checkpoint_says_so_and_leaves_nobody(make_r
     (torn / ".metadata").write_bytes(b"torn")
     (run.dir / "run.toml").unlink()  # written by a test, not by `aedit run`
     process = run.aedit()
-    _, err = process.communicate(timeout=90)
+    _, err = process.communicate(timeout=110)
     assert process.returncode == 2, err
     assert [line for line in err.splitlines() if str(torn) in line] == err.strip().splitlines()
     assert run.processes() == []

@@ -110,17 +110,17 @@ def test_a_node_killed_while(make_run, undisturbed, moment, step):
     assert_same_end(run, undisturbed)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_ctrl_c_saves_and_the_same_command_goes_on_also_when_a_process_of_it_is_killed(make_run, undisturbed):
     run = make_run()
     process = run.aedit(deeds=[deed(0, "drawn", 9, "Ctrl-C")])
-    _, err = process.communicate(timeout=90)
+    _, err = process.communicate(timeout=180)
     assert process.returncode == 130, err
     assert run.checkpoints(0)
     assert run.checkpoints(1)
     assert run.processes() == []
     process = run.aedit(deeds=[deed(1, "drawn", 14, "SIGKILL")])
-    _, err = process.communicate(timeout=90)
+    _, err = process.communicate(timeout=180)
     assert process.returncode == 0, err
     assert [event["attempt"] for event in run.events("start", 1)] == [1, 2, 3]
     assert_same_end(run, undisturbed)

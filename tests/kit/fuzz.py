@@ -83,6 +83,8 @@ class Fuzzer:
     def _value(self, field):
         if field.type in BITS:
             return self.rng.choice([*WHOLE, 1000 + self.rng.getrandbits(16)]) % 2 ** BITS[field.type]
+        if field.type == Field.TYPE_BOOL:
+            return self.rng.random() < 0.5
         if field.type == Field.TYPE_DOUBLE:
             return self.rng.choice(REAL)
         return self.rng.choice(TEXT) if field.type == Field.TYPE_STRING else self.rng.randbytes(9)
