@@ -10,10 +10,11 @@ from kit.hub_machine import LAYOUT, World, config, picture, plan, through_a_file
 from kit.nodes import batches, in_threads, loss, parameters, tower
 from torch import nn
 
+from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.inprocess import InProcessHub
 from aedit.async_sgd.rules.config import OuterConfig, PenaltyConfig, PushFilterConfig
 from aedit.async_sgd.rules.outer import Nesterov
-from aedit.async_sgd.rules.records import Merged, Refused
+from aedit.async_sgd.rules.records import Refused
 from aedit.async_sgd.rules.unit_rules import DRAFTER, UnitRule
 from aedit.clock import VirtualClock
 from aedit.edit import canonical
@@ -116,16 +117,11 @@ def test_journal_and_snapshot_give_the_same_bits():
     assert made.replayed(saved, since).state.units[1].apart
 
 
-def test_a_hub_process_that_owns_it_alone_averages_it_too():
-    of_two = replace(plan(config(quorum="all"), outer=NESTEROV), rules=APART, part=(1, 2))
-    made = World(of_two)
-    made.join("a"), made.join("b")
-    made.found()
-    for node in (0, 1):
-        made.push(node, 1.0, 1), made.settle()
-    np.testing.assert_allclose(drafter(made), -1.0, rtol=1e-6)
-    assert [r.share for r in made.journal if isinstance(r, Merged) and r.version > 1] == [0.5, 0.5]
-    assert made.hub.state.total_steps == 0
+def test_a_hub_process_that_would_own_it_alone_refuses_the_run():
+    of_two = World(replace(plan(config(quorum="all"), outer=NESTEROV), rules=APART, part=(1, 2)))
+    with pytest.raises(Denied, match="hub process 1 of 2 would own no unit of the model"):
+        of_two.join("a")
+    assert not of_two.journal
 
 
 # --- on nodes

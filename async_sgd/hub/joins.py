@@ -57,7 +57,7 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
         raise Denied("different", f"a node's name has 1 to {_LONGEST_NAME} printable characters")
     decided: list[Record] = []
     if state.layout is None:
-        decided.append(_founded(joiner))
+        decided.append(_founded(state, joiner))
     else:
         _compare(state, joiner)
     node = state.names.get(joiner.name, _new_index(state, joiner.prefers, config))
@@ -93,11 +93,19 @@ def _new_index(state: HubState, prefers: int | None, config: HubConfig) -> int:
     return prefers if is_free else len(state.members)
 
 
-def _founded(joiner: Joiner) -> Founded:
+def _founded(state: HubState, joiner: Joiner) -> Founded:
     names = [unit.name for unit in joiner.layout.units]
     if not names or len(set(names)) != len(names) or any(unit.numel < 1 for unit in joiner.layout.units):
         raise Denied(
             "different", "a layout has at least one unit, each with a name of its own and parameters"
+        )
+    part, parts = state.part
+    if (
+        not set(names[part::parts]) - state.apart
+    ):  # its budget, which counts steps of the model, would not end
+        raise Denied(
+            "different",
+            f"hub process {part} of {parts} would own no unit of the model: give hub.address fewer addresses",
         )
     if joiner.num_samples < 1:
         raise Denied("different", "there are no training samples")
