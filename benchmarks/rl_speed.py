@@ -44,8 +44,6 @@ WAITS_METHOD = (
 FASTER, TAIL, USED, SHARED = 1.5, 6.0, 0.85, 0.95
 COST, HARM, AA_WIDTH, PAIRS = 1.01, 1.02, 0.06, 40
 RUN_IN_SEED = 1000
-MOST_PRACTICE = 500
-"""Batches of rollouts before the steps, at most."""
 Part = Literal["steps", "waits"]
 
 
@@ -73,6 +71,7 @@ QUICK = Plan(
         groups=2,
         samples=3,
         max_tokens=256,
+        practice=2,
         learned_s=0.1,
         steps=2,
     ),
@@ -106,12 +105,10 @@ def drafter_of(plan: Plan, say: Callable[[str], None]) -> dict[str, Tensor]:
 def learned(plan: Plan, say: Callable[[str], None]) -> dict[str, Tensor]:
     """Return a drafter that has been trained from random weights on, in windows alone."""
     with World(plan.size, RUN_IN_SEED, plan.root) as world:
-        for number in range(MOST_PRACTICE):
-            world.practise(number)
+        for number in range(plan.size.practice):
+            world.practise(number, plan.size.learned_s * (number + 1) / plan.size.practice)
             say(f"before the steps: batch {number} of rollouts, trainer {world.used_s:.1f} s")
-            if world.used_s >= plan.size.learned_s:
-                break
-        else:
+        if world.used_s < plan.size.learned_s:
             raise TimeoutError(f"the trainer had {world.used_s:.1f} s only: the machine is too busy")
         world.learner.adopt()
         status = world.learner.status()

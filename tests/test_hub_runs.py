@@ -20,8 +20,8 @@ from aedit.launch.cli import main
 from aedit.launch.hub.replay import anchors_of, pushes_of
 from aedit.proto.wire import hello
 
-LIMIT_S = 110
-pytestmark = pytest.mark.timeout(240)  # a test has several waits
+LIMIT_S = 230
+pytestmark = pytest.mark.timeout(600)  # a test has several waits
 
 TOML = """
 name = "x"

@@ -21,6 +21,7 @@ SIZE = Size(
     groups=3,
     samples=2,
     max_tokens=96,
+    practice=2,
     learned_s=0.1,
     steps=1,
 )

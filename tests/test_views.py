@@ -585,6 +585,7 @@ def test_a_line_without_a_new_step_keeps_the_last_training_loss(tmp_path):
         lr=0.1,
         budget=SimpleNamespace(progress=lambda: 1.0),
         objective=SimpleNamespace(metrics=dict),
+        idle_used_s=0.0,
         newest_loss=float("nan"),
     )
     TrainingNode.record_metrics(node)

@@ -19,12 +19,13 @@ class Size:
     """Prompts of a node and step."""
     samples: int = 4
     """Samples of a prompt."""
-    max_tokens: int = 640
+    max_tokens: int = 1024
     """Prompt and answer."""
     lr: float = 1e-5
-    learned_s: float = 200.0
-    """Processor seconds of training that the drafter has had before the steps, on rollouts of the policy with
-    which they begin."""
+    practice: int = 80
+    """Batches of rollouts, as those of a step, of the policy with which the steps begin."""
+    learned_s: float = 900.0
+    """Processor seconds of training that the drafter has had on these, before the steps."""
     warm: int = 1
     """First steps of a seed, which are not measured: the choice of the arms learns what passes take."""
     steps: int = 4

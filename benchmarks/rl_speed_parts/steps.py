@@ -212,10 +212,14 @@ class World:
         """Return the processor seconds of the trainer since it started."""
         return self.learner.used_s - self._begun_s
 
-    def practise(self, number: int) -> None:
-        """Generate samples at node 0 without a step of the policy; its trainer runs meanwhile."""
+    def practise(self, number: int, until_s: float) -> None:
+        """Generate samples at node 0 without a step of the policy, and wait until its trainer had `until_s`.
+
+        The trainer also runs while samples are generated.
+        """
         with self.learner.window("start"):
             self.nodes["speculating"][0].generate(deal(self.size, self.seed, number, 0), Spent())
+        wait(self.learner, "start", lambda: self.used_s >= until_s, max(0.0, until_s - self.used_s))
 
     def step(self, ways: Sequence[Way] = WAYS) -> Step:
         """Take one step: generate in each of the ways, in random order, and train once.

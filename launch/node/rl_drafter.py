@@ -95,8 +95,9 @@ class TrainerDeaths:
     def report(self) -> None:
         """Record an event if the process has died since the last call."""
         status = self.online.status()
-        if status["deaths"] > self.reported:
-            self.reported = status["deaths"]
+        deaths = status.get("deaths", 0)  # without a process of its own there are none
+        if deaths > self.reported:
+            self.reported = deaths
             self.record(
                 "drafter_trainer_died", deaths=self.reported, reason=status["error"], state=status["state"]
             )

@@ -85,7 +85,7 @@ class MemoryHub:
         self.names, self.sessions, self.seqs, self.told = {}, {}, {}, {}
         self.founder, self.term, self.position = None, 1, 0
         self.pushed, self.waiting, self.heartbeats, self.used, self.broken = [], [], [], {}, []
-        self.leased = []  # by the only node that leases
+        self.leased = {}  # blocks by node
         self.donors, self.left, self.pulled_bytes, self.joins, self.leads = {}, set(), 0, 0, True
         self.refuse = {}
         self.news = {}
@@ -167,11 +167,13 @@ class MemoryHub:
         with self.lock:
             self._who(request.who)
             held = {block.start for block in request.held}
-            lost = [block for block in self.leased if request.lists_held and block.start not in held]
+            leased = self.leased.setdefault(request.who.node, [])
+            unused = [block for block in leased if self.used.get(block.start, 0) < block.end]
+            lost = [block for block in unused if request.lists_held and block.start not in held]
             if not lost:
                 start, self.position = self.position, self.position + request.samples
                 lost = [pb.Block(start=start, end=self.position)]
-                self.leased += lost
+                leased += lost
             self._die("lease")
             return pb.LeaseReply(blocks=lost)
 
