@@ -7,6 +7,7 @@ import psutil
 import pytest
 from kit.distributed import World
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # before `datasets` is imported: nothing is looked up on a network
 MARK = "AEDIT_TEST_SESSION"
 END_S = 5.0
 # They live until their owner, the test process, ends; Python offers no way to end them earlier.
