@@ -100,9 +100,7 @@ def _founded(state: HubState, joiner: Joiner) -> Founded:
             "different", "a layout has at least one unit, each with a name of its own and parameters"
         )
     part, parts = state.part
-    if (
-        not set(names[part::parts]) - state.apart
-    ):  # its budget, which counts steps of the model, would not end
+    if state.apart.issuperset(names[part::parts]):  # a budget counts steps of the model: it would not end
         raise Denied(
             "different",
             f"hub process {part} of {parts} would own no unit of the model: give hub.address fewer addresses",

@@ -44,7 +44,7 @@ class PolicyObjective:
     online: OnlineDrafter | None
     """The learned drafter of this rank."""
     deaths: TrainerDeaths | None
-    """Those of its trainer."""
+    """Reports deaths of the process that trains the drafter; None without a drafter."""
     directory: Path
     """Directory of the node."""
     version: int = 0
@@ -57,7 +57,7 @@ class PolicyObjective:
     _new: int = 0
     """Number of these steps that train groups for the first time."""
     _is_first: bool = False
-    """No inner step on this batch was taken: the weights are those of `version`."""
+    """True until the first inner step on this batch: until then the weights are those of `version`."""
     _tokens: int = 0
     _used: list[int] = field(default_factory=lambda: [0])
     """At [s], the draws that the first s steps of this attempt have used up."""

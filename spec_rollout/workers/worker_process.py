@@ -43,8 +43,8 @@ class WorkerProcess:
     samples: dict[SampleKey, None] = field(default_factory=dict)
     """Keys of the samples that it was given and has not finished, oldest first."""
     cancelled: Counter[SampleKey] = field(default_factory=Counter)
-    """Times that samples were cancelled here without an answer so far: what the worker has sent before it is
-    about a sample that is forgotten."""
+    """Cancellations by sample that the worker has not confirmed yet. Its messages about such a sample are
+    older than the cancellation, and are ignored."""
     speed: EngineSpeed | None = None
     finished: int = 0
     figures: Mapping[str, Any] = field(default_factory=dict)
