@@ -17,6 +17,7 @@ WIRE = ("proto.wire", "proto.codecs")
 MAY_IMPORT = {
     "launch.cli": ("launch", *LIBRARY),
     "launch.local": (
+        "launch.serve",
         "launch.views",
         "launch.node",
         "launch.hub",
@@ -41,6 +42,31 @@ MAY_IMPORT = {
     "launch.rundir": ("launch.config", "types", "system"),
     "launch.config": ("edit", "spec_rollout", "async_sgd.rules", "proto", "types", "system"),
     "edit": ("async_sgd.rules", "proto", "types", "system", "lazy", *WEIGHTS),
+    "launch.serve": ("launch.rundir", "launch.data", "launch.config", "launch.node", *LIBRARY, *WEIGHTS),
+    "spec_rollout.service": (
+        *(f"spec_rollout.{part}" for part in ("audit", "learning", "migration", "engine", "idle", "rl")),
+        *(f"spec_rollout.{part}" for part in ("arms", "sampling", "drafters", "model")),
+        "proto.versions",
+        *WIRE,
+        "types",
+        "system",
+        *WEIGHTS,
+    ),
+    "spec_rollout.servers": (
+        *(f"spec_rollout.{part}" for part in ("audit", "workers", "migration", "engine", "idle", "rl")),
+        *(f"spec_rollout.{part}" for part in ("arms", "sampling", "drafters", "model")),
+        "proto.versions",
+        *WIRE,
+        "types",
+        "system",
+        *WEIGHTS,
+    ),
+    "spec_rollout.audit": (
+        *(f"spec_rollout.{part}" for part in ("engine", "rl", "sampling", "drafters", "model")),
+        "proto.wire",
+        "types",
+        "system",
+    ),
     "spec_rollout.workers": (
         *(f"spec_rollout.{part}" for part in ("migration", "engine", "idle", "rl")),
         *(f"spec_rollout.{part}" for part in ("arms", "sampling", "drafters", "model")),
@@ -77,6 +103,7 @@ MAY_IMPORT = {
     "async_sgd.hub": ("async_sgd.rules", "types", "system"),
     "async_sgd.rules": ("types", "system"),
     "proto.agent": ("proto.codecs", "proto.wire", "types", "system"),
+    "proto.versions": ("proto.codecs", "proto.wire", "types", "system"),
     "proto.transports": ("proto.wire", "types", "system", "clock"),
     "proto.codecs": ("types", "system"),
     "proto.wire": ("types", "system"),

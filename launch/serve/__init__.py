@@ -1,0 +1,1 @@
+"""`aedit serve`: the process of a rollout server."""

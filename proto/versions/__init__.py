@@ -1,0 +1,1 @@
+"""Policy versions: manifests, patches, and the memory of several versions."""

@@ -1,0 +1,1 @@
+"""Checks that rollouts of a server are those of the policy."""

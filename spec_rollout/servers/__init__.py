@@ -1,0 +1,1 @@
+"""A trainer's connections to rollout servers."""
