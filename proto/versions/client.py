@@ -1,0 +1,133 @@
+"""Client of `Versions`: follows a line, fetches versions, and gives versions to servers."""
+
+from collections.abc import Iterator
+from typing import Any, TypedDict, Unpack
+
+import grpc
+
+from aedit.proto.versions.manifest import Manifest
+from aedit.proto.versions.receiving import Receiving, TransferBusy, TransferWrong
+from aedit.proto.versions.store import VersionStore
+from aedit.proto.wire import frames
+from aedit.proto.wire import versions_pb2 as pb
+from aedit.proto.wire.calls import Calls
+from aedit.proto.wire.retry import HubRefused, Patience, TransferBroken
+from aedit.proto.wire.security import ClientKeys
+
+_ANSWERS_WITHIN_S = 10.0
+"""Beyond the time that `Newest` waits."""
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `Calls`."""
+
+    call_timeout_s: float
+
+
+class VersionsClient:
+    """Open connections to one process that serves versions. Any thread may call.
+
+    Every method raises HubUnreachable after its deadline, and HubRefused if the other side refuses.
+    """
+
+    def __init__(self, address: str, keys: ClientKeys | None = None, **options: Unpack[Options]) -> None:
+        """Connect to HOST:PORT when the first call is made; for the arguments see `HubClient`."""
+        self.address = address
+        self._calls = Calls(address, keys, **options)
+
+    def newest(self, line: str, *, after: int = 0, wait_s: float = 0.0) -> Manifest | None:
+        """Return the newest manifest of a line, after at most `wait_s` if none is newer than `after`.
+
+        None if the line is unknown there or has no version yet. Raises ValueError for a wrong manifest.
+        """
+        request = pb.NewestRequest(line=line, after=after, wait_s=wait_s)
+        try:
+            reply = self._calls.call("Versions/Newest", request, pb.Manifest, wait_s + _ANSWERS_WITHIN_S)
+        except HubRefused as refused:
+            if refused.code is grpc.StatusCode.NOT_FOUND:
+                return None
+            raise
+        manifest = Manifest.from_message(reply)
+        if manifest.line != line:
+            raise ValueError(f"{self.address} sent a version of line {manifest.line}, not of {line}")
+        return manifest
+
+    def fetch(self, receiving: Receiving) -> None:
+        """Fetch all units that `receiving` lacks; what has arrived from others is not fetched again.
+
+        Raises HubRefused, also if what was sent does not make the units: then ask another sender.
+        """
+        for missing in receiving.missing:
+            size = receiving.manifest.unit(missing.unit).num_bytes
+            self._calls.retried(
+                f"get unit {missing.unit}",
+                lambda patience, name=missing.unit: self._get(receiving, name, patience),  # type: ignore[misc]
+                self._calls.patience(size),
+            )
+
+    def give(self, store: VersionStore, line: str, serial: int) -> None:
+        """Give the other side a version of which it accepts this node as the author.
+
+        Raises LineUnknown if the store does not have the version any more.
+        """
+        manifest = store.manifest(line, serial)
+        request = pb.OfferRequest(manifest=manifest.message)
+        while missing := self._calls.call("Versions/Offer", request, pb.OfferReply).missing:
+            for each in missing:
+                self._calls.retried(
+                    f"put unit {each.unit}",
+                    lambda patience, each=each: self._put(store, manifest, each, patience),  # type: ignore[misc]
+                    self._calls.patience(manifest.unit(each.unit).num_bytes),
+                )
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._calls.close()
+
+    def _get(self, receiving: Receiving, unit: str, patience: Patience) -> None:
+        wanted = next((each for each in receiving.missing if each.unit == unit), None)
+        if wanted is None:
+            return
+        request = pb.GetRequest(
+            line=receiving.manifest.line,
+            serial=receiving.manifest.serial,
+            unit=unit,
+            base=wanted.base,
+            offset=wanted.offset,
+            transfer=wanted.transfer,
+        )
+        with self._calls.watched() as (stream, calls):
+
+            def moved(num_bytes: int) -> None:
+                stream.moved(num_bytes)
+                patience.moved()
+
+            asked: Any = self._calls.bulk.unary_stream("/aedit.v1.Versions/Get")
+            calls.append(asked(request.SerializeToString(), timeout=patience.left_s))
+            try:
+                receiving.take(calls[0], moved, unit=unit)
+            except TransferWrong as error:
+                if error.final:
+                    raise HubRefused(grpc.StatusCode.DATA_LOSS, str(error)) from error
+                raise TransferBroken(str(error)) from error
+            except (frames.ChunkDamaged, frames.ArrayIncomplete, TransferBusy) as error:
+                raise TransferBroken(str(error)) from error
+            except ValueError as error:
+                raise HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+
+    def _put(self, store: VersionStore, manifest: Manifest, wanted: pb.Missing, patience: Patience) -> None:
+        made = store.transfer(manifest.line, wanted.unit, wanted.base, manifest.serial)
+        offset = wanted.offset if wanted.transfer == made.head.sha256 else 0
+        with self._calls.watched() as (stream, calls):
+
+            def messages() -> Iterator[bytes]:
+                for chunk in frames.chunks(
+                    made.head.SerializeToString(), memoryview(made.data), offset=offset
+                ):
+                    yield frames.pack_chunk(chunk)
+                    stream.moved(len(chunk.data))
+                    patience.moved()
+
+            put: Any = self._calls.bulk.stream_unary("/aedit.v1.Versions/Put")
+            calls.append(put.future(messages(), timeout=patience.left_s))
+            calls[0].result()
