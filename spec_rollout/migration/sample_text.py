@@ -58,8 +58,8 @@ def decode_prompt(text: bytes) -> Prompt:
 def _settings(sampling: Sampling, name: str) -> dict[str, Any]:
     if sampling.constraint is not None:
         raise ValueError(
-            f"{name} has a constraint, an object of this process, and cannot be sent: continue it on an engine"
-            " of this process"
+            f"{name} has a constraint, an object of this process, and cannot be sent: continue it on an"
+            " engine of this process"
         )
     settings = {each.name: getattr(sampling, each.name) for each in fields(sampling)}
     if sampling.allowed is not None:
