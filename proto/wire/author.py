@@ -1,4 +1,4 @@
-"""Who may write a line of policy versions: the one that has opened it, told by a secret in the metadata.
+"""Authors of lines of policy versions: the caller that opened a line, known by a secret in the metadata.
 
 A rank draws a secret for each pair of line and server, and sends it with `Generate`, `Offer` and `Put`. The
 server binds the line to the first one. Another server that knows the name of the line cannot write into it
