@@ -1,8 +1,9 @@
 """Interface between the connection to rollout servers and the audit of what they send. Imports no torch.
 
-The connection checks the form of everything that a server sends, collects its samples, and keeps them back until
-they are released: a sample is delivered when it, or a later one of the same server, has passed the audit. When one
-fails, all samples of that server that were kept back are generated again elsewhere, under the same keys.
+The connection checks the form of everything that a server sends, collects its samples, and keeps them back
+until they are released: a sample is delivered when it, or a later one of the same server, has passed the
+audit. When one fails, all samples of that server that were kept back are generated again elsewhere, under the
+same keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,8 @@ from typing import Any, Protocol
 class HeldRollout:
     """A sample as a server has generated it: ended, or taken from the server before its end.
 
-    Its form is right: tokens in the vocabulary, finite log-probabilities, versions that the server was offered,
-    an end that fits the tokens, a signature that fits the server's key.
+    Its form is right: tokens in the vocabulary, finite log-probabilities, versions that the server was
+    offered, an end that fits the tokens, a signature that fits the server's key.
     """
 
     server: str
@@ -54,7 +55,7 @@ class AuditVerdict:
 
 
 class Auditor(Protocol):
-    """Checks samples of rollout servers against the policy. All methods are called in one thread of its own."""
+    """Checks samples of rollout servers against the policy. One thread of its own calls all methods."""
 
     def publish(self, version: int, read: "WeightReader") -> None:
         """Note a new policy version; `read` copies its tensors. Versions grow."""
@@ -64,10 +65,10 @@ class Auditor(Protocol):
 
         Args:
             server: Name of the server.
-            held: Its samples that are kept back, oldest first; those before the one that passes are released with
-                it. Called when one was added, and when `draining` becomes true.
-            draining: Nothing else is under way at this server, or samples have been kept back for long: without
-                an audit now they would wait for ever.
+            held: Its samples that are kept back, oldest first; those before the one that passes are released
+                with it. Called when one was added, and when `draining` becomes true.
+            draining: Nothing else is under way at this server, or samples have been kept back for long:
+                without an audit now they would wait for ever.
         """
 
     def check(self, held: HeldRollout) -> AuditVerdict:
