@@ -1,12 +1,13 @@
 """Client of `Versions`: follows a line, fetches versions, and gives versions to servers."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import grpc
 
 from aedit.proto.versions.manifest import Manifest
-from aedit.proto.versions.receiving import Receiving, TransferBusy, TransferWrong
+from aedit.proto.versions.receiving import Receiving, TransferSuperseded, TransferWrong
 from aedit.proto.versions.store import VersionStore
 from aedit.proto.wire import frames
 from aedit.proto.wire import versions_pb2 as pb
@@ -58,11 +59,10 @@ class VersionsClient:
         Raises HubRefused, also if what was sent does not make the units: then ask another sender.
         """
         for missing in receiving.missing:
-            size = receiving.manifest.unit(missing.unit).num_bytes
             self._calls.retried(
                 f"get unit {missing.unit}",
-                lambda patience, name=missing.unit: self._get(receiving, name, patience),  # type: ignore[misc]
-                self._calls.patience(size),
+                partial(self._get, receiving, missing.unit),
+                self._calls.patience(receiving.manifest.unit(missing.unit).num_bytes),
             )
 
     def give(self, store: VersionStore, line: str, serial: int) -> None:
@@ -71,14 +71,10 @@ class VersionsClient:
         Raises LineUnknown if the store does not have the version any more.
         """
         manifest = store.manifest(line, serial)
-        request = pb.OfferRequest(manifest=manifest.message)
-        while missing := self._calls.call("Versions/Offer", request, pb.OfferReply).missing:
-            for each in missing:
-                self._calls.retried(
-                    f"put unit {each.unit}",
-                    lambda patience, each=each: self._put(store, manifest, each, patience),  # type: ignore[misc]
-                    self._calls.patience(manifest.unit(each.unit).num_bytes),
-                )
+        what = f"take version {serial} of line {line}"
+        self._calls.retried(
+            what, partial(self._give, store, manifest), self._calls.patience(manifest.num_bytes)
+        )
 
     def close(self) -> None:
         """Close all connections."""
@@ -110,20 +106,29 @@ class VersionsClient:
                 if error.final:
                     raise HubRefused(grpc.StatusCode.DATA_LOSS, str(error)) from error
                 raise TransferBroken(str(error)) from error
-            except (frames.ChunkDamaged, frames.ArrayIncomplete, TransferBusy) as error:
+            except (frames.ChunkDamaged, frames.ArrayIncomplete, TransferSuperseded) as error:
                 raise TransferBroken(str(error)) from error
             except ValueError as error:
                 raise HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
 
+    def _give(self, store: VersionStore, manifest: Manifest, patience: Patience) -> None:
+        request = pb.OfferRequest(manifest=manifest.message)
+        num_missing = len(manifest.units) + 1
+        while missing := self._calls.call("Versions/Offer", request, pb.OfferReply).missing:
+            if len(missing) >= num_missing:
+                raise TransferBroken(f"{len(missing)} units are missing, although they were sent")
+            num_missing = len(missing)
+            for each in missing:
+                self._put(store, manifest, each, patience)
+
     def _put(self, store: VersionStore, manifest: Manifest, wanted: pb.Missing, patience: Patience) -> None:
         made = store.transfer(manifest.line, wanted.unit, wanted.base, manifest.serial)
         offset = wanted.offset if wanted.transfer == made.head.sha256 else 0
+        head, data = made.head.SerializeToString(), memoryview(made.data)
         with self._calls.watched() as (stream, calls):
 
             def messages() -> Iterator[bytes]:
-                for chunk in frames.chunks(
-                    made.head.SerializeToString(), memoryview(made.data), offset=offset
-                ):
+                for chunk in frames.chunks(head, data, offset=offset):
                     yield frames.pack_chunk(chunk)
                     stream.moved(len(chunk.data))
                     patience.moved()

@@ -142,7 +142,7 @@ class VersionLayout:
         for (name, size), unit in zip(wanted, manifest.units, strict=False):
             if (unit.name, unit.num_bytes) != (name, size):
                 raise ValueError(
-                    f"unit {unit.name[:40]!r} of {unit.num_bytes} bytes, where the model has {name!r} of {size}"
+                    f"unit {unit.name[:40]!r} of {unit.num_bytes} bytes, expected {name!r} of {size}"
                 )
         if len(wanted) != len(manifest.units):
             raise ValueError(f"{len(manifest.units)} units, where the model has {len(wanted)}")

@@ -4,14 +4,15 @@ A transfer is a row of segments, each of `SEGMENT` elements (the last one of the
 one byte, its kind:
 
     0 raw      the patterns
-    1 planes   of each byte of a pattern, least significant first, those of all elements: length (4 bytes), then
-               the plane with zlib, or as it is if the length is the number of elements
-    2 patch    number of changed elements, then twice (gaps, differences) length before and after zlib (4 bytes
+    1 planes   for each byte of a pattern, least significant first: length (4 bytes), and these bytes of all
+               elements with zlib; without it if the length is the number of elements
+    2 patch    number of changed elements; for gaps and for differences, length before and after zlib (4 bytes
                each); the gaps; the differences. Equal lengths: without zlib
 
-Gaps are the numbers of unchanged elements before each changed one; differences are pattern minus base pattern,
-modulo the size of a pattern, as signed numbers z: 2z - 1 for positive ones, -2z - 2 for negative ones. Both are
-LEB128 (varints.py), and fixed numbers are little-endian. The shortest kind is taken, by measured size.
+Gaps are the numbers of unchanged elements before each changed one. A difference is pattern minus base
+pattern, modulo the size of a pattern, as a signed number z: 2z - 1 if it is positive, -2z - 2 if it is
+negative. Both are LEB128 (varints.py), and fixed numbers are little-endian. The shortest kind is taken, by
+measured size.
 """
 
 import struct
@@ -36,13 +37,8 @@ _WORTH_A_TRY = 0.3
 
 
 def most_bytes(num_elements: int, itemsize: int) -> int:
-    """Return the largest size of a transfer of so many elements: an encoder falls back to raw segments."""
-    return num_elements * itemsize + num_segments(num_elements)
-
-
-def num_segments(num_elements: int) -> int:
-    """Return the number of segments of a unit."""
-    return -(-num_elements // SEGMENT)
+    """Return the largest size of a transfer of so many elements: no segment needs more than planes do."""
+    return num_elements * itemsize + -(-num_elements // SEGMENT) * (1 + _LENGTH.size * itemsize)
 
 
 def encode(values: Patterns, base: Patterns | None = None) -> tuple[bytes, bool]:

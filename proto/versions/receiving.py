@@ -1,8 +1,8 @@
 """A version that arrives: built beside the current one, checked, and visible only when it is complete.
 
 Nothing that a sender says is believed: sizes are those of the model, every chunk has a CRC, the transfer a
-SHA-256, and the unit that it makes must have the hash in the manifest. Any sender may continue a transfer that
-broke off if it is the same one; otherwise it begins again.
+SHA-256, and the unit that it makes must have the hash in the manifest. Any sender may continue a transfer
+that broke off if it is the same one; otherwise it begins again.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ class TransferWrong(ValueError):
         self.final = final
 
 
-class TransferBusy(ValueError):
-    """Somebody else is sending the same unit."""
+class TransferSuperseded(ValueError):
+    """Somebody else has begun to send the same unit since, or the version has been given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,15 @@ class _Partial:
 class _Unit:
     base: int
     lock: threading.Lock = field(default_factory=threading.Lock)
+    turn: int = 0
+    """Grows with every sender: a connection that hangs does not hold up the next one."""
     partial: _Partial | None = None
     block: Block | None = None
     """The checked values."""
 
 
 class Receiving:
-    """Takes the units of one version, from one sender after another or several at once."""
+    """Takes the units of one version, from one sender after another; several may send different units."""
 
     def __init__(self, store: VersionStore, manifest: Manifest) -> None:
         """Begin to receive a version of an open line.
@@ -127,7 +129,7 @@ class Receiving:
 
         Raises:
             frames.ChunkDamaged, frames.ArrayIncomplete: It broke off; what was right is kept.
-            TransferBusy: Somebody else is sending this unit.
+            TransferSuperseded: Another sender has taken over.
             TransferWrong: It does not make the unit. The next one must hold all values.
             ValueError: It is no transfer that was asked for.
         """
@@ -137,23 +139,15 @@ class Receiving:
         first.check()
         head = _parsed(bytes(first.head))
         wanted = self._wanted(head, unit)
-        if not wanted.lock.acquire(blocking=False):
-            raise TransferBusy(f"unit {head.unit} is being sent by another")
-        try:
-            if wanted.block is None:
-                self._collect(wanted, head, first, messages, moved)
-        finally:
-            wanted.lock.release()
-            if self._is_abandoned:
-                self._free(wanted)
+        self._collect(wanted, head, first, messages, moved)
         return head.unit
 
     def finish(self) -> None:
         """Make the version visible in the store. Raises ValueError if units are missing or it is too old."""
         with self._lock:
-            self._check_wanted()
-            if self.missing:
-                raise ValueError(f"version {self.manifest.serial} lacks {len(self.missing)} units")
+            if self._is_abandoned or self.missing:
+                lacks = "has been given up" if self._is_abandoned else f"lacks {len(self.missing)} units"
+                raise ValueError(f"version {self.manifest.serial} {lacks}")
             if self._is_finished:
                 return
             self._is_finished = True
@@ -172,25 +166,17 @@ class Receiving:
         self._held.close()
 
     def _free(self, unit: _Unit) -> None:
-        """Free a unit of an abandoned version, unless it is being received: then its receiver does."""
-        if not unit.lock.acquire(blocking=False):
-            return
-        try:
+        with unit.lock:
+            unit.turn += 1
             self._forget(unit)
             if unit.block is not None:
                 self._store.buffers.drop(unit.block)
                 unit.block = None
-        finally:
-            unit.lock.release()
 
     def _forget(self, unit: _Unit) -> None:
         if unit.partial is not None:
             self._store.buffers.count(-unit.partial.head.num_bytes)
             unit.partial = None
-
-    def _check_wanted(self) -> None:
-        if self._is_abandoned:
-            raise ValueError(f"version {self.manifest.serial} has been given up")
 
     def _wanted(self, head: pb.TransferHead, asked: str | None) -> _Unit:
         """Return the unit of a transfer. Raises ValueError before anything is allocated."""
@@ -217,31 +203,39 @@ class Receiving:
         messages: Iterator[bytes],
         moved: Callable[[int], None],
     ) -> None:
-        partial = self._partial(unit, head, first.offset)
+        with unit.lock:
+            if unit.block is not None:
+                return
+            if self._is_abandoned:
+                raise TransferSuperseded(f"version {self.manifest.serial} has been given up")
+            unit.turn += 1
+            turn, partial = unit.turn, self._partial(unit, head, first.offset)
         assembly = frames.Assembly(
             head.num_bytes, limit_bytes=head.num_bytes, into=partial.data, offset=partial.received
         )
         chunk: frames.Chunk | None = first
         while chunk is not None:
-            self._check_wanted()
-            assembly.add(chunk)
-            partial.hash.update(chunk.data)
-            partial.received = assembly.received
+            with unit.lock:
+                _check_turn(unit, turn)
+                assembly.add(chunk)
+                partial.hash.update(chunk.data)
+                partial.received = assembly.received
             moved(len(chunk.data))
             message = next(messages, None)
             chunk = None if message is None else frames.unpack_chunk(message)
         data = assembly.data
-        try:
+        with unit.lock:
+            _check_turn(unit, turn)
+            self._forget(unit)
             if partial.hash.digest() != head.sha256:
                 raise frames.ChunkDamaged(f"the transfer of unit {head.unit} is not what its SHA-256 says")
             self._build(unit, head, data)
-        finally:
-            self._forget(unit)
 
     def _partial(self, unit: _Unit, head: pb.TransferHead, offset: int) -> _Partial:
         """Return what is here of this transfer; nothing if it is another one."""
-        if unit.partial is not None and offset and unit.partial.head == head:
-            return unit.partial
+        partial = unit.partial
+        if partial is not None and offset and (partial.head, partial.received) == (head, offset):
+            return partial
         self._forget(unit)
         if offset:
             raise frames.ArrayIncomplete(f"it begins at byte {offset} of a transfer that is not here")
@@ -264,6 +258,11 @@ class Receiving:
             is_final, unit.base = not head.base, 0
             raise TransferWrong(f"the transfer of unit {head.unit}: {error}", final=is_final) from error
         unit.block = block
+
+
+def _check_turn(unit: _Unit, turn: int) -> None:
+    if unit.turn != turn:
+        raise TransferSuperseded("another sender has begun to send this unit since")
 
 
 def _parsed(head: bytes) -> pb.TransferHead:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import grpc
 
 from aedit.proto.versions.manifest import Manifest, check_line
-from aedit.proto.versions.receiving import Missing, Receiving, TransferBusy, TransferWrong
+from aedit.proto.versions.receiving import Missing, Receiving, TransferSuperseded, TransferWrong
 from aedit.proto.versions.store import LinesFull, LineUnknown, VersionStore
 from aedit.proto.wire import frames
 from aedit.proto.wire import versions_pb2 as pb
@@ -38,7 +38,7 @@ class VersionsCore:
         Args:
             store: Versions that `Newest` and `Get` serve; offered ones are added.
             may_author: Whether a caller may offer versions of a line. Called before anything is kept of it.
-            arrived: Called when an offered version is complete, by the thread of its last unit: must not block.
+            arrived: Called when an offered version is complete, by a thread of the service: must not block.
         """
         self._store, self._may_author, self._arrived = store, may_author, arrived
         self._lock = threading.Lock()
@@ -169,8 +169,10 @@ def _refusals() -> Iterator[None]:
         yield
     except LineUnknown as error:
         raise Refusal(_Code.NOT_FOUND, str(error)) from None
-    except (LinesFull, TransferBusy) as error:
+    except LinesFull as error:
         raise Refusal(_Code.RESOURCE_EXHAUSTED, str(error)) from None
+    except TransferSuperseded as error:
+        raise Refusal(_Code.ABORTED, str(error)) from None
     except TransferWrong as error:
         code = _Code.INVALID_ARGUMENT if error.final else _Code.DATA_LOSS
         raise Refusal(code, str(error)) from None

@@ -198,8 +198,8 @@ class VersionStore:
     def transfer(self, line: str, unit: str, base: int, serial: int) -> Transfer:
         """Return the bytes that make `unit` of version `serial` from that of version `base`.
 
-        All values if `base` is not here, or 0, or if that is shorter. Raises LineUnknown if the version is not
-        here, ValueError if it has no such unit.
+        All values if `base` is not here, or 0, or if that is shorter. Raises LineUnknown if the version is
+        not here, ValueError if it has no such unit.
         """
         manifest = self.manifest(line, serial)
         wanted = manifest.unit(unit)
@@ -277,7 +277,7 @@ class VersionStore:
         self._line(manifest.line)
         if manifest.serial <= newest:
             raise ValueError(
-                f"version {manifest.serial} of line {manifest.line} is not above version {newest}, which is here"
+                f"version {manifest.serial} of line {manifest.line} is not above {newest}, which is here"
             )
 
     def _newest(self, line: str) -> int:

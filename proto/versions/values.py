@@ -1,7 +1,7 @@
 """Values of a unit as bit patterns: what is hashed, compared and sent. NumPy only.
 
-A pattern is an unsigned number of the dtype's size, little-endian, so that NaN, -0.0 and infinities are values
-like any other.
+A pattern is an unsigned number of the dtype's size, little-endian, so that NaN, -0.0 and infinities are
+values like any other.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ def patterns(values: NDArray[Any], dtype: str) -> Patterns:
     """Return the bit patterns of `values` in `dtype`: a new array for bf16, else a view where possible.
 
     Args:
-        values: fp32 for bf16 (rounded to nearest, ties to even, as `torch.Tensor.bfloat16`) and fp32, fp64 for
-            fp64; any shape.
+        values: fp32 for bf16 (rounded to nearest, ties to even, as in torch) and for fp32; fp64 for fp64; any
+            shape.
         dtype: bf16, fp32 or fp64.
     """
     wanted = np.float64 if dtype == "fp64" else np.float32
@@ -49,7 +49,7 @@ def patterns(values: NDArray[Any], dtype: str) -> Patterns:
 
 
 _QUIET_NAN = 0x7FC0
-"""bf16 of every NaN, as `torch.Tensor.bfloat16` rounds it."""
+"""bf16 of every NaN."""
 
 
 def unit_hash(values: Patterns) -> bytes:

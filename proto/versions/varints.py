@@ -46,7 +46,7 @@ def decode(data: Bytes, count: int, bits: int) -> Numbers:
     longest = -(-bits // 7)
     if count and int(sizes.max()) > longest:
         raise ValueError(f"a number of {int(sizes.max())} bytes, at most {longest} are allowed")
-    numbers = (data[first] & 127).astype(np.uint64)
+    numbers: Numbers = (data[first] & 127).astype(np.uint64)
     at = np.flatnonzero(sizes > 1)
     for place in range(1, longest):
         if not at.size:

@@ -322,8 +322,9 @@ def _counted(messages: Iterator[bytes], stream: Stream) -> Iterator[bytes]:
 
 def caller(context: grpc.ServicerContext) -> Caller:
     """Return who makes this call."""
-    names = context.auth_context().get("x509_common_name", ())
-    return Caller(_host(context), names[0].decode("utf-8", "replace") if names else "")
+    shown: Mapping[str, Any] = context.auth_context()
+    names = [bytes(name).decode("utf-8", "replace") for name in shown.get("x509_common_name", ())]
+    return Caller(_host(context), names[0] if names else "")
 
 
 def _host(context: grpc.ServicerContext) -> str:
