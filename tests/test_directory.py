@@ -102,7 +102,7 @@ def test_no_more_servers_live_than_the_limit_and_those_that_are_gone_are_forgott
         ({"address": ":7001"}, "HOST:PORT"),
         ({"address": "host:0"}, "HOST:PORT"),
         ({"address": "host:65536"}, "HOST:PORT"),
-        ({"address": "host:٣"}, "HOST:PORT"),
+        ({"address": "host:\u0663"}, "HOST:PORT"),
         ({"address": "unix:80"}, "HOST:PORT"),
         ({"address": "dns:///evil:80"}, "HOST:PORT"),
         ({"address": "a b:80"}, "HOST:PORT"),

@@ -1,4 +1,4 @@
-"""What a rollout server says about itself, and what of it the hub's directory believes."""
+"""The description that a rollout server gives of itself, and the checks before the directory takes it."""
 
 import math
 import re

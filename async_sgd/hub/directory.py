@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Complaint:
-    """What a training node says of a server."""
+    """Accusation of a server by a training node."""
 
     server: str
     public_key: bytes
