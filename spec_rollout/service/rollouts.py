@@ -27,6 +27,8 @@ SPARE_THREADS = 8
 """Threads for streams beyond the limit, which are refused."""
 ON_NEW_VERSION = ("recompute", "finish")
 
+_FAILED = "Generate failed here: the log of this server says why"
+
 log = logging.getLogger(__name__)
 
 
@@ -66,8 +68,7 @@ class RolloutService:
         """Return the service, to be passed to a `Server`."""
         small = ThreadPoolExecutor(2, "status")
         streams = ThreadPoolExecutor(self._limits.streams + SPARE_THREADS, "stream")
-        generate: Any = self._generate
-        handler = grpc.stream_stream_rpc_method_handler(_in(streams, generate))
+        handler: Any = grpc.stream_stream_rpc_method_handler(_in(streams, self._generate))
         asked = CallHandlers(Limits()).call(pb.ServerStatusRequest, self._server_status, small)
         return Service(NAME, {"Generate": handler, "ServerStatus": asked}, (small, streams))
 
@@ -78,7 +79,7 @@ class RolloutService:
             return sum(call.stream is not None for call in self._calls)
 
     def end(self) -> None:
-        """Take no further streams, and tell the trainers that the server is ending: they take samples back."""
+        """Take no further streams, and tell the trainers to take their samples back."""
         with self._lock:
             self._is_ending = True
             streams = [call.stream for call in self._calls if call.stream is not None]
@@ -110,23 +111,34 @@ class RolloutService:
         }
 
     def _server_status(self, request: pb.ServerStatusRequest) -> pb.ServerStatusReply:
-        figures = {"server": self._identity.name, "run": self._identity.run, **self.status(), **self._status()}
+        figures = {
+            "server": self._identity.name,
+            "run": self._identity.run,
+            **self.status(),
+            **self._status(),
+        }
         return pb.ServerStatusReply(json=json.dumps(figures, default=str))
 
     def _generate(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         call = _Call(context, self._clock)
         refusal = self._admit(call)
         if refusal is None:
-            if context.add_callback(call.end):
-                reader = threading.Thread(
-                    target=self._read, args=(call, messages), name="read stream", daemon=True
-                )
-                reader.start()
-                yield from call.messages(self._limits.open_s)
-            self._leave(call)
+            try:
+                if context.add_callback(call.end):
+                    self._start_reader(call, messages)
+                    yield from call.messages(self._limits.open_s)
+            except Exception:
+                log.exception("a stream failed")
+                call.end(Refusal(grpc.StatusCode.INTERNAL, _FAILED))
+            finally:
+                call.end()
+                self._leave(call)
             refusal = call.reason
         if refusal is not None:
             context.abort(refusal.code, refusal.text)
+
+    def _start_reader(self, call: "_Call", messages: Iterator[bytes]) -> None:
+        threading.Thread(target=self._read, args=(call, messages), name="read stream", daemon=True).start()
 
     def _admit(self, call: "_Call") -> Refusal | None:
         with self._lock:
@@ -163,8 +175,7 @@ class RolloutService:
             if call.is_over:
                 return
             log.exception("a stream failed")
-            text = "Generate failed here: the log of this server says why"
-            call.end(Refusal(grpc.StatusCode.INTERNAL, text))
+            call.end(Refusal(grpc.StatusCode.INTERNAL, _FAILED))
 
     def _open(self, call: "_Call", first: bytes, used: ExitStack) -> TrainerStream:
         message = pb.ToServer.FromString(first)

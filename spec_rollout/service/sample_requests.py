@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-
 from aedit.proto.wire import rollouts_pb2 as pb
 from aedit.spec_rollout.audit.statement import versions_of
 from aedit.spec_rollout.engine.engine import Engine

@@ -17,7 +17,6 @@ from aedit.spec_rollout.migration.reallocate import EngineSpeed
 from aedit.spec_rollout.service.host import EngineHost
 from aedit.spec_rollout.service.stream_limits import StreamLimits
 
-
 CLOSE_S = 60.0
 
 
@@ -185,9 +184,7 @@ class TrainerLines:
                 grpc.StatusCode.NOT_FOUND, f"line {name[:64]!r} is not open here: open a stream for it first"
             )
         if not is_author(line.secret, secret):
-            raise Refusal(
-                grpc.StatusCode.PERMISSION_DENIED, f"line {name[:64]!r} belongs to another trainer"
-            )
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"line {name[:64]!r} belongs to another trainer")
         return line
 
     def all(self) -> list[TrainerLine]:

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import grpc
 
@@ -58,7 +58,7 @@ class TrainerStream:
         self._lock = threading.Lock()
         self._samples: dict[SampleKey, StreamSample] = {}
         self._is_closed = False
-        self._figures_s = clock()
+        self._figures_s = clock() - limits.figures_s
         self.is_ending = False
         """The server is about to leave: Figures say so."""
         self.handed_s: float | None = None
@@ -238,13 +238,11 @@ class TrainerStream:
 
     def _figures(self) -> bytes:
         speed = self.line.speed()
-        fixed_s, row_s, prefill_s = (speed.fixed_s, speed.row_s, speed.prefill_s) if speed else (0.0, 0.0, 0.0)
+        times = {} if speed is None else asdict(speed)
         message = pb.Figures(
             version=self.line.engine.version,
             drafter=self.line.drafter_version(),
-            fixed_s=fixed_s,
-            row_s=row_s,
-            prefill_s=prefill_s,
+            **times,
             json=json.dumps(self.line.figures()).encode(),
             ending=self.is_ending,
         )
@@ -260,7 +258,9 @@ class TrainerStream:
         self._outbox.add(key, lambda: data)
 
     def _say_removed(self, key: SampleKey, *, found: bool) -> None:
-        data = pb.ToTrainer(removed=pb.Removed(rollout=key[0], sample=key[1], found=found)).SerializeToString()
+        data = pb.ToTrainer(
+            removed=pb.Removed(rollout=key[0], sample=key[1], found=found)
+        ).SerializeToString()
         self._outbox.add(key, lambda: data)
 
     # --- the watching thread
