@@ -17,6 +17,7 @@ from aedit.proto.versions.store import LinesFull, LineUnknown, VersionStore
 from aedit.proto.versions.values import unit_hash
 from aedit.proto.wire import frames
 from aedit.proto.wire import versions_pb2 as pb
+from aedit.proto.wire.author import is_author, new_secret
 from aedit.proto.wire.calls import channel
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.retry import HubRefused, HubUnreachable
@@ -493,25 +494,31 @@ def test_a_version_is_continued_at_another_server_and_a_liar_is_named(served):
 def test_an_author_gives_its_versions_and_nobody_else_may(served):
     mine, values = author(3, line="a")
     store, arrived = VersionStore(LAYOUT, ring=2, max_lines=1), []
-    core = VersionsCore(store, lambda line, caller: line != "run", arrived.append)
+    secret = new_secret()
+    core = VersionsCore(
+        store, lambda line, who: line != "run" and is_author(secret, who.secret), arrived.append
+    )
     client = served(core)
+    with pytest.raises(HubRefused, match="may not author line a"):
+        client.give(mine, "a", 1, new_secret())
+    assert store.lines == ()
     for serial in (1, 3):
-        client.give(mine, "a", serial)
+        client.give(mine, "a", serial, secret)
         assert equal(store, serial, values[serial - 1], "a")
     assert [manifest.serial for manifest in arrived] == [1, 3]
-    client.give(mine, "a", 3)
+    client.give(mine, "a", 3, secret)
     assert len(arrived) == 2, "it is here: nothing was sent"
     with pytest.raises(HubRefused, match="is not above") as refused:
-        client.give(mine, "a", 2)
+        client.give(mine, "a", 2, secret)
     assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
     other, _ = author(1, line="run")
     with pytest.raises(HubRefused, match="may not author line run") as refused:
-        client.give(other, "run", 1)
+        client.give(other, "run", 1, secret)
     assert refused.value.code is grpc.StatusCode.PERMISSION_DENIED
     assert store.lines == ("a",)
     core.close_line("a")
     assert store.lines == ()
-    client.give(mine, "a", 3)  # as after a restart of the receiver: no state is needed
+    client.give(mine, "a", 3, secret)  # as after a restart of the receiver: no state is needed
     assert equal(store, 3, values[2], "a")
 
 

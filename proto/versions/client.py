@@ -1,6 +1,6 @@
 """Client of `Versions`: follows a line, fetches versions, and gives versions to servers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
@@ -8,10 +8,11 @@ import grpc
 
 from aedit.proto.versions.manifest import Manifest
 from aedit.proto.versions.receiving import Receiving, TransferSuperseded, TransferWrong
-from aedit.proto.versions.store import VersionStore
+from aedit.proto.versions.store import Transfer, VersionStore
 from aedit.proto.wire import frames
 from aedit.proto.wire import versions_pb2 as pb
-from aedit.proto.wire.calls import Calls
+from aedit.proto.wire.author import author_metadata
+from aedit.proto.wire.calls import Calls, Metadata
 from aedit.proto.wire.retry import HubRefused, Patience, TransferBroken
 from aedit.proto.wire.security import ClientKeys
 
@@ -65,15 +66,19 @@ class VersionsClient:
                 self._calls.patience(receiving.manifest.unit(missing.unit).num_bytes),
             )
 
-    def give(self, store: VersionStore, line: str, serial: int) -> None:
-        """Give the other side a version of which it accepts this node as the author.
+    def give(self, store: VersionStore, line: str, serial: int, secret: str = "") -> None:
+        """Give the other side a version of a line that it knows to be this node's.
+
+        secret: By which the other side knows the author of the line, see proto/wire/author.py.
 
         Raises LineUnknown if the store does not have the version any more.
         """
         manifest = store.manifest(line, serial)
         what = f"take version {serial} of line {line}"
         self._calls.retried(
-            what, partial(self._give, store, manifest), self._calls.patience(manifest.num_bytes)
+            what,
+            partial(self._give, store, manifest, author_metadata(secret) if secret else ()),
+            self._calls.patience(manifest.num_bytes),
         )
 
     def close(self) -> None:
@@ -111,18 +116,26 @@ class VersionsClient:
             except ValueError as error:
                 raise HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
 
-    def _give(self, store: VersionStore, manifest: Manifest, patience: Patience) -> None:
-        request = pb.OfferRequest(manifest=manifest.message)
+    def _give(self, store: VersionStore, manifest: Manifest, author: Metadata, patience: Patience) -> None:
         num_missing = len(manifest.units) + 1
-        while missing := self._calls.call("Versions/Offer", request, pb.OfferReply).missing:
+        while missing := self._offer(manifest, author):
             if len(missing) >= num_missing:
                 raise TransferBroken(f"{len(missing)} units are missing, although they were sent")
             num_missing = len(missing)
             for each in missing:
-                self._put(store, manifest, each, patience)
+                self._put(
+                    store.transfer(manifest.line, each.unit, each.base, manifest.serial),
+                    each,
+                    author,
+                    patience,
+                )
 
-    def _put(self, store: VersionStore, manifest: Manifest, wanted: pb.Missing, patience: Patience) -> None:
-        made = store.transfer(manifest.line, wanted.unit, wanted.base, manifest.serial)
+    def _offer(self, manifest: Manifest, author: Metadata) -> Sequence[pb.Missing]:
+        request = pb.OfferRequest(manifest=manifest.message)
+        reply = self._calls.call("Versions/Offer", request, pb.OfferReply, metadata=author)
+        return reply.missing
+
+    def _put(self, made: Transfer, wanted: pb.Missing, author: Metadata, patience: Patience) -> None:
         offset = wanted.offset if wanted.transfer == made.head.sha256 else 0
         head, data = made.head.SerializeToString(), memoryview(made.data)
         with self._calls.watched() as (stream, calls):
@@ -134,5 +147,5 @@ class VersionsClient:
                     patience.moved()
 
             put: Any = self._calls.bulk.stream_unary("/aedit.v1.Versions/Put")
-            calls.append(put.future(messages(), timeout=patience.left_s))
+            calls.append(put.future(messages(), timeout=patience.left_s, metadata=author))
             calls[0].result()

@@ -6,7 +6,7 @@ import random as randomness
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -18,6 +18,7 @@ from aedit.proto.wire.watch import Stream, Watch
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 MIB = 2**20
 _LATE_S = 1.0
@@ -89,12 +90,19 @@ class Calls:
         for channel in self._channels:
             channel.close()
 
-    def call(self, method: str, request: Message, kind: type[M], timeout_s: float | None = None) -> M:
-        """Return the reply to a small call, such as "Membership/Hello"."""
+    def call(
+        self,
+        method: str,
+        request: Message,
+        kind: type[M],
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+    ) -> M:
+        """Return the reply, of type `kind`, to a small call such as "Membership/Hello"."""
 
         def once(patience: Patience) -> M:
             call: Any = self._channels[0].unary_unary(f"/aedit.v1.{method}")
-            return kind.FromString(call(body, timeout=patience.left_s))
+            return kind.FromString(call(body, timeout=patience.left_s, metadata=metadata))
 
         body = request.SerializeToString()
         total_s = self._timeout_s if timeout_s is None else timeout_s

@@ -5,10 +5,10 @@ Every call has a deadline and is retried while the error may pass by itself.
 
 import random as randomness
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from aedit.proto.wire import frames, hub_pb2
 from aedit.proto.wire.calls import MIB, Calls, channel
@@ -17,6 +17,9 @@ from aedit.proto.wire.retry import HubRefused, HubUnreachable, Patience, Transfe
 from aedit.proto.wire.security import ClientKeys
 
 __all__ = ["Download", "HubClient", "HubRefused", "HubUnreachable", "channel"]
+
+
+M = TypeVar("M", bound=Message)
 
 
 class HubClient:
@@ -141,6 +144,10 @@ class HubClient:
                     yield hub_pb2.TailChunk.FromString(message)
         except (grpc.RpcError, TransferBroken, DecodeError) as error:
             raise self._calls.error("tail", error) from error
+
+    def call(self, method: str, request: Message, kind: type[M], timeout_s: float | None = None) -> M:
+        """Send a small message to `Service/Method` and return the answer, of type `kind`."""
+        return self._calls.call(method, request, kind, timeout_s)
 
     def close(self) -> None:
         """Close all connections. Calls of other threads end with HubUnreachable."""

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from aedit.proto.wire import frames, hub_pb2
+from aedit.proto.wire.author import secret_of
 from aedit.proto.wire.limits import ByteBudget, Limits, Rates
 from aedit.proto.wire.watch import Stream, Watch
 
@@ -95,8 +96,10 @@ class Caller:
 
     host: str
     """Address without the port, as gRPC writes it."""
-    name: str = ""
-    """Of the caller's certificate; empty: it has none."""
+    name: str | None = None
+    """In the caller's certificate; None where the server asks for none."""
+    secret: str = ""
+    """By which the author of a line is known, see author.py; empty: it has given none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,17 @@ class CallHandlers:
                 return answer(request, caller(context)).SerializeToString()
 
         return grpc.unary_unary_rpc_method_handler(_in(pool, behaviour))
+
+    def named_call(
+        self, kind: type[M], answer: Callable[[M, str | None], Message], pool: ThreadPoolExecutor
+    ) -> Handler:
+        """Return a handler like `call`; `answer` also gets the name in the caller's certificate, if any."""
+
+        def named(request: M, who: Caller) -> Message:
+            return answer(request, who.name)
+
+        named.__name__ = answer.__name__
+        return self.call_as(kind, named, pool)
 
     def upload(self, take: Callable[[Iterator[bytes], Caller], Message], pool: ThreadPoolExecutor) -> Handler:
         """Return a handler for a stream of chunks in, which `take` reads; one that stands still is ended."""
@@ -304,6 +318,15 @@ class CallHandlers:
             log.warning("%s from %s: %s", what, context.peer(), str(error))
 
 
+def certified_name(context: grpc.ServicerContext) -> str | None:
+    """Return the name in the caller's certificate; None where the server asks for none.
+
+    gRPC tells a name only of a certificate that it has verified.
+    """
+    names: Any = context.auth_context().get("x509_common_name") or ()
+    return names[0].decode("utf-8", "replace") if names else None
+
+
 def _name(core: HubCore, heads: list[hub_pb2.PushHead], error: ValueError) -> None:
     """Tell the core whose push was invalid.
 
@@ -322,9 +345,7 @@ def _counted(messages: Iterator[bytes], stream: Stream) -> Iterator[bytes]:
 
 def caller(context: grpc.ServicerContext) -> Caller:
     """Return who makes this call."""
-    shown: Mapping[str, Any] = context.auth_context()
-    names = [bytes(name).decode("utf-8", "replace") for name in shown.get("x509_common_name", ())]
-    return Caller(_host(context), names[0] if names else "")
+    return Caller(_host(context), certified_name(context), secret_of(context))
 
 
 def _host(context: grpc.ServicerContext) -> str:
