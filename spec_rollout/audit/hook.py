@@ -2,8 +2,8 @@
 
 The connection checks the form of everything that a server sends, collects its samples, and keeps them back
 until they are released: a sample is delivered when it has passed the audit, or one that was selected while
-it was kept back. When one fails, all samples of that server that were kept back are generated again elsewhere, under the
-same keys.
+it was kept back. When one fails, all samples of that server that were kept back are generated again
+elsewhere, under the same keys.
 """
 
 from collections.abc import Mapping, Sequence
