@@ -92,7 +92,7 @@ class HubCore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls, as far as the connection shows it."""
+    """A caller, as far as its connection and metadata show it."""
 
     host: str
     """Address without the port, as gRPC writes it."""
