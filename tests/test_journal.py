@@ -132,6 +132,7 @@ def test_every_kind_of_record_comes_back_as_it_was(tmp_path):
         records.Used(1, 0, 5),
         records.Led(2),
         records.Ticked(9.25),
+        records.Banned("alpha", "00ff", "accused by 1 of 1 nodes", 7.5),
     ]
     assert {type(record) for record in batch} == set(records.Record.__args__)
 

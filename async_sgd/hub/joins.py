@@ -10,16 +10,22 @@ from aedit.async_sgd.rules.config import HubConfig
 from aedit.async_sgd.rules.records import Founded, Joined, Leased, Left, Record
 from aedit.types import Layout
 
-_LONGEST_NAME = 128
+LONGEST_NAME = 128
 
 
 class Denied(Exception):
     """A request that the hub refuses; says what the peer is told."""
 
     def __init__(
-        self, kind: Literal["unknown", "replaced", "excluded", "full", "different"], reason: str
+        self,
+        kind: Literal["unknown", "replaced", "excluded", "full", "different", "taken", "foreign"],
+        reason: str,
     ) -> None:
-        """Create a refusal. kind: join again; end; end; come again later; can never succeed."""
+        """Create a refusal.
+
+        kind: join again; end; end; come again later; can never succeed; somebody else has it until later; it
+        belongs to somebody else.
+        """
         super().__init__(reason)
         self.kind, self.reason = kind, reason
 
@@ -53,8 +59,8 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
     Founded, if it is the first node; Left, if it replaces a process that seems alive; Joined; and the leases
     it had when it was given up as silent, unless others have them since.
     """
-    if not joiner.name or len(joiner.name) > _LONGEST_NAME or not joiner.name.isprintable():
-        raise Denied("different", f"a node's name has 1 to {_LONGEST_NAME} printable characters")
+    if not joiner.name or len(joiner.name) > LONGEST_NAME or not joiner.name.isprintable():
+        raise Denied("different", f"a node's name has 1 to {LONGEST_NAME} printable characters")
     decided: list[Record] = []
     if state.layout is None:
         decided.append(_founded(state, joiner))

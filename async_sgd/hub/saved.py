@@ -11,7 +11,7 @@ from aedit.async_sgd.hub.pool import Pool
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules.outer import OuterState
 from aedit.async_sgd.rules.push_filter import SizeHistory
-from aedit.async_sgd.rules.records import Push, Vector
+from aedit.async_sgd.rules.records import Banned, Push, Vector
 from aedit.async_sgd.rules.shares import Contribution
 from aedit.types import Layout, TensorLayout, UnitLayout, Verdict
 
@@ -64,6 +64,7 @@ def save_state(state: HubState) -> Saved:
             [node, start, *lease] for node, leases in pool.leases.items() for start, lease in leases.items()
         ),
     }
+    numbers["banned"] = [astuple(ban) for ban in state.banned]
     return Saved(numbers, tuple(_unit_out(index, unit) for index, unit in state.units.items()))
 
 
@@ -80,6 +81,7 @@ def load_state(saved: Saved, state: HubState) -> None:
     state.pool = Pool(pool["watermark"], [(start, end) for start, end in pool["returned"]])
     for node, start, used, end in pool["leases"]:
         state.pool.leases.setdefault(node, {})[start] = (used, end)
+    state.banned = [Banned(*ban) for ban in numbers.get("banned", ())]
     state.units = {unit.index: _unit_in(unit) for unit in saved.units}
 
 

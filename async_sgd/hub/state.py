@@ -95,6 +95,8 @@ class HubState:
     tokens: int = 0
     mean_steps: float = 0.0
     """Steps per unit and node: every push counted against the members of its time."""
+    banned: list[records.Banned] = field(default_factory=list)
+    """Rollout servers."""
 
     # -- reading
 
@@ -117,6 +119,16 @@ class HubState:
     def total_tokens(self) -> int:
         """Return the tokens of all nodes; a token is in a push of every unit."""
         return self.tokens // self._num_counting
+
+    def ban_of(self, server: str, public_key: bytes) -> records.Banned | None:
+        """Return why the server of this name or key is banned; None if it is not."""
+        key = public_key.hex()
+        return next((ban for ban in self.banned if server == ban.server or key == ban.public_key), None)
+
+    @property
+    def policy_version(self) -> int:
+        """Return the smallest version of this hub's units of the model; 0 before they are founded."""
+        return min((unit.version for unit in self.units.values() if not unit.apart), default=0)
 
     @property
     def _num_counting(self) -> int:
@@ -158,6 +170,8 @@ class HubState:
                 self.term = term
             case records.Ticked(elapsed_s):
                 self._pass(elapsed_s)
+            case records.Banned():
+                self.banned.append(record)
 
     def _pass(self, elapsed_s: float) -> None:
         self.elapsed_s = max(self.elapsed_s, elapsed_s)

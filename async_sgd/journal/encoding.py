@@ -26,6 +26,7 @@ _PLAIN = {
         records.Used,
         records.Led,
         records.Ticked,
+        records.Banned,
     )
 }
 _PUSH = ("node", "unit", "seq", "base", "steps", "tokens")

@@ -151,6 +151,9 @@ class LimitConfig:
     nodes: int = 256
     """Members at a time."""
 
+    servers: int = 256
+    """Rollout servers in the directory at a time; they are no members."""
+
     calls_per_s: float = 200.0
     """Calls of one node per second, with bursts of as many."""
 
@@ -159,6 +162,7 @@ class LimitConfig:
 
     def __post_init__(self) -> None:
         check(self.nodes >= 1, "hub.limits.nodes", "must be at least 1", self.nodes)
+        check(1 <= self.servers <= 512, "hub.limits.servers", "must be in [1, 512]", self.servers)
         check(self.calls_per_s > 0, "hub.limits.calls_per_s", "must be above 0", self.calls_per_s)
         bound = self.in_flight_bytes >= 2**20
         check(bound, "hub.limits.in_flight_bytes", "must be at least 1 MiB", self.in_flight_bytes)

@@ -192,6 +192,17 @@ class Ticked:
     elapsed_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Banned:
+    """A rollout server serves this run no more, neither under its name nor with its key."""
+
+    server: str
+    public_key: str
+    """In hexadecimal digits."""
+    reason: str
+    at_s: float
+
+
 Record = (
     Founded
     | Joined
@@ -207,4 +218,5 @@ Record = (
     | Used
     | Led
     | Ticked
+    | Banned
 )

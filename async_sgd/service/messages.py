@@ -19,6 +19,8 @@ _CODES = {
     "excluded": grpc.StatusCode.PERMISSION_DENIED,
     "full": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "different": grpc.StatusCode.INVALID_ARGUMENT,
+    "taken": grpc.StatusCode.ALREADY_EXISTS,
+    "foreign": grpc.StatusCode.PERMISSION_DENIED,
 }
 _LONGEST_TEXT = 256
 """Of what a node says about itself."""

@@ -12,6 +12,7 @@ from aedit.async_sgd.service.driver import Driver
 from aedit.async_sgd.service.engine import HubWorker
 from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.request_guard import RequestGuard
+from aedit.async_sgd.service.server_directory import ServerDirectory
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview
 
@@ -39,6 +40,7 @@ class LeadingHub:
         has_other = bool(config.hub.standby)
         self.guard = RequestGuard(self.ledger, self.engine, config.name, has_other=has_other)
         self.driver = Driver(self.guard, responder, self._status)
+        self.directory = ServerDirectory(self.guard, reports.event)
         self.uplink: Uplink | None = None
         self._stopping = threading.Event()
         self._lines = threading.Thread(target=self._write_lines, name="lines", daemon=True)
@@ -93,7 +95,7 @@ class LeadingHub:
 
     def overview(self) -> dict[str, Any]:
         """Return the current state, see `reports.overview`."""
-        return overview(self.ledger, self.engine)
+        return overview(self.ledger, self.engine, self.directory)
 
     def _status(self, after: int) -> str:
         return self._reports.status(self.overview() | {"run": self._config.name}, after)

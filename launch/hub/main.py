@@ -17,6 +17,7 @@ from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.journal.store import Store
 from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.memory import give_back_what_is_freed
+from aedit.async_sgd.service.server_directory import DirectorySwitch
 from aedit.async_sgd.service.switch import Switch
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
@@ -29,6 +30,7 @@ from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.welcome import welcome
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.directory import directory_service
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.server import Server, serve
@@ -155,6 +157,7 @@ class _Process:
         self._leading: LeadingHub | None = None
         self._standby: Standby | None = None
         self._switch: Switch | None = None
+        self._directory = DirectorySwitch()
         self._page: Page | None = None
 
     def start(self) -> None:
@@ -244,6 +247,7 @@ class _Process:
 
             host = self._endpoint.address.rpartition(":")[0].strip("[]")
             self._page = Page(leading.overview, host, self._config.hub.metrics_port)
+        self._directory.core = leading.directory
         self._serve(leading.driver)
         return leading
 
@@ -274,7 +278,10 @@ class _Process:
         )
         for address in (self._endpoint.preferred_address, self._endpoint.address):
             try:
-                self._server = serve(self._switch, address, credentials=self._keys, limits=bounds)
+                others = (directory_service(self._directory, bounds),)
+                self._server = serve(
+                    self._switch, address, credentials=self._keys, limits=bounds, others=others
+                )
                 return
             except UserError:
                 if address == self._endpoint.address:

@@ -11,6 +11,7 @@ from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.rules import records
 from aedit.async_sgd.service.engine import HubWorker
 from aedit.async_sgd.service.lines import Lines, json_line
+from aedit.async_sgd.service.server_directory import ServerDirectory
 from aedit.launch.rundir.recorder import Clock, Recorder
 
 LINE_EVERY_S = 2.0
@@ -35,6 +36,27 @@ _OF_NODES = [
     "accepted",
     "refused",
     "rl",
+]
+
+
+_OF_SERVERS = [
+    "name",
+    "role",
+    "address",
+    "state",
+    "live",
+    "serial",
+    "lag",
+    "rows",
+    "tokens_per_s",
+    "running",
+    "waiting",
+    "idle_s",
+    "idle_used_s",
+    "accused",
+    "reason",
+    "evidence",
+    "banned",
 ]
 
 
@@ -81,6 +103,8 @@ class Reports:
                 self.event("garbled", node=node, unit=unit, reason=reason)
             case records.Led(term):
                 self.event("lead", term=term)
+            case records.Banned(server, _, reason):
+                self.event("banned", server=server, reason=reason)
             case records.RoundOpened(number):
                 self.event("round", round=number)
 
@@ -103,10 +127,11 @@ class Reports:
         self._files.close()
 
 
-def overview(ledger: Ledger, engine: HubWorker) -> dict[str, Any]:
+def overview(ledger: Ledger, engine: HubWorker, directory: ServerDirectory) -> dict[str, Any]:
     """Return the state of the hub as JSON values; numbers may be NaN."""
     with ledger.lock:
         now = news.status(ledger.hub, ledger.clock())
+        servers = directory.status(ledger.clock())
         merges, merge_s = engine.merges, engine.merge_s
     segment, offset = ledger.journal.position
     return now | {
@@ -114,6 +139,7 @@ def overview(ledger: Ledger, engine: HubWorker) -> dict[str, Any]:
         "merges": merges,
         "merge_s": round(merge_s, 4),
         "standby": ledger.standby.attached,
+        "servers": servers,
     }
 
 
@@ -137,4 +163,5 @@ def metrics(overview: Mapping[str, Any]) -> dict[str, Any]:
         "merges": overview["merges"],
         "merge_s": overview["merge_s"],
         "standby": overview["standby"],
+        "servers": [{name: server[name] for name in _OF_SERVERS} for server in overview["servers"]],
     }

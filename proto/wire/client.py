@@ -89,39 +89,39 @@ class HubClient:
 
     def hello(self, request: hub_pb2.HelloRequest, timeout_s: float | None = None) -> hub_pb2.HelloReply:
         """Ask for the run's configuration."""
-        return self._call("Membership/Hello", request, hub_pb2.HelloReply, timeout_s)
+        return self.call("Membership/Hello", request, hub_pb2.HelloReply, timeout_s)
 
     def join(self, request: hub_pb2.JoinRequest, timeout_s: float | None = None) -> hub_pb2.JoinReply:
         """Become a member."""
-        return self._call("Membership/Join", request, hub_pb2.JoinReply, timeout_s)
+        return self.call("Membership/Join", request, hub_pb2.JoinReply, timeout_s)
 
     def heartbeat(self, request: hub_pb2.HeartbeatRequest, timeout_s: float | None = None) -> hub_pb2.News:
         """Send a report and return the news."""
-        return self._call("Membership/Heartbeat", request, hub_pb2.News, timeout_s)
+        return self.call("Membership/Heartbeat", request, hub_pb2.News, timeout_s)
 
     def lease(self, request: hub_pb2.LeaseRequest, timeout_s: float | None = None) -> hub_pb2.LeaseReply:
         """Ask for blocks of sample positions."""
-        return self._call("Membership/Lease", request, hub_pb2.LeaseReply, timeout_s)
+        return self.call("Membership/Lease", request, hub_pb2.LeaseReply, timeout_s)
 
     def leave(self, request: hub_pb2.LeaveRequest, timeout_s: float | None = None) -> hub_pb2.LeaveReply:
         """Leave the run."""
-        return self._call("Membership/Leave", request, hub_pb2.LeaveReply, timeout_s)
+        return self.call("Membership/Leave", request, hub_pb2.LeaveReply, timeout_s)
 
     def take_over(
         self, request: hub_pb2.TakeOverRequest, timeout_s: float | None = None
     ) -> hub_pb2.TakeOverReply:
         """Vote for the standby at this address."""
-        return self._call("Membership/TakeOver", request, hub_pb2.TakeOverReply, timeout_s)
+        return self.call("Membership/TakeOver", request, hub_pb2.TakeOverReply, timeout_s)
 
     def status(self, request: hub_pb2.StatusRequest, timeout_s: float | None = None) -> hub_pb2.StatusReply:
         """Ask for the hub's status."""
-        return self._call("State/Status", request, hub_pb2.StatusReply, timeout_s)
+        return self.call("State/Status", request, hub_pb2.StatusReply, timeout_s)
 
     def confirm(
         self, request: hub_pb2.ConfirmRequest, timeout_s: float | None = None
     ) -> hub_pb2.ConfirmReply:
         """Say what this standby has on disk."""
-        return self._call("State/Confirm", request, hub_pb2.ConfirmReply, timeout_s)
+        return self.call("State/Confirm", request, hub_pb2.ConfirmReply, timeout_s)
 
     def push(self, head: hub_pb2.PushHead, data: memoryview) -> hub_pb2.PushReply:
         """Send `data`, from its start at every try: the hub takes it once. It must not change meanwhile."""
@@ -192,7 +192,9 @@ class HubClient:
         for channel in self._channels:
             channel.close()
 
-    def _call(self, method: str, request: Message, kind: type[M], timeout_s: float | None) -> M:
+    def call(self, method: str, request: Message, kind: type[M], timeout_s: float | None = None) -> M:
+        """Send a small message to `Service/Method` and return the answer, of type `kind`."""
+
         def once(patience: Patience) -> M:
             call: Any = self._channels[0].unary_unary(f"/aedit.v1.{method}")
             return kind.FromString(call(body, timeout=patience.left_s))

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n aedit/proto/wire/directory.proto\x12\x08\x61\x65\x64it.v1\"\xcb\x02\n\nServerCard\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07process\x18\x04 \x01(\x06\x12\x12\n\npublic_key\x18\x05 \x01(\x0c\x12\x0c\n\x04rows\x18\x06 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x07 \x01(\x01\x12\x0e\n\x06serial\x18\x08 \x01(\x04\x12\x0f\n\x07running\x18\t \x01(\r\x12\x0f\n\x07waiting\x18\n \x01(\r\x12\r\n\x05state\x18\x0b \x01(\t\x12\x0e\n\x06idle_s\x18\x0c \x01(\x01\x12\x13\n\x0bidle_used_s\x18\r \x01(\x01\x12\x32\n\x07\x66igures\x18\x0e \x03(\x0b\x32!.aedit.v1.ServerCard.FiguresEntry\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"R\n\rAnnounceReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x0e\n\x06\x62\x61nned\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"=\n\x0fWithdrawRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07process\x18\x03 \x01(\x06\"\x0f\n\rWithdrawReply\"\x1d\n\x0eServersRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"5\n\x0cServersReply\x12%\n\x07servers\x18\x01 \x03(\x0b\x32\x14.aedit.v1.ServerCard\"~\n\nAccusation\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\r\x12\x0f\n\x07session\x18\x03 \x01(\x06\x12\x0e\n\x06server\x18\x04 \x01(\t\x12\x12\n\npublic_key\x18\x05 \x01(\x0c\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x10\n\x08\x65vidence\x18\x07 \x01(\x0c\"\x1d\n\x0b\x41\x63\x63useReply\x12\x0e\n\x06\x62\x61nned\x18\x01 \x01(\x08\x32\xfa\x01\n\tDirectory\x12\x39\n\x08\x41nnounce\x12\x14.aedit.v1.ServerCard\x1a\x17.aedit.v1.AnnounceReply\x12>\n\x08Withdraw\x12\x19.aedit.v1.WithdrawRequest\x1a\x17.aedit.v1.WithdrawReply\x12;\n\x07Servers\x12\x18.aedit.v1.ServersRequest\x1a\x16.aedit.v1.ServersReply\x12\x35\n\x06\x41\x63\x63use\x12\x14.aedit.v1.Accusation\x1a\x15.aedit.v1.AccuseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n aedit/proto/wire/directory.proto\x12\x08\x61\x65\x64it.v1\"\xde\x02\n\nServerCard\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07process\x18\x04 \x01(\x06\x12\x12\n\npublic_key\x18\x05 \x01(\x0c\x12\x0c\n\x04rows\x18\x06 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x07 \x01(\x01\x12\x0e\n\x06serial\x18\x08 \x01(\x04\x12\x0f\n\x07running\x18\t \x01(\r\x12\x0f\n\x07waiting\x18\n \x01(\r\x12\r\n\x05state\x18\x0b \x01(\t\x12\x0e\n\x06idle_s\x18\x0c \x01(\x01\x12\x13\n\x0bidle_used_s\x18\r \x01(\x01\x12\x32\n\x07\x66igures\x18\x0e \x03(\x0b\x32!.aedit.v1.ServerCard.FiguresEntry\x12\x11\n\tsignature\x18\x0f \x01(\x0c\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"R\n\rAnnounceReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12\x0e\n\x06\x62\x61nned\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"=\n\x0fWithdrawRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07process\x18\x03 \x01(\x06\"\x0f\n\rWithdrawReply\"\x1d\n\x0eServersRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"5\n\x0cServersReply\x12%\n\x07servers\x18\x01 \x03(\x0b\x32\x14.aedit.v1.ServerCard\"~\n\nAccusation\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\r\x12\x0f\n\x07session\x18\x03 \x01(\x06\x12\x0e\n\x06server\x18\x04 \x01(\t\x12\x12\n\npublic_key\x18\x05 \x01(\x0c\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x10\n\x08\x65vidence\x18\x07 \x01(\x0c\"\x1d\n\x0b\x41\x63\x63useReply\x12\x0e\n\x06\x62\x61nned\x18\x01 \x01(\x08\x32\xfa\x01\n\tDirectory\x12\x39\n\x08\x41nnounce\x12\x14.aedit.v1.ServerCard\x1a\x17.aedit.v1.AnnounceReply\x12>\n\x08Withdraw\x12\x19.aedit.v1.WithdrawRequest\x1a\x17.aedit.v1.WithdrawReply\x12;\n\x07Servers\x12\x18.aedit.v1.ServersRequest\x1a\x16.aedit.v1.ServersReply\x12\x35\n\x06\x41\x63\x63use\x12\x14.aedit.v1.Accusation\x1a\x15.aedit.v1.AccuseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVERCARD_FIGURESENTRY']._loaded_options = None
   _globals['_SERVERCARD_FIGURESENTRY']._serialized_options = b'8\001'
   _globals['_SERVERCARD']._serialized_start=47
-  _globals['_SERVERCARD']._serialized_end=378
-  _globals['_SERVERCARD_FIGURESENTRY']._serialized_start=332
-  _globals['_SERVERCARD_FIGURESENTRY']._serialized_end=378
-  _globals['_ANNOUNCEREPLY']._serialized_start=380
-  _globals['_ANNOUNCEREPLY']._serialized_end=462
-  _globals['_WITHDRAWREQUEST']._serialized_start=464
-  _globals['_WITHDRAWREQUEST']._serialized_end=525
-  _globals['_WITHDRAWREPLY']._serialized_start=527
-  _globals['_WITHDRAWREPLY']._serialized_end=542
-  _globals['_SERVERSREQUEST']._serialized_start=544
-  _globals['_SERVERSREQUEST']._serialized_end=573
-  _globals['_SERVERSREPLY']._serialized_start=575
-  _globals['_SERVERSREPLY']._serialized_end=628
-  _globals['_ACCUSATION']._serialized_start=630
-  _globals['_ACCUSATION']._serialized_end=756
-  _globals['_ACCUSEREPLY']._serialized_start=758
-  _globals['_ACCUSEREPLY']._serialized_end=787
-  _globals['_DIRECTORY']._serialized_start=790
-  _globals['_DIRECTORY']._serialized_end=1040
+  _globals['_SERVERCARD']._serialized_end=397
+  _globals['_SERVERCARD_FIGURESENTRY']._serialized_start=351
+  _globals['_SERVERCARD_FIGURESENTRY']._serialized_end=397
+  _globals['_ANNOUNCEREPLY']._serialized_start=399
+  _globals['_ANNOUNCEREPLY']._serialized_end=481
+  _globals['_WITHDRAWREQUEST']._serialized_start=483
+  _globals['_WITHDRAWREQUEST']._serialized_end=544
+  _globals['_WITHDRAWREPLY']._serialized_start=546
+  _globals['_WITHDRAWREPLY']._serialized_end=561
+  _globals['_SERVERSREQUEST']._serialized_start=563
+  _globals['_SERVERSREQUEST']._serialized_end=592
+  _globals['_SERVERSREPLY']._serialized_start=594
+  _globals['_SERVERSREPLY']._serialized_end=647
+  _globals['_ACCUSATION']._serialized_start=649
+  _globals['_ACCUSATION']._serialized_end=775
+  _globals['_ACCUSEREPLY']._serialized_start=777
+  _globals['_ACCUSEREPLY']._serialized_end=806
+  _globals['_DIRECTORY']._serialized_start=809
+  _globals['_DIRECTORY']._serialized_end=1059
 # @@protoc_insertion_point(module_scope)

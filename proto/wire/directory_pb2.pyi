@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ServerCard(_message.Message):
-    __slots__ = ("run", "name", "address", "process", "public_key", "rows", "tokens_per_s", "serial", "running", "waiting", "state", "idle_s", "idle_used_s", "figures")
+    __slots__ = ("run", "name", "address", "process", "public_key", "rows", "tokens_per_s", "serial", "running", "waiting", "state", "idle_s", "idle_used_s", "figures", "signature")
     class FiguresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class ServerCard(_message.Message):
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
     IDLE_USED_S_FIELD_NUMBER: _ClassVar[int]
     FIGURES_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     run: str
     name: str
     address: str
@@ -43,7 +44,8 @@ class ServerCard(_message.Message):
     idle_s: float
     idle_used_s: float
     figures: _containers.ScalarMap[str, float]
-    def __init__(self, run: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., process: _Optional[int] = ..., public_key: _Optional[bytes] = ..., rows: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., serial: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., state: _Optional[str] = ..., idle_s: _Optional[float] = ..., idle_used_s: _Optional[float] = ..., figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, run: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., process: _Optional[int] = ..., public_key: _Optional[bytes] = ..., rows: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., serial: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., state: _Optional[str] = ..., idle_s: _Optional[float] = ..., idle_used_s: _Optional[float] = ..., figures: _Optional[_Mapping[str, float]] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class AnnounceReply(_message.Message):
     __slots__ = ("lease_s", "banned", "reason", "finished")

@@ -143,7 +143,7 @@ class Ended(_message.Message):
     def __init__(self, rollout: _Optional[int] = ..., sample: _Optional[int] = ..., finish_reason: _Optional[str] = ..., passes: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class RolloutStatement(_message.Message):
-    __slots__ = ("run", "line", "server", "rollout", "sample", "prompt_sha256", "sampling_sha256", "answer_sha256", "logprobs_sha256", "spans", "finish_reason")
+    __slots__ = ("run", "line", "server", "rollout", "sample", "prompt_sha256", "sampling_sha256", "answer_sha256", "logprobs_sha256", "spans", "finish_reason", "given")
     RUN_FIELD_NUMBER: _ClassVar[int]
     LINE_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,7 @@ class RolloutStatement(_message.Message):
     LOGPROBS_SHA256_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_FIELD_NUMBER: _ClassVar[int]
     run: str
     line: str
     server: str
@@ -166,7 +167,8 @@ class RolloutStatement(_message.Message):
     logprobs_sha256: bytes
     spans: _containers.RepeatedCompositeFieldContainer[Span]
     finish_reason: str
-    def __init__(self, run: _Optional[str] = ..., line: _Optional[str] = ..., server: _Optional[str] = ..., rollout: _Optional[int] = ..., sample: _Optional[int] = ..., prompt_sha256: _Optional[bytes] = ..., sampling_sha256: _Optional[bytes] = ..., answer_sha256: _Optional[bytes] = ..., logprobs_sha256: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., finish_reason: _Optional[str] = ...) -> None: ...
+    given: int
+    def __init__(self, run: _Optional[str] = ..., line: _Optional[str] = ..., server: _Optional[str] = ..., rollout: _Optional[int] = ..., sample: _Optional[int] = ..., prompt_sha256: _Optional[bytes] = ..., sampling_sha256: _Optional[bytes] = ..., answer_sha256: _Optional[bytes] = ..., logprobs_sha256: _Optional[bytes] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., given: _Optional[int] = ...) -> None: ...
 
 class Removed(_message.Message):
     __slots__ = ("rollout", "sample", "found")

@@ -83,12 +83,14 @@ def serve(
     credentials: ServerKeys | None = None,
     limits: Limits | None = None,
     threads: int = 16,
+    others: Sequence[Service] = (),
 ) -> Server:
-    """Serve `core` to nodes, standbys and readers at HOST:PORT.
+    """Serve `core` to nodes, standbys and readers at HOST:PORT, and `others` beside it.
 
     `threads`: pushes, and as many pulls, at a time. Raises UserError if the address is not available.
     """
-    return Server(hub_services(core, limits or Limits(), threads), address, keys=credentials)
+    services = (*hub_services(core, limits or Limits(), threads), *others)
+    return Server(services, address, keys=credentials)
 
 
 def _add_health(server: grpc.Server, names: list[str], pool: ThreadPoolExecutor) -> health.HealthServicer:

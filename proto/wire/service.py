@@ -154,6 +154,19 @@ class CallHandlers:
 
         return grpc.unary_unary_rpc_method_handler(_in(pool, behaviour))
 
+    def named_call(
+        self, kind: type[M], answer: Callable[[M, str | None], Message], pool: ThreadPoolExecutor
+    ) -> Handler:
+        """Return a handler like `call`; `answer` also gets the name in the caller's certificate, if any."""
+
+        def behaviour(message: bytes, context: grpc.ServicerContext) -> bytes:
+            with self._told(context, answer.__name__):
+                request = kind.FromString(message)
+                self._admit(request, context)
+                return answer(request, certified_name(context)).SerializeToString()
+
+        return grpc.unary_unary_rpc_method_handler(_in(pool, behaviour))
+
     def push(self, core: HubCore, pool: ThreadPoolExecutor) -> Handler:
         """Return a handler for chunks in; the core sees them when they are complete."""
 
@@ -258,6 +271,15 @@ class CallHandlers:
         """Log an invalid message, at a bounded rate, so that no peer can fill the disk."""
         if self._lines.allow(_host(context)):
             log.warning("%s from %s: %s", what, context.peer(), str(error))
+
+
+def certified_name(context: grpc.ServicerContext) -> str | None:
+    """Return the name in the caller's certificate; None where the server asks for none.
+
+    gRPC tells a name only of a certificate that it has verified.
+    """
+    names: Any = context.auth_context().get("x509_common_name") or ()
+    return names[0].decode("utf-8", "replace") if names else None
 
 
 def _name(core: HubCore, heads: list[hub_pb2.PushHead], error: ValueError) -> None:

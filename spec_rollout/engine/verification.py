@@ -29,6 +29,15 @@ VerifyMode = Literal["coupled", "rejection"]
 others, of the same distribution."""
 
 
+class NoNextTokenError(ValueError):
+    """Some samples have no next token: logits are not finite, or no allowed token has a finite one."""
+
+    def __init__(self, message: str, rollouts: Sequence[Rollout]) -> None:
+        super().__init__(message)
+        self.rollouts = tuple(rollouts)
+        """The samples without a next token. The others can go on when these have left the engine."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Verification:
     """Result of the pass for rows 0 .. B - 1, before the ends of rollouts are searched."""
@@ -53,16 +62,18 @@ class Verification:
         """Check that each token was drawn from a distribution.
 
         Raises:
-            ValueError: Logits are not finite, or no allowed token has a finite one. It names the rollouts.
+            NoNextTokenError: Logits are not finite, or no allowed token has a finite one.
         """
         pairs = zip(rollouts, self.logprobs, strict=True)
-        bad = [rollout.prompt.name for rollout, values in pairs if any(map(math.isnan, values))]
+        bad = [rollout for rollout, values in pairs if any(map(math.isnan, values))]
         if bad:
-            names = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-            raise ValueError(
+            names = ", ".join(rollout.prompt.name for rollout in bad[:5])
+            names += f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+            raise NoNextTokenError(
                 f"policy version {version} has no next token for rollout {names}: its logits are NaN or "
                 "infinite, or no allowed token has a finite one. No sample got a token of this step. Load "
-                "finite weights with update_weights, or abort these samples"
+                "finite weights with update_weights, or abort these samples",
+                bad,
             )
 
     def features(self, counts: Sequence[int]) -> Tensor:

@@ -1,0 +1,164 @@
+"""The hub's directory of rollout servers: its gRPC service, and its client for servers and trainers."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import grpc
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from google.protobuf.message import Message
+
+from aedit.proto.wire import directory_pb2 as pb
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.security import ClientKeys
+from aedit.proto.wire.service import CallHandlers, Service
+
+NAME = "aedit.v1.Directory"
+_THREADS = 4
+_TITLE = b"aedit server card"
+
+M = TypeVar("M", bound=Message)
+
+
+class DirectoryCore(Protocol):
+    """The interface of a directory for gRPC.
+
+    Called by many threads at once; every method may raise `Refusal`. certified: the name in the caller's
+    certificate; None where the hub asks for none.
+    """
+
+    def announce(self, card: pb.ServerCard, certified: str | None) -> pb.AnnounceReply:
+        """Register a server, or renew its lease."""
+
+    def withdraw(self, request: pb.WithdrawRequest, certified: str | None) -> pb.WithdrawReply:
+        """Take out a server that ends."""
+
+    def servers(self, request: pb.ServersRequest, certified: str | None) -> pb.ServersReply:
+        """Return the servers of the run."""
+
+    def accuse(self, accusation: pb.Accusation, certified: str | None) -> pb.AccuseReply:
+        """Count an accusation of a server."""
+
+
+def directory_service(core: DirectoryCore, limits: Limits) -> Service:
+    """Return the service over `core`, with threads of its own."""
+    handlers, pool = CallHandlers(limits), ThreadPoolExecutor(_THREADS, "directory")
+    calls = {
+        "Announce": handlers.named_call(pb.ServerCard, core.announce, pool),
+        "Withdraw": handlers.named_call(pb.WithdrawRequest, core.withdraw, pool),
+        "Servers": handlers.named_call(pb.ServersRequest, core.servers, pool),
+        "Accuse": handlers.named_call(pb.Accusation, core.accuse, pool),
+    }
+    return Service(NAME, calls, (pool,))
+
+
+class DirectoryClient:
+    """Client of the directory, for servers and trainers. Any thread may call.
+
+    hubs: HOST:PORT of each hub process of the run, in the order of `HelloReply.addresses`. All of them are
+    told which servers there are; the first one lists them and judges accusations. standby: where the first
+    one's standby listens, which is asked when the hub does not answer or does not lead any more. Every method
+    raises HubUnreachable after its deadline, and HubRefused if the hub refuses.
+    """
+
+    def __init__(
+        self,
+        hubs: Sequence[str],
+        run: str,
+        keys: ClientKeys | None = None,
+        *,
+        standby: str = "",
+        call_timeout_s: float = 10.0,
+    ) -> None:
+        assert hubs, "a run has a hub"
+        self._run = run
+        places = [(place, standby) if i == 0 and standby else (place,) for i, place in enumerate(hubs)]
+        self._hubs = [_Replicas(place, keys, call_timeout_s) for place in places]
+
+    def announce(self, card: pb.ServerCard, key: Ed25519PrivateKey) -> pb.AnnounceReply:
+        """Register a server, or renew its lease; sets run, public key and signature of the card.
+
+        Raises HubRefused with ALREADY_EXISTS while another server holds the name.
+        """
+        card.run, card.public_key = self._run, key.public_key().public_bytes_raw()
+        card.signature = key.sign(card_statement(card))
+        replies = [hub.call("Announce", card, pb.AnnounceReply) for hub in self._hubs]
+        return pb.AnnounceReply(
+            lease_s=min(reply.lease_s for reply in replies),
+            banned=any(reply.banned for reply in replies),
+            reason=next((reply.reason for reply in replies if reply.reason), ""),
+            finished=any(reply.finished for reply in replies),
+        )
+
+    def withdraw(self, name: str, process: int) -> None:
+        """Take this server out of the directory."""
+        request = pb.WithdrawRequest(run=self._run, name=name, process=process)
+        for hub in self._hubs:
+            hub.call("Withdraw", request, pb.WithdrawReply)
+
+    def servers(self) -> tuple[pb.ServerCard, ...]:
+        """Return the live servers of the run, by name.
+
+        `process` is not the number that the server has drawn, but changes with it.
+        """
+        return tuple(self._hubs[0].call("Servers", pb.ServersRequest(run=self._run), pb.ServersReply).servers)
+
+    def accuse(self, accusation: pb.Accusation) -> bool:
+        """Report a server; return whether it is banned now. Sets run. Needs a session with the first hub."""
+        accusation.run = self._run
+        return self._hubs[0].call("Accuse", accusation, pb.AccuseReply).banned
+
+    def close(self) -> None:
+        """Close all connections. Calls of other threads end with HubUnreachable."""
+        for hub in self._hubs:
+            hub.close()
+
+
+class _Replicas:
+    """A hub and its standby: of them the one that answers."""
+
+    def __init__(self, places: Sequence[str], keys: ClientKeys | None, timeout_s: float) -> None:
+        self._timeout_s = timeout_s / len(places)
+        self._clients = [HubClient(place, keys, call_timeout_s=self._timeout_s) for place in places]
+        self._first = 0
+
+    def call(self, method: str, request: Message, kind: type[M]) -> M:
+        """Return the answer of the one that leads; HubRefused only if no other one may still come back."""
+        failure: HubUnreachable | HubRefused | None = None
+        for at in range(self._first, self._first + len(self._clients)):
+            client = self._clients[at % len(self._clients)]
+            try:
+                reply = client.call(f"Directory/{method}", request, kind, self._timeout_s)
+            except HubUnreachable as error:
+                failure = error
+            except HubRefused as error:
+                if error.code is not grpc.StatusCode.FAILED_PRECONDITION:
+                    raise
+                failure = failure or error
+            else:
+                self._first = at % len(self._clients)
+                return reply
+        assert failure is not None
+        raise failure
+
+    def close(self) -> None:
+        """Close the connections."""
+        for client in self._clients:
+            client.close()
+
+
+def card_statement(card: pb.ServerCard) -> bytes:
+    """Return what a server signs to show that the key of its card is its own."""
+    parts = (_TITLE, card.run.encode(), card.name.encode(), card.address.encode(), b"%d" % card.process)
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+
+
+def is_signed(card: pb.ServerCard) -> bool:
+    """Return whether the card is signed with its own key."""
+    try:
+        Ed25519PublicKey.from_public_bytes(card.public_key).verify(card.signature, card_statement(card))
+    except (InvalidSignature, ValueError):
+        return False
+    return True

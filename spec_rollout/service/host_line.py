@@ -1,0 +1,168 @@
+"""One line of an `EngineHost`: its engine, and the samples that are in it. Used by the host's thread only."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.engine.meters import Step
+from aedit.spec_rollout.engine.verification import NoNextTokenError
+from aedit.spec_rollout.model.kv_spans import KVMemoryError
+from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.service.tickets import Priority, Ticket
+from aedit.spec_rollout.service.waiting import WaitingSamples
+
+log = logging.getLogger(__name__)
+
+SampleKey = tuple[int, int]
+
+
+class HostLine:
+    """An engine with its samples. Each sample here is running or first in line for a row."""
+
+    def __init__(
+        self, name: str, engine: Engine, between_steps: Callable[[], None], over: Callable[[Ticket], None]
+    ) -> None:
+        """Make a line.
+
+        Args:
+            name: Name of the line.
+            engine: Its engine, without samples.
+            between_steps: Called before each step.
+            over: Called when a sample has left the host, before its receiver is.
+        """
+        self.name, self.engine, self._between_steps, self._over = name, engine, between_steps, over
+        self.tickets: dict[SampleKey, Ticket] = {}
+        """Samples in the engine, by the key of their noise."""
+        self.turn = 0
+        """Number of its last turn."""
+
+    @property
+    def num_free(self) -> int:
+        """Return the number of further samples that get a row."""
+        return self.engine.target.rows - len(self.tickets)
+
+    @property
+    def has_run_samples(self) -> bool:
+        """Return true if a sample of priority RUN is in the engine."""
+        return any(ticket.priority is Priority.RUN for ticket in self.tickets.values())
+
+    def choose(self, waiting: WaitingSamples) -> list[Ticket]:
+        """Return the waiting samples that come into the engine now.
+
+        Samples of priority RUN may be more than there are free rows: public ones give up theirs.
+        """
+        taken = set(self.tickets)
+
+        def fits(ticket: Ticket) -> bool:
+            # Two samples with one key would have the same noise: the second waits for the end of the first.
+            prompt = ticket.prompt
+            if ticket.min_version > self.engine.version or (prompt.has_key and prompt.key in taken):
+                return False
+            taken.update([prompt.key] if prompt.has_key else [])
+            return True
+
+        num_public = sum(ticket.priority is Priority.PUBLIC for ticket in self.tickets.values())
+        found = waiting.first(self.name, Priority.RUN, self.num_free + num_public, fits)
+        return found + waiting.first(self.name, Priority.PUBLIC, self.num_free - len(found), fits)
+
+    def evict(self, num_needed: int) -> list[Ticket]:
+        """Take public samples out of the engine until so many rows are free, those that came last first.
+
+        Returns:
+            Samples that continue later, with the tokens that they have.
+        """
+        public = [ticket for ticket in self.tickets.values() if ticket.priority is Priority.PUBLIC]
+        evicted = []
+        for ticket in reversed(public):
+            if self.num_free >= num_needed:
+                break
+            assert ticket.rollout is not None
+            del self.tickets[ticket.rollout.prompt.key]
+            ticket.prompt, ticket.rollout = self.engine.remove(ticket.rollout), None
+            evicted.append(ticket)
+        return evicted
+
+    def start(self, chosen: Sequence[Ticket]) -> None:
+        """Bring samples into the engine, which has room for them."""
+        for ticket in chosen:
+            try:
+                rollout = self.engine.add(ticket.prompt)
+            except ValueError as error:
+                self.fail(ticket, error)
+                continue
+            ticket.rollout = rollout
+            self.tickets[rollout.prompt.key] = ticket
+
+    def step(self) -> None:
+        """Run one step of the engine and tell the receivers.
+
+        A sample for which the engine has no next token or no memory fails; the others go on.
+        """
+        self._between_steps()
+        try:
+            step = self.engine.step()
+        except NoNextTokenError as error:
+            self._fail_rollouts(error.rollouts, error)
+        except KVMemoryError as error:  # for one sample alone: the last running one, or the first to start
+            self._fail_rollouts((*self.engine.running[-1:], *self.engine.waiting)[:1], error)
+        except ValueError as error:
+            self._fail_rollouts((*self.engine.running, *self.engine.waiting), error)
+        else:
+            self._report(step)
+
+    def abort(self, ticket: Ticket) -> None:
+        """End a sample that waits or is in the engine."""
+        rollout = ticket.prompt.to_rollout() if ticket.rollout is None else self._drop(ticket)
+        rollout.finish_reason = "abort"
+        self._leave(ticket)
+        _tell(ticket, partial(ticket.receiver.ended, rollout))
+
+    def fail(self, ticket: Ticket, error: Exception) -> None:
+        """Let a sample fail that waits or is in the engine."""
+        if ticket.rollout is not None:
+            self._drop(ticket)
+        self._leave(ticket)
+        _tell(ticket, partial(ticket.receiver.failed, error))
+
+    def _report(self, step: Step) -> None:
+        finished = {rollout.prompt.key for rollout in step.finished}
+        for rollout, count in zip(step.rollouts, step.counts, strict=True):
+            key = rollout.prompt.key
+            ticket = self.tickets[key]
+            is_told = _tell(ticket, partial(ticket.receiver.tokens, rollout, len(rollout.tokens) - count))
+            if key in finished:
+                del self.tickets[key]
+            elif not is_told:
+                self._drop(ticket)
+            if not is_told or key in finished:
+                self._leave(ticket)
+            if is_told and key in finished:
+                _tell(ticket, partial(ticket.receiver.ended, rollout))
+
+    def _fail_rollouts(self, rollouts: Sequence[Rollout], error: Exception) -> None:
+        if not rollouts:
+            raise error
+        for rollout in rollouts:
+            self.fail(self.tickets[rollout.prompt.key], error)
+
+    def _drop(self, ticket: Ticket) -> Rollout:
+        rollout = ticket.rollout
+        assert rollout is not None
+        del self.tickets[rollout.prompt.key]
+        self.engine.remove(rollout)
+        return rollout
+
+    def _leave(self, ticket: Ticket) -> None:
+        ticket.is_over = True
+        self._over(ticket)
+
+
+def _tell(ticket: Ticket, call: Callable[[], None]) -> bool:
+    """Call a receiver; return whether it did not raise."""
+    try:
+        call()
+    except Exception:
+        log.exception("the receiver of sample %s raised: it gets nothing more", ticket.prompt.name)
+        return False
+    return True
