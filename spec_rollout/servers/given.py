@@ -106,3 +106,33 @@ class GivenSample:
             else:
                 found.append((version, i, i + 1))
         return found
+
+    def as_rollout(self) -> "GivenRollout":
+        """Return the whole answer, as it is signed."""
+        return GivenRollout(
+            GivenPrompt(*self.key, self.prompt),
+            self.tokens,
+            self.logprobs,
+            self.versions,
+            self.finish_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPrompt:
+    """Parts of a `Prompt` that a statement names."""
+
+    rollout: int
+    sample: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRollout:
+    """Parts of a `Rollout` that a statement names."""
+
+    prompt: GivenPrompt
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str

@@ -4,7 +4,7 @@ Used by one thread, without network and clock: messages of the rank and of the s
 come out of `to_rank` and `to_server`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ class ServerFacts:
     """Names that its signatures contain."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Held:
     """A sample that waits for its release."""
 
@@ -69,7 +69,11 @@ class Session:
         self.held: list[Held] = []
         """Samples that wait for their release, oldest first."""
         self.speed = MeasuredSpeed()
-        self.num_tokens = self.num_samples = self.num_passes = self.num_taken_back = 0
+        self.num_tokens = self.num_samples = self.num_passes = 0
+        self.num_delivered = 0
+        """Tokens of the server that the rank has got."""
+        self.num_moved = self.num_taken_back = 0
+        """Samples that the rank has taken away before their end, and those that it got back otherwise."""
         self.ending = False
         """The server is about to leave."""
         self.refuses_for_s = 0.0
@@ -78,6 +82,9 @@ class Session:
         """There is something that the rank does not know yet."""
         self._to_server, self._vocabulary, self._decoder = to_server, vocabulary, decoder
         self._dropped: set[Key] = set()
+        self._returning: set[Key] = set()
+        """Samples that the server was asked to return, and has not answered for."""
+        self._again: dict[Key, GivenSample] = {}
 
     @property
     def live(self) -> int:
@@ -90,9 +97,18 @@ class Session:
         return not self.given or any(each.answers_removal for each in self.held)
 
     def add(self, message: Message) -> None:
-        """Give the server a sample of the rank."""
+        """Give the server a sample of the rank.
+
+        One whose key the server has still to return, as it was cancelled, waits for that.
+        """
         decoder = self._decoder() if '"stop_strings": []' not in message["prompt"] else None
         sample = GivenSample.of(message["prompt"], message["version"], decoder)
+        if sample.key in self._returning:
+            self._again[sample.key] = sample
+        else:
+            self._give(sample)
+
+    def _give(self, sample: GivenSample) -> None:
         self.given[sample.key] = sample
         self._dropped.discard(sample.key)
         add = pb.Add(
@@ -111,17 +127,17 @@ class Session:
     def remove(self, message: Message) -> None:
         """Take a sample back, as the rank wants; with `drop` its tokens are of no use."""
         key = tuple(message["key"])
+        if self._again.pop(key, None) is not None:
+            self.to_rank("removed", key=key, found=True)
+            return
         if message.get("drop"):
             self._dropped.add(key)
             self.held = [each for each in self.held if each.sample.key != key]
         if key in self.given:
+            self._returning.add(key)
             self._to_server(pb.ToServer(remove=pb.Remove(rollout=key[0], sample=key[1])))
-            return
-        held = next((each for each in self.held if each.sample.key == key), None)
-        if held is None:
-            self.to_rank("removed", key=key, found=False)
         else:
-            held.answers_removal = True
+            self._answer_removal(key)
 
     def handle(self, message: pb.ToTrainer, now_s: float) -> None:
         """Take what the server has sent.
@@ -144,23 +160,35 @@ class Session:
         elif kind is not None:
             raise Violation(f"a message of kind {kind} after the first one")
 
+    def progress(self) -> list[tuple[int, int, int]]:
+        """Return (rollout, sample, tokens) that the server has drawn and the rank has not got."""
+        waiting = [*self.given.values(), *(each.sample for each in self.held)]
+        return [(*sample.key, sample.num_drawn) for sample in waiting if sample.num_drawn]
+
     def hold_unfinished(self) -> None:
         """Hold the unfinished samples of a server that has gone, as far as it has drawn them."""
         for sample in list(self.given.values()):
             self._take_back(sample)
 
-    def release(self, count: int) -> None:
-        """Deliver the first `count` held samples to the rank."""
-        ready, self.held = self.held[:count], self.held[count:]
-        for each in ready:
+    def release(self, released: Sequence[Held]) -> None:
+        """Deliver these held samples to the rank, as far as they were not cancelled since."""
+        for each in [each for each in self.held if each in released]:
+            self.held.remove(each)
             self._deliver(each)
+
+    def return_held(self, returned: Sequence[Held]) -> None:
+        """Give the rank held samples back without the server's tokens, which nobody can judge."""
+        for each in [each for each in self.held if each in returned]:
+            self.held.remove(each)
+            self.to_rank("removed", key=each.sample.key, found=True)
+            self.num_taken_back += 1
 
     def discard(self) -> int:
         """Forget all that the server has drawn and that was not delivered; return the number of samples."""
-        count = len(self.given) + len(self.held)
+        count = len(self.given) + len(self.held) + len(self._again)
         self.num_taken_back += count
-        self.given.clear()
-        self.held.clear()
+        for kept in (self.given, self._again, self.held):
+            kept.clear()
         return count
 
     def _tokens(self, found: pb.Tokens, now_s: float) -> None:
@@ -187,15 +215,24 @@ class Session:
     def _removed(self, found: pb.Removed, now_s: float) -> None:
         key = found.rollout, found.sample
         sample = self.given.get(key)
-        if found.found and sample is None:
-            raise Violation(f"the return of sample {key[0]}/{key[1]}, which it does not have")
+        if key not in self._returning or found.found != (sample is not None):
+            raise Violation(f"a wrong answer to the request to return sample {key[0]}/{key[1]}")
+        self._returning.discard(key)
         self.speed.advance(now_s, self.live)
-        if sample is not None and not found.found:
-            raise Violation(f"the loss of sample {key[0]}/{key[1]}")
-        if sample is not None:
+        if sample is None:
+            self._answer_removal(key)
+        else:
             self._take_back(sample, answers_removal=True)
-            return
-        self.remove({"key": key})
+        if key in self._again:
+            self._give(self._again.pop(key))
+
+    def _answer_removal(self, key: Key) -> None:
+        """Tell the rank that the server has not the sample any more; after its tokens, if they are held."""
+        held = next((each for each in self.held if each.sample.key == key), None)
+        if held is None:
+            self.to_rank("removed", key=key, found=False)
+        else:
+            held.answers_removal = True
 
     def _rejected(self, found: pb.Rejected) -> None:
         sample = self._sample(found.rollout, found.sample)
@@ -207,7 +244,8 @@ class Session:
     def _take_back(self, sample: GivenSample, *, answers_removal: bool = False) -> None:
         """Take a sample from the server; its tokens go to the rank when they are released."""
         del self.given[sample.key]
-        self.num_taken_back += 1
+        self.num_moved += answers_removal
+        self.num_taken_back += not answers_removal
         if sample.key in self._dropped or not sample.num_drawn:
             self._dropped.discard(sample.key)
             self.to_rank("removed", key=sample.key, found=True)
@@ -216,6 +254,7 @@ class Session:
 
     def _deliver(self, held: Held) -> None:
         sample, start = held.sample, held.sample.start
+        self.num_delivered += sample.num_drawn
         tokens = [*sample.key, sample.tokens[start:], sample.logprobs[start:], sample.versions[start:]]
         ended = [[*sample.key, sample.finish_reason, sample.passes]] if sample.finish_reason else []
         self.to_rank("report", tokens=[[*tokens, sample.top, sample.passes]], ended=ended)

@@ -119,7 +119,7 @@ class WorkerHandle:
     def cancel(self) -> None:
         """Take all samples away."""
         for key in self.samples:
-            self.channel.send("remove", key=key)
+            self.channel.send("remove", key=key, drop=True)
             self.cancelled[key] += 1
         self.samples.clear()
 
