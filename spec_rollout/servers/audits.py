@@ -92,7 +92,9 @@ class Audits:
                 job(auditor)
             except Exception as error:
                 log.exception("the audit has failed")
-                self._post(AuditDone(None, (), None, f"the audit has failed: {type(error).__name__}: {error}"))
+                self._post(
+                    AuditDone(None, (), None, f"the audit has failed: {type(error).__name__}: {error}")
+                )
                 return
 
 

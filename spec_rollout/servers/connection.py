@@ -16,6 +16,8 @@ PROTOCOL = 1
 MAX_ROWS, MAX_WAITING = 4096, 4096
 """Most samples that a server may say it takes."""
 KEY_BYTES = 32
+BEAT_S = 1.0
+"""Interval of signs of life for the server."""
 
 
 class Connection:
@@ -39,7 +41,7 @@ class Connection:
         self._channel = channel
         self._wanted_s, self._took_s = 0.0, 0.0
         self._refuses_until_s = -math.inf
-        self._now_s = self._reported_s = 0.0
+        self._now_s = self._reported_s = self._beat_s = 0.0
 
     def open(self, found: pb.Opened, origin: Origin, **settings: Any) -> None:
         """Take the server's answer. settings: of `Session`.
@@ -67,7 +69,12 @@ class Connection:
         self.session = Session(facts, self.to_rank, self.stream.send, **settings)
         self.session.versions = self.sender.offered
         self._channel.send(
-            "joined", lane=self.number, server=name, address=self.place.address, rows=found.rows, room=facts.room
+            "joined",
+            lane=self.number,
+            server=name,
+            address=self.place.address,
+            rows=found.rows,
+            room=facts.room,
         )
         self.report(self._now_s)
 
@@ -94,6 +101,9 @@ class Connection:
         self.quiet_s += passed_s
         if self.session is None:
             return
+        if now_s - self._beat_s >= BEAT_S and not self.closing:
+            self._beat_s = now_s
+            self.session.beat()
         self.session.speed.advance(now_s, self.session.live)
         self.stalled_s = self.stalled_s + passed_s if self.session.given else 0.0
         if self.session.refuses_for_s:

@@ -10,7 +10,7 @@ from aedit.proto.wire.directory import DirectoryClient
 from aedit.proto.wire.retry import HubRefused, HubUnreachable
 
 ABSENT_S = 30.0
-"""Time after which a server that the hub no longer lists is left. A hub that was started again lists none yet."""
+"""Time for which a server is kept that the hub no longer lists. A hub that was started again lists none yet."""
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,11 @@ class Discovery:
     """Asks a directory for the servers, and posts the answers."""
 
     def __init__(
-        self, client: DirectoryClient, every_s: float, post: Callable[[Listed], None], clock: Callable[[], float]
+        self,
+        client: DirectoryClient,
+        every_s: float,
+        post: Callable[[Listed], None],
+        clock: Callable[[], float],
     ) -> None:
         self._client, self._every_s, self._post, self._clock = client, every_s, post, clock
         self._absences = Absences()

@@ -71,7 +71,9 @@ class GivenSample:
         settings, begun = data["sampling"], data["partial"] or {}
         limits = SampleLimits.of(settings)
         if limits.stop_strings and decoder is None:
-            raise ValueError(f"sample {data['rollout']}/{data['sample']} has stop strings, which need a tokenizer")
+            raise ValueError(
+                f"sample {data['rollout']}/{data['sample']} has stop strings, which need a tokenizer"
+            )
         sample = cls(
             key=(data["rollout"], data["sample"]),
             group=data["group"],

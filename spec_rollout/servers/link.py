@@ -1,8 +1,8 @@
 """Process that connects a rank with rollout servers: `python -m aedit.spec_rollout.servers.link PARENT FD`.
 
-Towards the rank it speaks the messages of rollout workers, one lane per connection. Towards the servers it speaks
-gRPC. Without an audit it does not load torch: it reads policy versions from the memory that the rank shares with
-its workers. It ends with its rank.
+Towards the rank it speaks the messages of rollout workers, one lane per connection. Towards the servers it
+speaks gRPC. Without an audit it does not load torch: it reads policy versions from the memory that the rank
+shares with its workers. It ends with its rank.
 """
 
 import logging
@@ -48,7 +48,7 @@ class Inbox:
         """Return the events so far."""
         with suppress(BlockingIOError):
             self.socket.recv(MAX_EVENTS)
-        found = []
+        found: list[Event] = []
         with suppress(queue.Empty):
             while len(found) < MAX_EVENTS:
                 found.append(self._events.get_nowait())

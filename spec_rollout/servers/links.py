@@ -1,4 +1,4 @@
-"""All connections of a rank to rollout servers: opened, watched, ended, and opened again. One thread uses it."""
+"""All connections of a rank to rollout servers: opened, watched, ended, opened again. One thread uses it."""
 
 import json
 import logging
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aedit.proto.versions.client import VersionsClient
 from aedit.proto.versions.store import VersionStore
 from aedit.proto.wire import directory_pb2
 from aedit.proto.wire import rollouts_pb2 as pb
@@ -23,6 +24,7 @@ from aedit.spec_rollout.servers.connection import PROTOCOL, Connection
 from aedit.spec_rollout.servers.discovery import Discovery, Listed
 from aedit.spec_rollout.servers.places import Place, Places
 from aedit.spec_rollout.servers.publisher import (
+    Author,
     VersionGiven,
     VersionSender,
     VersionSource,
@@ -142,8 +144,9 @@ class Links:
         def post(what: pb.ToTrainer | str | VersionGiven) -> None:
             self._post(FromServer(number, what))
 
-        stream = ServerStream(place.address, self._keys, begin, post)
-        sender = VersionSender(place.address, self._keys, self._store, self._line, post)
+        stream = ServerStream(place.address, self._keys, place.secret, begin, post)
+        client = VersionsClient(place.address, self._keys)
+        sender = VersionSender(client, self._store, Author(self._line, place.secret), post)
         self.connections[number] = Connection(number, place, stream, sender, self._channel)
         place.is_open = True
 
@@ -171,9 +174,7 @@ class Links:
         origin = Origin(self.settings.run, self._line, found.opened.server)
         connection.advance(self._now_s, 0.0)
         connection.quiet_s = 0.0
-        connection.open(
-            found.opened, origin, vocabulary=self.settings.vocabulary, decoder=self._tokenizer
-        )
+        connection.open(found.opened, origin, vocabulary=self.settings.vocabulary, decoder=self._tokenizer)
         if self._version:
             connection.want(self._version, self._now_s)
 

@@ -13,8 +13,8 @@ WEIGHT = 0.3
 class MeasuredSpeed:
     """Seconds per token of a sample, as seen here.
 
-    What a server says about itself is used for one thing only: how its time divides into a part per step and a
-    part per sample. A server that promises more than it does gets no samples for it.
+    What a server says about itself is used for one thing only: how its time divides into a part per step and
+    a part per sample. A server that promises more than it does gets no samples for it.
     """
 
     def __init__(self) -> None:

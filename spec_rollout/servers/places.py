@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from aedit.proto.wire.author import new_secret
 from aedit.spec_rollout.idle.restarts import Restarts
 
 PAUSES = Restarts(limit=10**9, pause_s=0.25, longest_pause_s=10.0)
@@ -28,6 +29,8 @@ class Place:
     error: str = ""
     """Why the last connection has ended or failed."""
     violations: int = 0
+    secret: str = field(default_factory=new_secret)
+    """Shows the server that later connections are of the same author of policy versions."""
     _pauses: Restarts = PAUSES
     _banned_until_s: float = 0.0
 

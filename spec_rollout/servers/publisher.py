@@ -12,7 +12,6 @@ from aedit.proto.versions.client import VersionsClient
 from aedit.proto.versions.manifest import VersionLayout
 from aedit.proto.versions.store import LineUnknown, VersionStore
 from aedit.proto.wire.retry import HubRefused, HubUnreachable
-from aedit.proto.wire.security import ClientKeys
 from aedit.spec_rollout.idle.slot_memory import ArrayReader
 from aedit.types import Layout
 
@@ -63,7 +62,9 @@ def version_layout(specs: Sequence[Sequence[Any]], layout: Layout) -> VersionLay
                 )
             dtypes.add(dtype)
     if len(dtypes) != 1 or not dtypes <= {*DTYPES}:
-        raise ValueError(f"the policy has tensors of {', '.join(sorted(dtypes))}: expected one of {', '.join(DTYPES)}")
+        raise ValueError(
+            f"the policy has tensors of {', '.join(sorted(dtypes))}: expected one of {', '.join(DTYPES)}"
+        )
     return VersionLayout(layout, DTYPES[dtypes.pop()])
 
 
@@ -103,24 +104,31 @@ class VersionSource:
             self._post(VersionStored(stored))
 
 
+@dataclass(frozen=True, slots=True)
+class Author:
+    """A line, and the secret by which one server knows its author."""
+
+    line: str
+    secret: str
+
+
 class VersionSender:
     """Gives one server the newest version again and again, in a thread of its own."""
 
     def __init__(
         self,
-        address: str,
-        keys: ClientKeys | None,
+        client: VersionsClient,
         store: VersionStore,
-        line: str,
+        author: Author,
         post: Callable[[VersionGiven], None],
     ) -> None:
         self.offered: set[int] = set()
         """Versions that the server was offered."""
-        self._client = VersionsClient(address, keys)
-        self._store, self._line, self._post = store, line, post
+        self._client = client
+        self._store, self._author, self._post = store, author, post
         self._wanted, self._closed = 0, False
         self._changed = threading.Condition()
-        threading.Thread(target=self._work, name=f"versions {address}", daemon=True).start()
+        threading.Thread(target=self._work, name=f"versions {client.address}", daemon=True).start()
 
     def want(self, version: int) -> None:
         """Give the server this version, instead of an older one that has not begun."""
@@ -156,7 +164,7 @@ class VersionSender:
         began_s = time.monotonic()
         self.offered.add(version)
         try:
-            num_bytes = self._client.give(self._store, self._line, version)
+            num_bytes = self._client.give(self._store, self._author.line, version, self._author.secret)
         except LineUnknown:  # it took so long that the version is no longer kept; a newer one is wanted
             return VersionGiven(version, 0, time.monotonic() - began_s, "it was replaced meanwhile")
         except HubUnreachable as error:

@@ -90,7 +90,9 @@ def _add_token(sample: GivenSample, token: int, vocabulary: int) -> None:
     is_late = place + 1 > limits.min_new_tokens
     is_stop = token in limits.stop_tokens
     if is_stop and not is_late:
-        raise Violation(f"stop token {token} at place {place}, before min_new_tokens = {limits.min_new_tokens}")
+        raise Violation(
+            f"stop token {token} at place {place}, before min_new_tokens = {limits.min_new_tokens}"
+        )
     sample.tokens.append(token)
     completed = sample.strings is not None and sample.strings.completes(token)
     sample.stopped = is_stop or (completed and place + 1 >= limits.min_new_tokens)

@@ -139,6 +139,10 @@ class Session:
         else:
             self._answer_removal(key)
 
+    def beat(self) -> None:
+        """Give the server a sign of life."""
+        self._to_server(pb.ToServer(beat=pb.Beat()))
+
     def handle(self, message: pb.ToTrainer, now_s: float) -> None:
         """Take what the server has sent.
 
@@ -236,8 +240,6 @@ class Session:
 
     def _rejected(self, found: pb.Rejected) -> None:
         sample = self._sample(found.rollout, found.sample)
-        if sample.num_drawn:
-            raise Violation("the refusal of a sample of which it has sent tokens")
         self.refuses_for_s = max(self.refuses_for_s, 60.0 if found.final else 1.0, found.retry_after_s)
         self._take_back(sample)
 
@@ -270,7 +272,8 @@ class Session:
         return sample
 
     def _statement(self, sample: GivenSample) -> pb.RolloutStatement:
-        return statement_of(self.facts.origin, sample.as_rollout(), sample.sampling, given=sample.start)
+        rollout: Any = sample.as_rollout()  # what a statement reads of a `Rollout`
+        return statement_of(self.facts.origin, rollout, sample.sampling, given=sample.start)
 
     def _rollout(self, sample: GivenSample, statement: bytes, signature: bytes) -> HeldRollout:
         return HeldRollout(

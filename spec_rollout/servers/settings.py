@@ -48,7 +48,8 @@ class LinkSettings:
         """Return the settings that `described` has written."""
         units = (
             UnitLayout(
-                unit["name"], tuple(TensorLayout(each["name"], tuple(each["shape"])) for each in unit["tensors"])
+                unit["name"],
+                tuple(TensorLayout(each["name"], tuple(each["shape"])) for each in unit["tensors"]),
             )
             for unit in found["layout"]["units"]
         )

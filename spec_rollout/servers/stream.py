@@ -9,6 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from aedit.proto.wire import rollouts_pb2 as pb
+from aedit.proto.wire.author import author_metadata
 from aedit.proto.wire.client import channel
 from aedit.proto.wire.retry import why
 from aedit.proto.wire.security import ClientKeys
@@ -22,8 +23,10 @@ Post = Callable[["pb.ToTrainer | str"], None]
 class ServerStream:
     """An open stream. `send` and `close` may be called by any thread."""
 
-    def __init__(self, address: str, keys: ClientKeys | None, begin: pb.Open, post: Post) -> None:
-        """Connect, and send `begin`."""
+    def __init__(
+        self, address: str, keys: ClientKeys | None, secret: str, begin: pb.Open, post: Post
+    ) -> None:
+        """Connect, and send `begin`. secret: of the author of the line."""
         self.address, self._post = address, post
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._channel = channel(address, keys, quick=True)
@@ -31,7 +34,7 @@ class ServerStream:
         self._closed = threading.Event()
         self.send(pb.ToServer(open=begin))
         opened: Any = self._channel.stream_stream(METHOD)
-        self._call = opened(self._sent())
+        self._call = opened(self._sent(), metadata=author_metadata(secret))
         threading.Thread(target=self._read, name=f"read {address}", daemon=True).start()
 
     def send(self, message: pb.ToServer) -> None:

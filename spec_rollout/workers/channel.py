@@ -68,9 +68,7 @@ class Channel:
         self._socket.close()
 
     @staticmethod
-    def wait(
-        channels: Iterable["Channel"], timeout_s: float, sockets: Iterable[socket.socket] = ()
-    ) -> None:
+    def wait(channels: Iterable["Channel"], timeout_s: float, sockets: Iterable[socket.socket] = ()) -> None:
         """Wait until a channel has something to read or takes what is unsent, or a socket can be read."""
         with selectors.DefaultSelector() as selector:
             for each in sockets:
