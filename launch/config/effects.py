@@ -99,6 +99,7 @@ RULES = (
         lambda c: c.hub.staleness.rule != "exponential",
         '"exponential"',
     ),
+    EffectRule(("serve.",), "hub.address", lambda c: not _has_hub(c), "HOST:PORT"),
     EffectRule(("hub.parent_every", "hub.parent_mix"), "hub.parent", lambda c: not c.hub.parent, "HOST:PORT"),
     EffectRule(
         ("model.family", "model.sizes."), "model.pretrained", lambda c: bool(c.model.pretrained), '""'
