@@ -49,8 +49,8 @@ class Servers:
     ring: int = 8
     """Policy versions that are kept, to send others only what has changed since."""
     auditor: str = ""
-    """Function as `package.module:name` that is called with `LinkSettings` and returns an `Auditor`; empty: what
-    has the right form is delivered at once."""
+    """Function as `package.module:name` that is called with `LinkSettings` and returns an `Auditor`; empty:
+    what has the right form is delivered at once."""
     audit_options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the audit, which JSON can hold."""
     logs: Path | None = None

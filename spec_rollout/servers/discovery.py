@@ -10,7 +10,7 @@ from aedit.proto.wire.directory import DirectoryClient
 from aedit.proto.wire.retry import HubRefused, HubUnreachable
 
 ABSENT_S = 30.0
-"""Time for which a server is kept that the hub no longer lists. A hub that was started again lists none yet."""
+"""Time for which a server is kept that the hub does not list. A hub that has just started lists none yet."""
 
 log = logging.getLogger(__name__)
 

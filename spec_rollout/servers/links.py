@@ -52,7 +52,7 @@ class FromServer:
     """A message of a connection, the end of its stream, or of a transfer to it."""
 
     number: int
-    what: pb.ToTrainer | str | VersionGiven
+    what: pb.ToTrainer | str | Violation | VersionGiven
 
 
 Event = FromServer | VersionStored | AuditDone | Listed
@@ -141,7 +141,7 @@ class Links:
             on_new_version=settings.on_new_version,
         )
 
-        def post(what: pb.ToTrainer | str | VersionGiven) -> None:
+        def post(what: pb.ToTrainer | str | Violation | VersionGiven) -> None:
             self._post(FromServer(number, what))
 
         stream = ServerStream(place.address, self._keys, place.secret, begin, post)
@@ -150,10 +150,14 @@ class Links:
         self.connections[number] = Connection(number, place, stream, sender, self._channel)
         place.is_open = True
 
-    def _from_server(self, connection: Connection, what: pb.ToTrainer | str | VersionGiven) -> None:
+    def _from_server(
+        self, connection: Connection, what: pb.ToTrainer | str | Violation | VersionGiven
+    ) -> None:
         if connection.closing:
             return
         try:
+            if isinstance(what, Violation):
+                raise what
             if isinstance(what, str):
                 self._lose(connection, what)
             elif isinstance(what, VersionGiven):

@@ -81,6 +81,7 @@ class Session:
         self.changed = False
         """There is something that the rank does not know yet."""
         self._to_server, self._vocabulary, self._decoder = to_server, vocabulary, decoder
+        self._is_gone = False
         self._dropped: set[Key] = set()
         self._returning: set[Key] = set()
         """Samples that the server was asked to return, and has not answered for."""
@@ -170,7 +171,11 @@ class Session:
         return [(*sample.key, sample.num_drawn) for sample in waiting if sample.num_drawn]
 
     def hold_unfinished(self) -> None:
-        """Hold the unfinished samples of a server that has gone, as far as it has drawn them."""
+        """Hold the unfinished samples of a server that has gone, as far as it has drawn them.
+
+        The rank takes them back when it is told of the end.
+        """
+        self._is_gone = True
         for sample in list(self.given.values()):
             self._take_back(sample)
 
@@ -184,7 +189,7 @@ class Session:
         """Give the rank held samples back without the server's tokens, which nobody can judge."""
         for each in [each for each in self.held if each in returned]:
             self.held.remove(each)
-            self.to_rank("removed", key=each.sample.key, found=True)
+            self._return(each.sample)
             self.num_taken_back += 1
 
     def discard(self) -> int:
@@ -250,7 +255,7 @@ class Session:
         self.num_taken_back += not answers_removal
         if sample.key in self._dropped or not sample.num_drawn:
             self._dropped.discard(sample.key)
-            self.to_rank("removed", key=sample.key, found=True)
+            self._return(sample)
         else:
             self.held.append(Held(sample, self._rollout(sample, b"", b""), answers_removal))
 
@@ -261,9 +266,13 @@ class Session:
         ended = [[*sample.key, sample.finish_reason, sample.passes]] if sample.finish_reason else []
         self.to_rank("report", tokens=[[*tokens, sample.top, sample.passes]], ended=ended)
         if not ended:
-            self.to_rank("removed", key=sample.key, found=True)
+            self._return(sample)
         elif held.answers_removal:
             self.to_rank("removed", key=sample.key, found=False)
+
+    def _return(self, sample: GivenSample) -> None:
+        if not self._is_gone:
+            self.to_rank("removed", key=sample.key, found=True)
 
     def _sample(self, rollout: int, number: int) -> GivenSample:
         sample = self.given.get((rollout, number))

@@ -13,10 +13,11 @@ from aedit.proto.wire.author import author_metadata
 from aedit.proto.wire.client import channel
 from aedit.proto.wire.retry import why
 from aedit.proto.wire.security import ClientKeys
+from aedit.spec_rollout.servers.report_checks import Violation
 
 METHOD = "/aedit.v1.Rollouts/Generate"
 
-Post = Callable[["pb.ToTrainer | str"], None]
+Post = Callable[["pb.ToTrainer | str | Violation"], None]
 """Takes a message, or the reason why the stream has ended; may block, and then nothing more is read."""
 
 
@@ -60,7 +61,7 @@ class ServerStream:
                 self._post(pb.ToTrainer.FromString(text))
             self._end("the server has ended the stream")
         except DecodeError as error:
-            self._end(f"a message that cannot be read: {error}")
+            self._end(Violation(f"a message that cannot be read: {error}"))
         except grpc.RpcError as error:
             self._end(why(error, self._encrypted))
         finally:
@@ -68,6 +69,6 @@ class ServerStream:
             self._call.cancel()
             self._channel.close()
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str | Violation) -> None:
         if not self._closed.is_set():
             self._post(reason)
