@@ -247,7 +247,10 @@ class Hub:
         return (0, Vector(0)) if anchor is None else (anchor.version, self.as_held(index, anchor))
 
     def as_held(self, index: int, anchor: Anchor) -> Vector:
-        """Return the values of an anchor of this unit as nodes hold it. Needs no lock: anchors never change."""
+        """Return the values of an anchor of this unit as nodes hold it.
+
+        Needs no lock: anchors never change.
+        """
         if anchor.handed is not None:
             return anchor.handed
         ahead = self.plan.outer.look_ahead

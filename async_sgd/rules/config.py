@@ -245,9 +245,9 @@ class HubConfig:
     """Serve Prometheus metrics on this port of the hub's host."""
 
     policy_versions: int = 4
-    """Versions of the policy that the hub keeps for rollout servers, so that one that has an older version needs
-    only what has changed since. Each takes up to 2 bytes per parameter, or 4 unless `rl.engine_dtype` is bf16,
-    and only while a server is there."""
+    """Versions of the policy that the hub keeps for rollout servers: one that has any of them needs only what
+    has changed since. Each takes up to 2 bytes per parameter (4 unless `rl.engine_dtype` is bf16), and only
+    while a server is there."""
 
     call_timeout_s: float = 30.0
     """Deadline of every call but bulk transfers, which have it per MiB."""

@@ -1,4 +1,4 @@
-"""The service `Versions` of a hub: `Newest` and `Get` of the line `run`; only its own process is its author."""
+"""The service `Versions` of a hub: `Newest` and `Get` of the line `run`, whose author is this process."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,8 +35,8 @@ class PolicyService:
         if self._num_parts > 1:
             raise Refusal(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"the line `run` has no author in a run whose hub.address names {self._num_parts} hubs: none of"
-                " them has the whole policy. Trainers' own lines do not need it",
+                f"the line `run` has no author, as hub.address names {self._num_parts} hubs and none of them"
+                " has the whole policy; trainers' own lines do not need it",
             )
         if self.versions is None:
             text = "this hub is a standby: call the leading hub"

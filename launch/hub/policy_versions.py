@@ -1,7 +1,7 @@
 """The line `run` of policy versions: made of the hub's anchors while rollout servers are there.
 
-Made by a thread of its own from anchors, which never change, so that merges do not wait for it. The serial of a
-version is the smallest version of its units.
+Made by a thread of its own from anchors, which never change, so that merges do not wait for it. The serial of
+a version is the smallest version of its units.
 """
 
 import json
@@ -35,7 +35,10 @@ _FAILED_PAUSE_S = 5.0
 
 
 class PolicyVersions:
-    """Author of the line `run`, from `start` to `stop`. Nothing is kept in memory while no server is there."""
+    """Author of the line `run`, from `start` to `stop`.
+
+    Nothing is kept in memory while no server is there.
+    """
 
     def __init__(
         self, ledger: Ledger, num_servers: Callable[[float], int], *, dtype: str, ring: int, record: Path
@@ -101,7 +104,7 @@ class PolicyVersions:
         serial, newest = min(versions.values()), None
         with suppress(LookupError):
             newest = store.newest(LINE)
-        if newest is not None and serial <= newest.serial or not self._is_ours(serial, versions):
+        if (newest is not None and serial <= newest.serial) or not self._is_ours(serial, versions):
             return
         ledger.durable(position)  # before anybody is told of these anchors
         made = self._made
