@@ -1,17 +1,23 @@
 """Tests the line `run` of policy versions at a real hub: made of its anchors while a server is there."""
 
 import json
+from threading import Lock
+from types import SimpleNamespace
 
 import pytest
 import torch
+from kit.hub_machine import World, config, plan
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, until, write_run
 from kit.servers import Announcer
 
-from aedit.launch.hub.policy_versions import RECORD
+from aedit.async_sgd.rules.unit_rules import UnitRule
+from aedit.launch.hub.policy_versions import RECORD, PolicyVersions
 from aedit.proto.versions.client import VersionsClient
-from aedit.proto.versions.manifest import VersionLayout
+from aedit.proto.versions.manifest import Manifest, VersionLayout
 from aedit.proto.versions.receiving import Receiving
 from aedit.proto.versions.store import VersionStore
+from aedit.proto.wire import versions_pb2 as pb
+from aedit.proto.wire.service import Refusal
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 RL = """
@@ -104,24 +110,74 @@ def refusal(call):
     return str(caught.value)
 
 
+class Author:
+    """`PolicyVersions` over a hub on its own clock, without its thread."""
+
+    def __init__(self, world, record, ring=4):
+        self.world, self.servers, self.synced = world, 1, []
+        ledger = SimpleNamespace(
+            lock=Lock(), hub=world.hub, clock=lambda: world.now, durable=self.synced.append
+        )
+        ledger.journal = SimpleNamespace(position=(1, 2))
+        self.versions = PolicyVersions(
+            ledger, lambda now: self.servers, dtype="bf16", ring=ring, record=record
+        )
+
+    def newest(self):
+        """Let the thread look once; return the newest manifest, None if there is none."""
+        self.versions.turn()
+        try:
+            core = self.versions.core
+            return core and Manifest.from_message(core.newest(pb.NewestRequest(line="run")))
+        except Refusal:
+            return None
+
+
+def merge(world, *units):
+    for unit in units:
+        world.push(0, 1.0, unit)
+        world.settle()
+
+
 def test_a_serial_never_stands_for_other_values_even_after_a_restart(tmp_path):
-    toml = write_run(tmp_path)
-    hub = HubProcess(toml, tmp_path / "hub")
-    with ending():
-        node = Client(hub.address).found()
-        Announcer(hub.address).announce()
-        first, _ = Follower(hub.address, "fp32").fetch()
-        node.merged(0)
-        hub.kill()
-        again = HubProcess(toml, tmp_path / "hub")
-        Announcer(again.address).announce()
-        follower = Follower(again.address, "fp32")
-        node.go_to(again.address)
-        node.heartbeat()
-        assert follower.newer() is None  # unit0 has changed since version 1 was made
-        node.merged(1)
-        second, _ = follower.fetch()
-        assert (first.serial, second.serial) == (1, 2)
+    world = World(plan(config()))
+    world.found(world.join("n"))
+    first = Author(world, tmp_path / "policy.json").newest()
+    assert first.serial == 1
+    assert Author(world, tmp_path / "policy.json").newest() == first  # a new process with the same anchors
+    merge(world, 0)
+    again = Author(world, tmp_path / "policy.json")
+    assert again.newest() is None  # the first unit has changed since version 1 was made
+    merge(world, 1)
+    assert again.newest().serial == 2
+    assert again.synced, "an anchor that a crash could take back is never told"
+
+
+def test_memory_is_bounded_by_the_ring_and_free_when_the_last_server_has_gone(tmp_path):
+    world = World(plan(config()))
+    world.found(world.join("n"))
+    author = Author(world, tmp_path / "policy.json", ring=3)
+    sizes, serials = [], []
+    for _ in range(12):
+        merge(world, 0, 1)
+        serials.append(author.newest().serial)
+        sizes.append(author.versions.num_bytes)
+    assert serials == list(range(2, 14))
+    assert max(sizes) <= (3 + 1) * 2 * 13  # of 13 values in bf16, one set of spare buffers
+    author.servers = 0
+    assert author.newest() is None
+    assert author.versions.num_bytes <= 2 * 13
+    author.servers = 1
+    assert author.newest().serial == 13
+
+
+def test_the_unit_of_a_drafter_is_no_part_of_the_policy(tmp_path):
+    world = World(plan(config(), rules={"second": UnitRule()}))
+    world.found(world.join("n"))
+    author = Author(world, tmp_path / "policy.json")
+    assert [unit.name for unit in author.newest().units] == ["first"]
+    merge(world, 0)
+    assert author.newest().serial == world.hub.state.policy_version == 2
 
 
 def test_hubs_that_split_the_units_say_that_none_has_the_whole_policy(tmp_path):

@@ -247,20 +247,11 @@ class Hub:
         return (0, Vector(0)) if anchor is None else (anchor.version, self.as_held(index, anchor))
 
     def as_held(self, index: int, anchor: Anchor) -> Vector:
-        """Return the values of an anchor of this unit as nodes hold it.
-
-        Needs no lock: anchors never change.
-        """
+        """Return the values of an anchor as nodes hold it. Needs no lock: anchors never change."""
         if anchor.handed is not None:
             return anchor.handed
         ahead = self.plan.outer.look_ahead
         return advance.look_ahead(anchor, self._advance_rule(index)) if ahead else anchor.values
-
-    def policy_anchors(self) -> dict[int, Anchor]:
-        """Return the newest anchor of every unit of the model that this hub owns; {} before all are there."""
-        units = {index: unit for index, unit in self.state.units.items() if not unit.apart}
-        found = {index: unit.anchor for index, unit in units.items() if unit.anchor is not None}
-        return found if len(found) == len(units) else {}
 
     def chain(self, index: int, base: int) -> tuple[tuple[int, bytes], ...] | None:
         """Return (version, encoded delta) after `base` up to the newest.

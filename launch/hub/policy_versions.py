@@ -77,23 +77,12 @@ class PolicyVersions:
         """Return the bytes of the versions that are kept."""
         return 0 if self._store is None else self._store.num_bytes
 
-    def _run(self) -> None:
-        pause_s = _LOOK_S
-        while not self._stopping.wait(pause_s):
-            began_s = time.monotonic()
-            try:
-                self._turn()
-                pause_s = max(_LOOK_S, _REST * (time.monotonic() - began_s))
-            except Exception:  # servers then stay at their version; the run must not end for it
-                log.exception("no policy version")
-                pause_s = _FAILED_PAUSE_S
-
-    def _turn(self) -> None:
-        """Make the newest version if it is new and somebody could want it."""
+    def turn(self) -> None:
+        """Make the newest version if it is new and somebody could want it; else free what nobody wants."""
         ledger, hub = self._ledger, self._ledger.hub
         with ledger.lock:
             layout, wanted = hub.state.layout, self._num_servers(ledger.clock()) > 0
-            anchors = hub.policy_anchors() if wanted else {}
+            anchors = hub.state.policy_anchors if wanted else {}
             position = ledger.journal.position
         if not wanted:
             self._forget()
@@ -114,6 +103,17 @@ class PolicyVersions:
                 made[name] = anchor.version, self._cast(hub.as_held(index, anchor))
         write_atomically(self._record, json.dumps({"serial": serial, "units": versions}))
         store.publish(LINE, serial, {name: values for name, (_, values) in made.items()}, versions)
+
+    def _run(self) -> None:
+        pause_s = _LOOK_S
+        while not self._stopping.wait(pause_s):
+            began_s = time.monotonic()
+            try:
+                self.turn()
+                pause_s = max(_LOOK_S, _REST * (time.monotonic() - began_s))
+            except Exception:  # servers then stay at their version; the run must not end for it
+                log.exception("no policy version")
+                pause_s = _FAILED_PAUSE_S
 
     def _cast(self, values: np.ndarray[Any, Any]) -> Patterns:
         return patterns(values, self._dtype)
