@@ -162,7 +162,7 @@ def test_a_killed_server_costs_no_token_and_is_used_again_when_it_is_back(opened
             killed.append(first.drawn)
 
     source.add(asked)
-    ended = finish(source, asked, kill)
+    finish(source, asked, kill)
     assert killed
     retried = [fields for event, fields in events if event == "rollout_retried"]
     assert [fields["server"] for fields in retried] == ["a"]
