@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -44,6 +44,7 @@ Window = Callable[[str], AbstractContextManager[object]]
 """Opens an idle window for a cause; see `IdleWork.window`."""
 
 
+@runtime_checkable
 class Online(Protocol):
     """The parts of an `OnlineDrafter` that the source uses."""
 
@@ -64,7 +65,6 @@ class WorkerSource:
         config: WorkerConfig,
         *,
         drafter: Any = None,
-        online: Online | None = None,
         window: Window | None = None,
         report: Report | None = None,
         servers: RemoteStart | None = None,
@@ -74,8 +74,8 @@ class WorkerSource:
         Args:
             policy: `transformers` model whose weights will come, sharded or not.
             config: Settings.
-            drafter: `DraftLayer` for the arms `layer:...`; its newest weights follow by `update_drafter`.
-            online: Learned drafter in place of `drafter`, whose newest weights follow by themselves.
+            drafter: `DraftLayer` for the arms `layer:...`, whose newer weights come by `update_drafter`; or
+                `OnlineDrafter`, whose newest weights follow by themselves.
             window: Opened with the cause `rollouts` or `longest sample` while `step` waits.
             report: Called with an event and its fields: `rollout_retried` for samples that were taken back
                 from a worker.
@@ -84,9 +84,9 @@ class WorkerSource:
         Raises:
             ValueError: The arms need a drafter that is missing.
         """
-        self._online = online
-        if online is not None:
-            drafter = online.layer
+        self._online = drafter if isinstance(drafter, Online) else None
+        if self._online is not None:
+            drafter = self._online.layer
         if drafter is None and any(arm.startswith("layer") for arm in config.arms):
             raise ValueError(f"arms {', '.join(config.arms)}: layer needs a drafter")
         policy = unwrapped(policy)
