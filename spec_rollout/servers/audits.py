@@ -30,7 +30,7 @@ class AuditDone:
 
 @dataclass(slots=True)
 class _Asked:
-    """What the auditor was last asked about a server."""
+    """State of the questions about one server."""
 
     is_busy: bool = False
     held: int = 0

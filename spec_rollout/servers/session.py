@@ -27,7 +27,7 @@ class Send(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What a server has said of itself when the connection was opened."""
+    """Facts about a server, as it gave them when the connection was opened."""
 
     name: str
     address: str

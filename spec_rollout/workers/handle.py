@@ -24,7 +24,7 @@ class MessageEnd(Protocol):
 
 
 class Life(Protocol):
-    """What makes a worker live: a process of this rank, or a connection to a server."""
+    """A process of this rank, or a connection to a server: while it lives, the worker does."""
 
     @property
     def pid(self) -> int | None:
