@@ -1,12 +1,13 @@
 """Tests `aedit serve HOST:PORT` as a process beside a real hub, against plain decoding."""
 
+import pytest
 from kit.hub_processes import HubProcess, status
 from kit.rollout_servers import TrainerEnd
 from kit.rollouts import decode_plainly, prompts_of
 from kit.served_runs import LIMIT_S, served_run
-from kit.waiting import until
 
 
+@pytest.mark.slow
 def test_a_served_run_generates_the_policy_of_hub_and_trainer_survives_the_hub_and_ends_with_the_run(
     tmp_path,
 ):
@@ -41,5 +42,6 @@ def test_a_served_run_generates_the_policy_of_hub_and_trainer_survives_the_hub_a
         server.wait(lambda: len(server.events("announced")) == 2, "the second announcement")
         assert server.stop() == 0
         assert "rollout server s1: ended" in server.log.read_text()
-        until(lambda: not status(again.address)["servers"], "the withdrawal")
+        (listed,) = status(again.address)["servers"]
+        assert (listed["state"], listed["live"]) == ("gone: left", False)
         assert server.events("end")[-1]["reason"] == "ended"
