@@ -229,6 +229,10 @@ class Engine:
         """
         take_part(weights)
 
+    def clear_prefix_cache(self) -> None:
+        """Drop the keys and values that are kept for later samples."""
+        self._rows.prefix_cache.clear()
+
     def step(self) -> Step:
         """Run one pass of the policy over all running samples, each of which gets one token or more.
 

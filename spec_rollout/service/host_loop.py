@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from aedit.spec_rollout.service.host_figures import HostFigures
-from aedit.spec_rollout.service.host_line import HostLine
+from aedit.spec_rollout.service.host_line import HostLine, settle
 from aedit.spec_rollout.service.tickets import (
     DeadlinePassed,
     HostEnding,
@@ -109,7 +109,7 @@ class HostLoop:
         return bool(self.waiting.first(line.name, priority, 1, lambda t: t.min_version <= version))
 
     def _is_busy(self, line: HostLine) -> bool:
-        return bool(line.tickets) or any(self._is_ready(line, each) for each in Priority)
+        return line.is_busy or any(self._is_ready(line, each) for each in Priority)
 
     def _has_run_samples(self, line: HostLine) -> bool:
         return line.has_run_samples or self._is_ready(line, Priority.RUN)
@@ -225,8 +225,11 @@ class HostLoop:
             self._take(ticket).fail(ticket, reason)
         line.engine.close()
         with self.changed:
+            scorings = list(line.scorings)
             del self.lines[name]
             self.figures.forget(name)
+        for _, done in scorings:
+            settle(done, reason)
 
     def swap(
         self, name: str, prepare: Callable[[], Mapping[str, Tensor]], version: int, done: Future[None]
