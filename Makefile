@@ -13,7 +13,7 @@ WORKERS := 2
 BENCHMARKS := overhead straggler quality async_quality bandwidth hub agent chaos poison elastic joining soak rollout decode drift idle tail off_policy rl_nodes rl_speed \
 	offload_gpu rollout_gpu
 
-.PHONY: help install run run-rl proto lint types test test-slow bench docs clean
+.PHONY: help install run run-rl proto lint types test suite test-slow bench docs clean
 
 help:
 	@echo "make run        train a small model on an unequal cluster of three nodes on this machine"
@@ -45,7 +45,11 @@ types: $(VENV)/installed-test
 	$(BIN)/mypy
 
 # Tests that need root and network namespaces skip themselves where there are none.
-test: lint types
+# The type checker runs beside them: it uses one core, and so do the tests now and then.
+test: lint
+	@$(MAKE) --no-print-directory -j2 types suite
+
+suite: $(VENV)/installed-test
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu"
 
 test-slow: $(VENV)/installed-test

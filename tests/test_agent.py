@@ -121,7 +121,8 @@ def test_a_hub_that_dies_around_a_push_merges_it_once(hub, when):
 def test_a_hub_that_was_away_finds_the_pushes_waiting_and_forgotten_members_back(hub, mode):
     with node(plan([address(hub)]), mode=mode) as link:
         link.join(10)
-        where = address(hub)
+        where, before = address(hub), link.session
+        assert before == hub.sessions[0] > 0
         hub.kill()
         hub.sessions.clear()  # as after a restart that took longer than a silent member is kept
         for unit in (0, 1):
@@ -133,6 +134,7 @@ def test_a_hub_that_was_away_finds_the_pushes_waiting_and_forgotten_members_back
             assert until(lambda u=unit: link.answer(u, 1), "the answer").verdict == Verdict.MERGED
         assert [seq for _, _, seq, _ in hub.pushed] == [2, 2]
         assert link.node == 0
+        assert link.session == hub.sessions[0] > before
 
 
 def test_a_push_whose_acknowledgement_is_lost_with_the_hub_is_merged_once(hub):

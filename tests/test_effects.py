@@ -29,6 +29,7 @@ USELESS = {
     "outer.delay": "[outer]\ndelay = 8\n",
     "hub.staleness.power": HUB + '[hub.staleness]\nrule = "constant"\npower = 1.0\n',
     "hub.staleness.rate": HUB + "[hub.staleness]\nrate = 1.0\n",
+    "serve.rows": "[serve]\nrows = 3\n",
     "hub.parent_mix": HUB + "parent_mix = 0.5\n",
     "model.sizes.hidden_size": '[model]\npretrained = "x"\nsizes = { hidden_size = 3 }\n',
     "rl.groups": "[rl]\ngroups = 3\n",
@@ -42,6 +43,8 @@ USELESS = {
     "rl.clip_low": '[prompts]\nsource = "a.jsonl"\n[rl]\nloss = "cispo"\nclip_low = 0.1\n',
     "rl.importance_cap": '[prompts]\nsource = "a.jsonl"\n[rl]\nimportance_cap = 4.0\n',
     "rl.supervised_lr": '[prompts]\nsource = "a.jsonl"\n[rl]\nsupervised_lr = 1e-2\n',
+    "audit.rate": '[prompts]\nsource = "a.jsonl"\n[audit]\non = false\nrate = 0.5\n',
+    "audit.record_bytes": '[prompts]\nsource = "a.jsonl"\n[audit]\nrecord_bytes = 4_000_000\n',
     "drafter.share": '[prompts]\nsource = "a.jsonl"\n[drafter]\nkind = "suffix"\nshare = false\n',
 }
 

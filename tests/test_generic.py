@@ -146,7 +146,7 @@ def test_a_model_can_be_trained_after_it_has_generated():
     assert not any(buffer.is_inference() for buffer in model.buffers())
 
 
-def test_wrapped_models_are_unwrapped(tmp_path):
+def test_wrapped_models_are_unwrapped_and_a_compiled_layer_takes_effect(tmp_path):
     model = tiny_model("OPT")
     checked(torch.compile(model, backend="eager"), ONE_PASS)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -154,6 +154,11 @@ def test_wrapped_models_are_unwrapped(tmp_path):
         checked(DistributedDataParallel(model), ONE_PASS)
     finally:
         dist.destroy_process_group()
+    partly = tiny_model("Llama")
+    partly.model.layers[0] = torch.compile(partly.model.layers[0], backend="eager")
+    with pytest.raises(ValueError, match=r"layers\.0 is a OptimizedModule"):
+        make_target(partly, rows=1, max_tokens=9, path="fast")
+    checked(partly, ONE_PASS)
 
 
 def test_adapters_of_peft_take_effect_and_prompt_learning_is_refused():

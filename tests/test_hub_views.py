@@ -11,6 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from kit.hub_processes import Client, HubProcess, ending, write_run
+from kit.servers import Announcer
 from kit.waiting import until
 from matplotlib import style as look
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -353,10 +354,20 @@ def test_prometheus_reads_a_real_hub(tmp_path):
         hub = HubProcess(write_run(tmp_path), tmp_path / "hub", f"--hub.metrics-port={port}")
         node = Client(hub.address, name="box").found()
         node.merged(0)
+        server, other = Announcer(hub.address), Announcer(hub.address, "beta")
+        server.announce(tokens_per_s=75.5)
+        other.announce()
+        other.accuse(node.who, server)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
     assert 'aedit_version{unit="unit0"} 2.0' in text
     assert 'aedit_node_accepted_pushes_total{node="box"} 3.0' in text
+    assert 'aedit_server_tokens_per_second{server="alpha"} 75.5' in text
+    assert 'aedit_server_lag_versions{server="alpha"} 1.0' in text
+    assert 'aedit_server_accusations_total{node="box",server="alpha"} 1.0' in text
+    assert 'aedit_server_up{server="alpha"} 0.0' in text
+    assert 'aedit_server_banned{server="alpha"} 1.0' in text
+    assert 'aedit_server_up{server="beta"} 1.0' in text
     names = re.findall(r"^# TYPE (aedit_\S+) (\w+)", text, re.MULTILINE)
     page = (Path(__file__).parent.parent / "docs" / "operating.md").read_text()
     wanted = set(re.findall(r"`(aedit_[a-z_]+)(?:\{\w+\})?`", page))

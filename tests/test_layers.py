@@ -62,7 +62,7 @@ MAY_IMPORT = {
         *WEIGHTS,
     ),
     "spec_rollout.audit": (
-        *(f"spec_rollout.{part}" for part in ("engine", "rl", "sampling", "drafters", "model")),
+        *(f"spec_rollout.{part}" for part in ("migration", "engine", "rl", "sampling", "drafters", "model")),
         "proto.wire",
         "types",
         "system",

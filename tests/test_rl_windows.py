@@ -5,8 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from kit import trainers
-from kit.rl_drafter import make_loud, train_at_once
 from kit.rl_nodes import config_of, records, run
 from rich.console import Console
 
@@ -17,59 +15,8 @@ from aedit.launch.rundir.reader import read_run
 from aedit.launch.views import report as report_module
 from aedit.launch.views.panel import panel
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
-from aedit.spec_rollout.learning.feature_ring import FeatureRing
 
 JOBS = "tests/dist_jobs/rl_window_jobs.py"
-
-
-def test_a_drafter_learns_from_the_training_forward_while_its_node_waits_for_rollout_workers(
-    tmp_path, monkeypatch
-):
-    train_at_once(monkeypatch)
-    keys = {"rl__engine_dtype": "fp64", "rl__sampling__max_new_tokens": 8, "checkpoint__every": 0}
-    config = config_of(tmp_path, drafter__kind="layer", rl__workers=1, **keys)
-    forwards, begun, published = [], [], []
-    begin = FeatureRing.begin
-
-    def begin_sample(ring, first_token, num_prompt, version):
-        begun.append(version)
-        return begin(ring, first_token, num_prompt, version)
-
-    monkeypatch.setattr(FeatureRing, "begin", begin_sample)
-
-    def watch(node):
-        make_loud(node)
-        node.sync.model.register_forward_hook(lambda *_: forwards.append(node.objective.version))
-        online, stream = node.objective.online, node.objective.stream
-        source = stream.pipeline.source
-        wait, update = source._pool.wait, source.update_drafter
-
-        def wait_long(seconds):
-            if stream.batches == 2 and not published:
-                trainers.until(lambda: online.status()["published"] > 0, online)
-            wait(seconds)
-
-        def update_drafter(layer, version):
-            update(layer, version)
-            newest = source._drafter._slots.newest()
-            published.append(all(torch.equal(newest.tensors[n], t) for n, t in online.tensors().items()))
-
-        source._pool.wait, source.update_drafter = wait_long, update_drafter
-
-    node = run(config, watch)
-    steps, micro_batches = node.sync.steps, 2
-    assert len(forwards) == steps * micro_batches, "no pass of its own"
-    assert begun == sorted(begun)
-    assert [begun.count(version) for version in dict.fromkeys(begun)] == [12] * steps
-    assert set(begun) == set(forwards)
-    last = records(config, "metrics")[-1]
-    drafter = last["rl"]["drafter"]
-    assert published
-    assert all(published), "the workers have the drafter in use"
-    assert drafter["steps"] > 0
-    assert drafter["published"] >= drafter["adopted"] >= 1
-    assert last["rl"]["idle_s"]["rollouts"] > 0
-    assert last["rl"]["idle_used_s"] > 0
 
 
 class Opened:

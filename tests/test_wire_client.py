@@ -208,7 +208,7 @@ def tiring(monkeypatch):
     def sleep(seconds):
         clock.now_s += 4
 
-    monkeypatch.setattr("aedit.proto.wire.client.Patience", partial(Patience, clock=clock))
+    monkeypatch.setattr("aedit.proto.wire.calls.Patience", partial(Patience, clock=clock))
     return {"timeout_s": 10.0, "sleep": sleep}
 
 

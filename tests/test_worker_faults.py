@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -164,24 +165,37 @@ def test_time_in_which_the_rank_does_not_listen_is_no_silence(sources, monkeypat
     assert source.status()["pids"] == pids
 
 
-def test_workers_end_with_the_process_of_their_rank(model, tmp_path):
-    program = (
-        "import os, signal, sys\n"
-        "from kit.tiny_policies import policy\n"
-        "from aedit.spec_rollout.workers import worker_process\n"
-        "from aedit.spec_rollout import WorkerConfig, WorkerSource\n"
-        "worker_process.MODULE = 'kit.fake_worker'\n"
-        "config = WorkerConfig(rows=4, max_tokens=64, processes=2, options={'does': 'serve'})\n"
-        "print(*WorkerSource(policy(), config).status()['pids'], flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
+RANK = """
+import os, signal, socket, subprocess, sys
+here, there = socket.socketpair()
+words = (sys.executable, "-m", "aedit.spec_rollout.workers.worker", str(os.getpid()), str(there.fileno()))
+held = os.dup(here.fileno())
+os.set_inheritable(held, True)  # the worker has this end too: a closed connection is not what ends it
+worker = subprocess.Popen(words, pass_fds=(there.fileno(), held), stdout=subprocess.DEVNULL)
+print(worker.pid, flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_worker_ends_with_the_process_of_its_rank():
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
-    )
-    pids = list(map(int, done.stdout.split()))
-    assert len(pids) == 2, done.stderr
-    until(lambda: not any(map(psutil.pid_exists, pids)), "the end of the workers")
+    try:
+        worker = psutil.Process(int(rank.stdout.readline()))
+        until(lambda: ignores_interrupts(worker.pid), "the worker's main program")
+        rank.communicate("end\n", timeout=60)
+        until(lambda: not psutil.pid_exists(worker.pid), "the end of the worker")
+    finally:
+        rank.kill()
+        rank.communicate()
+
+
+def ignores_interrupts(pid):
+    """Return whether a process ignores SIGINT, which a worker does first."""
+    (mask,) = re.findall(r"^SigIgn:\s+(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return int(mask, 16) >> (signal.SIGINT - 1) & 1
 
 
 def test_pending_samples_continue_in_another_source(sources):

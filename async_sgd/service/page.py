@@ -39,6 +39,16 @@ _NODE = (
     (CounterMetricFamily, "accepted", "accepted_pushes", "Pushes that were accepted."),
 )
 
+_SERVER = (
+    (GaugeMetricFamily, "live", "up", "1 while the lease of a rollout server has not ended, else 0."),
+    (GaugeMetricFamily, "lag", "lag_versions", "Versions of the policy that a rollout server is behind."),
+    (GaugeMetricFamily, "tokens_per_s", "tokens_per_second", "Speed of generation of late."),
+    (GaugeMetricFamily, "running", "running", "Samples that are being generated."),
+    (GaugeMetricFamily, "waiting", "waiting", "Samples that wait for a place."),
+    (CounterMetricFamily, "idle_s", "idle_seconds", "Time without a request."),
+    (CounterMetricFamily, "idle_used_s", "idle_used_seconds", "Idle time that trained the drafter."),
+)
+
 _RL = (
     (GaugeMetricFamily, "reward", "reward", "Mean reward of the newest batch."),
     (GaugeMetricFamily, "solved", "solved", "Share of rollouts of the newest batch that are solved."),
@@ -100,6 +110,7 @@ class _Numbers(Collector):
             "aedit_standby", "1 while a standby follows, else 0.", value=float(now["standby"])
         )
         yield from _of_nodes(now["nodes"])
+        yield from _of_servers(now["servers"])
         versions = GaugeMetricFamily(
             "aedit_version", "Version of the newest anchor of a unit.", labels=["unit"]
         )
@@ -123,6 +134,26 @@ def _of_nodes(nodes: list[Mapping[str, Any]]) -> Iterator[Metric]:
     yield refused
     if known := [(node["name"], node["rl"]) for node in nodes if node["rl"]]:
         yield from _of_rl(known)
+
+
+def _of_servers(servers: list[Mapping[str, Any]]) -> Iterator[Metric]:
+    """Yield the figures of the rollout servers; a run without any has none."""
+    for kind, key, name, meaning in _SERVER if servers else ():
+        family = kind(f"aedit_server_{name}", meaning, labels=["server"])
+        for server in servers:
+            family.add_metric([server["name"]], float(server[key]))
+        yield family
+    if not servers:
+        return
+    banned = GaugeMetricFamily("aedit_server_banned", "1 for a banned server, else 0.", labels=["server"])
+    labels = ["server", "node"]
+    accused = CounterMetricFamily("aedit_server_accusations", "Accusations by training nodes.", labels=labels)
+    for server in servers:
+        banned.add_metric([server["name"]], float(bool(server["banned"])))
+        for node, count in server["accused"].items():
+            accused.add_metric([server["name"], node], count)
+    yield banned
+    yield accused
 
 
 def _of_rl(nodes: list[tuple[str, Mapping[str, Any]]]) -> Iterator[Metric]:

@@ -6,11 +6,11 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
@@ -109,7 +109,7 @@ def machine(load_before: float) -> str:
     memory_gib = psutil.virtual_memory().total / 2**30
     return (
         f"{_cpu()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.system()} {platform.release()}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, torch {version('torch')}, "
         f"load {load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
     )
 

@@ -73,7 +73,7 @@ def read_directory(source: str, path: Path) -> DirectoryModel:
     Raises:
         UserError: It has no usable model, or no tokenizer.
     """
-    model = _read_model(source, path)
+    model = read_model(source, path)
     try:
         tokenizer = _tokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the readers of tokenizer files raise plain Exception, too
@@ -101,7 +101,7 @@ def _of_directory(source: str, path: Path) -> Policy:
     return Policy(source, found.model, encode, decode, found.stop_tokens)
 
 
-def _read_model(source: str, path: Path) -> Any:
+def read_model(source: str, path: Path) -> Any:
     """Return the model of a directory.
 
     Raises:

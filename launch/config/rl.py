@@ -184,6 +184,11 @@ class RLConfig:
 
     sampling: RLSamplingConfig = field(default_factory=RLSamplingConfig)
 
+    @property
+    def version_dtype(self) -> str:
+        """Return the dtype in which policy versions travel to rollout servers: bf16 or fp32."""
+        return "bf16" if self.engine_dtype == "bf16" else "fp32"
+
     def __post_init__(self) -> None:
         check_known(self.loss, "rl.loss", get_args(LossName))
         for name in ("groups", "group_size", "epochs", "batches", "supervised_batch", "eval_problems"):

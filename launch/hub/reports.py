@@ -55,9 +55,9 @@ _OF_SERVERS = [
     "idle_used_s",
     "accused",
     "reason",
-    "evidence",
     "banned",
 ]
+"""Evidence is an event: it may be long."""
 
 
 class Reports:

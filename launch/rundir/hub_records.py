@@ -6,10 +6,12 @@ first report; counts of the hub (`accepted`, `refused`) start with the run.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from aedit.launch.rundir.records import Notice
 from aedit.launch.rundir.rl_records import RLMetric
+from aedit.launch.rundir.server_records import ServerSample, with_evidence
 from aedit.launch.rundir.values import Line, number
 
 
@@ -110,6 +112,9 @@ class HubSample:
     anchor_bytes: float = 0.0
     """Size of the initial anchors of the units that this hub owns, as uploaded."""
 
+    servers: tuple[ServerSample, ...] = ()
+    """Rollout servers, which are no nodes."""
+
     @staticmethod
     def of(line: Line) -> "HubSample":
         """Return the state in a line of a hub's metrics, or in the reply to `status`."""
@@ -127,6 +132,7 @@ class HubSample:
             follows=str(line.get("follows") or ""),
             founder=None if line.get("founder") is None else int(line["founder"]),
             anchor_bytes=float(line.get("anchor_bytes") or 0.0),
+            servers=tuple(ServerSample.of(server) for server in line.get("servers") or ()),
         )
 
 
@@ -153,6 +159,9 @@ class HubRecords:
     notices: tuple[Notice, ...]
     """Exclusions and changes of the leading hub."""
 
+    evidence: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of the last accusation of a rollout server, by its name."""
+
     @property
     def last(self) -> HubSample:
         """Return the newest line, in which nodes without a current report have their last one.
@@ -164,7 +173,8 @@ class HubRecords:
             said |= {n.node: n for n in line.nodes if n.reports and n.node not in said}
             if len(said) == len(newest.nodes):
                 break
-        return replace(newest, nodes=tuple(_as_of(said.get(node.node, node), node) for node in newest.nodes))
+        nodes = tuple(_as_of(said.get(node.node, node), node) for node in newest.nodes)
+        return replace(newest, nodes=nodes, servers=with_evidence(newest.servers, self.evidence))
 
 
 @dataclass(frozen=True, slots=True)

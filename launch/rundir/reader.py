@@ -27,7 +27,7 @@ from aedit.launch.rundir.values import BAD_LINE, Line
 from aedit.types import UserError
 
 WORTH_TELLING = ("error", "checkpoint_failed", "heal", "reward_error")
-WORTH_TELLING_OF_A_HUB = ("excluded", "lead", "standby_lost")
+WORTH_TELLING_OF_A_HUB = ("excluded", "lead", "standby_lost", "banned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +221,7 @@ class HubFollower:
         self._tails = [(Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")) for path in directories]
         self._lines: list[HubSample] = []
         self._notices: list[Notice] = []
+        self._evidence: dict[str, Mapping[str, Any]] = {}
 
     def poll(self) -> HubRecords:
         """Return the records of the hub up to now."""
@@ -229,12 +230,14 @@ class HubFollower:
             _each(events.poll(), self._event)
         self._lines.sort(key=lambda line: line.term)  # it is stable: within a term they stay as written
         self._notices.sort(key=lambda notice: notice.t)
-        return HubRecords(tuple(self._lines), tuple(self._notices))
+        return HubRecords(tuple(self._lines), tuple(self._notices), dict(self._evidence))
 
     def _event(self, line: Line) -> None:
         notice = Notice.of(line)
         if notice.event in WORTH_TELLING_OF_A_HUB:
             self._notices.append(notice)
+        if notice.event == "accused" and isinstance(evidence := line.get("evidence"), Mapping):
+            self._evidence[str(line.get("server"))] = evidence
 
 
 class Tail:

@@ -12,6 +12,7 @@ from aedit.launch.rundir.hub_records import HubRecords, HubSample, NodeSample
 from aedit.launch.views import words
 from aedit.launch.views.figures import ratio
 from aedit.launch.views.rl_table import Learner, hub_learners, rl_lines
+from aedit.launch.views.server_table import server_table
 
 LEFT = ("name", "state", "refused")
 PACE = ("node", "name", "state", "steps", "steps/s", "pace", "waited %", "wire", "hidden")
@@ -34,6 +35,9 @@ class HubDetail:
     rl: bool = True
     """True shows the tables of reinforcement learning."""
 
+    servers: bool = True
+    """Whether to show the table of the rollout servers."""
+
 
 FULL = HubDetail()
 
@@ -51,6 +55,8 @@ def hub_table(now: HubSample, detail: HubDetail = FULL) -> Iterator[RenderableTy
                 yield Text()
     if detail.rl:
         yield from _rl(nodes, spaced=detail.spaced)
+    if detail.servers:
+        yield from server_table(now.servers, spaced=detail.spaced, max_rows=detail.max_rows)
     if len(nodes) < len(now.nodes):
         yield Text(words.more(len(now.nodes) - len(nodes), "node"), style="dim")
     founder = next((node for node in now.nodes if node.node == now.founder), None)

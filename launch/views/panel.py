@@ -59,8 +59,10 @@ DETAILS = (
     Detail(),
     Detail(spaced=False, hub=HubDetail(spaced=False)),
     Detail(spaced=False, hub=HubDetail(spaced=False, trust=False)),
-    Detail(spaced=False, hub=HubDetail(spaced=False, trust=False, rl=False), rl=False),
-    Detail(spaced=False, hub=HubDetail(spaced=False, trust=False, pace=False, rl=False), rl=False),
+    Detail(spaced=False, hub=HubDetail(spaced=False, trust=False, rl=False, servers=False), rl=False),
+    Detail(
+        spaced=False, hub=HubDetail(spaced=False, trust=False, pace=False, rl=False, servers=False), rl=False
+    ),
 )
 """From the most to the least; `Fitted` then leaves out rows of nodes."""
 

@@ -17,6 +17,7 @@ from aedit.launch.views.curves import loss_by_steps, loss_by_time, plot_effectiv
 from aedit.launch.views.heatmap import norms
 from aedit.launch.views.hubplots import hub_nodes, hub_traffic
 from aedit.launch.views.rl_plots import drafter, policy_health, reward_by_steps, reward_by_time, step_split
+from aedit.launch.views.server_plots import servers
 from aedit.launch.views.sources import open_source
 from aedit.types import UserError
 
@@ -29,6 +30,7 @@ PLOTS: Mapping[str, Callable[[Run], Figure | None]] = {
     "effective_nodes.png": plot_effective_nodes,
     "hub_nodes.png": hub_nodes,
     "hub_traffic.png": hub_traffic,
+    "servers.png": servers,
     "reward_by_steps.png": reward_by_steps,
     "reward_by_time.png": reward_by_time,
     "step_split.png": step_split,

@@ -27,6 +27,7 @@ from aedit.launch.views.figures import (
 from aedit.launch.views.hubtable import reasons, spread
 from aedit.launch.views.plot import draw
 from aedit.launch.views.rl_report import rl_facts, rl_per_node
+from aedit.launch.views.server_report import server_facts
 from aedit.types import UserError
 
 WIDTH = 120
@@ -118,6 +119,8 @@ def report(run_dir: Path) -> str:
     out = summary(run)
     console = Console(file=StringIO(), width=WIDTH, color_system=None, force_terminal=False)
     facts, table = (_rl_facts(run, out), rl_per_node(run)) if run.is_rl else (_facts(out), _per_node(out))
+    for name, text in server_facts(run):
+        facts.add_row("", name, text)
     console.print(_headline(out), facts, "", table, sep="\n", highlight=False, markup=False)
     text = console.file.getvalue()  # type: ignore[attr-defined]  # it is the StringIO above
     lines = [row.rstrip() for row in text.splitlines()]

@@ -168,6 +168,8 @@ class Agent:
         """Take the reply of hub process `part` to a join."""
         self._transfers.accepted(part, reply.seqs)
         self._initial_sync.joined(part, reply)
+        if part == 0:
+            self._box.speak_as(reply.session)
         self.heard(part, reply.news)
 
     def heard(self, part: int, news: pb.News) -> None:

@@ -61,6 +61,14 @@ class AgentLink:
         return self._box.node
 
     @property
+    def session(self) -> int:
+        """Return the number with which this node speaks to the first hub, 0 before it has joined.
+
+        It changes when the node joins again, as after a restart of the hub.
+        """
+        return self._box.session
+
+    @property
     def bytes_sent(self) -> int:
         """Return the payload bytes handed to the network so far."""
         return self._box.bytes_sent

@@ -62,7 +62,8 @@ class Head(IntEnum):
     SENT = 6
     WANTS = 7
     BLOCKS = 8
-    NUMELS = 9
+    SESSION = 9
+    NUMELS = 10
 
 
 class Wants(IntEnum):
@@ -227,6 +228,15 @@ class Mailbox:
     def node(self) -> int:
         """Return the index that the hub gave this node."""
         return int(self._head[Head.NODE])
+
+    def speak_as(self, session: int) -> None:
+        """Publish the session of this node with the first hub; a new one after every join."""
+        self._head[Head.SESSION] = session
+
+    @property
+    def session(self) -> int:
+        """Return the session of this node with the first hub; 0 before it has joined."""
+        return int(self._head[Head.SESSION])
 
     def versions(self) -> tuple[int, ...]:
         """Return the versions of the anchors at the join."""

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from aedit.proto.wire import frames, hub_pb2
+from aedit.proto.wire.author import secret_of
 from aedit.proto.wire.limits import ByteBudget, Limits, Rates
 from aedit.proto.wire.watch import Stream, Watch
 
@@ -90,6 +91,18 @@ class HubCore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """A caller, as far as its connection and metadata show it."""
+
+    host: str
+    """Address without the port, as gRPC writes it."""
+    name: str | None = None
+    """In the caller's certificate; None where the server asks for none."""
+    secret: str = ""
+    """By which the author of a line is known, see author.py; empty: it has given none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """One gRPC service, ready to be served. `pools`: threads of its own, which end with the server."""
 
@@ -154,18 +167,56 @@ class CallHandlers:
 
         return grpc.unary_unary_rpc_method_handler(_in(pool, behaviour))
 
-    def named_call(
-        self, kind: type[M], answer: Callable[[M, str | None], Message], pool: ThreadPoolExecutor
+    def call_as(
+        self, kind: type[M], answer: Callable[[M, Caller], Message], pool: ThreadPoolExecutor
     ) -> Handler:
-        """Return a handler like `call`; `answer` also gets the name in the caller's certificate, if any."""
+        """Return a handler like `call` whose `answer` is told who calls."""
 
         def behaviour(message: bytes, context: grpc.ServicerContext) -> bytes:
             with self._told(context, answer.__name__):
                 request = kind.FromString(message)
                 self._admit(request, context)
-                return answer(request, certified_name(context)).SerializeToString()
+                return answer(request, caller(context)).SerializeToString()
 
         return grpc.unary_unary_rpc_method_handler(_in(pool, behaviour))
+
+    def named_call(
+        self, kind: type[M], answer: Callable[[M, str | None], Message], pool: ThreadPoolExecutor
+    ) -> Handler:
+        """Return a handler like `call`; `answer` also gets the name in the caller's certificate, if any."""
+
+        def named(request: M, who: Caller) -> Message:
+            return answer(request, who.name)
+
+        named.__name__ = answer.__name__
+        return self.call_as(kind, named, pool)
+
+    def upload(self, take: Callable[[Iterator[bytes], Caller], Message], pool: ThreadPoolExecutor) -> Handler:
+        """Return a handler for a stream of chunks in, which `take` reads; one that stands still is ended."""
+
+        def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+            with self._told(context, take.__name__), self._watch.over(context.cancel) as stream:
+                self._admit(None, context)
+                return take(_counted(messages, stream), caller(context)).SerializeToString()
+
+        return grpc.stream_unary_rpc_method_handler(_in(pool, behaviour))
+
+    def download(
+        self, kind: type[M], answer: Callable[[M], tuple[bytes, memoryview, int]], pool: ThreadPoolExecutor
+    ) -> Handler:
+        """Return a handler that sends chunks: `answer` returns head, data, and the byte to begin with."""
+
+        def behaviour(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+            with self._told(context, answer.__name__):
+                request = kind.FromString(message)
+                self._admit(request, context)
+                head, data, offset = answer(request)
+                with self._watch.over(context.cancel) as stream:
+                    for chunk in frames.chunks(head, data, offset=offset):
+                        yield frames.pack_chunk(chunk)
+                        stream.moved(len(chunk.data))
+
+        return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
 
     def push(self, core: HubCore, pool: ThreadPoolExecutor) -> Handler:
         """Return a handler for chunks in; the core sees them when they are complete."""
@@ -194,23 +245,17 @@ class CallHandlers:
     def pull(self, pull: Pull, pool: ThreadPoolExecutor) -> Handler:
         """Return a handler that sends the answer in chunks, from the requested byte on."""
 
-        def behaviour(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-            with self._told(context, "pull"):
-                request = hub_pb2.PullRequest.FromString(message)
-                self._admit(request, context)
-                head, data = pull(request)
-                goes_on = request.version == head.version
-                offset = request.offset if goes_on else 0
-                if offset > head.num_bytes:
-                    raise Refusal(
-                        grpc.StatusCode.OUT_OF_RANGE, f"byte {offset} of {head.num_bytes} was asked for"
-                    )
-                with self._watch.over(context.cancel) as stream:
-                    for chunk in frames.chunks(head.SerializeToString(), data, offset=offset):
-                        yield frames.pack_chunk(chunk)
-                        stream.moved(len(chunk.data))
+        def answer(request: hub_pb2.PullRequest) -> tuple[bytes, memoryview, int]:
+            head, data = pull(request)
+            offset = request.offset if request.version == head.version else 0
+            if offset > head.num_bytes:
+                raise Refusal(
+                    grpc.StatusCode.OUT_OF_RANGE, f"byte {offset} of {head.num_bytes} was asked for"
+                )
+            return head.SerializeToString(), data, offset
 
-        return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
+        answer.__name__ = "pull"
+        return self.download(hub_pb2.PullRequest, answer, pool)
 
     def tail(self, core: HubCore, pool: ThreadPoolExecutor) -> Handler:
         """Return a handler that streams messages for as long as the peer is there."""
@@ -224,7 +269,7 @@ class CallHandlers:
 
         return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
 
-    def _admit(self, request: Message, context: grpc.ServicerContext) -> None:
+    def _admit(self, request: Message | None, context: grpc.ServicerContext) -> None:
         """Refuse a caller that calls too often.
 
         A node is identified by its host and by the index that it claims, so that a liar takes only from those
@@ -296,6 +341,11 @@ def _counted(messages: Iterator[bytes], stream: Stream) -> Iterator[bytes]:
     for message in messages:
         stream.moved(len(message))
         yield message
+
+
+def caller(context: grpc.ServicerContext) -> Caller:
+    """Return who makes this call."""
+    return Caller(_host(context), certified_name(context), secret_of(context))
 
 
 def _host(context: grpc.ServicerContext) -> str:

@@ -1,9 +1,9 @@
 """Interface between the connection to rollout servers and the audit of what they send. Imports no torch.
 
 The connection checks the form of everything that a server sends, collects its samples, and keeps them back
-until they are released: a sample is delivered when it, or a later one of the same server, has passed the
-audit. When one fails, all samples of that server that were kept back are generated again elsewhere, under the
-same keys.
+until they are released: a sample is delivered when it has passed the audit, or one that was selected while
+it was kept back. When one fails, all samples of that server that were kept back are generated again
+elsewhere, under the same keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,8 +50,8 @@ class AuditVerdict:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """What JSON can hold: key, place, token, margin, versions."""
     is_final: bool = True
-    """False: nothing was decided yet (a version's weights are no longer here, a sequential test goes on). The
-    sample counts as not audited, and another one is selected."""
+    """False: the sample cannot be judged, as weights of its versions are no longer here. It accuses nobody,
+    is generated again elsewhere, and another one is selected."""
 
 
 class Auditor(Protocol):
@@ -60,13 +60,17 @@ class Auditor(Protocol):
     def publish(self, version: int, read: "WeightReader") -> None:
         """Note a new policy version; `read` copies its tensors. Versions grow."""
 
+    def can_judge(self, held: HeldRollout) -> bool:
+        """Return whether the policy versions of a sample are here. Samples of others are never released."""
+
     def select(self, server: str, held: Sequence[HeldRollout], *, draining: bool) -> int | None:
         """Return the place in `held` of the sample to audit now; None for none yet.
 
         Args:
             server: Name of the server.
-            held: Its samples that are kept back, oldest first; those before the one that passes are released
-                with it. Called when one was added, and when `draining` becomes true.
+            held: Its samples that are kept back, oldest first. If the selected one passes, all of these are
+                released: so the place in the list tells a server nothing about which one is checked. All can
+                be judged. Called when one was added, and when `draining` becomes true.
             draining: Nothing else is under way at this server, or samples have been kept back for long:
                 without an audit now they would wait for ever.
         """

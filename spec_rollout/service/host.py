@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +23,8 @@ from aedit.spec_rollout.sampling.samples import Prompt
 from aedit.spec_rollout.service.host_line import HostLine
 from aedit.spec_rollout.service.host_loop import HostLoop, IdleWindow
 from aedit.spec_rollout.service.tickets import HostEnding, HostLimits, Overloaded, Priority, Receiver, Ticket
+
+T = TypeVar("T")
 
 OnNewVersion = Literal["recompute", "finish"]
 
@@ -205,12 +207,7 @@ class EngineHost:
         """
         if on_new_version != "recompute":
             raise ValueError(f"on_new_version must be recompute, got {on_new_version!r}")
-        done: Future[None] = Future()
-        with self._loop.changed:
-            self._loop.line(line)
-            self._loop.do(partial(self._loop.swap, line, prepare, version, done))
-            self._loop.swaps.add(done)
-        return done
+        return self.call(line, lambda engine: engine.update_weights(prepare(), version))
 
     def call(self, line: str, function: Callable[[Engine], T]) -> Future[T]:
         """Call a function with the engine of a line between two steps; return a future of its result."""

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.engine.meters import Step
@@ -198,11 +199,11 @@ def _tell(ticket: Ticket, call: Callable[[], None]) -> bool:
     return True
 
 
-def settle(done: Future[Scoring], error: Exception | None, result: Scoring | None = None) -> None:
+def settle(done: Future[Any], error: Exception | None, result: Any = None) -> None:
     """End a future, unless it was cancelled."""
-    if not done.set_running_or_notify_cancel():
+    if done.cancelled() or not done.set_running_or_notify_cancel():
         return
     if error is not None:
         done.set_exception(error)
-    elif result is not None:
+    else:
         done.set_result(result)

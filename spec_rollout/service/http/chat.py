@@ -116,7 +116,22 @@ async def read_chat_prompt(fields: Fields, service: Service) -> tuple[int, ...]:
 
 
 _TEMPLATE_OPTIONS = frozenset(
-    ["chat_template", "tools", "documents", "tokenize", "return_dict", "return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "conversation", "add_generation_prompt", "continue_final_message"]
+    [
+        "chat_template",
+        "tools",
+        "documents",
+        "tokenize",
+        "return_dict",
+        "return_tensors",
+        "padding",
+        "truncation",
+        "max_length",
+        "tokenizer_kwargs",
+        "return_assistant_tokens_mask",
+        "conversation",
+        "add_generation_prompt",
+        "continue_final_message",
+    ]
 )
 """Arguments of `apply_chat_template` that are not variables of the template."""
 

@@ -130,7 +130,9 @@ class _Control:
             raise bad_request("action", f"must be checksum or compare, got {action[:64]!r}")
         if action == "compare" and not isinstance(baseline, dict):
             raise bad_request("baseline", "must be the object `checksums` of an earlier answer")
-        found = await _finished(service.host.call(service.line, lambda engine: checksums(engine.target.model)))
+        found = await _finished(
+            service.host.call(service.line, lambda engine: checksums(engine.target.model))
+        )
         shown: dict[str, Any] = {"weight_version": str(service.engine.version)}
         if action == "checksum":
             return JSONResponse({**shown, "checksums": found})
@@ -176,4 +178,3 @@ async def _finished(done: "Future[Any]") -> Any:
         raise ApiError(504, f"no step has ended within {UPDATE_S:g} s", code="timeout") from None
     except Exception as error:
         raise host_error(error) from error
-

@@ -1,0 +1,88 @@
+"""Records of rollout servers as frozen values, from a hub's lines, its events, or its reply to `status`."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from aedit.launch.rundir.values import Line, counts, number
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSample:
+    """State of one rollout server at one time, from the hub's directory."""
+
+    name: str
+    address: str
+    role: str
+    state: str
+    live: bool
+    lag: float
+    """Versions of the policy that it is behind the hub."""
+
+    tokens_per_s: float
+    """Of late, as the server says."""
+
+    running: float
+    waiting: float
+    idle_s: float
+    """Time without a request, since its process began."""
+
+    idle_used_s: float
+    """Of this, the time in which it trained the drafter."""
+
+    accused: Mapping[str, float]
+    """Number of accusations by node."""
+
+    reason: str
+    """Of the last accusation."""
+
+    banned: str
+    """Reason of the ban; empty if there is none."""
+
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """Of the last accusation."""
+
+    @staticmethod
+    def of(line: Line) -> "ServerSample":
+        """Return the state in one entry of `servers` of a hub's line."""
+        evidence = line.get("evidence")
+        return ServerSample(
+            name=_text(line["name"]),
+            address=_text(line.get("address")),
+            role=_text(line.get("role") or "rollout"),
+            state=_text(line.get("state") or "?"),
+            live=bool(line.get("live")),
+            lag=number(line.get("lag")),
+            tokens_per_s=number(line.get("tokens_per_s")),
+            running=number(line.get("running")),
+            waiting=number(line.get("waiting")),
+            idle_s=number(line.get("idle_s")),
+            idle_used_s=number(line.get("idle_used_s")),
+            accused=counts(line.get("accused")),
+            reason=_text(line.get("reason")),
+            banned=_text(line.get("banned")),
+            evidence=evidence if isinstance(evidence, Mapping) else {},
+        )
+
+    @property
+    def evidence_line(self) -> str:
+        """Return the evidence in one line for a person."""
+        return ", ".join(f"{_text(name)} {_text(value)}" for name, value in self.evidence.items())
+
+
+def with_evidence(
+    servers: Iterable[ServerSample], known: Mapping[str, Mapping[str, Any]]
+) -> tuple[ServerSample, ...]:
+    """Return the servers, those without evidence with what is known of theirs by name."""
+    return tuple(
+        server
+        if server.evidence or not server.accused
+        else replace(server, evidence=known.get(server.name, {}))
+        for server in servers
+    )
+
+
+def _text(value: object) -> str:
+    """Return the value as text without control characters, which peers may have chosen."""
+    text = "" if value is None else str(value)
+    return "".join(one if one.isprintable() else "?" for one in text)

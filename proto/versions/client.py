@@ -1,0 +1,151 @@
+"""Client of `Versions`: follows a line, fetches versions, and gives versions to servers."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, TypedDict, Unpack
+
+import grpc
+
+from aedit.proto.versions.manifest import Manifest
+from aedit.proto.versions.receiving import Receiving, TransferSuperseded, TransferWrong
+from aedit.proto.versions.store import Transfer, VersionStore
+from aedit.proto.wire import frames
+from aedit.proto.wire import versions_pb2 as pb
+from aedit.proto.wire.author import author_metadata
+from aedit.proto.wire.calls import Calls, Metadata
+from aedit.proto.wire.retry import HubRefused, Patience, TransferBroken
+from aedit.proto.wire.security import ClientKeys
+
+_ANSWERS_WITHIN_S = 10.0
+"""Beyond the time that `Newest` waits."""
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `Calls`."""
+
+    call_timeout_s: float
+
+
+class VersionsClient:
+    """Open connections to one process that serves versions. Any thread may call.
+
+    Every method raises HubUnreachable after its deadline, and HubRefused if the other side refuses.
+    """
+
+    def __init__(self, address: str, keys: ClientKeys | None = None, **options: Unpack[Options]) -> None:
+        """Connect to HOST:PORT when the first call is made; for the arguments see `HubClient`."""
+        self.address = address
+        self._calls = Calls(address, keys, **options)
+
+    def newest(self, line: str, *, after: int = 0, wait_s: float = 0.0) -> Manifest | None:
+        """Return the newest manifest of a line, after at most `wait_s` if none is newer than `after`.
+
+        None if the line is unknown there or has no version yet. Raises ValueError for a wrong manifest.
+        """
+        request = pb.NewestRequest(line=line, after=after, wait_s=wait_s)
+        try:
+            reply = self._calls.call("Versions/Newest", request, pb.Manifest, wait_s + _ANSWERS_WITHIN_S)
+        except HubRefused as refused:
+            if refused.code is grpc.StatusCode.NOT_FOUND:
+                return None
+            raise
+        manifest = Manifest.from_message(reply)
+        if manifest.line != line:
+            raise ValueError(f"{self.address} sent a version of line {manifest.line}, not of {line}")
+        return manifest
+
+    def fetch(self, receiving: Receiving) -> None:
+        """Fetch all units that `receiving` lacks; what has arrived from others is not fetched again.
+
+        Raises HubRefused, also if what was sent does not make the units: then ask another sender.
+        """
+        for missing in receiving.missing:
+            self._calls.retried(
+                f"get unit {missing.unit}",
+                partial(self._get, receiving, missing.unit),
+                self._calls.patience(receiving.manifest.unit(missing.unit).num_bytes),
+            )
+
+    def give(self, store: VersionStore, line: str, serial: int, secret: str = "") -> None:
+        """Give the other side a version of a line that it knows to be this node's.
+
+        secret: By which the other side knows the author of the line, see proto/wire/author.py.
+
+        Raises LineUnknown if the store does not have the version any more.
+        """
+        manifest = store.manifest(line, serial)
+        what = f"take version {serial} of line {line}"
+        self._calls.retried(
+            what,
+            partial(self._give, store, manifest, author_metadata(secret) if secret else ()),
+            self._calls.patience(manifest.num_bytes),
+        )
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._calls.close()
+
+    def _get(self, receiving: Receiving, unit: str, patience: Patience) -> None:
+        wanted = next((each for each in receiving.missing if each.unit == unit), None)
+        if wanted is None:
+            return
+        request = pb.GetRequest(
+            line=receiving.manifest.line,
+            serial=receiving.manifest.serial,
+            unit=unit,
+            base=wanted.base,
+            offset=wanted.offset,
+            transfer=wanted.transfer,
+        )
+        with self._calls.watched() as (stream, calls):
+
+            def moved(num_bytes: int) -> None:
+                stream.moved(num_bytes)
+                patience.moved()
+
+            asked: Any = self._calls.bulk.unary_stream("/aedit.v1.Versions/Get")
+            calls.append(asked(request.SerializeToString(), timeout=patience.left_s))
+            try:
+                receiving.take(calls[0], moved, unit=unit)
+            except TransferWrong as error:
+                if error.final:
+                    raise HubRefused(grpc.StatusCode.DATA_LOSS, str(error)) from error
+                raise TransferBroken(str(error)) from error
+            except (frames.ChunkDamaged, frames.ArrayIncomplete, TransferSuperseded) as error:
+                raise TransferBroken(str(error)) from error
+            except ValueError as error:
+                raise HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+
+    def _give(self, store: VersionStore, manifest: Manifest, author: Metadata, patience: Patience) -> None:
+        num_missing = len(manifest.units) + 1
+        while missing := self._offer(manifest, author):
+            if len(missing) >= num_missing:
+                raise TransferBroken(f"{len(missing)} units are missing, although they were sent")
+            num_missing = len(missing)
+            for each in missing:
+                self._put(
+                    store.transfer(manifest.line, each.unit, each.base, manifest.serial),
+                    each,
+                    author,
+                    patience,
+                )
+
+    def _offer(self, manifest: Manifest, author: Metadata) -> Sequence[pb.Missing]:
+        request = pb.OfferRequest(manifest=manifest.message)
+        reply = self._calls.call("Versions/Offer", request, pb.OfferReply, metadata=author)
+        return reply.missing
+
+    def _put(self, made: Transfer, wanted: pb.Missing, author: Metadata, patience: Patience) -> None:
+        offset = wanted.offset if wanted.transfer == made.head.sha256 else 0
+        head, data = made.head.SerializeToString(), memoryview(made.data)
+        with self._calls.watched() as (stream, calls):
+
+            def messages() -> Iterator[bytes]:
+                for chunk in frames.chunks(head, data, offset=offset):
+                    yield frames.pack_chunk(chunk)
+                    stream.moved(len(chunk.data))
+                    patience.moved()
+
+            put: Any = self._calls.bulk.stream_unary("/aedit.v1.Versions/Put")
+            calls.append(put.future(messages(), timeout=patience.left_s, metadata=author))
+            calls[0].result()

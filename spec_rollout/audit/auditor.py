@@ -1,0 +1,178 @@
+"""Spot checks of servers: a sample that is chosen after it has ended is recomputed in one forward pass."""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from aedit.spec_rollout.audit.calibration import Calibration, calibration_of
+from aedit.spec_rollout.audit.form import form_error
+from aedit.spec_rollout.audit.hook import AuditVerdict, HeldRollout, WeightReader
+from aedit.spec_rollout.audit.judge import Judgement, Scored, ServerRecord
+from aedit.spec_rollout.audit.margins import Margins, not_auditable
+from aedit.spec_rollout.audit.rates import AuditRate, RateRule
+from aedit.spec_rollout.audit.recording import Recording
+from aedit.spec_rollout.audit.statement import spans_of
+from aedit.spec_rollout.audit.versions import PolicyVersions, margins_of
+from aedit.spec_rollout.migration.sample_text import decode_sampling
+from aedit.spec_rollout.sampling.samples import Sampling
+from aedit.spec_rollout.sampling.stops import TokenDecoder
+
+_SECRET = secrets.SystemRandom().random
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditSettings:
+    """Settings of `SpotAuditor`."""
+
+    rule: RateRule = field(default_factory=RateRule)
+    versions_kept: int = 4
+    """Policy versions that are kept. Samples of older ones cannot be judged and are generated again."""
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+    """By server; `*` for all others."""
+
+
+class SpotAuditor:
+    """`Auditor` that recomputes samples with a model of its own. Used by one thread."""
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        settings: AuditSettings,
+        *,
+        tokenizer: TokenDecoder | None = None,
+        draw: Callable[[], float] = _SECRET,
+        recording: Recording | None = None,
+    ) -> None:
+        """Make the model.
+
+        Args:
+            make_model: Returns a model of the policy's shape, dtype and device; its weights do not matter.
+            settings: Settings.
+            tokenizer: Checks ends by stop strings.
+            draw: Returns numbers in [0, 1) that no server can predict.
+            recording: Gets each sample once, and all weights.
+        """
+        self._policy = PolicyVersions(make_model(), kept=settings.versions_kept)
+        self._settings, self._tokenizer, self._draw = settings, tokenizer, draw
+        self._recording = recording
+        self._noted: dict[str, tuple[HeldRollout, ...]] = {}
+        self._servers: dict[str, ServerRecord] = {}
+        self._rates: dict[str, AuditRate] = {}
+
+    @property
+    def servers(self) -> Mapping[str, ServerRecord]:
+        """Return the results by server."""
+        return self._servers
+
+    def rate(self, server: str) -> float:
+        """Return the share of a server's samples that is checked now."""
+        return self._rate(server).q
+
+    def publish(self, version: int, read: WeightReader) -> None:
+        """Keep a new policy version."""
+        weights = read()
+        if weights is None:
+            return
+        tensors = {name: _tensor(value) for name, value in weights.items()}
+        self._policy.add(version, tensors)
+        if self._recording is not None:
+            self._recording.weights(version, tensors)
+
+    def can_judge(self, held: HeldRollout) -> bool:
+        """Return whether the versions of a sample are here, and its settings can be judged."""
+        return {*held.versions[held.start :]} <= {*self._policy.versions} and not not_auditable(
+            decode_sampling(held.sampling)
+        )
+
+    def select(self, server: str, held: Sequence[HeldRollout], *, draining: bool) -> int | None:
+        """Return the place of the sample to check now; see `Auditor.select`."""
+        self._note(server, held)
+        if not held or not (draining or self._draw() < self._rate(server).q):
+            return None
+        return int(self._draw() * len(held))
+
+    def check(self, held: HeldRollout) -> AuditVerdict:
+        """Recompute a sample under the versions of its tokens and judge it; see `Auditor.check`."""
+        server, name = held.server, f"{held.key[0]}/{held.key[1]}"
+        sampling = decode_sampling(held.sampling)
+        wrong = form_error(held, sampling, self._policy.vocabulary, self._tokenizer)
+        if wrong:
+            evidence = {"key": list(held.key), "versions": sorted({*held.versions})}
+            return self._failed(server, f"sample {name}: {wrong}", evidence)
+        reason = not_auditable(sampling)
+        missing = sorted({*held.versions[held.start :]} - {*self._policy.versions})
+        if reason or missing:
+            text = reason or f"the weights of version {missing[0]} are not here any more"
+            return AuditVerdict(passed=False, reason=f"sample {name}: {text}", is_final=False)
+        calibration = calibration_of(server, self._settings.calibrations, self._policy.dtype)
+        record, judgement = self._of(server).judge(score(self._policy, held, sampling), calibration)
+        self._servers[server] = record
+        return self._verdict(held, judgement)
+
+    def accuse(self, server: str) -> None:
+        """Note a failure that was found elsewhere: all samples of this server are checked from now on."""
+        self._rates[server] = self._rate(server).after_failure()
+
+    def close(self) -> None:
+        """Free the weights."""
+        del self._policy
+
+    def _verdict(self, held: HeldRollout, judgement: Judgement) -> AuditVerdict:
+        if judgement.reason:
+            evidence = {"key": list(held.key), "versions": spans_of(held.versions), **judgement.evidence}
+            reason = f"sample {held.key[0]}/{held.key[1]}: {judgement.reason}"
+            self._rates[held.server] = self._rate(held.server).after_failure()
+            return AuditVerdict(passed=False, reason=reason, evidence=evidence)
+        rate, rule = self._rate(held.server), self._settings.rule
+        self._rates[held.server] = rate.after(rule, judgement.num_tokens, judgement.num_mismatches)
+        return AuditVerdict(passed=True)
+
+    def _failed(self, server: str, reason: str, evidence: Mapping[str, Any]) -> AuditVerdict:
+        self._rates[server] = self._rate(server).after_failure()
+        return AuditVerdict(passed=False, reason=reason, evidence=evidence)
+
+    def _of(self, server: str) -> ServerRecord:
+        return self._servers.get(server, ServerRecord())
+
+    def _rate(self, server: str) -> AuditRate:
+        return self._rates.get(server, AuditRate(self._settings.rule.rate))
+
+    def _note(self, server: str, held: Sequence[HeldRollout]) -> None:
+        """Record the samples that were not among those of the last call."""
+        if self._recording is None:
+            return
+        known = {id(each) for each in self._noted.get(server, ())}
+        for each in held:
+            if id(each) not in known:
+                self._recording.rollout(each)
+        self._noted[server] = tuple(held)  # kept, so that no other object gets one of these ids
+
+
+def score(policy: PolicyVersions, held: HeldRollout, sampling: Sampling) -> Scored:
+    """Return margins and claims of the tokens that a server has generated under versions that are here."""
+    text, parts = (*held.prompt, *held.tokens), []
+    judged: list[int] = []
+    for version, start, end in spans_of(held.versions[held.start :]):
+        if version in policy.versions:
+            places = range(held.start + start, held.start + end)
+            part = held.key, len(held.prompt), places
+            parts.append(margins_of(policy, version, text, sampling, part))
+            judged += places
+    return Scored(
+        margins=Margins.joined(parts) if parts else Margins.empty(),
+        tokens=tuple(held.tokens[place] for place in judged),
+        logprobs=tuple(held.logprobs[place] for place in judged),
+        places=tuple(judged),
+        versions=tuple(held.versions[place] for place in judged),
+    )
+
+
+def _tensor(value: Any) -> Tensor:
+    """Return a NumPy array as a tensor; uint16 holds the bits of bfloat16."""
+    tensor = torch.from_numpy(np.ascontiguousarray(value))
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
