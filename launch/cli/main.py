@@ -8,7 +8,9 @@ from pathlib import Path
 
 import aedit
 from aedit.launch.cli.arguments import Parser
+from aedit.launch.cli.audit_options import add_audit_options, audit_request
 from aedit.launch.cli.generate_options import add_generate_options, generate_request
+from aedit.launch.cli.serve_options import add_serve_options, check_serve_options
 from aedit.types import UserError
 
 USER_ERROR = 2
@@ -58,6 +60,8 @@ def parser() -> Parser:
     export.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     _add_trust(export)
     _add_generate(commands)
+    _add_serve(commands)
+    _add_audit(commands)
     _add_config(commands)
     init = _command(commands, "init", "write a configuration file from a preset", _init)
     init.add_argument("name", metavar="NAME", nargs="?", default="run", help="writes NAME.toml (default run)")
@@ -178,6 +182,16 @@ def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
     add_generate_options(generate)
 
 
+def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
+    serve = _command(commands, "serve", "serve a model over HTTP, as OpenAI's interface does", _serve)
+    add_serve_options(serve)
+
+
+def _add_audit(commands: "argparse._SubParsersAction[Parser]") -> None:
+    audit = _command(commands, "audit", "check recorded rollouts of servers against the policy", _audit)
+    add_audit_options(audit)
+
+
 def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
     config = commands.add_parser("config", help="print the configuration, or the differences of two files")
     actions = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -281,6 +295,22 @@ def _generate(options: Options) -> int:
 
     request = GenerateRequest(**generate_request(options))
     return generate(options.place, request, compare=options.compare)
+
+
+def _serve(options: Options) -> int:
+    from aedit.launch.cli.places import model_folder
+
+    check_serve_options(options)
+    model_folder(options.place)  # before torch is imported
+    from aedit.launch.cli.serve_model import serve_model
+
+    return serve_model(options)
+
+
+def _audit(options: Options) -> int:
+    from aedit.launch.cli.audit import audit
+
+    return audit(audit_request(options))
 
 
 def _config_show(options: Options) -> None:

@@ -8,14 +8,14 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
-from torch import Tensor
-
+from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.service.host_figures import HostFigures
-from aedit.spec_rollout.service.host_line import HostLine
+from aedit.spec_rollout.service.host_line import HostLine, settle
 from aedit.spec_rollout.service.tickets import (
     DeadlinePassed,
     HostEnding,
@@ -25,6 +25,8 @@ from aedit.spec_rollout.service.tickets import (
     Ticket,
 )
 from aedit.spec_rollout.service.waiting import WaitingSamples
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +47,8 @@ class HostLoop:
         self.lines: dict[str, HostLine] = {}
         self.waiting = WaitingSamples(limits)
         self.commands = deque[Callable[[], None]]()
-        self.swaps: set[Future[None]] = set()
-        """Swaps that have not ended."""
+        self.calls: set[Future[Any]] = set()
+        """Calls that have not ended."""
         self.figures = HostFigures(clock)
         self.num_live = 0
         """Samples that wait or are in an engine."""
@@ -109,7 +111,7 @@ class HostLoop:
         return bool(self.waiting.first(line.name, priority, 1, lambda t: t.min_version <= version))
 
     def _is_busy(self, line: HostLine) -> bool:
-        return bool(line.tickets) or any(self._is_ready(line, each) for each in Priority)
+        return line.is_busy or any(self._is_ready(line, each) for each in Priority)
 
     def _has_run_samples(self, line: HostLine) -> bool:
         return line.has_run_samples or self._is_ready(line, Priority.RUN)
@@ -218,32 +220,32 @@ class HostLoop:
         """Remove a line; its samples fail."""
         reason = error or LineClosed(f"line {name!r} was closed")
         with self.changed:
-            line = self.lines.get(name)
+            line = self.lines.pop(name, None)
+            waiting = [ticket for ticket in self.waiting if ticket.line == name]
+            for ticket in waiting:
+                self.waiting.remove(ticket)
+            self.figures.forget(name)
         if line is None:
             return
-        for ticket in self._tickets(name):
-            self._take(ticket).fail(ticket, reason)
+        for ticket in [*line.tickets.values(), *waiting]:
+            line.fail(ticket, reason)
+        for _, done in line.scorings:
+            settle(done, reason)
         line.engine.close()
-        with self.changed:
-            del self.lines[name]
-            self.figures.forget(name)
 
-    def swap(
-        self, name: str, prepare: Callable[[], Mapping[str, Tensor]], version: int, done: Future[None]
-    ) -> None:
-        """Replace the weights of a line."""
+    def call(self, name: str, function: Callable[[Engine], T], done: Future[T]) -> None:
+        """Call a function with the engine of a line."""
         try:
             with self.changed:
                 line = self.line(name)
-            line.engine.update_weights(prepare(), version)
-        except Exception as error:
-            self.swaps.discard(done)
-            done.set_exception(error)
-        else:
+            result = function(line.engine)
             with self.changed:
                 self.figures.update(line)
-            self.swaps.discard(done)
-            done.set_result(None)
+        except Exception as error:
+            settle(done, error)
+        else:
+            settle(done, None, result)
+        self.calls.discard(done)
 
     def _end_all(self, error: Exception) -> None:
         with self.changed:
@@ -252,6 +254,6 @@ class HostLoop:
             self.changed.notify_all()
         for name in names:
             self.close_line(name, error)
-        for done in self.swaps:
-            done.set_exception(error)
-        self.swaps.clear()
+        for done in self.calls:
+            settle(done, error)
+        self.calls.clear()
