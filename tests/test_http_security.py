@@ -35,7 +35,7 @@ from kit.http_harm import (
     send,
     well_behaved,
 )
-from kit.served_models import saved
+from kit.served_models import CHAT, saved
 from kit.waiting import until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -53,7 +53,7 @@ def run(coroutine):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return saved("llama", tmp_path_factory.mktemp("served") / "m")
+    return saved("llama", tmp_path_factory.mktemp("served") / "m", chat=CHAT)
 
 
 class Served:
@@ -63,7 +63,7 @@ class Served:
         model = AutoModelForCausalLM.from_pretrained(directory).eval().requires_grad_(False)
         tokenizer = AutoTokenizer.from_pretrained(directory)
         engine = Engine.of(model, rows=4, max_tokens=128, tokenizer=tokenizer)
-        self.host = EngineHost(HostLimits(max_waiting_public=64))
+        self.host = EngineHost(HostLimits(max_waiting_public=256))
         self.host.open("model", lambda: engine)
         self.service = Service(
             host=self.host, line="model", codec=TextCodec(tokenizer), model="m", eos=(), limits=LIMITS

@@ -15,7 +15,7 @@ GOOD = {
         "logprobs": 1,
         "stop": ["t9"],
         "seed": 3,
-        "stream": False,
+        "stream": True,
         "stream_options": {"include_usage": True},
         "echo": True,
         "user": "u",
@@ -110,7 +110,7 @@ class HttpFuzzer:
         value["model"] = (
             self.rng.choice((value.get("model"), "m", None, 1)) if self.rng.random() < 0.1 else "m"
         )
-        for _ in range(self.rng.choice((0, 1, 1, 1, 2, 4))):
+        for _ in range(self.rng.choice((0, 0, 1, 1, 2, 4))):
             self._spoil(value)
         text = encoded(value)
         if self.rng.random() < 0.1:

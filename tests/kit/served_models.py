@@ -116,8 +116,8 @@ KINDS = {
 }
 
 
-def saved(kind, directory, *, seed=0):
-    """Write a model of a kind with its tokenizer, in fp32, and return the directory.
+def saved(kind, directory, *, seed=0, chat=None):
+    """Write a model of a kind with its tokenizer, in fp32, and return the directory. chat: template of chats.
 
     The weights are random and loud enough that greedy answers do not repeat one token.
     """
@@ -132,7 +132,7 @@ def saved(kind, directory, *, seed=0):
         additional_special_tokens=[] if end is None else SPECIALS[1:],
         clean_up_tokenization_spaces=False,
     )
-    wrapped.chat_template = template
+    wrapped.chat_template = chat or template
     wrapped.save_pretrained(directory)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_of(size, end), dtype=torch.float32)
