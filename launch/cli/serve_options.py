@@ -19,14 +19,14 @@ def add_serve_options(parser: Parser) -> None:
         metavar="PORT",
         type=int,
         default=8000,
-        help="port for HTTP, 0 for a free one (default 8000)",
+        help="port, 0: a free one (default 8000)",
     )
     add("--api-key-file", metavar="FILE", type=Path, help="file of keys that clients need, one a line")
     add(
         "--control",
         metavar="HOST:PORT",
         default="",
-        help="second address, with routes that change the server",
+        help="second address, with control routes",
     )
     add("--control-key-file", metavar="FILE", type=Path, help="file of keys for the second address")
     add("--weights-root", metavar="DIR", type=Path, help="update_weights reads directories below it only")
@@ -34,29 +34,27 @@ def add_serve_options(parser: Parser) -> None:
         "--served-name",
         metavar="NAME",
         default="",
-        help="name of the model for clients (default: of MODEL_DIR)",
+        help="name of the model (default: MODEL_DIR's)",
     )
     add("--rows", metavar="N", type=int, default=16, help="samples that are decoded at a time (default 16)")
     add(
         "--max-tokens",
         metavar="N",
         type=int,
-        help="limit of prompt and answer (default: the model's, up to 4096)",
+        help="of prompt and answer (default: up to 4096)",
     )
     add(
-        "--dtype", metavar="DTYPE", choices=DTYPES, default="auto", help=f"{', '.join(DTYPES)} (default auto)"
+        "--dtype", metavar="DTYPE", choices=DTYPES, default="auto", help="dtype of the weights (default auto)"
     )
     add("--device", metavar="DEVICE", default="", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
-    add(
-        "--drafter", metavar="FILE", help="a trained drafter; none: suffix drafts only (default: the model's)"
-    )
+    add("--drafter", metavar="FILE", help="a trained drafter, or none (default: the model's)")
     add("--arm", metavar="ARM", default="auto", help="auto, off, or a fixed arm such as suffix:4")
     add(
         "--end-s",
         metavar="S",
         type=float,
         default=30.0,
-        help="time for running answers at the end (default 30)",
+        help="seconds for answers at the end (default 30)",
     )
 
 
