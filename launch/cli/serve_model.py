@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from aedit.launch.cli.generate import AUTO, GenerateRequest, make_engine
+from aedit.launch.cli.model_options import control_address
 from aedit.launch.cli.policy import DirectoryModel, read_directory
-from aedit.launch.cli.serve_options import control_address
 from aedit.launch.serve.model_server import (
     SIGNALS,
     Addresses,
