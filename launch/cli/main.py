@@ -269,11 +269,10 @@ def _serve(options: Options) -> int:
 
 
 def _serve_model(options: Options) -> int:
-    from aedit.launch.cli.model_options import check_model_options
+    from aedit.launch.cli.model_options import check_model_options, device_flag
     from aedit.launch.cli.places import check_model_folder
 
-    if options.flags:
-        raise UserError(f"{options.flags[0]} has no effect with MODEL_DIR: remove it")
+    options.device = device_flag(options.flags)
     check_model_options(options)
     check_model_folder(options.place)  # before torch is imported
     from aedit.launch.cli.serve_model import serve_model

@@ -1,6 +1,7 @@
 """Options of `aedit serve MODEL_DIR`, without importing torch, which takes seconds."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from aedit.launch.cli.arguments import Parser
@@ -24,7 +25,6 @@ def add_model_options(command: Parser) -> None:
     add(
         "--dtype", metavar="DTYPE", choices=DTYPES, default="auto", help="dtype of the weights (default auto)"
     )
-    add("--device", metavar="DEVICE", default="", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
     add("--drafter", metavar="FILE", help="a trained drafter, or none (default: the model's)")
     add("--arm", metavar="ARM", default="auto", help="auto, off, or a fixed arm such as suffix:4")
     add("--end-s", metavar="S", type=float, default=30.0, help="seconds for answers at the end (default 30)")
@@ -32,7 +32,7 @@ def add_model_options(command: Parser) -> None:
 
 MODEL_OPTIONS = (
     *("host", "port", "api_key_file", "control", "control_key_file", "weights_root", "served_name", "rows"),
-    *("max_tokens", "dtype", "device", "drafter", "arm", "end_s"),
+    *("max_tokens", "dtype", "drafter", "arm", "end_s"),
 )
 RUN_OPTIONS = ("name", "address", "announce", "keys", "insecure")
 
@@ -43,6 +43,20 @@ def refuse_options(command: Parser, options: Namespace, names: tuple[str, ...], 
         if getattr(options, name) != command.get_default(name):
             shown = "--as" if name == "name" else f"--{name.replace('_', '-')}"
             raise UserError(f"{shown} has no effect with {place}: remove it")
+
+
+def device_flag(flags: Sequence[str]) -> str:
+    """Return the value of --device, which is a configuration flag for runs, or "".
+
+    Raises:
+        UserError: There are other flags.
+    """
+    words = [part for flag in flags for part in flag.split("=", 1)]
+    if words[:1] == ["--device"] and len(words) == 2:
+        return words[1]
+    if words:
+        raise UserError(f"{words[0]} has no effect with MODEL_DIR: remove it")
+    return ""
 
 
 def is_model(place: str) -> bool:
