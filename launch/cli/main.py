@@ -10,7 +10,7 @@ import aedit
 from aedit.launch.cli.arguments import Parser
 from aedit.launch.cli.audit_options import add_audit_options, audit_request
 from aedit.launch.cli.generate_options import add_generate_options, generate_request
-from aedit.launch.cli.serve_options import add_serve_options, check_serve_options
+from aedit.launch.cli.serve_options import add_serve_options, serve_request
 from aedit.types import UserError
 
 USER_ERROR = 2
@@ -46,6 +46,7 @@ def parser() -> Parser:
     _add_run(commands)
     _add_hub(commands)
     _add_join(commands)
+    _add_serve(commands)
     _add_keys(commands)
     for name, task, does in VIEWS:
         view = _command(commands, name, does, task)
@@ -60,7 +61,6 @@ def parser() -> Parser:
     export.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     _add_trust(export)
     _add_generate(commands)
-    _add_serve(commands)
     _add_audit(commands)
     _add_config(commands)
     init = _command(commands, "init", "write a configuration file from a preset", _init)
@@ -80,7 +80,7 @@ def parser() -> Parser:
 
 def _dispatch(words: list[str]) -> int:
     flags: list[str] = []
-    if words[:1] in (["run"], ["hub"], ["join"]) or words[:2] == ["config", "show"]:
+    if words[:1] in (["run"], ["hub"], ["join"], ["serve"]) or words[:2] == ["config", "show"]:
         from aedit.launch.config.flags import split_flags
 
         words, flags = split_flags(words)
@@ -158,6 +158,14 @@ def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
     _add_trust(join)
 
 
+def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
+    serve = _command(commands, "serve", "generate for a run, or serve a model over HTTP", _serve)
+    serve.set_defaults(command=serve)
+    _with_flags(serve)
+    add_serve_options(serve)
+    _add_trust(serve)
+
+
 def _add_trust(command: Parser) -> None:
     command.add_argument("--keys", metavar="DIR", type=Path, help="folder of keys that aedit keys made")
     command.add_argument(
@@ -180,11 +188,6 @@ def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
     does = "generate text with speculative decoding, and print the speed"
     generate = _command(commands, "generate", does, _generate)
     add_generate_options(generate)
-
-
-def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
-    serve = _command(commands, "serve", "serve a model over HTTP, as OpenAI's interface does", _serve)
-    add_serve_options(serve)
 
 
 def _add_audit(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -253,6 +256,30 @@ def _join(options: Options) -> int:
     return join(options.hub, options.flags, name=options.name, keys=options.keys, insecure=options.insecure)
 
 
+def _serve(options: Options) -> int:
+    from aedit.launch.cli.model_options import MODEL_OPTIONS, RUN_OPTIONS, is_model, refuse_options
+
+    if is_model(options.place):
+        refuse_options(options.command, options, RUN_OPTIONS, "MODEL_DIR")
+        return _serve_model(options)
+    refuse_options(options.command, options, MODEL_OPTIONS, "HOST:PORT")
+    from aedit.launch.serve.run_server import serve_run
+
+    return serve_run(serve_request(options))
+
+
+def _serve_model(options: Options) -> int:
+    from aedit.launch.cli.model_options import check_model_options, device_flag
+    from aedit.launch.cli.places import check_model_folder
+
+    options.device = device_flag(options.flags)
+    check_model_options(options)
+    check_model_folder(options.place)  # before torch is imported
+    from aedit.launch.cli.serve_model import serve_model
+
+    return serve_model(options)
+
+
 def _keys(options: Options) -> None:
     from aedit.launch.cli.keys import make_keys
 
@@ -295,16 +322,6 @@ def _generate(options: Options) -> int:
 
     request = GenerateRequest(**generate_request(options))
     return generate(options.place, request, compare=options.compare)
-
-
-def _serve(options: Options) -> int:
-    from aedit.launch.cli.places import model_folder
-
-    check_serve_options(options)
-    model_folder(options.place)  # before torch is imported
-    from aedit.launch.cli.serve_model import serve_model
-
-    return serve_model(options)
 
 
 def _audit(options: Options) -> int:

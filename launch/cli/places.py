@@ -18,14 +18,13 @@ def policy_folder(place: str) -> Path:
     raise UserError(f"{place}: no run and no model directory, here or in {RUNS}; {hint}")
 
 
-def model_folder(place: str) -> Path:
-    """Return the model directory `place`. Raises UserError if it is none."""
+def check_model_folder(place: str) -> None:
+    """Raise UserError unless `place` is a model directory."""
     path = Path(place)
     if (path / "run.toml").is_file():
         raise UserError(f"{place}: a run, not a model directory: `aedit export {place} OUT`, then serve OUT")
     if not (path / "config.json").is_file():
         raise UserError(f"{place}: no model directory: it has no config.json")
-    return path
 
 
 def check_source(place: str) -> None:

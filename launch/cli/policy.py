@@ -73,6 +73,7 @@ def read_directory(source: str, path: Path) -> DirectoryModel:
     Raises:
         UserError: It has no usable model, or no tokenizer.
     """
+    _logging.disable_progress_bar()
     model = read_model(source, path)
     try:
         tokenizer = _tokenizer.from_pretrained(path, trust_remote_code=False)

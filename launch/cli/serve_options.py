@@ -1,96 +1,50 @@
-"""Options of `aedit serve`, without importing torch, which takes seconds."""
+"""Options of `aedit serve`: of a server of a run, and of one of a model directory."""
 
-from argparse import Namespace
+import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aedit.launch.cli.arguments import Parser
-from aedit.types import UserError
+from aedit.launch.cli.model_options import add_model_options
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+if TYPE_CHECKING:
+    from aedit.launch.serve.run_server import ServeRequest
 
 
-def add_serve_options(parser: Parser) -> None:
-    """Add the arguments of `aedit serve` to its parser."""
-    parser.add_argument("place", metavar="MODEL_DIR", help="a directory written by save_pretrained")
-    add = parser.add_argument
-    add("--host", metavar="NAME", default="127.0.0.1", help="interface for HTTP (default 127.0.0.1)")
-    add(
-        "--port",
-        metavar="PORT",
-        type=int,
-        default=8000,
-        help="port for HTTP, 0 for a free one (default 8000)",
+def add_serve_options(command: Parser) -> None:
+    """Add the options of both kinds of servers. That of a run takes configuration flags, too."""
+    command.add_argument(
+        "place", metavar="HOST:PORT | MODEL_DIR", help="hub of a run, or a directory of save_pretrained"
     )
-    add("--api-key-file", metavar="FILE", type=Path, help="file of keys that clients need, one a line")
-    add(
-        "--control",
+    command.add_argument(
+        "--as", dest="name", metavar="NAME", default="", help="name of this server in the run"
+    )
+    command.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        default="127.0.0.1:0",
+        help="address for trainers and other servers to listen at (default: a free port of this machine)",
+    )
+    command.add_argument(
+        "--announce",
         metavar="HOST:PORT",
         default="",
-        help="second address, with routes that change the server",
+        help="address at which they reach it, if that is another one than --address",
     )
-    add("--control-key-file", metavar="FILE", type=Path, help="file of keys for the second address")
-    add("--weights-root", metavar="DIR", type=Path, help="update_weights reads directories below it only")
-    add(
-        "--served-name",
-        metavar="NAME",
-        default="",
-        help="name of the model for clients (default: of MODEL_DIR)",
-    )
-    add("--rows", metavar="N", type=int, default=16, help="samples that are decoded at a time (default 16)")
-    add(
-        "--max-tokens",
-        metavar="N",
-        type=int,
-        help="limit of prompt and answer (default: the model's, up to 4096)",
-    )
-    add(
-        "--dtype", metavar="DTYPE", choices=DTYPES, default="auto", help=f"{', '.join(DTYPES)} (default auto)"
-    )
-    add("--device", metavar="DEVICE", default="", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
-    add(
-        "--drafter", metavar="FILE", help="a trained drafter; none: suffix drafts only (default: the model's)"
-    )
-    add("--arm", metavar="ARM", default="auto", help="auto, off, or a fixed arm such as suffix:4")
-    add(
-        "--end-s",
-        metavar="S",
-        type=float,
-        default=30.0,
-        help="time for running answers at the end (default 30)",
-    )
+    add_model_options(command)
 
 
-def check_serve_options(options: Namespace) -> None:
-    """Check what can be checked before torch is imported.
+def serve_request(options: argparse.Namespace) -> "ServeRequest":
+    """Return what the words of the command line ask for."""
+    from aedit.launch.serve.places import ServerPlaces
+    from aedit.launch.serve.run_server import ServeRequest
 
-    Raises:
-        UserError: An option is not valid.
-    """
-    for name in ("rows", "max_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if not 0 <= options.port < 1 << 16:
-        raise UserError(f"--port must be 0 to 65535, got {options.port}")
-    if not 0 <= options.end_s < float("inf"):
-        raise UserError(f"--end-s must be 0 or more, got {options.end_s}")
-    if options.control and options.control_key_file is None:
-        raise UserError("--control needs --control-key-file: its routes change the server")
-    if not options.control and (options.control_key_file or options.weights_root):
-        raise UserError("--control-key-file and --weights-root need --control HOST:PORT")
-    if options.control:
-        control_address(options.control)
-    if options.weights_root is not None and not options.weights_root.is_dir():
-        raise UserError(f"--weights-root {options.weights_root}: no such directory")
-
-
-def control_address(text: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT.
-
-    Raises:
-        UserError: It is none.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()) or int(port) >= 1 << 16:
-        raise UserError(f"--control must be HOST:PORT, such as 127.0.0.1:8001, got {text!r}")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    keys: Path | None = options.keys
+    return ServeRequest(
+        hub=options.place,
+        flags=options.flags,
+        name=options.name,
+        places=ServerPlaces(options.address, options.announce),
+        keys=keys,
+        insecure=options.insecure,
+    )

@@ -113,10 +113,7 @@ class Engine:
 
     @property
     def waiting(self) -> list[Rollout]:
-        """Return the waiting rollouts in the order in which they will start.
-
-        The first one waits until its whole prompt is computed; see `EngineLimits.prefill_tokens`.
-        """
+        """Return the waiting rollouts in the order in which they will start; the first may be in prefill."""
         return list(self._rows.waiting)
 
     @property
@@ -279,7 +276,7 @@ class Engine:
 
     def close(self) -> None:
         """Remove all samples. The memory is freed with the engine."""
-        self._keys.release(rollout.prompt for rollout in [*self.running, *self.waiting])
+        self._keys.release(each.prompt for each in [*self.running, *self.waiting])
         self._rows.waiting.clear()
         self._rows.end(range(len(self._rows.running)), finished=False)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, get_args
 
 from torch import Tensor
 
@@ -22,11 +22,10 @@ from aedit.spec_rollout.engine.scoring import Scoring
 from aedit.spec_rollout.sampling.samples import Prompt
 from aedit.spec_rollout.service.host_line import HostLine
 from aedit.spec_rollout.service.host_loop import HostLoop, IdleWindow
+from aedit.spec_rollout.service.host_weights import LineWeights, NewWeights, OnNewVersion
 from aedit.spec_rollout.service.tickets import HostEnding, HostLimits, Overloaded, Priority, Receiver, Ticket
 
 T = TypeVar("T")
-
-OnNewVersion = Literal["recompute", "finish"]
 
 
 def _nothing() -> None:
@@ -76,7 +75,9 @@ class EngineHost:
                 raise ValueError(f"max_lines {self.limits.max_lines}: line {line!r} would be one more")
             self._opening.add(line)
         try:
-            made = HostLine(line, make(), between_steps, self._loop.forget)
+            engine = make()
+            weights = LineWeights(engine, self._loop.changed)
+            made = HostLine(line, engine, between_steps, self._loop.forget, weights)
             with self._loop.changed:
                 self._loop.check_alive()
                 self._loop.lines[line] = made
@@ -193,21 +194,31 @@ class EngineHost:
         version: int,
         on_new_version: OnNewVersion = "recompute",
     ) -> Future[None]:
-        """Replace the weights of a line between two steps; see `Engine.update_weights`.
+        """Replace the weights of a line between two steps, without a pause.
+
+        They are prepared beside those in use, in another thread; several versions one after the other.
 
         Args:
             line: The line.
-            prepare: Returns the new weights.
-            version: Their version.
-            on_new_version: "recompute": running samples go on with the new weights.
+            prepare: Returns the new weights. Called in a thread of the line's weights.
+            version: Their version, above that of the engine.
+            on_new_version: "recompute": running samples go on with the new weights; their texts are computed
+                again, `EngineLimits.prefill_tokens` at a time between steps. "finish": samples that have
+                begun end with the old weights, in an engine of their own without drafters; the next version
+                is prepared when they have ended.
 
         Returns:
             A future that ends when the weights are in use, or with the error of `prepare` or the engine. The
             old weights are then in use.
         """
-        if on_new_version != "recompute":
-            raise ValueError(f"on_new_version must be recompute, got {on_new_version!r}")
-        return self.call(line, lambda engine: engine.update_weights(prepare(), version))
+        if on_new_version not in get_args(OnNewVersion):
+            known = " or ".join(get_args(OnNewVersion))
+            raise ValueError(f"on_new_version must be {known}, got {on_new_version!r}")
+        new = NewWeights(prepare, version, on_new_version)
+        with self._loop.changed:
+            self._loop.check_alive()
+            self._loop.line(line).weights.add(new)
+        return new.done
 
     def call(self, line: str, function: Callable[[Engine], T]) -> Future[T]:
         """Call a function with the engine of a line between two steps; return a future of its result."""

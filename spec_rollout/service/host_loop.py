@@ -137,6 +137,14 @@ class HostLoop:
     def _run_commands(self) -> None:
         while self.commands:
             self.commands.popleft()()
+        for line in self._with_new_weights():
+            line.take_over_weights()
+            with self.changed:
+                self.figures.update(line)
+
+    def _with_new_weights(self) -> list[HostLine]:
+        with self.changed:
+            return [line for line in self.lines.values() if line.weights.is_prepared]
 
     def _next_line(self) -> HostLine | None:
         """Return the line whose turn it is; None if no line has work."""
@@ -172,6 +180,8 @@ class HostLoop:
 
         def has_news() -> bool:
             if self.is_closing or self.commands or self.next_deadline_s < until_s:
+                return True
+            if any(line.weights.is_prepared for line in self.lines.values()):
                 return True
             return not self.is_paused and any(map(self._is_busy, self.lines.values()))
 
@@ -232,6 +242,8 @@ class HostLoop:
         for _, done in line.scorings:
             settle(done, reason)
         line.engine.close()
+        with self.changed:
+            line.weights.close(reason)
 
     def call(self, name: str, function: Callable[[Engine], T], done: Future[T]) -> None:
         """Call a function with the engine of a line."""

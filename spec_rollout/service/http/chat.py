@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,24 +115,11 @@ async def read_chat_prompt(fields: Fields, service: Service) -> tuple[int, ...]:
     return tokens
 
 
-_TEMPLATE_OPTIONS = frozenset(
-    [
-        "chat_template",
-        "tools",
-        "documents",
-        "tokenize",
-        "return_dict",
-        "return_tensors",
-        "padding",
-        "truncation",
-        "max_length",
-        "tokenizer_kwargs",
-        "return_assistant_tokens_mask",
-        "conversation",
-        "add_generation_prompt",
-        "continue_final_message",
-    ]
-)
+_TEMPLATE_OPTIONS = {
+    *("chat_template", "tools", "documents", "tokenize", "return_dict", "return_tensors", "padding"),
+    *("truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask", "conversation"),
+    *("add_generation_prompt", "continue_final_message"),
+}
 """Arguments of `apply_chat_template` that are not variables of the template."""
 
 
@@ -192,7 +179,7 @@ class _Chat:
             choices.append({**self._choice(i, part), "message": message})
         return {**self._head, "choices": choices, "usage": self._usage(), **self._prompt_ids()}
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer in parts."""
         first = {"role": "assistant", "content": ""}
         for i in range(len(self._answers)):

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +130,7 @@ class _Completion:
             choices.append(self._joined(echo, self._choice(i, part)))
         return {**self._head, "choices": choices, "usage": self._usage()}
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer in parts."""
         await self._generation.wait_scores()
         for i in range(len(self._asked.call.prompts) * self._asked.call.n) if self._asked.echo else ():

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -29,7 +29,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, service: Service, generation: Generation, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, service: Service, generation: Generation, events: AsyncGenerator[bytes, None]) -> None:
         """Make the answer of a generation that has started.
 
         Args:
@@ -61,10 +61,10 @@ class EventStream(Response):
             watching.cancel()
             self._generation.cancel()
 
-    async def _guarded(self) -> AsyncIterator[bytes]:
+    async def _guarded(self) -> AsyncGenerator[bytes, None]:
         """Yield the events and the last one, or an error as the last one."""
         try:
-            async with aclosing(self._events) as events:  # type: ignore[type-var]
+            async with aclosing(self._events) as events:
                 async for part in events:
                     yield part
         except ApiError as error:

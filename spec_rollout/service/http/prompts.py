@@ -44,7 +44,8 @@ async def encode(service: Service, text: str, *, special: bool) -> tuple[int, ..
     """Return the tokens of a text, without keeping the event loop for long."""
     if len(text) <= LONG_CHARS:
         return service.codec.encode(text, special=special)
-    return await in_thread(service.codec.encode, text, special=special)
+    tokens: tuple[int, ...] = await in_thread(service.codec.encode, text, special=special)
+    return tokens
 
 
 async def in_thread(function: Any, *args: Any, **options: Any) -> Any:

@@ -34,7 +34,7 @@ def read_sampling(
     Raises:
         ApiError: A value is not valid.
     """
-    numbers = {
+    numbers: dict[str, Any] = {
         name: fields.number(name, default)
         for name, default in (
             ("temperature", 1.0),

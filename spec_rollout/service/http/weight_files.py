@@ -82,7 +82,7 @@ def _allowed(folder: str, root: Path | None) -> Path:
 
 
 def checksums(model: torch.nn.Module) -> dict[str, str]:
-    """Return 32 hexadecimal digits of BLAKE2b over shape, dtype and bytes of each tensor of the state_dict."""
+    """Return 32 hexadecimal digits of BLAKE2b over shape, dtype and bytes of each tensor of a model."""
     found = {}
     for name, tensor in model.state_dict().items():
         digest = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
