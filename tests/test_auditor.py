@@ -1,17 +1,27 @@
 """Tests of the auditor against servers that lie in each way, with rollouts of real engines."""
 
 import copy
+import json
 import re
 from dataclasses import replace
 from itertools import count
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.kit import tiny_policies
 from tests.kit.audited import PROMPT, generate, held
 
 from aedit.spec_rollout.audit.auditor import AuditSettings, SpotAuditor
 from aedit.spec_rollout.audit.rates import RateRule
+from aedit.spec_rollout.audit.recording import (
+    Recording,
+    read_recording,
+    signature_error,
+    to_line,
+    weights_files,
+)
+from aedit.spec_rollout.audit.statement import Origin, SigningKey, statement_of
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
@@ -174,7 +184,7 @@ def test_each_lie_is_found_within_a_few_samples(lie):
     verdict, _ = first_failure(make(), checker)
     assert verdict is not None
     assert re.search(reason, verdict.reason)
-    assert verdict.accuses
+    assert verdict.is_final
     assert verdict.evidence["key"][0] == 7
     assert checker.rate("a") == 1.0
 
@@ -201,7 +211,7 @@ def test_each_token_is_judged_under_the_whole_text_of_its_own_version():
         assert first_failure(lying, auditor(versions=models))[0] is not None
     older = auditor(versions={4: models[4], 5: models[5]})
     verdict = older.check(held(rollouts[0]))
-    assert (verdict.passed, verdict.accuses) == (False, False)
+    assert (verdict.passed, verdict.is_final) == (False, False)
     assert "version 3 are not here any more" in verdict.reason
 
 
@@ -217,15 +227,12 @@ def test_only_the_tokens_of_the_server_itself_count():
     assert not auditor().check(held(rest, start=2, versions=(3,) * len(rest.tokens))).passed
 
 
-def test_old_versions_make_room_and_their_samples_are_not_selected():
-    rollouts = honest(3)
-    checker = auditor(draw=lambda: 0.0, versions={3: policy(), 4: policy(1), 5: policy(2)}, versions_kept=2)
-    old = [held(each) for each in rollouts]
+def test_old_versions_make_room_and_accuse_nobody():
+    checker = auditor(versions={3: policy(), 4: policy(1), 5: policy(2)}, versions_kept=2)
+    old = held(honest(1)[0])
     new = held(generate(policy(2), 1, version=5, sampling=SAMPLING)[0])
-    assert checker.select("a", old, draining=False) is None
-    assert checker.select("a", [*old, new], draining=False) == 3
-    assert checker.select("a", old, draining=True) == 0
-    assert not checker.check(old[0]).accuses
+    assert [checker.can_judge(each) for each in (old, new)] == [False, True]
+    assert not checker.check(old).is_final
     assert checker.check(new).passed
 
 
@@ -254,17 +261,91 @@ def test_after_a_failure_every_sample_is_checked():
 def test_settings_that_cannot_be_judged_accuse_nobody():
     rollout = generate(policy(), 1, version=VERSION, sampling=replace(SAMPLING, top_k=5))[0]
     verdict = auditor().check(held(rollout))
-    assert (verdict.passed, verdict.accuses) == (False, False)
+    assert (verdict.passed, verdict.is_final) == (False, False)
     assert "top_k cannot be audited" in verdict.reason
+    assert not auditor().can_judge(held(rollout))
 
 
-def test_every_sample_is_recorded_once():
-    seen = []
-    checker = SpotAuditor(policy, AuditSettings(), draw=lambda: 0.999, record=seen.append)
-    one, two = (held(each) for each in honest(2))
-    for samples in ([one], [one], [one, two], [two]):
+def test_every_sample_and_version_is_recorded_once_and_read_as_it_was(tmp_path):
+    config = policy().config.to_dict()
+    recording = Recording(tmp_path / "r", max_bytes=1 << 20, versions=2, model=config)
+    checker = SpotAuditor(policy, AuditSettings(), draw=lambda: 0.999, recording=recording)
+    for version in (3, 4, 5):
+        checker.publish(version, lambda: arrays(policy()))
+    one, two, three = (held(each, signature=b"s", statement=b"t") for each in honest(3))
+    for samples in ([one], [one], [one, two, three], [three]):
         checker.select("a", samples, draining=False)
-    assert seen == [one, two]
+    assert list(read_recording(tmp_path / "r" / "rollouts.jsonl")) == [one, two, three]
+    assert sorted(weights_files(tmp_path / "r")) == [4, 5]
+    kept = load_file(weights_files(tmp_path / "r")[5])
+    assert all(torch.equal(kept[name], value) for name, value in policy().state_dict().items())
+
+
+def test_a_recording_stays_within_its_bytes_and_keeps_the_newest(tmp_path):
+    rollouts = [held(each) for each in honest(8)]
+    size = len(to_line(rollouts[0]))
+    recording = Recording(tmp_path, max_bytes=7 * size, versions=0, model={})
+    recording.weights(1, {"a": torch.zeros(1)})
+    for each in rollouts * 3:
+        recording.rollout(each)
+    files = [tmp_path / "rollouts.1.jsonl", tmp_path / "rollouts.jsonl"]
+    assert sum(file.stat().st_size for file in files) <= 7 * size
+    found = [each for file in files for each in read_recording(file)]
+    assert found == (rollouts * 3)[-len(found) :]
+    assert len(found) >= 3
+    assert weights_files(tmp_path) == {}
+
+
+def test_a_recording_that_cannot_be_written_costs_nothing_else(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    recording = Recording(tmp_path / "file", max_bytes=1000, versions=1, model={})
+    recording.rollout(held(honest(1)[0]))
+    recording.weights(1, {"a": torch.zeros(1)})
+    assert capsys.readouterr().err.count("aedit: rollouts are not recorded") == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": None},
+        {"tokens": ["1"]},
+        {"tokens": [True]},
+        {"spans": [[1, 1, 2]]},
+        {"spans": [[1, 0, 2, 3]]},
+        {"key": [1]},
+        {"key": [1, 2**63]},
+        {"public_key": "xy"},
+        {"sampling": "{}"},
+        {"sampling": "["},
+        {"logprobs": ["a"]},
+        {"start": 0.5},
+    ],
+    ids=str,
+)
+def test_damaged_lines_are_named(tmp_path, change):
+    lines = [to_line(held(each)) for each in honest(2)]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(lines[0] + json.dumps(json.loads(lines[1]) | change) + "\n")
+    with pytest.raises(ValueError, match=r"rollouts\.jsonl, line 2: "):
+        list(read_recording(path))
+
+
+def test_a_recorded_signature_fits_its_rollout_only():
+    key, rollout = SigningKey(), honest(1)[0]
+    statement = statement_of(Origin("run", "line", "a"), rollout, held(rollout).sampling)
+    signed = held(
+        rollout,
+        public_key=key.public,
+        statement=statement.SerializeToString(deterministic=True),
+        signature=key.sign(statement),
+    )
+    assert signature_error(signed) == ""
+    assert signature_error(held(rollout)) == ""
+    assert "not fit" in signature_error(replace(signed, signature=b"x" * 64))
+    assert "not fit" in signature_error(replace(signed, public_key=SigningKey().public))
+    assert "damaged" in signature_error(replace(signed, statement=b"\xff\xff"))
+    for change in ({"tokens": (1, 2)}, {"server": "b"}, {"start": 1}, {"key": (1, 1)}, {"prompt": (1,)}):
+        assert "not the rollout that was signed" in signature_error(replace(signed, **change)), change
 
 
 def test_weights_of_bfloat16_arrive_as_their_bits():

@@ -43,6 +43,8 @@ USELESS = {
     "rl.clip_low": '[prompts]\nsource = "a.jsonl"\n[rl]\nloss = "cispo"\nclip_low = 0.1\n',
     "rl.importance_cap": '[prompts]\nsource = "a.jsonl"\n[rl]\nimportance_cap = 4.0\n',
     "rl.supervised_lr": '[prompts]\nsource = "a.jsonl"\n[rl]\nsupervised_lr = 1e-2\n',
+    "audit.rate": '[prompts]\nsource = "a.jsonl"\n[audit]\non = false\nrate = 0.5\n',
+    "audit.record_bytes": '[prompts]\nsource = "a.jsonl"\n[audit]\nrecord_bytes = 4_000_000\n',
     "drafter.share": '[prompts]\nsource = "a.jsonl"\n[drafter]\nkind = "suffix"\nshare = false\n',
 }
 

@@ -3,19 +3,19 @@
 import json
 import threading
 
+import grpc
 import pytest
-from kit.rollout_servers import MAX_TOKENS, TrainerEnd, tiny_server
-from kit.rollouts import decode_plainly, logprobs_of, prompts_of, tiny_policy
+from kit.rollout_servers import Author, TrainerEnd, tiny_server
+from kit.rollouts import VOCABULARY, decode_plainly, logprobs_of, prompts_of, tiny_policy
 from kit.waiting import until
 
+from aedit.proto.wire import rollouts_pb2 as pb
+from aedit.proto.wire.author import new_secret
+from aedit.proto.wire.retry import HubRefused
 from aedit.spec_rollout.audit.statement import Origin, is_signed, statement_of
-from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.migration.sample_text import encode_sampling
-from aedit.spec_rollout.sampling.samples import Rollout
-
-
-def engine_of(model, rows=4):
-    return Engine.of(model, rows=rows, max_tokens=MAX_TOKENS)
+from aedit.spec_rollout.sampling.samples import Rollout, Sampling
+from aedit.spec_rollout.service.stream_limits import StreamLimits
 
 
 def test_trainers_get_the_tokens_of_a_plain_engine_with_signed_ends_on_lines_of_their_own():
@@ -110,3 +110,212 @@ def test_a_sample_that_is_taken_back_is_answered_after_its_tokens_and_may_come_a
         assert first.tokens[-60:] == wanted[0]
         assert first.order[again:] == ["removed", *["tokens"] * (len(first.order) - again - 2), "ended"]
         assert until(lambda: server.host.status()["samples"] == 0, "no sample left")
+
+
+def test_versions_of_an_author_reach_the_engine_and_nobody_else_may_write_the_line():
+    models = {1: tiny_policy(1), 2: tiny_policy(2)}
+    prompts = prompts_of(4, max_new_tokens=12)
+    later = prompts_of(4, seed=1, max_new_tokens=12)
+    author, thief = Author(), Author().publish(tiny_policy(3), 5)
+    for version, model in models.items():
+        author.publish(model, version)
+    with tiny_server() as server:
+        with pytest.raises(HubRefused, match="open a stream for it first"):
+            author.give(server.address, 1, new_secret())
+        with TrainerEnd(server.address) as end:
+            end.wait(lambda: end.opened, "Opened")
+            author.give(server.address, 1, end.secret)
+            for prompt in prompts:
+                end.add(prompt)
+            end.ends(4)
+            for prompt in later:
+                end.add(prompt, min_version=2)  # comes first, and waits
+            for secret in ("", new_secret()):
+                with pytest.raises(HubRefused, match="belongs to another trainer") as refused:
+                    thief.give(server.address, 5, secret)
+                assert refused.value.code is grpc.StatusCode.PERMISSION_DENIED
+            author.give(server.address, 2, end.secret)
+            end.ends(8)
+            for version, batch in ((1, prompts), (2, later)):
+                for prompt, tokens in zip(batch, decode_plainly(models[version], batch), strict=True):
+                    assert end.samples[prompt.key].tokens == tokens
+                    assert end.samples[prompt.key].versions == [version] * len(tokens)
+            with TrainerEnd(server.address) as other:  # another trainer
+                assert other.end()[0] is grpc.StatusCode.PERMISSION_DENIED
+            assert end.error is None
+            with TrainerEnd(server.address, secret=end.secret) as again:
+                again.wait(lambda: again.opened, "Opened")
+                assert end.end() == (
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    "a newer stream of this line has replaced this one",
+                )
+                again.add(prompts[0])
+                again.ends(1)
+                assert again.samples[prompts[0].key].versions == [2] * 12  # the weights were kept
+
+
+def test_wrong_requests_are_rejected_for_good_by_name_and_harm_nobody():
+    model = tiny_policy(1)
+    (good,) = prompts_of(1, max_new_tokens=12)
+    settings = json.loads(encode_sampling(Sampling(max_new_tokens=4)))
+    token, span = [3], pb.Span(version=1, start=0, end=1)
+    wrong = {
+        "is outside the vocabulary": {"prompt": [VOCABULARY]},
+        "the prompt is empty": {"prompt": []},
+        "tokens are given, where 128": {"prompt": [1] * 500},
+        "exceed max_tokens 128": {"prompt": [1] * 126},
+        "sampling settings: JSONDecodeError": {"sampling": b"{"},
+        "sampling settings: TypeError": {"sampling": b"[]"},
+        "unexpected keyword argument 'seed'": {"sampling": json.dumps(settings | {"seed": 1}).encode()},
+        "sampling settings: KeyError": {"sampling": b"{}"},
+        "temperature must be a finite": {"sampling": json.dumps(settings | {"temperature": 1e999}).encode()},
+        "Recursion": {"sampling": b"[" * 100_000},
+        "top_logprobs is above": {"sampling": json.dumps(settings | {"top_logprobs": 1000}).encode()},
+        "more than 256 stop": {"sampling": json.dumps(settings | {"stop_tokens": [1] * 300}).encode()},
+        "allowed must be bool": {"sampling": json.dumps(settings | {"allowed": [1, 0]}).encode()},
+        "1 tokens are given, with 0": {"tokens": token, "spans": [span]},
+        "does not begin at": {"tokens": token, "logprobs": [-1.0], "spans": [span, span]},
+        "is not finite": {"tokens": token, "logprobs": [float("nan")], "spans": [span]},
+        "has ended already": {
+            "tokens": [3] * 4,
+            "logprobs": [-1.0] * 4,
+            "spans": [pb.Span(version=1, end=4)],
+        },
+    }
+    with tiny_server() as server, TrainerEnd(server.address) as end, TrainerEnd(server.address, "b") as other:
+        for each in (end, other):
+            each.wait(lambda each=each: each.opened, "Opened")
+        server.publish("line", model, 1)
+        server.publish("b", model, 1)
+        for i, fields in enumerate(wrong.values()):
+            usual = {"prompt": [1, 2], "sampling": json.dumps(settings).encode()}
+            end.send(add=pb.Add(rollout=900 + i, **(usual | fields)))
+        for each in (end, other):
+            each.add(good)
+            each.ends(1)
+        end.wait(lambda: len(end.rejected) == len(wrong), "refusals")
+        for i, (reason, rejected) in enumerate(zip(wrong, end.rejected, strict=True)):
+            assert rejected.final, rejected
+            assert (rejected.rollout, reason in rejected.reason) == (900 + i, True), (reason, rejected)
+        assert end.samples[good.key].tokens == decode_plainly(model, [good])[0]
+        assert other.rejected == []
+        end.send(open=pb.Open())
+        assert end.end()[0] is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_stream_is_refused_with_its_reason():
+    refused = {
+        "speaks 1": {"protocol": 99},
+        "serves the run 'run', not 'another'": {"run": "another"},
+        "expected recompute or finish": {"on_new_version": "restart"},
+        "needs a secret of 64 characters": {"secret": "short"},
+        "expected 1 to 64 letters": {"line": "a b"},
+    }
+    with tiny_server(limits=StreamLimits(lines=1, streams=2, open_s=1.0)) as server:
+        for text, settings in refused.items():
+            with TrainerEnd(server.address, **settings) as end:
+                code, details = end.end()
+                assert text in details
+                assert code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
+        assert server.host.lines() == []
+        with TrainerEnd(server.address, "a") as first:
+            first.wait(lambda: first.opened, "Opened")
+            with TrainerEnd(server.address, "b") as second:
+                full = "this server has 1 lines of trainers, which is its limit (--serve.lines)"
+                assert second.end() == (grpc.StatusCode.RESOURCE_EXHAUSTED, full)
+            channel = grpc.insecure_channel(server.address)
+            silent = channel.stream_stream("/aedit.v1.Rollouts/Generate")(iter(threading.Event().wait, 1))
+            until(lambda: server.service.num_calls == 2, "the silent call")
+            with TrainerEnd(server.address, "b") as third:
+                assert "this server has 2 streams, which is its limit" in third.end()[1]
+            with pytest.raises(grpc.RpcError) as raised:
+                next(silent)
+            assert raised.value.details() == "no open came within 1 s"
+            channel.close()
+        until(lambda: server.service.num_calls == 0, "the end of the first stream")
+        with TrainerEnd(server.address, "b") as again:  # takes the place of the unused line
+            again.wait(lambda: again.opened, "Opened")
+            assert server.host.lines() == ["b"]
+            assert server.made["a"].closed
+
+
+def quiet_limits(**limits):
+    return StreamLimits(**({"silent_s": 600.0, "stall_s": 600.0} | limits))
+
+
+def no_samples(server):
+    until(lambda: server.host.status()["samples"] == 0, "the end of the samples")
+
+
+def test_a_trainer_that_does_not_read_is_cut_off_and_others_go_on():
+    model = tiny_policy(1)
+    prompts = prompts_of(300, max_new_tokens=100, top_logprobs=60)
+    limits = quiet_limits(stall_s=1.0, unsent_bytes=2**17, waiting=400)
+    with tiny_server(limits=limits) as server, TrainerEnd(server.address, "other") as other:
+        other.wait(lambda: other.opened, "Opened")
+        server.publish("other", model, 1)
+        deaf = TrainerEnd(server.address, "deaf", reads=False)
+        until(lambda: "deaf" in server.host.lines(), "the line")
+        server.publish("deaf", model, 1)
+        for prompt in prompts:
+            deaf.add(prompt)
+        until(lambda: server.host.status()["samples"] > 0, "samples")
+        for prompt in prompts[:4]:
+            other.add(prompt)
+        other.ends(4)
+        until(lambda: server.service.num_streams == 1, "the cut")
+        no_samples(server)
+        with pytest.raises(grpc.RpcError) as cut:
+            list(deaf.call)
+        assert cut.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+        top = [json.loads(text) for text in other.samples[prompts[0].key].top if text]
+        assert sum(map(len, top)) == 100
+        assert {len(place) for part in top for place in part} == {60}
+        deaf.close()
+
+
+def test_a_trainer_that_says_nothing_is_ended_with_its_samples_and_its_line_is_closed_later():
+    going = threading.Event()
+    limits = StreamLimits(silent_s=1.0, line_idle_s=1.0, waiting=4)
+    with tiny_server(limits=limits, gate=lambda: going.wait(60)) as server:
+        with TrainerEnd(server.address) as end:
+            end.wait(lambda: end.opened, "Opened")
+            for prompt in prompts_of(20):
+                end.add(prompt, min_version=3)
+            end.wait(lambda: len(end.rejected) == 12, "refusals of samples beyond rows and waiting")
+            assert all(not each.final and each.retry_after_s > 0 for each in end.rejected)
+            assert "this stream has 8 samples, which is the limit" in end.rejected[0].reason
+            assert server.host.status()["samples"] == 8
+            code, text = end.end()
+            assert (code, text[:40]) == (
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "nothing came from the trainer for 1 s: s",
+            )
+            no_samples(server)
+        until(lambda: server.made["line"].closed, "the closed line")
+        assert server.host.lines() == []
+        assert server.versions.store.lines == ()
+        going.set()
+
+
+def test_a_sample_waits_for_its_version_for_a_limited_time_and_an_ending_server_says_so():
+    model = tiny_policy(1)
+    first, second = prompts_of(2)
+    with tiny_server(limits=quiet_limits(version_s=1.0)) as server, TrainerEnd(server.address) as end:
+        end.wait(lambda: end.opened, "Opened")
+        server.publish("line", model, 1)
+        end.add(first, min_version=7)
+        end.wait(lambda: end.rejected, "the refusal")
+        assert end.rejected[0].reason == "version 7 of the policy did not come within 1 s; version 1 is here"
+        assert not end.rejected[0].final
+        server.service.end()
+        end.wait(lambda: end.figures[-1].ending, "the notice")
+        end.add(second)  # taken back by the trainer, not dropped by the server
+        end.ends(1)
+        with TrainerEnd(server.address, "late") as late:
+            assert late.end() == (
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "this server is ending: use another one",
+            )
+        server.service.close()
+        assert end.end()[0] is grpc.StatusCode.FAILED_PRECONDITION

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import aedit
 from aedit.launch.cli.arguments import Parser
+from aedit.launch.cli.audit_options import add_audit_options, audit_request
 from aedit.launch.cli.generate_options import add_generate_options, generate_request
 from aedit.types import UserError
 
@@ -58,6 +59,7 @@ def parser() -> Parser:
     export.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     _add_trust(export)
     _add_generate(commands)
+    _add_audit(commands)
     _add_config(commands)
     init = _command(commands, "init", "write a configuration file from a preset", _init)
     init.add_argument("name", metavar="NAME", nargs="?", default="run", help="writes NAME.toml (default run)")
@@ -178,6 +180,11 @@ def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
     add_generate_options(generate)
 
 
+def _add_audit(commands: "argparse._SubParsersAction[Parser]") -> None:
+    audit = _command(commands, "audit", "check recorded rollouts of servers against the policy", _audit)
+    add_audit_options(audit)
+
+
 def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
     config = commands.add_parser("config", help="print the configuration, or the differences of two files")
     actions = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -281,6 +288,12 @@ def _generate(options: Options) -> int:
 
     request = GenerateRequest(**generate_request(options))
     return generate(options.place, request, compare=options.compare)
+
+
+def _audit(options: Options) -> int:
+    from aedit.launch.cli.audit import audit
+
+    return audit(audit_request(options))
 
 
 def _config_show(options: Options) -> None:

@@ -55,7 +55,7 @@ def _of_run(source: str, path: Path) -> Policy:
 
 
 def _of_directory(source: str, path: Path) -> Policy:
-    model = _read_model(source, path)
+    model = read_model(source, path)
     try:
         tokenizer = _tokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the readers of tokenizer files raise plain Exception, too
@@ -76,7 +76,7 @@ def _of_directory(source: str, path: Path) -> Policy:
     return Policy(source, model, encode, decode, tuple(sorted(stop for stop in stops if stop < vocabulary)))
 
 
-def _read_model(source: str, path: Path) -> Any:
+def read_model(source: str, path: Path) -> Any:
     """Return the model of a directory.
 
     Raises:

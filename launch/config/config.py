@@ -5,6 +5,7 @@ from typing import Literal
 
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig
 from aedit.edit.config import EditConfig
+from aedit.launch.config.audit import AuditConfig
 from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
 from aedit.launch.config.serve import ServeConfig
 from aedit.types import check
@@ -198,6 +199,7 @@ class RunConfig:
     rl: RLConfig = field(default_factory=RLConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     local: LocalConfig = field(default_factory=LocalConfig)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
+from aedit.launch.config.audit import AuditConfig
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.rl import PromptConfig
 from aedit.types import UserError, is_import_path
@@ -28,7 +29,7 @@ def _is_generated(source: str) -> bool:
 
 
 RL_KEYS = (
-    *("prompts.options.", "reward.", "rl."),
+    *("prompts.options.", "reward.", "rl.", "audit."),
     *("drafter.idle_training", "drafter.lr", "drafter.memory_bytes"),
 )
 """Keys of reinforcement learning, besides those of `prompts`."""
@@ -156,6 +157,18 @@ RULES = (
         "drafter.kind",
         lambda c: c.drafter.kind in ("off", "suffix"),
         '"layer" or "auto"',
+    ),
+    EffectRule(
+        tuple(f"audit.{each.name}" for each in fields(AuditConfig) if each.name != "on"),
+        "audit.on",
+        lambda c: not c.audit.on,
+        "true",
+    ),
+    EffectRule(
+        ("audit.record_bytes", "audit.record_versions"),
+        "audit.record",
+        lambda c: c.audit.on and not c.audit.record,
+        "true",
     ),
     EffectRule(("drafter.lr",), "drafter.idle_training", lambda c: not c.drafter.idle_training, "true"),
 )

@@ -15,6 +15,7 @@ from aedit.spec_rollout.audit.hook import AuditVerdict, HeldRollout, WeightReade
 from aedit.spec_rollout.audit.judge import Judgement, Scored, ServerRecord
 from aedit.spec_rollout.audit.margins import Margins, not_auditable
 from aedit.spec_rollout.audit.rates import AuditRate, RateRule
+from aedit.spec_rollout.audit.recording import Recording
 from aedit.spec_rollout.audit.statement import spans_of
 from aedit.spec_rollout.audit.versions import PolicyVersions, margins_of
 from aedit.spec_rollout.migration.sample_text import decode_sampling
@@ -45,7 +46,7 @@ class SpotAuditor:
         *,
         tokenizer: TokenDecoder | None = None,
         draw: Callable[[], float] = _SECRET,
-        record: Callable[[HeldRollout], None] | None = None,
+        recording: Recording | None = None,
     ) -> None:
         """Make the model.
 
@@ -54,15 +55,14 @@ class SpotAuditor:
             settings: Settings.
             tokenizer: Checks ends by stop strings.
             draw: Returns numbers in [0, 1) that no server can predict.
-            record: Called with each sample, once.
+            recording: Gets each sample once, and all weights.
         """
         self._policy = PolicyVersions(make_model(), kept=settings.versions_kept)
         self._settings, self._tokenizer, self._draw = settings, tokenizer, draw
-        self._record = record
-        self._seen: dict[str, int] = {}
+        self._recording = recording
+        self._noted: dict[str, tuple[HeldRollout, ...]] = {}
         self._servers: dict[str, ServerRecord] = {}
         self._rates: dict[str, AuditRate] = {}
-        self.num_selected = 0
 
     @property
     def servers(self) -> Mapping[str, ServerRecord]:
@@ -76,19 +76,25 @@ class SpotAuditor:
     def publish(self, version: int, read: WeightReader) -> None:
         """Keep a new policy version."""
         weights = read()
-        if weights is not None:
-            self._policy.add(version, {name: _tensor(value) for name, value in weights.items()})
+        if weights is None:
+            return
+        tensors = {name: _tensor(value) for name, value in weights.items()}
+        self._policy.add(version, tensors)
+        if self._recording is not None:
+            self._recording.weights(version, tensors)
+
+    def can_judge(self, held: HeldRollout) -> bool:
+        """Return whether the versions of a sample are here, and its settings can be judged."""
+        return {*held.versions[held.start :]} <= {*self._policy.versions} and not not_auditable(
+            decode_sampling(held.sampling)
+        )
 
     def select(self, server: str, held: Sequence[HeldRollout], *, draining: bool) -> int | None:
         """Return the place of the sample to check now; see `Auditor.select`."""
         self._note(server, held)
-        judged = [place for place, each in enumerate(held) if self._can_judge(each)]
-        if draining and held:
-            places = judged or range(len(held))
-            return places[int(self._draw() * len(places))]
-        if not judged or self._draw() >= self._rate(server).q:
+        if not held or not (draining or self._draw() < self._rate(server).q):
             return None
-        return judged[int(self._draw() * len(judged))]
+        return int(self._draw() * len(held))
 
     def check(self, held: HeldRollout) -> AuditVerdict:
         """Recompute a sample under the versions of its tokens and judge it; see `Auditor.check`."""
@@ -102,7 +108,7 @@ class SpotAuditor:
         missing = sorted({*held.versions[held.start :]} - {*self._policy.versions})
         if reason or missing:
             text = reason or f"the weights of version {missing[0]} are not here any more"
-            return AuditVerdict(passed=False, reason=f"sample {name}: {text}", accuses=False)
+            return AuditVerdict(passed=False, reason=f"sample {name}: {text}", is_final=False)
         calibration = calibration_of(server, self._settings.calibrations, self._policy.dtype)
         record, judgement = self._of(server).judge(score(self._policy, held, sampling), calibration)
         self._servers[server] = record
@@ -130,9 +136,6 @@ class SpotAuditor:
         self._rates[server] = self._rate(server).after_failure()
         return AuditVerdict(passed=False, reason=reason, evidence=evidence)
 
-    def _can_judge(self, held: HeldRollout) -> bool:
-        return {*held.versions[held.start :]} <= {*self._policy.versions}
-
     def _of(self, server: str) -> ServerRecord:
         return self._servers.get(server, ServerRecord())
 
@@ -140,26 +143,32 @@ class SpotAuditor:
         return self._rates.get(server, AuditRate(self._settings.rule.rate))
 
     def _note(self, server: str, held: Sequence[HeldRollout]) -> None:
-        """Record the newest sample if it was not recorded."""
-        if self._record is not None and held and self._seen.get(server) != id(held[-1]):
-            self._seen[server] = id(held[-1])
-            self._record(held[-1])
+        """Record the samples that were not among those of the last call."""
+        if self._recording is None:
+            return
+        known = {id(each) for each in self._noted.get(server, ())}
+        for each in held:
+            if id(each) not in known:
+                self._recording.rollout(each)
+        self._noted[server] = tuple(held)  # kept, so that no other object gets one of these ids
 
 
 def score(policy: PolicyVersions, held: HeldRollout, sampling: Sampling) -> Scored:
-    """Return margins and claims of the tokens that a server has generated; their versions are all here."""
-    text, own = (*held.prompt, *held.tokens), range(held.start, len(held.tokens))
-    parts = []
+    """Return margins and claims of the tokens that a server has generated under versions that are here."""
+    text, parts = (*held.prompt, *held.tokens), []
+    judged: list[int] = []
     for version, start, end in spans_of(held.versions[held.start :]):
-        places = range(held.start + start, held.start + end)
-        part = held.key, len(held.prompt), places
-        parts.append(margins_of(policy, version, text, sampling, part))
+        if version in policy.versions:
+            places = range(held.start + start, held.start + end)
+            part = held.key, len(held.prompt), places
+            parts.append(margins_of(policy, version, text, sampling, part))
+            judged += places
     return Scored(
         margins=Margins.joined(parts) if parts else Margins.empty(),
-        tokens=held.tokens[held.start :],
-        logprobs=held.logprobs[held.start :],
-        places=tuple(own),
-        versions=held.versions[held.start :],
+        tokens=tuple(held.tokens[place] for place in judged),
+        logprobs=tuple(held.logprobs[place] for place in judged),
+        places=tuple(judged),
+        versions=tuple(held.versions[place] for place in judged),
     )
 
 

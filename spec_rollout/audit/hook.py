@@ -49,12 +49,9 @@ class AuditVerdict:
     """Why it has not passed, in words."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """What JSON can hold: key, place, token, margin, versions."""
-    accuses: bool = True
-    """Of a sample that has not passed: the server is at fault. False: too old to be judged. The samples that
-    are kept back are generated again all the same."""
     is_final: bool = True
-    """False: nothing was decided yet (a version's weights are no longer here, a sequential test goes on). The
-    sample counts as not audited, and another one is selected."""
+    """False: the sample cannot be judged, as weights of its versions are no longer here. It accuses nobody,
+    is generated again elsewhere, and another one is selected."""
 
 
 class Auditor(Protocol):
@@ -63,14 +60,17 @@ class Auditor(Protocol):
     def publish(self, version: int, read: "WeightReader") -> None:
         """Note a new policy version; `read` copies its tensors. Versions grow."""
 
+    def can_judge(self, held: HeldRollout) -> bool:
+        """Return whether the policy versions of a sample are here. Samples of others are never released."""
+
     def select(self, server: str, held: Sequence[HeldRollout], *, draining: bool) -> int | None:
         """Return the place in `held` of the sample to audit now; None for none yet.
 
         Args:
             server: Name of the server.
             held: Its samples that are kept back, oldest first. If the selected one passes, all of these are
-                released: so the place in the list tells a server nothing about which one is checked. Called
-                when one was added, and when `draining` becomes true.
+                released: so the place in the list tells a server nothing about which one is checked. All can
+                be judged. Called when one was added, and when `draining` becomes true.
             draining: Nothing else is under way at this server, or samples have been kept back for long:
                 without an audit now they would wait for ever.
         """

@@ -78,6 +78,12 @@ class RolloutService:
         with self._lock:
             return sum(call.stream is not None for call in self._calls)
 
+    @property
+    def num_calls(self) -> int:
+        """Return the number of calls under way, also those that have not opened a stream."""
+        with self._lock:
+            return len(self._calls)
+
     def end(self) -> None:
         """Take no further streams, and tell the trainers to take their samples back."""
         with self._lock:
@@ -186,7 +192,7 @@ class RolloutService:
             self._lines.used(
                 message.open.line,
                 secret_of(call.context),
-                message.open.on_new_version or "recompute",
+                "finish" if message.open.on_new_version == "finish" else "recompute",
                 lambda: call.end(replaced()),
             )
         )

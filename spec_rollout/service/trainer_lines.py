@@ -14,7 +14,7 @@ from aedit.proto.wire.service import Refusal
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.migration.moving import SpeedMeter
 from aedit.spec_rollout.migration.reallocate import EngineSpeed
-from aedit.spec_rollout.service.host import EngineHost
+from aedit.spec_rollout.service.host import EngineHost, OnNewVersion
 from aedit.spec_rollout.service.stream_limits import StreamLimits
 
 CLOSE_S = 60.0
@@ -56,7 +56,7 @@ class TrainerLine:
     made: LineEngine
     secret: str
     """Of the author; empty for a line whose versions this server fetches by itself."""
-    on_new_version: str = "recompute"
+    on_new_version: OnNewVersion = "recompute"
     num_streams: int = 0
     used_s: float = 0.0
     """When the last stream has left it."""
@@ -136,7 +136,7 @@ class TrainerLines:
 
     @contextmanager
     def used(
-        self, name: str, secret: str, on_new_version: str, replace: Callable[[], None]
+        self, name: str, secret: str, on_new_version: OnNewVersion, replace: Callable[[], None]
     ) -> Iterator[TrainerLine]:
         """Return a context in which a stream uses a line, which is opened if it is not there.
 
@@ -187,6 +187,11 @@ class TrainerLines:
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"line {name[:64]!r} belongs to another trainer")
         return line
 
+    def named(self, name: str) -> TrainerLine:
+        """Return an open line. Raises LookupError if there is none of this name."""
+        with self._lock:
+            return self._lines[name]
+
     def all(self) -> list[TrainerLine]:
         """Return the open lines."""
         with self._lock:
@@ -231,7 +236,7 @@ class TrainerLines:
         if not unused:
             raise Refusal(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"this server has {num_lines} lines of trainers, which is its limit (--lines)",
+                f"this server has {num_lines} lines of trainers, which is its limit (--serve.lines)",
             )
         self._close(min(unused, key=lambda line: line.used_s))
 

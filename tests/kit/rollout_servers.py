@@ -7,7 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
+import torch
 
+from aedit.proto.versions.client import VersionsClient
+from aedit.proto.versions.manifest import VersionLayout
+from aedit.proto.versions.store import VersionStore
+from aedit.proto.versions.values import patterns
 from aedit.proto.wire import rollouts_pb2 as pb
 from aedit.proto.wire.author import author_metadata, new_secret
 from aedit.proto.wire.server import Server
@@ -16,10 +21,12 @@ from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.migration.sample_text import encode_sampling
 from aedit.spec_rollout.service.host import EngineHost
 from aedit.spec_rollout.service.rollouts import RolloutService
+from aedit.spec_rollout.service.served_versions import ServedVersions
 from aedit.spec_rollout.service.stream_limits import StreamLimits
 from aedit.spec_rollout.service.tickets import HostLimits
 from aedit.spec_rollout.service.trainer_lines import TrainerLines
 from aedit.spec_rollout.service.trainer_stream import PROTOCOL, ServerIdentity
+from aedit.types import Layout, TensorLayout, UnitLayout
 from kit.rollouts import tiny_policy
 
 RUN = "run"
@@ -43,18 +50,24 @@ class PlainLineEngine:
         self.closed = True
 
 
-class NoVersions:
-    """Versions of lines that the test hands to the host by itself."""
+def layout_of(model):
+    """Return the layout of the model's policy versions: one unit."""
+    tensors = tuple(TensorLayout(name, tuple(p.shape)) for name, p in model.named_parameters())
+    kinds = {torch.float64: "fp64", torch.float32: "fp32"}
+    return VersionLayout(Layout((UnitLayout("rest", tensors),)), kinds[model.dtype])
 
-    def open(self, line):
-        pass
 
-    def close(self, line):
-        pass
+def values_of(model, layout):
+    """Return the bit patterns of the model's weights, as an author publishes them."""
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy()
+    return {"rest": patterns(flat, layout.dtype)}
 
 
 class TinyServer:
-    """Server of rollouts. `publish` gives a line its weights."""
+    """Server of rollouts with the services Rollouts and Versions.
+
+    `publish` gives a line its weights past the network; `Author` does it as a trainer does.
+    """
 
     def __init__(self, name="server", *, rows=4, seed=9, limits=None, gate=lambda: None, keys=None):
         self.name, self.rows, self.seed, self.gate = name, rows, seed, gate
@@ -62,9 +75,13 @@ class TinyServer:
         self.made = {}
         self.host = EngineHost(HostLimits())
         self.identity = ServerIdentity(RUN, name, SigningKey())
-        self.lines = TrainerLines(self.host, self._make, NoVersions(), self.limits)
+        num_lines = self.limits.lines + 1
+        layout = layout_of(tiny_policy(seed))
+        self.versions = ServedVersions(layout, self.host, ring=2, max_lines=num_lines)
+        self.lines = TrainerLines(self.host, self._make, self.versions, self.limits)
         self.service = RolloutService(self.identity, self.host, self.lines, self.limits)
-        self.server = Server([self.service.service()], "127.0.0.1:0", keys=keys)
+        services = [self.service.service(), self.versions.serve(self.lines)]
+        self.server = Server(services, "127.0.0.1:0", keys=keys)
         self.address = self.server.address
 
     def _make(self, line):
@@ -90,6 +107,26 @@ def tiny_server(*args, **options):
         yield server
     finally:
         server.close()
+
+
+class Author:
+    """The author of a line, who gives its versions to servers."""
+
+    def __init__(self, line="line"):
+        self.line, self.store = line, VersionStore(layout_of(tiny_policy(0)))
+
+    def publish(self, model, version):
+        """Make a new version."""
+        self.store.publish(self.line, version, values_of(model, self.store.layout))
+        return self
+
+    def give(self, address, version, secret):
+        """Give a version to a server as the author with this secret."""
+        client = VersionsClient(address)
+        try:
+            client.give(self.store, self.line, version, secret)
+        finally:
+            client.close()
 
 
 @dataclass
