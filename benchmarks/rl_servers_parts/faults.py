@@ -116,7 +116,7 @@ class Harming:
         self._harm, self._ended = harm, threading.Event()
         self.done = Done()
         self.error: BaseException | None = None
-        # A process is told to end when the thread that started it ends, so both last until the end of the block.
+        # A process is told to end when the thread that started it ends: both last until the end of the block.
         self._threads = [
             threading.Thread(target=self._run, args=(each,), daemon=True) for each in (self._kill, self._stop)
         ]

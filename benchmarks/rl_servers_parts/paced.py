@@ -19,14 +19,13 @@ NODES = 1
 class PacedTarget(Target):
     """Target whose decode steps last `step_s` each, as long as the machine is fast enough.
 
-    A step begins where the last one ended, so that the engine's own work is part of the time.
+    A step begins where the last one should have ended, so that the engine's own work is part of the time; one
+    that was late makes the next one shorter, by a step at most.
     """
 
     def __init__(self, model: nn.Module, *, rows: int, max_tokens: int, step_s: float) -> None:
         super().__init__(model, rows, max_tokens, NODES, ())
         self.step_s = step_s
-        self.late_s = 0.0
-        """Time by which steps were late, in all: the machine was too slow for the pace."""
         self._ended_s = 0.0
 
     def step(
@@ -36,17 +35,15 @@ class PacedTarget(Target):
         follows = began_s - self._ended_s < self.step_s
         due_s = (self._ended_s if follows else began_s) + self.step_s
         made = super().step(tokens_Bq, lengths_B, parents_BN)
-        left_s = due_s - time.monotonic()
-        time.sleep(max(0.0, left_s))
-        self.late_s += max(0.0, -left_s)
+        time.sleep(max(0.0, due_s - time.monotonic()))
         self._ended_s = max(due_s, time.monotonic() - self.step_s)
         return made
 
 
 def make_paced(spec: EngineSpec) -> Engine:
-    """Return an engine with random weights whose decode steps last `spec.options["step_s"]`; 0: as fast as it can.
+    """Return an engine with random weights whose decode steps last `spec.options["step_s"]`.
 
-    It is `WorkerConfig.make` of the trainer's own worker; servers make theirs in the same way.
+    0 is as fast as it can. The trainer's own worker makes its engine with it, as the servers do.
     """
     plain = make_engine(spec)
     step_s = float(spec.options["step_s"])

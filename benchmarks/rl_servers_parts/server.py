@@ -1,7 +1,7 @@
-"""A rollout server of a fixed pace: `python -m benchmarks.rl_servers_parts.server JSON`, fields of `ServerPlan`.
+"""A rollout server of a fixed pace: `python -m benchmarks.rl_servers_parts.server JSON`, a `ServerPlan`.
 
-The services, streams and versions are those of `aedit serve`; only the engine is another one, and there is no hub:
-its trainer is told its address. Prints the address when it serves.
+The services, streams and versions are those of `aedit serve`; only the engine is another one, and there is no
+hub: its trainer is told its address. Prints the address when it serves.
 """
 
 import json
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from aedit.spec_rollout.service.served_versions import ServedVersions
 
-from aedit.async_sgd.rules.records import Layout
 from aedit.proto.versions.manifest import VersionLayout
 from aedit.proto.wire.server import Server
 from aedit.spec_rollout.audit.statement import SigningKey
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.service.host import EngineHost
 from aedit.spec_rollout.service.rollouts import RolloutService
+from aedit.spec_rollout.service.served_versions import ServedVersions
 from aedit.spec_rollout.service.stream_limits import StreamLimits
 from aedit.spec_rollout.service.tickets import HostLimits
 from aedit.spec_rollout.service.trainer_lines import TrainerLines
 from aedit.spec_rollout.service.trainer_stream import ServerIdentity
 from aedit.spec_rollout.workers.worker_engine import EngineSpec
+from aedit.types import Layout
 from benchmarks.kit.hubs import layout_of
 from benchmarks.rl_servers_parts.paced import make_paced
 from benchmarks.rl_servers_parts.training import make_policy
@@ -63,7 +63,8 @@ class PacedLine:
 
 def policy_layout() -> Layout:
     """Return the sync units of the policy, as a hub of a real run would tell them."""
-    return layout_of(make_policy())
+    single: Any = make_policy().float()  # a hub's anchors are no float64
+    return layout_of(single)
 
 
 def serve(plan: ServerPlan, ending: threading.Event) -> None:

@@ -23,6 +23,14 @@ PROMPT_TOKENS = 6
 LOUDNESS = 4.0
 
 
+During = Callable[[int, int], object]
+"""Called again and again while samples are generated, with the batch and its samples so far."""
+
+
+def nothing(batch: int, num_finished: int) -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Sizes and pace of one run."""
@@ -78,8 +86,8 @@ def make_policy() -> LlamaForCausalLM:
         )
     with torch.no_grad():
         model.lm_head.weight.mul_(LOUDNESS)
-    double: Any = model.double().eval()
-    found: LlamaForCausalLM = double
+    untyped: Any = model.double()
+    found: LlamaForCausalLM = untyped.eval()
     return found
 
 
@@ -111,20 +119,18 @@ class Trainer:
         self.plan, self.model, self.source = plan, model, source
         self.inner = torch.optim.Adam(model.parameters(), lr=plan.lr)
         self.outcome = Outcome(Ledger(), {})
-        self.batch = 0
 
-    def run(self, before: Callable[[int], object] = lambda batch: None) -> Outcome:
-        """Train all batches; `before` is called with the number of each one before it begins."""
-        for self.batch in range(self.plan.batches):
-            before(self.batch)
-            self._train(self.batch)
+    def run(self, during: During = nothing) -> Outcome:
+        """Train all batches."""
+        for batch in range(self.plan.batches):
+            self._train(batch, during)
         self.outcome.weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.outcome.status = dict(self.source.status())
         return self.outcome
 
-    def _train(self, batch: int) -> None:
+    def _train(self, batch: int, during: During) -> None:
         began_s = time.monotonic()
-        rollouts = self._generate(batch)
+        rollouts = self._generate(batch, during)
         self.outcome.rollouts_s.append(time.monotonic() - began_s)
         until_s = time.monotonic() + self.plan.train_s
         rewards = [reward(rollout) for rollout in rollouts]
@@ -133,7 +139,7 @@ class Trainer:
         time.sleep(max(0.0, until_s - time.monotonic()))
         self.outcome.steps_s.append(time.monotonic() - began_s)
 
-    def _generate(self, batch: int) -> list[Rollout]:
+    def _generate(self, batch: int, during: During) -> list[Rollout]:
         """Return all samples of a batch under the weights of now, sorted by key."""
         prompts, deadline_s = deal(self.plan, batch), time.monotonic() + self.plan.wait_s
         self.source.update_weights(dict(self.model.state_dict(keep_vars=True)), batch + 1)
@@ -142,6 +148,7 @@ class Trainer:
         found: list[Rollout] = []
         while self.source.running:
             found += self.source.step()
+            during(batch, len(found))
             if time.monotonic() > deadline_s:
                 raise TimeoutError(
                     f"batch {batch}: {len(found)} of {len(prompts)} samples within {self.plan.wait_s:g} s;"
