@@ -230,15 +230,6 @@ def test_the_state_of_a_server_is_told_with_its_lag_and_accusations():
     assert [one["state"] for one in found.status(99.0)] == ["banned", "gone: left"]
 
 
-def test_the_drafters_unit_does_not_hold_back_the_version_of_the_policy():
-    state = HubState(apart=frozenset({"second"}))
-    world = World(plan(config()))
-    world.hub.state = state
-    world.join("n")
-    assert [unit.apart for unit in state.units.values()] == [False, True]
-    assert state.policy_version == 0
-
-
 def test_servers_are_no_members():
     """They join no quorum, hold no samples, found no run, and nobody is told of them as nodes."""
     world = World(plan(config(quorum="all")))

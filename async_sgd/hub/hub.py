@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from aedit.async_sgd.hub import admission, advance
-from aedit.async_sgd.hub.advance import AdvanceRule, Computed, Quantiser
+from aedit.async_sgd.hub.advance import AdvanceRule, Anchor, Computed, Quantiser
 from aedit.async_sgd.hub.clocks import Clocks
 from aedit.async_sgd.hub.due import is_due
 from aedit.async_sgd.hub.joins import Denied, Joiner, joining
@@ -244,13 +244,14 @@ class Hub:
         The values must not be changed.
         """
         anchor = self.state.units[index].anchor
-        if anchor is None:
-            return 0, Vector(0)
+        return (0, Vector(0)) if anchor is None else (anchor.version, self.as_held(index, anchor))
+
+    def as_held(self, index: int, anchor: Anchor) -> Vector:
+        """Return the values of an anchor as nodes hold it. Needs no lock: anchors never change."""
         if anchor.handed is not None:
-            return anchor.version, anchor.handed
+            return anchor.handed
         ahead = self.plan.outer.look_ahead
-        rule = self._advance_rule(index)
-        return anchor.version, advance.look_ahead(anchor, rule) if ahead else anchor.values
+        return advance.look_ahead(anchor, self._advance_rule(index)) if ahead else anchor.values
 
     def chain(self, index: int, base: int) -> tuple[tuple[int, bytes], ...] | None:
         """Return (version, encoded delta) after `base` up to the newest.

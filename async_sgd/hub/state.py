@@ -126,6 +126,13 @@ class HubState:
         return next((ban for ban in self.banned if server == ban.server or key == ban.public_key), None)
 
     @property
+    def policy_anchors(self) -> dict[int, Anchor]:
+        """Return the newest anchor of every unit of the model that this hub owns; {} before all are there."""
+        units = {index: unit for index, unit in self.units.items() if not unit.apart}
+        found = {index: unit.anchor for index, unit in units.items() if unit.anchor is not None}
+        return found if len(found) == len(units) else {}
+
+    @property
     def policy_version(self) -> int:
         """Return the smallest version of this hub's units of the model; 0 before they are founded."""
         return min((unit.version for unit in self.units.values() if not unit.apart), default=0)

@@ -244,6 +244,11 @@ class HubConfig:
     metrics_port: int | None = None
     """Serve Prometheus metrics on this port of the hub's host."""
 
+    policy_versions: int = 4
+    """Versions of the policy that the hub keeps for rollout servers: one that has any of them needs only what
+    has changed since. Each takes up to 2 bytes per parameter (4 unless `rl.engine_dtype` is bf16), and only
+    while a server is there."""
+
     call_timeout_s: float = 30.0
     """Deadline of every call but bulk transfers, which have it per MiB."""
 
@@ -273,6 +278,7 @@ class HubConfig:
         check(
             self.snapshot_bytes >= 2**20, "hub.snapshot_bytes", "must be at least 1 MiB", self.snapshot_bytes
         )
+        check(self.policy_versions >= 1, "hub.policy_versions", "must be at least 1", self.policy_versions)
         check(self.call_timeout_s > 0, "hub.call_timeout_s", "must be above 0", self.call_timeout_s)
 
     @property

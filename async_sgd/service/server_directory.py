@@ -149,9 +149,11 @@ class ServerDirectory:
 
 
 class DirectorySwitch:
-    """`DirectoryCore` that passes every call to `core` once this hub leads."""
+    """`DirectoryCore` that passes every call to `core` once this hub has the directory."""
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: str) -> None:
+        """Refuse until `core` is set. elsewhere: the text that callers get meanwhile."""
+        self._elsewhere = elsewhere
         self.core: DirectoryCore | None = None
 
     def announce(self, card: pb.ServerCard, certified: str | None) -> pb.AnnounceReply:
@@ -172,8 +174,7 @@ class DirectorySwitch:
 
     def _leading(self) -> DirectoryCore:
         if self.core is None:
-            text = "this hub is a standby: call the leading hub"
-            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, self._elsewhere)
         return self.core
 
 

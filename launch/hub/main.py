@@ -25,6 +25,8 @@ from aedit.launch.config.method import difference, method
 from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.leading import LeadingHub
+from aedit.launch.hub.policy_service import PolicyService, policy_service
+from aedit.launch.hub.policy_versions import RECORD, PolicyVersions
 from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
@@ -157,7 +159,9 @@ class _Process:
         self._leading: LeadingHub | None = None
         self._standby: Standby | None = None
         self._switch: Switch | None = None
-        self._directory = DirectorySwitch()
+        first = endpoint.config.hub.addresses[0]
+        self._directory = DirectorySwitch(f"the directory is at the run's first hub, {first}")
+        self._policy = PolicyService(endpoint.part[1])
         self._page: Page | None = None
 
     def start(self) -> None:
@@ -211,6 +215,8 @@ class _Process:
             self._page.close()
         if self._standby is not None:
             self._standby.stop()
+        if self._policy.versions is not None:
+            self._policy.versions.stop()
         if self._leading is not None:
             try:
                 self._leading.stop()
@@ -247,9 +253,23 @@ class _Process:
 
             host = self._endpoint.address.rpartition(":")[0].strip("[]")
             self._page = Page(leading.overview, host, self._config.hub.metrics_port)
-        self._directory.core = leading.directory
+        if self._endpoint.part[0] == 0:
+            self._directory.core = leading.directory
+        if self._endpoint.part[1] == 1:
+            self._policy.versions = self._author(leading)
         self._serve(leading.driver)
         return leading
+
+    def _author(self, leading: LeadingHub) -> PolicyVersions:
+        versions = PolicyVersions(
+            leading.ledger,
+            leading.directory.num_live,
+            dtype=self._config.rl.version_dtype,
+            ring=self._config.hub.policy_versions,
+            record=self._endpoint.directory / RECORD,
+        )
+        versions.start()
+        return versions
 
     def _join_parent(self, leading: LeadingHub) -> None:
         # Imported here: only a hub with a parent needs an agent.
@@ -278,7 +298,7 @@ class _Process:
         )
         for address in (self._endpoint.preferred_address, self._endpoint.address):
             try:
-                others = (directory_service(self._directory, bounds),)
+                others = (directory_service(self._directory, bounds), policy_service(self._policy, bounds))
                 self._server = serve(
                     self._switch, address, credentials=self._keys, limits=bounds, others=others
                 )

@@ -1,7 +1,7 @@
 """Tables of a hub's state for a terminal of 80 columns."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import RenderableType
@@ -80,8 +80,7 @@ def hub_tables(hubs: Sequence[HubRecords], detail: HubDetail = FULL) -> Iterator
         if detail.spaced:
             yield Text()
         yield Text(f"hub{part}, {words.clock(last.t)} into the run", style="bold")
-        # Servers announce themselves to all hubs.
-        yield from hub_table(last, replace(detail, servers=detail.servers and k == 0))
+        yield from hub_table(last, detail)
         leads = [notice for notice in hub.notices if notice.event == "lead"]
         if len(leads) > 1:
             yield Text(f"another hub took over at {words.clock(leads[-1].t)}", style="yellow")

@@ -57,10 +57,10 @@ def directory_service(core: DirectoryCore, limits: Limits) -> Service:
 class DirectoryClient:
     """Client of the directory, for servers and trainers. Any thread may call.
 
-    hubs: HOST:PORT of each hub process of the run, in the order of `HelloReply.addresses`. All of them are
-    told which servers there are; the first one lists them and judges accusations. standby: where the first
-    one's standby listens, which is asked when the hub does not answer or does not lead any more. Every method
-    raises HubUnreachable after its deadline, and HubRefused if the hub refuses.
+    hubs: HOST:PORT of each hub process of the run, in the order of `HelloReply.addresses`; the first one has
+    the directory. standby: where that one's standby listens, which is asked when the hub does not answer or
+    does not lead any more. Every method raises HubUnreachable after its deadline, and HubRefused if the hub
+    refuses.
     """
 
     def __init__(
@@ -73,9 +73,11 @@ class DirectoryClient:
         call_timeout_s: float = 10.0,
     ) -> None:
         assert hubs, "a run has a hub"
-        self._run = run
-        places = [(place, standby) if i == 0 and standby else (place,) for i, place in enumerate(hubs)]
-        self._hubs = [_Replicas(place, keys, call_timeout_s) for place in places]
+        places = (hubs[0], standby) if standby else (hubs[0],)
+        self._run, self._timeout_s = run, call_timeout_s / len(places)
+        self._clients = [HubClient(place, keys, call_timeout_s=self._timeout_s) for place in places]
+        self._first = 0
+        """Index of the client that answered last."""
 
     def announce(self, card: pb.ServerCard, key: Ed25519PrivateKey) -> pb.AnnounceReply:
         """Register a server, or renew its lease; sets run, public key and signature of the card.
@@ -84,47 +86,31 @@ class DirectoryClient:
         """
         card.run, card.public_key = self._run, key.public_key().public_bytes_raw()
         card.signature = key.sign(card_statement(card))
-        replies = [hub.call("Announce", card, pb.AnnounceReply) for hub in self._hubs]
-        return pb.AnnounceReply(
-            lease_s=min(reply.lease_s for reply in replies),
-            banned=any(reply.banned for reply in replies),
-            reason=next((reply.reason for reply in replies if reply.reason), ""),
-            finished=any(reply.finished for reply in replies),
-        )
+        return self._call("Announce", card, pb.AnnounceReply)
 
     def withdraw(self, name: str, process: int) -> None:
         """Take this server out of the directory."""
         request = pb.WithdrawRequest(run=self._run, name=name, process=process)
-        for hub in self._hubs:
-            hub.call("Withdraw", request, pb.WithdrawReply)
+        self._call("Withdraw", request, pb.WithdrawReply)
 
     def servers(self) -> tuple[pb.ServerCard, ...]:
         """Return the live servers of the run, by name.
 
         `process` is not the number that the server has drawn, but changes with it.
         """
-        return tuple(self._hubs[0].call("Servers", pb.ServersRequest(run=self._run), pb.ServersReply).servers)
+        return tuple(self._call("Servers", pb.ServersRequest(run=self._run), pb.ServersReply).servers)
 
     def accuse(self, accusation: pb.Accusation) -> bool:
         """Report a server; return whether it is banned now. Sets run. Needs a session with the first hub."""
         accusation.run = self._run
-        return self._hubs[0].call("Accuse", accusation, pb.AccuseReply).banned
+        return self._call("Accuse", accusation, pb.AccuseReply).banned
 
     def close(self) -> None:
         """Close all connections. Calls of other threads end with HubUnreachable."""
-        for hub in self._hubs:
-            hub.close()
+        for client in self._clients:
+            client.close()
 
-
-class _Replicas:
-    """A hub and its standby: of them the one that answers."""
-
-    def __init__(self, places: Sequence[str], keys: ClientKeys | None, timeout_s: float) -> None:
-        self._timeout_s = timeout_s / len(places)
-        self._clients = [HubClient(place, keys, call_timeout_s=self._timeout_s) for place in places]
-        self._first = 0
-
-    def call(self, method: str, request: Message, kind: type[M]) -> M:
+    def _call(self, method: str, request: Message, kind: type[M]) -> M:
         """Return the answer of the one that leads; HubRefused only if no other one may still come back."""
         failure: HubUnreachable | HubRefused | None = None
         for at in range(self._first, self._first + len(self._clients)):
@@ -142,11 +128,6 @@ class _Replicas:
                 return reply
         assert failure is not None
         raise failure
-
-    def close(self) -> None:
-        """Close the connections."""
-        for client in self._clients:
-            client.close()
 
 
 def card_statement(card: pb.ServerCard) -> bytes:

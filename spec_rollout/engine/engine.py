@@ -138,8 +138,7 @@ class Engine:
     def add(self, prompt: Prompt) -> Rollout:
         """Queue a sample and return its rollout, which grows with the steps.
 
-        Raises:
-            ValueError: The prompt cannot be served, or another sample here has its ids. Nothing has changed.
+        Raises ValueError if it cannot be served or another sample here has its ids; nothing has changed then.
         """
         return self._queue([prompt])[0]
 
@@ -148,8 +147,7 @@ class Engine:
 
         It also yields the rollouts that were queued before, and ends when none is left.
 
-        Raises:
-            ValueError: One of the prompts cannot be served, or two have the same ids. None is queued.
+        Raises ValueError if a prompt cannot be served or two have the same ids. None is queued then.
         """
         self._queue(list(prompts))
         return self._finished()
@@ -191,7 +189,9 @@ class Engine:
         self.remove(rollout)
         rollout.finish_reason = "abort"
 
-    def update_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+    def update_weights(
+        self, weights: Mapping[str, Tensor] | None, version: int, *, in_steps: bool = False
+    ) -> None:
         """Replace the policy's weights from the next step on.
 
         Keys, values and features of the running samples are computed again, so that every later token is
@@ -204,6 +204,8 @@ class Engine:
                 changed or replaced.
             version: Version of the policy that these weights are. It must be above `version`, or equal to it
                 if the weights are equal.
+            in_steps: Compute the running samples' texts again before the next steps and not in this call, at
+                most `EngineLimits.prefill_tokens` each. Meanwhile they are `waiting`, before all others.
 
         Raises:
             ValueError: A tensor does not fit, or the version is that of other weights. Nothing has changed.
@@ -214,18 +216,13 @@ class Engine:
         self.target.update_weights(weights, version)
         if version != before:
             with torch.inference_mode():
-                self._rows.recompute()
+                self._rows.recompute(in_steps=in_steps)
 
     @staticmethod
     def take_part(weights: Mapping[str, Tensor]) -> None:
-        """Take part in `update_weights` of other ranks' engines, on a rank of the node that has none.
+        """Take part in `update_weights` of other ranks, with their weights, on a rank that has no engine.
 
-        Args:
-            weights: The same sharded weights as on the other ranks.
-
-        Raises:
-            ValueError: Another rank refuses the weights.
-            RuntimeError: A rank was lost.
+        Raises ValueError if another rank refuses the weights, RuntimeError if one was lost.
         """
         take_part(weights)
 
@@ -245,7 +242,10 @@ class Engine:
             self.target.check_weights(thorough=not self._rows.running)
         with torch.inference_mode():
             self._rows.start_waiting()
-            return self._step() if self._rows.running else Step()
+            if self._rows.running:
+                return self._step()
+            self._rows.renew_budget()
+            return Step()
 
     def status(self) -> dict[str, object]:
         """Return counts, memory use and the figures of `Meters.status`.

@@ -56,6 +56,8 @@ class RowScheduler:
         """The first of the queue, if a part of its text has been computed."""
         self._budget = limits.prefill_tokens
         """Tokens of waiting samples that may be computed before the next pass."""
+        self._again: list[Rollout] = []
+        """Samples that were running when the weights changed, and have not started again."""
         self._is_full = False
         """Memory for keys and values is short: no sample starts before one has ended."""
         self._sampling: RowSampling | None = None
@@ -176,23 +178,32 @@ class RowScheduler:
         """Return a copy of the keys and values of a row's sample."""
         return SampleKV(self.target.read_kv(row, self.running[row].length), self.target.version)
 
-    def recompute(self) -> None:
-        """Compute the state of all running samples again with the current weights."""
+    def recompute(self, *, in_steps: bool) -> None:
+        """Compute the state of all running samples again with the current weights.
+
+        in_steps: They start again like waiting samples, before all others, within the limit of computed
+        tokens even while no sample is running.
+        """
         for row in range(len(self.running)):
             self._release(row, finished=False)
+            self.target.release_row(row)
         self._drop_head()
         self.prefix_cache.clear()
         for drafter in self.drafters.values():
             if isinstance(drafter, PolicyReader):
                 drafter.read_policy(self.target.embedding, self.target.head)
         rollouts = [live.rollout for live in self.running]
-        self.running = []
+        self.running, self._sampling, self._is_full = [], None, False
         self.waiting.extendleft(reversed(rollouts))
-        self._start([], math.inf, len(rollouts))
+        if in_steps:
+            self._again += rollouts
+        else:
+            self._start([], math.inf, len(rollouts))
 
     def _refill(self, ended: Sequence[int]) -> None:
         """Start waiting samples in the rows of ended samples and after the last row; close remaining gaps."""
-        budget = self._budget if len(self.running) > len(ended) else math.inf
+        is_limited = len(self.running) > len(ended) or self._starts_again()
+        budget = self._budget if is_limited else math.inf
         num_computed = self.prefill.num_computed
         if self._head is not None and (not self.waiting or self.waiting[0] is not self._head.rollout):
             self._drop_head()  # it was removed from the queue
@@ -277,6 +288,15 @@ class RowScheduler:
         except KVMemoryError:  # another sample is running: it goes on when that has ended
             self._is_full = True
             self._drop_head()
+            if not self.running:
+                raise
+
+    def _starts_again(self) -> bool:
+        """Return true while samples wait that were running when the weights changed."""
+        if self._again:
+            waiting = {id(rollout) for rollout in self.waiting}
+            self._again = [rollout for rollout in self._again if id(rollout) in waiting]
+        return bool(self._again)
 
     def _drop_head(self) -> None:
         """Forget the computed part of the first sample of the queue."""

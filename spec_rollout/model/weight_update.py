@@ -101,7 +101,7 @@ class PolicyWeights:
                 f"version {version} is below version {self.version}, which the engine has: pass a larger one"
             )
         if weights is not None:
-            _check_given(own, weights)
+            check_given(own, weights)
         if version == self.version and not self._unchanged_by(own, weights):
             raise ValueError(
                 f"version {version} is that of other weights, which the engine has had: pass a larger one"
@@ -146,7 +146,7 @@ class PolicyWeights:
         gather(weights, dtype, write)
 
 
-def _check_given(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+def check_given(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     """Raise ValueError if `weights` are not all tensors of a model that fit the tensors `own`."""
     for name, tensor in weights.items():
         _check_tensor(name, own.get(name), tensor)
