@@ -15,10 +15,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from aedit.spec_rollout.servers.config import Servers as Connections
 from rich.console import Console
 
 from aedit.spec_rollout import WorkerConfig, WorkerSource
+from aedit.spec_rollout.servers.config import Servers as Connections
 from aedit.types import ImportPath
 from benchmarks.kit.statistics import percent
 from benchmarks.kit.tables import Bar, Report, main
@@ -195,8 +195,8 @@ def speed_report(size: Size, found: Mapping[str, Outcome], *, decided: bool) -> 
     )
     method = (
         f"Batches of {plan.groups} groups of {plan.group_size} samples of at most {plan.max_new_tokens}"
-        f" tokens; each engine decodes {plan.rows} at a time, a step lasts {1000 * plan.step_s:g} ms; a training"
-        f" step {plan.train_s:g} s; weights change after each batch.",
+        f" tokens; each engine decodes {plan.rows} at a time, a step lasts {1000 * plan.step_s:g} ms; a"
+        f" training step {plan.train_s:g} s; weights change after each batch.",
         "Alone: the trainer's own engine. With two servers: its own engine and two more. Median over"
         f" {plan.batches - 1} batches after the first, from the hand-over of the weights to the last sample.",
     )

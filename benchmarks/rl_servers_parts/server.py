@@ -63,8 +63,8 @@ class PacedLine:
 
 def policy_layout() -> Layout:
     """Return the sync units of the policy, as a hub of a real run would tell them."""
-    single: Any = make_policy().float()  # a hub's anchors are no float64
-    return layout_of(single)
+    model: Any = make_policy()
+    return layout_of(model.float())  # a hub's anchors are no float64
 
 
 def serve(plan: ServerPlan, ending: threading.Event) -> None:
