@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """Where a policy is served, and to whom."""
+    """Addresses of a served policy, and the keys that each accepts."""
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -75,7 +75,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """How answers are shown."""
+    """Settings of the shown text."""
 
     skip_special: bool = True
     """Leave special tokens out of the text."""

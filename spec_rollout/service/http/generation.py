@@ -18,7 +18,7 @@ from aedit.spec_rollout.service.tickets import DeadlinePassed, Ticket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a request asks of the engine."""
+    """Work of a request for the engine."""
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: Sampling | None

@@ -1,4 +1,4 @@
-"""What the routes share: the engine's host, the tokenizer, limits, and the feeds of running requests."""
+"""State that all routes share: the engine's host, the tokenizer, limits, figures."""
 
 import asyncio
 import time
