@@ -12,12 +12,6 @@ from contextlib import ExitStack, closing, contextmanager
 import psutil
 import pytest
 import torch
-from aedit.spec_rollout.service.http.app import make_app
-from aedit.spec_rollout.service.http.control import control_routes
-from aedit.spec_rollout.service.http.limits import HttpLimits
-from aedit.spec_rollout.service.http.server import HttpServer
-from aedit.spec_rollout.service.http.service import Service
-from aedit.spec_rollout.service.http.text_codec import TextCodec
 from kit.http_fuzz import answer, encoded
 from kit.http_harm import (
     GREEDY,
@@ -41,6 +35,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.service.host import EngineHost
+from aedit.spec_rollout.service.http.app import make_app
+from aedit.spec_rollout.service.http.control import control_routes
+from aedit.spec_rollout.service.http.limits import HttpLimits
+from aedit.spec_rollout.service.http.server import HttpServer
+from aedit.spec_rollout.service.http.service import Service
+from aedit.spec_rollout.service.http.text_codec import TextCodec
 from aedit.spec_rollout.service.tickets import HostLimits
 
 KEY = "k" * 40
