@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from aedit.spec_rollout.idle.publishing import CHECKSUM, NEWEST, NUMBER
+from aedit.spec_rollout.idle.slot_memory import CHECKSUM, NEWEST, NUMBER
 from aedit.spec_rollout.idle.trainer_memory import TrainerMemory
 
 WIDTH = 64

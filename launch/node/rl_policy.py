@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from aedit.edit.shards import Shards
 from aedit.launch.config.config import RunConfig
 from aedit.launch.node.objective import AddLoss
+from aedit.launch.node.rl_audit import TrainingAudit
 from aedit.launch.node.rl_drafter import ForwardLearner
 from aedit.launch.node.rl_samples import Key, Sample, SampleTensors, micro_batches, to_tensors
 from aedit.spec_rollout.rl.losses.find import find_loss
@@ -31,6 +32,8 @@ class PolicyGradient:
     device: torch.device
     learner: ForwardLearner | None = None
     """Drafter that learns from these forward passes; None where rollouts give it what it learns from."""
+    audit: TrainingAudit | None = None
+    """Checks samples of rollout servers in these forward passes."""
     sums: Counter[str] = field(default_factory=Counter)
     """Sums and counts of `loss_metrics` on this rank since `means`."""
     _loss: PolicyLoss = field(init=False)
@@ -53,11 +56,14 @@ class PolicyGradient:
         Returns the trained tokens of all ranks.
 
         version: policy version that the weights are; None if they have moved since. The drafter learns from
-        features of whole versions only.
+        features of whole versions only, and only then samples can be checked. A sample that fails is left out
+        like one without a reward.
 
         The loss is that of the samples of all ranks, of which each has as many. FSDP2 averages gradients over
         the ranks, so each rank's part is multiplied by their number.
         """
+        if self.audit is not None:
+            samples = self.audit.without_excluded(samples)
         trained = sum(sample.num_trained > 0 for sample in samples)
         counts = torch.tensor([sum(sample.num_trained for sample in samples), trained])
         num_tokens, num_sequences = (max(1, n) for n in self.shards.sum(counts).tolist())
@@ -66,7 +72,7 @@ class PolicyGradient:
             learner.begin(version)
         for part in micro_batches(samples, self._size):
             with learner.collecting(self.model, part) if learner is not None else nullcontext():
-                loss = self._loss_of(to_tensors(part, self.device), num_tokens, num_sequences)
+                loss = self._loss_of(part, version, num_tokens, num_sequences)
             (loss * self.shards.size).backward()  # type: ignore[no-untyped-call]
             if learner is not None:
                 learner.features.write()
@@ -102,8 +108,16 @@ class PolicyGradient:
         """Return the rollouts of a rank's forward pass."""
         return max(1, self.config.train.batch_size // self.shards.size)
 
-    def _loss_of(self, batch: SampleTensors, num_tokens: int, num_sequences: int) -> Tensor:
-        logp_BT, entropy_BT = self.logprobs(self.model, batch)
+    def _loss_of(
+        self, samples: Sequence[Sample], version: int | None, num_tokens: int, num_sequences: int
+    ) -> Tensor:
+        batch = to_tensors(samples, self.device)
+        logits_NV = self._answer_logits(self.model, batch)
+        mask_BT = batch.mask_BT
+        if self.audit is not None and version is not None:
+            kept_B = self.audit.check(samples, logits_NV.detach(), version).to(self.device)
+            mask_BT = mask_BT & kept_B[:, None]
+        logp_BT, entropy_BT = self._of_logits(logits_NV, batch)
         reference_BT = None
         if self.reference is not None:
             with torch.no_grad():
@@ -111,7 +125,7 @@ class PolicyGradient:
         inputs = LossInputs(
             logp_BT=logp_BT,
             behaviour_BT=batch.behaviour_BT,
-            mask_BT=batch.mask_BT,
+            mask_BT=mask_BT,
             advantages_B=batch.advantages_B,
             reference_BT=reference_BT,
             proximal_BT=batch.proximal_BT,
@@ -128,8 +142,10 @@ class PolicyGradient:
 
         The engine reports behaviour log-probabilities at that temperature too.
         """
-        logits = self._logits(model, batch.tokens_BL)[:, :-1][batch.mask_BT]
-        logp_NV = (logits.float() / self.config.rl.sampling.temperature).log_softmax(-1)
+        return self._of_logits(self._answer_logits(model, batch), batch)
+
+    def _of_logits(self, logits_NV: Tensor, batch: SampleTensors) -> tuple[Tensor, Tensor]:
+        logp_NV = (logits_NV.float() / self.config.rl.sampling.temperature).log_softmax(-1)
         chosen_N = logp_NV.gather(-1, batch.tokens_BL[:, 1:][batch.mask_BT][:, None])[:, 0]
         entropy_N = -(logp_NV.detach().exp() * logp_NV.detach()).sum(-1)
         zeros_BT = torch.zeros_like(batch.behaviour_BT)
@@ -138,12 +154,13 @@ class PolicyGradient:
             zeros_BT.masked_scatter(batch.mask_BT, entropy_N),
         )
 
-    def _logits(self, model: nn.Module, tokens_BL: Tensor) -> Tensor:
+    def _answer_logits(self, model: nn.Module, batch: SampleTensors) -> Tensor:
+        """Return the logits of the tokens of the mask, (N, V), sequence by sequence."""
         bf16 = self.config.model.dtype == "bf16"
-        with torch.autocast(tokens_BL.device.type, dtype=torch.bfloat16, enabled=bf16):
-            output: Any = model(input_ids=tokens_BL)
-        logits: Tensor = output.logits
-        return logits
+        with torch.autocast(batch.tokens_BL.device.type, dtype=torch.bfloat16, enabled=bf16):
+            output: Any = model(input_ids=batch.tokens_BL)
+        logits_NV: Tensor = output.logits[:, :-1][batch.mask_BT]
+        return logits_NV
 
 
 def without_dropout(model: nn.Module) -> None:

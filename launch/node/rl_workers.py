@@ -45,7 +45,7 @@ def make_source(
             source = WorkerSource(
                 parts.sync.model,
                 worker_config(parts, longest, directory, arms),
-                online=online,
+                drafter=online,
                 window=window,
                 report=record,
             )

@@ -66,8 +66,8 @@ class VersionsClient:
                 self._calls.patience(receiving.manifest.unit(missing.unit).num_bytes),
             )
 
-    def give(self, store: VersionStore, line: str, serial: int, secret: str = "") -> None:
-        """Give the other side a version of a line that it knows to be this node's.
+    def give(self, store: VersionStore, line: str, serial: int, secret: str = "") -> int:
+        """Give the other side a version of a line that it knows to be this node's; return the bytes sent.
 
         secret: By which the other side knows the author of the line, see proto/wire/author.py.
 
@@ -75,7 +75,7 @@ class VersionsClient:
         """
         manifest = store.manifest(line, serial)
         what = f"take version {serial} of line {line}"
-        self._calls.retried(
+        return self._calls.retried(
             what,
             partial(self._give, store, manifest, author_metadata(secret) if secret else ()),
             self._calls.patience(manifest.num_bytes),
@@ -116,26 +116,23 @@ class VersionsClient:
             except ValueError as error:
                 raise HubRefused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
 
-    def _give(self, store: VersionStore, manifest: Manifest, author: Metadata, patience: Patience) -> None:
-        num_missing = len(manifest.units) + 1
+    def _give(self, store: VersionStore, manifest: Manifest, author: Metadata, patience: Patience) -> int:
+        num_missing, num_bytes = len(manifest.units) + 1, 0
         while missing := self._offer(manifest, author):
             if len(missing) >= num_missing:
                 raise TransferBroken(f"{len(missing)} units are missing, although they were sent")
             num_missing = len(missing)
             for each in missing:
-                self._put(
-                    store.transfer(manifest.line, each.unit, each.base, manifest.serial),
-                    each,
-                    author,
-                    patience,
-                )
+                made = store.transfer(manifest.line, each.unit, each.base, manifest.serial)
+                num_bytes += self._put(made, each, author, patience)
+        return num_bytes
 
     def _offer(self, manifest: Manifest, author: Metadata) -> Sequence[pb.Missing]:
         request = pb.OfferRequest(manifest=manifest.message)
         reply = self._calls.call("Versions/Offer", request, pb.OfferReply, metadata=author)
         return reply.missing
 
-    def _put(self, made: Transfer, wanted: pb.Missing, author: Metadata, patience: Patience) -> None:
+    def _put(self, made: Transfer, wanted: pb.Missing, author: Metadata, patience: Patience) -> int:
         offset = wanted.offset if wanted.transfer == made.head.sha256 else 0
         head, data = made.head.SerializeToString(), memoryview(made.data)
         with self._calls.watched() as (stream, calls):
@@ -149,3 +146,4 @@ class VersionsClient:
             put: Any = self._calls.bulk.stream_unary("/aedit.v1.Versions/Put")
             calls.append(put.future(messages(), timeout=patience.left_s, metadata=author))
             calls[0].result()
+        return len(data) - offset

@@ -81,16 +81,17 @@ class ServerRecord:
 
 
 def _hard(scored: Scored, differences_T: torch.Tensor, calibration: Calibration) -> tuple[str, int] | None:
-    """Return what one sample alone shows, and the place; None if nothing."""
+    """Return what one sample alone shows, and the first place that shows it; None if nothing."""
     margins_T = scored.margins.margins_T
     if not len(margins_T):
         return None
-    worst = int(margins_T.nan_to_num(nan=math.inf).argmax())
-    if not float(margins_T[worst]) <= HARD_MARGIN:
-        return "a token is not the one that the policy draws with this key", worst
-    furthest = int(differences_T.abs().nan_to_num(nan=math.inf).argmax())
-    if not float(differences_T[furthest].abs()) <= HARD_MARGIN:
-        return "a log-probability is not that of the policy", furthest
+    wrong = (~(margins_T <= HARD_MARGIN)).nonzero()
+    if len(wrong):
+        return "a token is not the one that the policy draws with this key", int(wrong[0])
+    false = (~(differences_T.abs() <= HARD_MARGIN)).nonzero()
+    if len(false):
+        return "a log-probability is not that of the policy", int(false[0])
+    furthest = int(differences_T.abs().argmax())
     if len(margins_T) < MEDIAN_TOKENS:
         return None
     median = float(differences_T.abs().median())

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aedit.spec_rollout.idle.publishing import BLOCK_BYTES, SharedSlots, SlotLayout
+from aedit.spec_rollout.idle.publishing import SharedSlots, SlotLayout
+from aedit.spec_rollout.idle.slot_memory import BLOCK_BYTES
 from aedit.system import memory_fence
 
 TEXT_BYTES = 4096

@@ -213,8 +213,17 @@ class Rollout:
     """Number of forward passes of the policy that drew its tokens; tokens / passes is the mean accepted
     length."""
 
+    servers: list[tuple[int, str]] = field(default_factory=list)
+    """Place of the first token of each part that one rollout server has generated, and its name, `""` for an
+    engine of this node. Empty: no server has."""
+
     kv: SampleKV | None = field(default=None, repr=False, compare=False)
     """Keys and values from another engine, until the sample has a row."""
+
+    def note_server(self, name: str) -> None:
+        """Note the server of the tokens that are appended from now on; `""` is an engine of this node."""
+        if name != (self.servers[-1][1] if self.servers else ""):
+            self.servers.append((len(self.tokens), name))
 
     def to_prompt(self, kv: SampleKV | None = None) -> Prompt:
         """Return a prompt with which another engine continues this rollout."""

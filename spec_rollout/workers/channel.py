@@ -68,9 +68,11 @@ class Channel:
         self._socket.close()
 
     @staticmethod
-    def wait(channels: Iterable["Channel"], timeout_s: float) -> None:
-        """Wait until one of the channels has something to read, or takes what is unsent."""
+    def wait(channels: Iterable["Channel"], timeout_s: float, sockets: Iterable[socket.socket] = ()) -> None:
+        """Wait until a channel has something to read or takes what is unsent, or a socket can be read."""
         with selectors.DefaultSelector() as selector:
+            for each in sockets:
+                selector.register(each, selectors.EVENT_READ)
             for channel in channels:
                 if not channel.closed:
                     events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel._unsent else 0)

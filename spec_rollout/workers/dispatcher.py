@@ -11,10 +11,10 @@ from aedit.spec_rollout.migration.sample_text import encode_prompt
 from aedit.spec_rollout.sampling.samples import Rollout
 from aedit.spec_rollout.workers.channel import Message
 from aedit.spec_rollout.workers.config import WorkerConfig
-from aedit.spec_rollout.workers.placement import place
+from aedit.spec_rollout.workers.handle import WorkerHandle
+from aedit.spec_rollout.workers.placement import WorkerLoad, place
 from aedit.spec_rollout.workers.pool import WorkerPool
 from aedit.spec_rollout.workers.samples import Samples, total
-from aedit.spec_rollout.workers.worker_process import WorkerProcess
 
 Report = Callable[[str, Mapping[str, Any]], None]
 """Takes an event and its fields."""
@@ -41,6 +41,7 @@ class Dispatcher:
         Raises:
             RuntimeError: The workers die again and again, or one sample ends each worker that has it.
         """
+        self.pool.look_for_remote()
         # Deaths first: what a worker sent before it died is then read before its samples are taken back.
         dead = self.pool.find_dead()
         for worker in list(self.pool.workers.values()):
@@ -58,17 +59,28 @@ class Dispatcher:
         self.place_waiting()
 
     def place_waiting(self) -> None:
-        """Give the samples that no worker has to workers, if there are any."""
+        """Give the samples that no worker has to workers, if there are any.
+
+        Those of a worker that is expected to have the newest policy soon wait here until it has.
+        """
         waiting = [self.samples.unfinished(key) for key in self.samples.waiting() if key != self.moving]
         if not waiting or not self.pool.workers:
             return
         lengths = LengthDistribution.of(self._stopped, [*self._cut, *self.samples.lengths()])
-        busy = {
-            index: sum(self.samples.unfinished(key).expected_remaining(lengths) for key in worker.samples)
-            for index, worker in self.pool.workers.items()
-        }
-        for index, sample in place(waiting, busy, lengths):
-            self.give(index, sample.key)
+        loads = {index: self._load(worker, lengths) for index, worker in self.pool.workers.items()}
+        for index, sample in place(waiting, loads, lengths):
+            if self.pool.workers[index].has(self.version):
+                self.give(index, sample.key)
+
+    def _load(self, worker: WorkerHandle, lengths: LengthDistribution) -> WorkerLoad:
+        samples = map(self.samples.unfinished, worker.samples)
+        return WorkerLoad(
+            tokens=sum(sample.expected_remaining(lengths) for sample in samples),
+            rows=worker.rows,
+            speed=worker.speed,
+            delay_s=worker.delay_s(self.version),
+            room=None if worker.room is None else worker.room - len(worker.samples),
+        )
 
     def give(self, index: int, key: SampleKey) -> None:
         """Give a sample to a worker."""
@@ -95,7 +107,7 @@ class Dispatcher:
         """Return the sums of the figures of all workers so far."""
         return total([*self._past, *(worker.figures for worker in self.pool.workers.values())])
 
-    def _handle(self, worker: WorkerProcess, message: Message) -> None:
+    def _handle(self, worker: WorkerHandle, message: Message) -> None:
         kind = message["kind"]
         if kind == "ready":
             worker.is_ready = True
@@ -106,9 +118,10 @@ class Dispatcher:
             if worker.confirm_cancel(key):
                 return
             if message["found"] and worker.samples.pop(key, key) is None:
-                self.samples[key].worker = None
+                self.samples.release(key)
         elif kind == "report":
             worker.read_figures(message)
+            self.samples.note_progress(worker.index, message.get("progress", ()))
             for rollout in self.samples.extend(worker.index, message, worker.cancelled):
                 del worker.samples[rollout.prompt.key]
                 worker.finished += 1
@@ -119,12 +132,14 @@ class Dispatcher:
         self.num_finished += 1
         (self._stopped if rollout.finish_reason == "stop" else self._cut).append(len(rollout.tokens))
 
-    def _take_back(self, worker: WorkerProcess, reason: str) -> None:
+    def _take_back(self, worker: WorkerHandle, reason: str) -> None:
         """Take the samples of a dead worker back, so that others continue them."""
         self._past.append(worker.figures)
         keys, worker.samples = list(worker.samples), {}
         self.num_retried += len(keys)
-        fields = {"worker": worker.index, "pid": worker.pid, "samples": len(keys), "reason": reason}
-        self._report("rollout_retried", fields)
-        limit = self._config.restarts.limit if worker.is_ready else None
+        fields = {"samples": len(keys), "reason": reason}
+        where = {"worker": worker.index, "pid": worker.pid} if worker.is_local else {"server": worker.name}
+        if worker.is_local or keys:
+            self._report("rollout_retried", {**where, **fields})
+        limit = self._config.restarts.limit if worker.is_ready and worker.is_local else None
         self.samples.take_back(keys, reason, limit)

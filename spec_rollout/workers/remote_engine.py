@@ -10,20 +10,24 @@ WAIT_S = 0.05
 class RemoteEngine:
     """`MigratableEngine` for the worker of one index, whichever process that is."""
 
-    def __init__(self, dispatcher: Dispatcher, index: int, rows: int) -> None:
-        self._dispatcher, self._index, self._rows = dispatcher, index, rows
+    def __init__(self, dispatcher: Dispatcher, index: int) -> None:
+        self._dispatcher, self._index = dispatcher, index
 
     def load(self) -> EngineLoad | None:
-        """Return the samples of the worker; None while it does not run or no worker's speed is known."""
+        """Return the samples of the worker.
+
+        None while it does not run or has not the newest policy, or no worker's speed is known.
+        """
         workers = self._dispatcher.pool.workers
         worker = workers.get(self._index)
         # One that has just been started has no work from which to measure its speed.
         known = [each.speed for each in (worker, *workers.values()) if each is not None and each.speed]
-        if worker is None or not worker.is_ready or not known:
+        if worker is None or not worker.is_ready or not known or not worker.has(self._dispatcher.version):
             return None
         samples = map(self._dispatcher.samples.unfinished, worker.samples)
         running_first = sorted(samples, key=lambda sample: not sample.emitted)
-        return EngineLoad(tuple(running_first), self._rows, known[0])
+        rows = worker.rows if worker.room is None else min(worker.rows, worker.room)
+        return EngineLoad(tuple(running_first), rows, known[0])
 
     def remove(self, key: SampleKey) -> Prompt | None:
         """Take a sample from the worker between two of its steps; return None if it has finished meanwhile.

@@ -15,6 +15,8 @@ class Sample:
     rollout: Rollout
     worker: int | None = None
     """Index of the worker that has it; None: it waits for one."""
+    unreported: int = 0
+    """Tokens that its worker has drawn and not reported yet, as far as is known."""
     deaths: int = 0
     """Workers that have died with it since its last token."""
 
@@ -60,12 +62,13 @@ class Samples:
 
     def lengths(self) -> list[int]:
         """Return the lengths of the samples that have tokens."""
-        return [len(each.rollout.tokens) for each in self._samples.values() if each.rollout.tokens]
+        found = (len(each.rollout.tokens) + each.unreported for each in self._samples.values())
+        return [length for length in found if length]
 
     def unfinished(self, key: SampleKey) -> UnfinishedSample:
         """Return the sample as the plan of migrations sees it."""
-        rollout = self._samples[key].rollout
-        prompt, emitted = rollout.prompt, len(rollout.tokens)
+        sample = self._samples[key]
+        prompt, emitted = sample.rollout.prompt, len(sample.rollout.tokens) + sample.unreported
         most = prompt.sampling.max_new_tokens
         return UnfinishedSample(key, len(prompt.tokens) + emitted, emitted, most, prompt.group)
 
@@ -85,7 +88,7 @@ class Samples:
             text.versions += versions
             text.top_logprobs += [tuple((token, value) for token, value in place) for place in top]
             text.passes = passes
-            sample.deaths = 0
+            sample.deaths = sample.unreported = 0
         finished = []
         for rollout, number, reason, passes in message["ended"]:
             key = rollout, number
@@ -94,6 +97,17 @@ class Samples:
                 sample.rollout.finish_reason, sample.rollout.passes = reason, passes
                 finished.append(sample.rollout)
         return finished
+
+    def note_progress(self, worker: int, progress: Iterable[tuple[int, int, int]]) -> None:
+        """Note (rollout, sample, tokens) that `worker` has drawn and will report later."""
+        for rollout, number, tokens in progress:
+            sample = self._samples.get((rollout, number))
+            if sample is not None and sample.worker == worker:
+                sample.unreported = tokens
+
+    def release(self, key: SampleKey) -> None:
+        """Note that no worker has the sample."""
+        self._samples[key].worker, self._samples[key].unreported = None, 0
 
     def take_back(self, keys: Sequence[SampleKey], reason: str, limit: int | None) -> None:
         """Take samples back from a worker that has died.
@@ -108,9 +122,8 @@ class Samples:
             RuntimeError: More than `limit` have.
         """
         for key in keys:
-            sample = self._samples[key]
-            sample.worker = None
-            sample.deaths += limit is not None
+            self.release(key)
+            self._samples[key].deaths += limit is not None
         worst = max((self._samples[key] for key in keys), key=lambda each: each.deaths, default=None)
         if worst is not None and limit is not None and worst.deaths > limit:
             raise RuntimeError(

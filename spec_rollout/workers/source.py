@@ -9,13 +9,15 @@
 The workers go on while the rank trains: they have all samples from `add` on, report tokens as they are drawn,
 and take over new weights between two decode steps. Samples of a worker that died or fell silent continue in
 another one, after the tokens that were reported; with coupled sampling that changes no token.
+
+With `servers` rollout servers generate too: `Servers.at("HOST:PORT", ...)`. Each is one more worker.
 """
 
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -29,6 +31,7 @@ from aedit.spec_rollout.workers.config import WorkerConfig
 from aedit.spec_rollout.workers.dispatcher import Dispatcher, Report
 from aedit.spec_rollout.workers.pool import WorkerPool
 from aedit.spec_rollout.workers.remote_engine import RemoteEngine
+from aedit.spec_rollout.workers.remote_workers import RemotePolicy, RemoteStart
 from aedit.spec_rollout.workers.samples import Samples
 from aedit.spec_rollout.workers.shared_weights import SharedWeights
 from aedit.spec_rollout.workers.worker_process import WorkerStart
@@ -41,6 +44,7 @@ Window = Callable[[str], AbstractContextManager[object]]
 """Opens an idle window for a cause; see `IdleWork.window`."""
 
 
+@runtime_checkable
 class Online(Protocol):
     """The parts of an `OnlineDrafter` that the source uses."""
 
@@ -61,27 +65,28 @@ class WorkerSource:
         config: WorkerConfig,
         *,
         drafter: Any = None,
-        online: Online | None = None,
         window: Window | None = None,
         report: Report | None = None,
+        servers: RemoteStart | None = None,
     ) -> None:
         """Start the workers. They load torch meanwhile; nothing waits for them.
 
         Args:
             policy: `transformers` model whose weights will come, sharded or not.
             config: Settings.
-            drafter: `DraftLayer` for the arms `layer:...`; its newest weights follow by `update_drafter`.
-            online: Learned drafter in place of `drafter`, whose newest weights follow by themselves.
+            drafter: `DraftLayer` for the arms `layer:...`, whose newer weights come by `update_drafter`; or
+                `OnlineDrafter`, whose newest weights follow by themselves.
             window: Opened with the cause `rollouts` or `longest sample` while `step` waits.
             report: Called with an event and its fields: `rollout_retried` for samples that were taken back
                 from a worker.
+            servers: Rollout servers that generate too.
 
         Raises:
             ValueError: The arms need a drafter that is missing.
         """
-        self._online = online
-        if online is not None:
-            drafter = online.layer
+        self._online = drafter if isinstance(drafter, Online) else None
+        if self._online is not None:
+            drafter = self._online.layer
         if drafter is None and any(arm.startswith("layer") for arm in config.arms):
             raise ValueError(f"arms {', '.join(config.arms)}: layer needs a drafter")
         policy = unwrapped(policy)
@@ -94,10 +99,13 @@ class WorkerSource:
             self._drafter = SharedWeights("aedit-drafter", drafter.state_dict(), drafter.gain.dtype)
             self._drafter.publish(drafter.state_dict(), 0)
         self._samples = Samples()
-        self._pool = WorkerPool(self._start(policy, drafter), config)
-        self._dispatcher = Dispatcher(self._pool, self._samples, config, report or _report_nothing)
-        engines = [RemoteEngine(self._dispatcher, index, config.rows) for index in range(config.processes)]
-        self._reallocator, self._rebalanced_s = Reallocator(engines), 0.0
+        report = report or _report_nothing
+        remote = servers.start(self._described(), report) if servers is not None else None
+        self._pool = WorkerPool(self._start(policy, drafter), config, remote=remote)
+        self._dispatcher = Dispatcher(self._pool, self._samples, config, report)
+        self._engines = {i: RemoteEngine(self._dispatcher, i) for i in range(config.processes)}
+        self._placed = list(self._engines.values())
+        self._reallocator, self._rebalanced_s = Reallocator(self._placed), 0.0
         self._pool.start_due()
 
     @property
@@ -131,6 +139,8 @@ class WorkerSource:
             return
         self._weights.publish(weights, version)
         self._version = self._dispatcher.version = version
+        if self._pool.remote is not None:
+            self._pool.remote.publish(version)
 
     def update_drafter(self, drafter: Any, version: int) -> None:
         """Publish the weights of a trained `DraftLayer`, with which the workers draft from then on."""
@@ -176,8 +186,7 @@ class WorkerSource:
                     self._pool.wait(left_s)
                     dispatcher.look()
         if time.monotonic() - self._rebalanced_s >= REBALANCE_S and len(self._pool.workers) > 1:
-            self._reallocator.rebalance()
-            self._rebalanced_s = time.monotonic()
+            self._rebalance()
         finished = dispatcher.take_finished()
         for rollout in finished:
             self._reallocator.record_finished(rollout)
@@ -202,7 +211,7 @@ class WorkerSource:
         worker_s = generated_s / self._config.processes if isinstance(generated_s, float) else 0.0
         return {
             "workers": len(self._pool.workers),
-            "pids": [worker.pid for worker in self._pool.workers.values()],
+            "pids": [worker.pid for worker in self._pool.workers.values() if worker.pid is not None],
             "worker_deaths": self._pool.deaths,
             "worker_silent": self._pool.silent,
             "worker_error": self._pool.last_error,
@@ -212,6 +221,7 @@ class WorkerSource:
             "moved": self._reallocator.num_moves,
             "version": self._version,
             "worker_s": worker_s,
+            **(self._pool.remote.status() if self._pool.remote is not None else {}),
             **figures,
         }
 
@@ -222,9 +232,27 @@ class WorkerSource:
             if shared is not None:
                 shared.close()
 
+    def _rebalance(self) -> None:
+        """Move samples between workers, also those that were connected to since the last time."""
+        for index in self._pool.workers:
+            if index not in self._engines:
+                self._engines[index] = RemoteEngine(self._dispatcher, index)
+                self._placed.append(self._engines[index])
+        self._reallocator.rebalance()
+        self._rebalanced_s = time.monotonic()
+
+    def _described(self) -> RemotePolicy:
+        return RemotePolicy(
+            weights=self._weights.described(),
+            fd=self._weights.fd,
+            vocabulary=self._vocabulary,
+            max_tokens=self._config.max_tokens,
+            tokenizer=str(self._config.tokenizer or ""),
+        )
+
     def _cause(self) -> str:
         """Return why `step` waits: for the last sample of each worker at most, or for many."""
-        return "longest sample" if len(self._samples) <= self._config.processes else "rollouts"
+        return "longest sample" if len(self._samples) <= max(1, len(self._pool.workers)) else "rollouts"
 
     def _start(self, policy: Any, drafter: Any) -> WorkerStart:
         config = self._config
@@ -247,7 +275,8 @@ class WorkerSource:
             "weights": self._weights.described(),
             "drafter": self._drafter.described() if self._drafter else None,
         }
-        return WorkerStart(begin=begin, fds=tuple(each.fd for each in shared), logs=config.logs)
+        fds = tuple(each.fd for each in shared)
+        return WorkerStart(begin=begin, fds=fds, rows=config.rows, logs=config.logs)
 
 
 def _report_nothing(event: str, fields: Mapping[str, Any]) -> None:

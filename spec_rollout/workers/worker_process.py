@@ -1,17 +1,16 @@
-"""The rank's side of one rollout worker: its process, its connection, and the samples that it has."""
+"""A rollout worker that is a process of this rank."""
 
 import os
 import socket
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aedit.spec_rollout.migration.reallocate import EngineSpeed, SampleKey
-from aedit.spec_rollout.workers.channel import Channel, Message
+from aedit.spec_rollout.workers.channel import Channel
+from aedit.spec_rollout.workers.handle import WorkerHandle
 
 MODULE = "aedit.spec_rollout.workers.worker"
 END_S = 10.0
@@ -26,106 +25,74 @@ class WorkerStart:
     """The first message; see `Worker`."""
     fds: tuple[int, ...]
     """File descriptors that the worker inherits."""
+    rows: int
+    """Samples that it decodes at a time."""
     logs: Path | None
 
 
 @dataclass(slots=True)
 class WorkerProcess:
-    """A running worker. Start it in a thread that lasts: the kernel ends it together with that thread."""
+    """A process at the other end of `channel`. Start it in a thread that lasts.
 
-    index: int
+    The kernel ends it together with that thread.
+    """
+
+    what: str
+    """Name in messages, such as `rollout worker 0`."""
     process: "subprocess.Popen[bytes]"
     channel: Channel
-    is_ready: bool = False
-    """It has made its engine."""
-    quiet_s: float = 0.0
-    """Seconds that the rank has waited since the last message."""
-    samples: dict[SampleKey, None] = field(default_factory=dict)
-    """Keys of the samples that it was given and has not finished, oldest first."""
-    cancelled: Counter[SampleKey] = field(default_factory=Counter)
-    """Cancellations by sample that the worker has not confirmed yet. Its messages about such a sample are
-    older than the cancellation, and are ignored."""
-    speed: EngineSpeed | None = None
-    finished: int = 0
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    error: str = ""
-    """Last error that the worker has sent."""
 
     @classmethod
-    def start(cls, index: int, start: WorkerStart) -> "WorkerProcess":
+    def start(cls, what: str, module: str, fds: tuple[int, ...], log: Path) -> "WorkerProcess":
         """Start a process and return at once.
+
+        Args:
+            what: Name in messages.
+            module: Run with the process id of this process and the file descriptor of its socket.
+            fds: File descriptors that it inherits besides.
+            log: File of its output.
 
         Raises:
             OSError: No process could be started.
         """
         here, there = socket.socketpair()
-        with there, open(_log(index, start.logs), "ab") as log:
+        with there, open(log, "ab") as output:
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", MODULE, str(os.getpid()), str(there.fileno())],
+                    [sys.executable, "-m", module, str(os.getpid()), str(there.fileno())],
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(there.fileno(), *start.fds),
+                    pass_fds=(there.fileno(), *fds),
                     start_new_session=True,  # Ctrl-C in the terminal must not reach it
                 )
             except OSError:
                 here.close()
                 raise
-        worker = cls(index, process, Channel(here))
-        worker.channel.send("begin", path=sys.path, **start.begin)
-        return worker
+        return cls(what, process, Channel(here))
 
     @property
     def pid(self) -> int:
         """Return the process id."""
         return self.process.pid
 
-    def receive(self) -> Sequence[Message]:
-        """Return what has arrived; any message is a sign of life."""
-        messages = self.channel.receive()
-        if messages:
-            self.quiet_s = 0.0
-        return messages
-
-    def cancel(self) -> None:
-        """Take all samples away."""
-        for key in self.samples:
-            self.channel.send("remove", key=key)
-            self.cancelled[key] += 1
-        self.samples.clear()
-
-    def confirm_cancel(self, key: SampleKey) -> bool:
-        """Note that the worker has removed a sample; return whether that is because it was cancelled."""
-        if key not in self.cancelled:
-            return False
-        self.cancelled -= Counter([key])
-        return True
-
-    def read_figures(self, message: Message) -> None:
-        """Keep the figures of a report."""
-        self.figures = message["figures"]
-        if message["speed"] is not None:
-            self.speed = EngineSpeed(*message["speed"])
-
     @property
     def name(self) -> str:
-        """Return the worker's name in messages."""
-        return f"rollout worker {self.index} (process {self.pid})"
+        """Return the process's name in messages."""
+        return f"{self.what} (process {self.pid})"
 
     @property
     def is_dead(self) -> bool:
-        """Return whether the process has ended or has closed its connection."""
-        return self.channel.closed or self.process.poll() is not None
+        """Return whether the process has ended."""
+        return self.process.poll() is not None
 
     def death(self) -> str:
-        """Return why it is dead. Read all its messages first."""
+        """Return how it has ended."""
         try:
             code = self.process.wait(timeout=CODE_S)  # the connection ends a moment before the process
         except subprocess.TimeoutExpired:
             code = None
-        ended = "has closed its connection" if code is None else f"ended with {code}"
-        return f"{self.name} {ended}{self.error and ': ' + self.error}"
+        return f"{self.name} {'has closed its connection' if code is None else f'ended with {code}'}"
 
     def end(self) -> None:
         """End the process, whatever it does, and wait until it is gone.
@@ -138,8 +105,21 @@ class WorkerProcess:
         self.process.wait(timeout=END_S)
 
 
-def _log(index: int, logs: Path | None) -> Path:
+def start_worker(index: int, start: WorkerStart) -> WorkerHandle:
+    """Start a worker and return at once.
+
+    Raises:
+        OSError: No process could be started.
+    """
+    log = log_file(f"worker_{index}.log", start.logs)
+    process = WorkerProcess.start(f"rollout worker {index}", MODULE, start.fds, log)
+    process.channel.send("begin", path=sys.path, **start.begin)
+    return WorkerHandle(index, process, process.channel, start.rows)
+
+
+def log_file(name: str, logs: Path | None) -> Path:
+    """Return the file of a process's output; its directory is made."""
     if logs is None:
         return Path(os.devnull)
     logs.mkdir(parents=True, exist_ok=True)
-    return logs / f"worker_{index}.log"
+    return logs / name

@@ -1,7 +1,7 @@
 """Rollout worker without a model, for faults: starts in a moment, and draws tokens made of keys.
 
 `python -m kit.fake_worker PARENT FD` in place of `aedit.spec_rollout.workers.worker`. Its behaviour is
-`options["does"]`: `serve`, `end` at once, `end with NUMBER` when it gets that sample, `be silent`.
+`options["does"]`: `serve`, `be slow`, `end` at once, `end with NUMBER` when it gets that sample, `be silent`.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 
 from aedit.spec_rollout.workers.channel import Channel
 from aedit.system import end_with_parent
@@ -42,6 +43,8 @@ def main(parent, fd):
         if does != "be silent" and samples:
             advance(channel, samples)
         Channel.wait([channel], 0.002 if samples else 0.5)
+        if does == "be slow" and samples:
+            time.sleep(0.01)
 
 
 def advance(channel, samples):

@@ -1,0 +1,174 @@
+"""Policy versions on their way: from the rank's shared memory to the store, and from there to one server."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from aedit.proto.versions.client import VersionsClient
+from aedit.proto.versions.manifest import VersionLayout
+from aedit.proto.versions.store import LineUnknown, VersionStore
+from aedit.proto.wire.retry import HubRefused, HubUnreachable
+from aedit.spec_rollout.idle.slot_memory import ArrayReader
+from aedit.types import Layout
+
+DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16"}
+AGAIN_S = 1.0
+"""Pause after a transfer that has failed."""
+TORN_S = 0.002
+"""Pause after a publication that was replaced while it was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionStored:
+    """A version is in the store."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionGiven:
+    """A server has a version, or could not be given it."""
+
+    version: int
+    num_bytes: int
+    seconds: float
+    error: str = ""
+    is_final: bool = False
+    """It has refused: another try would end the same way."""
+
+
+def version_layout(specs: Sequence[Sequence[Any]], layout: Layout) -> VersionLayout:
+    """Return units and dtype of the versions of a rank.
+
+    Args:
+        specs: Name, shape and dtype of each tensor in the shared memory.
+        layout: The sync units of the model.
+
+    Raises:
+        ValueError: A tensor of a unit is missing or has another shape, or the dtypes differ.
+    """
+    found = {name: (tuple(shape), dtype) for name, shape, dtype in specs}
+    dtypes = set()
+    for unit in layout.units:
+        for tensor in unit.tensors:
+            shape, dtype = found.get(tensor.name, ((), "missing"))
+            if shape != tensor.shape:
+                raise ValueError(
+                    f"tensor {tensor.name} of unit {unit.name} is {shape} ({dtype}), expected {tensor.shape}"
+                )
+            dtypes.add(dtype)
+    if len(dtypes) != 1 or not dtypes <= {*DTYPES}:
+        raise ValueError(
+            f"the policy has tensors of {', '.join(sorted(dtypes))}: expected one of {', '.join(DTYPES)}"
+        )
+    return VersionLayout(layout, DTYPES[dtypes.pop()])
+
+
+class VersionSource:
+    """Moves publications from the shared memory to the store, in a thread of its own."""
+
+    def __init__(
+        self, reader: ArrayReader, store: VersionStore, line: str, post: Callable[[VersionStored], None]
+    ) -> None:
+        self._reader, self._store, self._line, self._post = reader, store, line, post
+        self._wanted = 0
+        self._changed = threading.Condition()
+        store.open(line)
+        threading.Thread(target=self._work, name="versions", daemon=True).start()
+
+    def publish(self, version: int) -> None:
+        """Note that this version, or a newer one, is in the shared memory."""
+        with self._changed:
+            self._wanted = max(self._wanted, version)
+            self._changed.notify()
+
+    def _work(self) -> None:
+        stored = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted > stored)  # noqa: B023
+            found = self._reader.newest()
+            if found is None or found.version < self._wanted:
+                time.sleep(TORN_S)
+                continue
+            units = {
+                unit.name: np.concatenate([found.arrays[each.name].reshape(-1) for each in unit.tensors])
+                for unit in self._store.layout.layout.units
+            }
+            self._store.publish(self._line, found.version, units)
+            stored = found.version
+            self._post(VersionStored(stored))
+
+
+@dataclass(frozen=True, slots=True)
+class Author:
+    """A line, and the secret by which one server knows its author."""
+
+    line: str
+    secret: str
+
+
+class VersionSender:
+    """Gives one server the newest version again and again, in a thread of its own."""
+
+    def __init__(
+        self,
+        client: VersionsClient,
+        store: VersionStore,
+        author: Author,
+        post: Callable[[VersionGiven], None],
+    ) -> None:
+        self.offered: set[int] = set()
+        """Versions that the server was offered."""
+        self._client = client
+        self._store, self._author, self._post = store, author, post
+        self._wanted, self._closed = 0, False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._work, name=f"versions {client.address}", daemon=True).start()
+
+    def want(self, version: int) -> None:
+        """Give the server this version, instead of an older one that has not begun."""
+        with self._changed:
+            self._wanted = max(self._wanted, version)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End a transfer without waiting."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._client.close()
+
+    def _work(self) -> None:
+        given = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._wanted > given)  # noqa: B023
+                if self._closed:
+                    return
+                version = self._wanted
+            done = self._give(version)
+            if not self._closed:
+                self._post(done)
+            if not done.error:
+                given = version
+            else:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, AGAIN_S)
+
+    def _give(self, version: int) -> VersionGiven:
+        began_s = time.monotonic()
+        self.offered.add(version)
+        try:
+            num_bytes = self._client.give(self._store, self._author.line, version, self._author.secret)
+        except LineUnknown:  # it took so long that the version is no longer kept; a newer one is wanted
+            return VersionGiven(version, 0, time.monotonic() - began_s, "it was replaced meanwhile")
+        except HubUnreachable as error:
+            return VersionGiven(version, 0, time.monotonic() - began_s, str(error))
+        except HubRefused as error:
+            return VersionGiven(version, 0, time.monotonic() - began_s, str(error), is_final=True)
+        return VersionGiven(version, num_bytes, time.monotonic() - began_s)

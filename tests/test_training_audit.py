@@ -1,0 +1,179 @@
+"""Tests of the audit in the training forward: margins, exclusion from the loss, accusation."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.kit import tiny_policies
+from tests.kit.audited import generate, held
+
+from aedit.edit.shards import Shards
+from aedit.launch.config.config import ModelConfig, RunConfig
+from aedit.launch.config.load import parse
+from aedit.launch.config.rl import PromptConfig, RLConfig, RLSamplingConfig
+from aedit.launch.node.rl_audit import TrainingAudit, audit_options
+from aedit.launch.node.rl_policy import PolicyGradient
+from aedit.launch.node.rl_samples import Sample
+from aedit.spec_rollout.audit.calibration import Calibration
+from aedit.spec_rollout.audit.make import make_auditor
+from aedit.spec_rollout.audit.recording import weights_files
+from aedit.spec_rollout.sampling.samples import Sampling
+
+VERSION = 6
+SAMPLING = Sampling(max_new_tokens=20, temperature=0.8)
+
+
+def policy():
+    return tiny_policies.policy(dtype=torch.float32, loudness=1.0)
+
+
+def config(**rl):
+    sampling = RLSamplingConfig(temperature=0.8, max_new_tokens=20)
+    return RunConfig(
+        prompts=PromptConfig(source="a.jsonl"),
+        rl=RLConfig(loss="grpo", sampling=sampling, **rl),
+        model=ModelConfig(),
+    )
+
+
+def batch(lie=False):
+    """Return six samples, the fourth one of a server; with `lie` one of its tokens is another."""
+    rollouts = generate(policy(), 6, version=VERSION, sampling=SAMPLING)
+    rollouts[3].servers.append((0, "liar"))
+    if lie:
+        rollouts[3].tokens[5] = (rollouts[3].tokens[5] + 1) % 48
+    return [Sample(each, (-1.0) ** i, True) for i, each in enumerate(rollouts)]
+
+
+def gradient(samples, version=VERSION, steps=1):
+    """Return the gradients of a policy loss on samples, and the accusations."""
+    accused = []
+    audit = TrainingAudit.of(config(), lambda *found: accused.append(found))
+    made = PolicyGradient(
+        config=config(),
+        model=policy().train(),
+        reference=None,
+        shards=Shards(),
+        device=torch.device("cpu"),
+        audit=audit,
+    )
+    for step in range(steps):
+        made.model.zero_grad()
+        made.accumulate(samples, lambda loss: None, version if step == 0 else None)
+    return {name: each.grad.clone() for name, each in made.model.named_parameters()}, accused
+
+
+def oracle(samples, num_tokens_of=None):
+    """Return the gradients of the GRPO loss of these samples in plain torch, one at a time.
+
+    At the first step all ratios are 1 and nothing is clipped: the loss is -A p / mu, averaged over the tokens
+    of a sequence, then over `num_tokens_of` sequences.
+    """
+    model = policy().train()
+    for sample in samples:
+        prompt, rollout = sample.rollout.prompt.tokens, sample.rollout
+        logits_TV = model(input_ids=torch.tensor([[*prompt, *rollout.tokens]])).logits[
+            0, len(prompt) - 1 : -1
+        ]
+        logp_T = (logits_TV / 0.8).log_softmax(-1).gather(1, torch.tensor(rollout.tokens)[:, None])[:, 0]
+        ratio_T = (logp_T - torch.tensor(rollout.logprobs)).exp()
+        (-sample.advantage * ratio_T.mean() / (num_tokens_of or len(samples))).backward()
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
+def assert_same(found, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_a_true_sample_of_a_server_is_trained_as_any_other():
+    samples = batch()
+    found, accused = gradient(samples)
+    assert accused == []
+    assert_same(found, oracle(samples))
+
+
+def test_a_false_sample_has_no_part_in_the_loss_and_its_server_is_accused():
+    samples = batch(lie=True)
+    found, accused = gradient(samples)
+    assert_same(found, oracle(samples[:3] + samples[4:], num_tokens_of=6))
+    ((server, reason, evidence),) = accused
+    assert server == "liar"
+    assert reason.startswith("sample 7/3: a token is not the one")
+    assert (evidence["place"], evidence["key"], evidence["version"]) == (5, [7, 3], VERSION)
+    assert evidence["token"] == samples[3].rollout.tokens[5]
+    assert evidence["right_token"] == batch()[3].rollout.tokens[5]
+
+
+def test_it_stays_left_out_at_later_steps_on_the_batch():
+    samples = batch(lie=True)
+    found, accused = gradient(samples, steps=2)
+    assert_same(found, oracle(samples[:3] + samples[4:], num_tokens_of=5))
+    assert len(accused) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rollout: rollout.servers.clear(),  # an engine of this node has generated it
+        lambda rollout: rollout.servers.append((3, "")),  # only the first tokens are the server's
+        lambda rollout: rollout.versions.__setitem__(slice(0, 10), [VERSION - 1] * 10),
+    ],
+    ids=["own", "continued here", "older version"],
+)
+def test_tokens_of_others_and_of_other_versions_are_not_judged(change):
+    samples = batch(lie=True)
+    change(samples[3].rollout)
+    samples[3].rollout.tokens[12:] = batch()[3].rollout.tokens[12:]
+    _, accused = gradient(samples)
+    # Tokens after the false one were drawn after another text: only those before it are right.
+    assert [each[2]["place"] for each in accused if each[2]["place"] <= 5] == []
+
+
+def test_without_a_version_nothing_is_judged():
+    _, accused = gradient(batch(lie=True), version=None)
+    assert accused == []
+
+
+def test_the_keys_of_the_configuration_turn_it_off_and_choose_the_limits():
+    def of(text):
+        return TrainingAudit.of(parse(text, "test"), print)
+
+    assert of("[audit]\ntraining = false") is None
+    assert of("[audit]\non = false") is None
+    assert of("").calibration == Calibration.default(torch.float32)
+    assert of('[model]\ndtype = "bf16"').calibration == Calibration.default(torch.bfloat16)
+    assert of('[rl]\nengine_dtype = "bf16"').calibration == Calibration.default(torch.bfloat16)
+
+
+def test_the_auditor_of_the_connection_is_made_from_the_configuration(tmp_path):
+    text = """
+[audit]
+rate = 0.5
+floor = 0.25
+halved_by = 9
+versions = 2
+record = true
+record_versions = 1
+"""
+    model = policy()
+    options = json.loads(
+        json.dumps(audit_options(parse(text, "t"), model, torch.device("cpu"), str(tmp_path / "r")))
+    )
+    made = make_auditor(SimpleNamespace(tokenizer="", audit_options=options))
+    arrays = {name: value.numpy() for name, value in model.state_dict().items()}
+    for version in (VERSION, VERSION + 1, VERSION + 2):
+        made.publish(version, lambda: arrays)
+    rollout = generate(model, 1, version=VERSION + 2, sampling=SAMPLING)[0]
+    old = generate(model, 1, version=VERSION, sampling=SAMPLING)[0]
+    assert made.rate("a") == 0.5
+    assert made.select("a", [held(rollout)], draining=True) == 0
+    assert made.check(held(rollout)).passed
+    assert made.rate("a") == 0.25
+    assert [made.can_judge(held(each)) for each in (old, rollout)] == [False, True]
+    assert sorted(weights_files(tmp_path / "r")) == [VERSION + 2]
+    assert len((tmp_path / "r" / "rollouts.jsonl").read_text().splitlines()) == 1
+    options["calibration"] = str(tmp_path / "none.json")
+    with pytest.raises(OSError, match=r"none\.json"):
+        make_auditor(SimpleNamespace(tokenizer="", audit_options=options))
