@@ -159,7 +159,8 @@ def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
-    serve = _command(commands, "serve", "generate rollouts for the run of a hub", _serve)
+    serve = _command(commands, "serve", "generate for a run, or serve a model over HTTP", _serve)
+    serve.set_defaults(command=serve)
     _with_flags(serve)
     add_serve_options(serve)
     _add_trust(serve)
@@ -259,9 +260,27 @@ def _join(options: Options) -> int:
 
 
 def _serve(options: Options) -> int:
+    from aedit.launch.cli.model_options import MODEL_OPTIONS, RUN_OPTIONS, is_model, refuse_options
+
+    if is_model(options.place):
+        refuse_options(options.command, options, RUN_OPTIONS, "MODEL_DIR")
+        return _serve_model(options)
+    refuse_options(options.command, options, MODEL_OPTIONS, "HOST:PORT")
     from aedit.launch.serve.run_server import serve_run
 
     return serve_run(serve_request(options))
+
+
+def _serve_model(options: Options) -> int:
+    from aedit.launch.cli.model_options import check_model_options, device_flag
+    from aedit.launch.cli.places import check_model_folder
+
+    options.device = device_flag(options.flags)
+    check_model_options(options)
+    check_model_folder(options.place)  # before torch is imported
+    from aedit.launch.cli.serve_model import serve_model
+
+    return serve_model(options)
 
 
 def _keys(options: Options) -> None:
