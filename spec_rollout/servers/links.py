@@ -4,13 +4,14 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aedit.proto.versions.client import VersionsClient
-from aedit.proto.versions.store import VersionStore
+from aedit.proto.versions.store import LineUnknown, VersionStore
 from aedit.proto.wire import directory_pb2
 from aedit.proto.wire import rollouts_pb2 as pb
 from aedit.proto.wire.directory import DirectoryClient
@@ -29,6 +30,7 @@ from aedit.spec_rollout.servers.publisher import (
     VersionSender,
     VersionSource,
     VersionStored,
+    tensors_of,
     version_layout,
 )
 from aedit.spec_rollout.servers.report_checks import Violation
@@ -87,6 +89,9 @@ class Links:
         if kind == "publish":
             self._source.publish(message["version"])
             return
+        if kind == "accuse":
+            self._accused(message["server"], message["reason"], message["evidence"])
+            return
         connection = self.connections.get(message["lane"])
         if connection is None or connection.session is None:
             return
@@ -102,7 +107,7 @@ class Links:
             self.places.list(event.servers)
         elif isinstance(event, VersionStored):
             self._version = event.version
-            self._audits.publish(event.version, self._read_newest)
+            self._audits.publish(event.version, partial(self._arrays, event.version))
             for connection in self.connections.values():
                 connection.want(event.version, now_s)
         elif isinstance(event, AuditDone):
@@ -228,9 +233,19 @@ class Links:
         log.warning("%s: %s; %d samples discarded", connection.place.address, reason, discarded)
         self._accuse(connection, verdict)
         connection.closing = reason
-        self._forget(connection, violation=True)
+        self._forget(connection, violation=True, evidence=verdict.evidence)
 
-    def _forget(self, connection: Connection, *, violation: bool = False) -> None:
+    def _accused(self, server: str, reason: str, evidence: Mapping[str, Any]) -> None:
+        """Act on a failure that the rank has found in what was released."""
+        verdict = AuditVerdict(passed=False, reason=reason, evidence=evidence)
+        self._audits.accuse(server)
+        for connection in list(self.connections.values()):
+            if connection.session is not None and connection.session.facts.name == server:
+                self._convict(connection, verdict)
+
+    def _forget(
+        self, connection: Connection, *, violation: bool = False, evidence: Mapping[str, Any] | None = None
+    ) -> None:
         del self.connections[connection.number]
         self._audits.forget(connection.number)
         session = connection.session
@@ -238,14 +253,19 @@ class Links:
         connection.place.closed(self._now_s, connection.closing, worked=worked, violation=violation)
         if session is not None:
             connection.report(self._now_s)
-            connection.to_rank("lost", reason=connection.closing, violation=violation)
+            connection.to_rank(
+                "lost", reason=connection.closing, violation=violation, evidence=dict(evidence or {})
+            )
 
     def _audited(self, done: AuditDone) -> None:
         if done.error:
             raise RuntimeError(done.error)
         self._audits.done(done.session, self._now_s)
         connection = self.connections.get(done.session) if isinstance(done.session, int) else None
-        if connection is None or connection.session is None or done.verdict is None:
+        if connection is None or connection.session is None:
+            return
+        connection.session.return_held(done.unjudged)
+        if done.verdict is None:
             return
         if not done.verdict.is_final:
             connection.session.return_held(done.held)
@@ -265,9 +285,13 @@ class Links:
             )
         )
 
-    def _read_newest(self) -> Any:
-        found = self._reader.newest()
-        return None if found is None else found.arrays
+    def _arrays(self, version: int) -> dict[str, Any] | None:
+        """Return copies of the tensors of a version as bit patterns; None if it is no longer here."""
+        try:
+            with self._store.hold(self._line, version) as units:
+                return tensors_of(self._store.layout.layout, units)
+        except LineUnknown:
+            return None
 
     def _described(self) -> list[dict[str, Any]]:
         """Return the addresses that there is no connection to, with the reasons."""

@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from aedit.proto.versions.client import VersionsClient
 from aedit.proto.versions.manifest import VersionLayout
 from aedit.proto.versions.store import LineUnknown, VersionStore
+from aedit.proto.versions.values import Patterns
 from aedit.proto.wire.retry import HubRefused, HubUnreachable
 from aedit.spec_rollout.idle.slot_memory import ArrayReader
 from aedit.types import Layout
@@ -66,6 +68,18 @@ def version_layout(specs: Sequence[Sequence[Any]], layout: Layout) -> VersionLay
             f"the policy has tensors of {', '.join(sorted(dtypes))}: expected one of {', '.join(DTYPES)}"
         )
     return VersionLayout(layout, DTYPES[dtypes.pop()])
+
+
+def tensors_of(layout: Layout, units: Mapping[str, Patterns]) -> dict[str, Patterns]:
+    """Return copies of the tensors in the units of a version, by name."""
+    found = {}
+    for unit in layout.units:
+        start = 0
+        for tensor in unit.tensors:
+            end = start + prod(tensor.shape)
+            found[tensor.name] = units[unit.name][start:end].reshape(tensor.shape).copy()
+            start = end
+    return found
 
 
 class VersionSource:
