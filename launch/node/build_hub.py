@@ -28,7 +28,7 @@ from aedit.launch.node.build import check_fits, facts_of, started
 from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.hub_participation import HubParticipation
 from aedit.launch.node.inner import make_inner
-from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.objective import HubMember, NodeParts
 from aedit.launch.node.objectives import (
     load_data,
     samples_per_step,
@@ -104,6 +104,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
             stop=stop,
             recorder=recorder,
             shared=shared,
+            hub=HubMember(options.membership, lambda: (link.node, link.session)),
         )
         make = partial(
             TrainingNode,

@@ -18,6 +18,7 @@ from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_pipeline import GroupPipeline
 from aedit.launch.node.rl_policy import PolicyGradient, without_dropout
 from aedit.launch.node.rl_records import RLRecords, Waits
+from aedit.launch.node.rl_servers import make_training_audit
 from aedit.launch.node.rl_warm_up import WarmUp
 from aedit.launch.node.rl_workers import make_source
 from aedit.launch.node.sharding import make_model
@@ -74,6 +75,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
             shards=sync.shards,
             device=world.device,
             learner=learner,
+            audit=make_training_audit(config, source),
         ),
         warm_up=WarmUp(
             config=config, model=sync.model, problems=problems.train, answers=answers, world=world

@@ -21,9 +21,11 @@ class AuditDone:
 
     session: Hashable
     held: tuple[Held, ...]
-    """The samples that were held when it began."""
+    """The others that were held when it began."""
     verdict: AuditVerdict | None
     """None: no sample was selected."""
+    returned: tuple[Held, ...] = ()
+    """Samples that nobody can judge any more."""
     error: str = ""
     """The auditor itself has failed."""
 
@@ -93,7 +95,7 @@ class Audits:
             except Exception as error:
                 log.exception("the audit has failed")
                 self._post(
-                    AuditDone(None, (), None, f"the audit has failed: {type(error).__name__}: {error}")
+                    AuditDone(None, (), None, error=f"the audit has failed: {type(error).__name__}: {error}")
                 )
                 return
 
@@ -102,6 +104,8 @@ def _audit(
     auditor: Auditor, name: Hashable, server: str, held: tuple[Held, ...], draining: bool
 ) -> AuditDone:
     """Return the first decision about one of the samples; not final if there is none about any of them."""
+    lost = tuple(each for each in held if not auditor.can_judge(each.rollout))
+    held = tuple(each for each in held if each not in lost)
     rollouts: list[HeldRollout] = [each.rollout for each in held]
     verdict = None
     while rollouts:
@@ -111,4 +115,4 @@ def _audit(
         verdict = auditor.check(rollouts.pop(place))
         if verdict.is_final:
             break
-    return AuditDone(name, held, verdict)
+    return AuditDone(name, held, verdict, lost)

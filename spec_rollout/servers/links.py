@@ -44,6 +44,9 @@ BEAT_S = 0.5
 LONGEST_TICK_S = 1.0
 """A longer time between two looks is this process's own silence, not that of the servers."""
 
+LONGEST_REASON = 256
+"""Characters of an accusation's reason that a hub takes."""
+
 log = logging.getLogger(__name__)
 
 
@@ -71,7 +74,7 @@ class Links:
         self._channel, self._post = channel, post
         self._keys = client_keys(Path(settings.keys)) if settings.keys else None
         self._line = f"rank-{secrets.token_hex(8)}"
-        layout = version_layout(settings.specs, settings.layout)
+        layout = version_layout(settings.specs, settings.layout, settings.dtype)
         self._store = VersionStore(layout, ring=settings.ring)
         self._reader = ArrayReader(settings.specs, settings.fd)
         self._source = VersionSource(self._reader, self._store, self._line, post)
@@ -79,13 +82,19 @@ class Links:
         self._audits = Audits(make(settings) if make else None, post)
         self._discovery = self._discover(settings, post)
         self._decoder: TokenDecoder | None = None
+        self._member = (0, 0)
+        """Index and session of the node at the hub."""
         self._version, self._last_number, self._beat_s, self._now_s = 0, 0, now_s, now_s
 
     def handle(self, message: Message) -> None:
         """Do what the rank asks for. Messages to connections that have ended are left out."""
         kind = message["kind"]
-        if kind == "publish":
-            self._source.publish(message["version"])
+        if kind in ("publish", "accuse"):
+            self._member = message["member"]
+            if kind == "publish":
+                self._source.publish(message["version"])
+            else:
+                self._accused(message)
             return
         connection = self.connections.get(message["lane"])
         if connection is None or connection.session is None:
@@ -101,6 +110,8 @@ class Links:
         if isinstance(event, Listed):
             self.places.list(event.servers)
         elif isinstance(event, VersionStored):
+            if event.error:
+                raise RuntimeError(event.error)
             self._version = event.version
             self._audits.publish(event.version, self._read_newest)
             for connection in self.connections.values():
@@ -245,7 +256,10 @@ class Links:
             raise RuntimeError(done.error)
         self._audits.done(done.session, self._now_s)
         connection = self.connections.get(done.session) if isinstance(done.session, int) else None
-        if connection is None or connection.session is None or done.verdict is None:
+        if connection is None or connection.session is None:
+            return
+        connection.session.return_held(done.returned)
+        if done.verdict is None:
             return
         if not done.verdict.is_final:
             connection.session.return_held(done.held)
@@ -254,16 +268,28 @@ class Links:
         else:
             self._convict(connection, done.verdict)
 
+    def _accused(self, message: Message) -> None:
+        """Leave a server that the rank itself has found to be wrong."""
+        verdict = AuditVerdict(passed=False, reason=message["reason"], evidence=message["evidence"])
+        for connection in list(self.connections.values()):
+            session = connection.session
+            if session is not None and session.facts.name == message["server"] and not connection.closing:
+                self._convict(connection, verdict)
+
     def _accuse(self, connection: Connection, verdict: AuditVerdict) -> None:
+        """Report a server to the hub; what has not the right form is no evidence, as it is not signed."""
         if self._discovery is None or connection.session is None or not verdict.evidence:
             return
-        facts = connection.session.facts
-        evidence = json.dumps(dict(verdict.evidence)).encode()
-        self._discovery.accuse(
-            directory_pb2.Accusation(
-                server=facts.name, public_key=facts.public_key, reason=verdict.reason, evidence=evidence
-            )
+        facts, (node, session) = connection.session.facts, self._member
+        accusation = directory_pb2.Accusation(
+            node=node,
+            session=session,
+            server=facts.name,
+            public_key=facts.public_key,
+            reason=verdict.reason[:LONGEST_REASON],
+            evidence=json.dumps(dict(verdict.evidence)).encode(),
         )
+        self._discovery.accuse(accusation)
 
     def _read_newest(self) -> Any:
         found = self._reader.newest()

@@ -192,6 +192,17 @@ class WorkerSource:
             self._reallocator.record_finished(rollout)
         return finished
 
+    def accuse(self, server: str, reason: str, evidence: Mapping[str, Any]) -> None:
+        """Leave a server of whose samples one was found to be wrong, as a caller that has the logits may see.
+
+        Args:
+            server: Its name, as in `Rollout.servers`.
+            reason: In words.
+            evidence: For others, in words that JSON can hold.
+        """
+        if self._pool.remote is not None:
+            self._pool.remote.accuse(server, reason, evidence)
+
     def pending(self) -> list[Prompt]:
         """Return the unfinished samples, as prompts that continue them after the tokens reported so far."""
         return self._samples.prompts()
