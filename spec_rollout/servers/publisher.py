@@ -59,12 +59,12 @@ def version_layout(specs: Sequence[Sequence[Any]], layout: Layout, dtype: str = 
     dtypes = set()
     for unit in layout.units:
         for tensor in unit.tensors:
-            shape, dtype = found.get(tensor.name, ((), "missing"))
+            shape, kind = found.get(tensor.name, ((), "missing"))
             if shape != tensor.shape:
                 raise ValueError(
-                    f"tensor {tensor.name} of unit {unit.name} is {shape} ({dtype}), expected {tensor.shape}"
+                    f"tensor {tensor.name} of unit {unit.name} is {shape} ({kind}), expected {tensor.shape}"
                 )
-            dtypes.add(dtype)
+            dtypes.add(kind)
     if len(dtypes) != 1 or not dtypes <= {*DTYPES}:
         raise ValueError(
             f"the policy has tensors of {', '.join(sorted(dtypes))}: expected one of {', '.join(DTYPES)}"
