@@ -1,6 +1,8 @@
 """Tests of the engine's thread: order, priorities, cancellation, limits, and mistakes that harm no other."""
 
 import contextlib
+import itertools
+import threading
 from dataclasses import replace
 
 import pytest
@@ -219,7 +221,7 @@ def test_the_death_of_the_thread_is_reported_to_all_and_later_requests_are_refus
     host, prompts = host_of(rows=1, steps=steps), prompts_of(2)
     kept, tickets = submit(host, prompts)
     steps.release()
-    done = host.swap("a", dict, 1)
+    done = host.swap("a", tiny_policy().state_dict, 1)
 
     def broken():
         raise RuntimeError("device lost")
@@ -247,6 +249,7 @@ def test_new_weights_come_between_two_steps_and_bad_ones_change_nothing(policy, 
     steps.release(3)
     bad = host.swap("a", lambda: {"no such weight": torch.zeros(1)}, 1)
     done = host.swap("a", lambda: {k: v.clone() for k, v in other.state_dict().items()}, 2)
+    prepared(host)
     steps.open()
     with pytest.raises(ValueError, match="no such weight"):
         bad.result(LIMIT_S)
@@ -257,6 +260,91 @@ def test_new_weights_come_between_two_steps_and_bad_ones_change_nothing(policy, 
     assert rollout.tokens[:4] == first
     moved = replace(prompt, tokens=(*prompt.tokens, *first), sampling=Sampling(max_new_tokens=4))
     assert rollout.tokens[4:] == decode_plainly(other, [moved])[0]
+
+
+def test_weights_are_prepared_while_the_engine_steps_and_one_version_after_the_other(closing):
+    host, policies = closing(host_of(rows=3)), {n: tiny_policy(seed=n) for n in range(4)}
+    begun, go = threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        assert go.wait(LIMIT_S)
+        return policies[1].state_dict()
+
+    swaps = [host.swap("a", slow, 1)]
+    assert begun.wait(LIMIT_S)
+    swaps += [host.swap("a", policies[n].state_dict, n) for n in (2, 3)]
+    kept, _ = submit(host, prompts_of(3))
+    for each in kept:
+        assert set(each.result().versions) == {0}, "the engine does not wait"
+    go.set()
+    for swap in swaps:
+        swap.result(LIMIT_S)
+    assert host.engine("a").version == 3
+    kept, _ = submit(host, prompts_of(3, seed=1))
+    assert [each.result().tokens for each in kept] == decode_plainly(policies[3], prompts_of(3, seed=1))
+    back = host.swap("a", policies[2].state_dict, 3)
+    with pytest.raises(ValueError, match="version 3 is not above version 3"):
+        back.result(LIMIT_S)
+    with pytest.raises(ValueError, match="must be recompute or finish, got 'pause'"):
+        host.swap("a", dict, 4, "pause")
+
+
+def test_finish_ends_samples_with_old_weights_beside_new_ones_and_a_third_version_waits(closing):
+    steps, clock = Steps(), itertools.count().__next__  # so that no figure is too new to be copied
+    host = closing(host_of(rows=2, steps=steps, clock=clock))
+    policies = {n: tiny_policy(seed=n) for n in range(3)}
+    old, _ = submit(host, prompts_of(2))
+    steps.release(3)
+    assert host.status()["lines"]["a"]["spare_weight_bytes"] == 0
+    first = host.swap("a", policies[1].state_dict, 1, "finish")
+    prepared(host)
+    new, tickets = submit(host, prompts_of(3, seed=1), min_version=1)
+    steps.release(2)
+    first.result(LIMIT_S)
+    status = host.status()["lines"]["a"]
+    assert (status["version"], status["finishing_samples"], status["running"]) == (1, 2, 2)
+    assert status["spare_weight_bytes"] == sum(p.nbytes for p in policies[1].parameters())
+    third = host.swap("a", policies[2].state_dict, 2, "finish")
+    host.cancel(tickets[1])
+    steps.open()
+    for kept, n, prompts in ((old, 0, prompts_of(2)), (new, 1, prompts_of(3, seed=1))):
+        results = [each.result() for each in kept]
+        plain = decode_plainly(policies[n], prompts)
+        for rollout, tokens in zip(results, plain, strict=True):
+            if rollout.finish_reason == "abort":
+                assert rollout is results[1]
+                continue
+            assert set(rollout.versions) <= {n, 2}, "the last one may start after the third version"
+            if set(rollout.versions) == {n}:
+                assert rollout.tokens == tokens
+    assert [r.result().versions for r in old] == [[0] * 8] * 2
+    third.result(LIMIT_S)
+    kept, _ = submit(host, prompts_of(3, seed=2))
+    assert [each.result().tokens for each in kept] == decode_plainly(policies[2], prompts_of(3, seed=2))
+    assert host.status()["lines"]["a"]["finishing_samples"] == 0
+
+
+def test_a_line_that_is_closed_while_weights_are_prepared_fails_its_swaps(closing):
+    host, begun, go = closing(host_of()), threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        assert go.wait(LIMIT_S)
+        return tiny_policy(seed=1).state_dict()
+
+    swaps = [host.swap("a", slow, n) for n in (1, 2)]
+    assert begun.wait(LIMIT_S)
+    host.close_line("a")
+    for swap in swaps:
+        with pytest.raises(LineClosed):
+            swap.result(LIMIT_S)
+    go.set()
+
+
+def prepared(host):
+    """Wait until the next weights of line a have been prepared."""
+    until(lambda: host._loop.lines["a"].weights.is_prepared, "the preparation of weights")
 
 
 def test_a_sample_waits_for_the_version_it_asks_for(closing):

@@ -11,7 +11,7 @@ from kit.rl_nodes import config_of, records, run, weights
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from aedit.launch.node.rl_drafter import _saved, make_online
+from aedit.launch.node.rl_drafter import make_online, saved_layer
 from aedit.spec_rollout import make_target
 from aedit.spec_rollout.arms.arms import Fixed
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
@@ -84,7 +84,7 @@ def test_the_drafter_is_saved_beside_the_checkpoints_and_a_resume_continues_with
 def test_a_damaged_file_of_a_drafter_costs_its_training_only(first, capsys, tmp_path):
     _, node = first
     (tmp_path / FILE).write_bytes(b"damaged")
-    assert _saved(tmp_path / FILE, TrainedPolicy(node.sync.model)) is None
+    assert saved_layer(tmp_path / FILE, TrainedPolicy(node.sync.model)) is None
     assert capsys.readouterr().err.startswith("aedit: the drafter begins anew: ")
 
 

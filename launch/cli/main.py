@@ -10,6 +10,7 @@ import aedit
 from aedit.launch.cli.arguments import Parser
 from aedit.launch.cli.audit_options import add_audit_options, audit_request
 from aedit.launch.cli.generate_options import add_generate_options, generate_request
+from aedit.launch.cli.serve_options import add_serve_options, serve_request
 from aedit.types import UserError
 
 USER_ERROR = 2
@@ -45,6 +46,7 @@ def parser() -> Parser:
     _add_run(commands)
     _add_hub(commands)
     _add_join(commands)
+    _add_serve(commands)
     _add_keys(commands)
     for name, task, does in VIEWS:
         view = _command(commands, name, does, task)
@@ -78,7 +80,7 @@ def parser() -> Parser:
 
 def _dispatch(words: list[str]) -> int:
     flags: list[str] = []
-    if words[:1] in (["run"], ["hub"], ["join"]) or words[:2] == ["config", "show"]:
+    if words[:1] in (["run"], ["hub"], ["join"], ["serve"]) or words[:2] == ["config", "show"]:
         from aedit.launch.config.flags import split_flags
 
         words, flags = split_flags(words)
@@ -154,6 +156,13 @@ def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     join.add_argument("--as", dest="name", metavar="NAME", default="", help="name of this node in the run")
     _add_trust(join)
+
+
+def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
+    serve = _command(commands, "serve", "generate rollouts for the run of a hub", _serve)
+    _with_flags(serve)
+    add_serve_options(serve)
+    _add_trust(serve)
 
 
 def _add_trust(command: Parser) -> None:
@@ -244,6 +253,12 @@ def _join(options: Options) -> int:
     from aedit.launch.local.join import join
 
     return join(options.hub, options.flags, name=options.name, keys=options.keys, insecure=options.insecure)
+
+
+def _serve(options: Options) -> int:
+    from aedit.launch.serve.run_server import serve_run
+
+    return serve_run(serve_request(options))
 
 
 def _keys(options: Options) -> None:

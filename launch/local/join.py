@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from aedit.launch.config.config import LocalConfig, RunConfig
+from aedit.launch.config.config import RunConfig
 from aedit.launch.config.effects import check_effects
 from aedit.launch.config.extensions import check_imports
 from aedit.launch.config.flags import flag_keys, with_flags
 from aedit.launch.config.load import parse
+from aedit.launch.config.machine import of_this_machine
 from aedit.launch.config.placement import JoinOptions, Placement
 from aedit.launch.local.preflight import preflight
 from aedit.launch.local.run import run
@@ -37,7 +38,7 @@ def join(
         insecure: Connect to another machine without TLS.
     """
     told = _greet(addresses, keys, insecure)
-    config = with_flags(_of_this_machine(told), flags)
+    config = with_flags(of_this_machine(told), flags)
     check_imports(config, node=True)
     check_effects(config, dict.fromkeys(flag_keys(flags), 1), defaultdict(lambda: "flag"))
     if config.name != told.name:
@@ -58,14 +59,6 @@ def join(
 def _greet(addresses: str, keys: Path | None, insecure: bool) -> RunConfig:
     reply = greet(addresses, caller_keys(addresses, keys, insecure))
     return parse(reply.config, f"the configuration of {addresses}")
-
-
-def _of_this_machine(config: RunConfig) -> RunConfig:
-    """Return the hub's configuration with the settings that belong to this machine at their defaults."""
-    own = RunConfig()
-    if config.name in (".", ".."):
-        raise UserError(f"the hub's run is named {config.name!r}, which is not a valid directory name")
-    return replace(config, dir=own.dir, device=own.device, log=own.log, local=LocalConfig())
 
 
 @contextlib.contextmanager

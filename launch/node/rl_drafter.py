@@ -38,8 +38,8 @@ def make_online(parts: NodeParts, policy: PolicySource) -> OnlineDrafter | None:
     try:
         return OnlineDrafter.of(
             policy,
-            layer=_saved(directory / FILE, policy),
-            config=_online_config(config, directory / f"drafter_{rank}.log"),
+            layer=saved_layer(directory / FILE, policy),
+            config=online_config(config, directory / f"drafter_{rank}.log"),
             checkpoint=directory / f"drafter_{rank}.training",
             seed=parts.config.seed,
         )
@@ -111,7 +111,8 @@ def save_drafter(online: OnlineDrafter, directory: Path) -> None:
         print(f"aedit: {directory / FILE} was not written: {error}", file=sys.stderr, flush=True)
 
 
-def _online_config(config: DrafterConfig, log: Path) -> OnlineConfig:
+def online_config(config: DrafterConfig, log: Path) -> OnlineConfig:
+    """Return the settings of the training; `log`: file of the trainer's output."""
     return OnlineConfig(
         learning=LearningConfig(training=DraftTrainingConfig(lr=config.lr)),
         idle=IdleConfig(log=log),
@@ -120,7 +121,7 @@ def _online_config(config: DrafterConfig, log: Path) -> OnlineConfig:
     )
 
 
-def _saved(path: Path, policy: PolicySource) -> DraftLayer | None:
+def saved_layer(path: Path, policy: PolicySource) -> DraftLayer | None:
     """Return the drafter of an earlier attempt; None without one. A damaged file costs its training only."""
     if not path.exists():
         return None

@@ -1,6 +1,7 @@
 """The engine of a rank: policy, drafters and chooser of the arm."""
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -47,7 +48,7 @@ def make_engine_source(parts: NodeParts, longest: int) -> tuple[EngineSource, On
     online = make_online(parts, target)
     drafters = _drafters(config, target, online)
     engine = Engine(
-        target, drafters=drafters, chooser=_chooser(drafters, target), tokenizer=StopDecoder(tokenizer)
+        target, drafters=drafters, chooser=choose_among(drafters, target), tokenizer=StopDecoder(tokenizer)
     )
     if online is not None:
         engine.sink = online.sink
@@ -92,7 +93,8 @@ def _drafters(
     return found
 
 
-def _chooser(drafters: dict[DrafterKind, Drafter], target: TargetModel) -> ArmChooser | None:
+def choose_among(drafters: Mapping[DrafterKind, Drafter], target: TargetModel) -> ArmChooser | None:
+    """Return the chooser of the arms that these drafters and this policy can do; None without drafters."""
     arms = [arm for arm in map(parse_arm, ARMS) if arm.drafter in drafters]
     arms = [arm for arm in arms if arm.is_chain or target.supports_trees]
     return Goodput(arms) if arms else None

@@ -44,7 +44,7 @@ def join_world(device: str, ranks: int, timeout_s: float) -> World:
         ) from None
     if world_size % ranks:
         raise UserError(f"--ranks {ranks} does not divide the {world_size} processes of this run")
-    chosen = _device(device)
+    chosen = chosen_device(device)
     _init_process_group(chosen.type, global_rank, world_size, timedelta(seconds=timeout_s))
     shape = (world_size // ranks, ranks)
     mesh = init_device_mesh(chosen.type, shape, mesh_dim_names=("sync", "shard"))
@@ -66,7 +66,8 @@ def _init_process_group(device: str, rank: int, world_size: int, timeout: timede
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _device(name: str) -> torch.device:
+def chosen_device(name: str) -> torch.device:
+    """Return the device of this process. Raises UserError if the machine has no GPU for it."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -75,6 +75,11 @@ class SigningKey:
         """Return the 32 public bytes."""
         return self._key.public_key().public_bytes_raw()
 
+    @property
+    def private(self) -> Ed25519PrivateKey:
+        """Return the key itself, with which the server also signs its card in the hub's directory."""
+        return self._key
+
     def sign(self, statement: RolloutStatement) -> bytes:
         """Return the signature of a statement."""
         return self._key.sign(_signed_bytes(statement))

@@ -235,7 +235,7 @@ class LinkProcess:
         elif message["lane"] in self._lanes:
             name, lane = self._lanes[message["lane"]]
             if kind == "lost":
-                self._lost(name, lane, message["reason"], violation=message["violation"])
+                self._lost(name, lane, message["reason"], message)
                 return
             if kind == "report":
                 self._servers[name].now = message["server"]
@@ -263,20 +263,21 @@ class LinkProcess:
         self._waiting.append(handle)
         self._report("server_joined", {"server": name, "address": totals.address, "rows": handle.rows})
 
-    def _lost(self, name: str, lane: Lane, reason: str, *, violation: bool) -> None:
+    def _lost(self, name: str, lane: Lane, reason: str, message: Message | None = None) -> None:
+        found = message or {}
         lane.reason = reason
         del self._lanes[lane.number]
         self._waiting = [each for each in self._waiting if each.channel is not lane]
         totals = self._servers[name]
-        totals.lost(violation=violation)
-        kind = {"violation": True} if violation else {}
+        totals.lost(violation=found.get("violation", False))
+        kind = {key: found[key] for key in ("violation", "evidence") if found.get(key)}
         self._report("server_lost", {"server": name, "address": totals.address, "reason": reason, **kind})
 
     def _end(self, reason: str) -> None:
         """End the process, and with it all connections."""
         process, self._process = self._process, None
         for name, lane in list(self._lanes.values()):
-            self._lost(name, lane, reason, violation=False)
+            self._lost(name, lane, reason)
         if process is not None:
             try:
                 process.end()

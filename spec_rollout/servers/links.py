@@ -4,13 +4,14 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aedit.proto.versions.client import VersionsClient
-from aedit.proto.versions.store import VersionStore
+from aedit.proto.versions.store import LineUnknown, VersionStore
 from aedit.proto.wire import directory_pb2
 from aedit.proto.wire import rollouts_pb2 as pb
 from aedit.proto.wire.directory import DirectoryClient
@@ -29,6 +30,7 @@ from aedit.spec_rollout.servers.publisher import (
     VersionSender,
     VersionSource,
     VersionStored,
+    tensors_of,
     version_layout,
 )
 from aedit.spec_rollout.servers.report_checks import Violation
@@ -113,7 +115,7 @@ class Links:
             if event.error:
                 raise RuntimeError(event.error)
             self._version = event.version
-            self._audits.publish(event.version, self._read_newest)
+            self._audits.publish(event.version, partial(self._arrays, event.version))
             for connection in self.connections.values():
                 connection.want(event.version, now_s)
         elif isinstance(event, AuditDone):
@@ -239,9 +241,20 @@ class Links:
         log.warning("%s: %s; %d samples discarded", connection.place.address, reason, discarded)
         self._accuse(connection, verdict)
         connection.closing = reason
-        self._forget(connection, violation=True)
+        self._forget(connection, violation=True, evidence=verdict.evidence)
 
-    def _forget(self, connection: Connection, *, violation: bool = False) -> None:
+    def _accused(self, message: Message) -> None:
+        """Act on a failure that the rank has found in what was released."""
+        verdict = AuditVerdict(passed=False, reason=message["reason"], evidence=message["evidence"])
+        self._audits.accuse(message["server"])
+        for connection in list(self.connections.values()):
+            session = connection.session
+            if session is not None and session.facts.name == message["server"]:
+                self._convict(connection, verdict)
+
+    def _forget(
+        self, connection: Connection, *, violation: bool = False, evidence: Mapping[str, Any] | None = None
+    ) -> None:
         del self.connections[connection.number]
         self._audits.forget(connection.number)
         session = connection.session
@@ -249,7 +262,9 @@ class Links:
         connection.place.closed(self._now_s, connection.closing, worked=worked, violation=violation)
         if session is not None:
             connection.report(self._now_s)
-            connection.to_rank("lost", reason=connection.closing, violation=violation)
+            connection.to_rank(
+                "lost", reason=connection.closing, violation=violation, evidence=dict(evidence or {})
+            )
 
     def _audited(self, done: AuditDone) -> None:
         if done.error:
@@ -258,7 +273,7 @@ class Links:
         connection = self.connections.get(done.session) if isinstance(done.session, int) else None
         if connection is None or connection.session is None:
             return
-        connection.session.return_held(done.returned)
+        connection.session.return_held(done.unjudged)
         if done.verdict is None:
             return
         if not done.verdict.is_final:
@@ -267,14 +282,6 @@ class Links:
             connection.session.release(done.held)
         else:
             self._convict(connection, done.verdict)
-
-    def _accused(self, message: Message) -> None:
-        """Leave a server that the rank itself has found to be wrong."""
-        verdict = AuditVerdict(passed=False, reason=message["reason"], evidence=message["evidence"])
-        for connection in list(self.connections.values()):
-            session = connection.session
-            if session is not None and session.facts.name == message["server"] and not connection.closing:
-                self._convict(connection, verdict)
 
     def _accuse(self, connection: Connection, verdict: AuditVerdict) -> None:
         """Report a server to the hub; what has not the right form is no evidence, as it is not signed."""
@@ -291,9 +298,13 @@ class Links:
         )
         self._discovery.accuse(accusation)
 
-    def _read_newest(self) -> Any:
-        found = self._reader.newest()
-        return None if found is None else found.arrays
+    def _arrays(self, version: int) -> dict[str, Any] | None:
+        """Return copies of the tensors of a version as bit patterns; None if it is no longer here."""
+        try:
+            with self._store.hold(self._line, version) as units:
+                return tensors_of(self._store.layout.layout, units)
+        except LineUnknown:
+            return None
 
     def _described(self) -> list[dict[str, Any]]:
         """Return the addresses that there is no connection to, with the reasons."""

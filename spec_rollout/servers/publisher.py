@@ -2,8 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from aedit.proto.versions.client import VersionsClient
 from aedit.proto.versions.manifest import VersionLayout
 from aedit.proto.versions.store import LineUnknown, VersionStore
-from aedit.proto.versions.values import PATTERNS
+from aedit.proto.versions.values import PATTERNS, Patterns
 from aedit.proto.wire.retry import HubRefused, HubUnreachable
 from aedit.spec_rollout.idle.slot_memory import ArrayReader
 from aedit.types import Layout
@@ -89,6 +90,18 @@ def in_dtype(values: NDArray[Any], dtype: str) -> NDArray[Any]:
     if not np.array_equal(short.astype(np.float64).view(values.dtype), values):
         raise ValueError("the weights are fp64 and have no equal in fp32, the dtype of policy versions")
     return short.view(PATTERNS["fp32"])
+
+
+def tensors_of(layout: Layout, units: Mapping[str, Patterns]) -> dict[str, Patterns]:
+    """Return copies of the tensors in the units of a version, by name."""
+    found = {}
+    for unit in layout.units:
+        start = 0
+        for tensor in unit.tensors:
+            end = start + prod(tensor.shape)
+            found[tensor.name] = units[unit.name][start:end].reshape(tensor.shape).copy()
+            start = end
+    return found
 
 
 class VersionSource:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -21,9 +21,8 @@ from aedit.spec_rollout.engine.request_checks import check_prompt
 from aedit.spec_rollout.sampling.samples import Prompt
 from aedit.spec_rollout.service.host_line import HostLine
 from aedit.spec_rollout.service.host_loop import HostLoop, IdleWindow
+from aedit.spec_rollout.service.host_weights import LineWeights, NewWeights, OnNewVersion
 from aedit.spec_rollout.service.tickets import HostEnding, HostLimits, Priority, Receiver, Ticket
-
-OnNewVersion = Literal["recompute", "finish"]
 
 
 def _nothing() -> None:
@@ -73,7 +72,9 @@ class EngineHost:
                 raise ValueError(f"max_lines {self.limits.max_lines}: line {line!r} would be one more")
             self._opening.add(line)
         try:
-            made = HostLine(line, make(), between_steps, self._loop.forget)
+            engine = make()
+            weights = LineWeights(engine, self._loop.changed)
+            made = HostLine(line, engine, between_steps, self._loop.forget, weights)
             with self._loop.changed:
                 self._loop.check_alive()
                 self._loop.lines[line] = made
@@ -164,26 +165,31 @@ class EngineHost:
         version: int,
         on_new_version: OnNewVersion = "recompute",
     ) -> Future[None]:
-        """Replace the weights of a line between two steps; see `Engine.update_weights`.
+        """Replace the weights of a line between two steps, without a pause.
+
+        They are prepared beside those in use, in another thread; several versions one after the other.
 
         Args:
             line: The line.
-            prepare: Returns the new weights.
-            version: Their version.
-            on_new_version: "recompute": running samples go on with the new weights.
+            prepare: Returns the new weights. Called in a thread of the line's weights.
+            version: Their version, above that of the engine.
+            on_new_version: "recompute": running samples go on with the new weights; their texts are computed
+                again, `EngineLimits.prefill_tokens` at a time between steps. "finish": samples that have
+                begun end with the old weights, in an engine of their own without drafters; the next version
+                is prepared when they have ended.
 
         Returns:
             A future that ends when the weights are in use, or with the error of `prepare` or the engine. The
             old weights are then in use.
         """
-        if on_new_version != "recompute":
-            raise ValueError(f"on_new_version must be recompute, got {on_new_version!r}")
-        done: Future[None] = Future()
+        if on_new_version not in get_args(OnNewVersion):
+            known = " or ".join(get_args(OnNewVersion))
+            raise ValueError(f"on_new_version must be {known}, got {on_new_version!r}")
+        new = NewWeights(prepare, version, on_new_version)
         with self._loop.changed:
-            self._loop.line(line)
-            self._loop.do(partial(self._loop.swap, line, prepare, version, done))
-            self._loop.swaps.add(done)
-        return done
+            self._loop.check_alive()
+            self._loop.line(line).weights.add(new)
+        return new.done
 
     # --- state
 

@@ -40,6 +40,8 @@ class HostFigures:
             "rows": line.engine.target.rows,
             "run_samples": num_run,
             "public_samples": len(line.tickets) - num_run,
+            "finishing_samples": line.num_finishing,
+            "spare_weight_bytes": line.weights.num_bytes,
         }
         self._marks.append((now_s, self.num_tokens, self.num_over))
         while len(self._marks) > 2 and self._marks[1][0] < now_s - WINDOW_S:

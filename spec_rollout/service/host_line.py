@@ -9,6 +9,7 @@ from aedit.spec_rollout.engine.meters import Step
 from aedit.spec_rollout.engine.verification import NoNextTokenError
 from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.sampling.samples import Rollout
+from aedit.spec_rollout.service.host_weights import LineWeights
 from aedit.spec_rollout.service.tickets import Priority, Ticket
 from aedit.spec_rollout.service.waiting import WaitingSamples
 
@@ -21,7 +22,12 @@ class HostLine:
     """An engine with its samples. Each sample here is running or first in line for a row."""
 
     def __init__(
-        self, name: str, engine: Engine, between_steps: Callable[[], None], over: Callable[[Ticket], None]
+        self,
+        name: str,
+        engine: Engine,
+        between_steps: Callable[[], None],
+        over: Callable[[Ticket], None],
+        weights: LineWeights,
     ) -> None:
         """Make a line.
 
@@ -30,17 +36,26 @@ class HostLine:
             engine: Its engine, without samples.
             between_steps: Called before each step.
             over: Called when a sample has left the host, before its receiver is.
+            weights: Its new weights.
         """
         self.name, self.engine, self._between_steps, self._over = name, engine, between_steps, over
+        self.weights = weights
         self.tickets: dict[SampleKey, Ticket] = {}
         """Samples in the engine, by the key of their noise."""
+        self._finishing: set[SampleKey] = set()
+        """Samples in the engine that ends those of older weights."""
         self.turn = 0
         """Number of its last turn."""
 
     @property
     def num_free(self) -> int:
         """Return the number of further samples that get a row."""
-        return self.engine.target.rows - len(self.tickets)
+        return self.engine.target.rows - len(self.tickets) + len(self._finishing)
+
+    @property
+    def num_finishing(self) -> int:
+        """Return the number of samples that end with older weights."""
+        return len(self._finishing)
 
     @property
     def has_run_samples(self) -> bool:
@@ -62,7 +77,7 @@ class HostLine:
             taken.update([prompt.key] if prompt.has_key else [])
             return True
 
-        num_public = sum(ticket.priority is Priority.PUBLIC for ticket in self.tickets.values())
+        num_public = len(self._public())
         found = waiting.first(self.name, Priority.RUN, self.num_free + num_public, fits)
         return found + waiting.first(self.name, Priority.PUBLIC, self.num_free - len(found), fits)
 
@@ -72,9 +87,8 @@ class HostLine:
         Returns:
             Samples that continue later, with the tokens that they have.
         """
-        public = [ticket for ticket in self.tickets.values() if ticket.priority is Priority.PUBLIC]
         evicted = []
-        for ticket in reversed(public):
+        for ticket in reversed(self._public()):
             if self.num_free >= num_needed:
                 break
             assert ticket.rollout is not None
@@ -82,6 +96,17 @@ class HostLine:
             ticket.prompt, ticket.rollout = self.engine.remove(ticket.rollout), None
             evicted.append(ticket)
         return evicted
+
+    def take_over_weights(self) -> None:
+        """Generate with weights that have been prepared."""
+        self.weights.take_over()
+        old = self.weights.finishing
+        if old is None:
+            return
+        begun = [*old.running, *old.waiting]
+        self._finishing = {rollout.prompt.key for rollout in begun}
+        for rollout in (*begun, *self.engine.running, *self.engine.waiting):
+            self.tickets[rollout.prompt.key].rollout = rollout
 
     def start(self, chosen: Sequence[Ticket]) -> None:
         """Bring samples into the engine, which has room for them."""
@@ -100,14 +125,19 @@ class HostLine:
         A sample for which the engine has no next token or no memory fails; the others go on.
         """
         self._between_steps()
+        if self.weights.finishing is not None:
+            self._step(self.weights.finishing)
+        self._step(self.engine)
+
+    def _step(self, engine: Engine) -> None:
         try:
-            step = self.engine.step()
+            step = engine.step()
         except NoNextTokenError as error:
             self._fail_rollouts(error.rollouts, error)
         except KVMemoryError as error:  # for one sample alone: the last running one, or the first to start
-            self._fail_rollouts((*self.engine.running[-1:], *self.engine.waiting)[:1], error)
+            self._fail_rollouts((*engine.running[-1:], *engine.waiting)[:1], error)
         except ValueError as error:
-            self._fail_rollouts((*self.engine.running, *self.engine.waiting), error)
+            self._fail_rollouts((*engine.running, *engine.waiting), error)
         else:
             self._report(step)
 
@@ -132,7 +162,7 @@ class HostLine:
             ticket = self.tickets[key]
             is_told = _tell(ticket, partial(ticket.receiver.tokens, rollout, len(rollout.tokens) - count))
             if key in finished:
-                del self.tickets[key]
+                self._forget(key)
             elif not is_told:
                 self._drop(ticket)
             if not is_told or key in finished:
@@ -149,9 +179,27 @@ class HostLine:
     def _drop(self, ticket: Ticket) -> Rollout:
         rollout = ticket.rollout
         assert rollout is not None
-        del self.tickets[rollout.prompt.key]
-        self.engine.remove(rollout)
+        old, key = self.weights.finishing, rollout.prompt.key
+        engine = old if old is not None and key in self._finishing else self.engine
+        engine.remove(rollout)
+        self._forget(key)
         return rollout
+
+    def _forget(self, key: SampleKey) -> None:
+        """Take note that a sample has left its engine."""
+        del self.tickets[key]
+        if key in self._finishing:
+            self._finishing.remove(key)
+            if not self._finishing:
+                self.weights.finished()
+
+    def _public(self) -> list[Ticket]:
+        """Return the public samples in the engine, without those that end with older weights."""
+        return [
+            ticket
+            for key, ticket in self.tickets.items()
+            if ticket.priority is Priority.PUBLIC and key not in self._finishing
+        ]
 
     def _leave(self, ticket: Ticket) -> None:
         ticket.is_over = True

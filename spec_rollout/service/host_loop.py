@@ -8,11 +8,8 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-
-from torch import Tensor
 
 from aedit.spec_rollout.service.host_figures import HostFigures
 from aedit.spec_rollout.service.host_line import HostLine
@@ -45,8 +42,6 @@ class HostLoop:
         self.lines: dict[str, HostLine] = {}
         self.waiting = WaitingSamples(limits)
         self.commands = deque[Callable[[], None]]()
-        self.swaps: set[Future[None]] = set()
-        """Swaps that have not ended."""
         self.figures = HostFigures(clock)
         self.num_live = 0
         """Samples that wait or are in an engine."""
@@ -135,6 +130,14 @@ class HostLoop:
     def _run_commands(self) -> None:
         while self.commands:
             self.commands.popleft()()
+        for line in self._with_new_weights():
+            line.take_over_weights()
+            with self.changed:
+                self.figures.update(line)
+
+    def _with_new_weights(self) -> list[HostLine]:
+        with self.changed:
+            return [line for line in self.lines.values() if line.weights.is_prepared]
 
     def _next_line(self) -> HostLine | None:
         """Return the line whose turn it is; None if no line has work."""
@@ -170,6 +173,8 @@ class HostLoop:
 
         def has_news() -> bool:
             if self.is_closing or self.commands or self.next_deadline_s < until_s:
+                return True
+            if any(line.weights.is_prepared for line in self.lines.values()):
                 return True
             return not self.is_paused and any(map(self._is_busy, self.lines.values()))
 
@@ -225,25 +230,9 @@ class HostLoop:
             self._take(ticket).fail(ticket, reason)
         line.engine.close()
         with self.changed:
+            line.weights.close(reason)
             del self.lines[name]
             self.figures.forget(name)
-
-    def swap(
-        self, name: str, prepare: Callable[[], Mapping[str, Tensor]], version: int, done: Future[None]
-    ) -> None:
-        """Replace the weights of a line."""
-        try:
-            with self.changed:
-                line = self.line(name)
-            line.engine.update_weights(prepare(), version)
-        except Exception as error:
-            self.swaps.discard(done)
-            done.set_exception(error)
-        else:
-            with self.changed:
-                self.figures.update(line)
-            self.swaps.discard(done)
-            done.set_result(None)
 
     def _end_all(self, error: Exception) -> None:
         with self.changed:
@@ -252,6 +241,3 @@ class HostLoop:
             self.changed.notify_all()
         for name in names:
             self.close_line(name, error)
-        for done in self.swaps:
-            done.set_exception(error)
-        self.swaps.clear()

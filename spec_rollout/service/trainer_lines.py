@@ -14,7 +14,8 @@ from aedit.proto.wire.service import Refusal
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.migration.moving import SpeedMeter
 from aedit.spec_rollout.migration.reallocate import EngineSpeed
-from aedit.spec_rollout.service.host import EngineHost, OnNewVersion
+from aedit.spec_rollout.service.host import EngineHost
+from aedit.spec_rollout.service.host_weights import OnNewVersion
 from aedit.spec_rollout.service.stream_limits import StreamLimits
 
 CLOSE_S = 60.0

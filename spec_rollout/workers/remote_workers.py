@@ -27,7 +27,7 @@ class RemoteWorkers(Protocol):
         """Say that a policy version is in the shared memory."""
 
     def accuse(self, server: str, reason: str, evidence: Mapping[str, Any]) -> None:
-        """Leave a server whose tokens were found to be wrong; what it has not delivered is not used."""
+        """Say that samples of a worker, by its name, are not those of the policy."""
 
     def status(self) -> Mapping[str, Any]:
         """Return the figures of all workers so far."""

@@ -78,8 +78,8 @@ class Samples:
         """Append the tokens that `worker` reports and return the samples that have finished.
 
         Reports on samples that are no longer the worker's are left out: another one continues them. So are
-        those of `cancelled` keys, which may have been added again since. server: name of the worker, if it is
-        none of this rank's processes.
+        those of `cancelled` keys, which may have been added again since. server: name of a worker that is
+        one.
         """
         for rollout, number, tokens, logprobs, versions, top, passes in message["tokens"]:
             sample = self._samples.get((rollout, number))

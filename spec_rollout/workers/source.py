@@ -193,12 +193,14 @@ class WorkerSource:
         return finished
 
     def accuse(self, server: str, reason: str, evidence: Mapping[str, Any]) -> None:
-        """Leave a server of whose samples one was found to be wrong, as a caller that has the logits may see.
+        """Report a server whose samples are not those of the policy.
+
+        Nothing more of what it has sent is used, and it gets no more samples for a while.
 
         Args:
-            server: Its name, as in `Rollout.servers`.
+            server: Name in `Rollout.servers`.
             reason: In words.
-            evidence: For others, in words that JSON can hold.
+            evidence: For the hub, if there is one: what JSON can hold.
         """
         if self._pool.remote is not None:
             self._pool.remote.accuse(server, reason, evidence)

@@ -1,0 +1,46 @@
+"""Options of `aedit serve`."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aedit.launch.cli.arguments import Parser
+
+if TYPE_CHECKING:
+    from aedit.launch.serve.run_server import ServeRequest
+
+
+def add_serve_options(command: Parser) -> None:
+    """Add the options of a server of a run. Configuration flags are taken too."""
+    command.add_argument("place", metavar="HOST:PORT", help="address of the hub of the run")
+    command.add_argument(
+        "--as", dest="name", metavar="NAME", default="", help="name of this server in the run"
+    )
+    command.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        default="127.0.0.1:0",
+        help="address for trainers and other servers to listen at (default: a free port of this machine)",
+    )
+    command.add_argument(
+        "--announce",
+        metavar="HOST:PORT",
+        default="",
+        help="address at which they reach it, if that is another one than --address",
+    )
+
+
+def serve_request(options: argparse.Namespace) -> "ServeRequest":
+    """Return what the words of the command line ask for."""
+    from aedit.launch.serve.places import ServerPlaces
+    from aedit.launch.serve.run_server import ServeRequest
+
+    keys: Path | None = options.keys
+    return ServeRequest(
+        hub=options.place,
+        flags=options.flags,
+        name=options.name,
+        places=ServerPlaces(options.address, options.announce),
+        keys=keys,
+        insecure=options.insecure,
+    )

@@ -1,0 +1,142 @@
+"""Follows the line `run`: the hub says which version is the newest, and whoever has it sends its bytes."""
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+
+from aedit.proto.versions.client import VersionsClient
+from aedit.proto.versions.manifest import Manifest
+from aedit.proto.versions.receiving import Receiving
+from aedit.proto.wire.directory_pb2 import ServerCard
+from aedit.proto.wire.retry import HubRefused, HubUnreachable
+from aedit.proto.wire.security import ClientKeys
+from aedit.spec_rollout.service.served_versions import ServedVersions
+
+RUN_LINE = "run"
+WAIT_S = 10.0
+"""Longest wait of a question for the newest version."""
+PAUSE_S = 1.0
+SERVER_TIMEOUT_S = 5.0
+"""How long a transfer from another server may stand still before the next source is tried."""
+HUB_TIMEOUT_S = 20.0
+MAX_SERVERS = 2
+"""Other servers that are tried before the hub."""
+AVOID_S = 60.0
+"""Time for which a source that has failed is not asked again, unless it is the hub."""
+
+log = logging.getLogger(__name__)
+
+
+class RunLine:
+    """Fetches the versions of the line `run` in a thread, from `start` to `close`."""
+
+    def __init__(
+        self,
+        hubs: Sequence[str],
+        keys: ClientKeys,
+        versions: ServedVersions,
+        others: Callable[[], Iterable[ServerCard]],
+        event: Callable[..., None],
+    ) -> None:
+        """Prepare to follow.
+
+        Args:
+            hubs: HOST:PORT of the hub, and of its standby if there is one.
+            keys: Shown to hub and servers.
+            versions: Takes what has arrived. The line is open there.
+            others: Returns the cards of the other servers of the run.
+            event: Records an event by name.
+        """
+        self._hubs = [VersionsClient(place, keys, call_timeout_s=HUB_TIMEOUT_S) for place in hubs]
+        self._keys, self._versions, self._others, self._event = keys, versions, others, event
+        self._avoided: dict[str, float] = {}
+        self._servers: dict[str, VersionsClient] = {}
+        self._receiving: Receiving | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="run line", daemon=True)
+        self.serial = 0
+        """Newest version that is here."""
+        self.error = ""
+        """Why there is nothing newer; empty while the hub answers."""
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and all connections."""
+        self._closed.set()
+        for client in (*self._hubs, *self._servers.values()):
+            client.close()
+        if self._thread.is_alive():
+            self._thread.join(HUB_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                manifest = self._newest()
+                if manifest is not None and manifest.serial > self.serial:
+                    self._take(manifest)
+                    continue
+            except Exception:
+                log.exception("the line of the run was not followed")
+            self._closed.wait(PAUSE_S)
+
+    def _newest(self) -> Manifest | None:
+        """Return the newest manifest that a hub has, after a wait for one; None without one."""
+        try:
+            manifest = self._hubs[0].newest(RUN_LINE, after=self.serial, wait_s=WAIT_S)
+        except (HubUnreachable, HubRefused, ValueError) as error:
+            self.error = str(error)
+            self._hubs.append(self._hubs.pop(0))
+            return None
+        self.error = ""
+        return manifest
+
+    def _take(self, manifest: Manifest) -> None:
+        """Fetch a version from one source after another; what has arrived is kept in between."""
+        began_s = monotonic()
+        receiving = self._receive(manifest)
+        for client in self._sources(manifest.serial):
+            if not receiving.missing or self._closed.is_set():
+                break
+            try:
+                client.fetch(receiving)
+            except (HubUnreachable, HubRefused) as error:
+                self.error = str(error)
+                self._event(
+                    "source_failed", version=manifest.serial, source=client.address, reason=str(error)
+                )
+        if receiving.missing:
+            self._closed.wait(PAUSE_S)
+            return
+        receiving.finish()
+        self._receiving, self.serial, self.error = None, manifest.serial, ""
+        self._versions.arrived(manifest)
+        seconds = round(monotonic() - began_s, 3)
+        self._event("version", version=manifest.serial, bytes=manifest.num_bytes, seconds=seconds)
+
+    def _receive(self, manifest: Manifest) -> Receiving:
+        """Return what is there of this version, or a new beginning."""
+        if self._receiving is None or self._receiving.manifest != manifest:
+            if self._receiving is not None:
+                self._receiving.abandon()
+            self._receiving = Receiving(self._versions.store, manifest)
+        return self._receiving
+
+    def _sources(self, serial: int) -> list[VersionsClient]:
+        """Return the hub after some of the other servers that say that they have the version.
+
+        With n of them, one in n + 1 servers asks the hub first, so that its line is shared.
+        """
+        known = [card.address for card in self._others() if card.serial >= serial]
+        places = [place for place in known if self._avoided.get(place, 0.0) < monotonic()]
+        places = random.sample(places, random.randint(0, len(places)))[:MAX_SERVERS]
+        for gone in self._servers.keys() - set(known):
+            self._servers.pop(gone).close()
+        for place in places:
+            if place not in self._servers:
+                self._servers[place] = VersionsClient(place, self._keys, call_timeout_s=SERVER_TIMEOUT_S)
+        return [*(self._servers[place] for place in places), self._hubs[0]]
