@@ -91,8 +91,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
             torch.manual_seed(config.seed + 1 + world.node)  # a different dropout mask per node
         clock = Clock()
         clock.start(max(link.news().elapsed_s, resumed.elapsed_s if resumed else 0.0))
-        origin = Origin(config.name, world.node, directory)
-        sinks = partial(open_sinks, config.log, origin)
+        sinks = partial(open_sinks, config.log, Origin(config.name, world.node, directory))
         recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
         stop = StopAlone(sync.shards)
         parts = NodeParts(

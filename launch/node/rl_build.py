@@ -63,7 +63,6 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         sampling=_sampling(config, parts, config.rl.sampling.temperature),
         check_stop=parts.stop.check,
     )
-    answers = AnswerTokens(parts.tokenizer, config.prompts.answer_key, config.data.seq_len)
     return PolicyObjective(
         config=config,
         sync=sync,
@@ -77,9 +76,7 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
             learner=learner,
             audit=make_training_audit(config, source),
         ),
-        warm_up=WarmUp(
-            config=config, model=sync.model, problems=problems.train, answers=answers, world=world
-        ),
+        warm_up=_warm_up(problems, parts),
         records=RLRecords(
             config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards, online=online
         ),
@@ -90,6 +87,17 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         deaths=None if online is None else TrainerDeaths(online, parts.recorder.event),
         directory=parts.recorder.directory,
         started=config.rl.supervised_steps == 0,
+    )
+
+
+def _warm_up(problems: ProblemSet, parts: NodeParts) -> WarmUp:
+    config = parts.config
+    return WarmUp(
+        config=config,
+        model=parts.sync.model,
+        problems=problems.train,
+        answers=AnswerTokens(parts.tokenizer, config.prompts.answer_key, config.data.seq_len),
+        world=parts.world,
     )
 
 
