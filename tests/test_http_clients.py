@@ -149,6 +149,7 @@ class TextRenderer:
     def parse_response(self, ids, **options):
         class Parsed:
             content, reasoning_content, tool_calls = self._tokenizer.decode(ids), None, []
+            reasoning_complete = True
 
         return Parsed
 
@@ -168,4 +169,4 @@ def test_renderers_client_gets_tokens_and_logprobs(model, tokenizer, server):
     made, values = by_transformers(model, tokens, 7)
     assert (found["prompt_ids"], found["completion_ids"]) == (tokens, made)
     torch.testing.assert_close(found["completion_logprobs"], values, atol=1e-4, rtol=0)
-    assert found["finish_reason"] == "length"
+    assert found["finish_reason"] == ("stop" if made[-1] == tokenizer.eos_token_id else "length")
