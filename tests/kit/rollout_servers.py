@@ -203,7 +203,12 @@ class TrainerEnd:
         """Wait until the server has ended the stream, and return code and text."""
         with self.changed:
             assert self.changed.wait_for(lambda: self.error is not None, WAIT_S), "the stream has not ended"
-        return self.error.code(), self.error.details()
+        return None if isinstance(self.error, EOFError) else (self.error.code(), self.error.details())
+
+    def end_quietly(self):
+        """End the stream from this side, as a trainer that leaves."""
+        self._out.put(None)
+        self.end()
 
     def close(self):
         self._out.put(None)
