@@ -15,7 +15,7 @@ _EVERYWHERE = ("0.0.0.0", "::", "")
 
 @dataclass(frozen=True, slots=True)
 class HttpPlace:
-    """Where HTTP is served, and to whom."""
+    """Address of HTTP, and the keys of its clients."""
 
     host: str
     port: int
