@@ -174,7 +174,8 @@ def _add_trust(command: Parser) -> None:
 
 
 def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
-    keys = _command(commands, "keys", "make certificates and a token for a hub and its nodes", _keys)
+    does = "make certificates and a token for a hub, its nodes and rollout servers"
+    keys = _command(commands, "keys", does, _keys)
     keys.add_argument("out", metavar="DIR", type=Path, help="folder for them")
     keys.add_argument(
         "--host", metavar="NAME", action="append", default=[], help="host name or IP of the hub; repeatable"
@@ -182,6 +183,8 @@ def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
     keys.add_argument(
         "--node", metavar="NAME", action="append", default=[], help="name of a node; repeatable"
     )
+    does = "name of a rollout server, and host names or IPs at which trainers reach it; repeatable"
+    keys.add_argument("--server", metavar="NAME=HOST[,HOST]", action="append", default=[], help=does)
 
 
 def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -281,9 +284,9 @@ def _serve_model(options: Options) -> int:
 
 
 def _keys(options: Options) -> None:
-    from aedit.launch.cli.keys import make_keys
+    from aedit.launch.cli.keys import make_keys, servers_of
 
-    print(make_keys(options.out, options.host, options.node))
+    print(make_keys(options.out, options.host, options.node, servers=servers_of(options.server)))
 
 
 def _status(options: Options) -> None:

@@ -21,6 +21,13 @@ def add_model_options(command: Parser) -> None:
     add("--weights-root", metavar="DIR", type=Path, help="update_weights reads directories below it only")
     add("--served-name", metavar="NAME", default="", help="name of the model (default: MODEL_DIR's)")
     add("--rows", metavar="N", type=int, default=16, help="samples that are decoded at a time (default 16)")
+    add(
+        "--max-waiting",
+        metavar="N",
+        type=int,
+        default=256,
+        help="samples that may wait beyond them (default 256)",
+    )
     add("--max-tokens", metavar="N", type=int, help="of prompt and answer (default: up to 4096)")
     add(
         "--dtype", metavar="DTYPE", choices=DTYPES, default="auto", help="dtype of the weights (default auto)"
@@ -32,7 +39,7 @@ def add_model_options(command: Parser) -> None:
 
 MODEL_OPTIONS = (
     *("host", "port", "api_key_file", "control", "control_key_file", "weights_root", "served_name", "rows"),
-    *("max_tokens", "dtype", "drafter", "arm", "end_s"),
+    *("max_waiting", "max_tokens", "dtype", "drafter", "arm", "end_s"),
 )
 RUN_OPTIONS = ("name", "address", "announce", "keys", "insecure")
 
@@ -70,7 +77,7 @@ def check_model_options(options: Namespace) -> None:
     Raises:
         UserError: An option is not valid.
     """
-    for name in ("rows", "max_tokens"):
+    for name in ("rows", "max_waiting", "max_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

@@ -23,6 +23,7 @@ from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.service.host import EngineHost
 from aedit.spec_rollout.service.http.service import Service
 from aedit.spec_rollout.service.http.text_codec import TextCodec
+from aedit.spec_rollout.service.tickets import HostLimits
 from aedit.types import UserError
 
 DEFAULT_MAX_TOKENS = 4096
@@ -41,7 +42,7 @@ def serve_model(options: Namespace) -> int:
     try:
         policy = read_directory(options.place, Path(options.place))
         engine = _engine(policy, options)
-        host = EngineHost()
+        host = EngineHost(HostLimits(max_waiting_public=options.max_waiting))
         host.open(LINE, lambda: engine)
         service = Service(
             host=host,

@@ -123,10 +123,21 @@ class LinkProcess:
         settings: LinkSettings,
         report: Callable[[str, Mapping[str, Any]], None],
         *,
+        member: Callable[[], tuple[int, int]] = lambda: (0, 0),
         logs: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Start the process.
+
+        Args:
+            settings: Settings of the process.
+            report: Takes an event and its fields.
+            member: Returns index and session of the node, by which the hub knows who accuses a server.
+            logs: Directory of its output.
+            clock: Monotonic seconds.
+        """
         self._settings, self._report, self._logs, self._clock = settings, report, logs, clock
+        self._member = member
         self._process: WorkerProcess | None = None
         self._lanes: dict[int, tuple[str, Lane]] = {}
         self._new: list[WorkerHandle] = []
@@ -161,13 +172,13 @@ class LinkProcess:
     def publish(self, version: int) -> None:
         """Say that a policy version is in the shared memory."""
         self._version = version
-        if self._process is not None:
-            self._process.channel.send("publish", version=version)
+        self._send_version()
 
     def accuse(self, server: str, reason: str, evidence: Mapping[str, Any]) -> None:
-        """Say that a server's samples are not those of the policy."""
+        """Leave a server whose tokens were found to be wrong, and report it to the hub."""
         if self._process is not None:
-            self._process.channel.send("accuse", server=server, reason=reason, evidence=dict(evidence))
+            fields = {"server": server, "reason": reason, "evidence": dict(evidence)}
+            self._process.channel.send("accuse", member=self._member(), **fields)
 
     def status(self) -> Mapping[str, Any]:
         """Return the figures of each server by name, and their sums."""
@@ -197,8 +208,11 @@ class LinkProcess:
             return
         self._quiet_s = 0.0
         self._process.channel.send("begin", path=sys.path, settings=self._settings.described())
-        if self._version:
-            self._process.channel.send("publish", version=self._version)
+        self._send_version()
+
+    def _send_version(self) -> None:
+        if self._process is not None and self._version:
+            self._process.channel.send("publish", member=self._member(), version=self._version)
 
     def _read(self, process: WorkerProcess) -> None:
         for message in process.channel.receive():
@@ -273,6 +287,7 @@ class LinkProcess:
 
     def _died(self, reason: str) -> None:
         self._error = reason
+        self._report("servers_lost", {"reason": reason})
         self._restarts = self._restarts.died(
             self._clock(), worked=any(each.now for each in self._servers.values())
         )

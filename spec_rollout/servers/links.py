@@ -46,6 +46,9 @@ BEAT_S = 0.5
 LONGEST_TICK_S = 1.0
 """A longer time between two looks is this process's own silence, not that of the servers."""
 
+LONGEST_REASON = 256
+"""Characters of an accusation's reason that a hub takes."""
+
 log = logging.getLogger(__name__)
 
 
@@ -73,7 +76,7 @@ class Links:
         self._channel, self._post = channel, post
         self._keys = client_keys(Path(settings.keys)) if settings.keys else None
         self._line = f"rank-{secrets.token_hex(8)}"
-        layout = version_layout(settings.specs, settings.layout)
+        layout = version_layout(settings.specs, settings.layout, settings.dtype)
         self._store = VersionStore(layout, ring=settings.ring)
         self._reader = ArrayReader(settings.specs, settings.fd)
         self._source = VersionSource(self._reader, self._store, self._line, post)
@@ -81,16 +84,19 @@ class Links:
         self._audits = Audits(make(settings) if make else None, post)
         self._discovery = self._discover(settings, post)
         self._decoder: TokenDecoder | None = None
+        self._member = (0, 0)
+        """Index and session of the node at the hub."""
         self._version, self._last_number, self._beat_s, self._now_s = 0, 0, now_s, now_s
 
     def handle(self, message: Message) -> None:
         """Do what the rank asks for. Messages to connections that have ended are left out."""
         kind = message["kind"]
-        if kind == "publish":
-            self._source.publish(message["version"])
-            return
-        if kind == "accuse":
-            self._accused(message["server"], message["reason"], message["evidence"])
+        if kind in ("publish", "accuse"):
+            self._member = message["member"]
+            if kind == "publish":
+                self._source.publish(message["version"])
+            else:
+                self._accused(message)
             return
         connection = self.connections.get(message["lane"])
         if connection is None or connection.session is None:
@@ -106,6 +112,8 @@ class Links:
         if isinstance(event, Listed):
             self.places.list(event.servers)
         elif isinstance(event, VersionStored):
+            if event.error:
+                raise RuntimeError(event.error)
             self._version = event.version
             self._audits.publish(event.version, partial(self._arrays, event.version))
             for connection in self.connections.values():
@@ -235,12 +243,13 @@ class Links:
         connection.closing = reason
         self._forget(connection, violation=True, evidence=verdict.evidence)
 
-    def _accused(self, server: str, reason: str, evidence: Mapping[str, Any]) -> None:
+    def _accused(self, message: Message) -> None:
         """Act on a failure that the rank has found in what was released."""
-        verdict = AuditVerdict(passed=False, reason=reason, evidence=evidence)
-        self._audits.accuse(server)
+        verdict = AuditVerdict(passed=False, reason=message["reason"], evidence=message["evidence"])
+        self._audits.accuse(message["server"])
         for connection in list(self.connections.values()):
-            if connection.session is not None and connection.session.facts.name == server:
+            session = connection.session
+            if session is not None and session.facts.name == message["server"]:
                 self._convict(connection, verdict)
 
     def _forget(
@@ -275,15 +284,19 @@ class Links:
             self._convict(connection, done.verdict)
 
     def _accuse(self, connection: Connection, verdict: AuditVerdict) -> None:
+        """Report a server to the hub; what has not the right form is no evidence, as it is not signed."""
         if self._discovery is None or connection.session is None or not verdict.evidence:
             return
-        facts = connection.session.facts
-        evidence = json.dumps(dict(verdict.evidence)).encode()
-        self._discovery.accuse(
-            directory_pb2.Accusation(
-                server=facts.name, public_key=facts.public_key, reason=verdict.reason, evidence=evidence
-            )
+        facts, (node, session) = connection.session.facts, self._member
+        accusation = directory_pb2.Accusation(
+            node=node,
+            session=session,
+            server=facts.name,
+            public_key=facts.public_key,
+            reason=verdict.reason[:LONGEST_REASON],
+            evidence=json.dumps(dict(verdict.evidence)).encode(),
         )
+        self._discovery.accuse(accusation)
 
     def _arrays(self, version: int) -> dict[str, Any] | None:
         """Return copies of the tensors of a version as bit patterns; None if it is no longer here."""

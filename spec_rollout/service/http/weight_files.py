@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+WEIGHT_FILES = "*.safetensors"
 
 
 def read_weights(folder: str, root: Path | None, model: PreTrainedModel) -> Mapping[str, Tensor]:
     """Return the weights of a directory that `save_pretrained` wrote, by the names of the model's state_dict.
 
-    Nothing is unpickled but tensors.
+    Nothing is unpickled: files in PyTorch's own format are not read.
 
     Args:
         folder: The directory, as an absolute path or below `root`.
@@ -27,8 +27,8 @@ def read_weights(folder: str, root: Path | None, model: PreTrainedModel) -> Mapp
             finite.
     """
     path = _allowed(folder, root)
-    if not any(list(path.glob(pattern)) for pattern in WEIGHT_FILES):
-        raise ValueError(f"has no weights: {path.name} must have one of {', '.join(WEIGHT_FILES)}")
+    if not any(path.glob(WEIGHT_FILES)):
+        raise ValueError(f"has no weights: {path.name} must have files {WEIGHT_FILES}")
     kind: Any = type(model)
     try:
         loaded, found = kind.from_pretrained(
@@ -37,7 +37,7 @@ def read_weights(folder: str, root: Path | None, model: PreTrainedModel) -> Mapp
             dtype=model.dtype,
             local_files_only=True,
             trust_remote_code=False,
-            weights_only=True,
+            use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
@@ -67,12 +67,17 @@ def _allowed(folder: str, root: Path | None) -> Path:
     top = root.resolve()
     try:
         path = (top / folder).resolve()
+        is_directory = path.is_dir()
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"is no path: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"is no path: {reason}") from None
     if not path.is_relative_to(top) or path == top:
         raise ValueError("must be a directory below --weights-root of the server")
-    if not path.is_dir():
+    if not is_directory:
         raise ValueError("is no directory at the server")
+    outside = [each.name for each in path.iterdir() if not each.resolve().is_relative_to(top)]
+    if outside:
+        raise ValueError(f"has the file {outside[0]}, a link to outside of --weights-root")
     return path
 
 
