@@ -82,7 +82,7 @@ def claimed(rollout: Rollout, prompt: Prompt | None = None) -> HeldRollout:
     )
 
 
-WAY = Way("16 rows", 16)
+WAY = Way("32 rows", 32)
 Lie = Callable[[nn.Module, Sequence[Prompt]], list[HeldRollout]]
 """Returns the claims of a server that should generate these prompts with this policy."""
 
