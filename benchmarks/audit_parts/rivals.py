@@ -43,11 +43,11 @@ def hidden_of(model: nn.Module) -> Hidden:
     return hidden
 
 
-def random_hidden(scale: float) -> Hidden:
+def random_hidden(scale: float, seed: int = 0) -> Hidden:
     """Return a function that makes states of noise."""
 
     def hidden(claim: HeldRollout) -> Tensor:
-        generator = torch.Generator().manual_seed(claim.key[0])
+        generator = torch.Generator().manual_seed(claim.key[0] + (seed << 32))
         return torch.randn(len(claim.prompt) + len(claim.tokens), 64, generator=generator) * scale
 
     return hidden
