@@ -237,7 +237,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _plan(args: argparse.Namespace) -> tuple[Plan, list[str]]:
     """Return the plan, and why rivals are missing."""
     usual = QUICK if args.quick else Plan()
-    installed, reasons = install(list(REQUIREMENTS), args.install_rivals) if args.install_rivals else ({}, [])
+    installed, reasons = install(REQUIREMENTS, args.install_rivals) if args.install_rivals else ({}, [])
     pythons = installed | dict(args.rival_python)
     missing = [name for name in REQUIREMENTS if name not in pythons]
     reasons += [

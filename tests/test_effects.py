@@ -12,6 +12,7 @@ from aedit.launch.config.load import load
 from aedit.types import UserError
 
 HUB = '[hub]\naddress = "h:1"\n'
+SERVED = '[prompts]\nsource = "a.jsonl"\n[rl]\nservers = "h:1"\n'
 USELESS = {
     "edit.prefetch": '[edit]\nlanding = "arrival"\nprefetch = 2\n',
     "edit.fragments": '[edit]\nwarmup_steps = "all"\nfragments = 4\n',
@@ -43,8 +44,11 @@ USELESS = {
     "rl.clip_low": '[prompts]\nsource = "a.jsonl"\n[rl]\nloss = "cispo"\nclip_low = 0.1\n',
     "rl.importance_cap": '[prompts]\nsource = "a.jsonl"\n[rl]\nimportance_cap = 4.0\n',
     "rl.supervised_lr": '[prompts]\nsource = "a.jsonl"\n[rl]\nsupervised_lr = 1e-2\n',
-    "audit.rate": '[prompts]\nsource = "a.jsonl"\n[audit]\non = false\nrate = 0.5\n',
-    "audit.record_bytes": '[prompts]\nsource = "a.jsonl"\n[audit]\nrecord_bytes = 4_000_000\n',
+    "rl.server_silent_s": '[prompts]\nsource = "a.jsonl"\n[rl]\nserver_silent_s = 2.0\n',
+    "rl.on_new_version": SERVED + 'on_new_version = "finish"\n',
+    "audit.floor": '[prompts]\nsource = "a.jsonl"\n[audit]\nfloor = 0.01\n',
+    "audit.rate": SERVED + "[audit]\non = false\nrate = 0.5\n",
+    "audit.record_bytes": SERVED + "[audit]\nrecord_bytes = 4_000_000\n",
     "drafter.share": '[prompts]\nsource = "a.jsonl"\n[drafter]\nkind = "suffix"\nshare = false\n',
 }
 

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from aedit.spec_rollout.migration.reallocate import (
     plan,
 )
 from aedit.spec_rollout.sampling.samples import Prompt, Rollout, Sampling
+from aedit.spec_rollout.workers.handle import WorkerHandle
+from aedit.spec_rollout.workers.remote_engine import RemoteEngine
 
 PROMPT_OF_NONE = Prompt(tokens=(1,))
 KNOWN = LengthDistribution.of([100])  # every sample has 100 tokens
@@ -323,3 +326,14 @@ def test_an_engine_here_tells_what_it_has_to_do():
     assert isinstance(engine.remove((1, 0)).partial, Rollout)
     assert isinstance(engine.remove((1, 7)), Prompt)
     assert len(engine.load().samples) == 6
+
+
+def test_a_server_that_refuses_samples_for_now_takes_no_part_though_it_still_has_some():
+    server = WorkerHandle(0, None, None, rows=4, room=0, is_ready=True, speed=PACE)
+    server.samples[1, 0] = None
+    samples = SimpleNamespace(unfinished=lambda key: sample(*key))
+    pool = SimpleNamespace(workers={0: server})
+    engine = RemoteEngine(SimpleNamespace(pool=pool, samples=samples, version=0), 0)
+    assert engine.load() is None
+    server.room = 2
+    assert engine.load() == load(sample(1), rows=2)

@@ -203,6 +203,67 @@ def test_wrong_requests_are_rejected_for_good_by_name_and_harm_nobody():
         assert end.end()[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
+class SilentCalls:
+    """Calls of Generate that send nothing."""
+
+    def __init__(self, address, count):
+        each, never = 200, threading.Event().wait  # a server takes 256 on one connection
+        self.channels = [grpc.insecure_channel(address) for _ in range(-(-count // each))]
+        self.calls = [
+            self.channels[i // each].stream_stream("/aedit.v1.Rollouts/Generate")(iter(never, 1))
+            for i in range(count)
+        ]
+
+    def ends(self):
+        """Wait until all have ended, and return why."""
+        reasons = []
+        for call in self.calls:
+            with pytest.raises(grpc.RpcError) as raised:
+                next(call)
+            reasons.append(raised.value.details())
+        return reasons
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for channel in self.channels:
+            channel.close()
+
+
+def test_calls_that_send_nothing_take_no_place_from_a_trainer():
+    """500 of them, and they never give up theirs."""
+    limits = StreamLimits(streams=8, streams_per_host=6, open_s=600.0)
+    with tiny_server(limits=limits) as server, SilentCalls(server.address, 500) as silent:
+        until(lambda: sum(call.done() for call in silent.calls) == 494, "the end of those beyond the limit")
+        with TrainerEnd(server.address) as end:
+            end.wait(lambda: end.opened, "Opened")
+            model, prompts = tiny_policy(1), prompts_of(2, max_new_tokens=4)
+            server.publish("line", model, 1)
+            for prompt in prompts:
+                end.add(prompt)
+            end.ends(2)
+            wanted = decode_plainly(model, prompts)
+            assert [end.samples[prompt.key].tokens for prompt in prompts] == wanted
+        assert server.service.num_calls <= 6
+        silent.__exit__()
+        until(lambda: server.service.num_calls == 0, "the end of the calls")
+
+
+def test_a_stream_beyond_the_limit_is_refused_if_all_others_are_open():
+    limits = StreamLimits(streams=4, streams_per_host=2)
+    with (
+        tiny_server(limits=limits) as server,
+        TrainerEnd(server.address, "a") as first,
+        TrainerEnd(server.address, "b") as second,
+    ):
+        for end in (first, second):
+            end.wait(lambda end=end: end.opened, "Opened")
+        with TrainerEnd(server.address, "c") as third:
+            full = "your host has 2 streams, which is the limit"
+            assert third.end() == (grpc.StatusCode.RESOURCE_EXHAUSTED, full)
+
+
 def test_a_stream_is_refused_with_its_reason():
     refused = {
         "speaks 1": {"protocol": 99},
@@ -223,15 +284,9 @@ def test_a_stream_is_refused_with_its_reason():
             with TrainerEnd(server.address, "b") as second:
                 full = "this server has 1 lines of trainers, which is its limit (--serve.lines)"
                 assert second.end() == (grpc.StatusCode.RESOURCE_EXHAUSTED, full)
-            channel = grpc.insecure_channel(server.address)
-            silent = channel.stream_stream("/aedit.v1.Rollouts/Generate")(iter(threading.Event().wait, 1))
-            until(lambda: server.service.num_calls == 2, "the silent call")
-            with TrainerEnd(server.address, "b") as third:
-                assert "this server has 2 streams, which is its limit" in third.end()[1]
-            with pytest.raises(grpc.RpcError) as raised:
-                next(silent)
-            assert raised.value.details() == "no open came within 1 s"
-            channel.close()
+            with SilentCalls(server.address, 1) as silent:
+                until(lambda: server.service.num_calls == 2, "the silent call")
+                assert silent.ends() == ["no open came within 1 s"]
         until(lambda: server.service.num_calls == 0, "the end of the first stream")
         with TrainerEnd(server.address, "b") as again:  # takes the place of the unused line
             again.wait(lambda: again.opened, "Opened")

@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from aedit.launch.cli import keys as making
-from aedit.launch.cli.keys import make_keys
+from aedit.launch.cli.keys import make_keys, servers_of
 from aedit.proto.wire.security import ServerKeys, check_exposure, client_keys, is_loopback, server_keys
 from aedit.types import UserError
 
@@ -262,6 +262,23 @@ def test_a_nodes_certificate_that_has_expired_is_refused(folder, tmp_path):
         assert hub.reached == []
 
 
+def test_a_rollout_server_is_believed_at_its_own_hosts_and_called_by_its_name(tmp_path):
+    make_keys(tmp_path, ["hub.example"], ["alpha"], servers={"spare": ["127.0.0.1"], "far": ["10.1.2.3"]})
+    with served(server_keys(tmp_path / "spare", require_client_certificates=True)) as (server, port):
+        for caller in ("alpha", "far", "hub"):
+            with channel(client_keys(tmp_path / caller).credentials, port) as made:
+                calls(made)["unary"]()
+        assert server.reached == ["alpha", "far", "hub"]
+    with served(server_keys(tmp_path / "far")) as (server, port):
+        error = unary_refusal(client_keys(tmp_path / "alpha").credentials, port)
+        assert "Hostname Verification" in error.details()
+        target = f"127.0.0.1:{port}"
+        posing = [("grpc.ssl_target_name_override", "hub.example")]
+        with grpc.secure_channel(target, client_keys(tmp_path / "alpha").credentials, posing) as made:
+            assert "Hostname Verification" in refusal(calls(made)["unary"]).details()
+        assert server.reached == []
+
+
 def self_signed(folder):
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "alpha")])
     key = ec.generate_private_key(ec.SECP256R1())
@@ -415,6 +432,22 @@ def test_it_says_what_to_copy_where_and_until_when_it_is_valid(tmp_path):
     assert secret not in said
     assert "Copy" in make_keys(tmp_path / "plain", ["10.1.2.3"])
     assert not (tmp_path / "plain" / "nodes" / "node.key").exists()
+
+
+def test_servers_are_named_with_their_hosts(tmp_path):
+    assert servers_of(["a=10.0.0.5,gpu.example", "b=::1"]) == {"a": ["10.0.0.5", "gpu.example"], "b": ["::1"]}
+    said = make_keys(tmp_path, ["10.1.2.3"], servers={"spare": ["10.0.0.5"]})
+    assert f"Copy {tmp_path / 'spare'} to server spare" in said
+    assert f"Copy {tmp_path / 'nodes'} to every node" in said  # those that train still need keys
+    for wrong in ("a", "a=", "=b"):
+        with pytest.raises(UserError, match="is not NAME=HOST"):
+            servers_of([wrong])
+    with pytest.raises(UserError, match="--server spare: 'a:70'"):
+        make_keys(tmp_path, ["10.1.2.3"], servers={"spare": ["a:70"]})
+    with pytest.raises(UserError, match="--server: 'hub'"):
+        make_keys(tmp_path, ["10.1.2.3"], servers={"hub": ["10.0.0.5"]})
+    with pytest.raises(UserError, match=r"not for 10\.0\.0\.6: remove"):
+        make_keys(tmp_path, ["10.1.2.3"], servers={"spare": ["10.0.0.6"]})
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "hub", "nodes", "token", "ca.key", "", "-x", "a b"])

@@ -178,18 +178,22 @@ def _running(name: str, python: Path, told: Mapping[str, object], log: Path) -> 
         process.communicate()
 
 
-def install(names: Sequence[str], folder: Path) -> tuple[dict[str, Path], list[str]]:
+def install(requirements: Mapping[str, Sequence[str]], folder: Path) -> tuple[dict[str, Path], list[str]]:
     """Install rivals into virtual environments below `folder`, unless they are there.
+
+    Args:
+        requirements: What pip installs for each of them.
+        folder: Where their environments are, each under its name.
 
     Returns:
         Their Pythons, and why others could not be installed.
     """
     pythons, reasons = {}, []
-    for name in names:
+    for name, wanted in requirements.items():
         python = folder.absolute() / name / "bin" / "python"
         try:
             if not python.exists():
-                _install(python, REQUIREMENTS[name])
+                _install(python, wanted)
             pythons[name] = python
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             said = (error.stderr or "").strip().splitlines() if isinstance(error.stderr, str) else []

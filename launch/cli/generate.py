@@ -14,7 +14,7 @@ from torch import nn
 from aedit.launch.cli.comparison import compare_tokens
 from aedit.launch.cli.drafter_files import drafter_beside, load_drafter, read_for
 from aedit.launch.cli.places import first_line, policy_folder
-from aedit.launch.cli.policy import Policy, load_policy
+from aedit.launch.cli.policy import DirectoryModel, Loaded, Policy, load_policy
 from aedit.launch.cli.text_stream import TextStream, token_lines
 from aedit.spec_rollout.arms.arms import ArmChooser, Fixed
 from aedit.spec_rollout.arms.bandit import Bandit
@@ -100,12 +100,16 @@ def generate(model_or_run: str, request: GenerateRequest, *, compare: bool = Fal
         UserError: There is no model, a prompt is too long, or arm or drafter do not fit.
     """
     policy = load_policy(model_or_run)
+    model: nn.Module = policy.model
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     prompts, layer = _prompts(policy, request), _layer(policy, request)
-    target = _target(policy, prompts, layer)
+    most = max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts)
+    sizes = min(len(prompts), MAX_ROWS), most
+    target = _target(policy, sizes, layer)
     engines = [_engine(target, request, layer)]
     if compare:
         # Each engine has its own rows, and one-time costs belong to neither measurement.
-        plain_target = _target(policy, prompts, layer)
+        plain_target = _target(policy, sizes, layer)
         _run([_warm_up(_engine(target, request, layer), prompts), _warm_up(Engine(plain_target), prompts)])
         engines.append(Engine(plain_target))
     made = [[engine.add(prompt) for prompt in prompts] for engine in engines]
@@ -168,7 +172,17 @@ def _sampling(policy: Policy, longest: int, request: GenerateRequest) -> Samplin
         raise UserError(f"--{name.replace('_', '-')} {rule}") from None
 
 
-def _layer(policy: Policy, request: GenerateRequest) -> DraftLayer | None:
+def make_engine(policy: DirectoryModel, request: GenerateRequest, *, rows: int, max_tokens: int) -> Engine:
+    """Return an engine for the arm and drafter of a request, with the policy's tokenizer.
+
+    Raises:
+        UserError: The model is not supported, or arm or drafter do not fit.
+    """
+    layer = _layer(policy, request)
+    return _engine(_target(policy, (rows, max_tokens), layer), request, layer, policy.tokenizer)
+
+
+def _layer(policy: Loaded, request: GenerateRequest) -> DraftLayer | None:
     """Return the requested draft layer, else the one that belongs to the policy if the arm may use it."""
     if is_import_path(str(request.drafter)) or request.drafter == NO_DRAFTER:
         return None
@@ -182,12 +196,11 @@ def _layer(policy: Policy, request: GenerateRequest) -> DraftLayer | None:
         raise UserError(f"--drafter: {first_line(error)}") from None
 
 
-def _target(policy: Policy, prompts: Sequence[Prompt], layer: DraftLayer | None) -> TargetModel:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    most = max(len(prompt.tokens) + prompt.sampling.max_new_tokens for prompt in prompts)
+def _target(policy: Loaded, sizes: tuple[int, int], layer: DraftLayer | None) -> TargetModel:
+    """Return the target of a policy for so many rows and tokens."""
+    rows, most = sizes
     model: nn.Module = policy.model
-    model.to(device).train(False)
-    rows = min(len(prompts), MAX_ROWS)
+    model.train(False)
     try:
         taps = () if layer is None else tapped(layer.shape.taps, policy.model.config.num_hidden_layers)
         with warnings.catch_warnings(record=True) as notes:
@@ -200,7 +213,9 @@ def _target(policy: Policy, prompts: Sequence[Prompt], layer: DraftLayer | None)
         raise UserError(f"{policy.source}: {error}") from None
 
 
-def _engine(target: TargetModel, request: GenerateRequest, layer: DraftLayer | None) -> Engine:
+def _engine(
+    target: TargetModel, request: GenerateRequest, layer: DraftLayer | None, tokenizer: Any = None
+) -> Engine:
     """Return an engine with new drafters and a new chooser."""
     drafters: dict[DrafterKind, Drafter] = {}
     if request.arm.partition(":")[0] not in ("off", "layer", "custom"):
@@ -210,7 +225,8 @@ def _engine(target: TargetModel, request: GenerateRequest, layer: DraftLayer | N
     if is_import_path(str(request.drafter)):
         methods = ("begin", "update", "move", "end", "propose")
         drafters["custom"] = _imported(str(request.drafter), "--drafter", methods)(target)
-    return Engine(target, drafters=drafters, chooser=_chooser(request.arm, drafters, target.supports_trees))
+    chooser = _chooser(request.arm, drafters, target.supports_trees)
+    return Engine(target, drafters=drafters, chooser=chooser, tokenizer=tokenizer)
 
 
 def _chooser(arm: str, drafters: Mapping[DrafterKind, Drafter], has_trees: bool) -> ArmChooser:

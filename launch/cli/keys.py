@@ -4,7 +4,7 @@ import ipaddress
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -50,8 +50,15 @@ class _Holder:
     names: Sequence[x509.GeneralName] = ()
 
 
-def make_keys(directory: Path, hosts: Sequence[str], nodes: Sequence[str] = (), *, days: int = DAYS) -> str:
-    """Write `directory`/hub for the hub and one folder for each of `nodes`.
+def make_keys(
+    directory: Path,
+    hosts: Sequence[str],
+    nodes: Sequence[str] = (),
+    *,
+    servers: Mapping[str, Sequence[str]] | None = None,
+    days: int = DAYS,
+) -> str:
+    """Write `directory`/hub for the hub and one folder for each of `nodes` and `servers`.
 
     Return the instructions for copying them.
 
@@ -64,14 +71,24 @@ def make_keys(directory: Path, hosts: Sequence[str], nodes: Sequence[str] = (), 
         directory: Folder for authority and keys.
         hosts: Host names and IP addresses at which nodes reach the hub.
         nodes: Names of the nodes.
+        servers: Rollout servers: name, and host names and IP addresses at which trainers reach it. One has a
+            node's certificate and one for its own services.
         days: Validity of the certificates.
     """
-    _check_names(hosts, nodes)
+    servers = servers or {}
+    _check_hosts(hosts, "--host", "the hub")
+    for name, places in servers.items():
+        _check_hosts(places, f"--server {name}", "the server")
+    _check_names(nodes, "--node")
+    _check_names(servers, "--server")
     try:
         authority = _authority(directory)
-        folders = [_hub(directory / HUB, authority, hosts, days)]
+        own = (*hosts, *_LOCAL)  # the hub's own machine can always use loopback
+        folders = [_serving(directory / HUB, authority, _Served("aedit hub", own), days)]
         _node(directory / HUB, authority, days)  # for calls to another hub, by a standby or a region's hub
-        folders += [_node(directory / name, authority, days) for name in nodes]
+        folders += [_node(directory / name, authority, days) for name in (*nodes, *servers)]
+        for name, places in servers.items():
+            _serving(directory / name, authority, _Served(name, places), days)
         if not nodes:
             folders.append(_shared(directory / ANY_NODE, authority))
     except OSError as error:
@@ -79,16 +96,33 @@ def make_keys(directory: Path, hosts: Sequence[str], nodes: Sequence[str] = (), 
     return _what_to_copy(directory, folders)
 
 
-def _check_names(hosts: Sequence[str], nodes: Sequence[str]) -> None:
+def servers_of(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the hosts of each server from words such as `spare-1=10.0.0.5,gpu-5.example.org`.
+
+    Raises UserError for words of another form.
+    """
+    found: dict[str, list[str]] = {}
+    for word in words:
+        name, sign, hosts = word.partition("=")
+        if not (name and sign and hosts):
+            raise UserError(f"--server: {word!r} is not NAME=HOST, as in spare-1=10.0.0.5,spare.example.org")
+        found[name] = hosts.split(",")
+    return found
+
+
+def _check_hosts(hosts: Sequence[str], flag: str, whom: str) -> None:
     if not hosts:
-        raise UserError("--host: missing; give the host names or IP addresses at which nodes reach the hub")
+        raise UserError(f"{flag}: missing; give the host names or IP addresses at which nodes reach {whom}")
     for host in hosts:
         if not _is_address(host) and not all(map(_NAME.fullmatch, host.split("."))):
-            raise UserError(f"--host: {host!r} is neither a host name nor an IP address (without port)")
-    for name in nodes:
+            raise UserError(f"{flag}: {host!r} is neither a host name nor an IP address (without port)")
+
+
+def _check_names(names: Iterable[str], flag: str) -> None:
+    for name in names:
         if not _NAME.fullmatch(name) or name in (HUB, ANY_NODE, CA, CA_KEY, TOKEN):
             raise UserError(
-                f"--node: {name!r} cannot be a folder of its own: use other letters, digits, '.', '_', '-'"
+                f"{flag}: {name!r} cannot be a folder of its own: use other letters, digits, '.', '_', '-'"
             )
 
 
@@ -118,12 +152,20 @@ def _found(directory: Path) -> None:
     _write(directory / CA_KEY, _pem(key))
 
 
-def _hub(folder: Path, authority: _Authority, hosts: Sequence[str], days: int) -> Path:
-    wanted = dict.fromkeys((*hosts, *_LOCAL))  # the hub's own machine can always use loopback
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """Name and hosts of who is called: the hub, or a rollout server."""
+
+    name: str
+    hosts: Sequence[str]
+
+
+def _serving(folder: Path, authority: _Authority, served: _Served, days: int) -> Path:
+    wanted = dict.fromkeys(served.hosts)
     names = [_general(host) for host in wanted]
     path = folder / f"{SERVER}.crt"
     if not path.exists():
-        _certify(path, authority, _Holder("aedit hub", ExtendedKeyUsageOID.SERVER_AUTH, names), days)
+        _certify(path, authority, _Holder(served.name, ExtendedKeyUsageOID.SERVER_AUTH, names), days)
     held = _certificate(path).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     if missing := [host for host, name in zip(wanted, names, strict=True) if name not in list(held)]:
         raise UserError(f"{path} is not for {', '.join(missing)}: remove {folder} and run `aedit keys` again")
@@ -232,9 +274,10 @@ def _what_to_copy(directory: Path, folders: Sequence[Path]) -> str:
         certificates = [path for path in (folder / f"{SERVER}.crt", folder / f"{NODE}.crt") if path.exists()]
         days = [_certificate(path).not_valid_after_utc for path in certificates]
         ends = f", valid until {min(days):%Y-%m-%d}" if days else ""
-        whom = {HUB: "the hub's machine", ANY_NODE: "every node"}.get(folder.name, f"node {folder.name}")
+        kind = "server" if (folder / f"{SERVER}.crt").exists() else "node"
+        whom = {HUB: "the hub's machine", ANY_NODE: "every node"}.get(folder.name, f"{kind} {folder.name}")
         lines.append(f"Copy {folder} to {whom}{ends}.")
-    if folders[1:] == [directory / ANY_NODE]:
+    if directory / ANY_NODE in folders:
         lines.append("The nodes have no certificates: the token alone lets them in.")
     lines.append("Then name the copied folder with --keys, on the hub and on the nodes.")
     return "\n".join(lines)

@@ -159,7 +159,8 @@ def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
-    serve = _command(commands, "serve", "generate rollouts for the run of a hub", _serve)
+    serve = _command(commands, "serve", "generate for a run, or serve a model over HTTP", _serve)
+    serve.set_defaults(command=serve)
     _with_flags(serve)
     add_serve_options(serve)
     _add_trust(serve)
@@ -173,7 +174,8 @@ def _add_trust(command: Parser) -> None:
 
 
 def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
-    keys = _command(commands, "keys", "make certificates and a token for a hub and its nodes", _keys)
+    does = "make certificates and a token for a hub, its nodes and rollout servers"
+    keys = _command(commands, "keys", does, _keys)
     keys.add_argument("out", metavar="DIR", type=Path, help="folder for them")
     keys.add_argument(
         "--host", metavar="NAME", action="append", default=[], help="host name or IP of the hub; repeatable"
@@ -181,6 +183,8 @@ def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
     keys.add_argument(
         "--node", metavar="NAME", action="append", default=[], help="name of a node; repeatable"
     )
+    does = "name of a rollout server, and host names or IPs at which trainers reach it; repeatable"
+    keys.add_argument("--server", metavar="NAME=HOST[,HOST]", action="append", default=[], help=does)
 
 
 def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -256,15 +260,33 @@ def _join(options: Options) -> int:
 
 
 def _serve(options: Options) -> int:
+    from aedit.launch.cli.model_options import MODEL_OPTIONS, RUN_OPTIONS, is_model, refuse_options
+
+    if is_model(options.place):
+        refuse_options(options.command, options, RUN_OPTIONS, "MODEL_DIR")
+        return _serve_model(options)
+    refuse_options(options.command, options, MODEL_OPTIONS, "HOST:PORT")
     from aedit.launch.serve.run_server import serve_run
 
     return serve_run(serve_request(options))
 
 
-def _keys(options: Options) -> None:
-    from aedit.launch.cli.keys import make_keys
+def _serve_model(options: Options) -> int:
+    from aedit.launch.cli.model_options import check_model_options, device_flag
+    from aedit.launch.cli.places import check_model_folder
 
-    print(make_keys(options.out, options.host, options.node))
+    options.device = device_flag(options.flags)
+    check_model_options(options)
+    check_model_folder(options.place)  # before torch is imported
+    from aedit.launch.cli.serve_model import serve_model
+
+    return serve_model(options)
+
+
+def _keys(options: Options) -> None:
+    from aedit.launch.cli.keys import make_keys, servers_of
+
+    print(make_keys(options.out, options.host, options.node, servers=servers_of(options.server)))
 
 
 def _status(options: Options) -> None:

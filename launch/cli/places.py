@@ -18,6 +18,15 @@ def policy_folder(place: str) -> Path:
     raise UserError(f"{place}: no run and no model directory, here or in {RUNS}; {hint}")
 
 
+def check_model_folder(place: str) -> None:
+    """Raise UserError unless `place` is a model directory."""
+    path = Path(place)
+    if (path / "run.toml").is_file():
+        raise UserError(f"{place}: a run, not a model directory: `aedit export {place} OUT`, then serve OUT")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{place}: no model directory: it has no config.json")
+
+
 def check_source(place: str) -> None:
     """Raise UserError unless `place` is a run directory, the folder of a hub, or HOST:PORT."""
     if not is_hub(place):

@@ -31,6 +31,19 @@ class Policy:
     stop_tokens: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class DirectoryModel:
+    """The model of a directory that `save_pretrained` wrote, with its `transformers` tokenizer."""
+
+    source: str
+    model: PreTrainedModel
+    tokenizer: Any
+    stop_tokens: tuple[int, ...]
+
+
+Loaded = Policy | DirectoryModel
+
+
 def load_policy(source: str) -> Policy:
     """Return the policy of a run or of a model directory.
 
@@ -54,12 +67,29 @@ def _of_run(source: str, path: Path) -> Policy:
     return Policy(source, model, encode, tokenizer.decode, (tokenizer.eos_id,))
 
 
-def _of_directory(source: str, path: Path) -> Policy:
+def read_directory(source: str, path: Path) -> DirectoryModel:
+    """Return the model of a directory that `save_pretrained` wrote; `source` is its name in messages.
+
+    Raises:
+        UserError: It has no usable model, or no tokenizer.
+    """
+    _logging.disable_progress_bar()
     model = read_model(source, path)
     try:
         tokenizer = _tokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # the readers of tokenizer files raise plain Exception, too
         raise UserError(f"{source}: no tokenizer there ({first_line(error)})") from error
+    eos_ids = model.generation_config.eos_token_id
+    stops = {tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None}
+    # A default of the configuration may be beyond the vocabulary; a token that cannot be drawn ends nothing.
+    vocabulary = model.config.get_text_config().vocab_size
+    fitting = tuple(sorted(stop for stop in stops if stop < vocabulary))
+    return DirectoryModel(source, model, tokenizer, fitting)
+
+
+def _of_directory(source: str, path: Path) -> Policy:
+    found = read_directory(source, path)
+    tokenizer = found.tokenizer
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
@@ -69,11 +99,7 @@ def _of_directory(source: str, path: Path) -> Policy:
         text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    eos_ids = model.generation_config.eos_token_id
-    stops = {tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None}
-    # A default of the configuration may be beyond the vocabulary; a token that cannot be drawn ends nothing.
-    vocabulary = model.config.get_text_config().vocab_size
-    return Policy(source, model, encode, decode, tuple(sorted(stop for stop in stops if stop < vocabulary)))
+    return Policy(source, found.model, encode, decode, found.stop_tokens)
 
 
 def read_model(source: str, path: Path) -> Any:

@@ -1,18 +1,21 @@
-"""Options of `aedit serve`."""
+"""Options of `aedit serve`: of a server of a run, and of one of a model directory."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aedit.launch.cli.arguments import Parser
+from aedit.launch.cli.model_options import add_model_options
 
 if TYPE_CHECKING:
     from aedit.launch.serve.run_server import ServeRequest
 
 
 def add_serve_options(command: Parser) -> None:
-    """Add the options of a server of a run. Configuration flags are taken too."""
-    command.add_argument("place", metavar="HOST:PORT", help="address of the hub of the run")
+    """Add the options of both kinds of servers. That of a run takes configuration flags, too."""
+    command.add_argument(
+        "place", metavar="HOST:PORT | MODEL_DIR", help="hub of a run, or a directory of save_pretrained"
+    )
     command.add_argument(
         "--as", dest="name", metavar="NAME", default="", help="name of this server in the run"
     )
@@ -28,6 +31,7 @@ def add_serve_options(command: Parser) -> None:
         default="",
         help="address at which they reach it, if that is another one than --address",
     )
+    add_model_options(command)
 
 
 def serve_request(options: argparse.Namespace) -> "ServeRequest":

@@ -234,6 +234,9 @@ class RunConfig:
     def _check_hub(self) -> None:
         """Raise ValueError for a value that has no effect with a hub, or without one."""
         hub, edit = self.hub, self.edit
+        listed = self.rl.servers != "hub" or bool(hub.address)
+        rule = "must be HOST:PORT,HOST:PORT in a run without a hub, which lists no servers"
+        check(listed, "rl.servers", rule, repr(self.rl.servers))
         if not hub.address:
             check(hub == HubConfig(), "hub.address", "must be HOST:PORT for [hub] to have an effect", "''")
             check(not self.outer.look_ahead, "outer.look_ahead", "needs a hub", self.outer.look_ahead)

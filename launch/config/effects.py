@@ -139,6 +139,18 @@ RULES = (
         lambda c: bool(c.prompts.source) and not _is_generated(c.prompts.source),
         "gym:GENERATOR or a function as package.module:name",
     ),
+    EffectRule(
+        ("rl.server_silent_s", "rl.on_new_version", "audit."),
+        "rl.servers",
+        lambda c: bool(c.prompts.source) and not c.rl.has_servers,
+        '"hub" or HOST:PORT',
+    ),
+    EffectRule(  # each batch has ended before the next version
+        ("rl.on_new_version",),
+        "rl.max_staleness",
+        lambda c: c.rl.has_servers and c.rl.max_staleness == 0,
+        "1 or more",
+    ),
     EffectRule(("rl.clip_low",), "rl.loss", lambda c: c.rl.loss == "cispo", "another loss"),
     EffectRule(
         ("rl.importance_cap",),

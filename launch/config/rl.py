@@ -164,7 +164,18 @@ class RLConfig:
 
     workers: int = 0
     """Processes per rank that generate, each with a copy of the weights; 0: the rank generates itself,
-    between two training steps."""
+    between two training steps. With `rl.servers` at least one runs, which does everything when no server is
+    there."""
+
+    servers: str = "off"
+    """Rollout servers that generate too: `hub` for those that the run's hub lists (`aedit serve ADDRESS`), or
+    addresses as `HOST:PORT,HOST:PORT`."""
+
+    server_silent_s: float = 5.0
+    """Silence after which a server's samples continue elsewhere."""
+
+    on_new_version: Literal["recompute", "finish"] = "recompute"
+    """Samples that run at a server when a new policy version comes: go on with it, or end with theirs."""
 
     supervised_steps: int = 0
     """Inner steps of a supervised warm-up on prompts and right answers, before the first rollout, for models
@@ -185,6 +196,21 @@ class RLConfig:
     sampling: RLSamplingConfig = field(default_factory=RLSamplingConfig)
 
     @property
+    def num_workers(self) -> int:
+        """Return the processes per rank that generate: at least one with `rl.servers`."""
+        return max(self.workers, self.has_servers)
+
+    @property
+    def has_servers(self) -> bool:
+        """Return whether rollout servers generate too."""
+        return self.servers != "off"
+
+    @property
+    def server_addresses(self) -> tuple[str, ...]:
+        """Return the addresses of servers that need no hub."""
+        return () if self.servers in ("off", "hub") else tuple(self.servers.split(","))
+
+    @property
     def version_dtype(self) -> str:
         """Return the dtype in which policy versions travel to rollout servers: bf16 or fp32."""
         return "bf16" if self.engine_dtype == "bf16" else "fp32"
@@ -195,6 +221,7 @@ class RLConfig:
             check(getattr(self, name) >= 1, f"rl.{name}", "must be at least 1", getattr(self, name))
         for name in ("kl", "max_staleness", "overlong", "rows", "workers", "supervised_steps", "eval_every"):
             check(getattr(self, name) >= 0, f"rl.{name}", "must not be negative", getattr(self, name))
+        self._check_servers()
         alone = self.group_size == 1 and not is_import_path(self.loss)
         check(not alone, "rl.group_size", "must be at least 2: advantages compare the rollouts of a group", 1)
         most = self.sampling.max_new_tokens
@@ -206,6 +233,16 @@ class RLConfig:
         check(self.clip_high > 0, "rl.clip_high", "must be above 0", self.clip_high)
         check(self.importance_cap > 0, "rl.importance_cap", "must be above 0", self.importance_cap)
         check(self.supervised_lr > 0, "rl.supervised_lr", "must be above 0", self.supervised_lr)
+
+    def _check_servers(self) -> None:
+        places = self.server_addresses
+        for place in places:
+            host, _, port = place.rpartition(":")
+            fits = bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16 and place == place.strip()
+            rule = 'must be "off", "hub", or HOST:PORT, several separated by commas'
+            check(fits, "rl.servers", rule, repr(self.servers))
+        check(len({*places}) == len(places), "rl.servers", "must name each server once", repr(self.servers))
+        check(self.server_silent_s > 0, "rl.server_silent_s", "must be above 0", self.server_silent_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

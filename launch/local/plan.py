@@ -250,8 +250,9 @@ def _rollouts_line(plan: Plan) -> str:
     size = rows * plan.config.data.seq_len * plan.kv_values_per_token * dtype.itemsize
     kv = f"{rows} rows with {_bytes(size)} of keys and values"
     weights = _bytes(plan.num_params * dtype.itemsize)
-    if rl.workers:
-        return f"{rl.workers} worker processes with {weights} of weights each, {kv} in all"
+    if rl.num_workers:
+        servers = ", which do all work when no server is there" if rl.has_servers else ""
+        return f"{rl.num_workers} worker processes with {weights} of weights each, {kv} in all{servers}"
     if plan.ranks == 1 and rl.engine_dtype == "same":
         return f"shares the parameters of the trainer; {kv}"
     more = gather_bytes(plan.shapes, plan.ranks, dtype) if plan.ranks > 1 else 0

@@ -28,7 +28,7 @@ from aedit.launch.node.build import check_fits, facts_of, started
 from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.hub_participation import HubParticipation
 from aedit.launch.node.inner import make_inner
-from aedit.launch.node.objective import NodeParts
+from aedit.launch.node.objective import HubMember, NodeParts
 from aedit.launch.node.objectives import (
     load_data,
     samples_per_step,
@@ -91,8 +91,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
             torch.manual_seed(config.seed + 1 + world.node)  # a different dropout mask per node
         clock = Clock()
         clock.start(max(link.news().elapsed_s, resumed.elapsed_s if resumed else 0.0))
-        origin = Origin(config.name, world.node, directory)
-        sinks = partial(open_sinks, config.log, origin)
+        sinks = partial(open_sinks, config.log, Origin(config.name, world.node, directory))
         recorder = Recorder(directory, clock, writes=world.leads, sinks=sinks)
         stop = StopAlone(sync.shards)
         parts = NodeParts(
@@ -104,6 +103,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
             stop=stop,
             recorder=recorder,
             shared=shared,
+            hub=HubMember(options.membership, lambda: (link.node, link.session)),
         )
         make = partial(
             TrainingNode,

@@ -10,6 +10,7 @@ from torch import Tensor
 from aedit.edit.apart import SharedModule
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
+from aedit.launch.config.placement import JoinOptions
 from aedit.launch.data.order import Order
 from aedit.launch.data.samples import Corpus, batch
 from aedit.launch.data.tokenizer import CorpusTokenizer
@@ -21,6 +22,15 @@ from aedit.launch.node.world import World
 from aedit.launch.rundir.recorder import Recorder
 
 AddLoss = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class HubMember:
+    """Membership of a node: the hub's addresses and keys, and what the hub knows the node by."""
+
+    options: JoinOptions
+    identity: Callable[[], tuple[int, int]]
+    """Returns index and session, which changes when the node joins again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +46,8 @@ class NodeParts:
     recorder: Recorder
     shared: SharedModule | None = None
     """The drafter as the nodes share it."""
+    hub: HubMember | None = None
+    """Membership of the node in a run with a hub."""
 
 
 class Objective(Protocol):

@@ -18,6 +18,7 @@ from aedit.launch.node.rl_objective import PolicyObjective
 from aedit.launch.node.rl_pipeline import GroupPipeline
 from aedit.launch.node.rl_policy import PolicyGradient, without_dropout
 from aedit.launch.node.rl_records import RLRecords, Waits
+from aedit.launch.node.rl_servers import make_training_audit
 from aedit.launch.node.rl_warm_up import WarmUp
 from aedit.launch.node.rl_workers import make_source
 from aedit.launch.node.sharding import make_model
@@ -62,7 +63,6 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         sampling=_sampling(config, parts, config.rl.sampling.temperature),
         check_stop=parts.stop.check,
     )
-    answers = AnswerTokens(parts.tokenizer, config.prompts.answer_key, config.data.seq_len)
     return PolicyObjective(
         config=config,
         sync=sync,
@@ -74,10 +74,9 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
             shards=sync.shards,
             device=world.device,
             learner=learner,
+            audit=make_training_audit(config, source),
         ),
-        warm_up=WarmUp(
-            config=config, model=sync.model, problems=problems.train, answers=answers, world=world
-        ),
+        warm_up=_warm_up(problems, parts),
         records=RLRecords(
             config=config, sync=sync, pipeline=pipeline, waits=waits, shards=sync.shards, online=online
         ),
@@ -88,6 +87,17 @@ def make_policy_objective(problems: ProblemSet, parts: NodeParts) -> PolicyObjec
         deaths=None if online is None else TrainerDeaths(online, parts.recorder.event),
         directory=parts.recorder.directory,
         started=config.rl.supervised_steps == 0,
+    )
+
+
+def _warm_up(problems: ProblemSet, parts: NodeParts) -> WarmUp:
+    config = parts.config
+    return WarmUp(
+        config=config,
+        model=parts.sync.model,
+        problems=problems.train,
+        answers=AnswerTokens(parts.tokenizer, config.prompts.answer_key, config.data.seq_len),
+        world=parts.world,
     )
 
 

@@ -12,6 +12,7 @@ from aedit.launch.config.config import RunConfig
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.rl_drafter import ForwardLearner, make_learner
 from aedit.launch.node.rl_engine import ARMS, DTYPES, make_engine_source
+from aedit.launch.node.rl_servers import make_servers
 from aedit.spec_rollout.drafters.drafts import parse_arm
 from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
 from aedit.spec_rollout.rl.source import RolloutSource
@@ -30,7 +31,7 @@ def make_source(
     longest: tokens of the longest prompt. Raises UserError if the model is not supported.
     """
     config, world = parts.config, parts.world
-    if not config.rl.workers:
+    if not config.rl.num_workers:
         return *make_engine_source(parts, longest), None
     directory = parts.recorder.directory / "workers" / str(world.rank)
 
@@ -46,11 +47,12 @@ def make_source(
                 parts.sync.model,
                 worker_config(parts, longest, directory, arms),
                 drafter=online,
+                servers=make_servers(parts, directory),
                 window=window,
                 report=record,
             )
         except ValueError as error:
-            raise UserError(f"rl.workers = {config.rl.workers}: {error}") from None
+            raise UserError(f"workers and servers of rollouts: {error}") from None
         opened.pop_all()
     return source, online, learner
 
@@ -64,8 +66,8 @@ def worker_config(parts: NodeParts, longest: int, directory: Path, arms: tuple[s
         tokenizer.mkdir(parents=True, exist_ok=True)
         parts.tokenizer.save(tokenizer)
     return WorkerConfig(
-        processes=config.rl.workers,
-        rows=config.rl.rows or ceil(samples / config.rl.workers),
+        processes=config.rl.num_workers,
+        rows=config.rl.rows or ceil(samples / config.rl.num_workers),
         max_tokens=longest + config.rl.sampling.max_new_tokens,
         dtype=DTYPES.get(config.rl.engine_dtype, torch.float32),
         device=str(parts.world.device),

@@ -22,6 +22,7 @@ from aedit.spec_rollout.migration.sample_text import decode_sampling
 from aedit.spec_rollout.sampling.samples import Sampling
 from aedit.spec_rollout.sampling.stops import TokenDecoder
 
+_PATTERNS = {torch.uint16: torch.bfloat16, torch.uint32: torch.float32, torch.uint64: torch.float64}
 _SECRET = secrets.SystemRandom().random
 
 
@@ -173,6 +174,6 @@ def score(policy: PolicyVersions, held: HeldRollout, sampling: Sampling) -> Scor
 
 
 def _tensor(value: Any) -> Tensor:
-    """Return a NumPy array as a tensor; uint16 holds the bits of bfloat16."""
+    """Return a NumPy array as a tensor; unsigned numbers hold the bits of floating-point ones."""
     tensor = torch.from_numpy(np.ascontiguousarray(value))
-    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
+    return tensor.view(_PATTERNS.get(tensor.dtype, tensor.dtype))

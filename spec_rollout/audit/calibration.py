@@ -32,7 +32,8 @@ HARD_MARGIN = 1.0
 MIN_RATE = 5e-5
 """Lower limit of the assumed rate of honest mismatches, however many tokens were measured."""
 
-_DEFAULT_EPS = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# Norms of `transformers` models compute in float32, also in a model of float64.
+_DEFAULT_EPS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 _P1 = {torch.float64: 0.01, torch.float32: 0.01, torch.bfloat16: 0.06, torch.float16: 0.03}
 _LOGPROB_MEDIAN = {torch.float64: 1e-3, torch.float32: 0.02, torch.bfloat16: 0.10, torch.float16: 0.05}
 

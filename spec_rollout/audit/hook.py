@@ -78,12 +78,18 @@ class Auditor(Protocol):
     def check(self, held: HeldRollout) -> AuditVerdict:
         """Recompute a sample under the policy."""
 
+    def accuse(self, server: str) -> None:
+        """Note a failure that was found elsewhere."""
+
     def close(self) -> None:
         """Free what it holds."""
 
 
 class WeightReader(Protocol):
-    """Reads the newest published policy."""
+    """Reads a published policy version."""
 
     def __call__(self) -> Mapping[str, Any] | None:
-        """Return the tensors as NumPy arrays by name (bfloat16 as uint16); None if they were replaced."""
+        """Return the tensors by name as bit patterns: NumPy arrays of uint16 (bfloat16), uint32 or uint64.
+
+        None if the version is no longer here.
+        """

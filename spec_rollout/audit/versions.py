@@ -27,7 +27,8 @@ class PolicyVersions:
         check(kept >= 1, "kept", "must be at least 1", kept)
         self._model = model.eval().requires_grad_(False)
         self._names = {name for name, _ in model.named_parameters()}
-        self._names |= set(model.state_dict()) & {name for name, _ in model.named_buffers()}
+        self._buffers = {*model.state_dict()} & {name for name, _ in model.named_buffers()}
+        self._names |= self._buffers
         self._shapes = {name: tuple(model.state_dict()[name].shape) for name in self._names}
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
@@ -47,7 +48,8 @@ class PolicyVersions:
 
         Args:
             version: Above all others.
-            weights: Tensors by the names of `model.state_dict()`, tied ones once. They are not copied if they
+            weights: Tensors by the names of `model.state_dict()`, tied ones once; buffers that are missing
+                are those of the model. They are not copied if they
                 have the verifier's dtype and device, and must not change afterwards.
 
         Raises:
@@ -57,6 +59,8 @@ class PolicyVersions:
         check(version > newest, "version", f"must be above {newest}", version)
         found = {name: weights[name] for name in self._names if name in weights}
         for name, shape in self._shapes.items():
+            if name not in found and name in self._buffers:
+                continue
             if name not in found or tuple(found[name].shape) != shape:
                 other = tuple(found[name].shape) if name in found else "missing"
                 raise ValueError(f"weights of version {version}: {name} is {other}, expected {shape}")

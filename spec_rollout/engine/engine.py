@@ -113,10 +113,7 @@ class Engine:
 
     @property
     def waiting(self) -> list[Rollout]:
-        """Return the waiting rollouts in the order in which they will start.
-
-        The first one waits until its whole prompt is computed; see `EngineLimits.prefill_tokens`.
-        """
+        """Return the waiting rollouts in the order in which they will start; the first may be in prefill."""
         return list(self._rows.waiting)
 
     @property
@@ -180,8 +177,7 @@ class Engine:
     def abort(self, rollout: Rollout) -> None:
         """End a running or waiting sample now, with the tokens that it has and finish_reason "abort".
 
-        Its row is free for the next waiting sample. `Step.finished` and `generate` do not report it. Call it
-        between two steps, also inside a loop over `generate`.
+        Its row is free for the next waiting sample. `Step.finished` and `generate` do not report it.
 
         Raises:
             ValueError: The rollout is not in this engine.
@@ -225,6 +221,10 @@ class Engine:
         Raises ValueError if another rank refuses the weights, RuntimeError if one was lost.
         """
         take_part(weights)
+
+    def clear_prefix_cache(self) -> None:
+        """Drop the keys and values that are kept for later samples."""
+        self._rows.prefix_cache.clear()
 
     def step(self) -> Step:
         """Run one pass of the policy over all running samples, each of which gets one token or more.
@@ -276,7 +276,7 @@ class Engine:
 
     def close(self) -> None:
         """Remove all samples. The memory is freed with the engine."""
-        self._keys.release(rollout.prompt for rollout in [*self.running, *self.waiting])
+        self._keys.release(each.prompt for each in [*self.running, *self.waiting])
         self._rows.waiting.clear()
         self._rows.end(range(len(self._rows.running)), finished=False)
 

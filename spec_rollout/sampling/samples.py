@@ -166,7 +166,8 @@ class Prompt:
         """Return a new rollout of this prompt, which continues the partial one if there is one."""
         begun = self.partial or Rollout(self)
         lists = [*begun.tokens], [*begun.logprobs], [*begun.versions], [*begun.top_logprobs]
-        return Rollout(replace(self, partial=None), *lists, passes=begun.passes, kv=begun.kv)
+        prompt, servers = replace(self, partial=None), [*begun.servers]
+        return Rollout(prompt, *lists, passes=begun.passes, servers=servers, kv=begun.kv)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,9 +21,11 @@ class AuditDone:
 
     session: Hashable
     held: tuple[Held, ...]
-    """The samples that were held when it began."""
+    """The samples that were held when it began and can be judged."""
     verdict: AuditVerdict | None
     """None: no sample was selected."""
+    unjudged: tuple[Held, ...] = ()
+    """Samples whose policy versions the auditor has not any more."""
     error: str = ""
     """The auditor itself has failed."""
 
@@ -60,6 +62,11 @@ class Audits:
         if self._auditor is not None:
             self._jobs.put(lambda auditor: auditor.publish(version, read))
 
+    def accuse(self, server: str) -> None:
+        """Tell the auditor that a server was found to lie elsewhere."""
+        if self._auditor is not None:
+            self._jobs.put(lambda auditor: auditor.accuse(server))
+
     def consider(self, name: Hashable, session: Session, now_s: float) -> None:
         """Release what is held, or ask the auditor if there is a new question. name: of the session."""
         if self._auditor is None:
@@ -93,7 +100,7 @@ class Audits:
             except Exception as error:
                 log.exception("the audit has failed")
                 self._post(
-                    AuditDone(None, (), None, f"the audit has failed: {type(error).__name__}: {error}")
+                    AuditDone(None, (), None, error=f"the audit has failed: {type(error).__name__}: {error}")
                 )
                 return
 
@@ -102,6 +109,8 @@ def _audit(
     auditor: Auditor, name: Hashable, server: str, held: tuple[Held, ...], draining: bool
 ) -> AuditDone:
     """Return the first decision about one of the samples; not final if there is none about any of them."""
+    unjudged = tuple(each for each in held if not auditor.can_judge(each.rollout))
+    held = tuple(each for each in held if each not in unjudged)
     rollouts: list[HeldRollout] = [each.rollout for each in held]
     verdict = None
     while rollouts:
@@ -111,4 +120,4 @@ def _audit(
         verdict = auditor.check(rollouts.pop(place))
         if verdict.is_final:
             break
-    return AuditDone(name, held, verdict)
+    return AuditDone(name, held, verdict, unjudged)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aedit.spec_rollout.servers.link_process import LinkProcess
+from aedit.spec_rollout.servers.publisher import version_layout
 from aedit.spec_rollout.servers.settings import LinkSettings
 from aedit.spec_rollout.workers.remote_workers import RemotePolicy
 from aedit.types import Layout, TensorLayout, UnitLayout, check
@@ -36,6 +37,9 @@ class Servers:
     """Folder of the node's keys; None: plaintext."""
     layout: Layout | None = None
     """Sync units of the model, equal on the servers; None: one unit per transformer block, and `rest`."""
+    dtype: str = ""
+    """Dtype of the versions that servers are given, equal on them: bf16, fp32 or fp64; empty: that of the
+    workers."""
     on_new_version: OnNewVersion = "recompute"
     """Samples that are running at a server when a new version comes continue with it, or end with theirs."""
     silent_s: float = 5.0
@@ -53,6 +57,8 @@ class Servers:
     what has the right form is delivered at once."""
     audit_options: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the audit, which JSON can hold."""
+    member: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Returns index and session of this node at the hub, which takes accusations of servers from members."""
     logs: Path | None = None
     """Directory of the process's output; None discards it."""
 
@@ -73,8 +79,14 @@ class Servers:
         return cls(addresses=addresses, **settings)
 
     def start(self, policy: RemotePolicy, report: Callable[[str, Mapping[str, Any]], None]) -> LinkProcess:
-        """Start the process that connects to the servers, and return at once."""
+        """Start the process that connects to the servers, and return at once.
+
+        Raises:
+            ValueError: The policy has not the units or the dtype that servers expect.
+        """
         specs = tuple((name, tuple(shape), dtype) for name, shape, dtype in policy.weights["specs"])
+        layout = self.layout or layout_of([(name, shape) for name, shape, _ in specs])
+        version_layout(specs, layout, self.dtype)
         settings = LinkSettings(
             addresses=self.addresses,
             hubs=self.hubs,
@@ -83,8 +95,9 @@ class Servers:
             trainer=self.trainer or secrets.token_hex(4),
             rank=self.rank,
             keys=str(self.keys or ""),
-            layout=self.layout or layout_of([(name, shape) for name, shape, _ in specs]),
+            layout=layout,
             specs=specs,
+            dtype=self.dtype,
             fd=policy.fd,
             vocabulary=policy.vocabulary,
             tokenizer=policy.tokenizer,
@@ -97,7 +110,7 @@ class Servers:
             auditor=self.auditor,
             audit_options=dict(self.audit_options),
         )
-        return LinkProcess(settings, report, logs=self.logs)
+        return LinkProcess(settings, report, member=self.member, logs=self.logs)
 
 
 def layout_of(tensors: list[tuple[str, tuple[int, ...]]]) -> Layout:

@@ -123,10 +123,21 @@ class LinkProcess:
         settings: LinkSettings,
         report: Callable[[str, Mapping[str, Any]], None],
         *,
+        member: Callable[[], tuple[int, int]] = lambda: (0, 0),
         logs: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Start the process.
+
+        Args:
+            settings: Settings of the process.
+            report: Takes an event and its fields.
+            member: Returns index and session of the node, by which the hub knows who accuses a server.
+            logs: Directory of its output.
+            clock: Monotonic seconds.
+        """
         self._settings, self._report, self._logs, self._clock = settings, report, logs, clock
+        self._member = member
         self._process: WorkerProcess | None = None
         self._lanes: dict[int, tuple[str, Lane]] = {}
         self._new: list[WorkerHandle] = []
@@ -161,8 +172,13 @@ class LinkProcess:
     def publish(self, version: int) -> None:
         """Say that a policy version is in the shared memory."""
         self._version = version
+        self._send_version()
+
+    def accuse(self, server: str, reason: str, evidence: Mapping[str, Any]) -> None:
+        """Leave a server whose tokens were found to be wrong, and report it to the hub."""
         if self._process is not None:
-            self._process.channel.send("publish", version=version)
+            fields = {"server": server, "reason": reason, "evidence": dict(evidence)}
+            self._process.channel.send("accuse", member=self._member(), **fields)
 
     def status(self) -> Mapping[str, Any]:
         """Return the figures of each server by name, and their sums."""
@@ -192,8 +208,11 @@ class LinkProcess:
             return
         self._quiet_s = 0.0
         self._process.channel.send("begin", path=sys.path, settings=self._settings.described())
-        if self._version:
-            self._process.channel.send("publish", version=self._version)
+        self._send_version()
+
+    def _send_version(self) -> None:
+        if self._process is not None and self._version:
+            self._process.channel.send("publish", member=self._member(), version=self._version)
 
     def _read(self, process: WorkerProcess) -> None:
         for message in process.channel.receive():
@@ -216,7 +235,7 @@ class LinkProcess:
         elif message["lane"] in self._lanes:
             name, lane = self._lanes[message["lane"]]
             if kind == "lost":
-                self._lost(name, lane, message["reason"], violation=message["violation"])
+                self._lost(name, lane, message["reason"], message)
                 return
             if kind == "report":
                 self._servers[name].now = message["server"]
@@ -244,20 +263,21 @@ class LinkProcess:
         self._waiting.append(handle)
         self._report("server_joined", {"server": name, "address": totals.address, "rows": handle.rows})
 
-    def _lost(self, name: str, lane: Lane, reason: str, *, violation: bool) -> None:
+    def _lost(self, name: str, lane: Lane, reason: str, message: Message | None = None) -> None:
+        found = message or {}
         lane.reason = reason
         del self._lanes[lane.number]
         self._waiting = [each for each in self._waiting if each.channel is not lane]
         totals = self._servers[name]
-        totals.lost(violation=violation)
-        kind = {"violation": True} if violation else {}
+        totals.lost(violation=found.get("violation", False))
+        kind = {key: found[key] for key in ("violation", "evidence") if found.get(key)}
         self._report("server_lost", {"server": name, "address": totals.address, "reason": reason, **kind})
 
     def _end(self, reason: str) -> None:
         """End the process, and with it all connections."""
         process, self._process = self._process, None
         for name, lane in list(self._lanes.values()):
-            self._lost(name, lane, reason, violation=False)
+            self._lost(name, lane, reason)
         if process is not None:
             try:
                 process.end()
@@ -267,6 +287,7 @@ class LinkProcess:
 
     def _died(self, reason: str) -> None:
         self._error = reason
+        self._report("servers_lost", {"reason": reason})
         self._restarts = self._restarts.died(
             self._clock(), worked=any(each.now for each in self._servers.values())
         )

@@ -4,13 +4,14 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from aedit.proto.versions.client import VersionsClient
-from aedit.proto.versions.store import VersionStore
+from aedit.proto.versions.store import LineUnknown, VersionStore
 from aedit.proto.wire import directory_pb2
 from aedit.proto.wire import rollouts_pb2 as pb
 from aedit.proto.wire.directory import DirectoryClient
@@ -29,6 +30,7 @@ from aedit.spec_rollout.servers.publisher import (
     VersionSender,
     VersionSource,
     VersionStored,
+    tensors_of,
     version_layout,
 )
 from aedit.spec_rollout.servers.report_checks import Violation
@@ -43,6 +45,9 @@ BEAT_S = 0.5
 """Interval of messages to a rank that has nothing else to hear."""
 LONGEST_TICK_S = 1.0
 """A longer time between two looks is this process's own silence, not that of the servers."""
+
+LONGEST_REASON = 256
+"""Characters of an accusation's reason that a hub takes."""
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +76,7 @@ class Links:
         self._channel, self._post = channel, post
         self._keys = client_keys(Path(settings.keys)) if settings.keys else None
         self._line = f"rank-{secrets.token_hex(8)}"
-        layout = version_layout(settings.specs, settings.layout)
+        layout = version_layout(settings.specs, settings.layout, settings.dtype)
         self._store = VersionStore(layout, ring=settings.ring)
         self._reader = ArrayReader(settings.specs, settings.fd)
         self._source = VersionSource(self._reader, self._store, self._line, post)
@@ -79,13 +84,19 @@ class Links:
         self._audits = Audits(make(settings) if make else None, post)
         self._discovery = self._discover(settings, post)
         self._decoder: TokenDecoder | None = None
+        self._member = (0, 0)
+        """Index and session of the node at the hub."""
         self._version, self._last_number, self._beat_s, self._now_s = 0, 0, now_s, now_s
 
     def handle(self, message: Message) -> None:
         """Do what the rank asks for. Messages to connections that have ended are left out."""
         kind = message["kind"]
-        if kind == "publish":
-            self._source.publish(message["version"])
+        if kind in ("publish", "accuse"):
+            self._member = message["member"]
+            if kind == "publish":
+                self._source.publish(message["version"])
+            else:
+                self._accused(message)
             return
         connection = self.connections.get(message["lane"])
         if connection is None or connection.session is None:
@@ -101,8 +112,10 @@ class Links:
         if isinstance(event, Listed):
             self.places.list(event.servers)
         elif isinstance(event, VersionStored):
+            if event.error:
+                raise RuntimeError(event.error)
             self._version = event.version
-            self._audits.publish(event.version, self._read_newest)
+            self._audits.publish(event.version, partial(self._arrays, event.version))
             for connection in self.connections.values():
                 connection.want(event.version, now_s)
         elif isinstance(event, AuditDone):
@@ -228,9 +241,20 @@ class Links:
         log.warning("%s: %s; %d samples discarded", connection.place.address, reason, discarded)
         self._accuse(connection, verdict)
         connection.closing = reason
-        self._forget(connection, violation=True)
+        self._forget(connection, violation=True, evidence=verdict.evidence)
 
-    def _forget(self, connection: Connection, *, violation: bool = False) -> None:
+    def _accused(self, message: Message) -> None:
+        """Act on a failure that the rank has found in what was released."""
+        verdict = AuditVerdict(passed=False, reason=message["reason"], evidence=message["evidence"])
+        self._audits.accuse(message["server"])
+        for connection in list(self.connections.values()):
+            session = connection.session
+            if session is not None and session.facts.name == message["server"]:
+                self._convict(connection, verdict)
+
+    def _forget(
+        self, connection: Connection, *, violation: bool = False, evidence: Mapping[str, Any] | None = None
+    ) -> None:
         del self.connections[connection.number]
         self._audits.forget(connection.number)
         session = connection.session
@@ -238,14 +262,19 @@ class Links:
         connection.place.closed(self._now_s, connection.closing, worked=worked, violation=violation)
         if session is not None:
             connection.report(self._now_s)
-            connection.to_rank("lost", reason=connection.closing, violation=violation)
+            connection.to_rank(
+                "lost", reason=connection.closing, violation=violation, evidence=dict(evidence or {})
+            )
 
     def _audited(self, done: AuditDone) -> None:
         if done.error:
             raise RuntimeError(done.error)
         self._audits.done(done.session, self._now_s)
         connection = self.connections.get(done.session) if isinstance(done.session, int) else None
-        if connection is None or connection.session is None or done.verdict is None:
+        if connection is None or connection.session is None:
+            return
+        connection.session.return_held(done.unjudged)
+        if done.verdict is None:
             return
         if not done.verdict.is_final:
             connection.session.return_held(done.held)
@@ -255,19 +284,27 @@ class Links:
             self._convict(connection, done.verdict)
 
     def _accuse(self, connection: Connection, verdict: AuditVerdict) -> None:
+        """Report a server to the hub; what has not the right form is no evidence, as it is not signed."""
         if self._discovery is None or connection.session is None or not verdict.evidence:
             return
-        facts = connection.session.facts
-        evidence = json.dumps(dict(verdict.evidence)).encode()
-        self._discovery.accuse(
-            directory_pb2.Accusation(
-                server=facts.name, public_key=facts.public_key, reason=verdict.reason, evidence=evidence
-            )
+        facts, (node, session) = connection.session.facts, self._member
+        accusation = directory_pb2.Accusation(
+            node=node,
+            session=session,
+            server=facts.name,
+            public_key=facts.public_key,
+            reason=verdict.reason[:LONGEST_REASON],
+            evidence=json.dumps(dict(verdict.evidence)).encode(),
         )
+        self._discovery.accuse(accusation)
 
-    def _read_newest(self) -> Any:
-        found = self._reader.newest()
-        return None if found is None else found.arrays
+    def _arrays(self, version: int) -> dict[str, Any] | None:
+        """Return copies of the tensors of a version as bit patterns; None if it is no longer here."""
+        try:
+            with self._store.hold(self._line, version) as units:
+                return tensors_of(self._store.layout.layout, units)
+        except LineUnknown:
+            return None
 
     def _described(self) -> list[dict[str, Any]]:
         """Return the addresses that there is no connection to, with the reasons."""

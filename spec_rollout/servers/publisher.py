@@ -2,15 +2,18 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aedit.proto.versions.client import VersionsClient
 from aedit.proto.versions.manifest import VersionLayout
 from aedit.proto.versions.store import LineUnknown, VersionStore
+from aedit.proto.versions.values import PATTERNS, Patterns
 from aedit.proto.wire.retry import HubRefused, HubUnreachable
 from aedit.spec_rollout.idle.slot_memory import ArrayReader
 from aedit.types import Layout
@@ -24,9 +27,10 @@ TORN_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class VersionStored:
-    """A version is in the store."""
+    """A version is in the store, or cannot be put there."""
 
     version: int
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +45,13 @@ class VersionGiven:
     """It has refused: another try would end the same way."""
 
 
-def version_layout(specs: Sequence[Sequence[Any]], layout: Layout) -> VersionLayout:
+def version_layout(specs: Sequence[Sequence[Any]], layout: Layout, dtype: str = "") -> VersionLayout:
     """Return units and dtype of the versions of a rank.
 
     Args:
         specs: Name, shape and dtype of each tensor in the shared memory.
         layout: The sync units of the model.
+        dtype: Of the versions; empty: that of the tensors.
 
     Raises:
         ValueError: A tensor of a unit is missing or has another shape, or the dtypes differ.
@@ -55,17 +60,48 @@ def version_layout(specs: Sequence[Sequence[Any]], layout: Layout) -> VersionLay
     dtypes = set()
     for unit in layout.units:
         for tensor in unit.tensors:
-            shape, dtype = found.get(tensor.name, ((), "missing"))
+            shape, kind = found.get(tensor.name, ((), "missing"))
             if shape != tensor.shape:
                 raise ValueError(
-                    f"tensor {tensor.name} of unit {unit.name} is {shape} ({dtype}), expected {tensor.shape}"
+                    f"tensor {tensor.name} of unit {unit.name} is {shape} ({kind}), expected {tensor.shape}"
                 )
-            dtypes.add(dtype)
+            dtypes.add(kind)
     if len(dtypes) != 1 or not dtypes <= {*DTYPES}:
         raise ValueError(
             f"the policy has tensors of {', '.join(sorted(dtypes))}: expected one of {', '.join(DTYPES)}"
         )
-    return VersionLayout(layout, DTYPES[dtypes.pop()])
+    found_dtype = DTYPES[dtypes.pop()]
+    wanted = dtype or found_dtype
+    if (found_dtype, wanted) not in {("fp64", "fp32"), (found_dtype, found_dtype)}:
+        raise ValueError(f"the policy is {found_dtype} in the workers: its versions cannot be {wanted}")
+    return VersionLayout(layout, wanted)
+
+
+def in_dtype(values: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Return bit patterns in the dtype of the versions, without loss.
+
+    Raises:
+        ValueError: They are fp64 and not those of fp32 values, as trained parameters are.
+    """
+    if dtype != "fp32" or values.dtype.itemsize == PATTERNS["fp32"].itemsize:
+        return values
+    wide = values.view(np.float64)
+    short = wide.astype(np.float32)
+    if not np.array_equal(short.astype(np.float64).view(values.dtype), values):
+        raise ValueError("the weights are fp64 and have no equal in fp32, the dtype of policy versions")
+    return short.view(PATTERNS["fp32"])
+
+
+def tensors_of(layout: Layout, units: Mapping[str, Patterns]) -> dict[str, Patterns]:
+    """Return copies of the tensors in the units of a version, by name."""
+    found = {}
+    for unit in layout.units:
+        start = 0
+        for tensor in unit.tensors:
+            end = start + prod(tensor.shape)
+            found[tensor.name] = units[unit.name][start:end].reshape(tensor.shape).copy()
+            start = end
+    return found
 
 
 class VersionSource:
@@ -87,6 +123,12 @@ class VersionSource:
             self._changed.notify()
 
     def _work(self) -> None:
+        try:
+            self._store_all()
+        except Exception as error:
+            self._post(VersionStored(0, f"{type(error).__name__}: {error}"))
+
+    def _store_all(self) -> None:
         stored = 0
         while True:
             with self._changed:
@@ -96,7 +138,10 @@ class VersionSource:
                 time.sleep(TORN_S)
                 continue
             units = {
-                unit.name: np.concatenate([found.arrays[each.name].reshape(-1) for each in unit.tensors])
+                unit.name: in_dtype(
+                    np.concatenate([found.arrays[each.name].reshape(-1) for each in unit.tensors]),
+                    self._store.layout.dtype,
+                )
                 for unit in self._store.layout.layout.units
             }
             self._store.publish(self._line, found.version, units)

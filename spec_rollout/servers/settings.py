@@ -25,6 +25,8 @@ class LinkSettings:
     """Sync units of the model."""
     specs: tuple[tuple[str, tuple[int, ...], str], ...]
     """Name, shape and dtype of each tensor in the shared memory."""
+    dtype: str
+    """Of the policy versions; empty: that of the shared memory."""
     fd: int
     """Of the shared memory."""
     vocabulary: int

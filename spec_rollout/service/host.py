@@ -12,17 +12,20 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from torch import Tensor
 
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.engine.request_checks import check_prompt
+from aedit.spec_rollout.engine.scoring import Scoring
 from aedit.spec_rollout.sampling.samples import Prompt
 from aedit.spec_rollout.service.host_line import HostLine
 from aedit.spec_rollout.service.host_loop import HostLoop, IdleWindow
 from aedit.spec_rollout.service.host_weights import LineWeights, NewWeights, OnNewVersion
-from aedit.spec_rollout.service.tickets import HostEnding, HostLimits, Priority, Receiver, Ticket
+from aedit.spec_rollout.service.tickets import HostEnding, HostLimits, Overloaded, Priority, Receiver, Ticket
+
+T = TypeVar("T")
 
 
 def _nothing() -> None:
@@ -156,6 +159,32 @@ class EngineHost:
         """End all samples, of one line or of all, with finish_reason "abort"."""
         self._loop.do(partial(self._loop.abort_all, line))
 
+    def score(self, line: str, scoring: Scoring) -> Future[Scoring]:
+        """Queue a text to score. A part of it is computed with each step of the line.
+
+        Returns:
+            A future of the same object with its results. It may be cancelled.
+
+        Raises:
+            Overloaded: As many texts wait as public samples may.
+            LineClosed: There is no such line.
+            HostEnding: The host is ending.
+            RuntimeError: The thread has died.
+        """
+        loop = self._loop
+        done: Future[Scoring] = Future()
+        with loop.changed:
+            loop.check_alive()
+            if loop.is_ending:
+                raise HostEnding("the server is ending and takes no texts")
+            queue, most = loop.line(line).scorings, self.limits.max_waiting_public
+            if len(queue) >= most:
+                retry_after_s = loop.figures.retry_after_s(len(queue))
+                raise Overloaded(f"max_waiting_public {most}: so many texts wait already", retry_after_s)
+            queue.append((scoring, done))
+            loop.changed.notify_all()
+        return done
+
     # --- weights
 
     def swap(
@@ -190,6 +219,15 @@ class EngineHost:
             self._loop.check_alive()
             self._loop.line(line).weights.add(new)
         return new.done
+
+    def call(self, line: str, function: Callable[[Engine], T]) -> Future[T]:
+        """Call a function with the engine of a line between two steps; return a future of its result."""
+        done: Future[T] = Future()
+        with self._loop.changed:
+            self._loop.line(line)
+            self._loop.do(partial(self._loop.call, line, function, done))
+            self._loop.calls.add(done)
+        return done
 
     # --- state
 

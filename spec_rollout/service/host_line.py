@@ -1,11 +1,15 @@
 """One line of an `EngineHost`: its engine, and the samples that are in it. Used by the host's thread only."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.engine.meters import Step
+from aedit.spec_rollout.engine.scoring import Scoring
 from aedit.spec_rollout.engine.verification import NoNextTokenError
 from aedit.spec_rollout.model.kv_spans import KVMemoryError
 from aedit.spec_rollout.sampling.samples import Rollout
@@ -44,6 +48,8 @@ class HostLine:
         """Samples in the engine, by the key of their noise."""
         self._finishing: set[SampleKey] = set()
         """Samples in the engine that ends those of older weights."""
+        self.scorings = deque[tuple[Scoring, Future[Scoring]]]()
+        """Texts to score, in the order in which they came. A part of the first one goes with each step."""
         self.turn = 0
         """Number of its last turn."""
 
@@ -56,6 +62,11 @@ class HostLine:
     def num_finishing(self) -> int:
         """Return the number of samples that end with older weights."""
         return len(self._finishing)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return true if samples are in the engine, or texts wait to be scored."""
+        return bool(self.tickets or self.scorings)
 
     @property
     def has_run_samples(self) -> bool:
@@ -125,6 +136,8 @@ class HostLine:
         A sample for which the engine has no next token or no memory fails; the others go on.
         """
         self._between_steps()
+        if self.scorings:
+            self._score()
         if self.weights.finishing is not None:
             self._step(self.weights.finishing)
         self._step(self.engine)
@@ -140,6 +153,22 @@ class HostLine:
             self._fail_rollouts((*engine.running, *engine.waiting), error)
         else:
             self._report(step)
+
+    def _score(self) -> None:
+        """Compute a part of the first text to score."""
+        scoring, done = self.scorings[0]
+        if done.cancelled():
+            self.scorings.popleft()
+            return
+        try:
+            is_last = scoring.advance(self.engine)
+        except (ValueError, IndexError, RuntimeError) as error:
+            self.scorings.popleft()
+            settle(done, error)
+        else:
+            if is_last:
+                self.scorings.popleft()
+                settle(done, None, scoring)
 
     def abort(self, ticket: Ticket) -> None:
         """End a sample that waits or is in the engine."""
@@ -214,3 +243,13 @@ def _tell(ticket: Ticket, call: Callable[[], None]) -> bool:
         log.exception("the receiver of sample %s raised: it gets nothing more", ticket.prompt.name)
         return False
     return True
+
+
+def settle(done: Future[Any], error: Exception | None, result: Any = None) -> None:
+    """End a future, unless it was cancelled."""
+    if done.cancelled() or not done.set_running_or_notify_cancel():
+        return
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(result)

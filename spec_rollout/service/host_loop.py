@@ -9,10 +9,13 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
+from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.service.host_figures import HostFigures
-from aedit.spec_rollout.service.host_line import HostLine
+from aedit.spec_rollout.service.host_line import HostLine, settle
 from aedit.spec_rollout.service.tickets import (
     DeadlinePassed,
     HostEnding,
@@ -22,6 +25,8 @@ from aedit.spec_rollout.service.tickets import (
     Ticket,
 )
 from aedit.spec_rollout.service.waiting import WaitingSamples
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +47,8 @@ class HostLoop:
         self.lines: dict[str, HostLine] = {}
         self.waiting = WaitingSamples(limits)
         self.commands = deque[Callable[[], None]]()
+        self.calls: set[Future[Any]] = set()
+        """Calls that have not ended."""
         self.figures = HostFigures(clock)
         self.num_live = 0
         """Samples that wait or are in an engine."""
@@ -104,7 +111,7 @@ class HostLoop:
         return bool(self.waiting.first(line.name, priority, 1, lambda t: t.min_version <= version))
 
     def _is_busy(self, line: HostLine) -> bool:
-        return bool(line.tickets) or any(self._is_ready(line, each) for each in Priority)
+        return line.is_busy or any(self._is_ready(line, each) for each in Priority)
 
     def _has_run_samples(self, line: HostLine) -> bool:
         return line.has_run_samples or self._is_ready(line, Priority.RUN)
@@ -223,16 +230,34 @@ class HostLoop:
         """Remove a line; its samples fail."""
         reason = error or LineClosed(f"line {name!r} was closed")
         with self.changed:
-            line = self.lines.get(name)
+            line = self.lines.pop(name, None)
+            waiting = [ticket for ticket in self.waiting if ticket.line == name]
+            for ticket in waiting:
+                self.waiting.remove(ticket)
+            self.figures.forget(name)
         if line is None:
             return
-        for ticket in self._tickets(name):
-            self._take(ticket).fail(ticket, reason)
+        for ticket in [*line.tickets.values(), *waiting]:
+            line.fail(ticket, reason)
+        for _, done in line.scorings:
+            settle(done, reason)
         line.engine.close()
         with self.changed:
             line.weights.close(reason)
-            del self.lines[name]
-            self.figures.forget(name)
+
+    def call(self, name: str, function: Callable[[Engine], T], done: Future[T]) -> None:
+        """Call a function with the engine of a line."""
+        try:
+            with self.changed:
+                line = self.line(name)
+            result = function(line.engine)
+            with self.changed:
+                self.figures.update(line)
+        except Exception as error:
+            settle(done, error)
+        else:
+            settle(done, None, result)
+        self.calls.discard(done)
 
     def _end_all(self, error: Exception) -> None:
         with self.changed:
@@ -241,3 +266,6 @@ class HostLoop:
             self.changed.notify_all()
         for name in names:
             self.close_line(name, error)
+        for done in self.calls:
+            settle(done, error)
+        self.calls.clear()

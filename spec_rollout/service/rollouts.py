@@ -147,13 +147,26 @@ class RolloutService:
         threading.Thread(target=self._read, args=(call, messages), name="read stream", daemon=True).start()
 
     def _admit(self, call: "_Call") -> Refusal | None:
+        """Count a new call. In place of one too many, the oldest one that has not sent Open ends."""
+        most, oldest = self._limits.streams, None
         with self._lock:
             if self._is_ending:
                 return _ending()
-            if len(self._calls) >= self._limits.streams:
-                text = f"this server has {self._limits.streams} streams, which is its limit"
-                return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            there = [each for each in self._calls if not each.is_over]
+            same = [each for each in there if each.host == call.host]
+            for calls, limit in ((same, self._limits.streams_per_host), (there, most)):
+                if len(calls) >= limit:
+                    unopened = [each for each in calls if each.stream is None]
+                    if not unopened:
+                        who = "this server has" if calls is there else "your host has"
+                        text = f"{who} {limit} streams, which is the limit"
+                        return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+                    oldest = min(unopened, key=lambda each: each.began_s)
+                    break
             self._calls.add(call)
+        if oldest is not None:
+            text = "another stream has taken the place of this one, which had not sent open"
+            oldest.end(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
         return None
 
     def _leave(self, call: "_Call") -> None:
@@ -253,6 +266,7 @@ class _Call:
 
     def __init__(self, context: grpc.ServicerContext, clock: Callable[[], float]) -> None:
         self.context, self._clock = context, clock
+        self.host, self.began_s = context.peer().rpartition(":")[0], clock()
         self.stream: TrainerStream | None = None
         self.reason: Refusal | None = None
         """Why the server has ended it."""

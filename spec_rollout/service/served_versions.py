@@ -9,6 +9,7 @@ from torch import Tensor
 from aedit.proto.versions.manifest import Manifest, VersionLayout
 from aedit.proto.versions.service import VersionsCore, versions_service
 from aedit.proto.versions.store import LineUnknown, VersionStore
+from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.service import Caller, Service
 from aedit.spec_rollout.service.host import EngineHost
 from aedit.spec_rollout.service.trainer_lines import TrainerLines
@@ -36,8 +37,8 @@ class ServedVersions:
         self._core: VersionsCore | None = None
         self._lines: TrainerLines | None = None
 
-    def serve(self, lines: TrainerLines) -> Service:
-        """Return the service `Versions`, in which only the author of a line may write."""
+    def serve(self, lines: TrainerLines, limits: Limits | None = None) -> Service:
+        """Return the service `Versions`, in which only the author of a line may write. limits: per peer."""
 
         def may_author(line: str, caller: Caller) -> bool:
             lines.authored(line, caller.secret)  # its refusal has the reason
@@ -45,7 +46,7 @@ class ServedVersions:
 
         self._lines = lines
         self._core = VersionsCore(self.store, may_author, self.arrived)
-        return versions_service(self._core)
+        return versions_service(self._core, limits)
 
     def open(self, line: str) -> None:
         """Begin to keep versions of a line. Raises ValueError for a wrong name or too many lines."""

@@ -11,6 +11,8 @@ class StreamLimits:
 
     streams: int = 64
     """Streams at a time, including those that have not sent Open."""
+    streams_per_host: int = 48
+    """Streams of one host at a time: none takes all places."""
     waiting: int = 1024
     """Samples of one stream beyond the rows of its engine."""
     lines: int = 4

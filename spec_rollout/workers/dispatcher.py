@@ -122,7 +122,8 @@ class Dispatcher:
         elif kind == "report":
             worker.read_figures(message)
             self.samples.note_progress(worker.index, message.get("progress", ()))
-            for rollout in self.samples.extend(worker.index, message, worker.cancelled):
+            server = "" if worker.is_local else worker.name
+            for rollout in self.samples.extend(worker.index, message, worker.cancelled, server):
                 del worker.samples[rollout.prompt.key]
                 worker.finished += 1
                 self._record(rollout)

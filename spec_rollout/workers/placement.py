@@ -28,9 +28,16 @@ class WorkerLoad:
     room: int | None = None
     """Further samples that it takes; None: any number."""
 
-    def tokens_per_s(self, speed: EngineSpeed) -> float:
-        """Return its throughput with all rows in use."""
-        return self.rows / max(1e-9, (self.speed or speed).token_s(self.rows))
+    def token_s(self, speed: EngineSpeed) -> float:
+        """Return the seconds per token of a sample with all rows in use.
+
+        speed: Of a worker that has not been measured.
+        """
+        return max(1e-9, (self.speed or speed).token_s(self.rows))
+
+    def finish_s(self, tokens: float, longest: float, speed: EngineSpeed) -> float:
+        """Return when it has drawn so many tokens, of which one sample has `longest`, one after another."""
+        return self.delay_s + max(tokens / self.rows, longest) * self.token_s(speed)
 
 
 def place(
@@ -40,8 +47,9 @@ def place(
 
     Samples of one group stay together as far as no worker gets more than its share of all: their prompt is
     computed once, and each draws drafts from the others' text. The longest expected part goes first, to the
-    worker that will finish it first (Graham 1969, longest processing time first). Samples for which no worker
-    has room are left out.
+    worker that will finish it first (Graham 1969, longest processing time first). A slow one that is free may
+    take longer for a single sample than the others for all of theirs. Samples for which no worker has room
+    are left out.
 
     Args:
         samples: Samples to place.
@@ -53,7 +61,7 @@ def place(
     if not workers:
         return []
     known = next((each.speed for each in workers.values() if each.speed is not None), GUESS)
-    rate = {i: each.tokens_per_s(known) for i, each in workers.items()}
+    rate = {i: each.rows / each.token_s(known) for i, each in workers.items()}
     work = {i: each.tokens for i, each in workers.items()}
     parts = [part for group in _groups(samples) for part in _parts(group, _largest(len(samples), rate))]
 
@@ -62,11 +70,12 @@ def place(
 
     placed = []
     for part in sorted(parts, key=expected, reverse=True):
-        more = expected(part)
+        more, longest = expected(part), max(sample.expected_remaining(lengths) for sample in part)
         free = [i for i in work if room[i] >= len(part)] or [i for i in work if room[i] > 0]
         if not free:
             break
-        chosen = min(free, key=lambda i: workers[i].delay_s + (work[i] + more) / rate[i])
+        ends_s = {i: workers[i].finish_s(work[i] + more, longest, known) for i in free}
+        chosen = min(free, key=ends_s.__getitem__)
         work[chosen] += more
         longest_first = sorted(part, key=lambda sample: -sample.expected_remaining(lengths))
         taken = longest_first[: int(min(room[chosen], len(part)))]

@@ -16,7 +16,8 @@ class RemoteEngine:
     def load(self) -> EngineLoad | None:
         """Return the samples of the worker.
 
-        None while it does not run or has not the newest policy, or no worker's speed is known.
+        None while it does not run, takes no samples or has not the newest policy, or no worker's speed is
+        known.
         """
         workers = self._dispatcher.pool.workers
         worker = workers.get(self._index)
@@ -27,7 +28,7 @@ class RemoteEngine:
         samples = map(self._dispatcher.samples.unfinished, worker.samples)
         running_first = sorted(samples, key=lambda sample: not sample.emitted)
         rows = worker.rows if worker.room is None else min(worker.rows, worker.room)
-        return EngineLoad(tuple(running_first), rows, known[0])
+        return EngineLoad(tuple(running_first), rows, known[0]) if rows else None
 
     def remove(self, key: SampleKey) -> Prompt | None:
         """Take a sample from the worker between two of its steps; return None if it has finished meanwhile.

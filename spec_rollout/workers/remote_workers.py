@@ -26,6 +26,9 @@ class RemoteWorkers(Protocol):
     def publish(self, version: int) -> None:
         """Say that a policy version is in the shared memory."""
 
+    def accuse(self, server: str, reason: str, evidence: Mapping[str, Any]) -> None:
+        """Say that samples of a worker, by its name, are not those of the policy."""
+
     def status(self) -> Mapping[str, Any]:
         """Return the figures of all workers so far."""
 

@@ -72,17 +72,21 @@ class Samples:
         most = prompt.sampling.max_new_tokens
         return UnfinishedSample(key, len(prompt.tokens) + emitted, emitted, most, prompt.group)
 
-    def extend(self, worker: int, message: Message, cancelled: Collection[SampleKey]) -> list[Rollout]:
+    def extend(
+        self, worker: int, message: Message, cancelled: Collection[SampleKey], server: str = ""
+    ) -> list[Rollout]:
         """Append the tokens that `worker` reports and return the samples that have finished.
 
         Reports on samples that are no longer the worker's are left out: another one continues them. So are
-        those of `cancelled` keys, which may have been added again since.
+        those of `cancelled` keys, which may have been added again since. server: name of a worker that is
+        one.
         """
         for rollout, number, tokens, logprobs, versions, top, passes in message["tokens"]:
             sample = self._samples.get((rollout, number))
             if sample is None or sample.worker != worker or (rollout, number) in cancelled:
                 continue
             text = sample.rollout
+            text.note_server(server)
             text.tokens += tokens
             text.logprobs += logprobs
             text.versions += versions

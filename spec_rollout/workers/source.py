@@ -192,6 +192,19 @@ class WorkerSource:
             self._reallocator.record_finished(rollout)
         return finished
 
+    def accuse(self, server: str, reason: str, evidence: Mapping[str, Any]) -> None:
+        """Report a server whose samples are not those of the policy.
+
+        Nothing more of what it has sent is used, and it gets no more samples for a while.
+
+        Args:
+            server: Name in `Rollout.servers`.
+            reason: In words.
+            evidence: For the hub, if there is one: what JSON can hold.
+        """
+        if self._pool.remote is not None:
+            self._pool.remote.accuse(server, reason, evidence)
+
     def pending(self) -> list[Prompt]:
         """Return the unfinished samples, as prompts that continue them after the tokens reported so far."""
         return self._samples.prompts()

@@ -40,11 +40,12 @@ def moments():
 
 
 class Saboteur:
-    """Carries out the deeds of one process and records which samples its node draws."""
+    """Carries out the deeds of one process and records which samples its node draws, and groups it trains."""
 
     def __init__(self, deeds, directory, process):
         self.deeds, self.directory, self.step = list(deeds), directory, 0
         self.draws = directory / f"draws_{process}.jsonl"
+        self.groups = directory / f"groups_{process}.jsonl"
         for moment, (owner, method) in moments().items():
             self._precede(owner, method, moment)
         self._follow_draws()
@@ -88,6 +89,10 @@ class Saboteur:
 
         def kept(stream, count):
             groups = [stream._batch[i].group for i in range(count)]
+            with self.groups.open("a") as file:
+                for group in groups:
+                    texts = [[rollout.tokens, rollout.finish_reason] for rollout in group.rollouts]
+                    print(json.dumps([group.position, group.problem.index, group.rewards, texts]), file=file)
             with self.draws.open("a") as file:
                 drawn = [[group.position, group.problem.index] for group in groups]
                 print(json.dumps([self.step, drawn]), file=file)

@@ -69,7 +69,9 @@ class TinyServer:
     `publish` gives a line its weights past the network; `Author` does it as a trainer does.
     """
 
-    def __init__(self, name="server", *, rows=4, seed=9, limits=None, gate=lambda: None, keys=None):
+    def __init__(
+        self, name="server", *, rows=4, seed=9, limits=None, gate=lambda: None, keys=None, wire_limits=None
+    ):
         self.name, self.rows, self.seed, self.gate = name, rows, seed, gate
         self.limits = limits or StreamLimits()
         self.made = {}
@@ -80,7 +82,7 @@ class TinyServer:
         self.versions = ServedVersions(layout, self.host, ring=2, max_lines=num_lines)
         self.lines = TrainerLines(self.host, self._make, self.versions, self.limits)
         self.service = RolloutService(self.identity, self.host, self.lines, self.limits)
-        services = [self.service.service(), self.versions.serve(self.lines)]
+        services = [self.service.service(), self.versions.serve(self.lines, wire_limits)]
         self.server = Server(services, "127.0.0.1:0", keys=keys)
         self.address = self.server.address
 
@@ -201,7 +203,12 @@ class TrainerEnd:
         """Wait until the server has ended the stream, and return code and text."""
         with self.changed:
             assert self.changed.wait_for(lambda: self.error is not None, WAIT_S), "the stream has not ended"
-        return self.error.code(), self.error.details()
+        return None if isinstance(self.error, EOFError) else (self.error.code(), self.error.details())
+
+    def end_quietly(self):
+        """End the stream from this side, as a trainer that leaves."""
+        self._out.put(None)
+        self.end()
 
     def close(self):
         self._out.put(None)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from aedit.edit import canonical
@@ -38,8 +37,9 @@ max_new_tokens = 32
 kind = "{drafter}"
 [hub]
 address = "127.0.0.1:0"
-expire_s = 20.0
+expire_s = 600.0
 quorum = 1
+codec = "fp32"
 [serve]
 rows = 4
 lines = 2
@@ -53,15 +53,14 @@ def write_served_run(directory, *, drafter="suffix", steps=100000):
 
 
 class Founder(Client):
-    """A node that founds the run with the model's own weights, and moves them by noise of its own."""
+    """A node that founds the run with the model's own weights, and pushes noise after that."""
 
     @classmethod
     def of(cls, address, toml):
         run = ServedRun.of(load(toml, []).config)
         units = find_units(run.model, run.config.edit.units)
         found = cls(address, numels=tuple(unit.numel for unit in units))
-        found.layout, found.run = canonical.layout(units), run
-        found.values = [flat(unit) for unit in units]
+        found.layout, found.run, found.toml = canonical.layout(units), run, toml
         return found
 
     def request(self, **others):
@@ -73,9 +72,15 @@ class Founder(Client):
         request.facts.update({"seed": "0"} | others)
         return request
 
-
-def flat(unit):
-    return np.concatenate([p.detach().numpy().reshape(-1) for p in unit.params])
+    def model(self):
+        """Return the run's model with the anchors that the hub has now."""
+        units = find_units(self.run.model, self.run.config.edit.units)
+        with torch.no_grad():
+            for unit, each in enumerate(units):
+                flat = torch.from_numpy(self.anchor(unit)[1].copy())
+                for p, part in zip(each.params, flat.split([p.numel() for p in each.params]), strict=True):
+                    p.copy_(part.view_as(p))
+        return self.run.model
 
 
 class ServeProcess:
@@ -134,13 +139,3 @@ def served_run(tmp_path, *, num_servers=1, words=(), **settings):
             for server in servers:
                 server.process.kill()
                 server.process.wait(LIMIT_S)
-
-
-def model_of(run, units):
-    """Return the run's model with these values per unit."""
-    parts = [torch.from_numpy(values.copy()) for values in units]
-    for unit, part in zip(find_units(run.model, run.config.edit.units), parts, strict=True):
-        for p, piece in zip(unit.params, part.split([p.numel() for p in unit.params]), strict=True):
-            with torch.no_grad():
-                p.copy_(piece.view_as(p))
-    return run.model

@@ -1,0 +1,112 @@
+"""`aedit serve MODEL_DIR`: a Hugging Face model directory over HTTP, no run needed."""
+
+import signal
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aedit.launch.cli.generate import AUTO, GenerateRequest, make_engine
+from aedit.launch.cli.model_options import control_address
+from aedit.launch.cli.policy import DirectoryModel, read_directory
+from aedit.launch.serve.model_server import (
+    SIGNALS,
+    Addresses,
+    Ending,
+    close_servers,
+    read_keys,
+    start_servers,
+    wait_for_end,
+)
+from aedit.spec_rollout.engine.engine import Engine
+from aedit.spec_rollout.service.host import EngineHost
+from aedit.spec_rollout.service.http.service import Service
+from aedit.spec_rollout.service.http.text_codec import TextCodec
+from aedit.spec_rollout.service.tickets import HostLimits
+from aedit.types import UserError
+
+DEFAULT_MAX_TOKENS = 4096
+LINE = "model"
+
+
+def serve_model(options: Namespace) -> int:
+    """Serve a model directory until Ctrl-C or SIGTERM; return the exit code.
+
+    Raises:
+        UserError: The model, an option or an address cannot be used.
+    """
+    addresses = _addresses(options)
+    ending = Ending()
+    previous = {number: signal.signal(number, ending.ask) for number in SIGNALS}
+    try:
+        policy = read_directory(options.place, Path(options.place))
+        engine = _engine(policy, options)
+        host = EngineHost(HostLimits(max_waiting_public=options.max_waiting))
+        host.open(LINE, lambda: engine)
+        service = Service(
+            host=host,
+            line=LINE,
+            codec=TextCodec(policy.tokenizer),
+            model=options.served_name or Path(options.place).resolve().name,
+            eos=policy.stop_tokens,
+        )
+        service.metrics.follow(host.status)
+        return _serve(service, addresses, ending, options.end_s)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _serve(service: Service, addresses: Addresses, ending: Ending, end_s: float) -> int:
+    servers = start_servers(service, addresses)
+    at = ", ".join(f"http://{server.address}" for server in servers[:1])
+    control = f", control at http://{servers[1].address}" if len(servers) > 1 else ""
+    print(f"serving {service.model} at {at}{control}", flush=True)
+    error = wait_for_end(ending, service)
+    # Answers that are not finished in time are ended; new requests get 503 meanwhile.
+    if error is None and not service.host.drain(end_s):
+        service.host.abort_all()
+        service.host.drain(end_s)
+    close_servers(servers)
+    service.host.close()
+    if error is not None:
+        raise RuntimeError("the engine's thread has died") from error
+    return 0
+
+
+def _best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _addresses(options: Namespace) -> Addresses:
+    control = control_address(options.control) if options.control else None
+    public, private = options.api_key_file, options.control_key_file
+    return Addresses(
+        host=options.host,
+        port=options.port,
+        keys=() if public is None else read_keys(public, "--api-key-file"),
+        control=control,
+        control_keys=() if private is None else read_keys(private, "--control-key-file"),
+        weights_root=options.weights_root,
+    )
+
+
+def _engine(policy: DirectoryModel, options: Namespace) -> Engine:
+    """Return the engine of the options."""
+    device = options.device if options.device not in ("", "auto") else _best_device()
+    most = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    limit = most if isinstance(most, int) else DEFAULT_MAX_TOKENS
+    max_tokens = options.max_tokens or min(limit, DEFAULT_MAX_TOKENS)
+    if max_tokens > limit:
+        raise UserError(f"--max-tokens {max_tokens}: this model has {limit} positions")
+    dtype: Any = {} if options.dtype == "auto" else {"dtype": getattr(torch, options.dtype)}
+    try:
+        policy.model.to(device=device, **dtype)
+    except (RuntimeError, AssertionError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--device {device}: cannot be used: {first}") from None
+    arm = options.arm or AUTO
+    drafter = None if options.drafter is None else Path(options.drafter)
+    request = GenerateRequest(prompts=(), arm=arm, drafter=drafter)
+    return make_engine(policy, request, rows=options.rows, max_tokens=max_tokens)

@@ -1,0 +1,180 @@
+"""Control routes: pause, weights, samples. They change the server, so they have an address of their own."""
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from aedit.spec_rollout.service.http.bodies import json_body
+from aedit.spec_rollout.service.http.errors import ApiError, bad_request, host_error
+from aedit.spec_rollout.service.http.fields import Fields
+from aedit.spec_rollout.service.http.prompts import in_thread
+from aedit.spec_rollout.service.http.service import Service
+from aedit.spec_rollout.service.http.weight_files import checksums, read_weights
+
+UPDATE_S = 600.0
+"""Time for new weights to be read and taken over."""
+MODES = ("keep", "abort")
+
+
+def control_routes(root: Path | None) -> list[Route]:
+    """Return the control routes; weights are read from directories below `root` only, None: from none."""
+    control = _Control(root)
+    return [
+        Route("/pause", control.pause, methods=["POST"]),
+        Route("/resume", control.resume, methods=["POST"]),
+        Route("/is_paused", control.is_paused),
+        Route("/abort_requests", control.abort_requests, methods=["POST"]),
+        Route("/update_weights", control.update_weights, methods=["POST"]),
+        Route("/weight_info", control.weight_info),
+        Route("/weight_checker", control.weight_checker, methods=["POST"]),
+        Route("/reset_prefix_cache", control.reset_prefix_cache, methods=["POST"]),
+        Route("/liveness", control.liveness),
+        Route("/get_world_size", control.world_size),
+        Route("/status", control.status),
+    ]
+
+
+class _Control:
+    def __init__(self, root: Path | None) -> None:
+        self._root = root
+        self._update = asyncio.Lock()
+
+    async def pause(self, request: Request) -> Response:
+        """Stop generating.
+
+        mode: "keep" (default) lets samples wait where they are, "abort" ends them now. Requests that come
+        meanwhile are queued.
+        """
+        host, mode = _service(request).host, request.query_params.get("mode", "keep")
+        if mode not in MODES:
+            raise bad_request("mode", f"must be one of {', '.join(MODES)}, got {mode[:64]!r}")
+        if request.query_params.get("clear_cache", "false").lower() not in ("false", "0"):
+            await _finished(host.call(_service(request).line, _clear_prefix_cache))
+        if mode == "abort":
+            host.abort_all(_service(request).line)
+        host.pause()
+        return JSONResponse({"status": "paused", "mode": mode})
+
+    async def resume(self, request: Request) -> Response:
+        """Go on generating."""
+        _service(request).host.resume()
+        return JSONResponse({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        """Tell whether generation is paused."""
+        return JSONResponse({"is_paused": _service(request).host.is_paused})
+
+    async def abort_requests(self, request: Request) -> Response:
+        """End all samples with finish_reason "abort"."""
+        service = _service(request)
+        async with json_body(request, service, empty={}) as body:
+            fields = Fields(body)
+            fields.allow("request_ids")
+            fields.finish()
+        service.host.abort_all(service.line)
+        return JSONResponse({"status": "aborted"})
+
+    async def update_weights(self, request: Request) -> Response:
+        """Read weights from a directory and generate with them from the next step on.
+
+        Names and shapes are checked before anything changes. Body: weight_dir, and version (default: the next
+        one).
+        """
+        service = _service(request)
+        async with json_body(request, service) as body:
+            fields = Fields(body)
+            folder = fields.text("weight_dir", None)
+            version = fields.integer("version", None, 0, (1 << 63) - 1)
+            fields.finish()
+        if folder is None:
+            raise bad_request("weight_dir", "is missing: name a directory below --weights-root")
+        async with self._update:
+            engine = service.engine
+            number = engine.version + 1 if version is None else version
+            model = engine.target.model
+            try:
+                weights = await in_thread(read_weights, folder, self._root, model)
+                done = service.host.swap(service.line, lambda: weights, number)
+            except (ValueError, OSError) as error:
+                raise bad_request("weight_dir", str(error)) from error
+            except Exception as error:
+                raise host_error(error) from error
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(done), UPDATE_S)
+            except ValueError as error:
+                raise bad_request("weight_dir", str(error)) from error
+            except TimeoutError:
+                raise ApiError(504, f"no step has ended within {UPDATE_S:g} s", code="timeout") from None
+        return JSONResponse({"status": "ok", "weight_version": str(number)})
+
+    async def weight_info(self, request: Request) -> Response:
+        """Show the policy version."""
+        return JSONResponse({"weight_version": str(_service(request).engine.version)})
+
+    async def weight_checker(self, request: Request) -> Response:
+        """Return checksums of all weights, or compare them with given ones.
+
+        Body: action ("checksum" or "compare"), baseline (for compare: what checksum returned).
+        """
+        service = _service(request)
+        async with json_body(request, service) as body:
+            fields = Fields(body)
+            action, baseline = fields.text("action", "checksum"), fields.any("baseline")
+            fields.finish()
+        if action not in ("checksum", "compare"):
+            raise bad_request("action", f"must be checksum or compare, got {action[:64]!r}")
+        if action == "compare" and not isinstance(baseline, dict):
+            raise bad_request("baseline", "must be the object `checksums` of an earlier answer")
+        found = await _finished(
+            service.host.call(service.line, lambda engine: checksums(engine.target.model))
+        )
+        shown: dict[str, Any] = {"weight_version": str(service.engine.version)}
+        if action == "checksum":
+            return JSONResponse({**shown, "checksums": found})
+        names = sorted({*found, *baseline})
+        different = [name[:256] for name in names if found.get(name) != baseline.get(name)]
+        return JSONResponse({**shown, "equal": not different, "different": different})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Drop keys and values that are kept for later requests."""
+        service = _service(request)
+        await _finished(service.host.call(service.line, _clear_prefix_cache))
+        return JSONResponse({"status": "ok"})
+
+    async def liveness(self, request: Request) -> Response:
+        """Answer 200 while the engine's thread runs, also while it is paused or ends."""
+        error = _service(request).host.error
+        if error is not None:
+            raise ApiError(500, "the engine's thread has died: start the server again", code="failed")
+        return JSONResponse({"status": "alive"})
+
+    async def world_size(self, request: Request) -> Response:
+        """Return 1: the number of processes that have a part of the model."""
+        return JSONResponse({"world_size": 1})
+
+    async def status(self, request: Request) -> Response:
+        """Show the figures of the engine's host."""
+        return JSONResponse(_service(request).host.status())
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _clear_prefix_cache(engine: Any) -> None:
+    engine.clear_prefix_cache()
+
+
+async def _finished(done: "Future[Any]") -> Any:
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(done), UPDATE_S)
+    except TimeoutError:
+        raise ApiError(504, f"no step has ended within {UPDATE_S:g} s", code="timeout") from None
+    except Exception as error:
+        raise host_error(error) from error
