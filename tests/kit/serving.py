@@ -1,6 +1,7 @@
 """A tiny policy with a byte-level tokenizer, served over HTTP in this process."""
 
 import json
+import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
@@ -99,8 +100,17 @@ def ask(address, path, body=None, method=None, headers=()):
     request = urllib.request.Request(f"http://{address}{path}", data, dict(headers), method=method)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, answer.headers, json.loads(answer.read() or b"null")
+            return answer.status, answer.headers, _value(answer.read())
     except urllib.error.HTTPError as error:
         with error:
-            text = error.read()
-            return error.code, error.headers, json.loads(text) if text[:1] in b"{[" else text
+            return error.code, error.headers, _value(error.read())
+
+
+def _value(text):
+    return json.loads(text) if text[:1] in (b"{", b"[") else text
+
+
+def post(text, path="/v1/completions"):
+    """Return the bytes of a POST request."""
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(text)}\r\n\r\n"
+    return head.encode() + text

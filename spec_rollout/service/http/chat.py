@@ -18,7 +18,7 @@ from aedit.spec_rollout.service.http.generation import Call, Generation
 from aedit.spec_rollout.service.http.logprobs import chat_logprobs
 from aedit.spec_rollout.service.http.noise_keys import noise_keys
 from aedit.spec_rollout.service.http.prompts import in_thread
-from aedit.spec_rollout.service.http.sampling_fields import read_sampling
+from aedit.spec_rollout.service.http.sampling_fields import BIGGEST, read_sampling
 from aedit.spec_rollout.service.http.service import Service
 
 MAX_MESSAGES = 4096
@@ -64,8 +64,8 @@ async def read_chat(body: Any, service: Service, request: Request) -> ChatReques
     if top and not logprobs:
         raise fields.bad("top_logprobs", "needs logprobs true")
     room = max(1, service.max_tokens - len(tokens))
-    num_new = fields.integer("max_tokens", None, 1, service.max_tokens)
-    num_new = fields.integer("max_completion_tokens", num_new, 1, service.max_tokens)
+    num_new = fields.integer("max_tokens", None, 1, BIGGEST)
+    num_new = fields.integer("max_completion_tokens", num_new, 1, BIGGEST)
     sampling = read_sampling(
         fields, limits, service.eos, max_new_tokens=room if num_new is None else num_new, top_logprobs=top
     )

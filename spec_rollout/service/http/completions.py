@@ -19,7 +19,7 @@ from aedit.spec_rollout.service.http.generation import Call, Generation
 from aedit.spec_rollout.service.http.logprobs import completion_logprobs
 from aedit.spec_rollout.service.http.noise_keys import noise_keys
 from aedit.spec_rollout.service.http.prompts import read_prompts
-from aedit.spec_rollout.service.http.sampling_fields import read_sampling
+from aedit.spec_rollout.service.http.sampling_fields import BIGGEST, read_sampling
 from aedit.spec_rollout.service.http.service import Service
 
 DEFAULT_TOKENS = 16
@@ -71,7 +71,7 @@ async def read_completion(body: Any, service: Service, request: Request) -> Comp
         )
     fields.allow("best_of", n)
     echo, logprobs = fields.boolean("echo", False), fields.integer("logprobs", None, 0, limits.max_logprobs)
-    num_new = fields.integer("max_tokens", DEFAULT_TOKENS, 0 if echo else 1, service.max_tokens)
+    num_new = fields.integer("max_tokens", DEFAULT_TOKENS, 0 if echo else 1, BIGGEST)
     sampling = read_sampling(
         fields, limits, service.eos, max_new_tokens=max(1, num_new), top_logprobs=logprobs or 0
     )

@@ -15,7 +15,7 @@ from aedit.spec_rollout.service.http.fields import Fields
 from aedit.spec_rollout.service.http.generation import Call, Generation
 from aedit.spec_rollout.service.http.logprobs import finite
 from aedit.spec_rollout.service.http.noise_keys import noise_keys
-from aedit.spec_rollout.service.http.sampling_fields import read_sampling
+from aedit.spec_rollout.service.http.sampling_fields import BIGGEST, read_sampling
 from aedit.spec_rollout.service.http.service import Service
 
 
@@ -54,7 +54,7 @@ def read_generate(body: Any, service: Service, request: Request) -> tuple[Call, 
     n = settings.integer("n", 1, 1, limits.max_samples)
     logprobs = settings.integer("logprobs", None, 0, limits.max_logprobs)
     prompt_logprobs = settings.integer("prompt_logprobs", None, 0, limits.max_logprobs)
-    num_new = settings.integer("max_tokens", DEFAULT_TOKENS, 1, service.max_tokens)
+    num_new = settings.integer("max_tokens", DEFAULT_TOKENS, 1, BIGGEST)
     sampling = read_sampling(
         settings, limits, service.eos, max_new_tokens=num_new, top_logprobs=logprobs or 0
     )

@@ -34,6 +34,7 @@ def read_weights(folder: str, root: Path | None, model: PreTrainedModel) -> Mapp
         loaded, found = kind.from_pretrained(
             path,
             config=model.config,
+            generation_config=model.generation_config,  # weights alone need no file of it
             dtype=model.dtype,
             local_files_only=True,
             trust_remote_code=False,

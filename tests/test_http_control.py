@@ -1,0 +1,172 @@
+"""Tests of the control routes: pause, new weights from a directory, checks before anything changes."""
+
+import threading
+
+import pytest
+import torch
+from kit.hosts import LIMIT_S
+from kit.serving import ask, byte_tokenizer, served, text_policy
+
+from aedit.spec_rollout.service.http.control import control_routes
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def place(tokenizer, tmp_path_factory):
+    """Return a server with control routes, and the directory below which it reads weights."""
+    root = tmp_path_factory.mktemp("weights")
+    model = text_policy(tokenizer)
+    with served(model, tokenizer, keys=("secret",), more_routes=control_routes(root)) as (service, address):
+        yield service, address, root
+
+
+def do(address, path, body=None, method="POST"):
+    return ask(address, path, body if body is not None or method == "GET" else b"", method, KEY)
+
+
+def greedy(address):
+    body = {"prompt": "the quick", "max_tokens": 8, "temperature": 0, "return_token_ids": True, "logprobs": 0}
+    answer = do(address, "/v1/completions", {**body, "echo": True})[2]
+    return answer["choices"][0]["token_ids"], answer["choices"][0]["logprobs"]["token_logprobs"]
+
+
+def expected(model, tokenizer):
+    """Return tokens and log-probabilities of transformers for the same."""
+    ids = torch.tensor([tokenizer("the quick")["input_ids"]])
+    with torch.no_grad():
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
+        logp = model(input_ids=made).logits[0, :-1].log_softmax(-1)
+    return made[0, ids.shape[1] :].tolist(), logp.gather(1, made[0, 1:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_new_weights_of_a_directory_generate_and_score_from_then_on(place, tokenizer, safe):
+    service, address, root = place
+    new = text_policy(tokenizer, seed=5 + safe)
+    folder = root / f"step_{safe}"
+    if safe:
+        new.save_pretrained(folder)
+    else:
+        folder.mkdir()
+        torch.save(new.state_dict(), folder / "pytorch_model.bin")
+    before = service.engine.version
+    status, _, answer = do(address, "/update_weights", {"weight_dir": str(folder)})
+    assert (status, answer) == (200, {"status": "ok", "weight_version": str(before + 1)})
+    assert do(address, "/weight_info", method="GET")[2] == {"weight_version": str(before + 1)}
+    tokens, logprobs = greedy(address)
+    exact, values = expected(new, tokenizer)
+    assert tokens == exact
+    torch.testing.assert_close(logprobs[1:], values, atol=1e-4, rtol=0)
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}}
+    (choice,) = do(address, "/inference/v1/generate", body)[2]["choices"]
+    assert choice["weight_versions"] == [{"version": str(before + 1), "start": 0, "end": 2}]
+
+
+class Evil:
+    """Object whose unpickling runs code."""
+
+    def __reduce__(self):
+        return (open, ("/nonexistent/evil", "w"))
+
+
+def test_bad_weights_are_refused_and_change_nothing(place, tokenizer, tmp_path):
+    _, address, root = place
+    outside = tmp_path / "outside"
+    good = text_policy(tokenizer, seed=9)
+    good.save_pretrained(outside)
+    (root / "link").symlink_to(outside)
+    (root / "empty").mkdir()
+
+    def saved(name, **changes):
+        state = {**good.state_dict(), **changes}
+        (root / name).mkdir()
+        torch.save({k: v for k, v in state.items() if v is not None}, root / name / "pytorch_model.bin")
+
+    norm = good.model.norm.weight
+    saved("missing", **{"model.norm.weight": None})
+    saved("unknown", extra=norm)
+    saved("shape", **{"model.norm.weight": norm[:4]})
+    saved("infinite", **{"model.norm.weight": norm * torch.inf})
+    saved("pickle", evil=Evil())
+    before = greedy(address), do(address, "/weight_checker", {})[2]
+    for name, reason in (
+        (str(outside), "below --weights-root"),
+        ("..", "below --weights-root"),
+        (".", "below --weights-root"),
+        ("link", "below --weights-root"),
+        ("nowhere", "no directory"),
+        ("a\0b", "no path"),
+        ("empty", "no weights"),
+        ("missing", "no weights for model.norm.weight"),
+        ("unknown", "unknown weights extra"),
+        ("shape", "with shape"),
+        ("infinite", "not finite"),
+        ("pickle", "cannot be read"),
+    ):
+        status, _, answer = do(address, "/update_weights", {"weight_dir": name})
+        assert (status, answer["error"]["param"]) == (400, "weight_dir"), (name, answer)
+        assert reason in answer["error"]["message"]
+    assert do(address, "/update_weights", {})[0] == 400
+    assert (greedy(address), do(address, "/weight_checker", {})[2]) == before
+
+
+def test_checksums_tell_which_tensors_differ(place, tokenizer):
+    _, address, _root = place
+    first = do(address, "/weight_checker", {"action": "checksum"})[2]["checksums"]
+    assert do(address, "/weight_checker", {"action": "compare", "baseline": first})[2]["equal"]
+    service = place[0]
+    model = service.engine.target.model
+    changed = {k: v.clone() for k, v in model.state_dict().items()}
+    changed["model.norm.weight"][0] += 1
+    service.host.swap("model", lambda: changed, service.engine.version + 1).result(LIMIT_S)
+    found = do(address, "/weight_checker", {"action": "compare", "baseline": first})[2]
+    assert (found["equal"], found["different"]) == (False, ["model.norm.weight"])
+
+
+def test_a_paused_server_keeps_requests_until_it_goes_on(place):
+    service, address, _ = place
+    assert do(address, "/pause?mode=keep")[0] == 200
+    assert do(address, "/is_paused", method="GET")[2] == {"is_paused": True}
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(greedy(address)))
+    thread.start()
+    tokens = service.host.status()["tokens"]
+    assert do(address, "/weight_checker", {})[0] == 200  # the thread works, but steps nothing
+    assert service.host.status()["tokens"] == tokens
+    assert not answers
+    assert do(address, "/resume")[0] == 200
+    thread.join(LIMIT_S)
+    assert answers == [greedy(address)]
+
+
+def test_abort_ends_requests_with_the_tokens_that_they_have(place):
+    service, address, _ = place
+    answers = []
+    body = {"prompt": "the", "max_tokens": 100, "ignore_eos": True}
+    for end in ("/pause?mode=abort", "/abort_requests"):
+        do(address, "/pause")
+        thread = threading.Thread(target=lambda: answers.append(do(address, "/v1/completions", body)))
+        thread.start()
+        while not service.host.status()["samples"]:
+            thread.join(0.01)
+        assert do(address, end)[0] == 200
+        thread.join(LIMIT_S)
+        do(address, "/resume")
+    assert [answer[2]["choices"][0]["finish_reason"] for answer in answers] == ["abort", "abort"]
+
+
+def test_other_control_routes_and_their_key(place):
+    _, address, _ = place
+    assert do(address, "/liveness", method="GET")[0] == 200
+    assert do(address, "/get_world_size", method="GET")[2] == {"world_size": 1}
+    assert do(address, "/reset_prefix_cache")[0] == 200
+    assert "lines" in do(address, "/status", method="GET")[2]
+    assert do(address, "/pause?mode=other")[0] == do(address, "/weight_checker", {"action": "x"})[0] == 400
+    for path in ("/pause", "/resume", "/update_weights", "/abort_requests", "/weight_checker"):
+        assert ask(address, path, b"", "POST")[0] == 401
