@@ -12,6 +12,7 @@ import pytest
 
 from aedit.async_sgd.service import page as prometheus
 from aedit.launch.config import rl
+from aedit.launch.config.audit import AuditConfig
 from aedit.launch.config.fields import literal
 from aedit.launch.config.load import load
 from aedit.launch.data.prompts import load_problems
@@ -27,6 +28,7 @@ GROUPS = (
     ("rl", rl.RLConfig),
     ("rl.sampling", rl.RLSamplingConfig),
     ("drafter", rl.DrafterConfig),
+    ("audit", AuditConfig),
 )
 
 
@@ -71,7 +73,7 @@ def test_the_page_has_each_key_with_its_default_and_meaning(group, cls):
 
 def test_the_page_names_no_key_that_is_not_there():
     keys = {f"{group}.{field.name}" for group, cls in GROUPS for field in fields(cls)}
-    named = set(re.findall(r"`((?:prompts|reward|rl|drafter)\.[a-z_.]+)`", PAGE))
+    named = set(re.findall(r"`((?:prompts|reward|rl|drafter|audit)\.[a-z_.]+)`", PAGE))
     assert named - keys <= {"rl.sampling"}
 
 

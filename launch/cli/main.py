@@ -265,7 +265,8 @@ def _serve(options: Options) -> int:
     if is_model(options.place):
         refuse_options(options.command, options, RUN_OPTIONS, "MODEL_DIR")
         return _serve_model(options)
-    refuse_options(options.command, options, MODEL_OPTIONS, "HOST:PORT")
+    others = tuple(name for name in MODEL_OPTIONS if not (options.http and name == "api_key_file"))
+    refuse_options(options.command, options, others, "HOST:PORT")
     from aedit.launch.serve.run_server import serve_run
 
     return serve_run(serve_request(options))

@@ -41,7 +41,7 @@ MODEL_OPTIONS = (
     *("host", "port", "api_key_file", "control", "control_key_file", "weights_root", "served_name", "rows"),
     *("max_waiting", "max_tokens", "dtype", "drafter", "arm", "end_s"),
 )
-RUN_OPTIONS = ("name", "address", "announce", "keys", "insecure")
+RUN_OPTIONS = ("name", "address", "announce", "http", "keys", "insecure")
 
 
 def refuse_options(command: Parser, options: Namespace, names: tuple[str, ...], place: str) -> None:

@@ -31,20 +31,29 @@ def add_serve_options(command: Parser) -> None:
         default="",
         help="address at which they reach it, if that is another one than --address",
     )
+    command.add_argument(
+        "--http",
+        metavar="HOST:PORT",
+        default="",
+        help="address to serve the run's policy over HTTP at, too (default: not at all)",
+    )
     add_model_options(command)
 
 
 def serve_request(options: argparse.Namespace) -> "ServeRequest":
     """Return what the words of the command line ask for."""
-    from aedit.launch.serve.places import ServerPlaces
+    from aedit.launch.serve.places import HttpPlace, ServerPlaces
     from aedit.launch.serve.run_server import ServeRequest
 
     keys: Path | None = options.keys
+    http = (
+        HttpPlace.of(options.http, options.api_key_file, insecure=options.insecure) if options.http else None
+    )
     return ServeRequest(
         hub=options.place,
         flags=options.flags,
         name=options.name,
-        places=ServerPlaces(options.address, options.announce),
+        places=ServerPlaces(options.address, options.announce, http),
         keys=keys,
         insecure=options.insecure,
     )

@@ -222,6 +222,12 @@ class RunConfig:
         self._check_hub()
         if self.prompts.source:
             self._check_lengths()
+        if self.rl.has_servers and self.audit.on:
+            least = self.rl.max_staleness + 2
+            rule = (
+                f"must be at least rl.max_staleness + 2 = {least}, or the audit has not the weights it needs"
+            )
+            check(self.audit.versions >= least, "audit.versions", rule, self.audit.versions)
 
     def _check_lengths(self) -> None:
         """Raise ValueError if there is no place for a prompt, or the supervised warm-up never ends."""

@@ -3,13 +3,40 @@
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from aedit.launch.config.config import RunConfig
 from aedit.proto.wire.hello import check_address
-from aedit.proto.wire.security import SERVER, ServerKeys, check_exposure, server_keys
+from aedit.proto.wire.security import SERVER, ServerKeys, check_exposure, is_loopback, server_keys
 from aedit.types import UserError
 
 _EVERYWHERE = ("0.0.0.0", "::", "")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpPlace:
+    """Address of HTTP, and the keys of its clients."""
+
+    host: str
+    port: int
+    key_file: Path | None
+    """Keys of clients; None: everybody is served."""
+
+    @classmethod
+    def of(cls, place: str, key_file: Path | None, *, insecure: bool) -> Self:
+        """Return the place HOST:PORT.
+
+        Raises UserError for a wrong address, and for one that everybody could use without a key.
+        """
+        host, _, port = place.rpartition(":")
+        if not (host and port.isdecimal() and int(port) < 2**16):
+            raise UserError(f"--http {place}: expected HOST:PORT, as in 127.0.0.1:8000")
+        if key_file is None and not insecure and not is_loopback(place):
+            raise UserError(
+                f"--http {place} can be reached from other machines, and anybody could use it: name a file of"
+                " keys with --api-key-file, or say --insecure if the network is closed"
+            )
+        return cls(host.strip("[]"), int(port), key_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +47,8 @@ class ServerPlaces:
     """HOST:PORT for trainers and other servers; port 0 takes a free one."""
     announced: str = ""
     """HOST:PORT at which they reach it; empty: where it listens."""
+    http: HttpPlace | None = None
+    """Where everybody else is served; None: nowhere."""
 
     def server_keys(self, keys: Path | None, config: RunConfig, *, insecure: bool) -> ServerKeys:
         """Return the TLS keys of the server.

@@ -9,6 +9,7 @@ from aedit.launch.rundir.recorder import Clock, Recorder
 from aedit.launch.serve.announcer import Announcer
 from aedit.launch.serve.line_engines import LineEngines
 from aedit.launch.serve.places import ServerPlaces
+from aedit.launch.serve.run_http import RunHttp
 from aedit.launch.serve.run_line import RUN_LINE, RunLine
 from aedit.launch.serve.served_run import ServedRun
 from aedit.launch.serve.server_drafter import ServerDrafter
@@ -75,6 +76,7 @@ class RunMember:
         versions = self._versions.serve(self._lines)
         self._versions.failed = self._version_failed
         self._lines.open_own(RUN_LINE)
+        self._http = RunHttp(self._host, run, RUN_LINE, places.http, folder.path / "tokenizer")
         self._server = Server([self._service.service(), versions], places.listen, keys=server_keys)
         directory = DirectoryClient(
             config.hub.addresses, config.name, client_keys, standby=hubs[1] if len(hubs) > 1 else ""
@@ -122,8 +124,11 @@ class RunMember:
             idle_used_s=self._drafter.used_s,
         )
 
-    def record(self) -> None:
-        """Write a line of metrics if one is due."""
+    def look(self) -> None:
+        """Begin to serve HTTP when there is a policy; write a line of metrics if one is due."""
+        if address := self._http.start_once():
+            self._recorder.event("http", address=address)
+            print(f"  HTTP at http://{address}", flush=True)
         if self._recorder.line_is_due():
             card = self.card()
             named = ("name", "address", "rows", "tokens_per_s", "serial", "running", "waiting", "state")
@@ -142,6 +147,7 @@ class RunMember:
         """End everything that was started."""
         self._run_line.close()
         self._announcer.close()
+        self._http.close()
         self._service.close()
         self._server.stop(GRACE_S)
         self._host.close()

@@ -61,7 +61,7 @@ def serve_run(request: ServeRequest) -> int:
         member = opened.enter_context(_member(request, config, reply, server_keys))
         print(member.welcome(), flush=True)
         while not stop.asked.wait(LOOK_S) and not member.is_over:
-            member.record()
+            member.look()
         if stop.asked.is_set():
             member.leave(LEAVE_S)
         print(member.farewell(), flush=True)

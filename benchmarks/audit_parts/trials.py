@@ -1,0 +1,123 @@
+"""Verdicts of the audit on claims: margins once, then many servers made of them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from aedit.spec_rollout.audit.auditor import score
+from aedit.spec_rollout.audit.calibration import Calibration, calibrate
+from aedit.spec_rollout.audit.form import form_error
+from aedit.spec_rollout.audit.hook import HeldRollout
+from aedit.spec_rollout.audit.judge import Scored, ServerRecord
+from aedit.spec_rollout.audit.versions import PolicyVersions
+from aedit.spec_rollout.migration.sample_text import decode_sampling
+from benchmarks.kit.statistics import quantile
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A claim with its margins; `form` names a broken rule, and then there are none."""
+
+    form: str
+    scored: Scored | None
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over judged tokens."""
+
+    tokens: int = 0
+    other: int = 0
+    """Tokens that are not the verifier's."""
+    largest: float = 0.0
+    above: dict[float, int] = field(default_factory=dict)
+    """Tokens whose margin is above a limit."""
+    parts: list[Scored] = field(default_factory=list)
+
+
+LIMITS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+
+
+def judge(policy: PolicyVersions, claim: HeldRollout) -> Judged:
+    """Return a claim with its margins under the verifier's policy."""
+    sampling = decode_sampling(claim.sampling)
+    wrong = form_error(claim, sampling, policy.vocabulary)
+    scored = None if wrong else score(policy, claim, sampling)
+    return Judged(wrong, scored, len(claim.tokens))
+
+
+def tally(judged: Sequence[Judged]) -> Tally:
+    """Return sums over claims."""
+    found = Tally(above=dict.fromkeys(LIMITS, 0))
+    for each in judged:
+        if each.scored is None or not each.scored.tokens:
+            continue
+        margins_T = each.scored.margins.margins_T
+        found.tokens += len(margins_T)
+        found.other += int((each.scored.margins.right_T != torch.tensor(each.scored.tokens)).sum())
+        found.largest = max(found.largest, float(margins_T.max()))
+        for limit in LIMITS:
+            found.above[limit] += int((~(margins_T <= limit)).sum())
+        found.parts.append(each.scored)
+    return found
+
+
+def calibration(judged: Sequence[Judged], dtype: torch.dtype) -> Calibration:
+    """Return the calibration on honest claims."""
+    parts = [each.scored for each in judged if each.scored is not None]
+    return calibrate([(x.margins, torch.tensor(x.logprobs, dtype=torch.float64)) for x in parts], dtype)
+
+
+def alarms(judged: Sequence[Judged], limits: Calibration, per_server: int) -> tuple[int, int]:
+    """Return (servers, convicted ones) if each server has sent `per_server` of these claims in turn."""
+    servers = convicted = 0
+    for first in range(0, len(judged), per_server):
+        record = ServerRecord()
+        for each in judged[first : first + per_server]:
+            assert each.scored is not None, each.form
+            record, _ = record.judge(each.scored, limits)
+        servers += 1
+        convicted += record.num_failures > 0
+    return servers, convicted
+
+
+@dataclass(frozen=True, slots=True)
+class Detection:
+    """Convictions of servers that draw their samples from the same claims."""
+
+    share: float
+    """Of the servers that are convicted before their claims end."""
+    tokens: float | None
+    """Median of the tokens until then."""
+    tokens_95: float | None
+
+
+def detection(judged: Sequence[Judged], limits: Calibration, servers: int, seed: int = 0) -> Detection:
+    """Return how soon servers are convicted, each with these claims in an order of its own."""
+    needed: list[float] = []
+    for number in range(servers):
+        order = list(judged)
+        random.Random(f"{seed} {number}").shuffle(order)
+        found = _tokens_needed(order, limits)
+        if found is not None:
+            needed.append(found)
+    share = len(needed) / servers
+    if not needed:
+        return Detection(0.0, None, None)
+    return Detection(share, quantile(needed, 0.5), quantile(needed, 0.95))
+
+
+def _tokens_needed(order: Sequence[Judged], limits: Calibration) -> int | None:
+    record, tokens = ServerRecord(), 0
+    for each in order:
+        tokens += each.num_tokens
+        if each.form:
+            return tokens
+        assert each.scored is not None
+        record, judgement = record.judge(each.scored, limits)
+        if judgement.reason:
+            return tokens
+    return None
