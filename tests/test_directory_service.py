@@ -1,5 +1,7 @@
 """Tests the directory of a real hub: who may say what, and bans that survive the hub and its standby."""
 
+import json
+
 import grpc
 import pytest
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, status, until, write_run
@@ -8,8 +10,10 @@ from kit.servers import Announcer
 from aedit.launch.cli.keys import make_keys
 from aedit.proto.wire import directory_pb2 as pb
 from aedit.proto.wire.client import HubClient
-from aedit.proto.wire.directory import DirectoryClient
+from aedit.proto.wire.directory import DirectoryClient, accusation
 from aedit.proto.wire.security import client_keys
+
+KEY = b"k" * 32
 
 
 def refusal(call):
@@ -82,6 +86,18 @@ def test_servers_announce_themselves_are_listed_accused_and_banned_and_a_restart
         assert beta.listed() == ["beta"]
         assert [event["server"] for event in again.events("banned")] == ["alpha"]
         assert [event["evidence"]["place"] for event in again.events("accused")] == [7]
+
+
+def test_an_accusation_fits_whatever_the_server_has_put_into_it():
+    """A server that lies at length could otherwise not be banned."""
+    speaker = {"node": 4, "session": 9}
+    evidence = {"key": [3, 1], "place": 7, "versions": [2**63 + i for i in range(500)]}
+    made = accusation("alpha", KEY, "it said \x1b[2J\n" + "x" * 999, evidence, **speaker)
+    assert made.reason == "it said ?[2J?" + "x" * (256 - 13)
+    assert json.loads(made.evidence) == {"key": [3, 1], "place": 7}
+    assert (made.node, made.session, made.server, made.public_key) == (4, 9, "alpha", KEY)
+    assert accusation("alpha", KEY, "", {"all": "y" * 9000}, **speaker).evidence == b"{}"
+    assert accusation("alpha", KEY, "", {}, **speaker).reason
 
 
 @pytest.mark.slow

@@ -14,8 +14,6 @@ from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.state import HubState
 from aedit.async_sgd.rules.records import Banned
 
-MOST_EVIDENCE_BYTES = 2048
-_LONGEST_REASON = 256
 _MOST_SHOWN = 64
 """Accused servers whose evidence `status` shows, the latest ones: it must fit into one message."""
 
@@ -188,16 +186,6 @@ class Directory:
         for keys in (blank, accused):  # empty ones must not push out accusations
             for key in keys[: max(0, len(keys) - self._most)]:
                 del self._records[key]
-
-
-def check_complaint(reason: str, evidence: bytes) -> None:
-    """Raise Denied for an accusation that is too long."""
-    if not reason or len(reason) > _LONGEST_REASON or not reason.isprintable():
-        raise Denied("different", f"an accusation's reason has 1 to {_LONGEST_REASON} printable characters")
-    if len(evidence) > MOST_EVIDENCE_BYTES:
-        raise Denied(
-            "different", f"evidence has {len(evidence)} bytes; at most {MOST_EVIDENCE_BYTES} are kept"
-        )
 
 
 def _state(entry: Entry, ban: Banned | None, now: float) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 
 from aedit.async_sgd.hub.cards import Card
-from aedit.async_sgd.hub.directory import Complaint, Directory, check_complaint
+from aedit.async_sgd.hub.directory import Complaint, Directory
 from aedit.async_sgd.rules.records import Banned
 from aedit.async_sgd.service.lines import json_line
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.wire import directory_pb2 as pb
 from aedit.proto.wire import hub_pb2
-from aedit.proto.wire.directory import DirectoryCore, is_signed
+from aedit.proto.wire.directory import LONGEST_REASON, MOST_EVIDENCE_BYTES, DirectoryCore, is_signed
 from aedit.proto.wire.limits import Rates
 from aedit.proto.wire.service import Refusal
 
@@ -74,7 +74,7 @@ class ServerDirectory:
         with self._guard.deciding() as now:
             self._check_run(accusation.run)
             member = self._guard.speaker(who)
-            check_complaint(accusation.reason, accusation.evidence)
+            _check_complaint(accusation.reason, accusation.evidence)
             complaint = Complaint(
                 server=accusation.server,
                 public_key=accusation.public_key,
@@ -195,6 +195,13 @@ def card_of(card: pb.ServerCard) -> Card:
         idle_used_s=card.idle_used_s,
         figures=dict(card.figures),
     )
+
+
+def _check_complaint(reason: str, evidence: bytes) -> None:
+    if not reason or len(reason) > LONGEST_REASON or not reason.isprintable():
+        raise _wrong(f"an accusation's reason has 1 to {LONGEST_REASON} printable characters")
+    if len(evidence) > MOST_EVIDENCE_BYTES:
+        raise _wrong(f"evidence has {len(evidence)} bytes; at most {MOST_EVIDENCE_BYTES} are kept")
 
 
 def _evidence(data: bytes) -> dict[str, Any]:

@@ -67,8 +67,16 @@ def device_flag(flags: Sequence[str]) -> str:
 
 
 def is_model(place: str) -> bool:
-    """Return true if the argument of `aedit serve` is a directory, false for HOST:PORT."""
-    return Path(place).is_dir()
+    """Return true if the argument of `aedit serve` is a directory, false for HOST:PORT.
+
+    Raises:
+        UserError: It is neither.
+    """
+    if Path(place).is_dir():
+        return True
+    if not place.rpartition(":")[2].isdigit():
+        raise UserError(f"{place}: no such directory, and no HOST:PORT of a hub")
+    return False
 
 
 def check_model_options(options: Namespace) -> None:

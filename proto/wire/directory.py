@@ -1,8 +1,9 @@
 """The hub's directory of rollout servers: its gRPC service, and its client for servers and trainers."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from cryptography.exceptions import InvalidSignature
@@ -18,6 +19,8 @@ from aedit.proto.wire.service import CallHandlers, Service
 NAME = "aedit.v1.Directory"
 _THREADS = 4
 _TITLE = b"aedit server card"
+MOST_EVIDENCE_BYTES = 2048
+LONGEST_REASON = 256
 
 M = TypeVar("M", bound=Message)
 
@@ -128,6 +131,33 @@ class DirectoryClient:
                 return reply
         assert failure is not None
         raise failure
+
+
+def accusation(
+    server: str,
+    public_key: bytes,
+    reason: str,
+    evidence: Mapping[str, Any],
+    *,
+    node: int = 0,
+    session: int = 0,
+) -> pb.Accusation:
+    """Return an accusation that the hub takes, whatever the server has put into reason and evidence.
+
+    Of evidence that is too long, the longest values are left out. node, session: of the training node.
+    """
+    plain = dict(evidence)
+    while len(data := json.dumps(plain, default=str).encode()) > MOST_EVIDENCE_BYTES:
+        del plain[max(plain, key=lambda name: len(json.dumps(plain[name], default=str)))]
+    shown = "".join(one if one.isprintable() else "?" for one in reason)[:LONGEST_REASON]
+    return pb.Accusation(
+        node=node,
+        session=session,
+        server=server,
+        public_key=public_key,
+        reason=shown or "no reason given",
+        evidence=data,
+    )
 
 
 def card_statement(card: pb.ServerCard) -> bytes:

@@ -1,6 +1,5 @@
 """All connections of a rank to rollout servers: opened, watched, ended, opened again. One thread uses it."""
 
-import json
 import logging
 import secrets
 import time
@@ -12,9 +11,8 @@ from typing import Any
 
 from aedit.proto.versions.client import VersionsClient
 from aedit.proto.versions.store import LineUnknown, VersionStore
-from aedit.proto.wire import directory_pb2
 from aedit.proto.wire import rollouts_pb2 as pb
-from aedit.proto.wire.directory import DirectoryClient
+from aedit.proto.wire.directory import DirectoryClient, accusation
 from aedit.proto.wire.security import client_keys
 from aedit.spec_rollout.audit.hook import AuditVerdict
 from aedit.spec_rollout.audit.statement import Origin
@@ -46,8 +44,6 @@ BEAT_S = 0.5
 LONGEST_TICK_S = 1.0
 """A longer time between two looks is this process's own silence, not that of the servers."""
 
-LONGEST_REASON = 256
-"""Characters of an accusation's reason that a hub takes."""
 
 log = logging.getLogger(__name__)
 
@@ -288,15 +284,11 @@ class Links:
         if self._discovery is None or connection.session is None or not verdict.evidence:
             return
         facts, (node, session) = connection.session.facts, self._member
-        accusation = directory_pb2.Accusation(
-            node=node,
-            session=session,
-            server=facts.name,
-            public_key=facts.public_key,
-            reason=verdict.reason[:LONGEST_REASON],
-            evidence=json.dumps(dict(verdict.evidence)).encode(),
+        self._discovery.accuse(
+            accusation(
+                facts.name, facts.public_key, verdict.reason, verdict.evidence, node=node, session=session
+            )
         )
-        self._discovery.accuse(accusation)
 
     def _arrays(self, version: int) -> dict[str, Any] | None:
         """Return copies of the tensors of a version as bit patterns; None if it is no longer here."""

@@ -82,7 +82,7 @@ def served(model, tokenizer, *, rows=4, limits=None, host_limits=None, **options
         line="model",
         codec=TextCodec(tokenizer),
         model="tiny",
-        eos=(tokenizer.eos_token_id,),
+        eos=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
         **more,
     )
     service.metrics.follow(host.status)
