@@ -46,6 +46,7 @@ def test_an_engine_is_measured_while_its_weights_change_in_every_way():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # importing torch is slow on a busy machine
 @pytest.mark.skipif(tun_link.why_not() is not None, reason="needs network namespaces")
 def test_a_version_travels_over_a_wire_with_and_without_a_base():
     rng = np.random.default_rng(0)

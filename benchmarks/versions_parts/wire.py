@@ -69,6 +69,8 @@ def measure(trained: Trained, policy: Policy, rate_mbit: float, dense: bool) -> 
         np.save(file, np.stack(trained.versions))
         job = Job(True, f"{here.address}:{PORT}", str(file), asdict(policy), dense)
         with _end(job, here) as sender, _end(replace(job, sends=False), there) as receiver:
+            for process in (sender, receiver):
+                _check_ready(process)
             arrivals = []
             for number in range(len(trained.versions)):
                 before = tun_link.counted(there).received
@@ -84,12 +86,15 @@ def measure(trained: Trained, policy: Policy, rate_mbit: float, dense: bool) -> 
 def _end(job: Job, place: Place) -> "Iterator[Popen[str]]":
     process = start(__name__, json.dumps(asdict(job)), place=place, stdin=PIPE, stdout=PIPE)
     try:
-        assert process.stdout is not None
-        if process.stdout.readline() != "ready\n":
-            raise RuntimeError("one end of the wire did not start; see the lines above")
         yield process
     finally:
         end([process])
+
+
+def _check_ready(process: "Popen[str]") -> None:
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        raise RuntimeError("one end of the wire did not start; see the lines above")
 
 
 def _told(process: "Popen[str]", word: str) -> str:
