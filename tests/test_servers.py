@@ -4,6 +4,7 @@ The servers and the rank's own worker draw tokens made of keys, so that every sa
 """
 
 import os
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -116,6 +117,21 @@ def by_servers(rollouts):
     return sum(value == LOGPROB for each in rollouts for value in each.logprobs)
 
 
+def use(source, server):
+    """Ask for samples until the server has drawn some; a machine under load may seem silent meanwhile."""
+    before, first = server.drawn, 1000
+
+    def is_used():
+        nonlocal first
+        first += 1000
+        asked = samples(12, first=first, length=20)
+        source.add(asked)
+        finish(source, asked)
+        return server.drawn > before
+
+    until(is_used, "tokens of the server", LIMIT_S, look_s=1.0)
+
+
 def publish(source, model, version):
     weights = {name: value.detach() * version for name, value in model.state_dict().items()}
     source.update_weights(weights, version)
@@ -150,6 +166,7 @@ def test_servers_that_lie_are_left_and_nothing_that_they_have_drawn_is_used(open
     assert {each["error"] for each in source.status()["servers_away"]} == {e["reason"] for e in lost(events)}
 
 
+@pytest.mark.slow  # the same
 def test_a_killed_server_costs_no_token_and_is_used_again_when_it_is_back(opened):
     serve, start = opened
     first, other = serve("a"), serve("b")
@@ -173,9 +190,114 @@ def test_a_killed_server_costs_no_token_and_is_used_again_when_it_is_back(opened
     assert (end["server"], end.get("violation")) == ("a", None)
     starts = [(add.rollout, add.sample, len(add.tokens)) for add in other.added if add.tokens]
     assert starts, "no sample was continued at the other server"
-    again = serve("a", port=int(first.address.rpartition(":")[2]), key=first.key)
-    asked = samples(16, first=100)
-    until(lambda: source.step() or ready(source, 2), "the server", LIMIT_S)
+    use(source, serve("a", port=int(first.address.rpartition(":")[2]), key=first.key))
+
+
+@pytest.mark.slow  # waits until a measured speed is forgotten
+def test_a_server_that_falls_silent_is_left_within_seconds_and_its_late_tokens_are_ignored(opened):
+    """It sends nothing for a while, as when it is stopped, and then goes on as if nothing had happened."""
+    serve, start = opened
+    server = serve("a", pace_s=0.02)
+    source, events = start(server, silent_s=1.0)
+    asked, silent = samples(8, length=60), []
+
+    def stop():
+        if not silent and server.drawn > 60:
+            server.silent = True
+            silent.append(server.drawn)
+        if silent and lost(events):
+            server.silent = False
+
     source.add(asked)
+    finish(source, asked, stop)
+    assert silent
+    assert "no sign of life for" in lost(events)[0]["reason"]
+    server.pace_s = 0.001
+    use(source, server)
+
+
+@pytest.mark.slow
+def test_samples_leave_servers_that_stall_refuse_or_end_and_all_come_without_any_server(opened):
+    serve, start = opened
+    servers = {name: serve(name) for name in ("stalled", "refuses", "ends")}
+    source, events = start(*servers.values(), stalled_s=1.0)
+    servers["stalled"].stalled = True
+    servers["refuses"].rejects = True
+    asked = samples(24, length=60)
+    source.add(asked)
+
+    def leave():
+        servers["ends"].ending = servers["ends"].drawn > 40
+
+    finish(source, asked, leave)
+    reasons = {fields["server"]: fields["reason"] for fields in lost(events)}
+    assert reasons["ends"] == "it is about to leave"
+    assert "refuses" not in reasons
+    assert servers["refuses"].added, "it was never asked"
+    if "stalled" in reasons:  # its samples may all have been moved before
+        assert "no token for" in reasons["stalled"]
+    for server in servers.values():
+        server.close()
+    until(lambda: source.step() or source.status()["servers_connected"] == 0, "the losses", LIMIT_S)
+    asked = samples(4, first=100)
+    source.add(asked)
+    ended = finish(source, asked)
+    assert by_servers(ended) == 0
+
+
+def test_cancelled_samples_end_and_their_keys_can_be_added_again_at_once(opened):
+    serve, start = opened
+    server = serve("a", pace_s=0.01)
+    source, _ = start(server)
+    source.add(samples(16, length=400))
+    until(lambda: source.step() or server.drawn > 40, "first tokens", LIMIT_S)
+    source.cancel()
+    assert (source.running, source.pending()) == (0, [])
+    server.pace_s = 0.001
+    asked = samples(24, length=30)
+    source.add(asked)
+    ended = finish(source, asked)
+    assert by_servers(ended) > 0
+
+
+@pytest.mark.slow  # the same
+def test_a_killed_connection_process_is_started_again_and_pending_samples_are_whole(opened):
+    serve, start = opened
+    server = serve("a", pace_s=0.01)
+    source, events = start(server)
+    asked = samples(12, length=80)
+    source.add(asked)
+    until(lambda: source.step() or server.drawn > 100, "first tokens", LIMIT_S)
+    os.kill(source.status()["server_pid"], signal.SIGKILL)
+    for prompt in source.pending():
+        if prompt.partial is not None:
+            assert prompt.partial.tokens == [token(*prompt.key, i) for i in range(len(prompt.partial.tokens))]
     finish(source, asked)
-    assert again.drawn > 0
+    (end,) = [fields for event, fields in events if event == "servers_lost"]
+    assert "ended with -9" in end["reason"]
+    use(source, server)
+
+
+@pytest.mark.slow
+def test_versions_change_while_samples_run_and_each_token_has_one_that_its_server_was_given(opened, model):
+    serve, start = opened
+    servers = [serve("a", pace_s=0.01), serve("b", pace_s=0.01)]
+    source, _ = start(*servers)
+    asked, published = samples(16, length=60), [1]
+
+    def change():
+        if len(published) < 4 and sum(server.drawn for server in servers) > 150 * len(published):
+            published.append(published[-1] + 1)
+            publish(source, model, published[-1])
+
+    source.add(asked)
+    ended = finish(source, asked, change)
+    assert published == [1, 2, 3, 4]
+    for each in ended:
+        assert each.versions == sorted(each.versions)
+    assert {v for each in ended for v in each.versions} >= {1, 2}
+    for server in servers:
+        (line,) = server.store.lines
+        with server.store.hold(line, 4) as units:
+            found = units["rest"].view("<f8")[: model.get_input_embeddings().weight.numel()]
+        assert found.tolist() == (model.get_input_embeddings().weight.detach() * 4).flatten().tolist()

@@ -18,40 +18,58 @@ MODULE = "benchmarks.rl_servers_parts.server"
 
 @dataclass(slots=True)
 class ServerProcess:
-    """A server that can be killed, stopped and started again at the same address."""
+    """A server that can be killed and stopped. The next one, already loaded, takes its address at once."""
 
     name: str
     engine: Mapping[str, Any]
     """Fields of `EngineSpec`."""
     address: str = "127.0.0.1:0"
     process: "subprocess.Popen[str] | None" = None
+    _next: "subprocess.Popen[str] | None" = None
 
-    def start(self) -> None:
-        """Start it without waiting."""
-        plan = {"name": self.name, "address": self.address, "engine": dict(self.engine)}
-        self.process = start(MODULE, json.dumps(plan), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    def prepare(self) -> None:
+        """Start the next process without waiting."""
+        plan = json.dumps({"name": self.name, "engine": dict(self.engine)})
+        self._next = start(MODULE, plan, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
 
-    def wait(self) -> None:
-        """Wait until it serves. Raises RuntimeError if it does not."""
+    def serve(self) -> None:
+        """Let the prepared process serve. Raises RuntimeError if it does not."""
+        self.process, self._next = self._next, None
+        self._line()
         assert self.process is not None
-        assert self.process.stdout is not None
-        found = self.process.stdout.readline().strip()
-        if not found:
-            raise RuntimeError(f"server {self.name} has not started: its error is above")
-        self.address = found
+        assert self.process.stdin is not None
+        print(self.address, file=self.process.stdin, flush=True)
+        self.address = self._line()
 
     def kill(self) -> None:
         """Kill it and wait for its end."""
-        if self.process is not None:
-            end([self.process])
-            if self.process.stdout is not None:
-                self.process.stdout.close()
-            self.process = None
+        _end(self.process)
+        self.process = None
+
+    def close(self) -> None:
+        """Kill it, and the prepared one."""
+        self.kill()
+        _end(self._next)
+        self._next = None
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it runs."""
         if self.process is not None:
             os.kill(self.process.pid, number)
+
+    def _line(self) -> str:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        found = self.process.stdout.readline().strip()
+        if not found:
+            raise RuntimeError(f"server {self.name} has not started: its error is above")
+        return found
+
+
+def _end(process: "subprocess.Popen[str] | None") -> None:
+    if process is not None:
+        end([process])
+        process.communicate()
 
 
 class Servers:
@@ -64,18 +82,18 @@ class Servers:
     def __enter__(self) -> "Servers":
         try:
             for server in self.servers.values():
-                server.start()
+                server.prepare()
             for server in self.servers.values():
-                server.wait()
+                server.serve()
         except BaseException:
-            self.kill()
+            self._close()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.kill()
+        self._close()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -85,6 +103,10 @@ class Servers:
         """Kill all servers."""
         for server in self.servers.values():
             server.kill()
+
+    def _close(self) -> None:
+        for server in self.servers.values():
+            server.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +164,12 @@ class Harming:
             self.error = error
 
     def _kill(self) -> None:
+        self._killed.prepare()
         while not self._ended.wait(self._harm.kill_every_s):
             self._killed.kill()
             self.done.kills += 1
-            self._killed.start()
+            self._killed.serve()
+            self._killed.prepare()
 
     def _stop(self) -> None:
         pause_s = self._harm.stop_after_s

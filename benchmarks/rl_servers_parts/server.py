@@ -1,7 +1,8 @@
 """A rollout server of a fixed pace: `python -m benchmarks.rl_servers_parts.server JSON`, a `ServerPlan`.
 
 The services, streams and versions are those of `aedit serve`; only the engine is another one, and there is no
-hub: its trainer is told its address. Prints the address when it serves.
+hub: its trainer is told its address. Prints "ready" when it could serve, waits for a line with its address,
+serves, and prints the address.
 """
 
 import json
@@ -41,8 +42,6 @@ class ServerPlan:
     """A server."""
 
     name: str
-    address: str
-    """HOST:PORT; port 0: any."""
     engine: Mapping[str, Any]
     """Fields of `EngineSpec`."""
 
@@ -67,8 +66,8 @@ def policy_layout() -> Layout:
     return layout_of(model.float())  # a hub's anchors are no float64
 
 
-def serve(plan: ServerPlan, ending: threading.Event) -> None:
-    """Serve until `ending` is set."""
+def serve(plan: ServerPlan, address: str, ending: threading.Event) -> None:
+    """Serve at HOST:PORT until `ending` is set."""
     spec = EngineSpec(**{**plan.engine, "arms": tuple(plan.engine["arms"])})
     limits = StreamLimits()
     host = EngineHost(HostLimits(max_lines=limits.lines + 1))
@@ -78,7 +77,7 @@ def serve(plan: ServerPlan, ending: threading.Event) -> None:
     lines = TrainerLines(host, lambda name: PacedLine(make_paced(spec)), versions, limits)
     identity = ServerIdentity(RUN, plan.name, SigningKey())
     service = RolloutService(identity, host, lines, limits)
-    server = Server([service.service(), versions.serve(lines)], plan.address)
+    server = Server([service.service(), versions.serve(lines)], address)
     print(server.address, flush=True)
     ending.wait()
     service.close()
@@ -90,7 +89,9 @@ def main(words: list[str]) -> int:
     torch.set_num_threads(1)
     ending = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: ending.set())
-    serve(ServerPlan(**json.loads(words[0])), ending)
+    print("ready", flush=True)
+    if address := sys.stdin.readline().strip():
+        serve(ServerPlan(**json.loads(words[0])), address, ending)
     return 0
 
 

@@ -115,6 +115,9 @@ class RLRecords:
     def line(self) -> dict[str, Any]:
         """Return totals and newest values for a line of metrics."""
         totals = self.totals()
+        servers = self.pipeline.source.status().get("servers")
+        if servers:  # those of the first rank
+            totals["servers"] = servers
         if self.online is not None:
             length = self.pipeline.source.status().get("drafted_length")
             totals["drafter"] |= {"accepted_length": length, "version": totals["drafter"]["adopted"]}

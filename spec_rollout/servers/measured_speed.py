@@ -6,6 +6,10 @@ from aedit.spec_rollout.migration.reallocate import EngineSpeed
 
 WINDOW_S = 0.5
 """Shortest time over which tokens are counted."""
+SHORT_S = 0.05
+"""Shortest time that counts if all samples end before."""
+FORGET_S = 10.0
+"""Time without samples after which the speed is unknown again, so that a server is not left for ever."""
 WEIGHT = 0.3
 """Of the newest window in the mean."""
 
@@ -23,6 +27,7 @@ class MeasuredSpeed:
         self._shape = (1.0, 0.0)
         self._tokens, self._began_s, self._live_s = 0, math.nan, 0.0
         self._seen_s = math.nan
+        self._used_s = math.inf
 
     def claim(self, fixed_s: float, row_s: float) -> None:
         """Note the times of a step that the server names."""
@@ -32,8 +37,11 @@ class MeasuredSpeed:
     def advance(self, now_s: float, live: int, tokens: int = 0) -> None:
         """Note the time, with `live` samples decoded until now, and tokens that have arrived."""
         if not live and not tokens:
-            self._began_s = math.nan
+            self._end(now_s)
+            if now_s - self._used_s > FORGET_S:
+                self._token_s = None
             return
+        self._used_s = now_s
         if math.isnan(self._began_s):
             self._tokens, self._began_s, self._live_s, self._seen_s = 0, now_s, 0.0, now_s
         self._live_s += live * (now_s - self._seen_s)
@@ -56,6 +64,12 @@ class MeasuredSpeed:
         fixed, row = self._shape
         scale = self._token_s / (fixed + row * self._live)
         return EngineSpeed(fixed * scale, row * scale, row * scale)
+
+    def _end(self, now_s: float) -> None:
+        """End a window early, as no samples are left; a very short one tells nothing."""
+        if self._tokens and now_s - self._began_s > SHORT_S and self._live_s:
+            self._take(self._live_s / self._tokens, self._live_s / (now_s - self._began_s))
+        self._tokens, self._began_s = 0, math.nan
 
     def _take(self, token_s: float, live: float) -> None:
         weight = WEIGHT if self._token_s is not None else 1.0

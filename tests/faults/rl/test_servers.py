@@ -32,11 +32,13 @@ LEASE, EVERY, GROUPS = 16, 4, 2
 SOME = 3 * EVERY * GROUPS
 """Groups that are trained between two faults."""
 
-TABLES = f"""
+TRAIN = """
 [train]
-steps = 1000000
+steps = {steps}
 batch_size = 6
 lr = 1e-30
+"""
+HUB = f"""
 [edit]
 every = {EVERY}
 schedule = "dylu"
@@ -48,8 +50,12 @@ heartbeat_s = 0.1
 expire_s = 3.0
 lease_samples = {LEASE}
 """
-RL = 'servers = "hub"\nengine_dtype = "fp64"'
+DTYPE = 'engine_dtype = "fp64"\n'
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def toml(directory, tables, rl=""):
+    return rl_toml(directory, groups=GROUPS, prompts="size = 100", tables=tables, rl=DTYPE + rl)
 
 
 class ServedRun:
@@ -58,7 +64,7 @@ class ServedRun:
     def __init__(self, directory):
         self.directory, self.run_dir = directory, directory / "x"
         self.toml = directory / "run.toml"
-        self.toml.write_text(rl_toml(directory, groups=GROUPS, prompts="size = 100", tables=TABLES, rl=RL))
+        self.toml.write_text(toml(directory, TRAIN.format(steps=1_000_000) + HUB, 'servers = "hub"'))
         self.log = (directory / "log").open("a")
         self.wrapper = self._start(str(SABOTEUR), "--aedit", "run", str(self.toml), "--local=2")
         self.servers = {}
@@ -132,21 +138,22 @@ def served(directory):
         made.log.close()
 
 
-def drawn_alone(made, directory, num_groups, monkeypatch):
+def drawn_alone(directory, num_groups, monkeypatch):
     """Return the groups of one undisturbed node, by position."""
     found, trained = {}, GroupStream.trained
 
     def kept(stream, count):
-        for each in stream._batch[:count]:
-            group = each.group
+        for i in range(count):
+            group = stream._batch[i].group
             texts = [[rollout.tokens, rollout.finish_reason] for rollout in group.rollouts]
-            found[group.position] = [group.position, group.problem.index, group.rewards, texts]
+            found[group.position] = [group.position, group.problem.index, list(group.rewards), texts]
         return trained(stream, count)
 
     monkeypatch.setattr(GroupStream, "trained", kept)
-    alone = [f"--dir={directory}", '--hub.address=""', "--edit.landing=round", "--rl.servers=off"]
-    config = load([made.toml], [*alone, f"--train.steps={-(-num_groups // GROUPS)}"]).config
-    run(config)
+    directory.mkdir()
+    file = directory / "run.toml"
+    file.write_text(toml(directory, TRAIN.format(steps=-(-num_groups // GROUPS))))
+    run(load([file], []).config)
     return found
 
 
@@ -192,7 +199,7 @@ def test_the_death_of_any_process_costs_no_sample_and_changes_none(tmp_path, mon
         records = list(records_of(folder))
         used = {p for each in records if isinstance(each, Used) for p in range(each.start, each.upto)}
         check_leases(records, replayed(folder).state.pool, used)
-        alone = drawn_alone(made, tmp_path / "alone", max(used) + 1, monkeypatch)
+        alone = drawn_alone(tmp_path / "alone", max(used) + 1, monkeypatch)
     counts = Counter(position for position, *_ in groups)
     assert used <= counts.keys(), "trained by nobody"
     # The killed trainer had trained groups that it had not pushed: another step has trained them.
