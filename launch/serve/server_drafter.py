@@ -3,6 +3,7 @@
 It learns from one line at a time, as its trainer follows one policy: from a trainer's line if there is one.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.learning.online_drafter import OnlineDrafter
 from aedit.spec_rollout.model.target_model import TargetModel
 from aedit.types import UserError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ class ServerDrafter:
         self._online: OnlineDrafter | None = None
         self._source: LearningLine | None = None
         self._version = 0
+        self._has_failed = False
         self._lock = threading.Lock()
         self._used_before_s = 0.0
         self.idle = IdleTime()
@@ -87,17 +91,24 @@ class ServerDrafter:
                 raise UserError(f'drafter.kind = "layer": {error}; use "suffix" or "auto"') from None
 
     def before_step(self, line: LearningLine) -> None:
-        """Adopt a newer drafter, and choose the line to learn from."""
-        if line.layer is None or self._layer is None:
+        """Adopt a newer drafter, and choose the line to learn from. An error ends the training only."""
+        if line.layer is None or self._layer is None or self._has_failed:
             return
+        try:
+            self._before_step(line, line.layer, self._layer)
+        except (OSError, RuntimeError, ValueError):
+            log.exception("the drafter of this server is trained no longer")
+            self._has_failed = True
+
+    def _before_step(self, line: LearningLine, copy: LayerCopy, layer: DraftLayer) -> None:
         if self._is_better_source(line):
             self._learn_from(line)
         if self._online is not None:
             self._follow(self._online)
-        if line.layer.number != self._number:
+        if copy.number != self._number:
             with self._lock:
-                line.layer.drafter.replace(_copied(self._layer), self._number)
-            line.layer.number = self._number
+                copy.drafter.replace(_copied(layer), self._number)
+            copy.number = self._number
 
     @contextmanager
     def window(self, cause: str) -> Iterator[None]:
