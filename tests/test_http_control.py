@@ -6,6 +6,7 @@ import pytest
 import torch
 from kit.hosts import LIMIT_S
 from kit.serving import ask, byte_tokenizer, served, text_policy
+from safetensors.torch import save_file
 
 from aedit.spec_rollout.service.http.control import control_routes
 
@@ -45,16 +46,10 @@ def expected(model, tokenizer):
     return made[0, ids.shape[1] :].tolist(), logp.gather(1, made[0, 1:, None])[:, 0].tolist()
 
 
-@pytest.mark.parametrize("safe", [True, False])
-def test_new_weights_of_a_directory_generate_and_score_from_then_on(place, tokenizer, safe):
+def test_new_weights_of_a_directory_generate_and_score_from_then_on(place, tokenizer):
     service, address, root = place
-    new = text_policy(tokenizer, seed=5 + safe)
-    folder = root / f"step_{safe}"
-    if safe:
-        new.save_pretrained(folder)
-    else:
-        folder.mkdir()
-        torch.save(new.state_dict(), folder / "pytorch_model.bin")
+    new, folder = text_policy(tokenizer, seed=5), root / "step_5"
+    new.save_pretrained(folder)
     before = service.engine.version
     status, _, answer = do(address, "/update_weights", {"weight_dir": str(folder)})
     assert (status, answer) == (200, {"status": "ok", "weight_version": str(before + 1)})
@@ -86,14 +81,18 @@ def test_bad_weights_are_refused_and_change_nothing(place, tokenizer, tmp_path):
     def saved(name, **changes):
         state = {**good.state_dict(), **changes}
         (root / name).mkdir()
-        torch.save({k: v for k, v in state.items() if v is not None}, root / name / "pytorch_model.bin")
+        kept = {k: v.contiguous() for k, v in state.items() if v is not None}
+        save_file(kept, root / name / "model.safetensors")
 
     norm = good.model.norm.weight
     saved("missing", **{"model.norm.weight": None})
-    saved("unknown", extra=norm)
+    saved("unknown", extra=norm.clone())
     saved("shape", **{"model.norm.weight": norm[:4]})
     saved("infinite", **{"model.norm.weight": norm * torch.inf})
-    saved("pickle", evil=Evil())
+    (root / "pickle").mkdir()
+    torch.save({**good.state_dict(), "evil": Evil()}, root / "pickle" / "pytorch_model.bin")
+    (root / "damaged").mkdir()
+    (root / "damaged" / "model.safetensors").write_bytes(b"\xff" * 100)
     before = greedy(address), do(address, "/weight_checker", {})[2]
     for name, reason in (
         (str(outside), "below --weights-root"),
@@ -107,7 +106,8 @@ def test_bad_weights_are_refused_and_change_nothing(place, tokenizer, tmp_path):
         ("unknown", "unknown weights extra"),
         ("shape", "with shape"),
         ("infinite", "not finite"),
-        ("pickle", "cannot be read"),
+        ("pickle", "no weights"),
+        ("damaged", "cannot be read"),
     ):
         status, _, answer = do(address, "/update_weights", {"weight_dir": name})
         assert (status, answer["error"]["param"]) == (400, "weight_dir"), (name, answer)
