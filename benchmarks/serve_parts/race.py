@@ -67,6 +67,7 @@ def race(servers: Sequence[Server], clients: Generator, plan: Race, say: Say) ->
                 load = replace(
                     plan.load, url=server.url, model=server.model, clients=count, seed=1000 * count + repeat
                 )
+                load = replace(load, leaves=True)
                 if repeat < 0:
                     load = replace(load, seconds=plan.warm_up_s)
                 with only(server, servers):
