@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -32,10 +33,20 @@ def pytest_sessionfinish(session):
     if not left:
         return
     for process in left:
-        command = " ".join(process.cmdline()) if process.is_running() else "?"
-        print(f"\nleft behind by the tests: process {process.pid}: {command}")
-        process.kill()
+        print(f"\nleft behind by the tests: process {process.pid}: {_command(process)}")
+        with suppress(psutil.Error):
+            process.kill()
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _command(process):
+    # A zombie has none: it has ended, and this process has not waited for it.
+    try:
+        return " ".join(process.cmdline())
+    except psutil.ZombieProcess:
+        return f"{process.name()}, ended and not waited for"
+    except psutil.Error:
+        return "?"
 
 
 def _started_here():

@@ -19,7 +19,7 @@ from aedit.types import UserError
 
 COMMANDS = (
     *("run", "hub", "join", "keys", "status", "top", "plot", "export", "generate", "config", "doctor"),
-    *("init", "completion"),
+    *("init", "completion", "serve", "audit"),
 )
 
 
@@ -51,7 +51,7 @@ def test_help_lists_the_commands_there_are_and_no_others(capsys):
         main(["--help"])
     shown = capsys.readouterr().out
     assert all(f"\n    {command}" in shown for command in COMMANDS)
-    assert not any(f"\n    {word} " in shown for word in ("serve", "simulate"))
+    assert not any(f"\n    {word} " in shown for word in ("simulate", "train"))
 
 
 @pytest.mark.parametrize(

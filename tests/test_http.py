@@ -219,6 +219,19 @@ def test_text_of_any_bytes_grows_by_whole_characters_and_is_the_tokenizers_own(t
             assert "".join(pieces) == grown.text == whole
 
 
+@pytest.mark.parametrize("by_stop", [True, False])
+def test_a_complete_stop_string_is_held_back_until_it_is_known_whether_the_answer_ends(tokenizer, by_stop):
+    codec = TextCodec(tokenizer)
+    grown = AnswerText(codec, (), ("never there", "own"))
+    shown = ""
+    for token in codec.encode("the quick brown"):
+        grown.add([token])
+        shown += grown.take()
+    assert shown == "the quick br"
+    grown.finish(by_stop=by_stop)
+    assert shown + grown.take() == grown.text == ("the quick br" if by_stop else "the quick brown")
+
+
 # --- noise
 
 

@@ -69,6 +69,15 @@ def test_a_worker_that_would_take_longer_for_one_sample_than_the_others_for_all_
     assert counts(place(samples(60), {0: fast, 1: fast, 2: slow}, KNOWN))[2] > 0
 
 
+@pytest.mark.parametrize("row_s", [0.0, 0.001])
+def test_samples_that_would_all_fit_into_one_worker_are_spread_over_equal_ones(row_s):
+    """Both have a row for each of them, and one after another their tokens take as long in either."""
+    two = {i: WorkerLoad(tokens=0.0, rows=8, speed=EngineSpeed(0.01, row_s, 0.0)) for i in range(2)}
+    assert counts(place(samples(1), two, KNOWN)) == {0: 2, 1: 2}
+    unknown = {i: WorkerLoad(tokens=0.0, rows=8, speed=None) for i in range(2)}
+    assert counts(place(samples(2), unknown, KNOWN)) == {0: 4, 1: 4}
+
+
 def test_one_without_room_gets_none_and_what_fits_nowhere_waits():
     full, some = worker(room=0), worker(room=3)
     placed = place(samples(2), {0: full, 1: some}, KNOWN)

@@ -3,12 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import torch
-from benchmarks import rl, rl_idle, rl_patches
-from benchmarks.drift_parts.policy import reward as letters
+from benchmarks import rl, rl_idle
 from benchmarks.kit import rl_runs
-from benchmarks.policies import Policy
-from benchmarks.rl_speed_parts.dealing import Size
 from kit.rl_runs import rl_run
 
 from aedit.launch.config.load import load
@@ -93,28 +89,3 @@ def test_a_node_without_rollouts_is_no_row_of_zeros(tmp_path):
     run = read_run(rl_run(tmp_path, num_steps=1))
     with pytest.raises(RuntimeError, match="run it for longer"):
         rl_idle.waiting("a hub", run.nodes[0], 1.0)
-
-
-def test_changed_weights_are_counted_between_versions_that_far_apart():
-    versions = [torch.tensor([float(step >= i) for i in range(1, 9)]) for step in range(9)]
-    assert rl_patches.changed(versions) == {
-        1: (1 / 8,) * 8,
-        2: (2 / 8,) * 7,
-        4: (4 / 8,) * 5,
-        8: (1.0,),
-    }
-    assert list(rl_patches.changed(versions[:3])) == [1, 2]
-
-
-def test_a_step_changes_few_bf16_weights_and_fewer_at_a_lower_rate(tmp_path):
-    size = Size(policy=Policy(size="quick", minutes=0.01), groups=2, samples=3, max_tokens=96)
-    low, high = (rl_patches.move(size, lr, 2, tmp_path, letters) for lr in (1e-6, 1e-4))
-    assert 0 < low.changed[1][0] < high.changed[1][0] < high.bits <= 1
-    told = rl_patches.report(size, [low, high], 2)
-    assert [row[0] for row in told.rows] == ["1e-06", "0.0001"]
-
-
-def test_a_policy_that_never_learns_anything_is_an_error(tmp_path):
-    size = Size(policy=Policy(size="quick", minutes=0.01), groups=1, samples=2, max_tokens=64)
-    with pytest.raises(RuntimeError, match="0 of 1 policy versions"):
-        rl_patches.move(size, 1e-4, 1, tmp_path, lambda rollout: 1.0)

@@ -10,7 +10,7 @@ from aedit.launch.cli.main import main
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["nowhere"], "nowhere: expected the hub's HOST:PORT"),
+        (["nowhere"], "nowhere: no such directory, and no HOST:PORT"),
         (["10.0.0.1:7000"], "10.0.0.1 is another machine"),
         (["h:1", "--http=nowhere"], "--http nowhere: expected HOST:PORT"),
         (["h:1", "--http=0.0.0.0:80"], "anybody could use it: name a file of keys with --api-key-file"),

@@ -13,6 +13,7 @@ from aedit.launch.views.panel import Fitted
 from aedit.launch.views.report import report
 from aedit.launch.views.server_plots import servers
 from aedit.launch.views.server_report import server_facts
+from aedit.types import UserError
 
 
 def server(name, **changes):
@@ -111,3 +112,9 @@ def test_odd_records_of_servers_harm_nothing(tmp_path):
     write(tmp_path / "hub", [*lines, line(9, [node_at(0, 8)], [2], servers=[json.loads('{"name": "a"}')])])
     assert read_run(tmp_path).hubs[0].last.servers[0].name == "a"
     assert "role rollout: 0 servers of 1 live" in shown_status(tmp_path)
+
+
+def test_a_folder_with_records_of_servers_alone_is_refused_with_a_word_about_the_hub(tmp_path):
+    (tmp_path / "servers" / "alpha").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"not a run directory.*records of rollout servers.*HOST:PORT"):
+        read_run(tmp_path)

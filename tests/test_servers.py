@@ -286,7 +286,7 @@ def test_versions_change_while_samples_run_and_each_token_has_one_that_its_serve
     asked, published = samples(16, length=60), [1]
 
     def change():
-        if len(published) < 4 and sum(server.drawn for server in servers) > 150 * len(published):
+        if len(published) < 4 and sum(server.drawn for server in servers) > 60 * len(published):
             published.append(published[-1] + 1)
             publish(source, model, published[-1])
 

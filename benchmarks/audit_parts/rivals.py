@@ -47,7 +47,7 @@ def random_hidden(scale: float, seed: int = 0) -> Hidden:
     """Return a function that makes states of noise."""
 
     def hidden(claim: HeldRollout) -> Tensor:
-        generator = torch.Generator().manual_seed(claim.key[0] + (seed << 32))
+        generator = torch.Generator().manual_seed(1_000_003 * claim.key[0] + seed)
         return torch.randn(len(claim.prompt) + len(claim.tokens), 64, generator=generator) * scale
 
     return hidden

@@ -99,6 +99,8 @@ def require_run(run_dir: Path) -> None:
     if not (run_dir / "run.toml").is_file() and not (run_dir / "nodes").is_dir() and not hub_folders(run_dir):
         inside = Path("runs") / run_dir
         hint = f"did you mean {inside}?" if (inside / "run.toml").is_file() else ""
+        if (run_dir / "servers").is_dir():
+            hint = "servers/NAME has records of rollout servers; name their hub as HOST:PORT"
         hint = hint or "name one such as runs/NAME, or a running hub as HOST:PORT"
         raise UserError(f"{run_dir}: not a run directory, since it has no run.toml; {hint}")
 

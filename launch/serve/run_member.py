@@ -60,7 +60,7 @@ class RunMember:
         self._config, self._folder, self._hubs, self._places = config, folder, hubs, places
         self._recorder = Recorder(folder.path, Clock(), writes=True)
         self._recorder.clock.start(0.0)
-        self._drafter = ServerDrafter(config, folder.path)
+        self._drafter = ServerDrafter(config, folder.path, self._recorder.event)
         run, serve = ServedRun.of(config), config.serve
         limits = StreamLimits(waiting=serve.waiting, lines=serve.lines)
         num_waiting = (serve.rows + serve.waiting) * (serve.lines + 1)
@@ -130,6 +130,7 @@ class RunMember:
             self._recorder.event("http", address=address)
             print(f"  HTTP at http://{address}", flush=True)
         if self._recorder.line_is_due():
+            self._drafter.report_deaths()
             card = self.card()
             named = ("name", "address", "rows", "tokens_per_s", "serial", "running", "waiting", "state")
             values = {name: getattr(card, name) for name in (*named, "idle_s", "idle_used_s")}

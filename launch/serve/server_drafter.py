@@ -6,7 +6,7 @@ It learns from one line at a time, as its trainer follows one policy: from a tra
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from aedit.launch.config.config import RunConfig
-from aedit.launch.node.rl_drafter import FILE, online_config, save_drafter, saved_layer
+from aedit.launch.node.rl_drafter import FILE, TrainerDeaths, online_config, save_drafter, saved_layer
+from aedit.launch.serve.guarded_sink import GuardedSink
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.layer_drafter import LayerDrafter
 from aedit.spec_rollout.engine.engine import Engine
@@ -59,15 +60,16 @@ class LearningLine(Protocol):
 class ServerDrafter:
     """Draft layer of a server with its training. `before_step` is called by the engines' thread only."""
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
-        """Make it; nothing starts before the first step of an engine."""
-        self._config, self._directory = config, directory
+    def __init__(self, config: RunConfig, directory: Path, event: Callable[..., None]) -> None:
+        """Make it; nothing starts before the first step of an engine. event: records an event by name."""
+        self._config, self._directory, self._event = config, directory, event
         self._layer: DraftLayer | None = None
         self._number = 0
         self._online: OnlineDrafter | None = None
+        self._deaths: TrainerDeaths | None = None
         self._source: LearningLine | None = None
         self._version = 0
-        self._has_failed = False
+        self._error = ""
         self._lock = threading.Lock()
         self._used_before_s = 0.0
         self.idle = IdleTime()
@@ -92,16 +94,15 @@ class ServerDrafter:
 
     def before_step(self, line: LearningLine) -> None:
         """Adopt a newer drafter, and choose the line to learn from. An error ends the training only."""
-        if line.layer is None or self._layer is None or self._has_failed:
+        if line.layer is None or self._layer is None:
             return
         try:
             self._before_step(line, line.layer, self._layer)
-        except (OSError, RuntimeError, ValueError):
-            log.exception("the drafter of this server is trained no longer")
-            self._has_failed = True
+        except Exception as error:
+            self._fail(error)
 
     def _before_step(self, line: LearningLine, copy: LayerCopy, layer: DraftLayer) -> None:
-        if self._is_better_source(line):
+        if not self._error and self._is_better_source(line):
             self._learn_from(line)
         if self._online is not None:
             self._follow(self._online)
@@ -113,31 +114,39 @@ class ServerDrafter:
     @contextmanager
     def window(self, cause: str) -> Iterator[None]:
         """Train inside the context; `EngineHost.idle`."""
-        online = self._online
+        training = ExitStack()
         with self.idle.measured(cause):
-            if online is None:
+            if (online := self._online) is not None:
+                self._try(lambda: training.enter_context(online.window(cause)))
+            try:
                 yield
-            else:
-                with online.window(cause):
-                    yield
+            finally:
+                self._try(training.close)
 
     @property
     def used_s(self) -> float:
         """Return the processor time of the training so far."""
-        online = self._online
-        return self._used_before_s + (0.0 if online is None else online.used_s)
+        with self._lock:
+            return self._used_before_s + (0.0 if self._online is None else self._online.used_s)
 
     def status(self) -> dict[str, Any]:
         """Return the state by name; empty before it has begun."""
+        if self._error:
+            return {"state": "failed", "error": self._error}
         online = self._online
         return {} if online is None else online.status()
+
+    def report_deaths(self) -> None:
+        """Record an event if the trainer's process has died since the last call."""
+        deaths = self._deaths
+        if deaths is not None:
+            deaths.report()
 
     def close(self) -> None:
         """Save the layer and end the trainer. Call it after the host has ended."""
         if self._online is not None:
             save_drafter(self._online, self._directory)
-            self._online.close()
-            self._online = None
+            self._end_training()
 
     def _new(self, target: TargetModel) -> DraftLayer:
         taps = target.feature_size // target.embedding.shape[1] - 1
@@ -157,20 +166,42 @@ class ServerDrafter:
         """Start the trainer anew, for another policy."""
         if self._source is not None and not self._source.is_closed:
             self._source.engine.sink = None
-        if self._online is not None:
-            self._used_before_s += self._online.used_s
-            self._online.close()
+        self._end_training()
         self._source = line
         directory = self._directory
-        self._online = OnlineDrafter.of(
+        online = OnlineDrafter.of(
             _Policy(line.engine.target),
             layer=self._layer,
             config=online_config(self._config.drafter, directory / "drafter.log"),
             checkpoint=directory / "drafter.training",
             seed=self._config.seed,
         )
-        line.engine.sink = self._online.sink
+        line.engine.sink = GuardedSink(online.sink, self._fail)
         self._version = 0
+        self._deaths = TrainerDeaths(online, self._event)
+        self._online = online
+
+    def _end_training(self) -> None:
+        with self._lock:
+            online, self._online, self._deaths = self._online, None, None
+            self._used_before_s += 0.0 if online is None else online.used_s
+        if online is not None:
+            online.sink.collects = False
+            online.close()
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End the training for good; the drafter in use stays."""
+        log.error("the drafter of this server is trained no longer", exc_info=error)
+        first, self._error = not self._error, self._error or f"{type(error).__name__}: {error}"
+        if first:
+            self._event("drafter_failed", reason=self._error)
+            self._try(self._end_training)
 
     def _follow(self, online: OnlineDrafter) -> None:
         source = self._source

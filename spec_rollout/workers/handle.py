@@ -138,3 +138,5 @@ class WorkerHandle:
         self.room = message.get("room")
         if message["speed"] is not None:
             self.speed = EngineSpeed(*message["speed"])
+        elif not self.is_local:
+            self.speed = None  # it was forgotten, so that the server is tried again

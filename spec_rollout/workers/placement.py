@@ -36,8 +36,14 @@ class WorkerLoad:
         return max(1e-9, (self.speed or speed).token_s(self.rows))
 
     def finish_s(self, tokens: float, longest: float, speed: EngineSpeed) -> float:
-        """Return when it has drawn so many tokens, of which one sample has `longest`, one after another."""
-        return self.delay_s + max(tokens / self.rows, longest) * self.token_s(speed)
+        """Return when it has drawn so many tokens, of which one sample has `longest`, one after another.
+
+        A step costs its fixed part once and the part of each row for each token: fewer tokens in as many
+        steps end sooner.
+        """
+        speed = self.speed or speed
+        steps = max(tokens / self.rows, longest)
+        return self.delay_s + max(1e-9, steps * speed.fixed_s + tokens * speed.row_s)
 
 
 def place(
@@ -74,8 +80,8 @@ def place(
         free = [i for i in work if room[i] >= len(part)] or [i for i in work if room[i] > 0]
         if not free:
             break
-        ends_s = {i: workers[i].finish_s(work[i] + more, longest, known) for i in free}
-        chosen = min(free, key=ends_s.__getitem__)
+        # Where rows cost no time, all would end equally soon: then the one with less work.
+        chosen = min(free, key=lambda i: (workers[i].finish_s(work[i] + more, longest, known), work[i]))
         work[chosen] += more
         longest_first = sorted(part, key=lambda sample: -sample.expected_remaining(lengths))
         taken = longest_first[: int(min(room[chosen], len(part)))]

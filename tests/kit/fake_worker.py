@@ -36,7 +36,8 @@ def main(parent, fd):
                 if does == f"end with {key[1]}":
                     channel.send("error", message=f"ValueError: sample {key[1]} is poison")
                     sys.exit(1)
-                samples[key] = [prompt, len((prompt["partial"] or {"tokens": []})["tokens"])]
+                place = len((prompt["partial"] or {"tokens": []})["tokens"])
+                samples[key] = [prompt, place, message["version"]]
             elif message["kind"] == "remove":
                 found = samples.pop(tuple(message["key"]), None)
                 channel.send("removed", key=message["key"], found=found is not None)
@@ -51,7 +52,7 @@ def advance(channel, samples):
     """Draw one token of each of the first four samples."""
     tokens, ended = [], []
     for key, each in list(samples.items())[:4]:
-        tokens.append([*key, [token(*key, each[1])], [-0.5], [1], [], each[1] + 1])
+        tokens.append([*key, [token(*key, each[1])], [-0.5], [each[2]], [], each[1] + 1])
         each[1] += 1
         if each[1] == each[0]["sampling"]["max_new_tokens"]:
             ended.append([*key, "length", each[1]])

@@ -14,9 +14,9 @@ from kit import trainers
 LOUDNESS = 10.0
 
 
-def train_at_once(monkeypatch):
-    """Let the trainers of nodes run on a busy machine too, and evaluate early."""
-    original = rl_drafter.online_config
+def train_at_once(monkeypatch, module=rl_drafter):
+    """Let the trainers that `module` starts run on a busy machine too, and evaluate early."""
+    original = module.online_config
 
     def quick(config, log):
         found = original(config, log)
@@ -25,7 +25,7 @@ def train_at_once(monkeypatch):
         idle = IdleConfig(log=log, niceness=0, restarts=trainers.AT_ONCE)
         return replace(found, learning=learning, idle=idle)
 
-    monkeypatch.setattr(rl_drafter, "online_config", quick)
+    monkeypatch.setattr(module, "online_config", quick)
 
 
 @torch.no_grad()

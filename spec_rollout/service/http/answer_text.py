@@ -50,8 +50,13 @@ class AnswerText:
             self._begin_window(self._window[-NUM_CONTEXT_TOKENS:])
 
     def take(self) -> str:
-        """Return the text that is new since the last call and cannot be the beginning of a stop string."""
-        end = len(self.text) - max((_overlap(self.text, stop) for stop in self._stops), default=0)
+        """Return the text that is new since the last call and belongs to the answer whatever follows.
+
+        It ends before what may be the beginning of a stop string, and before one that the last token has
+        completed: whether the answer ends there is known when `finish` is called or the next token comes.
+        """
+        held = max((_overlap(self.text, stop) for stop in self._stops), default=0)
+        end = min(len(self.text) - held, self._first_stop())
         new = self.text[self._num_taken : end]
         self._num_taken = max(self._num_taken, end)
         return new
@@ -64,12 +69,16 @@ class AnswerText:
         """
         whole = self._decode()
         self.text += whole[self._num_chars :]
-        if by_stop and self._stops:
-            longest = max(map(len, self._stops))
-            first = max(0, self._num_before_last - longest + 1)
-            found = [place for stop in self._stops if (place := self.text.find(stop, first)) >= 0]
-            self.text = self.text[: min(found, default=len(self.text))]
+        if by_stop:
+            self.text = self.text[: self._first_stop()]
         self._stops = ()
+
+    def _first_stop(self) -> int:
+        """Return the place of the first stop string that ends in the last token; without one, the length."""
+        longest = max(map(len, self._stops), default=1)
+        first = max(0, self._num_before_last - longest + 1)
+        found = [place for stop in self._stops if (place := self.text.find(stop, first)) >= 0]
+        return min(found, default=len(self.text))
 
     def _begin_window(self, tokens: list[int]) -> None:
         self._window, self._num_old = tokens, len(tokens)

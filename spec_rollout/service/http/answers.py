@@ -47,7 +47,7 @@ class Answer:
         tokens, offset = rollout.tokens[start:count], len(self.text.offsets)
         is_stopped = ends and rollout.finish_reason == "stop"
         is_stop_token = is_stopped and rollout.tokens[-1] in self._sampling.stop_tokens
-        self._add(tokens[:-1] if is_stop_token else tokens, ends)
+        self._add(tokens[:-1] if is_stop_token else tokens)
         if is_stop_token:
             self.text.offsets.append(len(self.text.text))
         if ends:
@@ -62,15 +62,12 @@ class Answer:
             finish_reason=(rollout.finish_reason or "abort") if ends else None,
         )
 
-    def _add(self, tokens: Sequence[int], ends: bool) -> None:
-        if self._options.offsets:
-            for token in tokens:
-                self.text.add([token])
-        elif ends:  # the last token alone: a stop string ends in it
-            self.text.add(tokens[:-1])
-            self.text.add(tokens[-1:])
-        else:
+    def _add(self, tokens: Sequence[int]) -> None:
+        if not (self._options.offsets or self._sampling.stop_strings):
             self.text.add(tokens)
+            return
+        for token in tokens:  # alone: its place is asked for, or a stop string may end in it
+            self.text.add([token])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
