@@ -101,6 +101,26 @@ def test_an_answer_without_an_end_is_a_failure(broken):
     assert (seen.finished, len(seen.failures), seen.tokens) == (0, 1, 0)
 
 
+def test_an_answer_that_is_left_at_the_end_counts_with_what_has_come():
+    async def run():
+        waiting = asyncio.Event()
+
+        async def serve(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write((OK + event("t1") + event(" t2 t3")).encode())
+            await waiting.wait()
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            seen = await Clients(replace(LOAD, url=url, clients=1, seconds=2.0, leaves=True)).run()
+            waiting.set()
+        return seen
+
+    seen = asyncio.run(asyncio.wait_for(run(), 60))
+    assert (seen.finished, seen.tokens, len(seen.first_s), seen.failures) == (0, 3, 1, [])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_attackers_do_what_their_name_says(kind):
     async def run():

@@ -42,6 +42,8 @@ class Load:
     """Send a seed with each request, so that its answer can be compared with that of an equal request."""
     most_requests: int = 0
     """Requests of all clients together, after which they stop; 0: no limit."""
+    leaves: bool = False
+    """At the end of the time leave the answers that are on the way, instead of reading them to their end."""
 
 
 @dataclass(slots=True)
@@ -68,14 +70,14 @@ class Seen:
     """Processor time of this process."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
-    """One answer: text, times at which its pieces came, and numbers of tokens in them."""
+    """One answer, which grows: text, times at which its pieces came, and numbers of tokens in them."""
 
-    text: str
-    at_s: tuple[float, ...]
-    counts: tuple[int, ...]
-    finish_reason: str
+    text: str = ""
+    at_s: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    finish_reason: str = ""
 
 
 class RefusedError(Exception):
@@ -109,14 +111,13 @@ async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-    """Send a streaming request and return its answer.
+async def ask(http: httpx.AsyncClient, body: dict[str, Any], answer: Answer) -> None:
+    """Send a streaming request and read its answer into `answer`.
 
     Raises:
         RefusedError: The server answered 429.
         ValueError: It answered something else than 200, or sent an error or no reason for the end.
     """
-    text, at_s, counts, reason = "", [], [], ""
     async with http.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code == 429:
             raise RefusedError(response.headers.get("retry-after"))
@@ -129,13 +130,12 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
                 raise ValueError(f"error in the stream: {event['error']}")
             for choice in event["choices"]:
                 if choice.get("text"):
-                    text += choice["text"]
-                    at_s.append(time.perf_counter())
-                    counts.append(len(choice["text"].split()))
-                reason = choice.get("finish_reason") or reason
-    if not reason:
-        raise ValueError(f"the stream ended after {sum(counts)} tokens without finish_reason")
-    return Answer(text, tuple(at_s), tuple(counts), reason)
+                    answer.text += choice["text"]
+                    answer.at_s.append(time.perf_counter())
+                    answer.counts.append(len(choice["text"].split()))
+                answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+    if not answer.finish_reason:
+        raise ValueError(f"the stream ended after {sum(answer.counts)} tokens without finish_reason")
 
 
 class Clients:
@@ -152,7 +152,13 @@ class Clients:
         async with httpx.AsyncClient(base_url=self.load.url, timeout=ENDS_WITHIN_S, limits=limits) as http:
             began_s, cpu_s = time.perf_counter(), time.process_time()
             self._ends_s = began_s + self.load.seconds
-            await asyncio.gather(*(self._client(http, number) for number in range(self.load.clients)))
+            clients = [asyncio.create_task(self._client(http, i)) for i in range(self.load.clients)]
+            _, late = await asyncio.wait(clients, timeout=self.load.seconds if self.load.leaves else None)
+            for client in late:
+                client.cancel()
+            for error in await asyncio.gather(*clients, return_exceptions=True):
+                if isinstance(error, Exception):
+                    raise error
             self.seen.seconds = min(time.perf_counter() - began_s, self.load.seconds)
             self.seen.cpu_s = time.process_time() - cpu_s
         return self.seen
@@ -172,15 +178,19 @@ class Clients:
     async def _request(self, http: httpx.AsyncClient, client: int, number: int) -> None:
         body = body_of(self.load, client, number)
         while True:
-            began_s = time.perf_counter()
+            began_s, answer = time.perf_counter(), Answer()
             try:
-                answer = await ask(http, body)
+                await ask(http, body, answer)
+            except asyncio.CancelledError:
+                self._note(began_s, answer)
+                raise
             except RefusedError as refused:
                 wait_s = self._note_refusal(refused.args[0])
                 if time.perf_counter() + wait_s > self._ends_s:
                     return
                 await asyncio.sleep(wait_s)
                 continue
+            self.seen.finished += 1
             self._note(began_s, answer)
             if self.load.sends_seed:
                 self.seen.texts[f"{client} {number}"] = answer.text
@@ -197,7 +207,6 @@ class Clients:
         in_time = [
             count for at_s, count in zip(answer.at_s, answer.counts, strict=True) if at_s <= self._ends_s
         ]
-        self.seen.finished += 1
         self.seen.tokens += sum(in_time)
         if answer.at_s:
             self.seen.first_s.append(answer.at_s[0] - began_s)

@@ -67,10 +67,12 @@ def race(servers: Sequence[Server], clients: Generator, plan: Race, say: Say) ->
                 load = replace(
                     plan.load, url=server.url, model=server.model, clients=count, seed=1000 * count + repeat
                 )
+                load = replace(load, leaves=True)
                 if repeat < 0:
                     load = replace(load, seconds=plan.warm_up_s)
                 with only(server, servers):
                     seen = clients.load(load)
+                    greedy_of(server, [prompt_of(load, 0, 0)], 1)  # answers that were left have ended then
                 if repeat >= 0:
                     found.setdefault((server.name, count), Turns()).seen.append(seen)
                     say(f"{count} clients, {server.name}: {seen.tokens / seen.seconds:.1f} tokens/s")
