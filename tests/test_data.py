@@ -222,7 +222,8 @@ def test_a_long_document_is_cut_so_that_a_share_of_it_can_be_held_out(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["json", "csv"])
-def test_what_a_loader_of_datasets_raises_is_one_line(name):
+def test_what_a_loader_of_datasets_raises_is_one_line(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where it looks for files of this kind, in all folders below
     with pytest.raises(UserError, match=rf"data\.source = 'hf:{name}': .*") as caught:
         list(documents(config(f"hf:{name}")))
     assert "\n" not in str(caught.value)

@@ -286,7 +286,7 @@ def test_prometheus_gets_its_numbers():
     from aedit.launch.hub.replay import make_hub
 
     hub = make_hub(RunConfig(), (0, 1))
-    rest = {"merges": 3, "merge_s": 0.5, "journal": {"bytes": 7}, "standby": False}
+    rest = {"merges": 3, "merge_s": 0.5, "journal": {"bytes": 7}, "standby": False, "servers": []}
     page = Page(lambda: news.status(hub, 0.0) | rest, "127.0.0.1", 0)
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=10) as answer:
