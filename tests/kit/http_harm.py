@@ -89,10 +89,10 @@ async def well_behaved(port):
 
     Yields the list of answers since then.
     """
-    right, got = await answers(port), []
+    right, got, ends = await answers(port), [], asyncio.Event()
 
     async def go_on():
-        while True:
+        while not ends.is_set():
             got.append(await answers(port))
             assert close(got[-1], right)
 
@@ -102,12 +102,9 @@ async def well_behaved(port):
         count = len(got)
         while len(got) < count + 2 and not client.done():  # one more after the last attack
             await asyncio.sleep(0.01)
-        if client.done():
-            client.result()
     finally:
-        client.cancel()
-        with suppress(asyncio.CancelledError):
-            await client
+        ends.set()
+        await client
 
 
 async def fuzz(port, num_requests, seed, num_connections=8):
