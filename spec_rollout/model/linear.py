@@ -1,8 +1,7 @@
 """Linear layer with the CPU kernel that reads the weights fastest, by a fixed rule.
 
-Decoding multiplies few rows with large weights, and `F.linear` does not use the fastest kernel for them on
-every processor. On one core of an AMD EPYC (Zen 5), in GB/s of weights, of the shapes of a model with 124 M
-parameters:
+Decoding multiplies few rows with large weights, and `F.linear` does not use the fastest kernel for them. On
+one core of an AMD EPYC (Zen 5), in GB/s of weights, of the shapes of a model with 124 M parameters:
 
     rows                            1         2 to 4     8         16        512
     float32   F.linear (MKL)        15 to 21  5 to 12    7 to 10   5 to 7    0.4
@@ -13,22 +12,9 @@ parameters:
     bfloat16  F.linear (oneDNN)     14 to 15  14 to 15   12 to 13  10 to 11  -
               PyTorch's own kernel  18 to 29  -          -         -         -
 
-On one core of an Intel Xeon, for which MKL is made, in float32 and microseconds, of two shapes:
-
-    rows                            1     2     4     8     16    32    64
-    1152 x 384  F.linear (MKL)      36    29    52    85    146   234   402
-                oneDNN              49    119   125   146   188   279   447
-                MKL, (W x')'        38    115   124   128   137   221   442
-    2048 x 768  F.linear (MKL)      219   224   458   650   745   1038  1614
-                oneDNN              253   474   486   562   715   1040  1606
-                MKL, (W x')'        223   470   475   487   495   763   1525
-
-The rule depends on dtype, sizes and the maker of the processor only, and not on measured times: two processes
-on equal machines choose the same kernels and round alike, so that they draw the same tokens.
+The rule depends on dtype and sizes only, and not on measured times: two processes on equal machines choose
+the same kernels and round alike, so that they draw the same tokens.
 """
-
-from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,26 +26,7 @@ SMALL_WEIGHTS = 1 << 17
 MANY_ROWS = 32
 """Number of rows from which on oneDNN is faster with small weights, too."""
 
-LARGE_WEIGHTS, HUGE_WEIGHTS = 1 << 20, 1 << 24
-"""On Intel: numbers in a weight from which on (W x')' is faster for some rows, and oneDNN instead of it."""
-
-FULL_ROWS = 64
-"""On Intel: number of rows from which on `F.linear` is as fast as the others with any weight."""
-
-Kernel = Literal["plain", "turned", "oneDNN"]
-"""`F.linear`, (W x')', or oneDNN's."""
-
 _HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def _is_intel() -> bool:
-    """Return true on a processor by Intel, if PyTorch has MKL."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return torch._C.has_mkl and cpuinfo.exists() and "GenuineIntel" in cpuinfo.read_text()
-
-
-ON_INTEL = _is_intel()
-"""Selects the rule."""
 
 
 def linear(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Tensor:
@@ -77,24 +44,10 @@ def linear(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Ten
     is_small = weight_oi.numel() < SMALL_WEIGHTS and rows < MANY_ROWS
     if weight_oi.dtype != torch.float32 or is_small or not rows:
         return F.linear(x_Ti, weight_oi, bias_o)
-    kernel = (_kernel_on_intel if ON_INTEL else _kernel)(rows, *weight_oi.shape)
-    if kernel == "turned" and x_Ti.dim() == 2 and bias_o is None:
+    out, size = weight_oi.shape
+    if 2 <= rows <= 4 and out >= size and x_Ti.dim() == 2 and bias_o is None:
         return torch.mm(weight_oi, x_Ti.t()).t().contiguous()
-    if kernel == "plain":
-        return F.linear(x_Ti, weight_oi, bias_o)
     return torch.ops.mkldnn._linear_pointwise(x_Ti, weight_oi, bias_o, "none", [], "")  # type: ignore[no-any-return]
-
-
-def _kernel(rows: int, out: int, size: int) -> Kernel:
-    return "turned" if 2 <= rows <= 4 and out >= size else "oneDNN"
-
-
-def _kernel_on_intel(rows: int, out: int, size: int) -> Kernel:
-    num = out * size
-    most_plain = 3 if num >= HUGE_WEIGHTS else 7 if num >= LARGE_WEIGHTS else 15
-    if rows <= most_plain or rows >= FULL_ROWS:
-        return "plain"
-    return "turned" if num < HUGE_WEIGHTS else "oneDNN"
 
 
 def _strided(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, rows: int) -> Tensor:
