@@ -376,8 +376,11 @@ def test_models_tokenizer_health_version_and_metrics(server, tokenizer):
     assert (info["eos_token"], info["chat_template"]) == ("</s>", tokenizer.chat_template)
     assert ask(address, "/health")[0] == ask(address, "/ping")[0] == 200
     assert ask(address, "/version")[2]["weight_version"] == "0"
+    assert ask(address, "/v1/completions", {})[0] == 400
+    assert ask(address, "/v1/completions", {"prompt": [1], "max_tokens": 2})[0] == 200
     text = ask(address, "/metrics")[2].decode()
     generated = service.host.status()["tokens"]
+    assert generated >= 2
     assert f"aedit_serve_tokens_total {float(generated)}" in text
     assert 'aedit_http_requests_total{route="/v1/completions",status="400"}' in text
 

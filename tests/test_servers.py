@@ -181,6 +181,7 @@ def test_a_killed_server_costs_no_token_and_is_used_again_when_it_is_back(opened
     source.add(asked)
     finish(source, asked, kill)
     assert killed
+    assert "keys" not in lost(events)[0]["reason"], "it had answered: keys are not why it is gone"
     retried = [fields for event, fields in events if event == "rollout_retried"]
     assert [fields["server"] for fields in retried] == ["a"]
     assert (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from aedit.async_sgd.hub.joins import LONGEST_NAME, Denied
 
 KEY_BYTES = 32
-"""Of an Ed25519 public key."""
+"""Length of an Ed25519 public key."""
 _LONGEST_STATE = 64
 _LONGEST_HOST = 253
 _MOST_FIGURES = 16

@@ -50,7 +50,7 @@ class Record:
     """Accusations of one server: of a name and a key."""
 
     counts: dict[int, int] = field(default_factory=dict)
-    """By node."""
+    """Number of accusations by node."""
     last: Complaint | None = None
 
 

@@ -20,7 +20,7 @@ from aedit.proto.wire.limits import Rates
 from aedit.proto.wire.service import Refusal
 
 _EVENTS_PER_S = 5.0
-"""Of servers that come and go: nobody can fill the disk with them."""
+"""Limit of recorded events of servers that come and go: nobody can fill the disk with them."""
 
 Event = Callable[..., None]
 

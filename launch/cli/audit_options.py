@@ -18,7 +18,7 @@ class AuditRequest:
     models: tuple[str, ...] = ()
     """`PLACE` or `VERSION=PLACE`."""
     dtype: str = ""
-    """Of the engines that have generated; empty: that of the model."""
+    """Dtype of the engines that have generated; empty: that of the model."""
     calibration: Path | None = None
     trusted: tuple[str, ...] = ()
     calibrate: Path | None = None

@@ -56,7 +56,7 @@ class PolicyVersions:
         self._dtype, self._ring = dtype, ring
         self._store: VersionStore | None = None
         self._made: dict[str, tuple[int, Patterns]] = {}
-        """By unit: version and patterns of the newest version here."""
+        """Version and patterns of the newest version here, by unit."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="policy versions", daemon=True)
         self.core: VersionsCore | None = None

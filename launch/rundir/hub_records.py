@@ -160,7 +160,7 @@ class HubRecords:
     """Exclusions and changes of the leading hub."""
 
     evidence: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Of the last accusation of a rollout server, by its name."""
+    """Evidence of the last accusation of a rollout server, by its name."""
 
     @property
     def last(self) -> HubSample:

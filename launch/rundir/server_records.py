@@ -20,7 +20,7 @@ class ServerSample:
     """Versions of the policy that it is behind the hub."""
 
     tokens_per_s: float
-    """Of late, as the server says."""
+    """Speed of late, as the server says."""
 
     running: float
     waiting: float
@@ -28,19 +28,19 @@ class ServerSample:
     """Time without a request, since its process began."""
 
     idle_used_s: float
-    """Of this, the time in which it trained the drafter."""
+    """Part of `idle_s` in which it trained the drafter."""
 
     accused: Mapping[str, float]
     """Number of accusations by node."""
 
     reason: str
-    """Of the last accusation."""
+    """Reason of the last accusation."""
 
     banned: str
     """Reason of the ban; empty if there is none."""
 
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    """Of the last accusation."""
+    """Evidence of the last accusation."""
 
     @staticmethod
     def of(line: Line) -> "ServerSample":

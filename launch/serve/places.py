@@ -48,7 +48,7 @@ class ServerPlaces:
     announced: str = ""
     """HOST:PORT at which they reach it; empty: where it listens."""
     http: HttpPlace | None = None
-    """Where everybody else is served; None: nowhere."""
+    """Address of HTTP; None: no HTTP."""
 
     def server_keys(self, keys: Path | None, config: RunConfig, *, insecure: bool) -> ServerKeys:
         """Return the TLS keys of the server.

@@ -19,7 +19,7 @@ WAIT_S = 10.0
 """Longest wait of a question for the newest version."""
 PAUSE_S = 1.0
 SERVER_TIMEOUT_S = 5.0
-"""How long a transfer from another server may stand still before the next source is tried."""
+"""Seconds without a byte from another server, after which the next source is tried."""
 HUB_TIMEOUT_S = 20.0
 MAX_SERVERS = 2
 """Other servers that are tried before the hub."""

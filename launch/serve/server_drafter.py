@@ -34,7 +34,7 @@ class LayerCopy:
 
     drafter: LayerDrafter
     number: int
-    """How often the server's layer had been replaced when it was copied."""
+    """Number of replacements of the server's layer up to this copy."""
 
 
 class LearningLine(Protocol):

@@ -25,7 +25,7 @@ class ServerFolder:
 
     path: Path
     name: str
-    """Of the server in the run."""
+    """Name of the server in the run."""
     key: SigningKey
 
 

@@ -36,7 +36,7 @@ class HubDetail:
     """True shows the tables of reinforcement learning."""
 
     servers: bool = True
-    """Whether to show the table of the rollout servers."""
+    """Show the table of the rollout servers."""
 
 
 FULL = HubDetail()

@@ -91,14 +91,21 @@ def is_final(error: grpc.RpcError) -> bool:
     )
 
 
-def why(error: grpc.RpcError, encrypted: bool) -> str:
-    """Return what went wrong, in words, as far as gRPC tells."""
+def why(error: grpc.RpcError, encrypted: bool, *, answered: bool = False) -> str:
+    """Return what went wrong, in words, as far as gRPC tells.
+
+    Args:
+        error: What gRPC has raised.
+        encrypted: Whether this side uses TLS.
+        answered: Whether the other side has answered before on this connection, so that keys are not why.
+    """
     text = (error.details() or "no reason given").splitlines()[0]
     meanings = [meaning for sign, meaning in (*_REASONS, *_PASSING) if sign in text]
     if not meanings and error.code() is grpc.StatusCode.UNAVAILABLE and any(s in text for s in _HUNG_UP):
-        meanings = [
-            "it hung up: perhaps it wants a node certificate, and ours is not one that it takes"
+        perhaps = (
+            "perhaps it wants a node certificate, and ours is not one that it takes"
             if encrypted
-            else "it hung up: perhaps it speaks TLS and wants keys"
-        ]
+            else "perhaps it speaks TLS and wants keys"
+        )
+        meanings = ["it has ended, or the connection was cut" if answered else f"it hung up: {perhaps}"]
     return f"{'; '.join(meanings)} ({text})" if meanings else text

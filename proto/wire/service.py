@@ -99,7 +99,7 @@ class Caller:
     name: str | None = None
     """In the caller's certificate; None where the server asks for none."""
     secret: str = ""
-    """By which the author of a line is known, see author.py; empty: it has given none."""
+    """Secret of the author of a line, see author.py; empty: the caller has given none."""
 
 
 @dataclass(frozen=True, slots=True)

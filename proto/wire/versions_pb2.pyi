@@ -89,12 +89,10 @@ class VersionChunk(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., crc: _Optional[int] = ..., data: _Optional[bytes] = ..., head: _Optional[bytes] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
-    __slots__ = ("manifest", "sources")
+    __slots__ = ("manifest",)
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    SOURCES_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
-    sources: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., sources: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
 
 class Missing(_message.Message):
     __slots__ = ("unit", "base", "transfer", "offset")

@@ -34,7 +34,7 @@ class AuditSettings:
     versions_kept: int = 4
     """Policy versions that are kept. Samples of older ones cannot be judged and are generated again."""
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
-    """By server; `*` for all others."""
+    """Limits of each server; `*` for all others."""
 
 
 class SpotAuditor:

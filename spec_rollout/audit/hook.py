@@ -48,7 +48,7 @@ class AuditVerdict:
     reason: str = ""
     """Why it has not passed, in words."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    """What JSON can hold: key, place, token, margin, versions."""
+    """Key, place, token, margin and versions, as values that JSON can hold."""
     is_final: bool = True
     """False: the sample cannot be judged, as weights of its versions are no longer here. It accuses nobody,
     is generated again elsewhere, and another one is selected."""

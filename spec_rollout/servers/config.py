@@ -27,7 +27,7 @@ class Servers:
     hubs: tuple[str, ...] = ()
     """HOST:PORT of hubs; the first one lists the servers of the run."""
     standby: str = ""
-    """Where the first hub's standby listens."""
+    """Address of the first hub's standby."""
     run: str = ""
     """Name of the run, equal on the servers."""
     trainer: str = ""

@@ -144,7 +144,7 @@ class LinkProcess:
         self._waiting: list[WorkerHandle] = []
         self._servers: dict[str, ServerTotals] = {}
         self._indices: set[int] = set()
-        """Of the workers that the rank has."""
+        """Indices of the workers that the rank has."""
         self._restarts, self._quiet_s, self._version = PAUSES, 0.0, 0
         self._error = ""
         self._away: Sequence[Mapping[str, Any]] = ()

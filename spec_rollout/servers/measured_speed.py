@@ -11,7 +11,7 @@ SHORT_S = 0.05
 FORGET_S = 10.0
 """Time without samples after which the speed is unknown again, so that a server is not left for ever."""
 WEIGHT = 0.3
-"""Of the newest window in the mean."""
+"""Weight of the newest window in the mean."""
 
 
 class MeasuredSpeed:

@@ -20,7 +20,7 @@ class Place:
 
     address: str
     name: str = ""
-    """Of its server; known from the directory, or from the first connection."""
+    """Name of its server, known from the directory or from the first connection."""
     public_key: bytes = b""
     """The same."""
     is_listed: bool = True

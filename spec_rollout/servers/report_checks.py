@@ -9,7 +9,7 @@ from aedit.proto.wire import rollouts_pb2 as pb
 from aedit.spec_rollout.servers.given import GivenSample
 
 SLACK = 1e-6
-"""By which the logarithm of a probability may exceed 0 through rounding."""
+"""Amount by which a log-probability may exceed 0 through rounding."""
 
 
 class Violation(Exception):

@@ -26,9 +26,9 @@ class LinkSettings:
     specs: tuple[tuple[str, tuple[int, ...], str], ...]
     """Name, shape and dtype of each tensor in the shared memory."""
     dtype: str
-    """Of the policy versions; empty: that of the shared memory."""
+    """Dtype of the policy versions; empty: that of the shared memory."""
     fd: int
-    """Of the shared memory."""
+    """Number of the file descriptor of the shared memory."""
     vocabulary: int
     tokenizer: str
     on_new_version: str

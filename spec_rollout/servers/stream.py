@@ -54,8 +54,10 @@ class ServerStream:
             yield message
 
     def _read(self) -> None:
+        answered = False
         try:
             for text in self._call:
+                answered = True
                 if self._closed.is_set():
                     return
                 self._post(pb.ToTrainer.FromString(text))
@@ -63,7 +65,7 @@ class ServerStream:
         except DecodeError as error:
             self._end(Violation(f"a message that cannot be read: {error}"))
         except grpc.RpcError as error:
-            self._end(why(error, self._encrypted))
+            self._end(why(error, self._encrypted, answered=answered))
         finally:
             self._messages.put(None)
             self._call.cancel()

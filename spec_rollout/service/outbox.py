@@ -41,7 +41,7 @@ class TokenRun:
 
 
 Item = TokenRun | Callable[[], bytes]
-"""What is to be sent: tokens, or a function that returns the message."""
+"""Tokens to send, or a function that returns the message to send."""
 
 
 class Outbox:

@@ -56,11 +56,11 @@ class TrainerLine:
     name: str
     made: LineEngine
     secret: str
-    """Of the author; empty for a line whose versions this server fetches by itself."""
+    """Secret of the author; empty for a line whose versions this server fetches by itself."""
     on_new_version: OnNewVersion = "recompute"
     num_streams: int = 0
     used_s: float = 0.0
-    """When the last stream has left it."""
+    """Time at which the last stream left it."""
     replace: Callable[[], None] | None = None
     """Ends the stream of the author."""
     _meter: SpeedMeter = field(default_factory=SpeedMeter)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from aedit.spec_rollout.service.http.answer_text import AnswerText
+from aedit.spec_rollout.service.http.answering import answered
 from aedit.spec_rollout.service.http.answers import Answer, AnswerOptions, Part, usage
-from aedit.spec_rollout.service.http.bodies import json_body
 from aedit.spec_rollout.service.http.common_fields import read_key_fields, read_stream, read_text_hints
-from aedit.spec_rollout.service.http.event_stream import EventStream, event
+from aedit.spec_rollout.service.http.event_stream import event
 from aedit.spec_rollout.service.http.fields import Fields
 from aedit.spec_rollout.service.http.generation import Call, Generation
 from aedit.spec_rollout.service.http.logprobs import completion_logprobs
@@ -43,16 +43,7 @@ class CompletionRequest:
 
 async def completions(request: Request) -> Response:
     """Answer a request."""
-    service: Service = request.app.state.service
-    async with json_body(request, service) as body:
-        asked = await read_completion(body, service, request)
-    generation = Generation(service, asked.call)
-    generation.start()
-    shown = _Completion(service, asked, generation)
-    if asked.call.stream:
-        return EventStream(service, generation, shown.events())
-    await generation.finish(request.receive)
-    return JSONResponse(shown.whole())
+    return await answered(request, read_completion, _Completion)
 
 
 async def read_completion(body: Any, service: Service, request: Request) -> CompletionRequest:
