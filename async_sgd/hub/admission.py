@@ -157,4 +157,4 @@ def _limited_scales(pushes: Sequence[Push], shares: Sequence[float], scales: Seq
     """Return the scales, that of the push that moves the anchor most lowered to `MOST_SHARE` of the way."""
     way_N = np.array([w * s * push_norm(push) for w, s, push in zip(shares, scales, pushes, strict=True)])
     kept_N = np.where(way_N > 0, limited(way_N) / np.where(way_N > 0, way_N, 1.0), 1.0)
-    return (np.array(scales) * kept_N).tolist()
+    return [scale * float(kept) for scale, kept in zip(scales, kept_N, strict=True)]
