@@ -58,7 +58,7 @@ def bounds(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: fl
     tokens = 0 if not push.steps else push.tokens * counted // push.steps
     if plan.step_tokens and not unit.apart:
         tokens = min(tokens, int(MOST) * plan.step_tokens * counted)
-    least_s = 0.0 if unit.apart else least_gap(_gaps(state, unit, push.node, plan, reports))
+    least_s = 0.0 if unit.apart else least_gap(_gaps(state, unit, push.node))
     since_s = now_s - clocks.pushed_s.get((push.unit, push.node), times.at_s)
     return Bounds(most, counted, tokens, _early(times, since_s, least_s))
 
@@ -86,7 +86,8 @@ def _in_time(
     steps = possible_steps(times, now_s, own, list(known.values()), every)
     if steps is None:
         return math.inf
-    return steps + plan.hub.max_steps_ahead if times.at_s <= began_s else steps
+    # The first push after that may have been on its way, and the second one holds what was made meanwhile.
+    return steps + plan.hub.max_steps_ahead if times.before_s <= began_s else steps
 
 
 def _speed(unit: Unit, node: int, reports: Mapping[int, Report], now_s: float, *, is_own: bool) -> float:
@@ -99,21 +100,10 @@ def _speed(unit: Unit, node: int, reports: Mapping[int, Report], now_s: float, *
     return speeds.reported(reports, node) if shown is None else shown
 
 
-def _gaps(
-    state: HubState, unit: Unit, node: int, plan: HubPlan, reports: Mapping[int, Report]
-) -> list[float]:
+def _gaps(state: HubState, unit: Unit, node: int) -> list[float]:
     """Return the usual times between pushes of the unit of the other live nodes, as far as they are known."""
-    found = []
-    for other in state.live:
-        times = unit.times.get(other)
-        gap_s = times.gap_s if times else None
-        if gap_s is None and plan.pace == "seconds":
-            gap_s = plan.every
-        elif gap_s is None and plan.pace == "steps" and (said := speeds.reported(reports, other)):
-            gap_s = plan.every / said
-        if other != node and gap_s is not None:
-            found.append(gap_s)
-    return found
+    others = (unit.times.get(other) for other in state.live if other != node)
+    return [times.gap_s for times in others if times is not None and times.gap_s is not None]
 
 
 def _early(times: PushTimes, since_s: float, least_s: float) -> str:

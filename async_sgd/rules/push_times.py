@@ -5,7 +5,7 @@ Times are seconds of the run's age as the journal has them, so that the same rec
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median_high, median_low
 
 from aedit.async_sgd.rules.weights import MOST
 
@@ -14,6 +14,9 @@ FASTEST = 64.0
 
 SLACK = 2.0
 """Times the steps that a node can do at its usual speed: speeds change, and pushes are late."""
+
+BURST = 4.0
+"""Local phases that are always possible in one push: of a node that pauses, or waits for answers."""
 
 _KEPT = 0.75
 """Weight of the pushes before the newest one in a node's usual speed."""
@@ -80,11 +83,11 @@ def possible_steps(
 ) -> float | None:
     """Return the steps that a push can hold that arrives at `now_s`; None if nothing says so.
 
-    A local phase of `every` steps is always possible. A longer one takes time: `SLACK` times the steps that
+    `BURST` local phases of `every` steps are always possible. More take time: `SLACK` times the steps that
     the node can do in it, at its own speed of late or at the usual one of the others, whichever is higher.
     Its own speed counts up to `MOST` times the usual one; up to `FASTEST` times that of a single other node,
     which does not say what is usual. Time counts from the push before the last one, less the steps of the
-    last, as a push that was long on its way arrives shortly before the next.
+    last, as a push that was long on its way arrives shortly before the next; or from the last one.
 
     Args:
         times: Of the node and unit.
@@ -96,17 +99,21 @@ def possible_steps(
     """
     if not others:
         return None
-    usual = median(others)
+    usual = median_high(others)
     most = usual * (MOST if len(others) > 1 else FASTEST)
     least = usual if every is not None else most
     speed = max(least, min(own or 0.0, most))
-    in_time = SLACK * speed * max(0.0, now_s - times.before_s) - times.steps
-    return max(1.0, every or 0.0, in_time)
+    since_last = SLACK * speed * max(0.0, now_s - times.at_s)
+    since_before = SLACK * speed * max(0.0, now_s - times.before_s) - times.steps
+    return max(1.0, BURST * (every or 0.0), since_last, since_before)
 
 
 def least_gap(gaps_s: Sequence[float]) -> float:
-    """Return the shortest time between two pushes of a node, from the usual gaps of the others; 0 if none."""
-    return median(gaps_s) / FASTEST if gaps_s else 0.0
+    """Return the shortest time between two pushes of a node, from the usual gaps of the others.
+
+    0 with fewer than two others, as one does not say what is usual.
+    """
+    return median_low(gaps_s) / FASTEST if len(gaps_s) > 1 else 0.0
 
 
 def is_early(times: PushTimes, since_s: float, least_s: float) -> bool:
