@@ -14,6 +14,10 @@ one core of an AMD EPYC (Zen 5), in GB/s of weights, of the shapes of a model wi
 
 The rule depends on dtype and sizes only, and not on measured times: two processes on equal machines choose
 the same kernels and round alike, so that they draw the same tokens.
+
+oneDNN compiles a kernel for each number of rows that it meets and keeps it (0.4 MiB each, for one weight): a
+server that meets prompts of all lengths would hold more memory for kernels than for its model. Many rows are
+therefore padded to one of few numbers.
 """
 
 import torch
@@ -26,6 +30,9 @@ SMALL_WEIGHTS = 1 << 17
 MANY_ROWS = 32
 """Number of rows from which on oneDNN is faster with small weights, too."""
 
+EXACT_ROWS = 32
+"""Up to this number of rows, a step of decoding, no row is added."""
+
 _HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -37,6 +44,24 @@ def linear(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None = None) -> Ten
     if x_Ti.is_cuda or torch.is_grad_enabled() or not _HAS_ONEDNN:
         return F.linear(x_Ti, weight_oi, bias_o)
     rows = x_Ti.numel() // x_Ti.shape[-1]
+    num_added = padded_rows(rows) - rows
+    if not num_added or weight_oi.dtype == torch.float64:  # float64 has no kernels of oneDNN
+        return _product(x_Ti, weight_oi, bias_o, rows)
+    padded_Ti = F.pad(x_Ti.reshape(rows, -1), (0, 0, 0, num_added))
+    out_To = _product(padded_Ti, weight_oi, bias_o, rows + num_added)
+    return out_To[:rows].view(*x_Ti.shape[:-1], -1)
+
+
+def padded_rows(rows: int) -> int:
+    """Return how many rows to compute for `rows`: at most an eighth more, of 8 numbers per power of two."""
+    if rows <= EXACT_ROWS:
+        return rows
+    step = 1 << (rows.bit_length() - 4)
+    return -(-rows // step) * step
+
+
+def _product(x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, rows: int) -> Tensor:
+    """Return `F.linear` by the kernel that the rule selects."""
     if not weight_oi.is_contiguous():
         return _strided(x_Ti, weight_oi, bias_o, rows)
     if weight_oi.dtype == torch.bfloat16 and rows == 1:
