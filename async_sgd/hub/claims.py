@@ -1,4 +1,4 @@
-"""What a push may claim of itself: steps by the time that has passed, tokens by steps, and how soon it comes.
+"""Bound the claims of a push: steps by the time that has passed, tokens by steps, and how soon it comes.
 
 Claims above that are lowered, and the push is taken: an honest node may be faster than anybody has seen. Only
 what no node can do is refused. What is lowered is in the journal as it counts.
