@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 
 from aedit.async_sgd.hub.claims import MOST_TOKENS, Bounds
-from aedit.async_sgd.hub.members import NORM, Member
+from aedit.async_sgd.hub.members import GAP, NORM, Member, Told, kind
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules import push_filter, staleness
@@ -57,8 +57,10 @@ def _refused(
     tensors = state.layout.units[push.unit].tensors
     expected = member.received.get(push.unit, 0) + 1
     if push.seq != expected:
-        # Not a violation, as violations are told apart by this number: one from far ahead would be the last.
-        return _stale(push, f"gap: push {push.seq} where {expected} was due")
+        # The first one is none: a hub that has lost its last seconds finds one with every honest node.
+        again = kind(member.told.get(push.unit, Told()).reason) == GAP
+        text = f"{GAP}: push {push.seq} where {expected} was due"
+        return Refused(push.node, push.unit, push.seq, text, False, again)
     if len(push.norms) != len(tensors):
         return _violation(member, push, f"layout: {len(push.norms)} norms for {len(tensors)} parameters")
     if not all(math.isfinite(norm) for norm in push.norms):

@@ -19,6 +19,10 @@ NORM = "norm"
 """Kind of reason for what is too long to be believed: the part of a reason before its first colon."""
 
 
+GAP = "gap"
+"""Kind of reason for a sequence number that is not the next one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
     """The last decision about a node's pushes of one unit."""
@@ -105,7 +109,9 @@ class Member:
         verdict = Verdict.DISTRUSTED if record.distrusted else Verdict.REFUSED
         self.tell(record.unit, Told(record.seq, verdict, record.reason))
         self.count(record.reason)
-        if record.violation:
+        if record.violation and kind(record.reason) == GAP:
+            self.violations += 1  # its number says nothing: with one from far ahead no other would count
+        elif record.violation:
             self.add_violation(record.seq)
 
     def count(self, reason: str) -> None:

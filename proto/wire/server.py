@@ -94,11 +94,11 @@ class _Check(aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    ) -> "Handler | None":
         """Return the handler of the call, or one that refuses it."""
-        refusing: Handler | None = self._check.intercept_service(lambda details: None, handler_call_details)
+        refusing: "Handler | None" = self._check.intercept_service(lambda details: None, handler_call_details)
         return await continuation(handler_call_details) if refusing is None else self._calls.handler(refusing)
 
 

@@ -28,6 +28,10 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Pull = Callable[[hub_pb2.PullRequest], tuple[hub_pb2.PullHead, memoryview]]
 
 
+SMALL_BYTES = 2**16
+"""Most bytes of a call that lists neither parameters nor an array."""
+
+
 class Refusal(Exception):
     """An answer that refuses a call. hub.proto says how a node reacts to each code."""
 
@@ -122,18 +126,18 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
     small, pushes = FairPool(8, "call"), FairPool(threads, "push")
     pulls, tails = FairPool(threads, "pull"), FairPool(4, "tail")
     membership = {
-        "Hello": handlers.call(hub_pb2.HelloRequest, core.hello, small),
+        "Hello": handlers.call(hub_pb2.HelloRequest, core.hello, small, SMALL_BYTES),
         "Join": handlers.call(hub_pb2.JoinRequest, core.join, small),
-        "Heartbeat": handlers.call(hub_pb2.HeartbeatRequest, core.heartbeat, small),
-        "Lease": handlers.call(hub_pb2.LeaseRequest, core.lease, small),
-        "Leave": handlers.call(hub_pb2.LeaveRequest, core.leave, small),
-        "TakeOver": handlers.call(hub_pb2.TakeOverRequest, core.take_over, small),
+        "Heartbeat": handlers.call(hub_pb2.HeartbeatRequest, core.heartbeat, small, SMALL_BYTES),
+        "Lease": handlers.call(hub_pb2.LeaseRequest, core.lease, small, SMALL_BYTES),
+        "Leave": handlers.call(hub_pb2.LeaveRequest, core.leave, small, SMALL_BYTES),
+        "TakeOver": handlers.call(hub_pb2.TakeOverRequest, core.take_over, small, SMALL_BYTES),
     }
     exchange = {"Push": handlers.push(core, pushes), "Pull": handlers.pull(core.pull, pulls)}
     state = {
-        "Status": handlers.call(hub_pb2.StatusRequest, core.status, small),
+        "Status": handlers.call(hub_pb2.StatusRequest, core.status, small, SMALL_BYTES),
         "Tail": handlers.tail(core, tails),
-        "Confirm": handlers.call(hub_pb2.ConfirmRequest, core.confirm, small),
+        "Confirm": handlers.call(hub_pb2.ConfirmRequest, core.confirm, small, SMALL_BYTES),
     }
     return (
         Service("aedit.v1.Membership", membership, (small,)),
@@ -158,11 +162,19 @@ class CallHandlers:
         self._budget = ByteBudget(limits.in_flight_bytes)
         self._watch = Watch(limits.stall_s, limits.bytes_per_s)
 
-    def call(self, kind: type[M], answer: Callable[[M], Message], pool: FairPool) -> Handler:
-        """Return a handler with one message in and one out."""
+    def call(
+        self,
+        kind: type[M],
+        answer: Callable[[M], Message],
+        pool: FairPool,
+        most_bytes: int = frames.MESSAGE_BYTES,
+    ) -> Handler:
+        """Return a handler with one message in and one out; `most_bytes`: of the one in."""
 
         def behaviour(message: bytes, context: CallContext) -> bytes:
             with self._told(context, answer.__name__):
+                if len(message) > most_bytes:
+                    raise ValueError(f"a message of {len(message)} bytes, at most {most_bytes} are allowed")
                 request = kind.FromString(message)
                 self._admit(request, context)
                 return answer(request).SerializeToString()
