@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.members import NORM, Member
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.state import HubState, Unit
@@ -16,13 +17,26 @@ _MOST_TOKENS = 2**40
 """In one push. Sums of more would leave the 64 bits in which everybody is told of them, and stop the run."""
 
 
+def is_next(member: Member, unit: int, seq: int) -> bool:
+    """Return whether this is the number of the member's next push of the unit; False if it has been decided.
+
+    Raises Denied if it skips one: nothing of it is written down, as there is no end of such numbers, and its
+    node is told the right one when it joins again.
+    """
+    last = member.received.get(unit, 0)
+    if seq > last + 1:
+        raise Denied("unknown", f"gap: push {seq} where {last + 1} was due; join again")
+    return seq == last + 1
+
+
 def judged(state: HubState, push: Push, config: HubConfig, most_steps: float) -> list[Record]:
     """Return Accepted, or Refused (with Left after too many violations); nothing for a push judged before.
 
+    Raises Denied for a push that skips a number: its node joins again, and is told the right one.
     most_steps: more than an honest push can hold; a larger claim would use up the run's budget.
     """
     member = state.members[push.node]
-    if push.seq <= member.received.get(push.unit, 0):
+    if not is_next(member, push.unit, push.seq):
         return []
     refused = _refused(state, member, push, config, most_steps)
     if refused is None:
@@ -47,10 +61,6 @@ def _refused(
     assert state.layout is not None
     unit = state.units[push.unit]
     tensors = state.layout.units[push.unit].tensors
-    expected = member.received.get(push.unit, 0) + 1
-    if push.seq != expected:
-        # Not a violation, as violations are told apart by this number: one from far ahead would be the last.
-        return _stale(push, f"gap: push {push.seq} where {expected} was due")
     if len(push.norms) != len(tensors):
         return _violation(member, push, f"layout: {len(push.norms)} norms for {len(tensors)} parameters")
     if not all(math.isfinite(norm) for norm in push.norms):

@@ -40,10 +40,12 @@ from aedit.launch.node.shared_drafter import make_shared
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
+from aedit.launch.rundir.prepare import file_name
 from aedit.launch.rundir.recorder import Clock, Recorder
 from aedit.launch.rundir.sinks import Origin, open_sinks
 from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
 from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.agent.rejoin import rejoin_secret
 from aedit.proto.wire.security import SERVER, is_loopback
 from aedit.types import UserError
 
@@ -75,6 +77,9 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
     facts = facts_of(config, model, tokenizer, data)
     shared = make_shared(config, model, world)
     plan = agent_plan(config, options.membership, model, facts, data.num_samples, shared)
+    if world.leads:
+        secret = options.run_dir / "rejoin" / file_name(options.membership.name)
+        plan = replace(plan, rejoin=rejoin_secret(secret))
     link = _link(plan, world)
     try:
         exchange = _exchange(config, link, shared)
