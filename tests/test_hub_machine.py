@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kit.hub_machine import FACTS, LAYOUT, World, joiner, kinds, plan, poison, values, world
+from kit.hub_machine import FACTS, LAYOUT, World, joiner, kinds, picture, plan, poison, values, world
 
 from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.news import news, status, unit_news

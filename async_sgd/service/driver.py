@@ -15,7 +15,8 @@ from aedit.async_sgd.service.tailing import Tailing
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Caller
 
-_SESSION_BITS = 64
+_SESSION_BITS = 63
+"""What a node's trainer and its agent hand each other is signed."""
 
 
 class Driver:
