@@ -92,7 +92,7 @@ def test_what_one_node_says_of_itself_stops_no_other(tmp_path):
 
 
 def _renew(fuzzer, liar):
-    """Let the fuzzer speak for a member again, under another name if one of its own messages has taken its."""
+    """Let the fuzzer speak for a member again, under another name if one of its messages has taken this."""
     try:
         reply = liar.join()
     except HubRefused as refused:

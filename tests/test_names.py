@@ -1,5 +1,7 @@
 """Tests what a member's name is worth: who may take it, how many of them, and what an exclusion holds for."""
 
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
 import grpc

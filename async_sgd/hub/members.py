@@ -68,6 +68,8 @@ class Member:
     steps: int = 0
     """Inner steps in accepted pushes, summed over units."""
     tokens: int = 0
+    leased: int = 0
+    """Samples that it was given and has not returned."""
     accepted: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     """Refused pushes by kind of reason."""

@@ -133,7 +133,8 @@ class PushFilterConfig:
     """With at least four pushes to merge, weigh 0 what points away from every other one."""
 
     clip: float | None = 2.0
-    """Scale down what is longer than this many median norms of its unit. None: never."""
+    """Scale down what is longer than this many median norms of its unit, for its steps, and what makes up
+    more than three quarters of the way that a merge of three or more moves the anchor. None: never."""
 
     violations: int = 8
     """Refused pushes, less one for every 16 accepted ones, after which a node is excluded."""

@@ -21,6 +21,7 @@ from aedit.edit.units import find_units
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.method import method
 from aedit.launch.config.placement import JoinOptions
+from aedit.launch.config.step_size import samples_per_step, tokens_per_step
 from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.data.tokenizer import load_tokenizer
 from aedit.launch.node.budget import HubBudget
@@ -29,11 +30,7 @@ from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.hub_participation import HubParticipation
 from aedit.launch.node.inner import make_inner
 from aedit.launch.node.objective import HubMember, NodeParts
-from aedit.launch.node.objectives import (
-    load_data,
-    samples_per_step,
-    tokens_per_step,
-)
+from aedit.launch.node.objectives import load_data
 from aedit.launch.node.rejoin import known_directory, rejoin, remember
 from aedit.launch.node.sharding import make_model
 from aedit.launch.node.shared_drafter import make_shared
