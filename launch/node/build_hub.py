@@ -74,10 +74,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
     facts = facts_of(config, model, tokenizer, data)
     shared = make_shared(config, model, world)
     plan = agent_plan(config, options.membership, model, facts, data.num_samples, shared)
-    if world.leads:
-        secret = options.run_dir / "rejoin" / file_name(options.membership.name)
-        plan = replace(plan, rejoin=rejoin_secret(secret))
-    link = _link(plan, world)
+    link = _link(plan, world, options.run_dir)
     try:
         exchange = _exchange(config, link, shared)
         sync = _sync(config, model, exchange, link)
@@ -183,12 +180,15 @@ def _donor_address(member: JoinOptions) -> str:
     return "127.0.0.1:0" if here and certified else ""
 
 
-def _link(plan: AgentPlan, world: World) -> AgentLink:
+def _link(plan: AgentPlan, world: World, run_dir: Path) -> AgentLink:
     """Return the link to the agent, which the first rank starts.
 
     The others attach to its shared memory by path.
     """
-    link = start_agent(plan, ranks=world.ranks) if world.leads else None
+    link = None
+    if world.leads:
+        secret = rejoin_secret(run_dir / "rejoin" / file_name(plan.name))
+        link = start_agent(replace(plan, rejoin=secret), ranks=world.ranks)
     if world.ranks > 1:
         told = [link.path if link else ""]
         group = world.mesh.get_group("shard")
