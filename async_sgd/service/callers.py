@@ -1,4 +1,4 @@
-"""What the hub makes of a caller: the name it may take, what proves that it is the same node, its origin."""
+"""Checks of a caller that joins: the name it may take, the proof that it is the same node, its origin."""
 
 import ipaddress
 from dataclasses import replace

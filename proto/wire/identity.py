@@ -1,4 +1,4 @@
-"""Who calls: role and name, as certificates and tokens of `aedit keys` carry them.
+"""Role and name of a caller, as certificates and tokens of `aedit keys` carry them.
 
 A token is `ROLE.ISSUED.NAME.SIGNATURE`: signed by the run's authority, so whoever has the authority's
 certificate can check it, and nobody else can make one. ISSUED is in milliseconds since 1970. A revocation
