@@ -19,10 +19,6 @@ NORM = "norm"
 """Kind of reason for what is too long to be believed: the part of a reason before its first colon."""
 
 
-GAP = "gap"
-"""Kind of reason for a sequence number that is not the next one."""
-
-
 @dataclass(frozen=True, slots=True)
 class Told:
     """The last decision about a node's pushes of one unit."""
@@ -61,7 +57,9 @@ class Member:
     node: int
     session: int = 0
     process: int = 0
-    """As which it last joined."""
+    """As which it last joined: fingerprints, as the journal is read by others."""
+    proof: str = ""
+    origin: str = ""
     donor: str = ""
     live: bool = False
     excluded: bool = False
@@ -88,7 +86,7 @@ class Member:
     def join(self, record: Joined) -> None:
         """Take the record of a join: new session, process and donor address."""
         self.session, self.donor, self.live, self.gone = record.session, record.donor, True, ""
-        self.process = record.process
+        self.process, self.proof, self.origin = record.process, record.proof, record.origin
 
     def accept(self, push: Push, *, counts: bool = True) -> None:
         """Count an accepted push. Every 16 accepted pushes forgive one violation.
@@ -109,9 +107,7 @@ class Member:
         verdict = Verdict.DISTRUSTED if record.distrusted else Verdict.REFUSED
         self.tell(record.unit, Told(record.seq, verdict, record.reason))
         self.count(record.reason)
-        if record.violation and kind(record.reason) == GAP:
-            self.violations += 1  # its number says nothing: with one from far ahead no other would count
-        elif record.violation:
+        if record.violation:
             self.add_violation(record.seq)
 
     def count(self, reason: str) -> None:

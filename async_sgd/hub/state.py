@@ -17,10 +17,6 @@ from aedit.async_sgd.rules.records import Push, Vector
 from aedit.async_sgd.rules.shares import Contribution
 from aedit.types import Layout, Verdict
 
-COUNT_BITS = 20
-"""Of a session: the joins of the run. The bits above are nobody's to guess."""
-
-
 AWAITED_MISSES = 2
 """With quorum "all", a node that has missed so many merges in a row is not awaited until it pushes again."""
 
@@ -206,7 +202,7 @@ class HubState:
         self.members[record.node].name = record.name
         self.names[record.name] = record.node
         self.members[record.node].join(record)
-        self.sessions = record.session & (1 << COUNT_BITS) - 1
+        self.sessions += 1
         self.lost.pop(record.node, None)
         self._pass(record.at_s)
         for unit in self.units.values():

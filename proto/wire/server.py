@@ -98,7 +98,7 @@ class _Check(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         """Return the handler of the call, or one that refuses it."""
-        refusing: "Handler | None" = self._check.intercept_service(lambda details: None, handler_call_details)
+        refusing: Handler | None = self._check.intercept_service(lambda details: None, handler_call_details)
         return await continuation(handler_call_details) if refusing is None else self._calls.handler(refusing)
 
 
