@@ -17,9 +17,6 @@ from aedit.async_sgd.rules.records import Push, Vector
 from aedit.async_sgd.rules.shares import Contribution
 from aedit.types import Layout, Verdict
 
-COUNT_BITS = 20
-"""Of a session: the joins of the run. The bits above are nobody's to guess."""
-
 
 @dataclass(slots=True)
 class Unit:
@@ -198,7 +195,7 @@ class HubState:
         self.members[record.node].name = record.name
         self.names[record.name] = record.node
         self.members[record.node].join(record)
-        self.sessions = record.session & (1 << COUNT_BITS) - 1
+        self.sessions += 1
         self.lost.pop(record.node, None)
         self._pass(record.at_s)
         for unit in self.units.values():

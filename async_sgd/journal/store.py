@@ -63,8 +63,9 @@ class Store:
         It is begun if it is not there: as the snapshot before it says, or as the first of a new journal.
         """
         path = snapshot_path(self.directory, number)
-        after = None if segment_path(self.directory, number).exists() or not path.exists() else File(path)
-        return Journal(self.directory, number, fsync=self._fsync, after=after and read_head(after))
+        is_begun = segment_path(self.directory, number).exists()
+        after = read_head(File(path)) if path.exists() and not is_begun else None
+        return Journal(self.directory, number, fsync=self._fsync, after=after)
 
     def read(self, hub: Hub, *, mend: bool = False) -> int:
         """Bring a new hub to the state of the folder's last one; return the number of the newest segment.

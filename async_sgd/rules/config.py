@@ -155,6 +155,10 @@ class LimitConfig:
     servers: int = 256
     """Rollout servers in the directory at a time; they are no members."""
 
+    names: int = 16
+    """Names of nodes that one host may take in a run, members or not, where callers have no keys of their
+    own; of the hub's own machine `nodes`."""
+
     calls_per_s: float = 200.0
     """Calls of one node per second, with bursts of as many."""
 
@@ -163,6 +167,7 @@ class LimitConfig:
 
     def __post_init__(self) -> None:
         check(self.nodes >= 1, "hub.limits.nodes", "must be at least 1", self.nodes)
+        check(self.names >= 1, "hub.limits.names", "must be at least 1", self.names)
         check(1 <= self.servers <= 512, "hub.limits.servers", "must be in [1, 512]", self.servers)
         check(self.calls_per_s > 0, "hub.limits.calls_per_s", "must be above 0", self.calls_per_s)
         bound = self.in_flight_bytes >= 2**20
