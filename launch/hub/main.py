@@ -32,6 +32,7 @@ from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.welcome import welcome
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.connections import raise_descriptor_limit
 from aedit.proto.wire.directory import directory_service
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.limits import Limits
@@ -83,6 +84,7 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
     """
     logging.basicConfig(format="aedit hub: %(message)s", level=logging.WARNING)
     give_back_what_is_freed()
+    raise_descriptor_limit()
     stop = _Stop()
     with folder.locked(directory):
         endpoint = _endpoint(config, directory, options)
@@ -298,7 +300,10 @@ class _Process:
         self._switch = Switch(core)
         limits = self._config.hub.limits
         bounds = Limits(
-            nodes=limits.nodes, calls_per_s=limits.calls_per_s, in_flight_bytes=limits.in_flight_bytes
+            nodes=limits.nodes,
+            calls_per_s=limits.calls_per_s,
+            in_flight_bytes=limits.in_flight_bytes,
+            connections=limits.connections,
         )
         for address in (self._endpoint.preferred_address, self._endpoint.address):
             try:

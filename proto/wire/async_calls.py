@@ -16,7 +16,9 @@ import grpc
 from grpc import aio
 
 from aedit.proto.wire.call_context import Aborted, CallContext
+from aedit.proto.wire.connections import Connections
 from aedit.proto.wire.fair_pool import Crowded, FairPool
+from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.waiting_calls import WaitingCalls
 
 log = logging.getLogger(__name__)
@@ -31,11 +33,14 @@ _END = object()
 
 
 class AsyncCalls:
-    """Makes the handlers of one server. `pool`: of handlers that name none of their own."""
+    """Makes the handlers of one server. `pool`: of handlers that name none of their own.
 
-    def __init__(self, pool: FairPool) -> None:
-        self._pool = pool
-        self._waiting = WaitingCalls()
+    `connections` is told of every peer that sends a message.
+    """
+
+    def __init__(self, pool: FairPool, limits: Limits, connections: Connections) -> None:
+        self._pool, self._connections = pool, connections
+        self._waiting = WaitingCalls(limits.silent_calls)
 
     def handler(self, plain: Handler) -> Handler:
         """Return `plain` for an asynchronous server. Its bytes on the wire are the same."""
@@ -68,7 +73,7 @@ class AsyncCalls:
         try:
             return await work(self._heard(messages, peer, seen), seen, context.write)
         except Aborted as error:
-            refusal = error
+            refusal = Aborted(error.code, error.text)  # its frames hold what has arrived
         except Crowded as error:
             refusal = Aborted(_LATER, str(error))
         except asyncio.CancelledError:
@@ -87,6 +92,7 @@ class AsyncCalls:
     ) -> AsyncIterator[bytes]:
         async for message in messages:
             self._waiting.leave(peer, call)
+            self._connections.heard(peer)
             yield message
 
 
