@@ -1,5 +1,6 @@
 """Convert between the hub's types and protocol buffers."""
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import cast
 
@@ -7,7 +8,7 @@ import grpc
 
 from aedit.async_sgd.hub import news
 from aedit.async_sgd.hub.denied import Denied
-from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.hub.hub import MOST_LEASES, Hub
 from aedit.async_sgd.hub.joins import Joiner
 from aedit.async_sgd.hub.members import Member, Report
 from aedit.proto.wire import hub_pb2 as pb
@@ -61,6 +62,13 @@ def layout_of(request: pb.JoinRequest) -> Layout:
             for unit in request.layout
         )
     )
+
+
+def check_blocks(blocks: Sequence[object]) -> None:
+    """Raise Refusal if a message lists more blocks of positions than a node can have."""
+    if len(blocks) > MOST_LEASES:
+        text = f"{len(blocks)} blocks in one message: a node has at most {MOST_LEASES} leases"
+        raise _wrong(text)
 
 
 def _wrong(text: str) -> Refusal:

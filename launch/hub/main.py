@@ -304,7 +304,7 @@ class _Process:
         self._standby.start()
 
     def _take_over(self, mirror: Mirror, term: int) -> LeadingHub:
-        return self._lead(mirror.hub, mirror.journal(fsync=self._config.hub.fsync), term)
+        return self._lead(mirror.hub, mirror.journal(), term)
 
     def _serve(self, core: HubCore) -> None:
         if self._switch is not None:
