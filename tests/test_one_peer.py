@@ -15,6 +15,7 @@ from aedit.proto.wire import frames, hub_pb2
 from aedit.proto.wire.client import HubClient, channel
 from aedit.proto.wire.fair_pool import Crowded, FairPool
 from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.read_permits import ReadPermits
 from aedit.proto.wire.server import serve
 from aedit.proto.wire.waiting_calls import WaitingCalls
 
@@ -103,6 +104,28 @@ def test_the_oldest_silent_call_of_the_peer_with_most_of_them_makes_room():
     calls.leave("b", 4)
     calls.enter("c", 6, lambda: ended.append(6))
     assert ended == [1, 2]
+
+
+def test_uploads_wait_to_be_read_and_one_that_sends_nothing_makes_room_after_its_time():
+    async def order():
+        now, ended = [0.0], []
+        permits = ReadPermits(2, hold_s=0.01, clock=lambda: now[0])
+        await permits.enter("a", lambda: ended.append("a1"))
+        leave = await permits.enter("b", lambda: ended.append("b1"))
+        third = asyncio.ensure_future(permits.enter("a", lambda: ended.append("a2")))
+        fourth = asyncio.ensure_future(permits.enter("c", lambda: ended.append("c1")))
+        await asyncio.sleep(0)
+        permits.end_oldest()
+        assert (ended, third.done()) == ([], False), "both have time left"
+        leave()
+        leave()
+        await third
+        assert not fourth.done()
+        now[0] = 1.0
+        await fourth
+        return ended
+
+    assert asyncio.run(order()) == ["a1"]
 
 
 def test_a_beat_that_is_longer_than_any_honest_one_is_refused_before_the_hub_reads_it(served):

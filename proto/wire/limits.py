@@ -26,10 +26,13 @@ class Limits:
     bytes_per_s: float = 4096.0
     """A stream that is slower than this on average is ended too."""
 
+    silent_calls: int = 512
+    """Open calls that have sent nothing yet."""
+
     @property
-    def silent_calls(self) -> int:
-        """Return how many open calls may have sent nothing yet: a chunk of each is half of the bytes."""
-        return max(32, min(512, self.in_flight_bytes // 2 // CHUNK_BYTES))
+    def unread_uploads(self) -> int:
+        """Return how many uploads may be read before it is known what they are: half of the bytes."""
+        return max(8, self.in_flight_bytes // 2 // CHUNK_BYTES)
 
 
 class Rates:

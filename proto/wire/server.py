@@ -33,6 +33,8 @@ _OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_concurrent_streams", 256),
+    # Windows would grow with the speed of the line, and hold megabytes of each upload that nobody reads yet.
+    ("grpc.http2.bdp_probe", 0),
     # Who connects and says nothing, or has made no call for long, keeps no descriptor.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 120_000),
