@@ -31,7 +31,7 @@ CLEAN = "none"
 NODES = 8
 FULL = Setting(step_s=tuple(1 + 0.01 * n for n in range(NODES)), steps=128, warmup_steps=64)
 QUICK = replace(FULL, steps=4, warmup_steps=1, every=2, held_out=16)
-COLLUDING = replace(FULL, steps=48, every=8, held_out=256)
+COLLUDING = replace(FULL, steps=64)
 CLOSE, HONEST_REFUSED = 0.01, 0.01
 
 METHODS = {

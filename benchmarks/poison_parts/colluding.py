@@ -64,7 +64,7 @@ def measure(setting: Setting, quick: bool) -> Report:
     return Report(
         "colluding liars of eight",
         (
-            f"The same runs, {setting.steps} local steps, a push every {setting.every}. The liars know every honest push of a"
+            f"The same runs, {setting.steps} local steps, quorum = all. The liars know every honest push of a"
             " round. Cost of 1 / 2 / 3 of",
             "them: held-out loss above that without liars under the mean, as a share of its gain"
             f" ({begun:.4f} to {clean:.4f}).",
