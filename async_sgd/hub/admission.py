@@ -8,6 +8,7 @@ from statistics import median
 import numpy as np
 
 from aedit.async_sgd.hub.claims import MOST_TOKENS, Bounds
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.members import NORM, Member
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.state import HubState, Unit
@@ -18,13 +19,26 @@ from aedit.async_sgd.rules.unit_rules import UnitRule
 from aedit.async_sgd.rules.weights import MOST, limited, merge_weights, push_norm
 
 
+def is_next(member: Member, unit: int, seq: int) -> bool:
+    """Return whether this is the number of the member's next push of the unit; False if it has been decided.
+
+    Raises Denied if it skips one: nothing of it is written down, as there is no end of such numbers, and its
+    node is told the right one when it joins again.
+    """
+    last = member.received.get(unit, 0)
+    if seq > last + 1:
+        raise Denied("unknown", f"gap: push {seq} where {last + 1} was due; join again")
+    return seq == last + 1
+
+
 def judged(state: HubState, push: Push, config: HubConfig, bounds: Bounds) -> list[Record]:
     """Return Accepted, or Refused (with Left after too many violations); nothing for a push judged before.
 
-    An accepted push has the steps and tokens that it counts as.
+    An accepted push has the steps and tokens that it counts as. Raises Denied for a push that skips a number:
+    its node joins again, and is told the right one.
     """
     member = state.members[push.node]
-    if push.seq <= member.received.get(push.unit, 0):
+    if not is_next(member, push.unit, push.seq):
         return []
     refused = _refused(state, member, push, config, bounds)
     if refused is None:
@@ -55,10 +69,6 @@ def _refused(
     assert state.layout is not None
     unit = state.units[push.unit]
     tensors = state.layout.units[push.unit].tensors
-    expected = member.received.get(push.unit, 0) + 1
-    if push.seq != expected:
-        # Not a violation, as violations are told apart by this number: one from far ahead would be the last.
-        return _stale(push, f"gap: push {push.seq} where {expected} was due")
     if len(push.norms) != len(tensors):
         return _violation(member, push, f"layout: {len(push.norms)} norms for {len(tensors)} parameters")
     if not all(math.isfinite(norm) for norm in push.norms):

@@ -1,9 +1,12 @@
 """Configuration of the outer step and of the hub. Imports no torch."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from aedit.types import ImportPath, check, check_known
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Codec = Literal["fp32", "bf16", "int8", "e3m0", "topk"]
 
@@ -157,6 +160,10 @@ class LimitConfig:
     servers: int = 256
     """Rollout servers in the directory at a time; they are no members."""
 
+    names: int = 16
+    """Names of nodes that one host may take in a run, members or not, where callers have no keys of their
+    own; of the hub's own machine `nodes`."""
+
     calls_per_s: float = 200.0
     """Calls of one node per second, with bursts of as many."""
 
@@ -165,6 +172,7 @@ class LimitConfig:
 
     def __post_init__(self) -> None:
         check(self.nodes >= 1, "hub.limits.nodes", "must be at least 1", self.nodes)
+        check(self.names >= 1, "hub.limits.names", "must be at least 1", self.names)
         check(1 <= self.servers <= 512, "hub.limits.servers", "must be in [1, 512]", self.servers)
         check(self.calls_per_s > 0, "hub.limits.calls_per_s", "must be above 0", self.calls_per_s)
         bound = self.in_flight_bytes >= 2**20
@@ -248,6 +256,14 @@ class HubConfig:
     fsync: bool = True
     """An accepted push is on the disk before it is acknowledged, not only in the file system's cache."""
 
+    model_sha256: str = ""
+    """Digest of units, shapes, facts and samples that the first node must have; `aedit config model` prints
+    it. Empty: the first node to join decides what the run trains."""
+
+    anchors_sha256: tuple[str, ...] = ()
+    """Digest of the first anchor of each unit; `aedit config model` prints them. "" for a unit takes any.
+    Empty: the first node's parameters are the first anchors."""
+
     certificates: bool = False
     """Let in only nodes with a certificate of their own (mTLS), besides the token that all share."""
 
@@ -289,6 +305,9 @@ class HubConfig:
         check(
             self.snapshot_bytes >= 2**20, "hub.snapshot_bytes", "must be at least 1 MiB", self.snapshot_bytes
         )
+        for name, found in (("model_sha256", (self.model_sha256,)), ("anchors_sha256", self.anchors_sha256)):
+            for digest in filter(None, found):
+                check(bool(_SHA256.fullmatch(digest)), f"hub.{name}", "must be 64 hexadecimal digits", digest)
         check(self.policy_versions >= 1, "hub.policy_versions", "must be at least 1", self.policy_versions)
         check(self.call_timeout_s > 0, "hub.call_timeout_s", "must be above 0", self.call_timeout_s)
 

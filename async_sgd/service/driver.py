@@ -7,13 +7,16 @@ from dataclasses import replace
 from aedit.async_sgd.hub.members import Member
 from aedit.async_sgd.rules.records import Joined, Leased, Record
 from aedit.async_sgd.service import messages
+from aedit.async_sgd.service.callers import fingerprint, known_by
 from aedit.async_sgd.service.exchange import PushPull
 from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.async_sgd.service.tailing import Tailing
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.service import Caller
 
-_SECRET_BITS = 43
+_SESSION_BITS = 63
+"""What a node's trainer and its agent hand each other is signed."""
 
 
 class Driver:
@@ -38,23 +41,29 @@ class Driver:
         self._guard.check_leads()
         return self._responder.reply(request, self._hub.state.term)
 
-    def join(self, request: pb.JoinRequest) -> pb.JoinReply:
+    def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
         """Make the caller a member, and return what it must know. Raises Refusal with the reason."""
-        who = replace(messages.joiner(request), secret=secrets.randbits(_SECRET_BITS))
+        session = secrets.randbits(_SESSION_BITS) | 1
+        who = replace(
+            known_by(messages.joiner(request), request, caller, self._hub.config.limits),
+            new_session=fingerprint(session),
+        )
         with self._guard.deciding() as now:
             self._guard.check_who(request.who)
             decided = self._hub.join(who, now)
             position = self._ledger.commit(decided)
             joined = next(record for record in decided if isinstance(record, Joined))
-            reply = messages.join_reply(self._hub, self._hub.state.members[joined.node], now)
+            reply = messages.join_reply(self._hub, self._hub.state.members[joined.node], session, now)
         self._guard.durable(position)
         return reply
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
         """Take a member's report and return the state of the run."""
+        messages.check_blocks(request.consumed)
+        report = messages.report_of(request)
         with self._guard.deciding() as now:
             member = self._guard.speaker(request.who)
-            self._hub.heartbeat(member.node, messages.report_of(request), now)
+            self._hub.heartbeat(member.node, report, now)
             used = self._used(member, request.consumed)
             position = self._ledger.commit(used)
             told = messages.tell(self._hub, member.node, now)
@@ -64,6 +73,7 @@ class Driver:
 
     def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
         """Return blocks of sample positions: of a lease whose reply was lost, else new ones."""
+        messages.check_blocks(request.held)
         with self._guard.deciding() as now:
             member = self._guard.speaker(request.who)
             held = [(block.start, block.end) for block in request.held]
@@ -78,6 +88,7 @@ class Driver:
 
     def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
         """Take a member out that has sent its last pushes."""
+        messages.check_blocks(request.consumed)
         with self._guard.deciding():
             member = self._guard.speaker(request.who)
             decided = [*self._used(member, request.consumed), *self._hub.leave(member.node)]
@@ -101,7 +112,4 @@ class Driver:
         return self._tailing.tail(request)
 
     def _used(self, member: Member, consumed: Sequence[pb.Consumed]) -> list[Record]:
-        decided: list[Record] = []
-        for block in consumed:
-            decided += self._hub.use(member.node, block.start, block.upto)
-        return decided
+        return self._hub.use(member.node, [(block.start, block.upto) for block in consumed])

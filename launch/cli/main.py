@@ -10,6 +10,7 @@ import aedit
 from aedit.launch.cli.arguments import Parser
 from aedit.launch.cli.audit_options import add_audit_options, audit_request
 from aedit.launch.cli.generate_options import add_generate_options, generate_request
+from aedit.launch.cli.keys_options import add_keys_options
 from aedit.launch.cli.serve_options import add_serve_options, serve_request
 from aedit.types import UserError
 
@@ -80,7 +81,7 @@ def parser() -> Parser:
 
 def _dispatch(words: list[str]) -> int:
     flags: list[str] = []
-    if words[:1] in (["run"], ["hub"], ["join"], ["serve"]) or words[:2] == ["config", "show"]:
+    if words[:1] in (["run"], ["hub"], ["join"], ["serve"]) or words[:2] in SETS_VALUES:
         from aedit.launch.config.flags import split_flags
 
         words, flags = split_flags(words)
@@ -174,17 +175,8 @@ def _add_trust(command: Parser) -> None:
 
 
 def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
-    does = "make certificates and a token for a hub, its nodes and rollout servers"
-    keys = _command(commands, "keys", does, _keys)
-    keys.add_argument("out", metavar="DIR", type=Path, help="folder for them")
-    keys.add_argument(
-        "--host", metavar="NAME", action="append", default=[], help="host name or IP of the hub; repeatable"
-    )
-    keys.add_argument(
-        "--node", metavar="NAME", action="append", default=[], help="name of a node; repeatable"
-    )
-    does = "name of a rollout server, and host names or IPs at which trainers reach it; repeatable"
-    keys.add_argument("--server", metavar="NAME=HOST[,HOST]", action="append", default=[], help=does)
+    does = "make certificates and tokens for a hub, its nodes and others, or revoke them"
+    add_keys_options(_command(commands, "keys", does, _keys))
 
 
 def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -204,6 +196,10 @@ def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
     show = _command(actions, "show", "print all values and their origin", _config_show)
     _with_flags(show)
     _add_configs(show)
+    does = "print digests that fix the model and its first anchors at a hub"
+    model = _command(actions, "model", does, _config_model)
+    _with_flags(model)
+    _add_configs(model)
     diff = _command(actions, "diff", "print the differences of two files", _config_diff)
     diff.add_argument("a", metavar="A", type=Path)
     diff.add_argument("b", metavar="B", type=Path)
@@ -285,9 +281,9 @@ def _serve_model(options: Options) -> int:
 
 
 def _keys(options: Options) -> None:
-    from aedit.launch.cli.keys import make_keys, servers_of
+    from aedit.launch.cli.keys import keys
 
-    print(make_keys(options.out, options.host, options.node, servers=servers_of(options.server)))
+    print(keys(options))
 
 
 def _status(options: Options) -> None:
@@ -343,6 +339,13 @@ def _config_show(options: Options) -> None:
     _print_columns(rows)
 
 
+def _config_model(options: Options) -> None:
+    from aedit.launch.cli.model_digests import model_digests
+    from aedit.launch.config.load import load
+
+    print(model_digests(load(options.config, options.flags, strict=True).config))
+
+
 def _config_diff(options: Options) -> None:
     from aedit.launch.config.load import load
     from aedit.launch.rundir.prepare import differences
@@ -375,6 +378,8 @@ def _completion(options: Options) -> None:
 
     print(completion(parser(), options.shell))
 
+
+SETS_VALUES = (["config", "show"], ["config", "model"])
 
 SHELLS = ("bash", "zsh", "tcsh", "fish", "powershell")
 

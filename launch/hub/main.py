@@ -30,7 +30,7 @@ from aedit.launch.hub.policy_versions import RECORD, PolicyVersions
 from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
-from aedit.launch.hub.welcome import welcome
+from aedit.launch.hub.welcome import open_to_others, welcome
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.directory import directory_service
 from aedit.proto.wire.hello import PROTOCOL
@@ -90,6 +90,8 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
         try:
             process.start()
             print(process.welcome(), flush=True)
+            if warning := process.warning():
+                _warn(warning)
             while not stop.asked.wait(0.2) and not process.is_over:
                 pass
             if stop.by_hand:
@@ -97,6 +99,14 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
         finally:
             process.close()
         return process.exit_code()
+
+
+def _warn(text: str) -> None:
+    # Imported here: few hubs warn, and all shall start fast.
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
 
 
 def _endpoint(config: RunConfig, directory: Path, options: Options) -> HubEndpoint:
@@ -194,6 +204,11 @@ class _Process:
         assert self._server is not None
         return welcome(self._endpoint, self._server.address)
 
+    def warning(self) -> str:
+        """Return what this hub allows to everybody on the network; "" if that is nothing."""
+        assert self._server is not None
+        return open_to_others(self._endpoint, self._server.address)
+
     def wait_for_leaving_nodes(self) -> None:
         """Serve for up to `_LEAVE_S` seconds more while there are members.
 
@@ -242,6 +257,7 @@ class _Process:
 
     def _lead(self, hub: Hub, journal: Journal, term: int | None) -> LeadingHub:
         leading = LeadingHub(self._config, hub, journal, self._store, self._reports, self._responder)
+        leading.guard.trust(hubs=self._endpoint.keys is not None, other_term=self._other_term)
         leading.begin(term)
         if self._config.hub.parent:
             self._join_parent(leading)
@@ -274,9 +290,12 @@ class _Process:
     def _join_parent(self, leading: LeadingHub) -> None:
         # Imported here: only a hub with a parent needs an agent.
         from aedit.launch.hub.uplink import Uplink
+        from aedit.proto.agent.rejoin import rejoin_secret
 
         name = f"hub of {self._config.name} at {self._endpoint.preferred_address}"
-        leading.join_parent(Uplink(leading.engine, name, self._endpoint.client_keys(), self._endpoint.keys))
+        secret = rejoin_secret(self._endpoint.directory / "rejoin")
+        endpoint = self._endpoint
+        leading.join_parent(Uplink(leading.engine, name, endpoint.client_keys(), endpoint.keys, secret))
 
     def _follow(self) -> None:
         mirror = Mirror(self._store, self._make)
@@ -285,7 +304,7 @@ class _Process:
         self._standby.start()
 
     def _take_over(self, mirror: Mirror, term: int) -> LeadingHub:
-        return self._lead(mirror.hub, mirror.journal(fsync=self._config.hub.fsync), term)
+        return self._lead(mirror.hub, mirror.journal(), term)
 
     def _serve(self, core: HubCore) -> None:
         if self._switch is not None:
@@ -306,6 +325,14 @@ class _Process:
             except UserError:
                 if address == self._endpoint.address:
                     raise
+
+    def _other_term(self) -> int:
+        """Return the term of the other hub; 0 if it cannot be learned."""
+        try:
+            return self._newest_term()
+        except UserError as error:
+            log.warning("asking the other hub for its term: %s", error)
+            return 0
 
     def _newest_term(self) -> int:
         """Return the term of the other hub; 0 if there is none or it does not answer."""

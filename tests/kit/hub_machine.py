@@ -85,8 +85,7 @@ class World:
 
     def join(self, name="a", **changes):
         """Join a node of this name; return its index."""
-        joiner = Joiner(name=name, layout=self.layout, facts=FACTS, num_samples=1000)
-        decided = self.do(self.hub.join(replace(joiner, **changes), self.now))
+        decided = self.do(self.hub.join(joiner(name, **({"layout": self.layout} | changes)), self.now))
         return next(record for record in decided if isinstance(record, Joined)).node
 
     def make(self, node, values, unit=0, **changes):
@@ -238,7 +237,9 @@ def values(made, unit=0):
 
 
 def joiner(name, **changes):
-    return replace(Joiner(name=name, layout=LAYOUT, facts=FACTS, num_samples=1000), **changes)
+    """Return a node that shows that it is the one of this name."""
+    own = Joiner(name=name, layout=LAYOUT, facts=FACTS, num_samples=1000, proof=f"secret of {name}")
+    return replace(own, **changes)
 
 
 def poison(made, node, unit=0, **changes):
