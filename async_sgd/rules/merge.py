@@ -4,6 +4,7 @@ Pushes are taken in the order of their nodes, whatever order they arrive in, so 
 same bits. A push of weight 0 is not read: `0 * nan` is `nan`.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -177,7 +178,7 @@ def _agree(length: float, a_N: NDArray[np.float64], numel: int) -> bool:
     pairs = float(a_N.sum() ** 2) - own
     if pairs <= 1e-12:
         return length > 0
-    return (length**2 - own) / pairs > AGREEMENT / np.sqrt(numel)
+    return bool((length**2 - own) / pairs > AGREEMENT / math.sqrt(numel))
 
 
 def _mean_of_piece(parts: Weighted, at: tuple[int, int], total: Vector) -> None:

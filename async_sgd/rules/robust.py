@@ -27,10 +27,10 @@ def geometric_median(G_NN: Array, w_N: Array, liars: int) -> Array:
     b_i = w_i / max(nu, |x_i - v|). Holds against liars of less than half of the weight; `liars` is not used.
     """
     nu = max(SMOOTHING * float(np.sqrt(np.median(np.diag(G_NN)))), 1e-300)
-    a_N = w_N / w_N.sum()
+    a_N = _shares(w_N)
     for _ in range(_ITERATIONS):
         b_N = w_N / np.maximum(np.sqrt(_squares(G_NN, a_N)), nu)
-        a_N = b_N / b_N.sum()
+        a_N = _shares(b_N)
     return a_N
 
 
@@ -42,13 +42,13 @@ def multi_krum(G_NN: Array, w_N: Array, liars: int) -> Array:
     n = len(w_N)
     f = max(0, min(liars, (n - 3) // 2))
     if n < 3:
-        return w_N / w_N.sum()
+        return _shares(w_N)
     square_NN = np.maximum(np.diag(G_NN)[:, None] + np.diag(G_NN)[None, :] - 2 * G_NN, 0.0)
     near_NN = np.sort(square_NN + np.diag(np.full(n, np.inf)), axis=1)[:, : max(1, n - f - 2)]
     chosen_N = np.argsort(near_NN.sum(1), kind="stable")[: n - f]
     a_N = np.zeros(n)
     a_N[chosen_N] = w_N[chosen_N]
-    return a_N / a_N.sum() if a_N.any() else w_N / w_N.sum()
+    return _shares(a_N if a_N.any() else w_N)
 
 
 def centered_clip(G_NN: Array, w_N: Array, liars: int) -> Array:
@@ -57,13 +57,18 @@ def centered_clip(G_NN: Array, w_N: Array, liars: int) -> Array:
     Karimireddy et al. 2021 (arXiv:2012.10333), from v = 0: no movement. The radius tau is the median distance
     to v, so that it needs no tuning. A liar moves v by its weight times that; `liars` is not used.
     """
-    w_N = w_N / w_N.sum()
+    w_N = _shares(w_N)
     a_N = np.zeros(len(w_N))
     for _ in range(_CLIPS):
         far_N = np.sqrt(_squares(G_NN, a_N))
         c_N = w_N * np.minimum(1.0, np.median(far_N) / np.maximum(far_N, 1e-300))
         a_N = a_N * (1 - c_N.sum()) + c_N
     return a_N
+
+
+def _shares(w_N: Array) -> Array:
+    shares_N: Array = w_N / w_N.sum()
+    return shares_N
 
 
 def _squares(G_NN: Array, a_N: Array) -> Array:

@@ -91,10 +91,9 @@ def _jobs(quick: bool) -> list[Job]:
 def _row(method: str, results: Results, begun: float) -> tuple[str, ...]:
     cells = []
     for lie in LIES:
-        found = [
-            results.get(job) and cost(results, job, begun) for job in (Job(method, lie, n) for n in BARS)
-        ]
-        cells.append(" / ".join("" if one is None else f"{100 * one:+.1f}" for one in found) + " %")
+        jobs = [Job(method, lie, liars) for liars in BARS]
+        costs = [f"{100 * cost(results, job, begun):+.1f}" for job in jobs if job in results]
+        cells.append(f"{' / '.join(costs)} %")
     return (method, f"{100 * cost(results, Job(method), begun):+.1f} %", *cells)
 
 

@@ -25,12 +25,17 @@ def little_is_enough(honest: list[Vector], own: Vector, liars: int, nodes: int) 
     needed = nodes // 2 + 1 - liars
     share = (nodes - liars - needed) / (nodes - liars)
     z = max(1.0, NormalDist().inv_cdf(share) if 0 < share < 1 else 0.0)
-    return (np.mean(honest, axis=0) - z * np.std(honest, axis=0)).astype(np.float32)
+    lie: Vector = (np.mean(honest, axis=0) - z * np.std(honest, axis=0)).astype(np.float32)
+    return lie
 
 
 def inner_product(epsilon: float) -> Lie:
     """Return the lie -epsilon times the mean (IPM, Xie et al. 2020, arXiv:1903.03936)."""
-    return lambda honest, own, liars, nodes: (-epsilon * np.mean(honest, axis=0)).astype(np.float32)
+
+    def lie(honest: list[Vector], own: Vector, liars: int, nodes: int) -> Vector:
+        return np.float32(-epsilon) * np.mean(honest, axis=0, dtype=np.float32)
+
+    return lie
 
 
 def flipped_at_honest_length(honest: list[Vector], own: Vector, liars: int, nodes: int) -> Vector:
