@@ -33,14 +33,15 @@ def inner_product(epsilon: float) -> Lie:
     """Return the lie -epsilon times the mean (IPM, Xie et al. 2020, arXiv:1903.03936)."""
 
     def lie(honest: list[Vector], own: Vector, liars: int, nodes: int) -> Vector:
-        return np.float32(-epsilon) * np.mean(honest, axis=0, dtype=np.float32)
+        mean: Vector = np.mean(honest, axis=0)
+        return (-epsilon * mean).astype(np.float32)
 
     return lie
 
 
 def flipped_at_honest_length(honest: list[Vector], own: Vector, liars: int, nodes: int) -> Vector:
     """Return the mean with its sign flipped, as long as an honest push."""
-    mean = np.mean(honest, axis=0)
+    mean: Vector = np.mean(honest, axis=0)
     usual = float(np.median([np.linalg.norm(x) for x in honest]))
     return (-mean * usual / max(float(np.linalg.norm(mean)), 1e-30)).astype(np.float32)
 
