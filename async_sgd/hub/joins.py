@@ -49,6 +49,8 @@ class Joiner:
     told."""
     prefers: int | None = None
     """The index it would like to have, if it is new and nobody has that."""
+    voter: int = 0
+    """Identity under which it votes in a failover; 0: it does not vote."""
     secret: int = 0
     """Random bits for its new session, drawn by the hub: who has not been told cannot speak for the node."""
 
@@ -76,7 +78,8 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
     if member and member.live and not same:
         decided.append(Left(node, "another process of this node has joined"))
     session = state.sessions + 1 + (joiner.secret << COUNT_BITS)
-    decided.append(Joined(joiner.name, node, session, joiner.donor, elapsed_s, joiner.process))
+    joined = Joined(joiner.name, node, session, joiner.donor, elapsed_s, joiner.process, voter=joiner.voter)
+    decided.append(joined)
     if member and not member.live and same:
         decided += [Leased(node, start, end) for start, end in _still_free(state, node)]
     return decided

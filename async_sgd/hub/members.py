@@ -58,6 +58,8 @@ class Member:
     session: int = 0
     process: int = 0
     """As which it last joined."""
+    voter: int = 0
+    """Identity under which it votes in a failover; 0: it does not vote."""
     donor: str = ""
     live: bool = False
     excluded: bool = False
@@ -82,7 +84,7 @@ class Member:
     def join(self, record: Joined) -> None:
         """Take the record of a join: new session, process and donor address."""
         self.session, self.donor, self.live, self.gone = record.session, record.donor, True, ""
-        self.process = record.process
+        self.process, self.voter = record.process, record.voter
 
     def accept(self, push: Push, *, counts: bool = True) -> None:
         """Count an accepted push. Every 16 accepted pushes forgive one violation.

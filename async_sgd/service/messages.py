@@ -43,6 +43,7 @@ def joiner(request: pb.JoinRequest) -> Joiner:
         donor=request.donor,
         session=request.who.session,
         process=request.process,
+        voter=request.voter,
         prefers=request.prefers - 1 if request.prefers else None,
     )
 

@@ -1,4 +1,4 @@
-"""Stream the growing journal to a standby."""
+"""Stream the growing journal to standbys."""
 
 import time
 import zlib
@@ -17,7 +17,7 @@ _QUIET_S = 0.5
 
 
 class Tailing:
-    """The primary's side of its standby."""
+    """The leader's side of its standbys."""
 
     def __init__(self, guard: RequestGuard) -> None:
         self._guard, self._ledger = guard, guard.ledger
@@ -39,8 +39,8 @@ class Tailing:
         """Note that the standby's disk has everything before this."""
         self._guard.check_follower()
         self._guard.check_term(request.term)
-        newest = self._ledger.journal.complete
-        self._ledger.standby.heard((request.segment, request.offset), newest)
+        if request.term == self._ledger.hub.state.term:
+            self._guard.leadership.confirm(request.replica, (request.segment, request.offset))
         return pb.ConfirmReply()
 
     def _segments(self, segment: int, offset: int) -> Iterator[pb.TailChunk]:
