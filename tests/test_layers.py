@@ -108,7 +108,7 @@ MAY_IMPORT = {
         "system",
     ),
     "async_sgd.journal": ("async_sgd.hub", "async_sgd.rules", *WIRE, "types", "system"),
-    "async_sgd.leadership": ("async_sgd.rules",),
+    "async_sgd.leadership": ("async_sgd.rules", "proto.wire"),
     "async_sgd.hub": ("async_sgd.rules", "types", "system"),
     "async_sgd.rules": ("types", "system"),
     "proto.agent": ("proto.codecs", "proto.wire", "types", "system"),

@@ -195,12 +195,12 @@ class Leadership:
         self._write()
 
     def in_sync(self) -> tuple[int, int]:
-        """Return the number of standbys that have every acknowledged record, and of nodes that break ties."""
+        """Return how many standbys the voters agreed to wait for, and how many nodes break ties."""
         with self._change:
             configs = self._replica.configs
             if not (configs and self._replica.term):
                 return 0, 0
-            return min(len(one.replicas) for one in configs) - 1, len(configs[0].electors)
+            return len(configs[0].replicas) - 1, len(configs[0].electors)
 
     def _wanted(self, replica: Replica, complete: Position, now: float) -> set[int]:
         newest, heard = replica.configs[-1], replica.followers(now - SILENT_S)

@@ -145,18 +145,10 @@ def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="index of this hub among N that split the units (default 0/1)",
     )
     hub.add_argument("--standby", action="store_true", help="follow the hub, and lead once elected")
-    hub.add_argument(
-        "--standby-number",
-        metavar="K",
-        type=int,
-        default=1,
-        help="which of the addresses in hub.standby it is, from 1 (default 1)",
-    )
-    hub.add_argument(
-        "--force-lead",
-        action="store_true",
-        help="lead without a vote, when the other hubs are gone for good; prints what may be lost",
-    )
+    does = "which of the addresses in hub.standby it is, from 1 (default 1)"
+    hub.add_argument("--standby-number", metavar="K", type=int, default=1, help=does)
+    does = "lead without a vote, if the other hubs are gone for good; prints what may be lost"
+    hub.add_argument("--force-lead", action="store_true", help=does)
     _add_trust(hub)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
     facts = facts_of(config, model, tokenizer, data)
     shared = make_shared(config, model, world)
     plan = agent_plan(config, options.membership, model, facts, data.num_samples, shared)
-    link = _link(plan, world)
+    link = _link(replace(plan, votes=str(_votes(options))), world)
     try:
         exchange = _exchange(config, link, shared)
         sync = _sync(config, model, exchange, link)
@@ -122,6 +123,11 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
             yield node
     finally:
         link.stop()
+
+
+def _votes(options: NodeStartOptions) -> Path:
+    """Return the folder with the promises that this node has made in failovers."""
+    return options.run_dir / "votes" / quote(options.membership.name, safe="")
 
 
 def _checkpoints(config: RunConfig, directory: Path, sync: LayerSync) -> NodeCheckpoints:
