@@ -81,6 +81,11 @@ def test_a_refused_request_is_sent_again_after_the_wait_that_it_was_told():
     assert len(requests) == 3
 
 
+def test_a_client_that_is_told_to_wait_beyond_the_end_does_not_ask_again():
+    seen, requests = loaded(REFUSAL.format("Retry-After: 60\r\n"), clients=2, most_requests=99, seconds=0.5)
+    assert (seen.finished, seen.refused, len(requests)) == (0, 2, 2)
+
+
 def test_a_refusal_without_a_wait_is_seen():
     seen, _ = loaded(REFUSAL.format(""), clients=1, most_requests=1, seconds=0.5)
     assert (seen.finished, seen.refused, seen.waits_s) == (0, 1, [])

@@ -57,7 +57,9 @@ class Member:
     node: int
     session: int = 0
     process: int = 0
-    """As which it last joined."""
+    """As which it last joined: fingerprints, as the journal is read by others."""
+    proof: str = ""
+    origin: str = ""
     voter: int = 0
     """Identity under which it votes in a failover; 0: it does not vote."""
     donor: str = ""
@@ -68,6 +70,8 @@ class Member:
     steps: int = 0
     """Inner steps in accepted pushes, summed over units."""
     tokens: int = 0
+    leased: int = 0
+    """Samples that it was given and has not returned."""
     accepted: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     """Refused pushes by kind of reason."""
@@ -84,7 +88,8 @@ class Member:
     def join(self, record: Joined) -> None:
         """Take the record of a join: new session, process and donor address."""
         self.session, self.donor, self.live, self.gone = record.session, record.donor, True, ""
-        self.process, self.voter = record.process, record.voter
+        self.process, self.proof, self.origin = record.process, record.proof, record.origin
+        self.voter = record.voter
 
     def accept(self, push: Push, *, counts: bool = True) -> None:
         """Count an accepted push. Every 16 accepted pushes forgive one violation.

@@ -64,9 +64,13 @@ class Joined:
     name: str
     node: int
     session: int
+    """Fingerprint of its session: whoever reads the journal cannot speak for the node."""
     donor: str
     at_s: float
     process: int = 0
+    """Fingerprint of the number of its process."""
+    proof: str = ""
+    origin: str = ""
     voter: int = 0
     """Identity under which the node votes in a failover; 0: it does not vote."""
 

@@ -185,10 +185,10 @@ class Clients:
                 self._note(began_s, answer)
                 raise
             except RefusedError as refused:
-                wait_s = self._note_refusal(refused.args[0])
-                if time.perf_counter() + wait_s > self._ends_s:
+                wait_s, left_s = self._note_refusal(refused.args[0]), self._ends_s - time.perf_counter()
+                await asyncio.sleep(max(0.0, min(wait_s, left_s)))
+                if wait_s > left_s:
                     return
-                await asyncio.sleep(wait_s)
                 continue
             self.seen.finished += 1
             self._note(began_s, answer)

@@ -173,6 +173,7 @@ class _Process:
             standby=lambda: ",".join(endpoint.others),
         )
         self._leadership = Leadership(VoterFile(endpoint.directory / "votes.json"), endpoint.num_others)
+        self._others = OtherHubs(endpoint, self._responder.question())
         self._canvass = Canvass(endpoint, self._leadership, self._count)
         self._server: Server | None = None
         self._leading: LeadingHub | None = None
@@ -188,8 +189,7 @@ class _Process:
         hub = self._make()
         journal = self._store.recover(hub)
         state, mirrors = hub.state, (self._endpoint.directory / folder.MIRROR).exists()
-        others = OtherHubs(self._endpoint, self._responder.question())
-        newest = others.newest_term()
+        newest = self._others.newest_term()
         if newest > state.term and not self._endpoint.standby and not force:
             raise UserError(
                 f"another hub leads this run under the newer term {newest}: start this hub with"
@@ -200,7 +200,7 @@ class _Process:
         if newest <= state.term or force:
             records = self._leadership.begin(state.term, state.configs, is_new=is_new)
         if force:
-            records = self._force(hub, others)
+            records = self._force(hub)
         if records is None:
             self._follow()
         else:
@@ -209,12 +209,12 @@ class _Process:
         self._canvass.start()
         write_atomically(self._endpoint.directory / "address", self._server.address)
 
-    def _force(self, hub: Hub, others: OtherHubs) -> Sequence[Record]:
+    def _force(self, hub: Hub) -> Sequence[Record]:
         """Return the records with which this hub leads without a vote; print what may be lost."""
         if not self._leadership.has_others:
             raise UserError("--force-lead: no other hub can lead this run (hub.standby); start it without")
-        print(others.what_is_missing(hub, self._leadership.identity), file=sys.stderr, flush=True)
-        term = max(hub.state.term, others.newest_term())
+        print(self._others.what_is_missing(hub, self._leadership.identity), file=sys.stderr, flush=True)
+        term = max(hub.state.term, self._others.newest_term())
         return self._leadership.force(term, _FORCED_JUMP + secrets.randbelow(_FORCED_JUMP))
 
     def _count(self, answer: Answer) -> None:
@@ -286,6 +286,7 @@ class _Process:
     def _lead(self, hub: Hub, journal: Journal, records: Sequence[Record]) -> LeadingHub:
         ledger = Ledger(hub, journal, self._store, self._reports.record_applied)
         leading = LeadingHub(self._config, ledger, self._reports, self._responder, self._leadership)
+        leading.guard.trust(hubs=self._endpoint.keys is not None, other_term=self._others.leading_term)
         leading.begin(records)
         (self._endpoint.directory / folder.MIRROR).unlink(missing_ok=True)
         if self._config.hub.parent:
@@ -318,9 +319,12 @@ class _Process:
     def _join_parent(self, leading: LeadingHub) -> None:
         # Imported here: only a hub with a parent needs an agent.
         from aedit.launch.hub.uplink import Uplink
+        from aedit.proto.agent.rejoin import rejoin_secret
 
         name = f"hub of {self._config.name} at {self._endpoint.preferred_address}"
-        leading.join_parent(Uplink(leading.engine, name, self._endpoint.client_keys(), self._endpoint.keys))
+        secret = rejoin_secret(self._endpoint.directory / "rejoin")
+        endpoint = self._endpoint
+        leading.join_parent(Uplink(leading.engine, name, endpoint.client_keys(), endpoint.keys, secret))
 
     def _follow(self) -> None:
         mirror = Mirror(self._store, self._make)

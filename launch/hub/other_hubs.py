@@ -37,6 +37,18 @@ class OtherHubs:
                 log.warning("%s: another hub of the run does not answer: %s", address, error)
         return max(terms)
 
+    def leading_term(self) -> int:
+        """Return the highest term under which another hub leads; 0 if none is known."""
+        terms = [0]
+        for _, client in self._clients():
+            try:
+                hello = client.hello(self._question)
+            except (HubRefused, HubUnreachable) as error:
+                log.warning("asking another hub for its term: %s", error)
+                continue
+            terms.append(hello.term if hello.leads else 0)
+        return max(terms)
+
     def what_is_missing(self, hub: Hub, identity: int) -> str:
         """Return a text for the operator who lets this hub lead without a vote: what may be lost."""
         state = hub.state

@@ -14,6 +14,7 @@ from aedit.async_sgd.journal.frames import Damaged
 from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.rules.records import Led, Record
 from aedit.async_sgd.service import messages
+from aedit.async_sgd.service.callers import fingerprint
 from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.leadership import Leadership
 from aedit.launch.hub import folder
@@ -22,7 +23,7 @@ from aedit.launch.hub.leading import LeadingHub
 from aedit.launch.hub.reports import Reports
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.service import Refusal
+from aedit.proto.wire.service import Caller, Refusal
 from aedit.proto.wire.vote_messages import answer_in, answer_out, proposal_in, proposal_out
 from aedit.proto.wire.votes import Answer
 from aedit.system import write_atomically
@@ -46,7 +47,7 @@ class _Refusing:
     def _refusal(self) -> Refusal:
         return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "this hub is a standby: call the leading hub")
 
-    def join(self, request: pb.JoinRequest) -> pb.JoinReply:
+    def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
         raise self._refusal()
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
@@ -178,7 +179,7 @@ class Standby(_Refusing):
             if any(request.voter in config.electors for config in state.configs):
                 return
             try:
-                self._mirror.hub.member(request.who.node, request.who.session)
+                self._mirror.hub.member(request.who.node, fingerprint(request.who.session))
             except Denied as denied:
                 raise messages.refusal(denied) from denied
 

@@ -90,7 +90,7 @@ class Unit(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "voter", "prefers")
+    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "rejoin", "voter", "prefers")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class JoinRequest(_message.Message):
     DONOR_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    REJOIN_FIELD_NUMBER: _ClassVar[int]
     VOTER_FIELD_NUMBER: _ClassVar[int]
     PREFERS_FIELD_NUMBER: _ClassVar[int]
     who: Who
@@ -116,9 +117,10 @@ class JoinRequest(_message.Message):
     donor: str
     ranks: int
     process: int
+    rejoin: bytes
     voter: int
     prefers: int
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., voter: _Optional[int] = ..., prefers: _Optional[int] = ...) -> None: ...
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., rejoin: _Optional[bytes] = ..., voter: _Optional[int] = ..., prefers: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("term", "node", "session", "founder", "versions", "seqs", "donors", "news")

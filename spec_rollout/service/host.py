@@ -143,7 +143,7 @@ class EngineHost:
             loop.line(line)
             until_s = math.inf if deadline_s is None else loop.clock() + deadline_s
             ticket = Ticket(line, prompt, receiver, priority, min_version, until_s)
-            loop.waiting.check_room(ticket, loop.figures.retry_after_s(loop.waiting.count(priority)))
+            loop.waiting.check_room(ticket, loop.figures.refuse)
             loop.waiting.append(ticket)
             loop.num_live += 1
             loop.next_deadline_s = min(loop.next_deadline_s, until_s)
@@ -179,8 +179,8 @@ class EngineHost:
                 raise HostEnding("the server is ending and takes no texts")
             queue, most = loop.line(line).scorings, self.limits.max_waiting_public
             if len(queue) >= most:
-                retry_after_s = loop.figures.retry_after_s(len(queue))
-                raise Overloaded(f"max_waiting_public {most}: so many texts wait already", retry_after_s)
+                message = f"max_waiting_public {most}: so many texts wait already"
+                raise Overloaded(message, loop.figures.refuse(len(queue)))
             queue.append((scoring, done))
             loop.changed.notify_all()
         return done

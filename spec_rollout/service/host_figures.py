@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from aedit.spec_rollout.service.host_line import HostLine
+from aedit.spec_rollout.service.retry_times import RetryTimes
 from aedit.spec_rollout.service.tickets import Priority
 
 REFRESH_S = 0.2
 """Shortest time between two copies of the status of a busy engine."""
 WINDOW_S = 10.0
 """Time over which speed is measured."""
-MIN_RETRY_S, MAX_RETRY_S = 1.0, 30.0
 
 
 class HostFigures:
@@ -24,6 +24,7 @@ class HostFigures:
         self._read_s: dict[str, float] = {}
         self._num_closed_tokens = 0
         self._marks = deque([(clock(), 0, 0)])
+        self._retry_times = RetryTimes(clock)
         self.num_over = 0
         """Samples that have left the host."""
 
@@ -58,10 +59,9 @@ class HostFigures:
         """Return the number of tokens that all engines have generated."""
         return self._num_closed_tokens + sum(self._num_tokens.values())
 
-    def retry_after_s(self, num_waiting: int) -> float:
-        """Return the estimated seconds until so many samples are over."""
-        over_per_s = self._per_s(2, self.num_over)
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, num_waiting / over_per_s)) if over_per_s else MIN_RETRY_S
+    def refuse(self, num_waiting: int) -> float:
+        """Return the seconds after which a sample that is refused now may come back (`RetryTimes.refuse`)."""
+        return self._retry_times.refuse(num_waiting, self._per_s(2, self.num_over))
 
     def status(self) -> dict[str, Any]:
         """Return tokens, finished samples, tokens per second of the last seconds, and the lines."""

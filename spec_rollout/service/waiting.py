@@ -35,22 +35,26 @@ class WaitingSamples:
         """Return the tokens of the waiting samples of a priority."""
         return self._num_tokens[priority]
 
-    def check_room(self, ticket: Ticket, retry_after_s: float) -> None:
+    def check_room(self, ticket: Ticket, retry_after_s: Callable[[int], float]) -> None:
         """Check that the limits allow one more sample.
+
+        Args:
+            ticket: The sample.
+            retry_after_s: Called with the number of waiting samples if the sample is refused; returns the
+                seconds after which it may come back.
 
         Raises:
             Overloaded: They do not.
         """
         priority, limits = ticket.priority, self._limits
-        if self._num_samples[priority] >= limits.max_waiting(priority):
-            limit = f"max_waiting_{priority.name.lower()} {limits.max_waiting(priority)}"
-            raise Overloaded(f"{limit}: so many samples wait already", retry_after_s)
+        num_samples = self._num_samples[priority]
         num_tokens = self._num_tokens[priority] + ticket.num_tokens
-        if num_tokens > limits.max_waiting_tokens and self._num_samples[priority]:
-            raise Overloaded(
-                f"max_waiting_tokens {limits.max_waiting_tokens}: {num_tokens} tokens would wait",
-                retry_after_s,
-            )
+        if num_samples >= limits.max_waiting(priority):
+            limit = f"max_waiting_{priority.name.lower()} {limits.max_waiting(priority)}"
+            raise Overloaded(f"{limit}: so many samples wait already", retry_after_s(num_samples))
+        if num_tokens > limits.max_waiting_tokens and num_samples:
+            limit = f"max_waiting_tokens {limits.max_waiting_tokens}"
+            raise Overloaded(f"{limit}: {num_tokens} tokens would wait", retry_after_s(num_samples))
 
     def append(self, ticket: Ticket) -> None:
         """Add a sample as the last one."""
