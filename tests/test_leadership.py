@@ -157,7 +157,8 @@ def test_a_follower_supports_the_leader_that_it_hears():
     hub.heard_leader(10.0)
     assert not hub.answer(Proposal(2, 0, C, (1, 1)), 12.0).granted
     assert hub.answer(Proposal(2, 0, A, (1, 1)), 12.0).granted, "its leader is elected again"
-    assert hub.answer(Proposal(3, 0, C, (1, 1)), 13.5).granted
+    assert not hub.answer(Proposal(3, 0, C, (1, 1)), 13.5).granted, "A uses the vote"
+    assert hub.answer(Proposal(3, 0, C, (1, 1)), 15.5).granted
     assert not hub.may_confirm(2)
 
 

@@ -1,1 +1,1 @@
-"""Who leads a run: votes, configurations and what may be acknowledged. No clock, no socket, no file."""
+"""Leadership of a run: elections, configurations, what may be acknowledged. No clock, socket or file."""

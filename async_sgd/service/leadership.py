@@ -23,7 +23,7 @@ MOST_ELECTORS = 7
 
 
 class Leadership:
-    """Who leads, as one hub process knows it. Any thread may call."""
+    """Leadership of one hub process. Any thread may call."""
 
     def __init__(self, file: VoterFile, num_others: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Load the votes. num_others: hubs besides this one that may lead."""

@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Voter:
-    """What a voter has promised. `answer` returns the next state."""
+    """Promises of a voter; `answer` returns the next state."""
 
     me: int
     term: int = 0
