@@ -247,7 +247,7 @@ def test_a_missing_or_shortened_segment_is_refused(tmp_path):
     book.ledger.journal.rotate()
     book.push(0, 0)
     os.truncate(segment_path(tmp_path, 1), segment_path(tmp_path, 1).stat().st_size - 1)
-    with pytest.raises(UserError, match="lost its end"):
+    with pytest.raises(UserError, match="cut off or replaced"):
         reopened(tmp_path)
     segment_path(tmp_path, 1).unlink()
     with pytest.raises(UserError, match="not all from 1 on"):

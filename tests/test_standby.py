@@ -251,7 +251,7 @@ def test_a_mirror_has_what_was_decided_as_soon_as_it_is_whole(tmp_path):
         mirror.take(pb.TailChunk(segment=1, offset=len(data) + 1, data=b"x", crc=zlib.crc32(b"x")))
     with pytest.raises(Damaged, match="on its way"):
         mirror.take(pb.TailChunk(segment=1, offset=len(data), data=b"x", crc=7))
-    again = mirror.journal(fsync=True)
+    again = mirror.journal()
     again.append(encode_records([records.Led(4)]))
     hub = make_hub(RunConfig(), (0, 1))
     Store(tmp_path / "b").recover(hub)

@@ -37,7 +37,7 @@ from aedit.launch.hub.policy_versions import RECORD, PolicyVersions
 from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
-from aedit.launch.hub.welcome import welcome
+from aedit.launch.hub.welcome import open_to_others, welcome
 from aedit.proto.wire.directory import directory_service
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.limits import Limits
@@ -103,6 +103,8 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
         try:
             process.start(force=options.get("force_lead", False))
             print(process.welcome(), flush=True)
+            if warning := process.warning():
+                _warn(warning)
             while not stop.asked.wait(0.2) and not process.is_over:
                 pass
             if stop.by_hand:
@@ -110,6 +112,14 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
         finally:
             process.close()
         return process.exit_code()
+
+
+def _warn(text: str) -> None:
+    # Imported here: few hubs warn, and all shall start fast.
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
 
 
 def _endpoint(config: RunConfig, directory: Path, options: Options) -> HubEndpoint:
@@ -236,6 +246,11 @@ class _Process:
         assert self._server is not None
         return welcome(self._endpoint, self._server.address)
 
+    def warning(self) -> str:
+        """Return what this hub allows to everybody on the network; "" if that is nothing."""
+        assert self._server is not None
+        return open_to_others(self._endpoint, self._server.address)
+
     def wait_for_leaving_nodes(self) -> None:
         """Serve for up to `_LEAVE_S` seconds more while there are members.
 
@@ -335,7 +350,7 @@ class _Process:
         self._standby.start()
 
     def _take_over(self, mirror: Mirror, records: Sequence[Record]) -> LeadingHub:
-        return self._lead(mirror.hub, mirror.journal(fsync=self._config.hub.fsync), records)
+        return self._lead(mirror.hub, mirror.journal(), records)
 
     def _serve(self, core: HubCore) -> None:
         if self._switch is not None:
