@@ -15,6 +15,7 @@ def check(seeds):
     assert found is None, "seed {}: {}\nshortest failing history:\n{}".format(*found)
 
 
+@pytest.mark.timeout(300)
 def test_no_promise_is_broken_in_two_thousand_histories():
     check(range(FAST))
 
