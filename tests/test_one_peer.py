@@ -5,7 +5,7 @@ import threading
 
 import grpc
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.hub_machine import world
 from kit.wire import MemoryCore, noise
@@ -162,6 +162,7 @@ def test_peers_take_turns_however_many_calls_each_has():
     assert asyncio.run(order()) == [0, "other", 1, 2, *range(4, 20)]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=8),

@@ -83,7 +83,7 @@ class AsyncCalls:
         seen = CallContext(context, task)
         peer, refusal = seen.peer(), None
         end = partial(seen.end, _LATER, _SILENT)
-        leave = partial(self._waiting.leave, peer, seen)
+        leave: Callable[[], None] = partial(self._waiting.leave, peer, seen)
         if not reads_more:
             self._waiting.enter(peer, seen, end)
         try:
