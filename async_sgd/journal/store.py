@@ -48,14 +48,21 @@ class Store:
     def __init__(self, directory: Path, *, fsync: bool = True) -> None:
         self.directory, self._fsync = directory, fsync
 
-    def recover(self, hub: Hub) -> Journal:
+    def recover(self, hub: Hub, *, accept_loss: bool = False) -> Journal:
         """Bring a new hub to the state of the folder's last one, and return the journal to continue.
 
         An incomplete end is cut off. Raises UserError if something that was acknowledged is damaged or gone.
+
+        accept_loss: go on without segments that are missing at the end, under a new epoch.
         """
         for left in self.directory.glob("*.new"):
             left.unlink()
-        return self.open(self.read(hub, mend=True))
+        if accept_loss:
+            (self.directory / NOTE).unlink(missing_ok=True)
+        journal = self.open(self.read(hub, mend=True))
+        if accept_loss:
+            journal.rotate(new_epoch=True)
+        return journal
 
     def open(self, number: int) -> Journal:
         """Return the journal to continue in segment `number`, the newest one.
@@ -212,8 +219,8 @@ def check_noted(directory: Path) -> int:
     if not segments or segments[-1] < number:
         raise UserError(
             f"{segment_path(directory, number)} is missing: this folder had the journal {epoch} up to there."
-            " Copy the journal back, or promote the standby; to give it up and start another run, choose"
-            " another --directory"
+            " Copy the journal back, or promote the standby; `aedit hub --accept-loss` goes on without it, and"
+            " nodes must be started again"
         )
     path = segment_path(directory, number)
     try:
