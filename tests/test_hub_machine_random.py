@@ -266,7 +266,7 @@ class Machine(RuleBasedStateMachine):
         blocks = self.ledger.unused.get(node)
         if blocks:
             start, _ = blocks[which % len(blocks)]
-            self.world.do(self.world.hub.use(node, start, start + share))
+            self.world.do(self.world.hub.use(node, [(start, start + share)]))
 
     @rule(count=st.integers(1, 8), samples=st.integers(1, 20), share=st.integers(0, 20))
     def some_draw_data(self, count, samples, share):

@@ -126,7 +126,7 @@ class Life:
         if self.hub.state.members[node].live:
             self.commit(self.hub.lease(node, 32, self.now))
             for start, end in self.hub.state.pool.outstanding(node)[:1]:
-                self.commit(self.hub.use(node, start, (start + end) // 2))
+                self.commit(self.hub.use(node, [(start, (start + end) // 2)]))
 
     def speak_up(self):
         """Send due records to the parent; at random it mixes them in or they are withdrawn."""

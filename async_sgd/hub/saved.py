@@ -137,6 +137,7 @@ def _unit_out(index: int, unit: Unit) -> SavedUnit:
     numbers: dict[str, Any] = {name: getattr(unit, name) for name in _UNIT}
     numbers["history"] = _history_out(unit.history)
     numbers["version"] = unit.version
+    numbers["missed"] = [[node, count] for node, count in sorted(unit.missed.items())]
     numbers["brought"] = [[node, *astuple(one)] for node, one in sorted(unit.brought.items())]
     numbers["times"] = [[node, *astuple(one)] for node, one in sorted(unit.times.items())]
     arrays: dict[str, Vector] = {}
@@ -158,6 +159,7 @@ def _unit_in(saved: SavedUnit) -> Unit:
     unit = Unit(history=_history_in(numbers["history"]))
     for name in _UNIT:
         setattr(unit, name, numbers[name])
+    unit.missed = dict(numbers.get("missed", ()))
     unit.brought = {node: Contribution(*one) for node, *one in numbers["brought"]}
     unit.times = {node: PushTimes(*one) for node, *one in numbers.get("times", ())}
     for array in arrays.values():

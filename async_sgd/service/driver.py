@@ -60,10 +60,12 @@ class Driver:
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
         """Take a member's report and return the state of the run."""
+        messages.check_blocks(request.consumed)
+        report = messages.report_of(request)
         self._guard.check_claim(request.claim, request.who.node)
         with self._guard.deciding() as now:
             member = self._guard.speaker(request.who)
-            self._hub.heartbeat(member.node, messages.report_of(request), now)
+            self._hub.heartbeat(member.node, report, now)
             used = self._used(member, request.consumed)
             position = self._ledger.commit(used)
             told = messages.tell(self._hub, member.node, now)
@@ -74,6 +76,7 @@ class Driver:
 
     def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
         """Return blocks of sample positions: of a lease whose reply was lost, else new ones."""
+        messages.check_blocks(request.held)
         with self._guard.deciding() as now:
             member = self._guard.speaker(request.who)
             held = [(block.start, block.end) for block in request.held]
@@ -88,6 +91,7 @@ class Driver:
 
     def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
         """Take a member out that has sent its last pushes."""
+        messages.check_blocks(request.consumed)
         with self._guard.deciding():
             member = self._guard.speaker(request.who)
             decided = [*self._used(member, request.consumed), *self._hub.leave(member.node)]
@@ -111,7 +115,4 @@ class Driver:
         return self._tailing.tail(request)
 
     def _used(self, member: Member, consumed: Sequence[pb.Consumed]) -> list[Record]:
-        decided: list[Record] = []
-        for block in consumed:
-            decided += self._hub.use(member.node, block.start, block.upto)
-        return decided
+        return self._hub.use(member.node, [(block.start, block.upto) for block in consumed])

@@ -3,8 +3,6 @@
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.proto.wire import hub_pb2 as pb
 
-ACCEPT = "--accept-loss"
-"""Option of `aedit hub` with which a run goes on without what its journal has lost."""
 _MOST_SHOWN = 8
 
 
@@ -22,7 +20,7 @@ def described(ledger: Ledger, claim: pb.Claim, node: int | None) -> str:
         f"the journal {receipt.epoch} has lost what was acknowledged: a node has a receipt up to byte"
         f" {receipt.offset} of segment {receipt.segment}; here the end is byte {offset} of segment {segment},"
         f" or other records are before it. Missing: {missing}. Copy the journal back, or promote the standby;"
-        f" `aedit hub {ACCEPT}` goes on without it, and nodes must be started again"
+        " `aedit hub --accept-loss` goes on with what is left, and nodes must be started again"
     )
 
 

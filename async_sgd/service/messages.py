@@ -1,12 +1,13 @@
 """Convert between the hub's types and protocol buffers."""
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import cast
 
 import grpc
 
 from aedit.async_sgd.hub import news
-from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.hub.hub import MOST_LEASES, Hub
 from aedit.async_sgd.hub.joins import Denied, Joiner
 from aedit.async_sgd.hub.members import Member, Report
 from aedit.proto.wire import hub_pb2 as pb
@@ -53,6 +54,13 @@ def layout_of(request: pb.JoinRequest) -> Layout:
             for unit in request.layout
         )
     )
+
+
+def check_blocks(blocks: Sequence[object]) -> None:
+    """Raise Refusal if a message lists more blocks of positions than a node can have."""
+    if len(blocks) > MOST_LEASES:
+        text = f"{len(blocks)} blocks in one message: a node has at most {MOST_LEASES} leases"
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
 def report_of(request: pb.HeartbeatRequest) -> Report:

@@ -146,6 +146,8 @@ def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="index of this hub among N that split the units (default 0/1)",
     )
     hub.add_argument("--standby", action="store_true", help="follow the hub, and take over if it fails")
+    does = "go on with what is left of a journal that has lost acknowledged pushes"
+    hub.add_argument("--accept-loss", action="store_true", help=does)
     _add_trust(hub)
 
 
@@ -240,6 +242,7 @@ def _hub(options: Options) -> int:
         directory=options.directory or Path(config.dir) / config.name / "hub",
         part=(int(part), int(parts)),
         standby=options.standby,
+        accept_loss=options.accept_loss,
         keys=options.keys,
         insecure=options.insecure,
     )

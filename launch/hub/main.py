@@ -61,6 +61,8 @@ class Options(TypedDict, total=False):
     """(k, n): it owns the units i with i % n == k."""
     standby: bool
     """Follow the hub that leads, and take over when the nodes ask for it."""
+    accept_loss: bool
+    """Go on with what is left of a journal that has lost something, under a new epoch and term."""
     keys: Path | None
     """Folder of keys that `aedit keys` made for this hub."""
     insecure: bool
@@ -88,7 +90,7 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
         endpoint = _endpoint(config, directory, options)
         process = _Process(endpoint, insecure=options.get("insecure", False))
         try:
-            process.start()
+            process.start(accept_loss=options.get("accept_loss", False))
             print(process.welcome(), flush=True)
             while not stop.asked.wait(0.2) and not process.is_over:
                 pass
@@ -164,10 +166,10 @@ class _Process:
         self._policy = PolicyService(endpoint.part[1])
         self._page: Page | None = None
 
-    def start(self) -> None:
-        """Recover the state from the folder and begin to serve."""
+    def start(self, *, accept_loss: bool = False) -> None:
+        """Recover the state from the folder and begin to serve. accept_loss: see `Options`."""
         hub = self._make()
-        journal = self._store.recover(hub)
+        journal = self._store.recover(hub, accept_loss=accept_loss)
         term, newest = hub.state.term, self._newest_term()
         has_led = int(folder.read_line(self._endpoint.directory / "led") or 0) == term > 0
         if newest > term and not self._endpoint.standby:
@@ -178,7 +180,7 @@ class _Process:
         if self._endpoint.standby and not (has_led and newest <= term):
             self._follow()
         else:
-            self._lead(hub, journal, None if term else 1)
+            self._lead(hub, journal, term + 1 if accept_loss or not term else None)
         assert self._server is not None
         write_atomically(self._endpoint.directory / "address", self._server.address)
 
@@ -225,8 +227,10 @@ class _Process:
         self._reports.close()
 
     def exit_code(self) -> int:
-        """Return the exit code. Raises UserError if another hub leads."""
+        """Return the exit code. Raises UserError if another hub leads, or this one has lost something."""
         leading, standby = self._leading, self._standby
+        if leading is not None and leading.guard.lacking:
+            raise UserError(leading.guard.lacking)
         if leading is not None and leading.guard.replaced.is_set():
             raise UserError(
                 f"another hub leads this run under a newer term than this one's: start this one with"

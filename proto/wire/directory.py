@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -12,6 +11,7 @@ from google.protobuf.message import Message
 
 from aedit.proto.wire import directory_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.security import ClientKeys
 from aedit.proto.wire.service import CallHandlers, Service
@@ -47,7 +47,7 @@ class DirectoryCore(Protocol):
 
 def directory_service(core: DirectoryCore, limits: Limits) -> Service:
     """Return the service over `core`, with threads of its own."""
-    handlers, pool = CallHandlers(limits), ThreadPoolExecutor(_THREADS, "directory")
+    handlers, pool = CallHandlers(limits), FairPool(_THREADS, "directory")
     calls = {
         "Announce": handlers.named_call(pb.ServerCard, core.announce, pool),
         "Withdraw": handlers.named_call(pb.WithdrawRequest, core.withdraw, pool),
