@@ -82,6 +82,7 @@ class Journal:
         self._lock, self._sync_lock = threading.Lock(), threading.Lock()
         self._filling: set[int] = set()
         self._broken = ""
+        self._synced: Mark
         path = segment_path(directory, number)
         if path.exists():
             self.file = File(path)

@@ -214,8 +214,11 @@ def check_noted(directory: Path) -> int:
     note, segments = directory / NOTE, segment_numbers(directory, "journal")
     if not note.exists():
         return 0
-    noted = json.loads(note.read_text())
-    number, epoch = int(noted["segment"]), str(noted["epoch"])
+    try:
+        noted = json.loads(note.read_text())
+        number, epoch = int(noted["segment"]), str(noted["epoch"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{note} is damaged: restore the folder from a copy") from error
     if not segments or segments[-1] < number:
         raise UserError(
             f"{segment_path(directory, number)} is missing: this folder had the journal {epoch} up to there."

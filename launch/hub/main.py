@@ -116,6 +116,11 @@ def _endpoint(config: RunConfig, directory: Path, options: Options) -> HubEndpoi
         raise UserError(
             "--standby: hub.standby is empty; set it to HOST:PORT of the standby, so that the nodes find it"
         )
+    if standby and options.get("accept_loss"):
+        raise UserError(
+            "--accept-loss: a standby fetches its journal from the hub that leads; use one of --standby and"
+            " --accept-loss"
+        )
     address = options.get("address") or (config.hub.standby if standby else configured[k])
     return HubEndpoint(config, directory, (k, n), standby, address, options.get("keys"))
 
