@@ -23,7 +23,7 @@ from kit.hub_machine import (
 )
 
 from aedit.async_sgd.hub import upward
-from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.news import news, status
 from aedit.async_sgd.rules.config import OuterConfig, PushFilterConfig
 from aedit.async_sgd.rules.outer import make_outer

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 from kit.hub_machine import AVERAGE, LAYOUT, Int8, World, config, picture, plan, through_a_file
 
-from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.news import news, status
 from aedit.async_sgd.rules.config import LimitConfig, PushFilterConfig, StalenessConfig
 from aedit.async_sgd.rules.records import Accepted, Joined, Leased, Left, Merged, Refused, Used

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kit.hub_machine import Training, joiner, kinds, values, world
 
-from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.news import news, status, unit_news
 from aedit.async_sgd.rules.config import OuterConfig
 from aedit.async_sgd.rules.records import Leased, Left, Merged, RoundOpened

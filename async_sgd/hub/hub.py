@@ -13,8 +13,9 @@ from aedit.async_sgd.hub import admission, advance, speeds
 from aedit.async_sgd.hub.advance import AdvanceRule, Anchor, Computed, Quantiser
 from aedit.async_sgd.hub.claims import bounds
 from aedit.async_sgd.hub.clocks import Clocks
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.due import is_due
-from aedit.async_sgd.hub.joins import Denied, Joiner, joining
+from aedit.async_sgd.hub.joins import Joiner, joining
 from aedit.async_sgd.hub.members import Member, Report
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.pool import Block

@@ -1,9 +1,12 @@
 """Configuration of the outer step and of the hub. Imports no torch."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from aedit.types import ImportPath, check, check_known
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Codec = Literal["fp32", "bf16", "int8", "e3m0", "topk"]
 
@@ -244,6 +247,14 @@ class HubConfig:
     fsync: bool = True
     """An accepted push is on the disk before it is acknowledged, not only in the file system's cache."""
 
+    model_sha256: str = ""
+    """Digest of units, shapes, facts and samples that the first node must have; `aedit config model` prints
+    it. Empty: the first node to join decides what the run trains."""
+
+    anchors_sha256: tuple[str, ...] = ()
+    """Digest of the first anchor of each unit; `aedit config model` prints them. "" for a unit takes any.
+    Empty: the first node's parameters are the first anchors."""
+
     certificates: bool = False
     """Let in only nodes with a certificate of their own (mTLS), besides the token that all share."""
 
@@ -284,6 +295,9 @@ class HubConfig:
         check(
             self.snapshot_bytes >= 2**20, "hub.snapshot_bytes", "must be at least 1 MiB", self.snapshot_bytes
         )
+        for name, found in (("model_sha256", (self.model_sha256,)), ("anchors_sha256", self.anchors_sha256)):
+            for digest in filter(None, found):
+                check(bool(_SHA256.fullmatch(digest)), f"hub.{name}", "must be 64 hexadecimal digits", digest)
         check(self.policy_versions >= 1, "hub.policy_versions", "must be at least 1", self.policy_versions)
         check(self.call_timeout_s > 0, "hub.call_timeout_s", "must be above 0", self.call_timeout_s)
 

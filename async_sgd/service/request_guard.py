@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.members import Member
 from aedit.async_sgd.journal.journal import JournalBroken, NoSpace, Position
 from aedit.async_sgd.journal.ledger import Ledger

@@ -81,7 +81,7 @@ def parser() -> Parser:
 
 def _dispatch(words: list[str]) -> int:
     flags: list[str] = []
-    if words[:1] in (["run"], ["hub"], ["join"], ["serve"]) or words[:2] == ["config", "show"]:
+    if words[:1] in (["run"], ["hub"], ["join"], ["serve"]) or words[:2] in SETS_VALUES:
         from aedit.launch.config.flags import split_flags
 
         words, flags = split_flags(words)
@@ -198,6 +198,10 @@ def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
     show = _command(actions, "show", "print all values and their origin", _config_show)
     _with_flags(show)
     _add_configs(show)
+    does = "print digests that fix the model and its first anchors at a hub"
+    model = _command(actions, "model", does, _config_model)
+    _with_flags(model)
+    _add_configs(model)
     diff = _command(actions, "diff", "print the differences of two files", _config_diff)
     diff.add_argument("a", metavar="A", type=Path)
     diff.add_argument("b", metavar="B", type=Path)
@@ -338,6 +342,13 @@ def _config_show(options: Options) -> None:
     _print_columns(rows)
 
 
+def _config_model(options: Options) -> None:
+    from aedit.launch.cli.model_digests import model_digests
+    from aedit.launch.config.load import load
+
+    print(model_digests(load(options.config, options.flags, strict=True).config))
+
+
 def _config_diff(options: Options) -> None:
     from aedit.launch.config.load import load
     from aedit.launch.rundir.prepare import differences
@@ -370,6 +381,8 @@ def _completion(options: Options) -> None:
 
     print(completion(parser(), options.shell))
 
+
+SETS_VALUES = (["config", "show"], ["config", "model"])
 
 SHELLS = ("bash", "zsh", "tcsh", "fish", "powershell")
 

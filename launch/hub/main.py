@@ -30,7 +30,7 @@ from aedit.launch.hub.policy_versions import RECORD, PolicyVersions
 from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
-from aedit.launch.hub.welcome import welcome
+from aedit.launch.hub.welcome import open_to_others, welcome
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.directory import directory_service
 from aedit.proto.wire.hello import PROTOCOL
@@ -92,6 +92,8 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
         try:
             process.start(accept_loss=options.get("accept_loss", False))
             print(process.welcome(), flush=True)
+            if warning := process.warning():
+                _warn(warning)
             while not stop.asked.wait(0.2) and not process.is_over:
                 pass
             if stop.by_hand:
@@ -99,6 +101,14 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
         finally:
             process.close()
         return process.exit_code()
+
+
+def _warn(text: str) -> None:
+    # Imported here: few hubs warn, and all shall start fast.
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
 
 
 def _endpoint(config: RunConfig, directory: Path, options: Options) -> HubEndpoint:
@@ -200,6 +210,11 @@ class _Process:
         """Return the address of this hub and the commands with which nodes and readers reach it."""
         assert self._server is not None
         return welcome(self._endpoint, self._server.address)
+
+    def warning(self) -> str:
+        """Return what this hub allows to everybody on the network; "" if that is nothing."""
+        assert self._server is not None
+        return open_to_others(self._endpoint, self._server.address)
 
     def wait_for_leaving_nodes(self) -> None:
         """Serve for up to `_LEAVE_S` seconds more while there are members.

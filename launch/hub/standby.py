@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from aedit.async_sgd.hub import news
-from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.journal.frames import Damaged
 from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.service import messages

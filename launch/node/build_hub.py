@@ -72,7 +72,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
     data = load_data(config, tokenizer, options.run_dir / "data")
     model = make_model(config, tokenizer, world)
     facts = facts_of(config, model, tokenizer, data)
-    shared = make_shared(config, model, world)
+    shared = make_shared(config, model, world.device)
     plan = agent_plan(config, options.membership, model, facts, data.num_samples, shared)
     link = _link(plan, world, options.run_dir)
     try:

@@ -15,6 +15,7 @@ from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.security import ClientKeys
 from aedit.proto.wire.service import CallHandlers, Service
+from aedit.types import printable
 
 NAME = "aedit.v1.Directory"
 _THREADS = 4
@@ -149,7 +150,7 @@ def accusation(
     plain = dict(evidence)
     while len(data := json.dumps(plain, default=str).encode()) > MOST_EVIDENCE_BYTES:
         del plain[max(plain, key=lambda name: len(json.dumps(plain[name], default=str)))]
-    shown = "".join(one if one.isprintable() else "?" for one in reason)[:LONGEST_REASON]
+    shown = printable(reason, LONGEST_REASON)
     return pb.Accusation(
         node=node,
         session=session,

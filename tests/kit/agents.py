@@ -249,7 +249,7 @@ class MemoryHub:
                 data, name = b"".join(pieces), self.codec_down
             else:
                 data, name, chain = self.anchors[unit].tobytes(), "fp32", []
-            self.pulled_bytes += len(data)
+            self.pulled_bytes += len(data) - (request.offset if request.version == version else 0)
             head = pb.PullHead(version=version, codec=name, chain=chain, num_bytes=len(data))
             head.sha256 = hashlib.sha256(data).digest()
             return head, memoryview(data)
