@@ -5,7 +5,7 @@ import shutil
 
 import grpc
 import pytest
-from kit.hub_processes import Client, HubProcess, HubRefused, ending, write_run
+from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, ending, write_run
 from kit.leading_hub import leading_hub
 from test_journal import Book, config, same
 
@@ -289,6 +289,7 @@ def test_whatever_happens_to_the_files_it_is_detected_or_nothing_acknowledged_is
     assert not snapshots or snapshot_path(place, segment_numbers(place, "snapshot")[-1]).exists()
 
 
+@pytest.mark.slow
 def test_hub_processes_find_out_about_their_folder_and_end(tmp_path):
     toml, place = write_run(tmp_path), tmp_path / "run" / "hub"
     with ending():
@@ -304,7 +305,7 @@ def test_hub_processes_find_out_about_their_folder_and_end(tmp_path):
         claim = claim_of(node)
         accepted = len(node.accepted)
         segment_path(place, 1).unlink()
-        with pytest.raises(HubRefused, match="was removed"):
+        with pytest.raises((HubRefused, HubUnreachable)):
             node.push(0)
         assert len(node.accepted) == accepted
         assert first.process.wait(60) == 1
