@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import zlib
 
 import grpc
 import pytest
@@ -9,7 +10,9 @@ from kit.hub_processes import Client, HubProcess, HubRefused, HubUnreachable, en
 from kit.leading_hub import leading_hub
 from test_journal import Book, config, same
 
-from aedit.async_sgd.journal.journal import NOTE, segment_path
+from aedit.async_sgd.journal.frames import Damaged
+from aedit.async_sgd.journal.journal import NOTE, JournalBroken, segment_path
+from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.journal.receipts import Receipts, Unproven
 from aedit.async_sgd.journal.store import Store, segment_numbers, snapshot_path
 from aedit.launch.hub.replay import make_hub
@@ -325,3 +328,73 @@ def test_hub_processes_find_out_about_their_folder_and_end(tmp_path):
         again = HubProcess(toml, place, "--accept-loss")
         assert Client(again.address).join().term == 2
         assert again.stop() == 0
+
+
+def mirrored(source, place, sizes=4096):
+    """Return a mirror that has received all segments of a folder."""
+    place.mkdir()
+    mirror = Mirror(Store(place), lambda: make_hub(config(), (0, 1)))
+    for number in segment_numbers(source, "journal"):
+        data = segment_path(source, number).read_bytes()
+        for at in range(0, len(data), sizes):
+            piece = data[at : at + sizes]
+            mirror.take(pb.TailChunk(segment=number, offset=at, data=piece, crc=zlib.crc32(piece)))
+            mirror.apply()
+    return mirror
+
+
+@pytest.mark.parametrize("sizes", [50, 4096, 2**20])
+def test_a_standby_that_takes_over_has_the_epoch_and_what_its_leader_gave_receipts_for(tmp_path, sizes):
+    (tmp_path / "a").mkdir()
+    book = Book(tmp_path / "a").join("a")
+    for _ in range(3):
+        book.push(0, 0)
+        book.ledger.journal.rotate()
+        book.push(0, 1)
+    old = book.ledger.receipt
+    journal = mirrored(tmp_path / "a", tmp_path / "b", sizes).journal()
+    assert journal.epoch == old.epoch
+    assert not Receipts(journal).lacks(old)
+    book.push(0, 1)
+    assert Receipts(journal).lacks(book.ledger.receipt)
+    Store(tmp_path / "b").recover(make_hub(config(), (0, 1)))
+
+
+def test_a_mirror_refuses_a_segment_that_was_not_written_after_its_last_one(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        book = Book(tmp_path / name).join("a")
+        book.ledger.journal.rotate()
+    shutil.copy(segment_path(tmp_path / "other", 2), segment_path(tmp_path / "one", 2))
+    mirror = mirrored(tmp_path / "one", tmp_path / "mirror", 2**20)
+    with pytest.raises(Damaged, match="was not written after"):
+        list(iter(mirror.apply, False))
+
+
+def test_a_standby_confirms_nothing_once_its_folder_is_gone(tmp_path):
+    (tmp_path / "a").mkdir()
+    Book(tmp_path / "a").join("a")
+    mirror = mirrored(tmp_path / "a", tmp_path / "b")
+    mirror.sync()
+    shutil.rmtree(tmp_path / "b")
+    with pytest.raises(JournalBroken, match="while the standby was running"):
+        mirror.sync()
+
+
+@pytest.mark.parametrize("come", [1, 30])
+def test_a_standby_that_leads_drops_a_segment_whose_head_has_not_come(tmp_path, come):
+    (tmp_path / "a").mkdir()
+    book = Book(tmp_path / "a").join("a")
+    receipt = book.ledger.receipt
+    book.ledger.journal.rotate()
+    path = segment_path(tmp_path / "a", 2)
+    head = path.read_bytes()
+    path.unlink()
+    mirror = mirrored(tmp_path / "a", tmp_path / "b")
+    piece = head[:come]
+    mirror.take(pb.TailChunk(segment=2, offset=0, data=piece, crc=zlib.crc32(piece)))
+    journal = mirror.journal()
+    assert not Receipts(journal).lacks(receipt)
+    assert journal.position[0] == 1
+    journal.append(b"[]")
+    Store(tmp_path / "b").recover(make_hub(config(), (0, 1)))
