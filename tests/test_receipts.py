@@ -86,7 +86,7 @@ def test_a_hub_that_was_rolled_back_does_not_lead_and_names_what_is_missing(tmp_
             node.push(0)
         assert hub.process.is_over
         missing = r"unit0: pushes 3 to 3 of the node; unit0: versions 3 to 3; unit1: pushes 2 to 2"
-        with pytest.raises(UserError, match=f"{missing}.*Copy the journal back.*--accept-loss"):
+        with pytest.raises(UserError, match=f"{missing}.*Copy the journal back.*--force-lead"):
             hub.process.exit_code()
 
 
@@ -147,7 +147,7 @@ def test_a_node_of_another_journal_is_refused_and_the_hub_leads_on(tmp_path):
 def test_an_accepted_loss_draws_a_new_epoch_and_term(tmp_path):
     node, claim = lost(tmp_path)
     segment_path(tmp_path / "hub", 1).write_bytes(segment_path(tmp_path / "hub", 1).read_bytes())
-    with leading_hub(tmp_path, accept_loss=True) as hub:
+    with leading_hub(tmp_path, force=True) as hub:
         with pytest.raises(HubRefused, match="start the node again"):
             beat(moved(node, hub), claim)
         again = hub.node()
@@ -168,7 +168,7 @@ def test_a_missing_newest_segment_can_be_accepted(tmp_path):
     book.push(0, 0)
     segment_path(tmp_path, 2).unlink()
     hub = make_hub(config(), (0, 1))
-    with pytest.raises(UserError, match="--accept-loss"):
+    with pytest.raises(UserError, match="--force-lead"):
         Store(tmp_path).recover(hub)
     journal = Store(tmp_path).recover(hub, accept_loss=True)
     assert hub.state.units[0].version == before
@@ -325,7 +325,7 @@ def test_hub_processes_find_out_about_their_folder_and_end(tmp_path):
             beat(moved(node, back), claim)
         assert back.process.wait(60) == 2
         assert "unit0: pushes 3 to 3 of the node" in back.log.read_text()
-        again = HubProcess(toml, place, "--accept-loss")
+        again = HubProcess(toml, place, "--force-lead")
         assert Client(again.address).join().term == 2
         assert again.stop() == 0
 

@@ -222,7 +222,7 @@ def check_noted(directory: Path) -> int:
     if not segments or segments[-1] < number:
         raise UserError(
             f"{segment_path(directory, number)} is missing: this folder had the journal {epoch} up to there."
-            " Copy the journal back, or promote the standby; `aedit hub --accept-loss` goes on with what is"
+            " Copy the journal back, or promote the standby; `aedit hub --force-lead` goes on with what is"
             " left, and nodes must be started again"
         )
     path = segment_path(directory, number)

@@ -186,7 +186,8 @@ class HubConfig:
     Several, separated by commas, split the units among as many hub processes."""
 
     standby: str = ""
-    """HOST:PORT of a hub that follows the journal and takes over when the nodes ask it to."""
+    """HOST:PORT of a hub that follows the journal and can be elected when the hub fails. Several standbys are
+    separated by commas; if several hubs split the units, each of them has one, in the same order."""
 
     parent: str = ""
     """HOST:PORT of the hub of which this one is a node, for two levels (HALoS, arXiv:2506.04531)."""
@@ -305,3 +306,8 @@ class HubConfig:
     def addresses(self) -> tuple[str, ...]:
         """Return one address per hub process; hub k owns the units i with i % len(addresses) == k."""
         return tuple(filter(None, self.address.split(",")))
+
+    def standbys_of(self, part: int) -> tuple[str, ...]:
+        """Return the standbys of hub process `part`: all, or one each if several hubs split the units."""
+        given = tuple(filter(None, self.standby.split(",")))
+        return given if len(self.addresses) == 1 else given[part : part + 1]

@@ -20,7 +20,7 @@ def described(ledger: Ledger, claim: pb.Claim, node: int | None) -> str:
         f"the journal {receipt.epoch} has lost what was acknowledged: a node has a receipt up to byte"
         f" {receipt.offset} of segment {receipt.segment}; here the end is byte {offset} of segment {segment},"
         f" or other records are before it. Missing: {missing}. Copy the journal back, or promote the standby;"
-        " `aedit hub --accept-loss` goes on with what is left, and nodes must be started again"
+        " `aedit hub --force-lead` goes on with what is left, and nodes must be started again"
     )
 
 

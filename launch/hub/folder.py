@@ -99,6 +99,15 @@ def _compare(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
             )
 
 
+MIRROR = "mirror.json"
+"""File with the term of the hub whose journal is in the folder; there is none in the folder of a leader."""
+
+
+def of_standby(number: int) -> str:
+    """Return the name of the folder of standby `number`, counted from 1, in a run directory."""
+    return "standby" if number == 1 else f"standby_{number}"
+
+
 def read_line(path: Path) -> str:
     """Return the text of the file without surrounding whitespace, "" if it cannot be read."""
     with contextlib.suppress(OSError):

@@ -25,6 +25,11 @@ class LeadingHub:
     def leading(self):
         return self.process._leading
 
+    @property
+    def followers(self):
+        """Return the hubs that have confirmed a part of the journal."""
+        return self.leading.leadership._replica.followers(float("-inf"))
+
     def client(self, keys=""):
         found = client_keys(self.keys / keys) if keys else None
         return HubClient(self.address, found, call_timeout_s=5.0)
@@ -43,7 +48,7 @@ def keys_of(folder, nodes=(), **others):
 
 
 @contextmanager
-def leading_hub(folder, more="", keys=None, accept_loss=False, **settings):
+def leading_hub(folder, more="", keys=None, force=False, **settings):
     """Yield a hub that leads. more: lines of its `[hub]` table. keys: folder that `keys_of` has made."""
     folder.mkdir(parents=True, exist_ok=True)
     config = load(write_run(folder, more, **settings), []).config
@@ -52,7 +57,7 @@ def leading_hub(folder, more="", keys=None, accept_loss=False, **settings):
     (folder / "hub").mkdir(exist_ok=True)
     process = _Process(endpoint, insecure=False)
     try:
-        process.start(accept_loss=accept_loss)
+        process.start(force=force)
         yield LeadingHub(process, process._server.address, keys)
     finally:
         process.close()
