@@ -106,8 +106,9 @@ class HubExchange:
             **node: `name` of the node, kept over restarts: the same name gets the same index, data, records.
                 `keys`: folder that `aedit keys` wrote for nodes; None: a hub on this machine without TLS;
                 False: no TLS, although the hub is another machine. `num_samples` of the data set, equal on
-                all nodes: with it, `lease` gives positions. `drafter`: an `OnlineDrafter` that the nodes of
-                the run share; the hub has `drafter.kind = "layer"` then.
+                all nodes: with it, `lease` gives positions. `directory`: folder in which the node keeps the
+                secret that lets it come back at once after a crash. `drafter`: an `OnlineDrafter` that the
+                nodes of the run share; the hub has `drafter.kind = "layer"` then.
 
         Raises:
             ValueError: No hub answers within 10 seconds, it refuses this node, the keys cannot be read, or

@@ -19,6 +19,7 @@ from aedit.edit.units import SyncUnit, find_units
 from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
 from aedit.proto.agent.link import Link
 from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.agent.rejoin import rejoin_secret
 from aedit.types import UnitLayout, UserError
 
 
@@ -32,6 +33,10 @@ class NodeOptions:
     """Folder that `aedit keys` wrote; None: no TLS, on this machine only; False: no TLS anywhere."""
     num_samples: int = 0
     """Samples of the data set; 0: the hub leases no data to this node."""
+    directory: str | Path | None = None
+    """Folder of this node, kept over restarts: it holds the secret by which the hub knows that it is the same
+    node. None: unless its keys have its name, a restarted node waits until the hub has given up its
+    predecessor (`hub.expire_s`)."""
     agent: Literal["process", "thread"] = "process"
     """Place of the network traffic: a process of its own, or a thread."""
     drafter: TrainedApart | None = None
@@ -44,6 +49,7 @@ class NodeKeys(TypedDict, total=False):
     name: Required[str]
     keys: str | Path | Literal[False] | None
     num_samples: int
+    directory: str | Path | None
     drafter: TrainedApart | None
 
 
@@ -135,6 +141,7 @@ def node_plan(
         samples_per_step=1 if options.num_samples else 0,
         steps_ahead=hub.max_steps_ahead,
         lease_samples=hub.lease_samples,
+        rejoin=rejoin_secret(Path(options.directory) / "rejoin" if options.directory else None),
         codec=hub.codec,
         codec_down=hub.codec_down,
         keys=str(options.keys or ""),

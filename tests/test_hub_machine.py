@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kit.hub_machine import FACTS, LAYOUT, World, joiner, kinds, plan, poison, values, world
+from kit.hub_machine import FACTS, LAYOUT, World, joiner, kinds, picture, plan, poison, values, world
 
 from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.news import news, status, unit_news
@@ -137,7 +137,6 @@ def test_the_same_push_again_changes_nothing_and_its_answer_can_be_had_again():
         ({"steps": 4097}, "4097 in one push", True, True),
         ({"norms": (1.0, math.nan)}, "not finite", True, True),
         ({"norms": (math.inf, 1.0)}, "not finite", True, True),
-        ({"seq": 9}, "push 9 where 1 was due", False, False),
         ({"base": 5}, "version 5, and 1 is the newest", False, False),
         ({"base": 0}, "has an anchor", True, False),
     ],
@@ -151,11 +150,15 @@ def test_what_cannot_be_is_refused_with_the_reason(changes, words, distrusted, v
     assert (values(made) == 0.0).all()
 
 
-def test_after_a_gap_a_node_goes_on_from_its_own_count():
+@pytest.mark.parametrize("seq", [2, 9, 2**64 - 1])
+def test_a_push_that_skips_a_number_changes_nothing_and_its_node_joins_again(seq):
     made = world(2)
-    made.push(1, 1.0, seq=9)
-    assert unit_news(made.hub, 1, 0).verdict == Verdict.REFUSED
-    assert kinds(made.push(1, 1.0, seq=10)) == [Accepted]
+    before = picture(made.hub)
+    with pytest.raises(Denied, match=f"push {seq} where 1 was due") as denied:
+        made.push(1, 1.0, seq=seq)
+    assert denied.value.kind == "unknown"
+    assert picture(made.hub) == before
+    assert kinds(made.push(1, 1.0, seq=1)) == [Accepted]
 
 
 def test_what_is_too_old_is_refused_and_its_node_keeps_its_progress():
@@ -238,8 +241,8 @@ def test_bytes_that_come_garbled_are_offences_and_the_push_may_still_come_whole(
 
 def test_a_push_from_far_ahead_does_not_make_the_next_lies_free():
     made = world(2, push_filter=PushFilterConfig(violations=3))
-    (ahead,) = made.push(1, math.nan, seq=2**62)
-    assert not ahead.violation
+    with pytest.raises(Denied):
+        made.push(1, math.nan, seq=2**62)
     assert [kinds(poison(made, 1, 1)) for _ in range(3)] == [[Refused], [Refused], [Refused, Left]]
 
 

@@ -215,6 +215,10 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(Denied, match="no unit"):
                 self.offer(wild)
             return
+        if wild.seq > fair.seq:
+            with pytest.raises(Denied, match="join again"):
+                self.offer(wild)
+            return
         if ahead == 0 and math.isfinite(bad):
             self.past[node, unit] = wild  # it may be fair by chance
         decided = self.offer(wild)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from kit.hub_machine import joiner, kinds, values, world
+from kit.hub_machine import Training, joiner, kinds, values, world
 
 from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.news import news, status, unit_news
@@ -161,10 +161,10 @@ def test_an_outer_step_that_overflows_leaves_the_anchor_as_it_is():
 
 
 def test_each_node_does_the_steps_it_can_while_the_fastest_does_all():
-    made = world(4, more={"every": 128})
+    made = world(4, more={"every": 128}, expire_s=1e9)
+    training = Training(made, (0.58, 0.75, 1.51, 3.33), 100)
     assert news(made.hub, 0, made.now).pace_steps == 128
-    for node, speed in enumerate((1 / 0.58, 1 / 0.75, 1 / 1.51, 1 / 3.33)):
-        made.heartbeat(node, steps_per_s=speed)
+    training.run(999.0)
     assert [made.hub.pace_steps(node) for node in range(4)] == [128, 98, 49, 22]
     made.do(made.hub.leave(0))
     assert [made.hub.pace_steps(node) for node in range(1, 4)] == [128, 63, 28]
@@ -173,10 +173,11 @@ def test_each_node_does_the_steps_it_can_while_the_fastest_does_all():
 
 
 def test_a_node_that_claims_any_speed_cannot_stop_the_others():
-    made = world(3, more={"every": 128})
-    for node, speed in enumerate((1.0, 1.0, 1e30)):
-        made.heartbeat(node, steps_per_s=speed)
-    assert [made.hub.pace_steps(node) for node in range(3)] == [2, 2, 128]
+    made = world(3, more={"every": 128}, expire_s=1e9)
+    training = Training(made, (1.0,) * 3, 128)
+    made.heartbeat(2, steps_per_s=1e30)
+    assert [made.hub.pace_steps(node) for node in range(3)] == [128, 128, 128]  # nobody has pushed yet
+    training.run(400.0)
     for bad in (math.nan, math.inf, -1.0):
         made.heartbeat(2, steps_per_s=bad)
         assert [made.hub.pace_steps(node) for node in range(3)] == [128, 128, 128]

@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from aedit.launch.cli import keys as making
-from aedit.launch.cli.keys import make_keys, servers_of
+from aedit.launch.cli.keys import Others, hosted_of, make_keys
 from aedit.proto.wire.security import ServerKeys, check_exposure, client_keys, is_loopback, server_keys
 from aedit.types import UserError
 
@@ -126,7 +126,7 @@ def tls_of(folder, node=None):
 
 
 def token_of(folder):
-    return (folder / "token").read_text().strip()
+    return (folder / "alpha" / "token").read_text().strip()
 
 
 # -- over the wire
@@ -263,7 +263,12 @@ def test_a_nodes_certificate_that_has_expired_is_refused(folder, tmp_path):
 
 
 def test_a_rollout_server_is_believed_at_its_own_hosts_and_called_by_its_name(tmp_path):
-    make_keys(tmp_path, ["hub.example"], ["alpha"], servers={"spare": ["127.0.0.1"], "far": ["10.1.2.3"]})
+    make_keys(
+        tmp_path,
+        ["hub.example"],
+        ["alpha"],
+        others=Others(servers={"spare": ["127.0.0.1"], "far": ["10.1.2.3"]}),
+    )
     with served(server_keys(tmp_path / "spare", require_client_certificates=True)) as (server, port):
         for caller in ("alpha", "far", "hub"):
             with channel(client_keys(tmp_path / caller).credentials, port) as made:
@@ -312,7 +317,7 @@ def expired(folder, target, kind):
         builder.sign(signer, hashes.SHA256()).public_bytes(making.Encoding.PEM)
     )
     for name in ("ca.crt", "token"):
-        (target / name).write_bytes(read(folder / name))
+        (target / name).write_bytes(read(folder / "alpha" / name))
     return target
 
 
@@ -331,7 +336,7 @@ def test_a_missing_file_is_named(tmp_path, name):
     make_keys(tmp_path, ["127.0.0.1"])
     (tmp_path / "hub" / name).unlink()
     with pytest.raises(UserError, match=name):
-        server_keys(tmp_path / "hub", require_client_certificates=True)
+        read_as(name)(tmp_path / "hub")
 
 
 @pytest.mark.parametrize(("name", "content"), [("token", b"short\n"), ("server.crt", b"nonsense")])
@@ -339,7 +344,12 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
     make_keys(tmp_path, ["127.0.0.1"])
     (tmp_path / "hub" / name).write_bytes(content)
     with pytest.raises(UserError, match=name):
-        server_keys(tmp_path / "hub")
+        read_as(name)(tmp_path / "hub")
+
+
+def read_as(name):
+    """Return what reads a file of this name: a hub shows no token, it checks those of others."""
+    return client_keys if name == "token" else server_keys
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "127.8.9.1:70", "[::1]:70", "localhost:70"])
@@ -366,7 +376,7 @@ def test_other_addresses_want_keys_or_the_word_insecure(address, folder):
 def test_only_their_owner_can_read_the_files(folder):
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {str(path.relative_to(folder)) for path in files} == {
-        *("ca.key", "ca.crt", "token"),
+        *("ca.key", "ca.crt"),
         *("hub/ca.crt", "hub/token", "hub/server.key", "hub/server.crt", "hub/node.key", "hub/node.crt"),
         *("alpha/ca.crt", "alpha/token", "alpha/node.key", "alpha/node.crt"),
     }
@@ -435,19 +445,22 @@ def test_it_says_what_to_copy_where_and_until_when_it_is_valid(tmp_path):
 
 
 def test_servers_are_named_with_their_hosts(tmp_path):
-    assert servers_of(["a=10.0.0.5,gpu.example", "b=::1"]) == {"a": ["10.0.0.5", "gpu.example"], "b": ["::1"]}
-    said = make_keys(tmp_path, ["10.1.2.3"], servers={"spare": ["10.0.0.5"]})
+    assert hosted_of("server", ["a=10.0.0.5,gpu.example", "b=::1"]) == {
+        "a": ["10.0.0.5", "gpu.example"],
+        "b": ["::1"],
+    }
+    said = make_keys(tmp_path, ["10.1.2.3"], others=Others(servers={"spare": ["10.0.0.5"]}))
     assert f"Copy {tmp_path / 'spare'} to server spare" in said
     assert f"Copy {tmp_path / 'nodes'} to every node" in said  # those that train still need keys
     for wrong in ("a", "a=", "=b"):
         with pytest.raises(UserError, match="is not NAME=HOST"):
-            servers_of([wrong])
+            hosted_of("server", [wrong])
     with pytest.raises(UserError, match="--server spare: 'a:70'"):
-        make_keys(tmp_path, ["10.1.2.3"], servers={"spare": ["a:70"]})
+        make_keys(tmp_path, ["10.1.2.3"], others=Others(servers={"spare": ["a:70"]}))
     with pytest.raises(UserError, match="--server: 'hub'"):
-        make_keys(tmp_path, ["10.1.2.3"], servers={"hub": ["10.0.0.5"]})
+        make_keys(tmp_path, ["10.1.2.3"], others=Others(servers={"hub": ["10.0.0.5"]}))
     with pytest.raises(UserError, match=r"not for 10\.0\.0\.6: remove"):
-        make_keys(tmp_path, ["10.1.2.3"], servers={"spare": ["10.0.0.6"]})
+        make_keys(tmp_path, ["10.1.2.3"], others=Others(servers={"spare": ["10.0.0.6"]}))
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "hub", "nodes", "token", "ca.key", "", "-x", "a b"])

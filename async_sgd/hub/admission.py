@@ -2,7 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
 
+import numpy as np
+
+from aedit.async_sgd.hub.claims import MOST_TOKENS, Bounds
+from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.members import NORM, Member
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.state import HubState, Unit
@@ -10,23 +16,33 @@ from aedit.async_sgd.rules import push_filter, staleness
 from aedit.async_sgd.rules.config import HubConfig, PushFilterConfig
 from aedit.async_sgd.rules.records import Accepted, Left, Part, Push, Record, Refused
 from aedit.async_sgd.rules.unit_rules import UnitRule
-from aedit.async_sgd.rules.weights import merge_weights
-
-_MOST_TOKENS = 2**40
-"""In one push. Sums of more would leave the 64 bits in which everybody is told of them, and stop the run."""
+from aedit.async_sgd.rules.weights import MOST, limited, merge_weights, push_norm
 
 
-def judged(state: HubState, push: Push, config: HubConfig, most_steps: float) -> list[Record]:
+def is_next(member: Member, unit: int, seq: int) -> bool:
+    """Return whether this is the number of the member's next push of the unit; False if it has been decided.
+
+    Raises Denied if it skips one: nothing of it is written down, as there is no end of such numbers, and its
+    node is told the right one when it joins again.
+    """
+    last = member.received.get(unit, 0)
+    if seq > last + 1:
+        raise Denied("unknown", f"gap: push {seq} where {last + 1} was due; join again")
+    return seq == last + 1
+
+
+def judged(state: HubState, push: Push, config: HubConfig, bounds: Bounds) -> list[Record]:
     """Return Accepted, or Refused (with Left after too many violations); nothing for a push judged before.
 
-    most_steps: more than an honest push can hold; a larger claim would use up the run's budget.
+    An accepted push has the steps and tokens that it counts as. Raises Denied for a push that skips a number:
+    its node joins again, and is told the right one.
     """
     member = state.members[push.node]
-    if push.seq <= member.received.get(push.unit, 0):
+    if not is_next(member, push.unit, push.seq):
         return []
-    refused = _refused(state, member, push, config, most_steps)
+    refused = _refused(state, member, push, config, bounds)
     if refused is None:
-        return [Accepted(push)]
+        return [Accepted(_as_counted(push, bounds))]
     return (
         [refused, *exclusion(member, refused.reason, config.push_filter)] if refused.violation else [refused]
     )
@@ -40,25 +56,28 @@ def exclusion(member: Member, reason: str, config: PushFilterConfig) -> list[Rec
     return [Left(member.node, text, excluded=True)]
 
 
+def _as_counted(push: Push, bounds: Bounds) -> Push:
+    if (push.steps, push.tokens) == (bounds.steps, bounds.tokens):
+        return push
+    return replace(push, steps=bounds.steps, tokens=bounds.tokens)
+
+
 def _refused(
-    state: HubState, member: Member, push: Push, config: HubConfig, most_steps: float
+    state: HubState, member: Member, push: Push, config: HubConfig, bounds: Bounds
 ) -> Refused | None:
     """Return Refused for the first rule that the push breaks, or None."""
     assert state.layout is not None
     unit = state.units[push.unit]
     tensors = state.layout.units[push.unit].tensors
-    expected = member.received.get(push.unit, 0) + 1
-    if push.seq != expected:
-        # Not a violation, as violations are told apart by this number: one from far ahead would be the last.
-        return _stale(push, f"gap: push {push.seq} where {expected} was due")
     if len(push.norms) != len(tensors):
         return _violation(member, push, f"layout: {len(push.norms)} norms for {len(tensors)} parameters")
     if not all(math.isfinite(norm) for norm in push.norms):
         return _violation(member, push, "not finite: a parameter has a NaN or an infinity")
-    if push.steps > most_steps:
-        return _violation(member, push, f"steps: {push.steps} in one push, and {most_steps:g} are possible")
-    if push.tokens > _MOST_TOKENS:
-        return _violation(member, push, f"tokens: {push.tokens} in one push, and {_MOST_TOKENS} are possible")
+    if push.steps > bounds.most_steps:
+        text = f"steps: {push.steps} in one push, and {bounds.most_steps:g} are possible"
+        return _violation(member, push, text)
+    if push.tokens > MOST_TOKENS:
+        return _violation(member, push, f"tokens: {push.tokens} in one push, and {MOST_TOKENS} are possible")
     if any(node == push.node for node, _ in unit.pending):
         return _stale(push, "early: this node's last push of the unit is not merged yet")
     if push.base == 0:
@@ -67,7 +86,10 @@ def _refused(
         return _stale(push, f"future: version {push.base}, and {unit.version} is the newest")
     if staleness.factor(config.staleness, unit.version - push.base) == 0.0:
         return _stale(push, f"stale: measured {unit.version - push.base} versions ago")
-    doubt = None if unit.apart else push_filter.judge_push(push, unit.history, config.push_filter)
+    if bounds.early:
+        return _stale(push, bounds.early)
+    counted = _as_counted(push, bounds)
+    doubt = None if unit.apart else push_filter.judge_push(counted, unit.history, config.push_filter)
     return _violation(member, push, f"{NORM}: {doubt}") if doubt else None
 
 
@@ -104,10 +126,22 @@ def own_parts(pushes: Sequence[Push], unit: Unit, rule: UnitRule) -> tuple[Part,
     )
 
 
+def _of_usual_steps(push: Push, unit: Unit) -> Push:
+    """Return the push with at most `MOST` times the steps of the other nodes' last ones.
+
+    Its length is judged by them: even the push of a long silence moves the anchor no farther than that.
+    """
+    others = [one.steps for node, one in unit.brought.items() if node != push.node and one.steps]
+    if len(others) < 2:
+        return push
+    return replace(push, steps=min(push.steps, int(MOST * median(others))))
+
+
 def parts(pushes: Sequence[Push], unit: Unit, plan: HubPlan) -> tuple[Part, ...]:
     """Return how much each push counts in the merge; 0 if it is far longer than the others.
 
-    Staleness and excess length scale the push itself, so that they have an effect in a merge of one, too.
+    Staleness and excess length scale the push itself, so that they have an effect in a merge of one, too. No
+    push makes up more than `weights.MOST_SHARE` of the way that three or more move the anchor.
     """
     config, penalty = plan.hub, plan.penalty
     crude = push_filter.outliers(pushes, config.push_filter)
@@ -118,10 +152,19 @@ def parts(pushes: Sequence[Push], unit: Unit, plan: HubPlan) -> tuple[Part, ...]
     last = config.staleness.cutoff - 1  # what was accepted counts, if others were merged before it meanwhile
     scales = [
         staleness.factor(config.staleness, min(s, last))
-        * push_filter.shortening(push, unit.history, config.push_filter)
+        * push_filter.shortening(_of_usual_steps(push, unit), unit.history, config.push_filter)
         for push, s in zip(pushes, late, strict=True)
     ]
+    if config.push_filter.clip is not None:
+        scales = _limited_scales(pushes, shares, scales)
     return tuple(
         Part(push.node, push.seq, weight, scale, s)
         for push, weight, scale, s in zip(pushes, shares, scales, late, strict=True)
     )
+
+
+def _limited_scales(pushes: Sequence[Push], shares: Sequence[float], scales: Sequence[float]) -> list[float]:
+    """Return the scales, that of the push that moves the anchor most lowered to `MOST_SHARE` of the way."""
+    way_N = np.array([w * s * push_norm(push) for w, s, push in zip(shares, scales, pushes, strict=True)])
+    kept_N = np.where(way_N > 0, limited(way_N) / np.where(way_N > 0, way_N, 1.0), 1.0)
+    return [scale * float(kept) for scale, kept in zip(scales, kept_N, strict=True)]

@@ -8,7 +8,11 @@ class Clocks:
 
     def __init__(self) -> None:
         self.offset_s: float | None = None
+        self.began_s = -1.0
+        """Age of the run at which this hub process began; below 0 if it began with the run."""
         self.seen: dict[int, float] = {}
         self.came_s: dict[tuple[int, int, int], float] = {}
         """By unit, node and sequence number."""
+        self.pushed_s: dict[tuple[int, int], float] = {}
+        """By unit and node, the age of the run at the last accepted push; the journal has it to a second."""
         self.reports: dict[int, Report] = {}

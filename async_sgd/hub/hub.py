@@ -6,17 +6,17 @@ records are applied before the next one is asked for, but `compute`, the heavy p
 meanwhile. Times are those of any monotonic clock, in seconds.
 """
 
-import math
 from dataclasses import replace
 
-from aedit.async_sgd.hub import admission, advance
+from aedit.async_sgd.hub import admission, advance, speeds
 from aedit.async_sgd.hub.advance import AdvanceRule, Anchor, Computed, Quantiser
+from aedit.async_sgd.hub.claims import bounds
 from aedit.async_sgd.hub.clocks import Clocks
 from aedit.async_sgd.hub.due import is_due
 from aedit.async_sgd.hub.joins import Denied, Joiner, joining
-from aedit.async_sgd.hub.members import Member, Report, dylu
+from aedit.async_sgd.hub.members import Member, Report
 from aedit.async_sgd.hub.plan import HubPlan
-from aedit.async_sgd.hub.round_share import round_share
+from aedit.async_sgd.hub.round_share import Moment, round_share
 from aedit.async_sgd.hub.saved import Saved, load_state, save_state
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules.outer import make_outer
@@ -41,17 +41,11 @@ from aedit.async_sgd.rules.records import (
 _TICK_S = 1.0
 """How often the age of the run is written down."""
 
-_LONGEST = 4
-"""Times hub.max_steps_ahead or the local phase: more steps than a push can hold."""
-
 _MOST_BLOCKS = 64
 """In one lease, however small the pieces are that have come back."""
 
 _MOST_LEASES = 1024
 """Unused leases of one node; who has more must train first."""
-
-_MOST_STEPS_PER_S = 1e9
-"""What a node can say of its speed: more would leave the range of numbers when it is multiplied."""
 
 
 class Hub:
@@ -103,7 +97,8 @@ class Hub:
         if push.unit not in self.state.units:  # not journaled: there is no end of such numbers
             raise Denied("different", f"this hub has no unit {push.unit}")
         self.clocks.seen[push.node] = now
-        decided = admission.judged(self.state, push, self.config, self._most_steps)
+        limits = bounds(self.state, push, self.plan, self.clocks, self.elapsed_s(now))
+        decided = admission.judged(self.state, push, self.config, limits)
         if any(isinstance(record, Accepted) for record in decided):
             self.clocks.came_s.setdefault((push.unit, push.node, push.seq), now)
         return decided
@@ -193,7 +188,7 @@ class Hub:
         if computed is None:
             computed = self.compute(record)
         self.state.apply(record, computed)
-        self._forget(record)
+        self._keep_up(record)
 
     def saved(self) -> Saved:
         """Return everything that is journaled, for a snapshot. Copies no array; arrays never change."""
@@ -223,18 +218,11 @@ class Hub:
 
     def pace_steps(self, node: int) -> int:
         """Return the steps that this node should do before its next push; 0 with pace "seconds"."""
-        if self.plan.pace == "seconds":
-            return 0
-        if self.plan.pace == "steps":
-            return int(self.plan.every)
-        return dylu(int(self.plan.every), self._speed(node), self._speeds())
+        return speeds.pace_steps(self.state, self.clocks.reports, self.plan, {node: None})[node]
 
     def paces(self) -> dict[int, int]:
         """Return `pace_steps` of every live member, by node."""
-        if self.plan.pace != "dylu":
-            return {node: self.pace_steps(node) for node in self.state.live}
-        speeds, every = self._speeds(), int(self.plan.every)
-        return {node: dylu(every, self._speed(node), speeds) for node in self.state.live}
+        return speeds.pace_steps(self.state, self.clocks.reports, self.plan)
 
     def anchor(self, index: int) -> tuple[int, Vector]:
         """Return (version, values) of the newest version as nodes hold it.
@@ -271,14 +259,8 @@ class Hub:
         """Start the clock at the first call: the run is as old as its journal says."""
         if self.clocks.offset_s is None:
             self.clocks.offset_s = self.state.elapsed_s - now
+            self.clocks.began_s = -1.0 if self.state.layout is None else self.state.elapsed_s
         return self.clocks.offset_s
-
-    @property
-    def _most_steps(self) -> float:
-        """Return more steps than an outage and refused pushes can bring together."""
-        if self.plan.pace == "seconds":
-            return math.inf
-        return _LONGEST * max(self.config.max_steps_ahead, self.plan.every)
 
     def _name(self, index: int) -> str:
         assert self.state.layout is not None
@@ -286,14 +268,6 @@ class Hub:
 
     def _advance_rule(self, index: int) -> AdvanceRule:
         return self.rules.get(self._name(index), self.rule)
-
-    def _speed(self, node: int) -> float:
-        report = self.clocks.reports.get(node)
-        speed = report.steps_per_s if report else 0.0
-        return min(speed, _MOST_STEPS_PER_S) if math.isfinite(speed) and speed > 0 else 0.0
-
-    def _speeds(self) -> dict[int, float]:
-        return {node: speed for node in self.state.live if (speed := self._speed(node))}
 
     def _must_be_live(self, node: int) -> Member:
         member = self.state.members[node]
@@ -360,7 +334,7 @@ class Hub:
         parts = admission.own_parts(pushes, unit, own) if own else admission.parts(pushes, unit, self.plan)
         live = self.state.live
         expected = {n for n in live if self._is_awaited(n) and not live[n].is_distrusted(index)}
-        share = round_share(unit, pushes, live.keys(), expected, self.plan, own)
+        share = round_share(unit, pushes, Moment(elapsed_s, len(live)), expected, self.plan, own)
         return Merged(index, unit.version + 1, parts, elapsed_s, share)
 
     def _compute_merge(self, record: Merged) -> Computed:
@@ -388,12 +362,18 @@ class Hub:
         known = unit.up if unit.sent is None else unit.sent
         return replace(computed, up=advance.mixture(known, record.values, record.mix))
 
-    def _forget(self, record: Record) -> None:
-        """Drop volatile state that the record has made obsolete."""
+    def _keep_up(self, record: Record) -> None:
+        """Bring volatile state up to date with the record."""
         match record:
+            case Accepted(push):
+                came_s = self.clocks.came_s.get((push.unit, push.node, push.seq))
+                if came_s is not None:
+                    self.clocks.pushed_s[push.unit, push.node] = self.elapsed_s(came_s)
             case Left(node):
                 self.clocks.seen.pop(node, None)
                 self.clocks.reports.pop(node, None)
+                for unit in self.state.units:
+                    self.clocks.pushed_s.pop((unit, node), None)
             case Merged(unit, _, parts):
                 for part in parts:
                     self.clocks.came_s.pop((unit, part.node, part.seq), None)

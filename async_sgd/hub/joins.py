@@ -5,12 +5,14 @@ from typing import Literal
 
 from aedit.async_sgd.hub.members import Member
 from aedit.async_sgd.hub.pool import Block
-from aedit.async_sgd.hub.state import COUNT_BITS, HubState
+from aedit.async_sgd.hub.state import HubState
 from aedit.async_sgd.rules.config import HubConfig
 from aedit.async_sgd.rules.records import Founded, Joined, Leased, Left, Record
 from aedit.types import Layout
 
 LONGEST_NAME = 128
+CERTIFIED = "certified"
+"""Proof of a node whose name is that of its certificate or token."""
 
 
 class Denied(Exception):
@@ -43,14 +45,21 @@ class Joiner:
     donor: str = ""
     """HOST:PORT where it gives anchors to others."""
     session: int = 0
-    """Of this very process, if it was a member before; else 0."""
+    """Fingerprint of the session of this very process, if it was a member before; else 0."""
     process: int = 0
-    """Drawn by the node's process at its start: who joins again because a reply was lost is the same. 0: not
-    told."""
+    """Fingerprint of a number drawn by the node's process at its start: who joins again because a reply was
+    lost is the same. 0: not told."""
     prefers: int | None = None
     """The index it would like to have, if it is new and nobody has that."""
-    secret: int = 0
-    """Random bits for its new session, drawn by the hub: who has not been told cannot speak for the node."""
+    new_session: int = 0
+    """Fingerprint of its new session, which the hub has drawn. 0: the number of joins of the run."""
+    proof: str = ""
+    """Shows that it is the same node as one that has joined before: `CERTIFIED`, or the fingerprint of a
+    secret that it keeps over restarts. Empty: it shows nothing."""
+    origin: str = ""
+    """Certificate, token or host from which it comes: one origin can take only so many names."""
+    most_names: int = 0
+    """Names that its origin may have taken, members or not, its own included; 0: any number."""
 
 
 def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float) -> list[Record]:
@@ -73,19 +82,70 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
     if len(state.live.keys() - {node}) >= config.limits.nodes:
         raise Denied("full", f"this hub takes {config.limits.nodes} nodes (hub.limits.nodes)")
     same = member is not None and _is_same(member, joiner)
+    if member is None:
+        _check_origin(state, joiner)
+    else:
+        _check_proof(member, joiner, same, config)
     if member and member.live and not same:
         decided.append(Left(node, "another process of this node has joined"))
-    session = state.sessions + 1 + (joiner.secret << COUNT_BITS)
-    decided.append(Joined(joiner.name, node, session, joiner.donor, elapsed_s, joiner.process))
+    decided.append(_joined(state, joiner, node, elapsed_s))
     if member and not member.live and same:
         decided += [Leased(node, start, end) for start, end in _still_free(state, node)]
     return decided
 
 
+def _joined(state: HubState, joiner: Joiner, node: int, elapsed_s: float) -> Joined:
+    return Joined(
+        joiner.name,
+        node,
+        joiner.new_session or state.sessions + 1,
+        joiner.donor,
+        elapsed_s,
+        joiner.process,
+        joiner.proof,
+        joiner.origin,
+    )
+
+
+def _check_proof(member: Member, joiner: Joiner, same: bool, config: HubConfig) -> None:
+    """Raise Denied unless the joiner may take the name of a node that has joined before."""
+    if same or (joiner.proof and joiner.proof == member.proof) or joiner.proof == CERTIFIED:
+        return
+    if member.proof == CERTIFIED:
+        raise Denied("foreign", f"{joiner.name} has keys of its own: join with these, or under another name")
+    if member.live:
+        raise Denied(
+            "taken",
+            f"a node {joiner.name} is in the run, and nothing shows that this is the same one: start it from"
+            f" its own run directory, choose another name (--as), or wait until {config.expire_s:g} s after"
+            " the other process has ended",
+        )
+
+
+def _check_origin(state: HubState, joiner: Joiner) -> None:
+    """Raise Denied if whoever brings this new name was excluded under another one, or has enough names."""
+    known = [member for member in state.members if member.name and member.origin == joiner.origin]
+    if not joiner.origin:
+        return
+    for member in known:
+        if member.excluded:
+            raise Denied(
+                "excluded",
+                f"{member.name} of {joiner.origin} was excluded, and no new name is taken from there:"
+                f" {member.gone}",
+            )
+    if joiner.most_names and len(known) >= joiner.most_names:
+        raise Denied(
+            "full",
+            f"{joiner.origin} has taken {len(known)} names in this run (hub.limits.names): give each node"
+            " keys of its own, or come back under one of these names",
+        )
+
+
 def _is_same(member: Member, joiner: Joiner) -> bool:
     """Return whether it is the process that was a member before."""
     told = joiner.process != 0 and member.process == joiner.process
-    return told or member.session == joiner.session
+    return told or (joiner.session != 0 and member.session == joiner.session)
 
 
 def _new_index(state: HubState, prefers: int | None, config: HubConfig) -> int:

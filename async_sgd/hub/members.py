@@ -57,7 +57,9 @@ class Member:
     node: int
     session: int = 0
     process: int = 0
-    """As which it last joined."""
+    """As which it last joined: fingerprints, as the journal is read by others."""
+    proof: str = ""
+    origin: str = ""
     donor: str = ""
     live: bool = False
     excluded: bool = False
@@ -66,6 +68,8 @@ class Member:
     steps: int = 0
     """Inner steps in accepted pushes, summed over units."""
     tokens: int = 0
+    leased: int = 0
+    """Samples that it was given and has not returned."""
     accepted: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     """Refused pushes by kind of reason."""
@@ -82,7 +86,7 @@ class Member:
     def join(self, record: Joined) -> None:
         """Take the record of a join: new session, process and donor address."""
         self.session, self.donor, self.live, self.gone = record.session, record.donor, True, ""
-        self.process = record.process
+        self.process, self.proof, self.origin = record.process, record.proof, record.origin
 
     def accept(self, push: Push, *, counts: bool = True) -> None:
         """Count an accepted push. Every 16 accepted pushes forgive one violation.

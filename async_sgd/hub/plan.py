@@ -24,5 +24,9 @@ class HubPlan:
     """The budget in time, if that is used up sooner."""
     part: tuple[int, int] = (0, 1)
     """(k, n): this hub owns the units i with i % n == k."""
+    step_tokens: int = 0
+    """Tokens that an inner step of a node counts for, as the hub's own configuration has it; 0: not known."""
+    leases: bool = False
+    """Whether every inner step takes at least one leased sample, so that leases bound the steps of a node."""
     rules: UnitRules = field(default_factory=dict)
     """Units that are trained apart from the model, by name: the drafter that a run shares."""

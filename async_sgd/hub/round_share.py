@@ -1,6 +1,7 @@
 """The share of a round that the pushes of a merge make up, from the state of the hub."""
 
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.state import Unit
@@ -9,24 +10,39 @@ from aedit.async_sgd.rules.shares import counted, shares
 from aedit.async_sgd.rules.unit_rules import UnitRule
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When a merge is decided."""
+
+    at_s: float
+    """Age of the run."""
+    nodes: int
+    """Members."""
+
+
 def round_share(
-    unit: Unit, pushes: Sequence[Push], live: Set[int], awaited: Set[int], plan: HubPlan, own: UnitRule | None
+    unit: Unit,
+    pushes: Sequence[Push],
+    moment: Moment,
+    awaited: Set[int],
+    plan: HubPlan,
+    own: UnitRule | None,
 ) -> float | None:
     """Return the share of a round, in [0, 1], that `pushes` make up; None if they are a whole round.
 
     Args:
         unit: The unit, before the merge.
         pushes: What is merged.
-        live: The members.
-        awaited: Those of them that may push.
+        moment: When it is merged.
+        awaited: Members that may push.
         plan: The plan of the run.
         own: Rule of the unit, if it is trained apart from the model.
     """
     if plan.hub.quorum == "all" and own is None:
         return None
     version = unit.version + 1
-    brought = unit.brought_with(pushes, version, len(live))
-    there = counted(brought, awaited | {push.node for push in pushes}, version)
+    brought = unit.brought_with(pushes, version, moment.at_s, moment.nodes)
+    there = counted(brought, awaited | {push.node for push in pushes}, version, moment.at_s)
     every = None if own or plan.pace == "seconds" else plan.every
     rule = own.weights if own else plan.hub.weights
     found = shares(there, version, rule, plan.penalty, every)

@@ -11,6 +11,7 @@ from aedit.async_sgd.hub.pool import Pool
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules.outer import OuterState
 from aedit.async_sgd.rules.push_filter import SizeHistory
+from aedit.async_sgd.rules.push_times import PushTimes
 from aedit.async_sgd.rules.records import Banned, Push, Vector
 from aedit.async_sgd.rules.shares import Contribution
 from aedit.types import Layout, TensorLayout, UnitLayout, Verdict
@@ -111,7 +112,7 @@ def _member_out(member: Member) -> dict[str, Any]:
 
 
 def _member_in(numbers: dict[str, Any]) -> Member:
-    member = Member(**{name: numbers[name] for name in _MEMBER})
+    member = Member(**{name: numbers[name] for name in _MEMBER if name in numbers})
     member.refused = dict(numbers["refused"])
     member.received = dict(numbers["received"])
     member.told = {
@@ -137,6 +138,7 @@ def _unit_out(index: int, unit: Unit) -> SavedUnit:
     numbers["history"] = _history_out(unit.history)
     numbers["version"] = unit.version
     numbers["brought"] = [[node, *astuple(one)] for node, one in sorted(unit.brought.items())]
+    numbers["times"] = [[node, *astuple(one)] for node, one in sorted(unit.times.items())]
     arrays: dict[str, Vector] = {}
     if unit.anchor:
         numbers["count"] = unit.anchor.outer.count
@@ -157,6 +159,7 @@ def _unit_in(saved: SavedUnit) -> Unit:
     for name in _UNIT:
         setattr(unit, name, numbers[name])
     unit.brought = {node: Contribution(*one) for node, *one in numbers["brought"]}
+    unit.times = {node: PushTimes(*one) for node, *one in numbers.get("times", ())}
     for array in arrays.values():
         array.flags.writeable = False
     if numbers["version"]:

@@ -12,13 +12,10 @@ from aedit.async_sgd.hub.members import NORM, Member, Told, kind
 from aedit.async_sgd.hub.pool import Block, Pool
 from aedit.async_sgd.rules import records
 from aedit.async_sgd.rules.push_filter import SizeHistory
+from aedit.async_sgd.rules.push_times import PushTimes
 from aedit.async_sgd.rules.records import Push, Vector
 from aedit.async_sgd.rules.shares import Contribution
-from aedit.async_sgd.rules.weights import push_norm
 from aedit.types import Layout, Verdict
-
-COUNT_BITS = 20
-"""Of a session: the joins of the run. The bits above are nobody's to guess."""
 
 
 @dataclass(slots=True)
@@ -45,6 +42,8 @@ class Unit:
     """Of what was merged last; for people, not kept over a restart."""
     brought: dict[int, Contribution] = field(default_factory=dict)
     """The last push of this unit by each node."""
+    times: dict[int, PushTimes] = field(default_factory=dict)
+    """When each node's pushes of this unit were accepted."""
     steps: int = 0
     """Training steps in accepted pushes."""
     apart: bool = False
@@ -55,14 +54,14 @@ class Unit:
         """Return the version of the newest anchor; 0 before the unit is founded."""
         return self.anchor.version if self.anchor else 0
 
-    def brought_with(self, pushes: Iterable[Push], version: int, nodes: int) -> dict[int, Contribution]:
-        """Return `brought` after a merge of `pushes` into `version`. nodes: members now."""
+    def brought_with(
+        self, pushes: Iterable[Push], version: int, at_s: float, nodes: int
+    ) -> dict[int, Contribution]:
+        """Return `brought` after a merge of `pushes` into `version` at `at_s`. nodes: members now."""
         after = dict(self.brought)
         for push in pushes:
-            before = after.get(push.node, Contribution(self.version))
-            after[push.node] = before.pushed(
-                version, steps=push.steps, tokens=push.tokens, norm=push_norm(push), nodes=nodes
-            )
+            before = after.get(push.node, Contribution(self.version, at_s=at_s))
+            after[push.node] = before.pushed(push, version, at_s, nodes)
         return after
 
 
@@ -171,6 +170,7 @@ class HubState:
                 self._pass(at_s)
             case records.Leased(node, start, end):
                 self.pool.lease(node, start, end)
+                self.members[node].leased += end - start
             case records.Used(node, start, upto):
                 self.pool.use(node, start, upto)
             case records.Led(term):
@@ -195,13 +195,17 @@ class HubState:
         self.members[record.node].name = record.name
         self.names[record.name] = record.node
         self.members[record.node].join(record)
-        self.sessions = record.session & (1 << COUNT_BITS) - 1
+        self.sessions += 1
         self.lost.pop(record.node, None)
+        self._pass(record.at_s)
         for unit in self.units.values():
-            unit.brought[record.node] = unit.brought.get(record.node, Contribution(0)).joined(unit.version)
+            unit.brought[record.node] = unit.brought.get(record.node, Contribution(0)).joined(
+                unit.version, record.at_s
+            )
+            times = unit.times.get(record.node)
+            unit.times[record.node] = times.joined(record.at_s) if times else PushTimes.began(record.at_s)
         if self.founder is None or not self.members[self.founder].live:
             self.founder = record.node
-        self._pass(record.at_s)
 
     def _leave(self, record: records.Left) -> None:
         member = self.members[record.node]
@@ -210,6 +214,7 @@ class HubState:
             for unit in self.units.values():
                 unit.brought.pop(record.node, None)
         self.lost[record.node] = self.pool.outstanding(record.node)
+        member.leased -= sum(end - start for start, end in self.lost[record.node])
         self.pool.give_back(record.node)
 
     def _accept(self, push: Push) -> None:
@@ -217,6 +222,9 @@ class HubState:
         unit.pending[push.node, push.seq] = push
         self.members[push.node].accept(push, counts=not unit.apart)
         unit.steps += push.steps
+        if push.base:
+            times = unit.times.get(push.node, PushTimes.began(self.elapsed_s))
+            unit.times[push.node] = times.pushed(self.elapsed_s, push.steps)
         if not unit.apart:
             self.steps += push.steps
             self.tokens += push.tokens
@@ -232,10 +240,11 @@ class HubState:
     def _merge(self, record: records.Merged, computed: Computed) -> None:
         unit = self.units[record.unit]
         if record.version == 1:  # who has joined before can push only from now on
-            unit.brought = {node: one.joined(1) for node, one in unit.brought.items()}
+            unit.brought = {node: one.joined(1, record.at_s) for node, one in unit.brought.items()}
+            unit.times = {node: PushTimes.began(record.at_s) for node in unit.times}
         else:
             pushes = [unit.pending[part.node, part.seq] for part in record.parts]
-            unit.brought = unit.brought_with(pushes, record.version, len(self.live))
+            unit.brought = unit.brought_with(pushes, record.version, record.at_s, len(self.live))
         self._advance(unit, record.version, computed)
         unit.norm = computed.norm
         total = (sum(part.weight for part in record.parts) or 1.0) / (record.share or 1.0)

@@ -133,7 +133,8 @@ class PushFilterConfig:
     """With at least four pushes to merge, weigh 0 what points away from every other one."""
 
     clip: float | None = 2.0
-    """Scale down what is longer than this many median norms of its unit. None: never."""
+    """Scale down what is longer than this many median norms of its unit, for its steps, and what makes up
+    more than three quarters of the way that a merge of three or more moves the anchor. None: never."""
 
     violations: int = 8
     """Refused pushes, less one for every 16 accepted ones, after which a node is excluded."""
@@ -154,6 +155,10 @@ class LimitConfig:
     servers: int = 256
     """Rollout servers in the directory at a time; they are no members."""
 
+    names: int = 16
+    """Names of nodes that one host may take in a run, members or not, where callers have no keys of their
+    own; of the hub's own machine `nodes`."""
+
     calls_per_s: float = 200.0
     """Calls of one node per second, with bursts of as many."""
 
@@ -162,6 +167,7 @@ class LimitConfig:
 
     def __post_init__(self) -> None:
         check(self.nodes >= 1, "hub.limits.nodes", "must be at least 1", self.nodes)
+        check(self.names >= 1, "hub.limits.names", "must be at least 1", self.names)
         check(1 <= self.servers <= 512, "hub.limits.servers", "must be in [1, 512]", self.servers)
         check(self.calls_per_s > 0, "hub.limits.calls_per_s", "must be above 0", self.calls_per_s)
         bound = self.in_flight_bytes >= 2**20

@@ -63,9 +63,13 @@ class Joined:
     name: str
     node: int
     session: int
+    """Fingerprint of its session: whoever reads the journal cannot speak for the node."""
     donor: str
     at_s: float
     process: int = 0
+    """Fingerprint of the number of its process."""
+    proof: str = ""
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@ Merged at full weight one by one, the pushes of N nodes add up instead of averag
 node's share of a round. The shares of all nodes add up to 1: in any stretch of time the anchor moves by the
 weighted mean of the nodes' progress, as it would in rounds of everybody, whatever the cadence of each node.
 
-All times are counted in versions of the unit, so that the same records give the same shares.
+Intervals are counted in versions of the unit, so that the same records give the same shares. Who is silent
+for too long is also decided by the age of the run as the journal has it: versions are made by those who push,
+so that one node that pushes often could make all others silent.
 """
 
 from collections.abc import Mapping, Set
@@ -13,7 +15,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from aedit.async_sgd.rules.config import PenaltyConfig
-from aedit.async_sgd.rules.weights import MOST, Array, WeightRule, median_of_others, weights
+from aedit.async_sgd.rules.records import Push
+from aedit.async_sgd.rules.weights import (
+    MOST,
+    Array,
+    WeightRule,
+    limited,
+    median_of_others,
+    push_norm,
+    weights,
+)
 
 SMOOTHING = 0.25
 """Weight of the newest interval in a node's usual one."""
@@ -33,34 +44,48 @@ class Contribution:
     steps: int = 0
     tokens: int = 0
     norm: float = 0.0
+    at_s: float = 0.0
+    """Age of the run at `version`."""
+    interval_s: float = 0.0
+    """Usual time from one push to the next; 0 before the first push."""
 
-    def joined(self, version: int) -> "Contribution":
+    def joined(self, version: int, at_s: float = 0.0) -> "Contribution":
         """Return the contribution of a node that has joined again at `version`."""
-        return replace(self, version=version)
+        return replace(self, version=version, at_s=at_s)
 
-    def pushed(self, version: int, *, steps: int, tokens: int, norm: float, nodes: int) -> "Contribution":
+    def pushed(self, push: Push, version: int, at_s: float, nodes: int) -> "Contribution":
         """Return the contribution with a push that made `version`.
 
         nodes: members now; the first interval is at least that, as nodes that start together push in turn.
         """
         gap = max(1, version - self.version)
-        usual = self.interval + SMOOTHING * (gap - self.interval) if self.interval else max(gap, nodes)
-        return Contribution(version, usual, steps, tokens, norm)
+        gap_s = max(0.0, at_s - self.at_s)
+        usual, usual_s = max(float(gap), nodes), gap_s
+        if self.interval:
+            usual = self.interval + SMOOTHING * (gap - self.interval)
+            usual_s = self.interval_s + SMOOTHING * (gap_s - self.interval_s)
+        return Contribution(version, usual, push.steps, push.tokens, push_norm(push), at_s, usual_s)
 
 
-def counted(brought: Mapping[int, Contribution], live: Set[int], version: int) -> dict[int, Contribution]:
+def counted(
+    brought: Mapping[int, Contribution], live: Set[int], version: int, now_s: float = 0.0
+) -> dict[int, Contribution]:
     """Return the nodes that share a round at `version`: those that push the unit, or are about to.
 
-    A live node counts from its join on, until it is silent for too long. One that has left counts until it
-    would have pushed again: the others measured what they push next while it was there.
+    A live node counts from its join on, until it is silent for too long, in versions and in time. One that
+    has left counts until it would have pushed again: the others measured what they push next while it was
+    there.
     """
     slowest = max((one.interval for one in brought.values()), default=0.0)
+    slowest_s = max((one.interval_s for one in brought.values()), default=0.0)
 
     def counts(node: int, one: Contribution) -> bool:
         silent = version - one.version
         if node not in live:
             return silent <= one.interval
-        return silent <= PATIENCE * max(one.interval or slowest, len(live))
+        if silent <= PATIENCE * max(one.interval or slowest, len(live)):
+            return True
+        return now_s - one.at_s < PATIENCE * (one.interval_s or slowest_s)
 
     return {node: one for node, one in sorted(brought.items()) if counts(node, one)}
 
@@ -81,7 +106,8 @@ def shares(
     others.
 
     What a node claims is bounded: steps by what fits into its interval while the others did `every` in
-    theirs; steps and tokens per interval, and the number of pushes, by `MOST` times the median of the others.
+    theirs; steps and tokens per interval, and the number of pushes, by `MOST` times the median of the others;
+    its share by `weights.limited`.
 
     Args:
         there: The nodes that count, as `counted` returns them.
@@ -100,7 +126,7 @@ def shares(
     tokens_N = np.array([float(one.tokens) for one in known.values()])
     tokens_N = tokens_N * steps_N / np.maximum(claimed_N, 1.0)
     norms_N = np.array([one.norm for one in known.values()])
-    w_N = weights(norms_N, steps_N / T_N, tokens_N / T_N, rule, penalty)
+    w_N = limited(weights(norms_N, steps_N / T_N, tokens_N / T_N, rule, penalty), steps_N > 0)
     total = float(w_N.sum())
     s_N = w_N / total * len(known) * equal if total > 0 else np.zeros(len(w_N))
     s_N *= np.minimum(1.0, MOST * T_N / median_of_others(T_N))

@@ -19,6 +19,10 @@ MOST = 8.0
 """Times the median claim of the other nodes: what one node can say of its steps or tokens at most. Honest
 nodes of one run differ up to sixfold (arXiv:2401.09135)."""
 
+MOST_SHARE = 0.75
+"""Of the weight, or of the displacement, in a merge or round of three nodes or more: what one node can have
+at most. That of a node among two others with a sixth of its speed."""
+
 
 def merge_weights(
     pushes: Sequence[Push], rule: WeightRule, config: PenaltyConfig | None = None
@@ -27,12 +31,14 @@ def merge_weights(
 
     `tokens` is tokens^2 / steps (arXiv:2604.21428): who saw more per step counts more. `penalty` is EDiT's
     softmax over norms, with a share by steps, as `config` says (default: its defaults). No push claims more
-    than `MOST` times the median of the others.
+    than `MOST` times the median of the others, nor has more than `MOST_SHARE` of the weight among three or
+    more.
     """
     norms_N = np.array([push_norm(push) for push in pushes])
     steps_N = np.array([float(push.steps) for push in pushes])
     tokens_N = np.array([float(push.tokens) for push in pushes])
-    return tuple(weights(norms_N, steps_N, tokens_N, rule, config or PenaltyConfig()).tolist())
+    w_N = weights(norms_N, steps_N, tokens_N, rule, config or PenaltyConfig())
+    return tuple(limited(w_N, np.isfinite(norms_N) & (steps_N > 0)).tolist())
 
 
 def weights(
@@ -45,6 +51,8 @@ def weights(
         case "steps":
             return bounded(steps_N)
         case "tokens":
+            if 2 * np.count_nonzero(tokens_N[steps_N > 0]) <= np.count_nonzero(steps_N):
+                return bounded(steps_N)  # most say nothing of their tokens: who does must not decide alone
             return bounded(tokens_N**2 / np.where(steps_N > 0, steps_N, 1.0) * (steps_N > 0))
         case "penalty":
             w_N1 = penalty.weights(norms_N[:, None], bounded(steps_N)[:, None], config)
@@ -56,6 +64,22 @@ def bounded(claims_N: Array) -> Array:
     """Return the claims, each at most `MOST` times the median of the others. A claim alone is kept."""
     usual_N = median_of_others(claims_N)
     return np.where(usual_N > 0, np.minimum(claims_N, MOST * usual_N), claims_N)
+
+
+def limited(w_N: Array, eligible_N: NDArray[np.bool_] | None = None) -> Array:
+    """Return the weights, the largest at most `MOST_SHARE` of the sum if three or more are eligible.
+
+    eligible_N: default those above 0. If all but one have vanished in rounding, the others share the rest.
+    """
+    eligible_N = w_N > 0 if eligible_N is None else eligible_N
+    if np.count_nonzero(eligible_N) < 3 or not w_N.any():
+        return w_N
+    limited_N, top = w_N.copy(), int(w_N.argmax())
+    others_N = eligible_N & (np.arange(len(w_N)) != top)
+    if not w_N[others_N].any():
+        limited_N[others_N] = w_N[top] * (1 - MOST_SHARE) / MOST_SHARE / np.count_nonzero(others_N)
+    limited_N[top] = min(w_N[top], limited_N[others_N].sum() * MOST_SHARE / (1 - MOST_SHARE))
+    return limited_N
 
 
 def median_of_others(x_N: Array) -> Array:

@@ -7,13 +7,16 @@ from dataclasses import replace
 from aedit.async_sgd.hub.members import Member
 from aedit.async_sgd.rules.records import Joined, Leased, Record
 from aedit.async_sgd.service import messages
+from aedit.async_sgd.service.callers import fingerprint, known_by
 from aedit.async_sgd.service.exchange import PushPull
 from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.async_sgd.service.tailing import Tailing
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.service import Caller
 
-_SECRET_BITS = 43
+_SESSION_BITS = 63
+"""What a node's trainer and its agent hand each other is signed."""
 
 
 class Driver:
@@ -38,15 +41,19 @@ class Driver:
         self._guard.check_leads()
         return self._responder.reply(request, self._hub.state.term)
 
-    def join(self, request: pb.JoinRequest) -> pb.JoinReply:
+    def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
         """Make the caller a member, and return what it must know. Raises Refusal with the reason."""
-        who = replace(messages.joiner(request), secret=secrets.randbits(_SECRET_BITS))
+        session = secrets.randbits(_SESSION_BITS) | 1
+        who = replace(
+            known_by(messages.joiner(request), request, caller, self._hub.config.limits),
+            new_session=fingerprint(session),
+        )
         with self._guard.deciding() as now:
             self._guard.check_who(request.who)
             decided = self._hub.join(who, now)
             position = self._ledger.commit(decided)
             joined = next(record for record in decided if isinstance(record, Joined))
-            reply = messages.join_reply(self._hub, self._hub.state.members[joined.node], now)
+            reply = messages.join_reply(self._hub, self._hub.state.members[joined.node], session, now)
         self._guard.durable(position)
         return reply
 

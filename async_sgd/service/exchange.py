@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import grpc
 
 from aedit.async_sgd.hub import news
+from aedit.async_sgd.hub.admission import is_next
 from aedit.async_sgd.hub.members import Told
 from aedit.async_sgd.journal.norms import tensor_norms
 from aedit.async_sgd.journal.payload import Payload
@@ -60,7 +61,7 @@ class PushPull:
         with self._guard.deciding():
             member = self._guard.speaker(head.who)
             layout = self._layout(head.unit)
-            is_new = head.seq > member.received.get(head.unit, 0)
+            is_new = is_next(member, head.unit, head.seq)
         if is_new:
             self.bytes_in += len(data)
             lengths = tensor_norms(data, self._checked(head, data, layout.numel), layout)

@@ -41,8 +41,6 @@ def joiner(request: pb.JoinRequest) -> Joiner:
         facts=tuple(sorted(request.facts.items())),
         num_samples=request.num_samples,
         donor=request.donor,
-        session=request.who.session,
-        process=request.process,
         prefers=request.prefers - 1 if request.prefers else None,
     )
 
@@ -76,8 +74,8 @@ def report_of(request: pb.HeartbeatRequest) -> Report:
     )
 
 
-def join_reply(hub: Hub, member: Member, now: float) -> pb.JoinReply:
-    """Return what a new member must know."""
+def join_reply(hub: Hub, member: Member, session: int, now: float) -> pb.JoinReply:
+    """Return what a new member must know. session: its new one, of which the hub keeps a fingerprint."""
     state = hub.state
     assert state.layout is not None
     indices = range(len(state.layout.units))
@@ -85,7 +83,7 @@ def join_reply(hub: Hub, member: Member, now: float) -> pb.JoinReply:
     return pb.JoinReply(
         term=state.term,
         node=member.node,
-        session=member.session,
+        session=session,
         founder=state.founder == member.node and not state.is_founded,
         versions=[state.units[i].version if i in state.units else 0 for i in indices],
         seqs=[member.received.get(i, 0) for i in indices],

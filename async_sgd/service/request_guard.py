@@ -1,7 +1,8 @@
 """Checks before a call is answered: identity, term, leadership; and the refusals that a peer gets."""
 
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -11,9 +12,13 @@ from aedit.async_sgd.hub.members import Member
 from aedit.async_sgd.journal.journal import JournalBroken, NoSpace, Position
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.service import messages
+from aedit.async_sgd.service.callers import fingerprint
 from aedit.async_sgd.service.engine import HubWorker
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
+
+_ASK_S = 1.0
+"""Least time between two questions to the other hub for its term."""
 
 
 class RequestGuard:
@@ -26,7 +31,19 @@ class RequestGuard:
         """
         self.ledger, self.engine, self.run, self._has_other = ledger, engine, run, has_other
         self.replaced = threading.Event()
-        """Somebody knows of a higher term: this hub has nothing to say any more."""
+        """Another hub leads under a higher term: this one has nothing to say any more."""
+        self._believes_hubs = False
+        self._other_term: Callable[[], int] = lambda: 0
+        self._asking = threading.Lock()
+        self._asked_s = -math.inf
+
+    def trust(self, *, hubs: bool, other_term: Callable[[], int]) -> None:
+        """Set whose word about a higher term counts.
+
+        hubs: whether callers of `Tail` and `Confirm` have shown keys of a hub. other_term: asks the other hub
+        for its term, 0 if it does not answer; whatever a member claims is checked there.
+        """
+        self._believes_hubs, self._other_term = hubs, other_term
 
     @contextmanager
     def deciding(self) -> Iterator[float]:
@@ -52,26 +69,53 @@ class RequestGuard:
     def speaker(self, who: pb.Who) -> Member:
         """Return the live member that calls; the lock is held."""
         self.check_who(who)
-        return self.ledger.hub.member(who.node, who.session)
+        return self.ledger.hub.member(who.node, fingerprint(who.session))
 
     def check_who(self, who: pb.Who) -> None:
-        """Raise Refusal unless the call is about this run and accepts this hub's term."""
+        """Raise Refusal unless the call is about this run and under this hub's term."""
         if who.run and who.run != self.run:
             text = f"this hub leads the run {self.run!r}, not {who.run[:64]!r}"
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
         self.check_term(who.term)
 
-    def check_term(self, term: int) -> None:
-        """Raise Refusal if a higher term is credible.
+    def check_term(self, term: int, *, from_hub: bool = False) -> None:
+        """Raise Refusal for a higher term than this hub's.
 
-        Without another hub nobody can know of a higher term.
+        A hub that has shown its keys is believed, and this one has been replaced. Another caller only
+        makes this hub ask the other one. Without another hub nobody can know of a higher term.
+
+        Args:
+            term: That the caller speaks of.
+            from_hub: Whether only hubs may make this call.
         """
-        if term > self.ledger.hub.state.term:
-            if self._has_other:
-                self.replaced.set()
-            else:
-                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no term {term} in this run")
         self.check_leads()
+        own = self.ledger.hub.state.term
+        if term <= own:
+            return
+        if not self._has_other:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no term {term} in this run")
+        if from_hub and self._believes_hubs:
+            self.replaced.set()
+            self.check_leads()
+        self._ask_the_other()
+        text = f"this hub leads under term {own}, and {term} is claimed: ask the other one"
+        raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
+
+    def _ask_the_other(self) -> None:
+        """Find out in a thread whether the other hub leads under a higher term, at most once a second."""
+        now = self.ledger.clock()
+        if now - self._asked_s < _ASK_S or not self._asking.acquire(blocking=False):
+            return
+        self._asked_s = now
+
+        def ask() -> None:
+            try:
+                if self._other_term() > self.ledger.hub.state.term:
+                    self.replaced.set()
+            finally:
+                self._asking.release()
+
+        threading.Thread(target=ask, name="ask the other hub", daemon=True).start()
 
     def check_follower(self) -> None:
         """Raise Refusal if no hub can follow this one: a false standby would only make it wait."""

@@ -11,6 +11,7 @@ import grpc
 from aedit.async_sgd.hub.cards import Card
 from aedit.async_sgd.hub.directory import Complaint, Directory
 from aedit.async_sgd.rules.records import Banned
+from aedit.async_sgd.service.callers import check_name
 from aedit.async_sgd.service.lines import json_line
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.wire import directory_pb2 as pb
@@ -41,7 +42,7 @@ class ServerDirectory:
 
     def announce(self, card: pb.ServerCard, certified: str | None) -> pb.AnnounceReply:
         """Register a server, or renew its lease. Raises Refusal with the reason."""
-        _check_name(card.name, certified)
+        check_name(card.name, certified, "server")
         if not is_signed(card):
             raise _wrong("signature: the card is not signed with the key that it names")
         with self._guard.deciding() as now:
@@ -54,7 +55,7 @@ class ServerDirectory:
 
     def withdraw(self, request: pb.WithdrawRequest, certified: str | None) -> pb.WithdrawReply:
         """Take out a server that ends."""
-        _check_name(request.name, certified)
+        check_name(request.name, certified, "server")
         with self._guard.deciding():
             self._check_run(request.run)
             if self._directory.withdraw(request.name, request.process):
@@ -214,12 +215,6 @@ def _evidence(data: bytes) -> dict[str, Any]:
         raise _wrong("evidence is not a JSON object")
     plain: dict[str, Any] = json.loads(json_line(found))  # without NaN
     return plain
-
-
-def _check_name(name: str, certified: str | None) -> None:
-    if certified is not None and name != certified:
-        text = f"the certificate is for {certified!r}: a server has the name of its certificate"
-        raise Refusal(grpc.StatusCode.PERMISSION_DENIED, text)
 
 
 def _wrong(text: str) -> Refusal:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.service import HubCore
+from aedit.proto.wire.service import Caller, HubCore
 
 
 class Switch:
@@ -16,9 +16,9 @@ class Switch:
         """Call `core.hello`."""
         return self.core.hello(request)
 
-    def join(self, request: pb.JoinRequest) -> pb.JoinReply:
+    def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
         """Call `core.join`."""
-        return self.core.join(request)
+        return self.core.join(request, caller)
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
         """Call `core.heartbeat`."""

@@ -4,11 +4,14 @@ import time
 import zlib
 from collections.abc import Iterator
 
+import grpc
+
 from aedit.async_sgd.journal.frames import File
 from aedit.async_sgd.journal.journal import Position, segment_path
 from aedit.async_sgd.journal.store import segment_numbers, snapshot_path
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.service import Refusal
 
 _CHUNK_BYTES = 2**20
 _LOOK_S = 0.005
@@ -24,7 +27,7 @@ class Tailing:
 
     def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk]:
         """Stream from the given byte on if that segment is still there, else a snapshot first."""
-        self._guard.check_term(request.term)
+        self._guard.check_term(request.term, from_hub=True)
         directory = self._ledger.store.directory
         segment, offset = request.segment, request.offset
         path = segment_path(directory, segment)
@@ -38,8 +41,13 @@ class Tailing:
     def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
         """Note that the standby's disk has everything before this."""
         self._guard.check_follower()
-        self._guard.check_term(request.term)
+        self._guard.check_term(request.term, from_hub=True)
         newest = self._ledger.journal.complete
+        if (request.segment, request.offset) > newest:
+            text = (
+                f"byte {request.offset} of segment {request.segment} is confirmed, and {newest} is the newest"
+            )
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
         self._ledger.standby.heard((request.segment, request.offset), newest)
         return pb.ConfirmReply()
 

@@ -1,11 +1,16 @@
-"""`aedit keys`: create a certificate authority for a run, and a folder of keys for each machine."""
+"""`aedit keys`: create a certificate authority for a run, and a folder of keys for each machine.
 
+Each folder has the authority's certificate, a token with role and name, and, for a holder of its own, a
+certificate with the same role and name. `revoke` ends the keys of a holder.
+"""
+
+import argparse
 import ipaddress
 import os
-import re
 import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -20,16 +25,18 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
+from aedit.proto.wire import identity
+from aedit.proto.wire.identity import HUB, READER, REVOKED, Identity, read_revocations, statement, token_text
+from aedit.proto.wire.identity import NAME as _NAME
+from aedit.proto.wire.identity import SHARED as ANY_NODE
 from aedit.proto.wire.security import CA, NODE, SERVER, TOKEN
+from aedit.system import write_atomically
 from aedit.types import UserError
 
 CA_KEY = "ca.key"
-HUB = "hub"
-ANY_NODE = "nodes"
 CA_DAYS = 3650
 DAYS = 365
 _LOCAL = ("localhost", "127.0.0.1", "::1")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _CLOCKS = timedelta(hours=1)
 """How far the clocks of two machines may be apart before a new certificate is refused as not yet valid."""
 
@@ -38,7 +45,6 @@ _CLOCKS = timedelta(hours=1)
 class _Authority:
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
-    token: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +52,36 @@ class _Holder:
     """Holder of a certificate, and its permitted uses."""
 
     name: str
+    role: str
     usage: ObjectIdentifier
     names: Sequence[x509.GeneralName] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Others:
+    """Holders of keys beside the hub and the nodes."""
+
+    servers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Rollout servers: name, and host names and IP addresses at which trainers reach it."""
+    standbys: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Standbys: name, and host names and IP addresses at which nodes reach it."""
+    readers: Sequence[str] = ()
+    """Names of those who may look at the run and copy its model, and nothing else."""
+
+
+def keys(options: argparse.Namespace) -> str:
+    """Make or revoke keys as the command line says; return the instructions. Raises UserError."""
+    made = (options.host, options.node, options.server, options.standby, options.reader)
+    if options.revoke and any(made):
+        raise UserError("--revoke: stands alone; make new keys by a second command")
+    if options.revoke:
+        return revoke(options.out, options.revoke)
+    others = Others(
+        servers=hosted_of("server", options.server),
+        standbys=hosted_of("standby", options.standby),
+        readers=options.reader,
+    )
+    return make_keys(options.out, options.host, options.node, others=others)
 
 
 def make_keys(
@@ -55,14 +89,14 @@ def make_keys(
     hosts: Sequence[str],
     nodes: Sequence[str] = (),
     *,
-    servers: Mapping[str, Sequence[str]] | None = None,
+    others: Others | None = None,
     days: int = DAYS,
 ) -> str:
-    """Write `directory`/hub for the hub and one folder for each of `nodes` and `servers`.
+    """Write `directory`/hub for the hub and one folder for each of `nodes` and `others`.
 
     Return the instructions for copying them.
 
-    Without names, one folder `nodes` serves all nodes, with the token and no certificate. Existing files are
+    Without names, one folder `nodes` serves all nodes, with one token and no certificate. Existing files are
     not overwritten: a second call with the same directory adds what is missing, from the same authority. Keys
     are ECDSA P-256, readable by their owner only. Raises UserError for invalid names, for other hosts than
     the hub's existing certificate has, and for folders that cannot be written.
@@ -71,43 +105,108 @@ def make_keys(
         directory: Folder for authority and keys.
         hosts: Host names and IP addresses at which nodes reach the hub.
         nodes: Names of the nodes.
-        servers: Rollout servers: name, and host names and IP addresses at which trainers reach it. One has a
-            node's certificate and one for its own services.
+        others: Rollout servers, standbys and readers. Servers and standbys have a certificate for their calls
+            and one for their own services.
         days: Validity of the certificates.
     """
-    servers = servers or {}
+    others = others or Others()
     _check_hosts(hosts, "--host", "the hub")
-    for name, places in servers.items():
-        _check_hosts(places, f"--server {name}", "the server")
+    for flag, hosted in (("server", others.servers), ("standby", others.standbys)):
+        for name, places in hosted.items():
+            _check_hosts(places, f"--{flag} {name}", f"the {flag}")
+        _check_names(hosted, f"--{flag}")
     _check_names(nodes, "--node")
-    _check_names(servers, "--server")
+    _check_names(others.readers, "--reader")
+    _check_roles(directory, nodes, others)
     try:
         authority = _authority(directory)
         own = (*hosts, *_LOCAL)  # the hub's own machine can always use loopback
-        folders = [_serving(directory / HUB, authority, _Served("aedit hub", own), days)]
-        _node(directory / HUB, authority, days)  # for calls to another hub, by a standby or a region's hub
-        folders += [_node(directory / name, authority, days) for name in (*nodes, *servers)]
-        for name, places in servers.items():
-            _serving(directory / name, authority, _Served(name, places), days)
+        folders = [_serving(directory / HUB, authority, _Served("aedit hub", HUB, own), days)]
+        for name, role in {HUB: HUB, **_roles(nodes, others)}.items():
+            folder = _calling(directory / name, authority, role, days)
+            folders += [folder] if name != HUB else []
+        for name, places in others.servers.items():
+            _serving(directory / name, authority, _Served(name, identity.SERVER, places), days)
+        for name, places in others.standbys.items():
+            served = _Served("aedit hub", identity.STANDBY, (*places, *_LOCAL))
+            _serving(directory / name, authority, served, days)
         if not nodes:
-            folders.append(_shared(directory / ANY_NODE, authority))
+            folders.append(_shared(directory / ANY_NODE, authority, identity.NODE))
     except OSError as error:
         raise UserError(f"cannot write {error.filename} ({error.strerror}): choose another folder") from error
     return _what_to_copy(directory, folders)
 
 
-def servers_of(words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the hosts of each server from words such as `spare-1=10.0.0.5,gpu-5.example.org`.
+def revoke(directory: Path, names: Sequence[str]) -> str:
+    """End all keys that were made for `names` until now; return the instructions.
 
-    Raises UserError for words of another form.
+    The hub's folder in `directory` and those of standbys and rollout servers get the new list. The folders of
+    `names` are renamed, so that `make_keys` makes new keys under the same names. Raises UserError for a name
+    that has no keys, and for folders that cannot be written.
+    """
+    now_ms = time.time_ns() // 10**6
+    known = read_revocations(directory / REVOKED) if (directory / REVOKED).exists() else {}
+    for name in names:
+        if not (directory / name / TOKEN).exists() and name not in known:
+            raise UserError(
+                f"--revoke {name}: {directory / name} has no keys; give the name of a folder there"
+            )
+        if name == HUB:
+            raise UserError(
+                f"--revoke {HUB}: make keys in a new folder instead, and copy them to all machines"
+            )
+        known[name] = now_ms
+    text = "".join(f"{name} {until}\n" for name, until in sorted(known.items()))
+    try:
+        for name in names:
+            if (directory / name).exists():
+                (directory / name).rename(directory / f"{name}.revoked.{now_ms}")
+        places = [path.parent for path in directory.glob(f"*/{SERVER}.crt") if ".revoked." not in str(path)]
+        for place in (directory, *places):
+            write_atomically(place / REVOKED, text)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename} ({error.strerror}): choose another folder") from error
+    lines = [f"Revoked: {', '.join(names)}."]
+    for place in sorted(places):
+        lines.append(f"Copy {place / REVOKED} beside the keys of {place.name}, which reads it at once.")
+    return "\n".join(lines)
+
+
+def hosted_of(flag: str, words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the hosts of each server or standby from words such as `spare-1=10.0.0.5,gpu-5.example.org`.
+
+    flag: of the command line, for errors. Raises UserError for words of another form.
     """
     found: dict[str, list[str]] = {}
     for word in words:
         name, sign, hosts = word.partition("=")
         if not (name and sign and hosts):
-            raise UserError(f"--server: {word!r} is not NAME=HOST, as in spare-1=10.0.0.5,spare.example.org")
+            raise UserError(f"--{flag}: {word!r} is not NAME=HOST, as in spare-1=10.0.0.5,spare.example.org")
         found[name] = hosts.split(",")
     return found
+
+
+def _roles(nodes: Sequence[str], others: Others) -> dict[str, str]:
+    """Return the role of each named holder of keys. Raises UserError if a name has two."""
+    found: dict[str, str] = {}
+    groups = ((identity.NODE, nodes), (identity.SERVER, others.servers), (identity.STANDBY, others.standbys))
+    for role, names in (*groups, (READER, others.readers)):
+        for name in names:
+            if found.setdefault(name, role) != role:
+                raise UserError(
+                    f"{name!r} cannot be a {found[name]} and a {role}: give each a name of its own"
+                )
+    return found
+
+
+def _check_roles(directory: Path, nodes: Sequence[str], others: Others) -> None:
+    """Raise UserError if a name has keys for another role."""
+    for name, role in _roles(nodes, others).items():
+        path = directory / name / TOKEN
+        if path.exists():
+            held, _ = identity.parse(path.read_text().strip())
+            if held.role != role:
+                raise UserError(f"{name!r} has keys of a {held.role}: revoke them, or use another name")
 
 
 def _check_hosts(hosts: Sequence[str], flag: str, whom: str) -> None:
@@ -134,7 +233,7 @@ def _authority(directory: Path) -> _Authority:
     if not isinstance(private, ec.EllipticCurvePrivateKey):
         raise UserError(f"{directory / CA_KEY} is not a key that `aedit keys` wrote: choose another folder")
     certificate = x509.load_pem_x509_certificate((directory / CA).read_bytes())
-    return _Authority(certificate, private, (directory / TOKEN).read_bytes())
+    return _Authority(certificate, private)
 
 
 def _found(directory: Path) -> None:
@@ -147,16 +246,16 @@ def _found(directory: Path) -> None:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
     )
-    _write(directory / TOKEN, secrets.token_urlsafe(32).encode() + b"\n")
     _write(directory / CA, certificate.public_bytes(Encoding.PEM))
     _write(directory / CA_KEY, _pem(key))
 
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """Name and hosts of who is called: the hub, or a rollout server."""
+    """Name, role and hosts of who is called: a hub, a standby or a rollout server."""
 
     name: str
+    role: str
     hosts: Sequence[str]
 
 
@@ -165,25 +264,33 @@ def _serving(folder: Path, authority: _Authority, served: _Served, days: int) ->
     names = [_general(host) for host in wanted]
     path = folder / f"{SERVER}.crt"
     if not path.exists():
-        _certify(path, authority, _Holder(served.name, ExtendedKeyUsageOID.SERVER_AUTH, names), days)
+        _certify(
+            path, authority, _Holder(served.name, served.role, ExtendedKeyUsageOID.SERVER_AUTH, names), days
+        )
     held = _certificate(path).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     if missing := [host for host, name in zip(wanted, names, strict=True) if name not in list(held)]:
         raise UserError(f"{path} is not for {', '.join(missing)}: remove {folder} and run `aedit keys` again")
-    return _shared(folder, authority)
+    return folder
 
 
-def _node(folder: Path, authority: _Authority, days: int) -> Path:
+def _calling(folder: Path, authority: _Authority, role: str, days: int) -> Path:
+    """Write certificate and token of a holder that calls others; return the folder."""
     path = folder / f"{NODE}.crt"
     if not path.exists():
-        _certify(path, authority, _Holder(folder.name, ExtendedKeyUsageOID.CLIENT_AUTH), days)
-    return _shared(folder, authority)
+        _certify(path, authority, _Holder(folder.name, role, ExtendedKeyUsageOID.CLIENT_AUTH), days)
+    return _shared(folder, authority, role)
 
 
-def _shared(folder: Path, authority: _Authority) -> Path:
-    """Write the files that are equal on all machines; return the folder."""
-    for name, content in ((CA, authority.certificate.public_bytes(Encoding.PEM)), (TOKEN, authority.token)):
-        if not (folder / name).exists():
-            _write(folder / name, content)
+def _shared(folder: Path, authority: _Authority, role: str) -> Path:
+    """Write the authority's certificate and a token; return the folder."""
+    if not (folder / CA).exists():
+        _write(folder / CA, authority.certificate.public_bytes(Encoding.PEM))
+    if not (folder / TOKEN).exists():
+        holder = Identity(role, folder.name, time.time_ns() // 10**6)
+        signed = authority.key.sign(
+            statement(holder.role, holder.issued_ms, holder.name), ec.ECDSA(hashes.SHA256())
+        )
+        _write(folder / TOKEN, token_text(holder, signed).encode() + b"\n")
     return folder
 
 
@@ -191,7 +298,7 @@ def _certify(path: Path, authority: _Authority, holder: _Holder, days: int) -> N
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = authority.certificate
     builder = (
-        _begun(_named(holder.name), issuer.subject, key, days)
+        _begun(_named(holder.name, holder.role), issuer.subject, key, days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
         .add_extension(_signer(authority), critical=False)
@@ -237,8 +344,9 @@ def _signer(authority: _Authority) -> x509.AuthorityKeyIdentifier:
     return x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
 
 
-def _named(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+def _named(name: str, role: str = "") -> x509.Name:
+    unit = [x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, role)] if role else []
+    return x509.Name([*unit, x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def _general(host: str) -> x509.GeneralName:
@@ -274,10 +382,10 @@ def _what_to_copy(directory: Path, folders: Sequence[Path]) -> str:
         certificates = [path for path in (folder / f"{SERVER}.crt", folder / f"{NODE}.crt") if path.exists()]
         days = [_certificate(path).not_valid_after_utc for path in certificates]
         ends = f", valid until {min(days):%Y-%m-%d}" if days else ""
-        kind = "server" if (folder / f"{SERVER}.crt").exists() else "node"
+        kind = identity.parse((folder / TOKEN).read_text().strip())[0].role
         whom = {HUB: "the hub's machine", ANY_NODE: "every node"}.get(folder.name, f"{kind} {folder.name}")
         lines.append(f"Copy {folder} to {whom}{ends}.")
     if directory / ANY_NODE in folders:
-        lines.append("The nodes have no certificates: the token alone lets them in.")
+        lines.append("The nodes have no certificates: one token lets them all in, under any name.")
     lines.append("Then name the copied folder with --keys, on the hub and on the nodes.")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ import aedit
 from aedit.launch.cli.arguments import Parser
 from aedit.launch.cli.audit_options import add_audit_options, audit_request
 from aedit.launch.cli.generate_options import add_generate_options, generate_request
+from aedit.launch.cli.keys_options import add_keys_options
 from aedit.launch.cli.serve_options import add_serve_options, serve_request
 from aedit.types import UserError
 
@@ -174,17 +175,8 @@ def _add_trust(command: Parser) -> None:
 
 
 def _add_keys(commands: "argparse._SubParsersAction[Parser]") -> None:
-    does = "make certificates and a token for a hub, its nodes and rollout servers"
-    keys = _command(commands, "keys", does, _keys)
-    keys.add_argument("out", metavar="DIR", type=Path, help="folder for them")
-    keys.add_argument(
-        "--host", metavar="NAME", action="append", default=[], help="host name or IP of the hub; repeatable"
-    )
-    keys.add_argument(
-        "--node", metavar="NAME", action="append", default=[], help="name of a node; repeatable"
-    )
-    does = "name of a rollout server, and host names or IPs at which trainers reach it; repeatable"
-    keys.add_argument("--server", metavar="NAME=HOST[,HOST]", action="append", default=[], help=does)
+    does = "make certificates and tokens for a hub, its nodes and others, or revoke them"
+    add_keys_options(_command(commands, "keys", does, _keys))
 
 
 def _add_generate(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -285,9 +277,9 @@ def _serve_model(options: Options) -> int:
 
 
 def _keys(options: Options) -> None:
-    from aedit.launch.cli.keys import make_keys, servers_of
+    from aedit.launch.cli.keys import keys
 
-    print(make_keys(options.out, options.host, options.node, servers=servers_of(options.server)))
+    print(keys(options))
 
 
 def _status(options: Options) -> None:

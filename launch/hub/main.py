@@ -242,6 +242,7 @@ class _Process:
 
     def _lead(self, hub: Hub, journal: Journal, term: int | None) -> LeadingHub:
         leading = LeadingHub(self._config, hub, journal, self._store, self._reports, self._responder)
+        leading.guard.trust(hubs=self._endpoint.keys is not None, other_term=self._other_term)
         leading.begin(term)
         if self._config.hub.parent:
             self._join_parent(leading)
@@ -274,9 +275,12 @@ class _Process:
     def _join_parent(self, leading: LeadingHub) -> None:
         # Imported here: only a hub with a parent needs an agent.
         from aedit.launch.hub.uplink import Uplink
+        from aedit.proto.agent.rejoin import rejoin_secret
 
         name = f"hub of {self._config.name} at {self._endpoint.preferred_address}"
-        leading.join_parent(Uplink(leading.engine, name, self._endpoint.client_keys(), self._endpoint.keys))
+        secret = rejoin_secret(self._endpoint.directory / "rejoin")
+        endpoint = self._endpoint
+        leading.join_parent(Uplink(leading.engine, name, endpoint.client_keys(), endpoint.keys, secret))
 
     def _follow(self) -> None:
         mirror = Mirror(self._store, self._make)
@@ -306,6 +310,14 @@ class _Process:
             except UserError:
                 if address == self._endpoint.address:
                     raise
+
+    def _other_term(self) -> int:
+        """Return the term of the other hub; 0 if it cannot be learned."""
+        try:
+            return self._newest_term()
+        except UserError as error:
+            log.warning("asking the other hub for its term: %s", error)
+            return 0
 
     def _newest_term(self) -> int:
         """Return the term of the other hub; 0 if there is none or it does not answer."""

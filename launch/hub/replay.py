@@ -12,6 +12,7 @@ from aedit.async_sgd.journal.store import Store, batches, check_gapless, check_p
 from aedit.async_sgd.rules.records import Accepted, Push, Record, Vector
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.load import load
+from aedit.launch.config.step_size import tokens_per_step
 from aedit.launch.config.unit_rules import unit_rules
 from aedit.proto.codecs.codecs import codec
 
@@ -27,6 +28,8 @@ def make_hub(config: RunConfig, part: tuple[int, int]) -> Hub:
         steps=config.train.steps,
         seconds=config.train.seconds,
         part=part,
+        step_tokens=0 if config.hub.endless else tokens_per_step(config),
+        leases=not config.hub.endless and not config.prompts.source,
         rules=unit_rules(config),
     )
     down = config.hub.codec_down

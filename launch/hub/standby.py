@@ -13,6 +13,7 @@ from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.journal.frames import Damaged
 from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.service import messages
+from aedit.async_sgd.service.callers import fingerprint
 from aedit.async_sgd.service.hello_responder import HelloResponder
 from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint
@@ -20,7 +21,7 @@ from aedit.launch.hub.leading import LeadingHub
 from aedit.launch.hub.reports import Reports
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
-from aedit.proto.wire.service import Refusal
+from aedit.proto.wire.service import Caller, Refusal
 from aedit.system import write_atomically
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class _Refusing:
     def _refusal(self) -> Refusal:
         return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "this hub is a standby: call the leading hub")
 
-    def join(self, request: pb.JoinRequest) -> pb.JoinReply:
+    def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
         raise self._refusal()
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
@@ -140,7 +141,7 @@ class Standby(_Refusing):
             )
         with self._mirror.lock:
             try:
-                member = self._mirror.hub.member(who.node, who.session)
+                member = self._mirror.hub.member(who.node, fingerprint(who.session))
             except Denied as denied:
                 raise messages.refusal(denied) from denied
             now = time.monotonic()

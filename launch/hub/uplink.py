@@ -50,7 +50,9 @@ class _UnitLink:
 class Uplink:
     """Threads that push the updates of a region to the parent hub and mix in its anchors."""
 
-    def __init__(self, engine: HubWorker, name: str, keys: ClientKeys, keys_directory: Path | None) -> None:
+    def __init__(
+        self, engine: HubWorker, name: str, keys: ClientKeys, keys_directory: Path | None, rejoin: str
+    ) -> None:
         """Prepare the connection; `start` opens it.
 
         Args:
@@ -58,10 +60,11 @@ class Uplink:
             name: Of this hub among the parent's nodes, kept over restarts.
             keys: For calls to the parent.
             keys_directory: Source of `keys`, for the agent; None without TLS.
+            rejoin: Secret of this hub among the parent's nodes, kept over restarts.
         """
         self._engine, self._ledger, self._hub = engine, engine.ledger, engine.ledger.hub
         self._config = self._hub.config
-        self._name, self._keys, self._directory = name, keys, keys_directory
+        self._name, self._keys, self._directory, self._secret = name, keys, keys_directory, rejoin
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="uplink", daemon=True)
 
@@ -133,6 +136,7 @@ class Uplink:
             num_samples=state.num_samples,
             codec=theirs.codec,
             codec_down=theirs.codec_down,
+            rejoin=self._secret,
             keys=str(self._directory or ""),
             heartbeat_s=theirs.heartbeat_s,
             expire_s=theirs.expire_s,

@@ -19,6 +19,7 @@ from aedit.launch.local.preflight import preflight
 from aedit.launch.local.run import run
 from aedit.launch.rundir.prepare import claimed
 from aedit.proto.wire.hello import caller_keys, greet
+from aedit.proto.wire.security import name_of
 from aedit.types import UserError
 
 NAMES = "node_name"
@@ -33,7 +34,7 @@ def join(
     Args:
         addresses: HOST:PORT of the hub, or of several that split the units.
         flags: Settings of this machine, such as `--device cpu`.
-        name: Of the node; by default one that the run directory remembers.
+        name: Of the node; by default that of its keys, or one that the run directory remembers.
         keys: Folder of keys for TLS.
         insecure: Connect to another machine without TLS.
     """
@@ -49,7 +50,7 @@ def join(
     config = replace(config, hub=replace(config.hub, address=addresses))
     preflight(config, Placement())
     run_dir = Path(config.dir) / config.name
-    with _named(run_dir, name) as own_name:
+    with _named(run_dir, name or name_of(keys)) as own_name:
         membership = JoinOptions(
             hub=addresses, standby=config.hub.standby, name=own_name, keys=keys, insecure=insecure
         )

@@ -21,6 +21,7 @@ from aedit.edit.units import find_units
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.method import method
 from aedit.launch.config.placement import JoinOptions
+from aedit.launch.config.step_size import samples_per_step, tokens_per_step
 from aedit.launch.data.leased import LeasedOrder
 from aedit.launch.data.tokenizer import load_tokenizer
 from aedit.launch.node.budget import HubBudget
@@ -29,21 +30,19 @@ from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.hub_participation import HubParticipation
 from aedit.launch.node.inner import make_inner
 from aedit.launch.node.objective import HubMember, NodeParts
-from aedit.launch.node.objectives import (
-    load_data,
-    samples_per_step,
-    tokens_per_step,
-)
+from aedit.launch.node.objectives import load_data
 from aedit.launch.node.rejoin import known_directory, rejoin, remember
 from aedit.launch.node.sharding import make_model
 from aedit.launch.node.shared_drafter import make_shared
 from aedit.launch.node.stop import StopAlone
 from aedit.launch.node.train import TrainingNode
 from aedit.launch.node.world import World
+from aedit.launch.rundir.prepare import file_name
 from aedit.launch.rundir.recorder import Clock, Recorder
 from aedit.launch.rundir.sinks import Origin, open_sinks
 from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
 from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.agent.rejoin import rejoin_secret
 from aedit.proto.wire.security import SERVER, is_loopback
 from aedit.types import UserError
 
@@ -75,7 +74,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
     facts = facts_of(config, model, tokenizer, data)
     shared = make_shared(config, model, world)
     plan = agent_plan(config, options.membership, model, facts, data.num_samples, shared)
-    link = _link(plan, world)
+    link = _link(plan, world, options.run_dir)
     try:
         exchange = _exchange(config, link, shared)
         sync = _sync(config, model, exchange, link)
@@ -181,12 +180,15 @@ def _donor_address(member: JoinOptions) -> str:
     return "127.0.0.1:0" if here and certified else ""
 
 
-def _link(plan: AgentPlan, world: World) -> AgentLink:
+def _link(plan: AgentPlan, world: World, run_dir: Path) -> AgentLink:
     """Return the link to the agent, which the first rank starts.
 
     The others attach to its shared memory by path.
     """
-    link = start_agent(plan, ranks=world.ranks) if world.leads else None
+    link = None
+    if world.leads:
+        secret = rejoin_secret(run_dir / "rejoin" / file_name(plan.name))
+        link = start_agent(replace(plan, rejoin=secret), ranks=world.ranks)
     if world.ranks > 1:
         told = [link.path if link else ""]
         group = world.mesh.get_group("shard")

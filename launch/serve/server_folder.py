@@ -6,11 +6,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.x509.oid import NameOID
-
 from aedit.launch.rundir.prepare import claimed, file_name
-from aedit.proto.wire.security import NODE
+from aedit.proto.wire.security import name_of
 from aedit.spec_rollout.audit.statement import SigningKey
 from aedit.types import UserError
 
@@ -42,7 +39,7 @@ def server_folder(run_dir: Path, name: str, keys: Path | None) -> Iterator[Serve
     Raises:
         UserError: A server of this name is running in this directory, or it cannot be written.
     """
-    name = name or _certified_name(keys)
+    name = name or name_of(keys)
     with ExitStack() as held:
         path = _claimed(run_dir / "servers", name, held)
         try:
@@ -67,16 +64,3 @@ def _claimed(servers: Path, name: str, held: ExitStack) -> Path:
         return servers / f"server-{number}"
     held.enter_context(claimed(servers, f"server-{MOST_HERE}"))  # its error says why
     return servers / f"server-{MOST_HERE}"
-
-
-def _certified_name(keys: Path | None) -> str:
-    """Return the name in the node certificate of a folder of keys; empty without one."""
-    path = None if keys is None else keys / f"{NODE}.crt"
-    if path is None or not path.exists():
-        return ""
-    try:
-        subject = x509.load_pem_x509_certificate(path.read_bytes()).subject
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a certificate in PEM: {error}") from error
-    names = subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(names[0].value) if names else ""

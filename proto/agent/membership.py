@@ -28,6 +28,8 @@ FATAL = frozenset(
 )
 SOON_S = 0.05
 """Between two heartbeats, at least."""
+_TAKEN = 2.0
+"""Times hub.expire_s: a process that has ended is given up sooner."""
 log = logging.getLogger(__name__)
 
 Connect = Callable[[str], HubClient]
@@ -71,6 +73,8 @@ class Membership:
         self.donor = ""
         """Where this node gives anchors to others; empty: nowhere."""
         self._heard_s = time.monotonic()
+        self._taken_s: float | None = None
+        """Since when the name is refused, because another node has it."""
         # A heartbeat that is late is better tried anew than waited for.
         self._patience_s = min(plan.call_timeout_s, max(2.0, 4 * plan.heartbeat_s))
         self._change = threading.Condition()
@@ -189,7 +193,7 @@ class Membership:
         request.layout.extend(_layout(plan))
         request.facts.update(dict(plan.facts))
         request.donor, request.ranks = self.donor, self.ranks
-        request.process = self._process
+        request.process, request.rejoin = self._process, bytes.fromhex(plan.rejoin)
         request.prefers = 0 if plan.prefers is None else plan.prefers + 1
         if not self._is_of_now(hello.term):
             raise HubUnreachable(f"{self._address} speaks for term {hello.term}, which is over")
@@ -213,10 +217,22 @@ class Membership:
         elif error.code == grpc.StatusCode.NOT_FOUND:
             self._set(member=False)
             self._hurry.set()
+        elif error.code == grpc.StatusCode.ALREADY_EXISTS:
+            self._taken(error, owner)
         elif error.code == grpc.StatusCode.FAILED_PRECONDITION:
             self._lost(str(error), at_once=True)
         else:
             self._lost(str(error))
+
+    def _taken(self, error: HubRefused, owner: Owner) -> None:
+        """Wait until the hub has given up another process of this name; end if that one goes on."""
+        now_s = time.monotonic()
+        if self._taken_s is None:
+            self._taken_s = now_s
+            log.warning("%s", error)
+        elif now_s - self._taken_s > _TAKEN * self._plan.expire_s:
+            owner.refused(str(error))
+            self.stop()
 
     def _lost(self, why: str, at_once: bool = False) -> None:
         if self._here:

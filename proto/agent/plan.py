@@ -37,6 +37,8 @@ class AgentPlan:
     lease_samples: int = 4096
     codec: str = "bf16"
     codec_down: str = "fp32"
+    rejoin: str = ""
+    """Secret of this node in hexadecimal digits, kept over restarts: it shows that the node is the same."""
     keys: str = ""
     """Folder that `aedit keys` wrote; empty: no TLS."""
     donor: str = ""

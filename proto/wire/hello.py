@@ -8,7 +8,7 @@ from aedit.proto.wire.hub_pb2 import HelloReply, HelloRequest
 from aedit.proto.wire.security import ClientKeys, client_keys, is_loopback
 from aedit.types import UserError
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Equal on everybody who takes part in one run. It changes with whatever an older build would misunderstand
 or compute otherwise: messages, journal records, arithmetic, defaults of settings that decide the result."""
 

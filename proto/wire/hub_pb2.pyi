@@ -88,7 +88,7 @@ class Unit(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "prefers")
+    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "rejoin", "prefers")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class JoinRequest(_message.Message):
     DONOR_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    REJOIN_FIELD_NUMBER: _ClassVar[int]
     PREFERS_FIELD_NUMBER: _ClassVar[int]
     who: Who
     name: str
@@ -113,8 +114,9 @@ class JoinRequest(_message.Message):
     donor: str
     ranks: int
     process: int
+    rejoin: bytes
     prefers: int
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., prefers: _Optional[int] = ...) -> None: ...
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., rejoin: _Optional[bytes] = ..., prefers: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("term", "node", "session", "founder", "versions", "seqs", "donors", "news")

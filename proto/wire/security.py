@@ -1,10 +1,9 @@
-"""Access to a hub: TLS, one token for the run, and node certificates where they are required.
+"""Access to a hub: TLS, tokens, and certificates of callers where they are required.
 
 `aedit keys` (launch/cli/keys.py) writes the folders that are read here. Loopback addresses need no keys; any
 other address does, unless the user passes --insecure.
 """
 
-import hmac
 import ipaddress
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,15 +14,13 @@ from typing import Any, TypeAlias
 import grpc
 from cryptography import x509
 
+from aedit.proto.wire.identity import REVOKED, Stranger, TokenReader, check_call, parse
 from aedit.types import UserError
 
 CA = "ca.crt"
 TOKEN = "token"
 SERVER = "server"
 NODE = "node"
-_MIN_TOKEN = 32
-"""Characters: what `aedit keys` writes has 43. A shorter one was typed by a person, and can be guessed."""
-
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # takes no parameters at run time
 _Found: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
@@ -46,17 +43,21 @@ class ClientKeys:
 
 
 def server_keys(directory: Path, *, require_client_certificates: bool = False) -> ServerKeys:
-    """Return keys that admit callers with the token in `directory`, over TLS.
+    """Return keys that admit callers with a token of the run's authority, over TLS.
 
-    With `require_client_certificates` only nodes that also have a certificate of the run's own authority.
-    Raises UserError naming the file.
+    With `require_client_certificates` only callers that also have a certificate of it. A file `revoked` in
+    `directory` ends tokens; it is read again when it changes. Raises UserError naming the file.
     """
     pair = _pair(directory, SERVER)
     if require_client_certificates:
         credentials = grpc.ssl_server_credentials([pair], _read(directory / CA), require_client_auth=True)
     else:
         credentials = grpc.ssl_server_credentials([pair])
-    return ServerKeys(credentials, (TokenCheck(_token(directory)),))
+    try:
+        reader = TokenReader(_read(directory / CA), directory / REVOKED)
+    except ValueError as error:
+        raise UserError(f"{directory / CA} is not an authority of `aedit keys`: {error}") from error
+    return ServerKeys(credentials, (TokenCheck(reader),))
 
 
 def client_keys(directory: Path) -> ClientKeys:
@@ -93,10 +94,13 @@ def is_loopback(address: str) -> bool:
 
 
 class TokenCheck(grpc.ServerInterceptor):
-    """Interceptor that answers a caller without the token before anything of the server is reached."""
+    """Interceptor that refuses a caller before anything of the server is reached.
 
-    def __init__(self, token: str) -> None:
-        self._wanted = f"Bearer {token}".encode()
+    It lets through who has a token of the run's authority and a role that may make the call.
+    """
+
+    def __init__(self, reader: TokenReader) -> None:
+        self._reader = reader
 
     def intercept_service(
         self,
@@ -104,26 +108,28 @@ class TokenCheck(grpc.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Found:
         """Return the handler of the call, or one that refuses it."""
-        found = [v for k, v in handler_call_details.invocation_metadata or () if k == "authorization"]
-        if len(found) == 1 and self._is_wanted(found[0]):
-            return continuation(handler_call_details)
-        return _NO_TOKEN if not found else _WRONG_TOKEN
+        try:
+            identity = self._reader.identity(handler_call_details.invocation_metadata or ())
+        except Stranger as error:
+            return _refusing(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        try:
+            check_call(identity, handler_call_details.method)
+        except Stranger as error:
+            return _refusing(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        return continuation(handler_call_details)
 
-    def _is_wanted(self, given: str | bytes) -> bool:
-        # Time must not tell how many characters were right.
-        return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._wanted)
 
-
-def _refusing(reason: str) -> _Handler:
+def _refusing(code: grpc.StatusCode, reason: str) -> _Handler:
     def refuse(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+        context.abort(code, reason)
 
     # Of all kinds of calls this one reads nothing by itself, so it serves for the others as well.
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-_NO_TOKEN = _refusing("no token: this run wants the one that `aedit keys` wrote for its nodes")
-_WRONG_TOKEN = _refusing("wrong token: this run was made with other keys")
+def name_of(directory: Path | None) -> str:
+    """Return the name that the keys in `directory` are for; "" without keys, or if many share them."""
+    return "" if directory is None else (parse(_token(directory))[0].own_name or "")
 
 
 def _pair(directory: Path, name: str) -> tuple[bytes, bytes]:
@@ -143,8 +149,12 @@ def _pair(directory: Path, name: str) -> tuple[bytes, bytes]:
 
 def _token(directory: Path) -> str:
     token = _read(directory / TOKEN).decode("ascii", "replace").strip()
-    if len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable():
-        raise UserError(f"{directory / TOKEN} holds no token: run `aedit keys`, or copy the file again")
+    try:
+        parse(token)
+    except ValueError:
+        raise UserError(
+            f"{directory / TOKEN} holds no token: run `aedit keys` in a new folder, or copy the file again"
+        ) from None
     return token
 
 

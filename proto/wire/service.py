@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from aedit.proto.wire import frames, hub_pb2
 from aedit.proto.wire.author import secret_of
+from aedit.proto.wire.identity import Stranger, shown_identity
 from aedit.proto.wire.limits import ByteBudget, Limits, Rates
 from aedit.proto.wire.watch import Stream, Watch
 
@@ -41,7 +42,7 @@ class HubCore(Protocol):
     def hello(self, request: hub_pb2.HelloRequest) -> hub_pb2.HelloReply:
         """Return the run's configuration."""
 
-    def join(self, request: hub_pb2.JoinRequest) -> hub_pb2.JoinReply:
+    def join(self, request: hub_pb2.JoinRequest, caller: "Caller") -> hub_pb2.JoinReply:
         """Make the caller a member."""
 
     def heartbeat(self, request: hub_pb2.HeartbeatRequest) -> hub_pb2.News:
@@ -97,7 +98,9 @@ class Caller:
     host: str
     """Address without the port, as gRPC writes it."""
     name: str | None = None
-    """In the caller's certificate; None where the server asks for none."""
+    """In the caller's keys; None without keys, or with a token that many share."""
+    role: str | None = None
+    """In the caller's keys; None without keys."""
     secret: str = ""
     """Secret of the author of a line, see author.py; empty: the caller has given none."""
 
@@ -121,7 +124,7 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
     pulls, tails = ThreadPoolExecutor(threads, "pull"), ThreadPoolExecutor(4, "tail")
     membership = {
         "Hello": handlers.call(hub_pb2.HelloRequest, core.hello, small),
-        "Join": handlers.call(hub_pb2.JoinRequest, core.join, small),
+        "Join": handlers.call_as(hub_pb2.JoinRequest, core.join, small),
         "Heartbeat": handlers.call(hub_pb2.HeartbeatRequest, core.heartbeat, small),
         "Lease": handlers.call(hub_pb2.LeaseRequest, core.lease, small),
         "Leave": handlers.call(hub_pb2.LeaveRequest, core.leave, small),
@@ -270,11 +273,12 @@ class CallHandlers:
         return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
 
     def _admit(self, request: Message | None, context: grpc.ServicerContext) -> None:
-        """Refuse a caller that calls too often.
+        """Refuse a caller that calls too often, or whose token and certificate have different holders.
 
         A node is identified by its host and by the index that it claims, so that a liar takes only from those
         of its own host.
         """
+        caller(context)
         who = getattr(request, "who", None)
         node = who.node if who is not None and who.session and who.node < self._limits.nodes else None
         if not self._calls.allow((_host(context), node)):
@@ -318,15 +322,6 @@ class CallHandlers:
             log.warning("%s from %s: %s", what, context.peer(), str(error))
 
 
-def certified_name(context: grpc.ServicerContext) -> str | None:
-    """Return the name in the caller's certificate; None where the server asks for none.
-
-    gRPC tells a name only of a certificate that it has verified.
-    """
-    names: Any = context.auth_context().get("x509_common_name") or ()
-    return names[0].decode("utf-8", "replace") if names else None
-
-
 def _name(core: HubCore, heads: list[hub_pb2.PushHead], error: ValueError) -> None:
     """Tell the core whose push was invalid.
 
@@ -344,8 +339,14 @@ def _counted(messages: Iterator[bytes], stream: Stream) -> Iterator[bytes]:
 
 
 def caller(context: grpc.ServicerContext) -> Caller:
-    """Return who makes this call."""
-    return Caller(_host(context), certified_name(context), secret_of(context))
+    """Return who makes this call. Raises Refusal if token and certificate are of different holders."""
+    auth: Any = context.auth_context()
+    try:
+        shown = shown_identity(context.invocation_metadata() or (), auth)
+    except Stranger as error:
+        raise Refusal(grpc.StatusCode.UNAUTHENTICATED, str(error)) from None
+    name, role = (shown.own_name, shown.role) if shown else (None, None)
+    return Caller(_host(context), name, role, secret_of(context))
 
 
 def _host(context: grpc.ServicerContext) -> str:

@@ -122,7 +122,7 @@ class MemoryHub:
         self._live()
         return pb.HelloReply(protocol=PROTOCOL, run="test", term=self.term)
 
-    def join(self, request):
+    def join(self, request, caller):
         with self.lock:
             if not self.leads:
                 raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "does not lead")

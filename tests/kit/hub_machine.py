@@ -85,8 +85,7 @@ class World:
 
     def join(self, name="a", **changes):
         """Join a node of this name; return its index."""
-        joiner = Joiner(name=name, layout=self.layout, facts=FACTS, num_samples=1000)
-        decided = self.do(self.hub.join(replace(joiner, **changes), self.now))
+        decided = self.do(self.hub.join(joiner(name, **({"layout": self.layout} | changes)), self.now))
         return next(record for record in decided if isinstance(record, Joined)).node
 
     def make(self, node, values, unit=0, **changes):
@@ -182,6 +181,53 @@ def world(nodes=1, more=None, **settings):
     return made
 
 
+class Training:
+    """Nodes of a hub that push as they train, each at a speed of its own.
+
+    step_s: seconds per step of each node. steps: in each push. The pushes are vectors of noise with the norm
+    that so many steps have.
+    """
+
+    def __init__(self, made, step_s, steps=16, seed=0):
+        self.made, self.step_s, self.steps = made, step_s, steps
+        self.rng = np.random.default_rng(seed)
+        self.due = [(made.now + steps * step, node) for node, step in enumerate(step_s)]
+        self.decided = []
+
+    def vector(self, steps, unit=0, times=1.0):
+        """Return noise as long as `times` the usual progress of so many steps."""
+        x = self.rng.normal(size=self.made.layout.units[unit].numel)
+        return 0.1 * times * steps**0.75 * x / np.linalg.norm(x)
+
+    def push(self, node, steps, times=1.0, unit=0, **changes):
+        """Push at the present time, and merge what is due; return what the hub has decided on the push."""
+        self.made.tick()
+        changes = {"steps": steps, "tokens": 10 * steps} | changes
+        decided = self.made.push(node, self.vector(steps, unit, times), unit, **changes)
+        self.decided += decided
+        self.made.settle()
+        return decided
+
+    def beat(self):
+        for node, step in enumerate(self.step_s):
+            if node in self.made.hub.state.live:
+                self.made.heartbeat(node, steps_per_s=1 / step)
+
+    def run(self, seconds, but=()):
+        """Train for so long; nodes in `but` only report."""
+        end = self.made.now + seconds
+        while min(self.due)[0] <= end:
+            at, node = min(self.due)
+            self.due.remove((at, node))
+            self.due.append((at + self.steps * self.step_s[node], node))
+            self.made.now = max(self.made.now, at)
+            self.beat()
+            if node not in but:
+                self.push(node, self.steps)
+        self.made.now = end
+        self.beat()
+
+
 def kinds(decided):
     return [type(record) for record in decided]
 
@@ -191,7 +237,9 @@ def values(made, unit=0):
 
 
 def joiner(name, **changes):
-    return replace(Joiner(name=name, layout=LAYOUT, facts=FACTS, num_samples=1000), **changes)
+    """Return a node that shows that it is the one of this name."""
+    own = Joiner(name=name, layout=LAYOUT, facts=FACTS, num_samples=1000, proof=f"secret of {name}")
+    return replace(own, **changes)
 
 
 def poison(made, node, unit=0, **changes):

@@ -114,6 +114,7 @@ class Client:
     address: str
     name: str = "node"
     numels: tuple = (5000, 70)
+    secret: bytes = b"of its run directory"
     accepted: list = field(default_factory=list)
 
     def __post_init__(self):
@@ -129,6 +130,7 @@ class Client:
         ]
         request = pb.JoinRequest(who=self.who, name=self.name, layout=layout, num_samples=1000)
         request.facts.update({"seed": "0"} | others)
+        request.rejoin = self.secret
         return request
 
     def join(self, **others):

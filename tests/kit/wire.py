@@ -27,7 +27,7 @@ class MemoryCore:
         self.calls.append("hello")
         return hub_pb2.HelloReply(protocol=request.protocol, run="r", term=3)
 
-    def join(self, request):
+    def join(self, request, caller):
         if request.name == "stranger":
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "layouts differ: 4 units here, 3 there")
         if request.name == "bug":

@@ -1,0 +1,114 @@
+"""Bound the claims of a push: steps by the time that has passed, tokens by steps, and how soon it comes.
+
+Claims above that are lowered, and the push is taken: an honest node may be faster than anybody has seen. Only
+what no node can do is refused. What is lowered is in the journal as it counts.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aedit.async_sgd.hub import speeds
+from aedit.async_sgd.hub.clocks import Clocks
+from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub.state import HubState, Unit
+from aedit.async_sgd.rules.push_times import PushTimes, is_early, least_gap, possible_steps
+from aedit.async_sgd.rules.records import Push
+from aedit.async_sgd.rules.weights import MOST
+
+_LONGEST = 4
+"""Times hub.max_steps_ahead or the local phase: more steps than a push can hold."""
+
+_TOP_STEPS_PER_S = 1000.0
+"""Of any node, where nothing else is known: an inner step of a millisecond."""
+
+MOST_TOKENS = 2**40
+"""In one push. Sums of more would leave the 64 bits in which everybody is told of them, and stop the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits of one push, by everything but its content."""
+
+    most_steps: float
+    """More than an honest push can hold: who claims it is not believed."""
+    steps: int
+    """What it counts as, at most what it claims."""
+    tokens: int
+    """What they count as, at most what it claims."""
+    early: str = ""
+    """Why it comes too soon; empty if it does not."""
+
+
+def bounds(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: float) -> Bounds:
+    """Return the limits of a push, of a live member and of a unit of this hub, that arrives at `now_s`.
+
+    now_s: age of the run. It does not hold the time in which there was no hub, and nodes train on then.
+    """
+    reports, began_s = clocks.reports, clocks.began_s
+    unit = state.units[push.unit]
+    times = unit.times.get(push.node, PushTimes.began(now_s))
+    most = _most_steps(plan, times, now_s)
+    steps = most if unit.apart else min(most, _in_time(state, push, plan, reports, now_s, began_s))
+    leased = state.members[push.node].leased
+    if plan.leases and leased and not unit.apart:
+        steps = min(steps, max(0, leased - times.total_steps))
+    counted = min(push.steps, int(steps))
+    tokens = 0 if not push.steps else push.tokens * counted // push.steps
+    if plan.step_tokens and not unit.apart:
+        tokens = min(tokens, int(MOST) * plan.step_tokens * counted)
+    least_s = 0.0 if unit.apart else least_gap(_gaps(state, unit, push.node))
+    since_s = now_s - clocks.pushed_s.get((push.unit, push.node), times.at_s)
+    return Bounds(most, counted, tokens, _early(times, since_s, least_s))
+
+
+def _most_steps(plan: HubPlan, times: PushTimes, now_s: float) -> float:
+    """Return more steps than an outage and refused pushes can bring together."""
+    if plan.pace == "seconds":
+        return _LONGEST * plan.hub.max_steps_ahead + _TOP_STEPS_PER_S * max(0.0, now_s - times.before_s)
+    return _LONGEST * max(plan.hub.max_steps_ahead, plan.every)
+
+
+def _in_time(
+    state: HubState, push: Push, plan: HubPlan, reports: Mapping[int, Report], now_s: float, began_s: float
+) -> float:
+    """Return the steps that the node can have made since its last push of the unit."""
+    unit = state.units[push.unit]
+    times = unit.times.get(push.node, PushTimes.began(now_s))
+    known = {
+        node: found
+        for node in state.live
+        if (found := _speed(unit, node, reports, now_s, is_own=node == push.node))
+    }
+    own = known.pop(push.node, None)
+    every = None if plan.pace == "seconds" else plan.every
+    steps = possible_steps(times, now_s, own, list(known.values()), every)
+    if steps is None:
+        return math.inf
+    # The first push after that may have been on its way, and the second one holds what was made meanwhile.
+    return steps + plan.hub.max_steps_ahead if times.before_s <= began_s else steps
+
+
+def _speed(unit: Unit, node: int, reports: Mapping[int, Report], now_s: float, *, is_own: bool) -> float:
+    """Return the speed in the node's pushes of the unit, or its own word while there are none; 0 if unknown.
+
+    The speed of a node that is being judged does not fall while it is silent.
+    """
+    times = unit.times.get(node)
+    shown = times.speed(times.since_s if is_own else now_s) if times else None
+    return speeds.reported(reports, node) if shown is None else shown
+
+
+def _gaps(state: HubState, unit: Unit, node: int) -> list[float]:
+    """Return the usual times between pushes of the unit of the other live nodes, as far as they are known."""
+    others = (unit.times.get(other) for other in state.live if other != node)
+    return [times.gap_s for times in others if times is not None and times.gap_s is not None]
+
+
+def _early(times: PushTimes, since_s: float, least_s: float) -> str:
+    if not is_early(times, since_s, least_s):
+        return ""
+    return (
+        f"early: {since_s:.3g} s after the last push, and one every {least_s:.3g} s is possible: push later"
+    )

@@ -1,0 +1,124 @@
+"""When a node's pushes of a unit were accepted, and how many inner steps that time allows.
+
+Times are seconds of the run's age as the journal has them, so that the same records give the same values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median_high, median_low
+
+from aedit.async_sgd.rules.weights import MOST
+
+FASTEST = 64.0
+"""Times the usual number of steps or pushes per second of the other nodes: what one honest node can do."""
+
+SLACK = 2.0
+"""Times the steps that a node can do at its usual speed: speeds change, and pushes are late."""
+
+BURST = 4.0
+"""Local phases that are always possible in one push: of a node that pauses, or waits for answers."""
+
+_KEPT = 0.75
+"""Weight of the pushes before the newest one in a node's usual speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushTimes:
+    """Accepted pushes of one unit by one node."""
+
+    at_s: float
+    """The last one; before that, the first join."""
+    before_s: float
+    """The one before it."""
+    since_s: float
+    """The last one, or a later join."""
+    steps: int = 0
+    """In the last one."""
+    total_steps: int = 0
+    num: float = 0.0
+    """Of late, older ones counting less."""
+    num_steps: float = 0.0
+    num_s: float = 0.0
+
+    @classmethod
+    def began(cls, at_s: float) -> "PushTimes":
+        """Return the times of a node that can push from `at_s` on."""
+        return cls(at_s, at_s, at_s)
+
+    def joined(self, at_s: float) -> "PushTimes":
+        """Return the times of a node that has joined again: its absence does not count against its speed."""
+        return replace(self, since_s=at_s)
+
+    def pushed(self, at_s: float, steps: int) -> "PushTimes":
+        """Return the times after another accepted push."""
+        return PushTimes(
+            at_s,
+            self.at_s,
+            at_s,
+            steps,
+            self.total_steps + steps,
+            1 + _KEPT * self.num,
+            steps + _KEPT * self.num_steps,
+            max(0.0, at_s - self.since_s) + _KEPT * self.num_s,
+        )
+
+    @property
+    def gap_s(self) -> float | None:
+        """Return the usual time between two pushes; None before the first one."""
+        return self.num_s / self.num if self.num else None
+
+    def speed(self, now_s: float) -> float | None:
+        """Return the steps per second in accepted pushes of late; None where no time has passed.
+
+        It falls while the node is silent for longer than usual.
+        """
+        if not self.num_s:
+            return None
+        overdue_s = max(0.0, now_s - self.since_s - self.num_s / self.num)
+        return self.num_steps / (self.num_s + overdue_s)
+
+
+def possible_steps(
+    times: PushTimes, now_s: float, own: float | None, others: Sequence[float], every: float | None
+) -> float | None:
+    """Return the steps that a push can hold that arrives at `now_s`; None if nothing says so.
+
+    `BURST` local phases of `every` steps are always possible. More take time: `SLACK` times the steps that
+    the node can do in it, at its own speed of late or at the usual one of the others, whichever is higher.
+    Its own speed counts up to `MOST` times the usual one; up to `FASTEST` times that of a single other node,
+    which does not say what is usual. Time counts from the push before the last one, less the steps of the
+    last, as a push that was long on its way arrives shortly before the next; or from the last one.
+
+    Args:
+        times: Of the node and unit.
+        now_s: Age of the run.
+        own: Speed of the node in steps per second, if it is known.
+        others: Speeds of the other live nodes, as far as they are known.
+        every: Steps in a local phase; None if local phases are not counted in steps: then all nodes may be
+            `MOST` times as fast as usual.
+    """
+    if not others:
+        return None
+    usual = median_high(others)
+    most = usual * (MOST if len(others) > 1 else FASTEST)
+    least = usual if every is not None else most
+    speed = max(least, min(own or 0.0, most))
+    since_last = SLACK * speed * max(0.0, now_s - times.at_s)
+    since_before = SLACK * speed * max(0.0, now_s - times.before_s) - times.steps
+    return max(1.0, BURST * (every or 0.0), since_last, since_before)
+
+
+def least_gap(gaps_s: Sequence[float]) -> float:
+    """Return the shortest time between two pushes of a node, from the usual gaps of the others.
+
+    0 with fewer than two others, as one does not say what is usual.
+    """
+    return median_low(gaps_s) / FASTEST if len(gaps_s) > 1 else 0.0
+
+
+def is_early(times: PushTimes, since_s: float, least_s: float) -> bool:
+    """Return whether a push that comes `since_s` after the last one makes more than one every `least_s`.
+
+    Two may come shortly after each other; it counts what is usual for the node.
+    """
+    return since_s < least_s and times.gap_s is not None and times.gap_s < least_s

@@ -1,0 +1,211 @@
+"""Tests what a member's name is worth: who may take it, how many of them, and what an exclusion holds for."""
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import grpc
+import pytest
+from kit.agents import node, plan
+from kit.hub_machine import World, joiner, kinds, poison, world
+from kit.hub_machine import plan as hub_plan
+from kit.hub_processes import HubRefused
+from kit.leading_hub import keys_of, leading_hub
+
+from aedit.async_sgd.hub.joins import CERTIFIED, Denied
+from aedit.async_sgd.rules.config import PushFilterConfig
+from aedit.async_sgd.rules.records import Left
+from aedit.async_sgd.service.callers import fingerprint, is_local, known_by, origin_of
+from aedit.proto.agent.agent_link import NodeRefused
+from aedit.proto.agent.rejoin import rejoin_secret
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.service import Caller, Refusal
+from aedit.types import TensorLayout, UnitLayout, UserError
+
+
+def refusal(call):
+    with pytest.raises(HubRefused) as caught:
+        call()
+    return caught.value
+
+
+def denied(call):
+    with pytest.raises(Denied) as caught:
+        call()
+    return caught.value
+
+
+# -- the place of a live member
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_joins_under_the_names_of_live_members_end_nobody(tmp_path, shared):
+    """As found: three Joins with names from `status` ended all node processes."""
+    keys = keys_of(tmp_path) if shared else None
+    with leading_hub(tmp_path, "", keys) as hub:
+        own = "nodes" if shared else ""
+        nodes = [hub.node(name, own, secret=name.encode()).found() for name in ("a", "b", "c")]
+        for name in [one["name"] for one in nodes[0].status()["nodes"]]:
+            for secret in (b"", b"guessed"):
+                told = refusal(hub.node(name, own, secret=secret).join)
+                assert told.code is grpc.StatusCode.ALREADY_EXISTS
+                assert "its own run directory" in str(told)
+                assert "wait until 60 s" in str(told)
+        assert [one.heartbeat().nodes for one in nodes] == [3, 3, 3]
+
+
+def test_a_node_that_has_crashed_comes_back_at_once_with_the_secret_of_its_directory(tmp_path):
+    with leading_hub(tmp_path) as hub:
+        before = hub.node("a").found()
+        again = hub.node("a")
+        assert again.join().node == before.who.node
+        assert refusal(before.heartbeat).code is grpc.StatusCode.ABORTED
+        assert again.heartbeat().nodes == 1
+
+
+def test_keys_with_a_name_are_a_proof_of_it(tmp_path):
+    keys = keys_of(tmp_path, ["a"])
+    with leading_hub(tmp_path, "", keys) as hub:
+        before = hub.node("a", "a", secret=b"").found()
+        again = hub.node("a", "a", secret=b"")
+        assert again.join().node == before.who.node
+
+
+def test_an_agent_waits_for_its_predecessor_to_be_given_up_and_then_takes_its_place(tmp_path):
+    with leading_hub(tmp_path, expire_s=2.0) as hub:
+        silent = hub.node("a", numels=(22, 5000)).found()
+        settings = {"run": "run", "heartbeat_s": 0.1, "expire_s": 2.0, "rejoin": "ab" * 16}
+        made = plan([hub.address], name="a", **settings)
+        made = replace(made, units=tuple(units_of(silent)), num_samples=1000, facts=(("seed", "0"),))
+        with node(made) as link:
+            assert all(link.join(20.0))
+        assert refusal(silent.heartbeat).code is grpc.StatusCode.ABORTED
+
+
+def test_an_agent_ends_with_the_reason_when_another_node_keeps_its_name(tmp_path):
+    with leading_hub(tmp_path, expire_s=1.2) as hub:
+        other = hub.node("a", numels=(22, 5000)).found()
+        settings = {"run": "run", "heartbeat_s": 0.05, "expire_s": 0.2, "rejoin": "ab" * 16}
+        made = plan([hub.address], name="a", **settings)
+        made = replace(made, units=tuple(units_of(other)), num_samples=1000, facts=(("seed", "0"),))
+        with node(made) as link, living(other), pytest.raises(NodeRefused, match="a node a is in the run"):
+            link.join(20.0)
+        assert other.heartbeat().nodes == 1
+
+
+@contextmanager
+def living(client):
+    """Send heartbeats of a node until the block ends."""
+    over = threading.Event()
+
+    def beat():
+        while not over.wait(0.1):
+            client.heartbeat()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def units_of(client):
+    return [UnitLayout(f"unit{i}", (TensorLayout("w", (n,)),)) for i, n in enumerate(client.numels)]
+
+
+def test_a_secret_is_kept_in_a_file_of_its_owner_and_a_damaged_one_is_named(tmp_path):
+    path = tmp_path / "rejoin" / "a"
+    first = rejoin_secret(path)
+    assert rejoin_secret(path) == first
+    assert len(bytes.fromhex(first)) == 16
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert rejoin_secret(None) != rejoin_secret(None)
+    path.write_text("zz")
+    with pytest.raises(UserError, match=f"{path} holds no secret"):
+        rejoin_secret(path)
+
+
+# -- many names
+
+
+def test_one_origin_takes_only_so_many_names(tmp_path):
+    """As found: six invented names outvoted five nodes, and 256 took all seats."""
+    made = World(hub_plan())
+    made.join("own", origin="host 10.0.0.1", most_names=3)
+    for name in ("x", "y", "z"):
+        made.join(name, origin="host 10.6.6.6", most_names=3)
+    told = denied(lambda: made.join("w", origin="host 10.6.6.6", most_names=3))
+    assert told.kind == "full"
+    assert "hub.limits.names" in told.reason
+    made.do(made.hub.leave(made.hub.state.names["x"]))
+    assert denied(lambda: made.join("w", origin="host 10.6.6.6", most_names=3)).kind == "full"
+    assert made.join("x", origin="host 10.6.6.6", most_names=3) == 1
+    made.join("v", origin="host 10.0.0.1", most_names=3)
+
+
+def test_names_of_a_host_are_counted_by_address_and_ipv6_network():
+    assert origin_of("ipv4:10.0.0.5") == "host 10.0.0.5"
+    assert origin_of("ipv6:%5B2001:db8::5%5D") == origin_of("ipv6:%5B2001:db8::77:1%5D")
+    assert origin_of("ipv6:%5B2001:db8:0:1::5%5D") != origin_of("ipv6:%5B2001:db8::5%5D")
+    assert is_local("ipv4:127.0.0.1")
+    assert is_local("ipv6:%5B::1%5D")
+    assert not is_local("ipv4:10.0.0.5")
+
+
+def test_limits_and_proofs_come_from_the_caller_and_not_from_its_message():
+    request = pb.JoinRequest(name="a", rejoin=b"secret", process=7)
+    request.who.session = 9
+    config = World(hub_plan()).hub.config.limits
+    far = known_by(joiner("a"), request, Caller("ipv4:10.0.0.5"), config)
+    assert (far.origin, far.most_names) == ("host 10.0.0.5", config.names)
+    assert far.proof not in ("", CERTIFIED)
+    assert (far.session, far.process) == (fingerprint(9), fingerprint(7))
+    here = known_by(joiner("a"), request, Caller("ipv4:127.0.0.1"), config)
+    assert here.most_names == config.nodes
+    named = known_by(joiner("a"), request, Caller("ipv4:10.0.0.5", "a", "node"), config)
+    assert (named.origin, named.proof) == ("keys of a", CERTIFIED)
+    request.rejoin = b"x" * 65
+    with pytest.raises(Refusal, match="rejoin has 65 bytes"):
+        known_by(joiner("a"), request, Caller("ipv4:10.0.0.5"), config)
+
+
+@pytest.mark.parametrize("donor", ["10.6.6.6:80", "127.0.0.1:80", "example.org:80", "10.0.0.5:0", "10.0.0.5"])
+def test_a_node_cannot_send_others_elsewhere_for_anchors(donor):
+    request = pb.JoinRequest(name="a", donor=donor)
+    config = World(hub_plan()).hub.config.limits
+    with pytest.raises(Refusal, match="donor"):
+        known_by(joiner("a"), request, Caller("ipv4:10.0.0.5"), config)
+    request.donor = "10.0.0.5:7002"
+    known_by(joiner("a"), request, Caller("ipv4:10.0.0.5"), config)
+    request.donor = "127.0.0.1:7002"
+    known_by(joiner("a"), request, Caller("ipv4:127.0.0.1"), config)
+
+
+# -- exclusion
+
+
+def test_an_exclusion_is_not_undone_by_another_name(tmp_path):
+    """As found: being put out was undone by renaming."""
+    made = World(hub_plan(world(push_filter=PushFilterConfig(violations=2)).plan.hub))
+    made.join("good", origin="host 10.0.0.1")
+    made.join("bad", origin="host 10.6.6.6")
+    made.join("neighbour", origin="host 10.6.6.6")
+    made.found()
+    while not any(kind is Left for kind in kinds(poison(made, 1))):
+        pass
+    for name in ("bad", "bad2"):
+        told = denied(lambda name=name: made.join(name, origin="host 10.6.6.6"))
+        assert told.kind == "excluded"
+    assert made.join("neighbour", origin="host 10.6.6.6") == 2  # it was there before
+    made.join("bad2", origin="host 10.0.0.2")
+
+
+def test_a_name_with_keys_of_its_own_is_never_taken_without_them():
+    made = World(hub_plan())
+    made.join("a", proof=CERTIFIED, origin="keys of a")
+    made.join("b", proof=CERTIFIED, origin="keys of b")
+    made.do(made.hub.leave(0))
+    assert denied(lambda: made.join("a", proof="guessed", origin="host 10.6.6.6")).kind == "foreign"
+    assert made.join("a", proof=CERTIFIED, origin="keys of a") == 0
