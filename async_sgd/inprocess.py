@@ -117,7 +117,7 @@ class InProcessHub:
     def use(self, node: int, start: int, upto: int) -> None:
         """Record that the samples of the lease from `start` up to `upto` are in accepted pushes."""
         with self.lock:
-            self._apply(self.hub.use(node, start, upto))
+            self._apply(self.hub.use(node, [(start, upto)]))
 
     def leave(self, node: int) -> None:
         """Take out a member that has pushed what it owed."""

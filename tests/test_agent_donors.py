@@ -160,6 +160,25 @@ def test_damage_on_the_way_is_found(hub):
     server.stop(0)
 
 
+def test_anchors_of_a_donor_that_lies_are_not_used_whatever_hash_it_names(hub):
+    """As found: a member's donor address gave joiners any anchors."""
+    forged = [np.full(anchor.size, 6.66, np.float32) for anchor in with_anchors(hub).anchors]
+    given = []
+
+    def lie(request):
+        given.append(request.unit)
+        return liar.pull(request)
+
+    liar = Donor("test", forged, hub.versions, [threading.Lock()] * 2)
+    server = Server([donor_service(lie, Limits(), 2)], HERE)
+    hub.donors = {9: server.address}
+    with node(of(hub), start=[0, 0]) as link:
+        assert link.join(20) == (1, 1)
+        assert all(np.array_equal(a, b) for a, b in zip(link.anchors, hub.anchors, strict=True))
+    server.stop(0)
+    assert sorted(given) == [0, 1]
+
+
 def test_a_donor_gives_only_what_it_has_to_those_of_its_run():
     anchors, guards = [np.ones(5, np.float32), np.zeros(3, np.float32)], [threading.Lock() for _ in range(2)]
     donor = Donor("test", anchors, [4, 0], guards)

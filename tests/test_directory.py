@@ -7,8 +7,8 @@ from kit.hub_machine import World, config, plan
 
 from aedit.async_sgd.hub import news
 from aedit.async_sgd.hub.cards import Card
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.directory import Complaint, Directory
-from aedit.async_sgd.hub.joins import Denied
 from aedit.async_sgd.hub.saved import load_state, save_state
 from aedit.async_sgd.hub.state import HubState
 from aedit.async_sgd.journal.encoding import decode_records, encode_records

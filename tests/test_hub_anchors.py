@@ -23,7 +23,7 @@ from kit.hub_machine import (
 )
 
 from aedit.async_sgd.hub import upward
-from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.news import news, status
 from aedit.async_sgd.rules.config import OuterConfig, PushFilterConfig
 from aedit.async_sgd.rules.outer import make_outer
@@ -189,7 +189,7 @@ def busy(outer=AVERAGE, quantiser=None, **settings):
         made.push(turn % 2, rng.normal(size=8))
         made.push(1, rng.normal(size=5), 1)
         made.lease(turn % 2, 5 + turn)
-        made.do(made.hub.use(0, 0, turn))
+        made.do(made.hub.use(0, [(0, turn)]))
     poison(made, 0)
     made.do(made.hub.leave(0))
     made.push(1, 1.0, 1)
@@ -224,7 +224,7 @@ def test_replay_and_snapshot_give_the_same_bits(settings):
 def test_a_snapshot_says_the_same_whatever_was_leased_and_used_up_before():
     made = world(2)
     made.lease(0, 5), made.lease(1, 5)
-    made.do(made.hub.use(0, 0, 5))
+    made.do(made.hub.use(0, [(0, 5)]))
     saved, since = through_a_file(made.hub.saved()), len(made.journal)
     made.lease(0, 5)
     assert picture(made.replayed(saved, since)) == picture(made.hub)
@@ -245,7 +245,7 @@ def test_deciding_changes_nothing_that_is_journaled():
     made.hub.join(joiner("new"), made.now)
     made.hub.offer(made.make(1, 1.0), made.now)
     made.hub.lease(1, 3, made.now)
-    made.hub.use(1, 0, 3)
+    made.hub.use(1, [(0, 3)])
     made.hub.leave(1)
     news(made.hub, 1, made.now)
     assert picture(made.hub) == before

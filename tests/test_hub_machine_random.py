@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 from kit.hub_machine import AVERAGE, LAYOUT, Int8, World, config, picture, plan, through_a_file
 
-from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.news import news, status
 from aedit.async_sgd.rules.config import LimitConfig, PushFilterConfig, StalenessConfig
 from aedit.async_sgd.rules.records import Accepted, Joined, Leased, Left, Merged, Refused, Used
@@ -266,7 +266,7 @@ class Machine(RuleBasedStateMachine):
         blocks = self.ledger.unused.get(node)
         if blocks:
             start, _ = blocks[which % len(blocks)]
-            self.world.do(self.world.hub.use(node, start, start + share))
+            self.world.do(self.world.hub.use(node, [(start, start + share)]))
 
     @rule(count=st.integers(1, 8), samples=st.integers(1, 20), share=st.integers(0, 20))
     def some_draw_data(self, count, samples, share):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kit.hub_machine import Training, joiner, kinds, values, world
 
-from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.news import news, status, unit_news
 from aedit.async_sgd.rules.config import OuterConfig
 from aedit.async_sgd.rules.records import Leased, Left, Merged, RoundOpened
@@ -240,7 +240,7 @@ def test_no_position_is_with_two_nodes_and_what_comes_back_goes_out_first():
     assert made.lease(0, 10) == [(0, 10)]
     assert made.lease(1, 10) == [(10, 20)]
     assert made.lease(0, 5) == [(20, 25)]
-    made.do(made.hub.use(0, 0, 4))
+    made.do(made.hub.use(0, [(0, 4)]))
     made.do(made.hub.leave(0))
     assert made.lease(1, 8) == [(4, 10), (20, 22)]
     assert made.lease(1, 8) == [(22, 25), (25, 30)]
@@ -249,20 +249,20 @@ def test_no_position_is_with_two_nodes_and_what_comes_back_goes_out_first():
 def test_use_may_be_said_twice_and_of_what_is_gone():
     made = world(2)
     made.lease(0, 10)
-    assert len(made.do(made.hub.use(0, 0, 4))) == 1
-    assert made.hub.use(0, 0, 4) == []
-    assert made.hub.use(0, 0, 3) == []
-    assert made.hub.use(1, 0, 9) == []
-    assert len(made.do(made.hub.use(0, 0, 99))) == 1
+    assert len(made.do(made.hub.use(0, [(0, 4)]))) == 1
+    assert made.hub.use(0, [(0, 4)]) == []
+    assert made.hub.use(0, [(0, 3)]) == []
+    assert made.hub.use(1, [(0, 9)]) == []
+    assert len(made.do(made.hub.use(0, [(0, 99)]))) == 1
     assert made.hub.state.pool.outstanding(0) == []
-    assert made.hub.use(0, 0, 99) == []
+    assert made.hub.use(0, [(0, 99)]) == []
 
 
 def test_use_may_be_said_twice_in_one_breath():
     made = world(1)
     made.lease(0, 10)
     for upto, rest in ((4, [(4, 10)]), (10, [])):
-        made.do([*made.hub.use(0, 0, upto), *made.hub.use(0, 0, upto), *made.hub.use(0, 0, 2)])
+        made.do([*made.hub.use(0, [(0, upto)]), *made.hub.use(0, [(0, upto)]), *made.hub.use(0, [(0, 2)])])
         assert made.hub.state.pool.outstanding(0) == rest
     assert made.hub.state.pool.returned == []
 
@@ -270,7 +270,7 @@ def test_use_may_be_said_twice_in_one_breath():
 def test_a_node_that_missed_a_reply_is_told_the_leases_that_it_lacks():
     made = world(2)
     made.lease(0, 10), made.lease(1, 5), made.lease(0, 10), made.lease(0, 5)
-    made.do(made.hub.use(0, 0, 4))
+    made.do(made.hub.use(0, [(0, 4)]))
     pool = made.hub.state.pool
     assert pool.unknown(0, [(0, 10), (25, 30)]) == [(15, 25)]
     assert pool.unknown(0, []) == [(4, 10), (15, 25), (25, 30)]
@@ -300,14 +300,14 @@ def test_a_process_that_was_given_up_too_soon_gets_back_what_nobody_else_has_got
     made = world(2, expire_s=15)
     session = made.hub.state.members[0].session
     made.lease(0, 10), made.lease(0, 10)
-    made.do(made.hub.use(0, 0, 3))
+    made.do(made.hub.use(0, [(0, 3)]))
     made.now += 16
     made.heartbeat(1)
     made.tick()
     assert made.lease(1, 4) == [(3, 7)]
     decided = made.do(made.hub.join(joiner("node0", session=session), made.now))
     assert decided[1:] == [Leased(0, 7, 10), Leased(0, 10, 20)]
-    made.do(made.hub.use(0, 0, 10))  # it speaks of the lease by the position at which that began
+    made.do(made.hub.use(0, [(0, 10)]))  # it speaks of the lease by the position at which that began
     assert made.hub.state.pool.outstanding(0) == [(10, 20)]
     assert made.hub.state.pool.outstanding(1) == [(3, 7)]
 

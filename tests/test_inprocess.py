@@ -12,7 +12,7 @@ import torch
 from benchmarks.kit.hubs import layout_of
 from kit.nodes import batches, furthest, parameters, plain_training, tower, train
 
-from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PenaltyConfig

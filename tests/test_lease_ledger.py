@@ -30,7 +30,7 @@ def run_of(seed):
             block = blocks[0]
             upto = chance.randrange(block[1], block[2] + 1)
             kept += range(block[1], upto)
-            world.do(world.hub.use(node, block[0], upto))
+            world.do(world.hub.use(node, [(block[0], upto)]))
             block[1] = upto
             if upto == block[2]:
                 del blocks[0]

@@ -6,16 +6,19 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from kit.agents import node, plan
+from kit.agents import exchange, node, plan
 from kit.hub_machine import World, joiner, kinds, poison, world
 from kit.hub_machine import plan as hub_plan
 from kit.hub_processes import HubRefused
 from kit.leading_hub import keys_of, leading_hub
 
-from aedit.async_sgd.hub.joins import CERTIFIED, Denied
+from aedit.async_sgd.hub.denied import Denied
+from aedit.async_sgd.hub.joins import CERTIFIED
 from aedit.async_sgd.rules.config import PushFilterConfig
 from aedit.async_sgd.rules.records import Left
 from aedit.async_sgd.service.callers import fingerprint, is_local, known_by, origin_of
+from aedit.launch.rundir.hub_records import HubSample
+from aedit.launch.rundir.records import Notice
 from aedit.proto.agent.agent_link import NodeRefused
 from aedit.proto.agent.rejoin import rejoin_secret
 from aedit.proto.wire import hub_pb2 as pb
@@ -209,3 +212,42 @@ def test_a_name_with_keys_of_its_own_is_never_taken_without_them():
     made.do(made.hub.leave(0))
     assert denied(lambda: made.join("a", proof="guessed", origin="host 10.6.6.6")).kind == "foreign"
     assert made.join("a", proof=CERTIFIED, origin="keys of a") == 0
+
+
+# -- what a member says of itself
+
+
+def test_escapes_in_a_members_state_do_not_reach_a_terminal(tmp_path):
+    """As found: terminal escapes in a member's state reached the operator's screen."""
+    escape = "\x1b]0;owned\x07\x1b[2J\u202e"
+    with leading_hub(tmp_path) as hub:
+        node = hub.node().found()
+        node.hub.heartbeat(pb.HeartbeatRequest(who=node.who, state=escape + "x" * 500))
+        (shown,) = [one["state"] for one in node.status()["nodes"]]
+        assert shown.isprintable()
+        assert len(shown) == 256
+        assert "escapes" not in shown
+        for name in ("\x1b[2J", "", "n" * 129):
+            assert "printable" in str(refusal(hub.node(name).join))
+
+
+def test_views_show_what_an_older_hub_or_a_file_has_without_control_characters():
+    line = {"t": 1.0, "nodes": [{"node": 0, "name": "a\x1b[2J", "state": "\x9b31m", "refused": {"\x1b": 1}}]}
+    sample = HubSample.of(line | {"term": 1, "units": [], "follows": "\x1b[H"})
+    told = [sample.nodes[0].name, sample.nodes[0].state, *sample.nodes[0].refused, sample.follows]
+    assert told == ["a?[2J", "?31m", "?", "?[H"]
+    notice = Notice.of({"t": 1.0, "event": "excluded", "reason": "\x1b]0;x\x07"})
+    assert notice.text == "?]0;x?"
+
+
+def test_a_stranger_with_the_name_of_a_real_node_process_does_not_end_it(tmp_path):
+    with leading_hub(tmp_path) as hub:
+        settings = {"run": "run", "heartbeat_s": 0.1, "expire_s": 60.0, "rejoin": "ab" * 16}
+        stranger = hub.node("a", numels=(22, 5000), secret=b"guessed")
+        made = plan([hub.address], name="a", **settings)
+        made = replace(made, units=tuple(units_of(stranger)), num_samples=1000, facts=(("seed", "0"),))
+        with node(made, mode="process") as link:
+            assert all(link.join(20.0))
+            told = refusal(stranger.join)
+            assert told.code is grpc.StatusCode.ALREADY_EXISTS
+            assert exchange(link, 0, 1, 0.5, 1).version == 2

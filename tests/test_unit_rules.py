@@ -10,7 +10,7 @@ from kit.hub_machine import LAYOUT, World, config, picture, plan, through_a_file
 from kit.nodes import batches, in_threads, loss, parameters, tower
 from torch import nn
 
-from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.inprocess import InProcessHub
 from aedit.async_sgd.rules.config import OuterConfig, PenaltyConfig, PushFilterConfig
 from aedit.async_sgd.rules.outer import Nesterov

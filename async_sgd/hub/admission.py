@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 
 from aedit.async_sgd.hub.claims import MOST_TOKENS, Bounds
-from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.members import NORM, Member
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.state import HubState, Unit

@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from aedit.async_sgd.hub.joins import LONGEST_NAME, Denied
+from aedit.async_sgd.hub.denied import Denied
+from aedit.async_sgd.hub.joins import LONGEST_NAME
 
 KEY_BYTES = 32
 """Length of an Ed25519 public key."""

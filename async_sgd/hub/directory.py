@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aedit.async_sgd.hub.cards import Card, check_card
-from aedit.async_sgd.hub.joins import Denied
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.state import HubState
 from aedit.async_sgd.rules.records import Banned
 

@@ -6,19 +6,22 @@ records are applied before the next one is asked for, but `compute`, the heavy p
 meanwhile. Times are those of any monotonic clock, in seconds.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from aedit.async_sgd.hub import admission, advance, speeds
 from aedit.async_sgd.hub.advance import AdvanceRule, Anchor, Computed, Quantiser
 from aedit.async_sgd.hub.claims import bounds
 from aedit.async_sgd.hub.clocks import Clocks
+from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.due import is_due
-from aedit.async_sgd.hub.joins import Denied, Joiner, joining
+from aedit.async_sgd.hub.joins import Joiner, joining
 from aedit.async_sgd.hub.members import Member, Report
 from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub.pool import Block
 from aedit.async_sgd.hub.round_share import Moment, round_share
 from aedit.async_sgd.hub.saved import Saved, load_state, save_state
-from aedit.async_sgd.hub.state import HubState, Unit
+from aedit.async_sgd.hub.state import AWAITED_MISSES, HubState, Unit
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.async_sgd.rules.push_filter import directions
 from aedit.async_sgd.rules.records import (
@@ -44,7 +47,7 @@ _TICK_S = 1.0
 _MOST_BLOCKS = 64
 """In one lease, however small the pieces are that have come back."""
 
-_MOST_LEASES = 1024
+MOST_LEASES = 1024
 """Unused leases of one node; who has more must train first."""
 
 
@@ -55,9 +58,11 @@ class Hub:
         """Create a hub that nobody has joined. quantiser: of `hub.codec_down`; None for "fp32"."""
         assert (quantiser is None) == (plan.hub.codec_down == "fp32"), "a codec that nobody uses, or none"
         self.plan, self.config = plan, plan.hub
-        self.rule = AdvanceRule(make_outer(plan.outer), plan.hub.merge, plan.penalty.clip, quantiser)
+        outer, clip = make_outer(plan.outer), plan.penalty.clip
+        self.rule = AdvanceRule(outer, plan.hub.merge, clip, quantiser, plan.hub.merge_cut)
         self.rules = advance.own_rules(plan.rules, quantiser)
         self.state = HubState(part=plan.part, has_parent=bool(plan.hub.parent), apart=frozenset(plan.rules))
+        self.state.awaits_all = plan.hub.quorum == "all"
         self.clocks = Clocks()
 
     # -- deciding
@@ -140,24 +145,26 @@ class Hub:
         """
         self._must_be_live(node)
         self.clocks.seen[node] = now
-        if len(self.state.pool.outstanding(node)) >= _MOST_LEASES:
-            raise Denied("full", f"node {node} has {_MOST_LEASES} leases that it has not used")
+        if len(self.state.pool.outstanding(node)) >= MOST_LEASES:
+            raise Denied("full", f"node {node} has {MOST_LEASES} leases that it has not used")
         most = self.config.lease_samples
         blocks = self.state.pool.offer(min(samples, most) if samples else most)
         return [Leased(node, start, end) for start, end in blocks[:_MOST_BLOCKS]]
 
-    def use(self, node: int, start: int, upto: int) -> list[Record]:
-        """Return Used for positions from `start`, where a lease began, up to `upto`.
+    def use(self, node: int, consumed: Iterable[Block]) -> list[Record]:
+        """Return Used for the positions start..upto of each block, at whose start a lease began.
 
-        They are in an accepted push.
-
-        Positions that are known as used, or no longer the node's, are skipped.
+        They are in an accepted push. Positions that are known as used, or no longer the node's, are skipped.
         """
-        return [
-            Used(node, lease, min(upto, end))
-            for lease, (used, end) in self.state.pool.leases.get(node, {}).items()
-            if start <= used < upto
-        ]
+        blocks, at, reach = sorted(consumed), 0, 0
+        decided: list[Record] = []
+        leases = self.state.pool.leases.get(node, {}).items()
+        for lease, (used, end) in sorted(leases, key=lambda item: item[1]):
+            while at < len(blocks) and blocks[at][0] <= used:
+                reach, at = max(reach, blocks[at][1]), at + 1
+            if used < reach:
+                decided.append(Used(node, lease, min(reach, end)))
+        return decided
 
     def leave(self, node: int) -> list[Record]:
         """Return the records of a node that has sent its last pushes and leaves."""
@@ -314,7 +321,11 @@ class Hub:
     def _is_due(self, index: int, unit: Unit, awaited: set[int], now: float) -> bool:
         if unit.anchor is None or unit.apart:
             return True
-        awaited = {node for node in awaited if not self.state.members[node].is_refused(index)}
+        awaited = {
+            node
+            for node in awaited
+            if not self.state.members[node].is_refused(index) and unit.missed.get(node, 0) < AWAITED_MISSES
+        }
         came_s: dict[int, float] = {}
         for node, seq in unit.pending:
             at = self.clocks.came_s.setdefault((index, node, seq), now)

@@ -1,8 +1,9 @@
 """Admission of members: who may join, and under which index."""
 
 from dataclasses import dataclass
-from typing import Literal
 
+from aedit.async_sgd.hub.denied import Denied
+from aedit.async_sgd.hub.founding import founded
 from aedit.async_sgd.hub.members import Member
 from aedit.async_sgd.hub.pool import Block
 from aedit.async_sgd.hub.state import HubState
@@ -13,23 +14,6 @@ from aedit.types import Layout
 LONGEST_NAME = 128
 CERTIFIED = "certified"
 """Proof of a node whose name is that of its certificate or token."""
-
-
-class Denied(Exception):
-    """A request that the hub refuses; says what the peer is told."""
-
-    def __init__(
-        self,
-        kind: Literal["unknown", "replaced", "excluded", "full", "different", "taken", "foreign"],
-        reason: str,
-    ) -> None:
-        """Create a refusal.
-
-        kind: join again; end; end; come again later; can never succeed; somebody else has it until later; it
-        belongs to somebody else.
-        """
-        super().__init__(reason)
-        self.kind, self.reason = kind, reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +35,8 @@ class Joiner:
     lost is the same. 0: not told."""
     prefers: int | None = None
     """The index it would like to have, if it is new and nobody has that."""
+    voter: int = 0
+    """Identity under which it votes in a failover; 0: it does not vote."""
     new_session: int = 0
     """Fingerprint of its new session, which the hub has drawn. 0: the number of joins of the run."""
     proof: str = ""
@@ -72,7 +58,8 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
         raise Denied("different", f"a node's name has 1 to {LONGEST_NAME} printable characters")
     decided: list[Record] = []
     if state.layout is None:
-        decided.append(_founded(state, joiner))
+        described = Founded(joiner.layout, tuple(sorted(joiner.facts)), joiner.num_samples)
+        decided.append(founded(state, described, config))
     else:
         _compare(state, joiner)
     node = state.names.get(joiner.name, _new_index(state, joiner.prefers, config))
@@ -104,6 +91,7 @@ def _joined(state: HubState, joiner: Joiner, node: int, elapsed_s: float) -> Joi
         joiner.process,
         joiner.proof,
         joiner.origin,
+        joiner.voter,
     )
 
 
@@ -157,23 +145,6 @@ def _new_index(state: HubState, prefers: int | None, config: HubConfig) -> int:
         return len(state.members)
     is_free = prefers >= len(state.members) or not state.members[prefers].name
     return prefers if is_free else len(state.members)
-
-
-def _founded(state: HubState, joiner: Joiner) -> Founded:
-    names = [unit.name for unit in joiner.layout.units]
-    if not names or len(set(names)) != len(names) or any(unit.numel < 1 for unit in joiner.layout.units):
-        raise Denied(
-            "different", "a layout has at least one unit, each with a name of its own and parameters"
-        )
-    part, parts = state.part
-    if state.apart.issuperset(names[part::parts]):  # a budget counts steps of the model: it would not end
-        raise Denied(
-            "different",
-            f"hub process {part} of {parts} would own no unit of the model: give hub.address fewer addresses",
-        )
-    if joiner.num_samples < 1:
-        raise Denied("different", "there are no training samples")
-    return Founded(joiner.layout, tuple(sorted(joiner.facts)), joiner.num_samples)
 
 
 def _compare(state: HubState, joiner: Joiner) -> None:

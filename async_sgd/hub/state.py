@@ -17,6 +17,9 @@ from aedit.async_sgd.rules.records import Push, Vector
 from aedit.async_sgd.rules.shares import Contribution
 from aedit.types import Layout, Verdict
 
+AWAITED_MISSES = 2
+"""With quorum "all", a node that has missed so many merges in a row is not awaited until it pushes again."""
+
 
 @dataclass(slots=True)
 class Unit:
@@ -46,6 +49,8 @@ class Unit:
     """When each node's pushes of this unit were accepted."""
     steps: int = 0
     """Training steps in accepted pushes."""
+    missed: dict[int, int] = field(default_factory=dict)
+    """By node, merges of this unit in a row without a push of it, counted up to `AWAITED_MISSES`."""
     apart: bool = False
     """True if the unit is trained apart from the model: its steps are no steps of the run."""
 
@@ -71,6 +76,8 @@ class HubState:
 
     part: tuple[int, int] = (0, 1)
     has_parent: bool = False
+    awaits_all: bool = False
+    """Whether a merge waits for every live member (quorum "all")."""
     apart: frozenset[str] = frozenset()
     """Names of the units that are trained apart from the model."""
     layout: Layout | None = None
@@ -96,6 +103,8 @@ class HubState:
     """Steps per unit and node: every push counted against the members of its time."""
     banned: list[records.Banned] = field(default_factory=list)
     """Rollout servers."""
+    configs: tuple[records.Configured, ...] = ()
+    """Who leads with which replicas: from the newest configuration that is known to be agreed on."""
 
     # -- reading
 
@@ -175,6 +184,10 @@ class HubState:
                 self.pool.use(node, start, upto)
             case records.Led(term):
                 self.term = term
+            case records.Configured():
+                self.configs = (*self.configs, record)
+            case records.Agreed(term, number):
+                self.configs = tuple(one for one in self.configs if one.ballot >= (term, number))
             case records.Ticked(elapsed_s):
                 self._pass(elapsed_s)
             case records.Banned():
@@ -210,6 +223,8 @@ class HubState:
     def _leave(self, record: records.Left) -> None:
         member = self.members[record.node]
         member.live, member.excluded, member.gone = False, record.excluded, record.reason
+        for unit in self.units.values():
+            unit.missed.pop(record.node, None)
         if record.excluded:
             for unit in self.units.values():
                 unit.brought.pop(record.node, None)
@@ -245,6 +260,7 @@ class HubState:
         else:
             pushes = [unit.pending[part.node, part.seq] for part in record.parts]
             unit.brought = unit.brought_with(pushes, record.version, record.at_s, len(self.live))
+        is_late = record.version > 1 and self._count_missed(record)
         self._advance(unit, record.version, computed)
         unit.norm = computed.norm
         total = (sum(part.weight for part in record.parts) or 1.0) / (record.share or 1.0)
@@ -253,12 +269,29 @@ class HubState:
             member = self.members[part.node]
             member.weight, member.staleness = part.weight / total, part.staleness
             self._tell_merged(member, push, part, computed)
-        if record.version > 1:
+        if record.version > 1 and not is_late:
             interval_s = max(0.0, record.at_s - unit.merged_at_s)
             usual_s = interval_s if unit.usual_s is None else unit.usual_s
             unit.usual_s = usual_s + 0.25 * (interval_s - usual_s)
         unit.merged_at_s = record.at_s
         self._pass(record.at_s)
+
+    def _count_missed(self, record: records.Merged) -> bool:
+        """Count the awaited members without a push in this merge; return whether there are any.
+
+        The time that such a merge has waited is not usual: if it counted, every wait would be longer than the
+        one before.
+        """
+        if not self.awaits_all:
+            return False
+        missed, merged = self.units[record.unit].missed, {part.node for part in record.parts}
+        for node in merged:
+            missed.pop(node, None)
+        late = {node for node, member in self.live.items() if not member.is_refused(record.unit)} - merged
+        late = {node for node in late if missed.get(node, 0) < AWAITED_MISSES}
+        for node in late:
+            missed[node] = missed.get(node, 0) + 1
+        return bool(late)
 
     def _tell_merged(self, member: Member, push: Push, part: records.Part, computed: Computed) -> None:
         told = Told(part.seq, Verdict.MERGED)

@@ -1,13 +1,19 @@
 """Files of framed records: the format of a hub's journal segments and snapshots.
 
-A file begins with a head: format, four random bytes (the mark), and the length of the segment before it. Then
-come frames: a header with its own CRC, and a body. The mark begins every header, so that the sender of a
-payload cannot put something into it that looks like a frame.
+A file begins with a head: format, four random bytes (the mark), the length of the segment before it, the seed
+of the journal, and the chain of the segment before it. Then come frames: a header with its own CRC, and a
+body. The mark begins every header, so that the sender of a payload cannot put something into it that looks
+like a frame.
+
+The seed is drawn when the journal is begun; its hash is the epoch, which everybody may know. The chain is the
+SHA-256 of a segment's head and of all its RECORDS frames. As the head holds the chain of the segment before,
+it covers everything that was decided since the journal began (a payload through its CRC in the record).
 
 A header also says how much of its file was known to be on disk when it was written. Damage beyond that point
 was never acknowledged and is cut off; damage before it is refused.
 """
 
+import hashlib
 import mmap
 import os
 import struct
@@ -22,9 +28,11 @@ RECORDS, PAYLOAD, ARRAY, HEAD, UNIT, END = 1, 2, 3, 4, 5, 6
 """Kinds of frames. The body of a PAYLOAD has its CRC in the record that refers to it: it is written beside
 others, without holding them up, and may be a hole if the process died meanwhile."""
 
-_FILE = struct.Struct("<8s4sQI")
+_FILE = struct.Struct("<8s4sQ16s32sI")
 _FRAME = struct.Struct("<4sB3xIQQI")
-_FORMAT = b"aedit-1\n"
+_FORMAT = b"aedit-2\n"
+_ANY_FORMAT = b"aedit-"
+SEED_BYTES, CHAIN_BYTES = 16, 32
 FILE_BYTES, FRAME_BYTES = _FILE.size, _FRAME.size
 _PIECE = 2**22
 
@@ -52,6 +60,20 @@ class File:
     def num_bytes(self) -> int:
         """Return the size of the file in bytes."""
         return os.fstat(self.fd).st_size
+
+    def lost(self, num_bytes: int) -> str:
+        """Return what has happened to the file behind this process's back; "" if it is in its place.
+
+        num_bytes: that it must have at least.
+        """
+        own = os.fstat(self.fd)
+        try:
+            named = os.stat(self.path)
+        except OSError:
+            return "was removed, or its folder was"
+        if (named.st_dev, named.st_ino) != (own.st_dev, own.st_ino):
+            return "was replaced by another file"
+        return "was cut off" if own.st_size < num_bytes else ""
 
     def read(self, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`; fewer at the end of the file."""
@@ -114,21 +136,86 @@ class Frame:
         return data
 
 
-def file_head(before_bytes: int, mark: bytes) -> bytes:
-    """Return the head of a file that follows a segment of `before_bytes`."""
-    first = _FILE.pack(_FORMAT, mark, before_bytes, 0)[:-4]
-    return first + struct.pack("<I", zlib.crc32(first))
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The head of a file."""
+
+    mark: bytes
+    """Random bytes that begin every frame of the file."""
+    before_bytes: int
+    """Length of the segment before it; 0 if there is none."""
+    seed: bytes
+    """Random bytes of the journal, which only those know who can read it."""
+    chain: bytes
+    """Chain of the segment before it; zeros if there is none."""
+
+    @property
+    def epoch(self) -> str:
+        """Return the public name of the journal."""
+        return epoch_of(self.seed)
+
+    def pack(self) -> bytes:
+        """Return the head as it is in the file."""
+        first = _FILE.pack(_FORMAT, self.mark, self.before_bytes, self.seed, self.chain, 0)[:-4]
+        return first + struct.pack("<I", zlib.crc32(first))
 
 
-def read_head(file: File) -> tuple[bytes, int]:
-    """Return the mark of a file, and the length of the segment before it."""
+def epoch_of(seed: bytes) -> str:
+    """Return the public name of the journal with this seed."""
+    return hashlib.sha256(b"epoch" + seed).hexdigest()[:16]
+
+
+def new_head(seed: bytes, before_bytes: int = 0, chain: bytes = bytes(CHAIN_BYTES)) -> Head:
+    """Return the head of a new file. chain: of the segment before, which has `before_bytes`."""
+    return Head(os.urandom(4), before_bytes, seed, chain)
+
+
+def read_head(file: File) -> Head:
+    """Return the head of a file.
+
+    Raises Damaged if it has none, UserError if another version of aedit has written it.
+    """
     head = file.read(0, FILE_BYTES)
+    form = head[: len(_FORMAT)]
+    if len(form) == len(_FORMAT) and form.startswith(_ANY_FORMAT) and form != _FORMAT:
+        raise UserError(
+            f"{file.path} was written by another version of aedit: finish the run with that version, or start"
+            " a new run with another --directory"
+        )
     if len(head) < FILE_BYTES or zlib.crc32(head[:-4]) != struct.unpack("<I", head[-4:])[0]:
         raise Damaged(f"{file.path} has no head")
-    form, mark, before_bytes, _ = _FILE.unpack(head)
-    if form != _FORMAT:
-        raise UserError(f"{file.path} was written by another version of aedit")
-    return mark, before_bytes
+    _, mark, before_bytes, seed, chain, _ = _FILE.unpack(head)
+    return Head(mark, before_bytes, seed, chain)
+
+
+class Chain:
+    """Running hash of a segment: its head and its RECORDS frames, in order."""
+
+    def __init__(self, head: Head) -> None:
+        self._hash = hashlib.sha256(head.pack())
+
+    def add(self, frame: bytes) -> None:
+        """Add a RECORDS frame, header and body."""
+        self._hash.update(frame)
+
+    @property
+    def value(self) -> bytes:
+        """Return the hash of everything so far."""
+        return self._hash.digest()
+
+
+def chain_of(file: File, end: int | None = None) -> Chain:
+    """Return the chain of a segment up to the byte `end`, of all of it by default.
+
+    Raises Damaged if a frame before it is not whole.
+    """
+    chain = Chain(read_head(file))
+    for frame, body in frames(file):
+        if end is not None and frame.end > end:
+            break
+        if frame.kind == RECORDS:
+            chain.add(file.read(frame.body.offset - FRAME_BYTES, FRAME_BYTES) + body)
+    return chain
 
 
 def frame_header(mark: bytes, kind: int, length: int, crc: int, synced: int) -> bytes:
@@ -160,7 +247,7 @@ def frames(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[Frame, bytes]
 
     Raises Damaged at the first that is not whole.
     """
-    mark, _ = read_head(file)
+    mark = read_head(file).mark
     while offset < file.num_bytes:
         frame = frame_at(file, mark, offset)
         yield frame, b"" if frame.kind in (PAYLOAD, ARRAY) else frame.read()
@@ -169,7 +256,7 @@ def frames(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[Frame, bytes]
 
 def is_vouched_for(file: File, offset: int) -> bool:
     """Return whether something that was written later knew that the bytes at `offset` were on disk."""
-    mark, _ = read_head(file)
+    mark = read_head(file).mark
     at, end = offset + 1, file.num_bytes
     while at < end:
         data = file.read(at, _PIECE)

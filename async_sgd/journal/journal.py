@@ -6,6 +6,7 @@ of several threads at once.
 """
 
 import errno
+import json
 import os
 import threading
 import zlib
@@ -17,16 +18,24 @@ from aedit.async_sgd.journal.frames import (
     FRAME_BYTES,
     PAYLOAD,
     RECORDS,
+    SEED_BYTES,
+    Chain,
     File,
+    Head,
     Stretch,
-    file_head,
+    chain_of,
+    epoch_of,
     frame_header,
+    new_head,
     read_head,
 )
-from aedit.system import sync_directory
+from aedit.system import sync_directory, write_atomically
 
 Position = tuple[int, int]
 """Segment and byte. What was written before it comes before it."""
+
+NOTE = "journal.json"
+"""File beside the journal: its epoch, and the number of its newest segment, once that has a head on disk."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -36,7 +45,10 @@ class NoSpace(Exception):
 
 
 class JournalBroken(Exception):
-    """The disk failed after it had reported success. Nothing may be acknowledged any more."""
+    """The disk failed after it had reported success, or somebody has removed or replaced the journal's file.
+
+    Nothing may be acknowledged any more.
+    """
 
 
 @dataclass(slots=True)
@@ -50,8 +62,11 @@ class _Ends:
 class Journal:
     """The newest segment of a folder, open for writing. Any thread may call."""
 
-    def __init__(self, directory: Path, number: int, *, fsync: bool) -> None:
-        """Continue at the end of segment `number`, which must be whole; create it if there is none."""
+    def __init__(self, directory: Path, number: int, *, fsync: bool, after: Head | None = None) -> None:
+        """Continue at the end of segment `number`, which must be whole; create it if there is none.
+
+        after: the head with which to create it, apart from the mark. By default a new journal begins.
+        """
         self.directory, self.number, self._fsync = directory, number, fsync
         self._lock, self._sync_lock = threading.Lock(), threading.Lock()
         self._filling: set[int] = set()
@@ -59,10 +74,14 @@ class Journal:
         path = segment_path(directory, number)
         if path.exists():
             self.file = File(path)
-            self._mark, _ = read_head(self.file)
+            head = read_head(self.file)
+            self._mark, self._seed, self._chain = head.mark, head.seed, chain_of(self.file)
             self._ends = _Ends(self.file.num_bytes)
+            self._note()
+        elif after is not None:
+            self._begin(new_head(after.seed, after.before_bytes, after.chain))
         else:
-            self._begin(0)
+            self._begin(new_head(os.urandom(SEED_BYTES)))
 
     def append(self, body: bytes) -> Position:
         """Append a batch of records and return the position after it. Raises NoSpace or JournalBroken."""
@@ -70,11 +89,13 @@ class Journal:
             self._check()
             start = self._ends.written
             header = self._header(RECORDS, len(body), zlib.crc32(body))
+            frame = header + body
             try:
-                self.file.write(start, header + body)
+                self.file.write(start, frame)
             except OSError as error:
                 raise self._not_written(start, error) from error
-            self._ends.written = start + len(header) + len(body)
+            self._ends.written = start + len(frame)
+            self._chain.add(frame)
             return self.number, self._ends.written
 
     def store(self, data: memoryview) -> Stretch:
@@ -103,7 +124,10 @@ class Journal:
         return stretch
 
     def sync(self, position: Position) -> None:
-        """Return when everything before `position` is on disk. Raises JournalBroken."""
+        """Return when everything before `position` is on disk.
+
+        Raises JournalBroken if the disk fails, or the file has been removed, replaced or cut off.
+        """
         with self._sync_lock:
             with self._lock:
                 self._check()
@@ -113,6 +137,7 @@ class Journal:
                 return
             if self._fsync:
                 self._flush(file)
+            self._check_place(file, position[1])
             ends.synced = max(ends.synced, written)
 
     def rotate(self) -> int:
@@ -121,15 +146,21 @@ class Journal:
             self._check()
             if self._fsync:
                 self._flush(self.file)
-            before = self.file, self.number, self._mark, self._ends
+            self._check_place(self.file, 0)
+            before = self.file, self.number, self._mark, self._ends, self._chain
             try:
                 self.number += 1
-                self._begin(before[3].written)
+                self._begin(new_head(self._seed, self._ends.written, self._chain.value))
             except OSError as error:
                 segment_path(self.directory, self.number).unlink(missing_ok=True)
-                self.file, self.number, self._mark, self._ends = before
+                self.file, self.number, self._mark, self._ends, self._chain = before
                 raise self._judged(error) from error
             return self.number
+
+    @property
+    def epoch(self) -> str:
+        """Return the public name of the journal, drawn when it was begun."""
+        return epoch_of(self._seed)
 
     @property
     def position(self) -> Position:
@@ -153,15 +184,30 @@ class Journal:
         """Return why nothing can be written any more; empty if it can."""
         return self._broken
 
-    def _begin(self, before_bytes: int) -> None:
+    def _begin(self, head: Head) -> None:
         self.file = File(segment_path(self.directory, self.number), create=True)
-        self._mark = os.urandom(4)
+        self._mark, self._seed, self._chain = head.mark, head.seed, Chain(head)
         self._filling.clear()
-        self.file.write(0, file_head(before_bytes, self._mark))
+        self.file.write(0, head.pack())
         self._ends = _Ends(FILE_BYTES)
         if self._fsync:
             self._flush(self.file)
         sync_directory(self.directory)
+        self._note()
+
+    def _note(self) -> None:
+        """Write beside the journal which one it is, so that the loss of segments is noticed."""
+        write_atomically(
+            self.directory / NOTE, json.dumps({"epoch": self.epoch, "segment": self.number}) + "\n"
+        )
+
+    def _check_place(self, file: File, num_bytes: int) -> None:
+        if lost := file.lost(num_bytes):
+            self._broken = (
+                f"{file.path} {lost} while the hub was running; nothing is acknowledged any more. Restore the"
+                " folder from a copy, or let a standby lead"
+            )
+            raise JournalBroken(self._broken)
 
     def _header(self, kind: int, length: int, crc: int) -> bytes:
         ends = self._ends

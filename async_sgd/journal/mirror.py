@@ -12,8 +12,8 @@ from aedit.async_sgd.hub.saved import load_state, save_state
 from aedit.async_sgd.journal import snapshot
 from aedit.async_sgd.journal.encoding import decode_records
 from aedit.async_sgd.journal.frames import FILE_BYTES, RECORDS, Damaged, File, Short, frame_at, read_head
-from aedit.async_sgd.journal.journal import Journal, Position, segment_path
-from aedit.async_sgd.journal.store import Store, locate, segment_numbers, snapshot_path
+from aedit.async_sgd.journal.journal import NOTE, Journal, JournalBroken, Position, segment_path
+from aedit.async_sgd.journal.store import Store, is_before, locate, segment_numbers, snapshot_path
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.system import sync_directory
 
@@ -48,6 +48,7 @@ class Mirror:
             for kind, path in (("snapshot", snapshot_path), ("journal", segment_path)):
                 for number in segment_numbers(self._directory, kind):
                     path(self._directory, number).unlink()
+            (self._directory / NOTE).unlink(missing_ok=True)
             self.hub, self.position, self._applied = self._make(), (1, 0), (1, 0)
 
     def take(self, chunk: pb.TailChunk) -> None:
@@ -71,9 +72,15 @@ class Mirror:
             self.position = chunk.segment, chunk.offset + len(chunk.data)
 
     def sync(self) -> Position:
-        """Flush to disk and return the position before which everything is there."""
+        """Flush to disk and return the position before which everything is there.
+
+        Raises JournalBroken if the file has been removed, replaced or cut off.
+        """
         with self.lock:
             position, file = self.position, self._file
+            lost = file.lost(position[1]) if position[1] else ""
+        if lost:
+            raise JournalBroken(f"{file.path} {lost} while the standby was running")
         os.fdatasync(file.fd)
         return position
 
@@ -88,10 +95,9 @@ class Mirror:
                 offset = FILE_BYTES
             if not self._is_whole(segment, offset):
                 return False
-            mark, _ = read_head(self._reading)
+            mark = read_head(self._reading).mark
             if offset == self._reading.num_bytes:
-                self._turn_over(segment + 1)
-                return True
+                return self._turn_over(segment + 1)
             frame = frame_at(self._reading, mark, offset)
             if frame.kind == RECORDS:
                 for record in decode_records(frame.read(), lambda plain: locate(frame.body.file, plain)):
@@ -99,7 +105,7 @@ class Mirror:
             self._applied = segment, frame.end
             return True
 
-    def journal(self, *, fsync: bool) -> Journal:
+    def journal(self) -> Journal:
         """Apply everything, cut off an incomplete end, and return the journal for writing.
 
         Ends the mirroring.
@@ -108,10 +114,13 @@ class Mirror:
             while self.apply():
                 pass
             segment, offset = self._applied
-            os.ftruncate(self._file.fd, offset)
-            os.fsync(self._file.fd)
+            if self.position[0] > segment or offset == 0:  # a segment without a head
+                segment_path(self._directory, self.position[0]).unlink(missing_ok=True)
+            if offset:
+                os.ftruncate(self._reading.fd, offset)
+                os.fsync(self._reading.fd)
             self.hub.clocks = Clocks()  # the time while it followed is not the run's
-            return Journal(self._directory, segment, fsync=fsync)
+            return self._store.open(segment)
 
     def _is_whole(self, segment: int, offset: int) -> bool:
         """Return whether the next frame, or the segment's end, has arrived."""
@@ -120,7 +129,7 @@ class Mirror:
         if self.position[1] < FILE_BYTES:
             return False
         try:
-            frame_at(self._reading, read_head(self._reading)[0], offset)
+            frame_at(self._reading, read_head(self._reading).mark, offset)
         except Short:
             return False
         return True
@@ -155,10 +164,19 @@ class Mirror:
         load_state(snapshot.read(path), self.hub.state)
         self._applied = segment, 0
 
-    def _turn_over(self, segment: int) -> None:
-        """Finish a segment that is applied to its end: the state is that of the primary's snapshot."""
+    def _turn_over(self, segment: int) -> bool:
+        """Finish a segment that is applied to its end: the state is that of the primary's snapshot.
+
+        Returns False as long as the head of the next one has not arrived. Raises Damaged if that was not
+        written after this one.
+        """
+        if self.position < (segment, FILE_BYTES):
+            return False
+        if not is_before(self._reading, read_head(File(segment_path(self._directory, segment)))):
+            raise Damaged(f"segment {segment} was not written after {self._reading.path}")
         self._applied = segment, 0
         try:
             self._store.save(save_state(self.hub.state), segment)
         except OSError as error:
             log.error("no snapshot: %s", error)
+        return True

@@ -22,10 +22,11 @@ from aedit.async_sgd.journal.frames import (
     Damaged,
     File,
     Frame,
+    Head,
     Stretch,
-    file_head,
     frame_at,
     frame_header,
+    new_head,
     read_head,
 )
 from aedit.async_sgd.journal.payload import Payload
@@ -33,14 +34,15 @@ from aedit.async_sgd.rules.records import Push, Values, Vector
 from aedit.system import sync_directory
 
 
-def write(path: Path, saved: Saved, *, fsync: bool = True) -> int:
+def write(path: Path, saved: Saved, after: Head, *, fsync: bool = True) -> int:
     """Write a snapshot to `path`, whole or not at all, and return its bytes.
 
+    after: head of the segment that follows it; it says of which journal the snapshot is, and of what in it.
     Array by array, without a copy in memory. Raises OSError, for example if the disk is full.
     """
     beside = path.with_name(path.name + ".new")
     try:
-        out = _Writer(File(beside, create=True))
+        out = _Writer(File(beside, create=True), after)
         out.frame(HEAD, json.dumps(saved.numbers).encode())
         units = deque(saved.units)
         del saved
@@ -67,10 +69,11 @@ def read(path: Path) -> Saved:
 
 
 class _Writer:
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: File, after: Head) -> None:
         self.file = file
-        self._mark = os.urandom(4)
-        file.write(0, file_head(0, self._mark))
+        head = new_head(after.seed, after.before_bytes, after.chain)
+        self._mark = head.mark
+        file.write(0, head.pack())
         self.offset = FILE_BYTES
 
     def frame(self, kind: int, body: bytes | memoryview) -> None:
@@ -84,7 +87,7 @@ class _Writer:
 class _Reader:
     def __init__(self, file: File) -> None:
         self._file = file
-        self._mark, _ = read_head(file)
+        self._mark = read_head(file).mark
         self._offset = FILE_BYTES
 
     def next(self, *kinds: int) -> Frame:

@@ -3,11 +3,13 @@
     run.toml             the run's configuration, and `part.json`: which share of the units
     snapshot-N           everything decided before segment N
     journal-N, N+1 ...   everything decided since
+    journal.json         which journal it is, and the number of its newest segment
 
 Two snapshots are kept, and the segments from the older one on. So a damaged newest one does no harm, and the
 journal of a run that is shorter than `hub.snapshot_bytes` is there from its beginning.
 """
 
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -24,12 +26,14 @@ from aedit.async_sgd.journal.frames import (
     RECORDS,
     Damaged,
     File,
+    Head,
     Stretch,
+    chain_of,
     frames,
     is_vouched_for,
     read_head,
 )
-from aedit.async_sgd.journal.journal import Journal, segment_path
+from aedit.async_sgd.journal.journal import NOTE, Journal, segment_path
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules.records import Accepted, Record, Values
 from aedit.system import sync_directory
@@ -47,23 +51,34 @@ class Store:
     def recover(self, hub: Hub) -> Journal:
         """Bring a new hub to the state of the folder's last one, and return the journal to continue.
 
-        An incomplete end is cut off. Raises UserError if something that was acknowledged is damaged.
+        An incomplete end is cut off. Raises UserError if something that was acknowledged is damaged or gone.
         """
         for left in self.directory.glob("*.new"):
             left.unlink()
-        last = self.read(hub, mend=True)
-        return Journal(self.directory, last, fsync=self._fsync)
+        return self.open(self.read(hub, mend=True))
+
+    def open(self, number: int) -> Journal:
+        """Return the journal to continue in segment `number`, the newest one.
+
+        It is begun if it is not there: as the snapshot before it says, or as the first of a new journal.
+        """
+        path = snapshot_path(self.directory, number)
+        is_begun = segment_path(self.directory, number).exists()
+        after = read_head(File(path)) if path.exists() and not is_begun else None
+        return Journal(self.directory, number, fsync=self._fsync, after=after)
 
     def read(self, hub: Hub, *, mend: bool = False) -> int:
         """Bring a new hub to the state of the folder's last one; return the number of the newest segment.
 
         Changes no file unless `mend` is true.
         """
+        noted = check_noted(self.directory)
         first = self._load_newest(hub)
         segments = [number for number in segment_numbers(self.directory, "journal") if number >= first]
         check_gapless(self.directory, first, segments)
         for number in segments:
-            self._replay(hub, number, is_last=number == segments[-1], mend=mend)
+            may_end_early = number == segments[-1]
+            self._replay(hub, number, may_end_early, has_head=number <= noted, mend=mend)
         return segments[-1] if segments else first
 
     def save(self, state: Saved, number: int) -> int:
@@ -71,7 +86,8 @@ class Store:
 
         Raises OSError, and everything is as before.
         """
-        num_bytes = snapshot.write(snapshot_path(self.directory, number), state, fsync=self._fsync)
+        after = read_head(File(segment_path(self.directory, number)))
+        num_bytes = snapshot.write(snapshot_path(self.directory, number), state, after, fsync=self._fsync)
         self._prune()
         return num_bytes
 
@@ -107,7 +123,7 @@ class Store:
             raise UserError(f"{self.directory}: no snapshot is whole; restore the folder from a copy")
         return 1
 
-    def _replay(self, hub: Hub, number: int, *, is_last: bool, mend: bool) -> None:
+    def _replay(self, hub: Hub, number: int, may_end_early: bool, *, has_head: bool, mend: bool) -> None:
         file = File(segment_path(self.directory, number))
         good = 0
         try:
@@ -119,8 +135,8 @@ class Store:
                     hub.apply(record)
                 good = end
         except Damaged as error:
-            was_whole = is_vouched_for(file, good) if good else file.num_bytes > FILE_BYTES
-            if not is_last or was_whole:
+            was_whole = is_vouched_for(file, good) if good else has_head or file.num_bytes > FILE_BYTES
+            if not may_end_early or was_whole:
                 raise UserError(
                     f"{error}, and it was whole before: restore its folder from a copy"
                 ) from error
@@ -147,17 +163,69 @@ def batches(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[list[Record]
 
 
 def check_gapless(directory: Path, first: int, segments: list[int]) -> None:
-    """Raise UserError if a segment is missing or shorter than the one after it says."""
+    """Raise UserError if a segment is missing, or is not the one that its successor says.
+
+    The snapshot before the first segment is compared with that, too.
+    """
     if segments and segments != list(range(first, first + len(segments))):
         raise UserError(f"{directory}: journal segments {segments} are not all from {first} on; restore them")
-    for number in segments[1:]:
-        file, before = File(segment_path(directory, number)), segment_path(directory, number - 1)
+    for number in segments:
+        file = File(segment_path(directory, number))
         try:
-            _, before_bytes = read_head(file)
+            head = read_head(file)
+            if number == first:
+                before = snapshot_path(directory, number)
+                is_next = not before.exists() or _follows(read_head(File(before)), head)
+            else:
+                before = segment_path(directory, number - 1)
+                is_next = is_before(File(before), head)
         except Damaged:
             continue  # seen to when it is read
-        if before.stat().st_size != before_bytes:
-            raise UserError(f"{before} has lost its end: restore it from a copy")
+        if not is_next:
+            raise UserError(
+                f"{before} is not what {file.path} was written after: one of them was cut off or replaced;"
+                " restore the folder from a copy"
+            )
+
+
+def is_before(segment: File, head: Head) -> bool:
+    """Return whether a segment with this head was begun at the end of `segment`."""
+    is_whole = segment.num_bytes == head.before_bytes
+    return is_whole and head.chain == chain_of(segment).value
+
+
+def _follows(saved: Head, head: Head) -> bool:
+    """Return whether a snapshot and the segment with this head follow the same segment of one journal."""
+    return (saved.seed, saved.chain) == (head.seed, head.chain)
+
+
+def check_noted(directory: Path) -> int:
+    """Return the number of the newest segment that is known to have been begun; 0 if none is.
+
+    Raises UserError if it is gone, or of another journal.
+    """
+    note, segments = directory / NOTE, segment_numbers(directory, "journal")
+    if not note.exists():
+        return 0
+    noted = json.loads(note.read_text())
+    number, epoch = int(noted["segment"]), str(noted["epoch"])
+    if not segments or segments[-1] < number:
+        raise UserError(
+            f"{segment_path(directory, number)} is missing: this folder had the journal {epoch} up to there."
+            " Copy the journal back, or promote the standby; to give it up and start another run, choose"
+            " another --directory"
+        )
+    path = segment_path(directory, number)
+    try:
+        found = read_head(File(path)).epoch if path.exists() else epoch
+    except Damaged:
+        return number  # seen to when it is read
+    if found != epoch:
+        raise UserError(
+            f"{path} is of the journal {found}, and {note} says {epoch}: files of two runs were mixed;"
+            " restore the folder from a copy"
+        )
+    return number
 
 
 def locate(file: File, plain: dict[str, Any]) -> Values:

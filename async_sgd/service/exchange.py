@@ -1,13 +1,16 @@
 """Pseudo-gradients in, anchors out."""
 
 import hashlib
+import threading
 import zlib
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import grpc
 
 from aedit.async_sgd.hub import news
 from aedit.async_sgd.hub.admission import is_next
+from aedit.async_sgd.hub.founding import check_first_anchor
 from aedit.async_sgd.hub.members import Told
 from aedit.async_sgd.journal.norms import tensor_norms
 from aedit.async_sgd.journal.payload import Payload
@@ -19,6 +22,7 @@ from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
 from aedit.types import UnitLayout, Verdict
 
+_KNOWN_VERSIONS = 16
 _INVALID, _LATER = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -40,6 +44,27 @@ class _Unread:
         raise AssertionError("a push is read after it is accepted")
 
 
+class KnownAnchors:
+    """SHA-256 of the latest anchors that were given whole, by unit and version: nodes may pass them on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._digests: dict[int, OrderedDict[int, bytes]] = {}
+
+    def add(self, unit: int, version: int, digest: bytes) -> None:
+        """Note what was given; forget the oldest of too many."""
+        with self._lock:
+            of_unit = self._digests.setdefault(unit, OrderedDict())
+            of_unit[version] = digest
+            while len(of_unit) > _KNOWN_VERSIONS:
+                of_unit.popitem(last=False)
+
+    def digest(self, unit: int, version: int) -> bytes:
+        """Return the SHA-256; empty if this anchor was not given whole of late."""
+        with self._lock:
+            return self._digests.get(unit, OrderedDict()).get(version, b"")
+
+
 class PushPull:
     """Push and pull. Arrays are processed outside the lock."""
 
@@ -47,6 +72,7 @@ class PushPull:
         self._guard, self._ledger, self._hub = guard, guard.ledger, guard.ledger.hub
         self._sums: dict[int, tuple[tuple[int, int], bytes]] = {}
         """By unit, the SHA-256 of the last answer: of which version, from which base."""
+        self._known = KnownAnchors()
         self.bytes_in = 0
         self.bytes_out = 0
 
@@ -86,6 +112,7 @@ class PushPull:
         A request without a session comes from a reader, such as `aedit export`, and not from a member.
         """
         unit = request.unit
+        known = self._known.digest(unit, request.version)
         with self._guard.deciding():
             if request.who.session:
                 self._guard.speaker(request.who)
@@ -94,18 +121,24 @@ class PushPull:
             self._layout(unit)
             if self._hub.state.units[unit].anchor is None:
                 raise Refusal(_LATER, f"unit {unit} has no anchor yet: nobody has brought weights")
+            num_bytes = 4 * self._layout(unit).numel
+            if known and request.offset == num_bytes:  # another node has sent all of it: is it right?
+                head = pb.PullHead(version=request.version, codec="fp32", num_bytes=num_bytes, sha256=known)
+                return head, memoryview(b"")
             chain = self._hub.chain(unit, request.base) or None  # an empty one would mean: whole
         if chain is not None:
             data, name = memoryview(b"".join(delta for _, delta in chain)), self._hub.config.codec_down
             version, base = chain[-1][0], request.base
         else:
             version, values = self._hub.anchor(unit)
-            data, name, base, chain = values.data.cast("B"), "fp32", 0, ()
+            data, name, base = values.data.cast("B"), "fp32", 0
         self._guard.durable(self._ledger.journal.position)
         self.bytes_out += len(data)
-        links = [pb.Link(version=v, num_bytes=len(delta)) for v, delta in chain]
+        links = [pb.Link(version=v, num_bytes=len(delta)) for v, delta in chain or ()]
         head = pb.PullHead(version=version, codec=name, chain=links, num_bytes=len(data))
         head.sha256 = self._sum(unit, (version, base), data)
+        if chain is None:
+            self._known.add(unit, version, head.sha256)
         return head, data
 
     def _layout(self, unit: int) -> UnitLayout:
@@ -122,6 +155,8 @@ class PushPull:
             if head.codec != wanted:
                 raise ValueError(f"codec {head.codec[:32]!r} where this run has {wanted!r}")
             found.is_valid(data, numel)
+            if not head.base:
+                check_first_anchor(self._hub.config, head.unit, data)
         except ValueError as error:
             self.garbled(head, f"malformed: {error}")
             raise Refusal(_INVALID, str(error)) from error

@@ -1,17 +1,19 @@
 """Convert between the hub's types and protocol buffers."""
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import cast
 
 import grpc
 
 from aedit.async_sgd.hub import news
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.joins import Denied, Joiner
+from aedit.async_sgd.hub.denied import Denied
+from aedit.async_sgd.hub.hub import MOST_LEASES, Hub
+from aedit.async_sgd.hub.joins import Joiner
 from aedit.async_sgd.hub.members import Member, Report
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
-from aedit.types import RL_REPORT, Layout, TensorLayout, UnitLayout
+from aedit.types import RL_REPORT, Layout, TensorLayout, UnitLayout, printable
 
 _CODES = {
     "unknown": grpc.StatusCode.NOT_FOUND,
@@ -23,7 +25,8 @@ _CODES = {
     "foreign": grpc.StatusCode.PERMISSION_DENIED,
 }
 _LONGEST_TEXT = 256
-"""Of what a node says about itself."""
+"""Characters of what a node says about itself."""
+_LONGEST_FACT = 4096
 
 
 def refusal(denied: Denied) -> Refusal:
@@ -33,26 +36,44 @@ def refusal(denied: Denied) -> Refusal:
 
 def joiner(request: pb.JoinRequest) -> Joiner:
     """Return the node that wants to join. Raises Refusal if its name or layout is missing."""
-    if len(request.donor) > _LONGEST_TEXT:
-        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "a donor's address is shorter than that")
+    for name, value in request.facts.items():
+        if len(name) > _LONGEST_TEXT or len(value) > _LONGEST_FACT or not (name + value).isprintable():
+            most = f"at most {_LONGEST_TEXT} printable characters, a value {_LONGEST_FACT}"
+            raise _wrong(f"facts: a name has {most}")
     return Joiner(
         name=request.name,
         layout=layout_of(request),
         facts=tuple(sorted(request.facts.items())),
         num_samples=request.num_samples,
         donor=request.donor,
+        voter=request.voter,
         prefers=request.prefers - 1 if request.prefers else None,
     )
 
 
 def layout_of(request: pb.JoinRequest) -> Layout:
-    """Return the layout of the node's model."""
+    """Return the layout of the node's model. Raises Refusal for names that views cannot show."""
+    for unit in request.layout:
+        for name in (unit.name, *(tensor.name for tensor in unit.tensors)):
+            if not name or len(name) > _LONGEST_TEXT or not name.isprintable():
+                raise _wrong(f"layout: a unit or parameter has 1 to {_LONGEST_TEXT} printable characters")
     return Layout(
         tuple(
             UnitLayout(unit.name, tuple(TensorLayout(t.name, tuple(t.shape)) for t in unit.tensors))
             for unit in request.layout
         )
     )
+
+
+def check_blocks(blocks: Sequence[object]) -> None:
+    """Raise Refusal if a message lists more blocks of positions than a node can have."""
+    if len(blocks) > MOST_LEASES:
+        text = f"{len(blocks)} blocks in one message: a node has at most {MOST_LEASES} leases"
+        raise _wrong(text)
+
+
+def _wrong(text: str) -> Refusal:
+    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
 def report_of(request: pb.HeartbeatRequest) -> Report:
@@ -67,7 +88,7 @@ def report_of(request: pb.HeartbeatRequest) -> Report:
         bytes_up=request.bytes_up,
         bytes_down=request.bytes_down,
         loss=request.loss,
-        state=request.state[:_LONGEST_TEXT],
+        state=printable(request.state, _LONGEST_TEXT),
         rl={
             name: request.rl[name] for name in RL_REPORT if name in request.rl and isfinite(request.rl[name])
         },

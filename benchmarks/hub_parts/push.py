@@ -8,7 +8,6 @@ import multiprocessing
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import cast
@@ -17,6 +16,7 @@ import numpy as np
 
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient
+from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.frames import CHUNK_BYTES
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.server import Server
@@ -107,7 +107,7 @@ class _Sink:
 
 def _receive(asked: Connection, num_bytes: int) -> None:
     """Serve until the other end of `asked` is closed."""
-    pool = ThreadPoolExecutor(4)
+    pool = FairPool(4, "push")
     handlers, core = CallHandlers(Limits(in_flight_bytes=2 * num_bytes)), cast(HubCore, _Sink(num_bytes))
     server = Server([Service("aedit.v1.Exchange", {"Push": handlers.push(core, pool)}, (pool,))], f"{HOST}:0")
     with socket.create_server((HOST, 0)) as listener:

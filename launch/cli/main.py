@@ -81,7 +81,7 @@ def parser() -> Parser:
 
 def _dispatch(words: list[str]) -> int:
     flags: list[str] = []
-    if words[:1] in (["run"], ["hub"], ["join"], ["serve"]) or words[:2] == ["config", "show"]:
+    if words[:1] in (["run"], ["hub"], ["join"], ["serve"]) or words[:2] in SETS_VALUES:
         from aedit.launch.config.flags import split_flags
 
         words, flags = split_flags(words)
@@ -145,7 +145,11 @@ def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
         default="0/1",
         help="index of this hub among N that split the units (default 0/1)",
     )
-    hub.add_argument("--standby", action="store_true", help="follow the hub, and take over if it fails")
+    hub.add_argument("--standby", action="store_true", help="follow the hub, and lead once elected")
+    does = "which of the addresses in hub.standby it is, from 1 (default 1)"
+    hub.add_argument("--standby-number", metavar="K", type=int, default=1, help=does)
+    does = "lead without a vote, if the other hubs are gone for good; prints what may be lost"
+    hub.add_argument("--force-lead", action="store_true", help=does)
     _add_trust(hub)
 
 
@@ -196,6 +200,10 @@ def _add_config(commands: "argparse._SubParsersAction[Parser]") -> None:
     show = _command(actions, "show", "print all values and their origin", _config_show)
     _with_flags(show)
     _add_configs(show)
+    does = "print digests that fix the model and its first anchors at a hub"
+    model = _command(actions, "model", does, _config_model)
+    _with_flags(model)
+    _add_configs(model)
     diff = _command(actions, "diff", "print the differences of two files", _config_diff)
     diff.add_argument("a", metavar="A", type=Path)
     diff.add_argument("b", metavar="B", type=Path)
@@ -240,6 +248,8 @@ def _hub(options: Options) -> int:
         directory=options.directory or Path(config.dir) / config.name / "hub",
         part=(int(part), int(parts)),
         standby=options.standby,
+        standby_number=options.standby_number,
+        force_lead=options.force_lead,
         keys=options.keys,
         insecure=options.insecure,
     )
@@ -335,6 +345,13 @@ def _config_show(options: Options) -> None:
     _print_columns(rows)
 
 
+def _config_model(options: Options) -> None:
+    from aedit.launch.cli.model_digests import model_digests
+    from aedit.launch.config.load import load
+
+    print(model_digests(load(options.config, options.flags, strict=True).config))
+
+
 def _config_diff(options: Options) -> None:
     from aedit.launch.config.load import load
     from aedit.launch.rundir.prepare import differences
@@ -367,6 +384,8 @@ def _completion(options: Options) -> None:
 
     print(completion(parser(), options.shell))
 
+
+SETS_VALUES = (["config", "show"], ["config", "model"])
 
 SHELLS = ("bash", "zsh", "tcsh", "fish", "powershell")
 

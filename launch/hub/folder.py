@@ -18,6 +18,7 @@ _DECIDES = (
     "outer.",
     "edit.penalty.clip",
     "hub.merge",
+    "hub.merge_cut",
     "hub.codec_down",
     "hub.weights",
     "hub.parent",
@@ -32,24 +33,44 @@ _DECIDES = (
 def locked(directory: Path) -> Iterator[None]:
     """Lock the folder for this process until the block ends; create it if it does not exist.
 
+    The folder itself is locked, so that nobody gets past the lock by deleting a file. The file `lock` is
+    locked too: it shows others that a hub runs, and it is the lock where a network file system cannot lock
+    folders.
+
     Raises UserError if the folder cannot be created or another process has locked it.
     """
+    with contextlib.ExitStack() as held:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            itself = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            held.callback(os.close, itself)
+            lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            held.callback(os.close, lock)
+        except OSError as error:
+            raise UserError(f"{directory}: {error.strerror}; choose another --directory") from error
+        _lock(itself, directory, must=False)
+        _lock(lock, directory, must=True)
+        if not os.path.samestat(os.fstat(itself), os.stat(directory)):
+            raise UserError(f"{directory} was replaced while the hub started: start it again")
+        yield
+
+
+def _lock(fd: int, directory: Path, *, must: bool) -> None:
+    """Lock an open file or folder.
+
+    Raises UserError if another process has locked it, and with `must` also if it cannot be locked.
+    """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise UserError(f"{directory}: {error.strerror}; choose another --directory") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         raise UserError(
             f"{directory}: another hub is running in this folder; end it first, or choose another --directory"
         ) from None
-    try:
-        yield
-    finally:
-        os.close(lock)
+    except OSError as error:
+        if must:
+            raise UserError(
+                f"{directory}: its file system has no locks ({error.strerror}); choose another --directory"
+            ) from error
 
 
 def claim(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
@@ -77,6 +98,15 @@ def _compare(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
                 f"{name} was {before.get(name)!r} and cannot become {now.get(name)!r} within a run:"
                 f" restore the value, or start another run"
             )
+
+
+MIRROR = "mirror.json"
+"""File with the term of the hub whose journal is in the folder; there is none in the folder of a leader."""
+
+
+def of_standby(number: int) -> str:
+    """Return the name of the folder of standby `number`, counted from 1, in a run directory."""
+    return "standby" if number == 1 else f"standby_{number}"
 
 
 def read_line(path: Path) -> str:

@@ -1,12 +1,11 @@
 """The service `Versions` of a hub: `Newest` and `Get` of the line `run`, whose author is this process."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import grpc
 
 from aedit.launch.hub.policy_versions import PolicyVersions
 from aedit.proto.versions.service import VersionsCore
 from aedit.proto.wire import versions_pb2 as pb
+from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.service import CallHandlers, Refusal, Service
 
@@ -49,7 +48,7 @@ class PolicyService:
 def policy_service(core: PolicyService, limits: Limits) -> Service:
     """Return the service, without `Offer` and `Put`."""
     handlers = CallHandlers(limits)
-    newest, gets = ThreadPoolExecutor(_WAITERS, "newest"), ThreadPoolExecutor(_TRANSFERS, "get")
+    newest, gets = FairPool(_WAITERS, "newest"), FairPool(_TRANSFERS, "get")
     calls = {
         "Newest": handlers.call(pb.NewestRequest, core.newest, newest),
         "Get": handlers.download(pb.GetRequest, core.get, gets),

@@ -27,6 +27,17 @@ def welcome(endpoint: HubEndpoint, address: str) -> str:
     return "\n".join([*lines, "  Ctrl-C ends the hub; the same command continues the run."])
 
 
+def open_to_others(endpoint: HubEndpoint, address: str) -> str:
+    """Return what a hub without keys allows to others; "" if it has keys, or only this machine reaches it."""
+    if endpoint.keys is not None or is_loopback(address):
+        return ""
+    return (
+        f"--insecure: anybody who reaches {address} can join under any name, change the model, put nodes out,"
+        " read the model and the journal, and end the run. Use this in a closed network only; else make keys"
+        " with `aedit keys` and name them with --keys."
+    )
+
+
 def _public_address(address: str) -> str:
     """Return HOST:PORT for other machines: the host name if the hub listens at all addresses."""
     host, _, port = address.rpartition(":")

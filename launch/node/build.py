@@ -53,7 +53,7 @@ def build(
     inner = make_inner(model, config.train)
     with closing(TorchTransport(world.mesh.get_group("sync"), timeout_s=config.edit.timeout_s)) as transport:
         exchange = _exchange(config, transport)
-        shared = make_shared(config, model, world)
+        shared = make_shared(config, model, world.device)
         if shared is not None:
             shared.attach(exchange)
         sync = _sync(config, model, inner, exchange)

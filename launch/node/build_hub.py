@@ -72,7 +72,7 @@ def build_with_hub(config: RunConfig, world: World, options: NodeStartOptions) -
     data = load_data(config, tokenizer, options.run_dir / "data")
     model = make_model(config, tokenizer, world)
     facts = facts_of(config, model, tokenizer, data)
-    shared = make_shared(config, model, world)
+    shared = make_shared(config, model, world.device)
     plan = agent_plan(config, options.membership, model, facts, data.num_samples, shared)
     link = _link(plan, world, options.run_dir)
     try:
@@ -188,7 +188,8 @@ def _link(plan: AgentPlan, world: World, run_dir: Path) -> AgentLink:
     link = None
     if world.leads:
         secret = rejoin_secret(run_dir / "rejoin" / file_name(plan.name))
-        link = start_agent(replace(plan, rejoin=secret), ranks=world.ranks)
+        votes = str(run_dir / "votes" / file_name(plan.name))
+        link = start_agent(replace(plan, rejoin=secret, votes=votes), ranks=world.ranks)
     if world.ranks > 1:
         told = [link.path if link else ""]
         group = world.mesh.get_group("shard")

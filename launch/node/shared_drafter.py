@@ -9,12 +9,11 @@ from aedit.async_sgd.rules.unit_rules import DRAFTER
 from aedit.edit.apart import SharedModule
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.unit_rules import unit_rules
-from aedit.launch.node.world import World
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
 from aedit.spec_rollout.drafters.draft_shape import DraftShape
 
 
-def make_shared(config: RunConfig, model: nn.Module, world: World) -> SharedModule | None:
+def make_shared(config: RunConfig, model: nn.Module, device: torch.device) -> SharedModule | None:
     """Return the unit of the drafter; None if the run shares none, or has no draft layer for this model."""
     if DRAFTER not in unit_rules(config):
         return None
@@ -26,4 +25,4 @@ def make_shared(config: RunConfig, model: nn.Module, world: World) -> SharedModu
     with torch.device("meta"):  # names and shapes only
         layer = DraftLayer(shape)
     shapes = {name: tensor.shape for name, tensor in layer.state_dict().items()}
-    return SharedModule(DRAFTER, shapes, world.device)
+    return SharedModule(DRAFTER, shapes, device)

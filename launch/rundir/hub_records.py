@@ -12,7 +12,7 @@ from typing import Any
 from aedit.launch.rundir.records import Notice
 from aedit.launch.rundir.rl_records import RLMetric
 from aedit.launch.rundir.server_records import ServerSample, with_evidence
-from aedit.launch.rundir.values import Line, number
+from aedit.launch.rundir.values import Line, number, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class NodeSample:
         refused = line.get("refused") or {}
         return NodeSample(
             node=int(line["node"]),
-            name=str(line.get("name") or line["node"]),
-            state=str(line.get("state") or "?"),
+            name=text(line.get("name") or line["node"]),
+            state=text(line.get("state") or "?"),
             steps=number(line.get("steps")),
             steps_per_s=number(line.get("steps_per_s")),
             pace_steps=number(line.get("pace_steps")),
@@ -68,7 +68,7 @@ class NodeSample:
             weight=number(line.get("weight")),
             staleness=number(line.get("staleness")),
             accepted=int(line.get("accepted") or 0),
-            refused={str(reason): int(count) for reason, count in refused.items()},
+            refused={text(reason): int(count) for reason, count in refused.items()},
             rl=RLMetric.of(line.get("rl")),
         )
 
@@ -129,7 +129,7 @@ class HubSample:
             versions=tuple(int(version) for version in versions),
             pending=int(line.get("pending") or sum(unit["pending"] for unit in units)),
             journal_bytes=number(line.get("journal_bytes", sum(journal.get(k, 0) for k in JOURNAL))),
-            follows=str(line.get("follows") or ""),
+            follows=text(line.get("follows")),
             founder=None if line.get("founder") is None else int(line["founder"]),
             anchor_bytes=float(line.get("anchor_bytes") or 0.0),
             servers=tuple(ServerSample.of(server) for server in line.get("servers") or ()),

@@ -7,7 +7,7 @@ missing that the views need; any other value that is missing, null or not a numb
 from dataclasses import dataclass
 
 from aedit.launch.rundir.rl_records import RLMetric, reward_error
-from aedit.launch.rundir.values import Line, number, numbers
+from aedit.launch.rundir.values import Line, number, numbers, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,4 +179,4 @@ class Notice:
             said = f"healed at round {line.get('round')} from node {line.get('from_node')}"
         if line["event"] == "reward_error":
             said = reward_error(line)
-        return Notice(float(line["t"]), str(line["event"]), str(said))
+        return Notice(float(line["t"]), text(line["event"]), text(said))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from aedit.launch.rundir.values import Line, counts, number
+from aedit.launch.rundir.values import Line, counts, number, text
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class ServerSample:
         """Return the state in one entry of `servers` of a hub's line."""
         evidence = line.get("evidence")
         return ServerSample(
-            name=_text(line["name"]),
-            address=_text(line.get("address")),
-            role=_text(line.get("role") or "rollout"),
-            state=_text(line.get("state") or "?"),
+            name=text(line["name"]),
+            address=text(line.get("address")),
+            role=text(line.get("role") or "rollout"),
+            state=text(line.get("state") or "?"),
             live=bool(line.get("live")),
             lag=number(line.get("lag")),
             tokens_per_s=number(line.get("tokens_per_s")),
@@ -59,15 +59,15 @@ class ServerSample:
             idle_s=number(line.get("idle_s")),
             idle_used_s=number(line.get("idle_used_s")),
             accused=counts(line.get("accused")),
-            reason=_text(line.get("reason")),
-            banned=_text(line.get("banned")),
+            reason=text(line.get("reason")),
+            banned=text(line.get("banned")),
             evidence=evidence if isinstance(evidence, Mapping) else {},
         )
 
     @property
     def evidence_line(self) -> str:
         """Return the evidence in one line for a person."""
-        return ", ".join(f"{_text(name)} {_text(value)}" for name, value in self.evidence.items())
+        return ", ".join(f"{text(name)} {text(value)}" for name, value in self.evidence.items())
 
 
 def with_evidence(
@@ -80,9 +80,3 @@ def with_evidence(
         else replace(server, evidence=known.get(server.name, {}))
         for server in servers
     )
-
-
-def _text(value: object) -> str:
-    """Return the value as text without control characters, which peers may have chosen."""
-    text = "" if value is None else str(value)
-    return "".join(one if one.isprintable() else "?" for one in text)

@@ -4,10 +4,17 @@ from collections.abc import Mapping
 from math import nan
 from typing import Any
 
+from aedit.types import printable
+
 Line = Mapping[str, Any]
 
 BAD_LINE = (KeyError, TypeError, ValueError, OverflowError, AttributeError)
 """Exceptions of reading a line of another program."""
+
+
+def text(value: object) -> str:
+    """Return the value as text without control characters, which peers may have chosen; "" for null."""
+    return "" if value is None else printable(str(value))
 
 
 def number(value: object) -> float:

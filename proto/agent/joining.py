@@ -81,9 +81,8 @@ class InitialSync:
         """Fetch one unit from other nodes, else from the hub.
 
         Each unit begins at another node, so that they share the work. Bytes that one of them has sent are not
-        asked for again, as long as the next has the same version. An anchor is checked against the hash that
-        its sender names: that finds damage, not malice. A donor is a member of the run, and has shown the
-        run's token.
+        asked for again, as long as the next has the same version. A donor may lie: what it has sent counts
+        once the hub names the same hash for that version. Else the unit comes from the hub.
         """
         # What proves to the hub who we are is no other node's business.
         request = pb.PullRequest(who=pb.Who(run=self._plan.run), unit=unit)
@@ -92,7 +91,7 @@ class InitialSync:
         random.shuffle(donors)
         for donor in donors[:DONORS]:
             if donor not in self._silent and self._is_taken(unit, download, giver(donor), donor):
-                return
+                break
         while not self._ended and membership.wait():
             request.who.CopyFrom(membership.who())
             if self._is_taken(unit, download, membership.client):
@@ -110,7 +109,7 @@ class InitialSync:
                 head = client.fetch(download, again=not donor)
                 if head.num_bytes != download.room_bytes or head.chain:
                     raise ValueError(f"{head.num_bytes} bytes, where an anchor has {download.room_bytes}")
-                self._transfers.versions[unit] = head.version
+                self._transfers.versions[unit] = 0 if donor else head.version
             return True
         except (HubRefused, HubUnreachable, ValueError) as error:
             if donor and isinstance(error, HubUnreachable):

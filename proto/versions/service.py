@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import grpc
@@ -12,6 +11,7 @@ from aedit.proto.versions.receiving import Missing, Receiving, TransferSupersede
 from aedit.proto.versions.store import LinesFull, LineUnknown, VersionStore
 from aedit.proto.wire import frames
 from aedit.proto.wire import versions_pb2 as pb
+from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.service import Caller, CallHandlers, Refusal, Service
 
@@ -146,8 +146,8 @@ def versions_service(core: VersionsCore, limits: Limits | None = None, threads: 
     """Return the service `Versions`. `threads`: transfers out, and as many in, at a time."""
     handlers = CallHandlers(limits or Limits())
     # As many more than may wait as answer those that may not.
-    newest, offers = ThreadPoolExecutor(_WAITERS + 4, "newest"), ThreadPoolExecutor(4, "offer")
-    gets, puts = ThreadPoolExecutor(threads, "get"), ThreadPoolExecutor(threads, "put")
+    newest, offers = FairPool(_WAITERS + 4, "newest"), FairPool(4, "offer")
+    gets, puts = FairPool(threads, "get"), FairPool(threads, "put")
     calls = {
         "Newest": handlers.call(pb.NewestRequest, core.newest, newest),
         "Get": handlers.download(pb.GetRequest, core.get, gets),

@@ -8,7 +8,7 @@ here, as it was given another secret.
 import hmac
 import secrets
 
-import grpc
+from aedit.proto.wire.call_context import CallContext
 
 AUTHOR = "aedit-author"
 """Name in the metadata of a call."""
@@ -25,7 +25,7 @@ def author_metadata(secret: str) -> tuple[tuple[str, str], ...]:
     return ((AUTHOR, secret),)
 
 
-def secret_of(context: grpc.ServicerContext) -> str:
+def secret_of(context: CallContext) -> str:
     """Return the caller's secret; empty if there is none, or more than one."""
     found = [value for key, value in context.invocation_metadata() or () if key == AUTHOR]
     return found[0] if len(found) == 1 and isinstance(found[0], str) else ""

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -12,9 +11,11 @@ from google.protobuf.message import Message
 
 from aedit.proto.wire import directory_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.security import ClientKeys
 from aedit.proto.wire.service import CallHandlers, Service
+from aedit.types import printable
 
 NAME = "aedit.v1.Directory"
 _THREADS = 4
@@ -47,7 +48,7 @@ class DirectoryCore(Protocol):
 
 def directory_service(core: DirectoryCore, limits: Limits) -> Service:
     """Return the service over `core`, with threads of its own."""
-    handlers, pool = CallHandlers(limits), ThreadPoolExecutor(_THREADS, "directory")
+    handlers, pool = CallHandlers(limits), FairPool(_THREADS, "directory")
     calls = {
         "Announce": handlers.named_call(pb.ServerCard, core.announce, pool),
         "Withdraw": handlers.named_call(pb.WithdrawRequest, core.withdraw, pool),
@@ -61,9 +62,9 @@ class DirectoryClient:
     """Client of the directory, for servers and trainers. Any thread may call.
 
     hubs: HOST:PORT of each hub process of the run, in the order of `HelloReply.addresses`; the first one has
-    the directory. standby: where that one's standby listens, which is asked when the hub does not answer or
-    does not lead any more. Every method raises HubUnreachable after its deadline, and HubRefused if the hub
-    refuses.
+    the directory. standby: where that one's standbys listen, separated by commas, which are asked when the
+    hub does not answer or does not lead any more. Every method raises HubUnreachable after its deadline, and
+    HubRefused if the hub refuses.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class DirectoryClient:
         call_timeout_s: float = 10.0,
     ) -> None:
         assert hubs, "a run has a hub"
-        places = (hubs[0], standby) if standby else (hubs[0],)
+        places = (hubs[0], *filter(None, standby.split(",")))
         self._run, self._timeout_s = run, call_timeout_s / len(places)
         self._clients = [HubClient(place, keys, call_timeout_s=self._timeout_s) for place in places]
         self._first = 0
@@ -149,7 +150,7 @@ def accusation(
     plain = dict(evidence)
     while len(data := json.dumps(plain, default=str).encode()) > MOST_EVIDENCE_BYTES:
         del plain[max(plain, key=lambda name: len(json.dumps(plain[name], default=str)))]
-    shown = "".join(one if one.isprintable() else "?" for one in reason)[:LONGEST_REASON]
+    shown = printable(reason, LONGEST_REASON)
     return pb.Accusation(
         node=node,
         session=session,

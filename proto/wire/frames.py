@@ -156,15 +156,35 @@ def receive(messages: Iterator[bytes], begin: Callable[[bytes], Assembly]) -> me
 
     Raises ValueError for anything that is not as declared, and what `messages` raises.
     """
-    first = unpack_chunk(next(messages, b""))
-    if not first.head:
-        raise ValueError("the first chunk has no head")
-    first.check()
-    assembly = begin(bytes(first.head))
-    assembly.add(first)
+    receiver = Receiver(begin)
     for message in messages:
-        assembly.add(unpack_chunk(message))
-    return assembly.data
+        receiver.add(message)
+    return receiver.data
+
+
+class Receiver:
+    """An array that is assembled from messages; `begin` reads the head and says what is to come."""
+
+    def __init__(self, begin: Callable[[bytes], Assembly]) -> None:
+        self._begin = begin
+        self._assembly: Assembly | None = None
+
+    def add(self, message: bytes) -> None:
+        """Take the next message. Raises ValueError for anything that is not as declared."""
+        chunk = unpack_chunk(message)
+        if self._assembly is None:
+            if not chunk.head:
+                raise ValueError("the first chunk has no head")
+            chunk.check()
+            self._assembly = self._begin(bytes(chunk.head))
+        self._assembly.add(chunk)
+
+    @property
+    def data(self) -> memoryview:
+        """Return the whole array. Raises ValueError as long as something is missing."""
+        if self._assembly is None:
+            raise ValueError("the first chunk has no head")
+        return self._assembly.data
 
 
 def _varint(value: int) -> bytes:

@@ -1,12 +1,15 @@
 """A gRPC server that the usual tools can inspect: health and reflection are on."""
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
+from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from aedit.proto.wire.async_calls import AsyncCalls, Handler
+from aedit.proto.wire.event_loop import finish
+from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.frames import MESSAGE_BYTES
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.security import ServerKeys
@@ -27,7 +30,6 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_concurrent_streams", 256),
 )
-_MAX_CALLS = 4096
 
 
 class Server:
@@ -39,28 +41,36 @@ class Server:
     def __init__(
         self, services: Sequence[Service], address: str, *, keys: ServerKeys | None = None, threads: int = 8
     ) -> None:
-        """Start serving. `threads` serve health, reflection, and services without `pools`."""
+        """Start serving. `threads` serve services without `pools`."""
         keys = keys or ServerKeys()
-        pool = ThreadPoolExecutor(threads, "serve")
+        pool = FairPool(threads, "serve")
         self._pools = [pool, *(p for service in services for p in service.pools)]
-        self._server = grpc.server(
-            pool, interceptors=list(keys.interceptors), options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS
-        )
-        for service in services:
-            self._server.add_generic_rpc_handlers(
-                (grpc.method_handlers_generic_handler(service.name, dict(service.handlers)),)
-            )
-        self._health = _add_health(self._server, [service.name for service in services], pool)
-        self.port = self._listen(address, keys)
+        finish(self._start(services, address, keys, AsyncCalls(pool)))
         self.address = f"{address.rpartition(':')[0]}:{self.port}"
-        self._server.start()
 
     def stop(self, grace_s: float) -> None:
         """Take no more calls; those under way have `grace_s` to end, and end then. Returns when they have."""
-        self._health.enter_graceful_shutdown()
-        self._server.stop(grace_s).wait(grace_s + 5)
+        finish(self._stop(grace_s), grace_s + 5)
         for pool in self._pools:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown()
+
+    async def _start(
+        self, services: Sequence[Service], address: str, keys: ServerKeys, calls: AsyncCalls
+    ) -> None:
+        checks = [_Check(check, calls) for check in keys.interceptors]
+        self._server = aio.server(interceptors=checks, options=_OPTIONS)
+        for service in services:
+            handlers = {name: calls.handler(plain) for name, plain in service.handlers.items()}
+            self._server.add_generic_rpc_handlers(
+                (grpc.method_handlers_generic_handler(service.name, handlers),)
+            )
+        self._health = await _add_health(self._server, [service.name for service in services])
+        self.port = self._listen(address, keys)
+        await self._server.start()
+
+    async def _stop(self, grace_s: float) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
 
     def _listen(self, address: str, keys: ServerKeys) -> int:
         try:
@@ -69,11 +79,27 @@ class Server:
             return self._server.add_secure_port(address, keys.credentials)
         except RuntimeError as error:
             for pool in self._pools:
-                pool.shutdown(wait=False)
+                pool.shutdown()
             raise UserError(
                 f"cannot listen on {address}: is another process there, or is it not an address of this"
                 f" machine? ({error})"
             ) from error
+
+
+class _Check(aio.ServerInterceptor):
+    """A check of `ServerKeys` in front of an asynchronous server."""
+
+    def __init__(self, check: grpc.ServerInterceptor, calls: AsyncCalls) -> None:
+        self._check, self._calls = check, calls
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        """Return the handler of the call, or one that refuses it."""
+        refusing: Handler | None = self._check.intercept_service(lambda details: None, handler_call_details)
+        return await continuation(handler_call_details) if refusing is None else self._calls.handler(refusing)
 
 
 def serve(
@@ -93,10 +119,10 @@ def serve(
     return Server(services, address, keys=credentials)
 
 
-def _add_health(server: grpc.Server, names: list[str], pool: ThreadPoolExecutor) -> health.HealthServicer:
-    servicer = health.HealthServicer(experimental_non_blocking=True, experimental_thread_pool=pool)
+async def _add_health(server: aio.Server, names: list[str]) -> "health.aio.HealthServicer":
+    servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     for name in (*names, ""):
-        servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return servicer

@@ -5,10 +5,10 @@ gets one line.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
@@ -16,6 +16,8 @@ from google.protobuf.message import DecodeError, Message
 
 from aedit.proto.wire import frames, hub_pb2
 from aedit.proto.wire.author import secret_of
+from aedit.proto.wire.call_context import Aborted, CallContext
+from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.identity import Stranger, shown_identity
 from aedit.proto.wire.limits import ByteBudget, Limits, Rates
 from aedit.proto.wire.watch import Stream, Watch
@@ -25,6 +27,10 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Pull = Callable[[hub_pb2.PullRequest], tuple[hub_pb2.PullHead, memoryview]]
+
+
+SMALL_BYTES = 2**16
+"""Most bytes of a call that lists neither parameters nor an array."""
 
 
 class Refusal(Exception):
@@ -55,7 +61,7 @@ class HubCore(Protocol):
         """Take the caller out of the run."""
 
     def take_over(self, request: hub_pb2.TakeOverRequest) -> hub_pb2.TakeOverReply:
-        """Count a vote for this standby."""
+        """Take a node's answer, and return what this hub asks of its voters."""
 
     def max_push_bytes(self, unit: int) -> int:
         """Return the largest size of a push of this unit; asked before anything is allocated for one."""
@@ -90,6 +96,9 @@ class HubCore(Protocol):
     def confirm(self, request: hub_pb2.ConfirmRequest) -> hub_pb2.ConfirmReply:
         """Note what the standby has on disk."""
 
+    def propose(self, request: hub_pb2.ProposeRequest) -> hub_pb2.Answer:
+        """Answer another hub that asks for a vote."""
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -111,7 +120,7 @@ class Service:
 
     name: str
     handlers: Mapping[str, Handler]
-    pools: tuple[ThreadPoolExecutor, ...] = ()
+    pools: tuple[FairPool, ...] = ()
 
 
 def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, ...]:
@@ -120,24 +129,27 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
     Calls that wait for one of them do not hold up the small calls.
     """
     handlers = CallHandlers(limits)
-    small, pushes = ThreadPoolExecutor(8, "call"), ThreadPoolExecutor(threads, "push")
-    pulls, tails = ThreadPoolExecutor(threads, "pull"), ThreadPoolExecutor(4, "tail")
+    small, pushes = FairPool(8, "call"), FairPool(threads, "push")
+    # Other calls wait for what these bring.
+    votes = FairPool(4, "vote")
+    pulls, tails = FairPool(threads, "pull"), FairPool(4, "tail")
     membership = {
-        "Hello": handlers.call(hub_pb2.HelloRequest, core.hello, small),
+        "Hello": handlers.call(hub_pb2.HelloRequest, core.hello, small, SMALL_BYTES),
         "Join": handlers.call_as(hub_pb2.JoinRequest, core.join, small),
-        "Heartbeat": handlers.call(hub_pb2.HeartbeatRequest, core.heartbeat, small),
-        "Lease": handlers.call(hub_pb2.LeaseRequest, core.lease, small),
-        "Leave": handlers.call(hub_pb2.LeaveRequest, core.leave, small),
-        "TakeOver": handlers.call(hub_pb2.TakeOverRequest, core.take_over, small),
+        "Heartbeat": handlers.call(hub_pb2.HeartbeatRequest, core.heartbeat, small, SMALL_BYTES),
+        "Lease": handlers.call(hub_pb2.LeaseRequest, core.lease, small, SMALL_BYTES),
+        "Leave": handlers.call(hub_pb2.LeaveRequest, core.leave, small, SMALL_BYTES),
+        "TakeOver": handlers.call(hub_pb2.TakeOverRequest, core.take_over, votes, SMALL_BYTES),
     }
     exchange = {"Push": handlers.push(core, pushes), "Pull": handlers.pull(core.pull, pulls)}
     state = {
-        "Status": handlers.call(hub_pb2.StatusRequest, core.status, small),
+        "Status": handlers.call(hub_pb2.StatusRequest, core.status, small, SMALL_BYTES),
         "Tail": handlers.tail(core, tails),
-        "Confirm": handlers.call(hub_pb2.ConfirmRequest, core.confirm, small),
+        "Confirm": handlers.call(hub_pb2.ConfirmRequest, core.confirm, votes, SMALL_BYTES),
+        "Propose": handlers.call(hub_pb2.ProposeRequest, core.propose, votes, SMALL_BYTES),
     }
     return (
-        Service("aedit.v1.Membership", membership, (small,)),
+        Service("aedit.v1.Membership", membership, (small, votes)),
         Service("aedit.v1.Exchange", exchange, (pushes, pulls)),
         Service("aedit.v1.State", state, (tails,)),
     )
@@ -145,7 +157,7 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
 
 def donor_service(pull: Pull, limits: Limits, threads: int) -> Service:
     """Return Exchange without Push, for a node that serves its anchors, `threads` at a time."""
-    pulls = ThreadPoolExecutor(threads, "pull")
+    pulls = FairPool(threads, "pull")
     return Service("aedit.v1.Exchange", {"Pull": CallHandlers(limits).pull(pull, pulls)}, (pulls,))
 
 
@@ -159,23 +171,29 @@ class CallHandlers:
         self._budget = ByteBudget(limits.in_flight_bytes)
         self._watch = Watch(limits.stall_s, limits.bytes_per_s)
 
-    def call(self, kind: type[M], answer: Callable[[M], Message], pool: ThreadPoolExecutor) -> Handler:
-        """Return a handler with one message in and one out."""
+    def call(
+        self,
+        kind: type[M],
+        answer: Callable[[M], Message],
+        pool: FairPool,
+        most_bytes: int = frames.MESSAGE_BYTES,
+    ) -> Handler:
+        """Return a handler with one message in and one out; `most_bytes`: of the one in."""
 
-        def behaviour(message: bytes, context: grpc.ServicerContext) -> bytes:
+        def behaviour(message: bytes, context: CallContext) -> bytes:
             with self._told(context, answer.__name__):
+                if len(message) > most_bytes:
+                    raise ValueError(f"a message of {len(message)} bytes, at most {most_bytes} are allowed")
                 request = kind.FromString(message)
                 self._admit(request, context)
                 return answer(request).SerializeToString()
 
         return grpc.unary_unary_rpc_method_handler(_in(pool, behaviour))
 
-    def call_as(
-        self, kind: type[M], answer: Callable[[M, Caller], Message], pool: ThreadPoolExecutor
-    ) -> Handler:
+    def call_as(self, kind: type[M], answer: Callable[[M, Caller], Message], pool: FairPool) -> Handler:
         """Return a handler like `call` whose `answer` is told who calls."""
 
-        def behaviour(message: bytes, context: grpc.ServicerContext) -> bytes:
+        def behaviour(message: bytes, context: CallContext) -> bytes:
             with self._told(context, answer.__name__):
                 request = kind.FromString(message)
                 self._admit(request, context)
@@ -184,7 +202,7 @@ class CallHandlers:
         return grpc.unary_unary_rpc_method_handler(_in(pool, behaviour))
 
     def named_call(
-        self, kind: type[M], answer: Callable[[M, str | None], Message], pool: ThreadPoolExecutor
+        self, kind: type[M], answer: Callable[[M, str | None], Message], pool: FairPool
     ) -> Handler:
         """Return a handler like `call`; `answer` also gets the name in the caller's certificate, if any."""
 
@@ -194,10 +212,10 @@ class CallHandlers:
         named.__name__ = answer.__name__
         return self.call_as(kind, named, pool)
 
-    def upload(self, take: Callable[[Iterator[bytes], Caller], Message], pool: ThreadPoolExecutor) -> Handler:
+    def upload(self, take: Callable[[Iterator[bytes], Caller], Message], pool: FairPool) -> Handler:
         """Return a handler for a stream of chunks in, which `take` reads; one that stands still is ended."""
 
-        def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        def behaviour(messages: Iterator[bytes], context: CallContext) -> bytes:
             with self._told(context, take.__name__), self._watch.over(context.cancel) as stream:
                 self._admit(None, context)
                 return take(_counted(messages, stream), caller(context)).SerializeToString()
@@ -205,11 +223,11 @@ class CallHandlers:
         return grpc.stream_unary_rpc_method_handler(_in(pool, behaviour))
 
     def download(
-        self, kind: type[M], answer: Callable[[M], tuple[bytes, memoryview, int]], pool: ThreadPoolExecutor
+        self, kind: type[M], answer: Callable[[M], tuple[bytes, memoryview, int]], pool: FairPool
     ) -> Handler:
         """Return a handler that sends chunks: `answer` returns head, data, and the byte to begin with."""
 
-        def behaviour(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        def behaviour(message: bytes, context: CallContext) -> Iterator[bytes]:
             with self._told(context, answer.__name__):
                 request = kind.FromString(message)
                 self._admit(request, context)
@@ -221,10 +239,10 @@ class CallHandlers:
 
         return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
 
-    def push(self, core: HubCore, pool: ThreadPoolExecutor) -> Handler:
+    def push(self, core: HubCore, pool: FairPool) -> Handler:
         """Return a handler for chunks in; the core sees them when they are complete."""
 
-        def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        async def behaviour(messages: AsyncIterator[bytes], context: CallContext) -> bytes:
             with self._told(context, "push"), ExitStack() as held:
                 heads: list[hub_pb2.PushHead] = []
 
@@ -233,19 +251,23 @@ class CallHandlers:
                     self._admit(heads[0], context)
                     return self._room(heads[0].num_bytes, core.max_push_bytes(heads[0].unit), held)
 
+                receiver = frames.Receiver(begin)
                 try:
-                    with self._watch.over(context.cancel) as stream:
-                        data = frames.receive(_counted(messages, stream), begin)
+                    async for message in self._moving(messages, context):
+                        await pool.run(context.peer(), partial(receiver.add, message))
+                    data = receiver.data
                 except frames.ArrayIncomplete:
                     raise  # Not a violation: gRPC may report a cut link as if the peer had ended the stream.
                 except ValueError as error:
-                    _name(core, heads, error)
+                    await pool.run(context.peer(), partial(_name, core, heads, error))
                     raise
-                return core.push(heads[0], data).SerializeToString()
+                del receiver
+                reply = await pool.run(context.peer(), partial(core.push, heads[0], data))
+                return reply.SerializeToString()
 
-        return grpc.stream_unary_rpc_method_handler(_in(pool, behaviour))
+        return grpc.stream_unary_rpc_method_handler(behaviour)
 
-    def pull(self, pull: Pull, pool: ThreadPoolExecutor) -> Handler:
+    def pull(self, pull: Pull, pool: FairPool) -> Handler:
         """Return a handler that sends the answer in chunks, from the requested byte on."""
 
         def answer(request: hub_pb2.PullRequest) -> tuple[bytes, memoryview, int]:
@@ -260,10 +282,10 @@ class CallHandlers:
         answer.__name__ = "pull"
         return self.download(hub_pb2.PullRequest, answer, pool)
 
-    def tail(self, core: HubCore, pool: ThreadPoolExecutor) -> Handler:
+    def tail(self, core: HubCore, pool: FairPool) -> Handler:
         """Return a handler that streams messages for as long as the peer is there."""
 
-        def behaviour(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        def behaviour(message: bytes, context: CallContext) -> Iterator[bytes]:
             with self._told(context, "tail"):
                 request = hub_pb2.TailRequest.FromString(message)
                 self._admit(request, context)
@@ -272,7 +294,14 @@ class CallHandlers:
 
         return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
 
-    def _admit(self, request: Message | None, context: grpc.ServicerContext) -> None:
+    async def _moving(self, messages: AsyncIterator[bytes], context: CallContext) -> AsyncIterator[bytes]:
+        """Yield `messages`. Ends the call if nothing moves, or too slowly."""
+        with self._watch.over(context.cancel) as stream:
+            async for message in messages:
+                stream.moved(len(message))
+                yield message
+
+    def _admit(self, request: Message | None, context: CallContext) -> None:
         """Refuse a caller that calls too often, or whose token and certificate have different holders.
 
         A node is identified by its host and by the index that it claims, so that a liar takes only from those
@@ -298,11 +327,11 @@ class CallHandlers:
         return assembly
 
     @contextmanager
-    def _told(self, context: grpc.ServicerContext, what: str) -> Iterator[None]:
+    def _told(self, context: CallContext, what: str) -> Iterator[None]:
         """End the call with a code and one line if anything fails inside the block."""
         try:
             yield
-        except grpc.RpcError:
+        except (grpc.RpcError, Aborted):
             raise  # The peer has gone, or was ended for standing still.
         except Refusal as refusal:
             context.abort(refusal.code, refusal.text)
@@ -316,7 +345,7 @@ class CallHandlers:
             log.exception("%s failed", what)
             context.abort(grpc.StatusCode.INTERNAL, f"{what} failed here: the log of this server says why")
 
-    def _say(self, context: grpc.ServicerContext, what: str, error: Exception) -> None:
+    def _say(self, context: CallContext, what: str, error: Exception) -> None:
         """Log an invalid message, at a bounded rate, so that no peer can fill the disk."""
         if self._lines.allow(_host(context)):
             log.warning("%s from %s: %s", what, context.peer(), str(error))
@@ -338,7 +367,7 @@ def _counted(messages: Iterator[bytes], stream: Stream) -> Iterator[bytes]:
         yield message
 
 
-def caller(context: grpc.ServicerContext) -> Caller:
+def caller(context: CallContext) -> Caller:
     """Return who makes this call. Raises Refusal if token and certificate are of different holders."""
     auth: Any = context.auth_context()
     try:
@@ -349,11 +378,11 @@ def caller(context: grpc.ServicerContext) -> Caller:
     return Caller(_host(context), name, role, secret_of(context))
 
 
-def _host(context: grpc.ServicerContext) -> str:
+def _host(context: CallContext) -> str:
     return context.peer().rpartition(":")[0]
 
 
-def _in(pool: ThreadPoolExecutor, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+def _in(pool: FairPool, behaviour: Callable[..., Any]) -> Callable[..., Any]:
     """Let gRPC run `behaviour` in the threads of `pool`."""
     behaviour.experimental_thread_pool = pool  # type: ignore[attr-defined]
     return behaviour

@@ -5,7 +5,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +13,8 @@ from google.protobuf.message import DecodeError
 
 from aedit.proto.wire import rollouts_pb2 as pb
 from aedit.proto.wire.author import secret_of
+from aedit.proto.wire.call_context import CallContext
+from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.service import CallHandlers, Refusal, Service
 from aedit.spec_rollout.service.host import EngineHost
@@ -66,8 +67,8 @@ class RolloutService:
 
     def service(self) -> Service:
         """Return the service, to be passed to a `Server`."""
-        small = ThreadPoolExecutor(2, "status")
-        streams = ThreadPoolExecutor(self._limits.streams + SPARE_THREADS, "stream")
+        small = FairPool(2, "status")
+        streams = FairPool(self._limits.streams + SPARE_THREADS, "stream")
         handler: Any = grpc.stream_stream_rpc_method_handler(_in(streams, self._generate))
         asked = CallHandlers(Limits()).call(pb.ServerStatusRequest, self._server_status, small)
         return Service(NAME, {"Generate": handler, "ServerStatus": asked}, (small, streams))
@@ -125,7 +126,7 @@ class RolloutService:
         }
         return pb.ServerStatusReply(json=json.dumps(figures, default=str))
 
-    def _generate(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _generate(self, messages: Iterator[bytes], context: CallContext) -> Iterator[bytes]:
         call = _Call(context, self._clock)
         refusal = self._admit(call)
         if refusal is None:
@@ -264,7 +265,7 @@ class RolloutService:
 class _Call:
     """One call of Generate: its stream once it is open, and its end."""
 
-    def __init__(self, context: grpc.ServicerContext, clock: Callable[[], float]) -> None:
+    def __init__(self, context: CallContext, clock: Callable[[], float]) -> None:
         self.context, self._clock = context, clock
         self.host, self.began_s = context.peer().rpartition(":")[0], clock()
         self.stream: TrainerStream | None = None
@@ -336,10 +337,10 @@ def _ending() -> Refusal:
     return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "this server is ending: use another one")
 
 
-def _in(pool: ThreadPoolExecutor, behaviour: Any) -> Any:
+def _in(pool: FairPool, behaviour: Any) -> Any:
     """Let gRPC run `behaviour` in the threads of `pool`. Methods take no attributes: a function does."""
 
-    def run(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def run(messages: Iterator[bytes], context: CallContext) -> Iterator[bytes]:
         yield from behaviour(messages, context)
 
     untyped: Any = run

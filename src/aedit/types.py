@@ -147,6 +147,11 @@ class UserError(Exception):
     """Error that only the user can correct. The command line shows it as one line and exits with code 2."""
 
 
+def printable(text: str, most: int | None = None) -> str:
+    """Return text of somebody else for a terminal: `?` for control characters, at most `most` characters."""
+    return "".join(one if one.isprintable() else "?" for one in text[:most])
+
+
 def check(ok: bool, name: str, rule: str, value: object) -> None:
     """Raise ValueError for a configuration value: `check(n > 0, "train.steps", "must be above 0", n)`."""
     if not ok:

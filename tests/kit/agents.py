@@ -194,6 +194,9 @@ class MemoryHub:
         self.term = max(self.term, request.who.term + 1)
         return pb.TakeOverReply(term=self.term, leads=True)
 
+    def propose(self, request):
+        raise AssertionError("no other hub asks for votes")
+
     def max_push_bytes(self, unit):
         return 4 * self.numels[unit]
 
@@ -249,7 +252,7 @@ class MemoryHub:
                 data, name = b"".join(pieces), self.codec_down
             else:
                 data, name, chain = self.anchors[unit].tobytes(), "fp32", []
-            self.pulled_bytes += len(data)
+            self.pulled_bytes += len(data) - (request.offset if request.version == version else 0)
             head = pb.PullHead(version=version, codec=name, chain=chain, num_bytes=len(data))
             head.sha256 = hashlib.sha256(data).digest()
             return head, memoryview(data)

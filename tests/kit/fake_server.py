@@ -9,7 +9,6 @@ import json
 import queue
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import grpc
@@ -20,6 +19,7 @@ from aedit.proto.versions.service import VersionsCore, versions_service
 from aedit.proto.versions.store import VersionStore
 from aedit.proto.wire import rollouts_pb2 as pb
 from aedit.proto.wire.author import secret_of
+from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.server import Server
 from aedit.proto.wire.service import Service
 from aedit.spec_rollout.audit.statement import PURPOSE, SigningKey
@@ -62,7 +62,7 @@ class FakeServer:
         self.silent, self.stalled, self.rejects, self.ending = False, False, False, False
         self.drawn = 0
         core = VersionsCore(self.store, lambda line, caller: self.secrets.get(line) == caller.secret)
-        pool = ThreadPoolExecutor(8, "fake")
+        pool = FairPool(8, "fake")
         generate = lambda messages, context: _Stream(self, messages, context).run()  # noqa: E731
         generate.experimental_thread_pool = pool
         handlers = {"Generate": grpc.stream_stream_rpc_method_handler(generate)}

@@ -1,0 +1,146 @@
+"""Asynchronous gRPC handlers made of plain ones: a call that waits for its peer takes no thread.
+
+A handler's work runs in the threads of its pool, one message at a time where it streams. Between two
+messages, and before the first one, only the event loop knows of the call.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias
+
+import grpc
+from grpc import aio
+
+from aedit.proto.wire.call_context import Aborted, CallContext
+from aedit.proto.wire.fair_pool import Crowded, FairPool
+from aedit.proto.wire.waiting_calls import WaitingCalls
+
+log = logging.getLogger(__name__)
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Write: TypeAlias = Callable[[Any], Any]
+_Work: TypeAlias = Callable[[AsyncIterator[bytes], CallContext, _Write], Coroutine[Any, Any, Any]]
+_LATER = grpc.StatusCode.RESOURCE_EXHAUSTED
+_SILENT = "too many open calls that have sent nothing: this one was ended to make room"
+_STATUS_S = 5.0
+_END = object()
+
+
+class AsyncCalls:
+    """Makes the handlers of one server. `pool`: of handlers that name none of their own."""
+
+    def __init__(self, pool: FairPool) -> None:
+        self._pool = pool
+        self._waiting = WaitingCalls()
+
+    def handler(self, plain: Handler) -> Handler:
+        """Return `plain` for an asynchronous server. Its bytes on the wire are the same."""
+        behaviour: Any = plain.unary_unary or plain.unary_stream or plain.stream_unary or plain.stream_stream
+        pool = getattr(behaviour, "experimental_thread_pool", self._pool)
+        if inspect.iscoroutinefunction(behaviour):
+            work = _native(behaviour)
+        else:
+            work = _threaded(behaviour, pool, bool(plain.request_streaming), bool(plain.response_streaming))
+
+        async def run(messages: AsyncIterator[bytes], context: "aio.ServicerContext[Any, Any]") -> Any:
+            return await self._run(work, messages, context)
+
+        # Both kinds read by themselves: gRPC would wait for a single request out of our sight.
+        kind = (
+            grpc.stream_stream_rpc_method_handler
+            if plain.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        return kind(run)
+
+    async def _run(
+        self, work: _Work, messages: AsyncIterator[bytes], context: "aio.ServicerContext[Any, Any]"
+    ) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        seen = CallContext(context, task)
+        peer, refusal = seen.peer(), None
+        self._waiting.enter(peer, seen, partial(seen.end, _LATER, _SILENT))
+        try:
+            return await work(self._heard(messages, peer, seen), seen, context.write)
+        except Aborted as error:
+            refusal = error
+        except Crowded as error:
+            refusal = Aborted(_LATER, str(error))
+        except asyncio.CancelledError:
+            if seen.ended is None:
+                raise
+            refusal = seen.ended
+        finally:
+            self._waiting.leave(peer, seen)
+            seen.finish()
+        with suppress(TimeoutError):  # a peer that reads nothing does not take the status either
+            async with asyncio.timeout(_STATUS_S):
+                await context.abort(refusal.code, refusal.text)
+
+    async def _heard(
+        self, messages: AsyncIterator[bytes], peer: str, call: CallContext
+    ) -> AsyncIterator[bytes]:
+        async for message in messages:
+            self._waiting.leave(peer, call)
+            yield message
+
+
+def _native(behaviour: Callable[..., Coroutine[Any, Any, Any]]) -> _Work:
+    async def work(messages: AsyncIterator[bytes], context: CallContext, write: _Write) -> Any:
+        return await behaviour(messages, context)
+
+    return work
+
+
+def _threaded(
+    behaviour: Callable[..., Any], pool: FairPool, request_streaming: bool, response_streaming: bool
+) -> _Work:
+    async def work(messages: AsyncIterator[bytes], context: CallContext, write: _Write) -> Any:
+        first = await anext(messages, None)
+        if first is None and not request_streaming:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a request")
+        request = _blocking(first, messages) if request_streaming else first
+        if not response_streaming:
+            return await pool.run(context.peer(), lambda: behaviour(request, context))
+        answers = behaviour(request, context)
+        try:
+            while (answer := await pool.run(context.peer(), lambda: next(answers, _END))) is not _END:
+                await write(answer)
+        finally:
+            _close(answers)
+
+    return work
+
+
+def _blocking(first: bytes | None, messages: AsyncIterator[bytes]) -> Iterator[bytes]:
+    """Yield `first` and then `messages`, for a thread that waits for each."""
+    loop = asyncio.get_running_loop()
+
+    def rest() -> Iterator[bytes]:
+        if first is not None:
+            yield first
+        while True:
+            try:
+                message = asyncio.run_coroutine_threadsafe(_next(messages), loop).result()
+            except BaseException:
+                raise grpc.RpcError("the call is over") from None
+            if message is None:
+                return
+            yield message
+
+    return rest()
+
+
+async def _next(messages: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(messages, None)
+
+
+def _close(answers: Any) -> None:
+    """End a generator. One that a thread runs at this moment ends by itself, as its call is over."""
+    with suppress(ValueError):
+        answers.close()

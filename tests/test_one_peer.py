@@ -1,0 +1,196 @@
+"""Tests that one peer cannot stop the others: open calls, idle streams, long messages, threads."""
+
+import asyncio
+import threading
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.hub_machine import world
+from kit.wire import MemoryCore, noise
+
+from aedit.async_sgd.rules.records import Merged
+from aedit.proto.wire import frames, hub_pb2
+from aedit.proto.wire.client import HubClient, channel
+from aedit.proto.wire.fair_pool import Crowded, FairPool
+from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.server import serve
+from aedit.proto.wire.waiting_calls import MOST, WaitingCalls
+
+DATA = noise(1000)
+WITHIN_S = 20.0
+
+
+@pytest.fixture
+def served():
+    """Return a hub with two threads per kind of call, its address, and an honest node's client."""
+    core = MemoryCore([noise(100)])
+    server = serve(core, "127.0.0.1:0", limits=Limits(stall_s=300.0, calls_per_s=1e9), threads=2)
+    client = HubClient(server.address, call_timeout_s=WITHIN_S)
+    yield core, server.address, client
+    client.close()
+    server.stop(0.0)
+
+
+@pytest.fixture
+def hold():
+    """Return a function that opens calls of a method, and sends `messages` but never ends them."""
+    stop, lines, opened = threading.Event(), [], []
+
+    def held(address, method, count, messages=()):
+        def sent():
+            yield from messages
+            stop.wait()
+
+        for first in range(0, count, 200):  # no more fit on one connection
+            lines.append(channel(address, None))
+            call = lines[-1].stream_unary(f"/aedit.v1.{method}")
+            opened.extend(call.future(sent()) for _ in range(first, min(count, first + 200)))
+        return opened
+
+    yield held
+    stop.set()
+    for line in lines:
+        line.close()
+
+
+def push(client, seq=1):
+    head = hub_pb2.PushHead(unit=1, seq=seq, num_bytes=len(DATA))
+    return client.push(head, memoryview(DATA)).accepted
+
+
+def test_push_streams_that_send_nothing_keep_nobody_from_pushing(served, hold):
+    _, address, client = served
+    hold(address, "Exchange/Push", 40)
+    client.heartbeat(hub_pb2.HeartbeatRequest())  # they have arrived by now, or will not hinder
+    assert push(client)
+
+
+def test_push_streams_that_stop_after_their_head_keep_nobody_from_pushing(served, hold):
+    _, address, client = served
+    head = hub_pb2.PushHead(unit=1, seq=1, num_bytes=2**20).SerializeToString()
+    (first,) = frames.chunks(head, memoryview(noise(10)))
+    hold(address, "Exchange/Push", 10, [frames.pack_chunk(first)])
+    assert push(client)
+
+
+def test_calls_without_a_request_keep_nobody_from_calling(served, hold):
+    _, address, client = served
+    hold(address, "Membership/Heartbeat", 40)
+    assert client.heartbeat(hub_pb2.HeartbeatRequest(steps=7)).total_steps == 7
+
+
+@pytest.mark.slow
+def test_more_open_calls_than_a_server_keeps_are_ended_and_members_go_on(served, hold):
+    """Found: 4,300 open calls made every beat fail."""
+    _, address, client = served
+    opened = hold(address, "Membership/Heartbeat", 4300)
+    for step in range(20):
+        assert client.heartbeat(hub_pb2.HeartbeatRequest(steps=step)).total_steps == step
+    assert push(client)
+    ended = [call for call in opened if call.done()]
+    assert len(ended) >= 4300 - MOST
+    assert {call.code() for call in ended} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+
+
+def test_the_oldest_silent_call_of_the_peer_with_most_of_them_makes_room():
+    calls, ended = WaitingCalls(3), []
+    for peer, name in [("a", 1), ("b", 2), ("a", 3), ("b", 4), ("b", 5)]:
+        calls.enter(peer, name, lambda name=name: ended.append(name))
+    assert ended == [1, 2]  # of two peers with two calls each, that of the first one
+    calls.leave("b", 4)
+    calls.leave("b", 4)
+    calls.enter("c", 6, lambda: ended.append(6))
+    assert ended == [1, 2]
+
+
+def test_a_beat_that_is_longer_than_any_honest_one_is_refused_before_the_hub_reads_it(served):
+    core, address, _ = served
+    block = hub_pb2.Consumed(start=2**60, upto=2**61)
+    long = hub_pb2.HeartbeatRequest(consumed=[block] * 50_000).SerializeToString()
+    assert len(long) > 1_000_000
+    with channel(address, None) as line, pytest.raises(grpc.RpcError) as refused:
+        line.unary_unary("/aedit.v1.Membership/Heartbeat")(long, timeout=WITHIN_S)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert core.calls == []
+
+
+def test_peers_take_turns_however_many_calls_each_has():
+    """One thread, 20 calls of one peer first: the first call of another one is second in line."""
+
+    async def order():
+        pool, done = FairPool(1, "test", most_waiting=20), []
+        begun = threading.Event()
+        first = asyncio.ensure_future(pool.run("busy", begun.wait))
+        await asyncio.sleep(0)
+        rest = [asyncio.ensure_future(pool.run("busy", lambda i=i: done.append(i))) for i in range(20)]
+        await asyncio.sleep(0)
+        with pytest.raises(Crowded):
+            await pool.run("busy", lambda: None)
+        rest.append(asyncio.ensure_future(pool.run("other", lambda: done.append("other"))))
+        rest[3].cancel()
+        await asyncio.sleep(0)
+        begun.set()
+        await asyncio.gather(first, *rest, return_exceptions=True)
+        pool.shutdown()
+        return done
+
+    assert asyncio.run(order()) == [0, "other", 1, 2, *range(4, 20)]
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=8),
+)
+def test_what_a_beat_says_of_leases_is_found_in_one_pass(sizes, consumed):
+    made = world()
+    for size in sizes:
+        made.lease(0, size)
+    leases = dict(made.hub.state.pool.leases[0])
+    found = {(r.start, r.upto) for r in made.hub.use(0, consumed)}
+    expected = {}
+    for start, upto in consumed:  # block by block, lease by lease
+        for lease, (used, end) in leases.items():
+            if start <= used < upto:
+                expected[lease] = max(expected.get(lease, 0), min(upto, end))
+    assert found == set(expected.items())
+
+
+def waits(made, rounds, pushes):
+    """Return how long each merge came after its first push; `pushes`: by round, who pushes."""
+    found = []
+    for turn in range(rounds):
+        made.tick(1.0)
+        for node in range(len(made.hub.state.members)):
+            made.heartbeat(node)
+        for node in pushes(turn):
+            made.push(node, 1.0)
+        began = made.now
+        while not any(isinstance(record, Merged) for record in made.tick(0.25)):
+            for node in range(len(made.hub.state.members)):
+                made.heartbeat(node)
+            assert made.now - began < 1000
+        found.append(made.now - began)
+    return found
+
+
+def test_a_live_member_that_never_pushes_is_waited_for_twice_and_not_longer_each_time():
+    made = world(3, quorum="all", expire_s=5.0)
+    found = waits(made, 12, lambda turn: [0, 1])
+    assert all(wait <= 5.5 for wait in found[:2])
+    assert all(wait <= 0.25 for wait in found[2:])
+    made.push(2, 1.0)  # it pushes again, and is awaited again
+    assert waits(made, 3, lambda turn: [0, 1, 2] if turn < 2 else [0, 1])[2] > 1.0
+
+
+def test_a_member_that_pushes_every_third_time_makes_no_wait_longer_than_the_one_before():
+    made = world(3, quorum="all", expire_s=5.0)
+    found = waits(made, 60, lambda turn: [0, 1] if turn % 3 else [0, 1, 2])
+    assert max(found[30:]) <= max(found[:30]) <= 5.5
+
+
+def test_who_is_not_awaited_is_the_same_after_a_restart():
+    made = world(3, quorum="all", expire_s=5.0)
+    waits(made, 5, lambda turn: [0, 1])
+    assert made.replayed().state.units[0].missed == made.hub.state.units[0].missed == {2: 2}
