@@ -41,6 +41,13 @@ RULES = {
         HubConfig(address="h:1", quorum=2, merge="rda", weights="tokens", codec_down="int8"),
         OuterConfig(),
     ),
+    **{
+        merge: (
+            HubConfig(address="h:1", quorum=3, merge=merge, weights="steps", codec_down="bf16"),
+            OuterConfig(kind="average", lr=1.0),
+        )
+        for merge in ("median", "geometric-median", "multi-krum", "centered-clip")
+    },
     "trimmed": (
         HubConfig(address="h:1", quorum=3, merge="trimmed", weights="uniform", codec_down="bf16"),
         OuterConfig(kind="average", lr=1.0),

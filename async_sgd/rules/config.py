@@ -10,6 +10,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Codec = Literal["fp32", "bf16", "int8", "e3m0", "topk"]
 
+MergeRule = Literal["mean", "rda", "trimmed", "median", "geometric-median", "multi-krum", "centered-clip"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
@@ -168,7 +170,11 @@ class LimitConfig:
     in_flight_bytes: int = 2**30
     """Bytes of all pushes being received at a time; who comes above it is asked to wait."""
 
+    connections: int = 1024
+    """Connections of one host at a time; the ones above it that were silent for longest are ended."""
+
     def __post_init__(self) -> None:
+        check(self.connections >= 1, "hub.limits.connections", "must be at least 1", self.connections)
         check(self.nodes >= 1, "hub.limits.nodes", "must be at least 1", self.nodes)
         check(self.names >= 1, "hub.limits.names", "must be at least 1", self.names)
         check(1 <= self.servers <= 512, "hub.limits.servers", "must be in [1, 512]", self.servers)
@@ -209,9 +215,16 @@ class HubConfig:
     grace_cap_s: float = 10.0
     """Longest such wait."""
 
-    merge: Literal["mean", "rda", "trimmed"] | ImportPath = "mean"
-    """Weighted mean; mean norm times mean direction per matrix (RDA); or a mean without the extremes of
-    every element, for members who are not trusted. Or a function of your own as `package.module:name`."""
+    merge: MergeRule | ImportPath = "mean"
+    """Weighted mean; mean norm times mean direction per matrix where directions agree (RDA); or, for members
+    who are not trusted: the mean without the extremes of every element (`trimmed`), the middle of every
+    element, the geometric median, the mean of those that are close to many others (`multi-krum`), or the
+    mean of differences that are no longer than usual (`centered-clip`). Or a function of your own as
+    `package.module:name`."""
+
+    merge_cut: float = 1 / 3
+    """Share of the pushes at either end that `trimmed` leaves out, and share of liars that `multi-krum`
+    reckons with; below half."""
 
     weights: Literal["uniform", "steps", "tokens", "penalty"] = "penalty"
     """Of a push in its merge, and of its node's share of a round: equal; its steps; tokens^2 / steps
@@ -279,7 +292,8 @@ class HubConfig:
             for place in filter(None, getattr(self, name).split(",")):
                 host, _, port = place.rpartition(":")
                 check(bool(host) and port.isdecimal(), f"hub.{name}", "must be HOST:PORT", repr(place))
-        check_known(self.merge, "hub.merge", ("mean", "rda", "trimmed"))
+        check_known(self.merge, "hub.merge", get_args(MergeRule))
+        check(0 <= self.merge_cut < 0.5, "hub.merge_cut", "must be in [0, 0.5)", self.merge_cut)
         check_known(self.codec, "hub.codec", get_args(Codec))
         check_known(self.codec_down, "hub.codec_down", ("fp32", "bf16", "int8", "e3m0"))
         check(self.parent_every >= 1, "hub.parent_every", "must be at least 1", self.parent_every)

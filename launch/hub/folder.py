@@ -18,6 +18,7 @@ _DECIDES = (
     "outer.",
     "edit.penalty.clip",
     "hub.merge",
+    "hub.merge_cut",
     "hub.codec_down",
     "hub.weights",
     "hub.parent",
