@@ -168,4 +168,4 @@ def test_a_plan_survives_the_way_to_another_process():
     )
     assert from_json(to_json(made)) == made
     assert made.numels == (7,)
-    assert [made.standby(k) for k in range(3)] == ["", "h:3", ""]
+    assert [made.standbys_of(k) for k in range(3)] == [(), ("h:3",), ()]

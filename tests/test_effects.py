@@ -18,6 +18,7 @@ USELESS = {
     "edit.fragments": '[edit]\nwarmup_steps = "all"\nfragments = 4\n',
     "outer.lr": '[edit]\nwarmup_steps = "all"\n[outer]\nlr = 0.8\n',
     "hub.merge": HUB + 'merge = "trimmed"\n',
+    "hub.merge_cut": HUB + 'quorum = "all"\nmerge_cut = 0.2\n',
     "hub.grace": HUB + "quorum = 1\ngrace = 0.5\n",
     "hub.grace_cap_s": HUB + 'quorum = "all"\ngrace_cap_s = 1.0\n',
     "edit.penalty.step_weight": HUB + 'weights = "steps"\n[edit.penalty]\nstep_weight = 0.5\n',

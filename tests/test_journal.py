@@ -131,6 +131,8 @@ def test_every_kind_of_record_comes_back_as_it_was(tmp_path):
         records.Leased(1, 0, 10),
         records.Used(1, 0, 5),
         records.Led(2),
+        records.Configured(2, 1, 2**62, (3, 2**62), (5, 2**61)),
+        records.Agreed(2, 1),
         records.Ticked(9.25),
         records.Banned("alpha", "00ff", "accused by 1 of 1 nodes", 7.5),
     ]

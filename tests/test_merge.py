@@ -19,7 +19,7 @@ LARGE = UnitLayout(
         TensorLayout("o", (2, 50, 3)),
     ),
 )
-RULES = ["mean", "rda", "trimmed"]
+RULES = ["mean", "rda", "trimmed", "median", "geometric-median", "multi-krum", "centered-clip"]
 
 
 class Held:
@@ -72,6 +72,16 @@ def rda_by_hand(layout, xs, w, s):
             found.append(plain)
             continue
         lengths = [np.sqrt((v**2).sum()) for v in vs]
+        cosines = [
+            (w[i] * w[j], vs[i] @ vs[j] / lengths[i] / lengths[j])
+            for i in range(len(vs))
+            for j in range(len(vs))
+            if i != j
+        ]
+        total = sum(a for a, _ in cosines)
+        if sum(a * c for a, c in cosines) / total <= 2 / np.sqrt(tensor.numel):
+            found.append(plain)
+            continue
         direction = sum(a * v / n for a, v, n in zip(w, vs, lengths, strict=True))
         length = sum(a * b * n for a, b, n in zip(w, s, lengths, strict=True)) / sum(w)
         found.append(length * direction / np.sqrt((direction**2).sum()))
@@ -98,8 +108,9 @@ def test_the_mean_by_hand(layout):
 
 
 @pytest.mark.parametrize("layout", [SMALL, LARGE])
-def test_mean_norm_times_mean_direction_by_hand(layout):
-    xs = vectors(layout, 4)
+@pytest.mark.parametrize("common", [0.0, 0.3, 3.0])
+def test_mean_norm_times_mean_direction_by_hand(layout, common):
+    xs = [x + common * np.abs(x).mean() for x in vectors(layout, 4)]
     got = merge(pairs(layout, xs, W, S), layout, "rda")
     np.testing.assert_allclose(got, rda_by_hand(layout, xs, W, S), rtol=1e-4, atol=1e-6)
 
@@ -150,8 +161,11 @@ def test_what_weighs_nothing_leaves_no_trace(rule, bad):
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=6), st.integers(0, 100))
-def test_mean_direction_keeps_the_mean_norm_of_every_matrix(weights, seed):
-    xs = vectors(SMALL, len(weights), seed)
+def test_mean_direction_keeps_the_mean_norm_of_every_matrix_where_directions_agree(weights, seed):
+    common = np.random.default_rng(seed + 1).normal(size=SMALL.numel)
+    xs = [
+        (0.2 * x / np.linalg.norm(x) + common) * np.linalg.norm(x) for x in vectors(SMALL, len(weights), seed)
+    ]
     got = pieces(SMALL, merge(pairs(SMALL, xs, weights), SMALL, "rda"))[0]
     lengths = [np.linalg.norm(pieces(SMALL, x)[0]) for x in xs]
     assert np.linalg.norm(got) == pytest.approx(np.average(lengths, weights=weights), rel=1e-4)

@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 from benchmarks.poison_parts.attacks import attacks
+from benchmarks.poison_parts.collusion import LIES, Collusion
 from kit.hub_processes import Client, HubProcess, HubRefused, ending, numbers, write_run
 
 from aedit.async_sgd.hub.members import Report
@@ -38,11 +39,10 @@ PUT_OUT = {
 GOAL = np.random.default_rng(0).normal(size=NUMEL)
 
 
-def run(quorum, tamper=None, nodes=NODES):
+def run(quorum, tamper=None, nodes=NODES, bad=(BAD,), **settings):
     """Run nodes that pull the anchor towards the goal, each with its own noise; return the anchor's path."""
-    weights = "penalty" if quorum == "all" else "uniform"
-    staleness = StalenessConfig(rule="constant")
-    hub_config = HubConfig(quorum=quorum, weights=weights, staleness=staleness)
+    settings = {"weights": "penalty" if quorum == "all" else "uniform"} | settings
+    hub_config = HubConfig(quorum=quorum, staleness=StalenessConfig(rule="constant"), **settings)
     outer = OuterConfig(kind="average", lr=1.0)
     penalty = PenaltyConfig(clip=None)
     plan = HubPlan(hub=hub_config, outer=outer, penalty=penalty, every=16, pace="steps", steps=16 * ROUNDS)
@@ -62,7 +62,7 @@ def run(quorum, tamper=None, nodes=NODES):
             D = 0.2 * (anchor - GOAL) + 0.1 * noise[node]
             facts = {"node": node, "unit": 0, "seq": round + 1 + (node == 0), "base": version}
             push = make_push(D.astype(np.float32), UNIT, steps=16, tokens=160, **facts)
-            hub.offer(tamper(push, UNIT) if tamper and node == BAD else push)
+            hub.offer(tamper(push, UNIT) if tamper and node in bad else push)
     return hub, float(np.linalg.norm(hub.hub.anchor(0)[1] - GOAL))
 
 
@@ -91,6 +91,33 @@ def test_what_is_crude_never_reaches_the_anchor(name, quorum):
     assert distance == pytest.approx(expected, rel=0.05)
     if quorum == 1:
         assert BAD not in hub.tally.accepted
+
+
+ROBUST = ("trimmed", "median", "geometric-median", "multi-krum", "centered-clip")
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("liars", [1, 2])
+@pytest.mark.parametrize("merge", ["mean", *ROBUST])
+def test_liars_who_know_all_honest_pushes_do_not_keep_the_others_from_their_goal(lie, liars, merge):
+    bad = frozenset(range(NODES - liars, NODES))
+    settings = {"merge": merge, "merge_cut": 0.25} if merge != "mean" else {}
+    hub, distance = run("all", Collusion(lie, bad, NODES).tamper, bad=range(NODES), **settings)
+    blamed = {node for node, _ in hub.tally.refused} | set(hub.tally.ignored)
+    assert blamed <= bad
+    most = 0.25 if lie == "ALIE" else 0.2  # which hides in the spread and moves medians most
+    assert distance < most * float(np.linalg.norm(GOAL))
+    if lie in ("sign flip", "IPM 0.5", "random, 60 times"):
+        assert blamed == bad
+
+
+@pytest.mark.parametrize("quorum", [1, "all"])
+@pytest.mark.parametrize("weights", ["penalty", "steps", "uniform"])
+def test_a_random_vector_of_60_times_that_claims_many_steps_costs_next_to_nothing(quorum, weights):
+    lie = Collusion("random, 60 times", frozenset({BAD}), NODES).tamper
+    _, distance = run(quorum, lie, bad=range(NODES), weights=weights)
+    _, clean = run(quorum, weights=weights)
+    assert distance - clean < 0.02 * float(np.linalg.norm(GOAL))
 
 
 # --- on the wire

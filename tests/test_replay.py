@@ -12,7 +12,7 @@ from aedit.async_sgd.hub.members import Report
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.journal.store import Store
 from aedit.async_sgd.rules.config import HubConfig, OuterConfig, PushFilterConfig
-from aedit.async_sgd.rules.records import Banned, Led, Merged, Mixed, Push, Record
+from aedit.async_sgd.rules.records import Agreed, Banned, Configured, Led, Merged, Mixed, Push, Record
 from aedit.edit.config import EditConfig
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.folder import claim
@@ -41,6 +41,13 @@ RULES = {
         HubConfig(address="h:1", quorum=2, merge="rda", weights="tokens", codec_down="int8"),
         OuterConfig(),
     ),
+    **{
+        merge: (
+            HubConfig(address="h:1", quorum=3, merge=merge, weights="steps", codec_down="bf16"),
+            OuterConfig(kind="average", lr=1.0),
+        )
+        for merge in ("median", "geometric-median", "multi-krum", "centered-clip")
+    },
     "trimmed": (
         HubConfig(address="h:1", quorum=3, merge="trimmed", weights="uniform", codec_down="bf16"),
         OuterConfig(kind="average", lr=1.0),
@@ -149,6 +156,9 @@ class Life:
                 self.push(node, self.chance.randrange(len(SHAPES)), wrong=node == 2 and turn % 8 == 7)
             if turn == 5:
                 self.commit([Banned(f"server-{self.now}", "ab" * 32, "other tokens", self.now)])
+            if turn in (2, 9):
+                decided = Configured(self.hub.state.term, turn, 7, (7, 8), (9,))
+                self.commit([decided, Agreed(*decided.ballot)][: 2 if turn == 2 else 1])
             if turn == 3 and self.hub.state.members[2].live:
                 self.commit(self.hub.garbled(2, 0, "damaged: chunk at byte 0"))
             if turn % 10 == 9:

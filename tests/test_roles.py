@@ -56,11 +56,11 @@ def test_only_a_hub_or_standby_reads_the_journal_and_confirms_it(tmp_path, keys,
             assert (
                 code(lambda name=name: hub.client(name).confirm(pb.ConfirmRequest())) == "PERMISSION_DENIED"
             )
-        assert not hub.leading.ledger.standby.attached
+        assert not hub.followers
         for name in ("hub", "second"):
             assert first_chunk(hub.client(name))
-            hub.client(name).confirm(pb.ConfirmRequest(segment=1))
-        assert hub.leading.ledger.standby.attached
+            hub.client(name).confirm(pb.ConfirmRequest(term=1, segment=1, replica=7))
+        assert hub.followers
 
 
 def test_the_token_that_all_nodes_share_does_not_replicate(tmp_path):
@@ -76,7 +76,7 @@ def test_more_than_the_journal_has_cannot_be_confirmed(tmp_path):
         node = hub.node().found()
         told = refusal(lambda: hub.client().confirm(pb.ConfirmRequest(segment=1, offset=2**40)))
         assert "is the newest" in str(told)
-        assert not hub.leading.ledger.standby.attached
+        assert not hub.followers
         assert node.push(0).accepted
 
 

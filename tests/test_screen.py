@@ -227,6 +227,18 @@ def test_nodes_of_two_kinds_that_pull_against_each_other_are_all_believed():
         assert not any(away([*ours, *(-x + 0.1 * y for x, y in zip(theirs, ours, strict=True))]))
 
 
+@pytest.mark.parametrize("liars", [1, 2, 3])
+def test_liars_who_agree_with_each_other_are_found_by_the_majority(liars):
+    honest = merge_of(1.0, 8 - liars)
+    lies = [-np.mean(honest, axis=0)] * liars
+    assert away([*honest, *lies]) == (False,) * (8 - liars) + (True,) * liars
+
+
+def test_two_camps_of_equal_size_are_both_kept():
+    ours = merge_of(3.0, 4)
+    assert away([*ours, *(-x for x in ours)]) == (False,) * 8
+
+
 def test_directions_need_four_with_weight_and_may_be_ignored():
     vectors = merge_of(1.0, 4)
     vectors[2] = -vectors[2]

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from aedit.async_sgd.rules.merge import merge, norm, unit_slices
+from aedit.async_sgd.rules.merge import THIRD, merge, norm, unit_slices
 from aedit.async_sgd.rules.outer import OuterOptimizer, OuterState, make_outer
 from aedit.async_sgd.rules.records import Part, Push, Values, Vector
 from aedit.async_sgd.rules.unit_rules import UnitRules
@@ -61,6 +61,8 @@ class AdvanceRule:
     """As `rules.merge.merge` takes it."""
     clip: float | None
     quantiser: Quantiser | None
+    cut: float = THIRD
+    """As `rules.merge.merge` takes it."""
 
     def factor(self, share: float | None) -> float:
         """Return the factor of a clipped mean that makes up this share of a round.
@@ -99,7 +101,7 @@ def merged(
     """
     if not any(part.weight > 0 for _, part in pushes):
         return _unchanged(old)
-    mean = merge(pushes, layout, rule.merge)
+    mean = merge(pushes, layout, rule.merge, rule.cut)
     length = norm(mean)
     scale = 1.0 if rule.clip is None else min(1.0, rule.clip / max(length, 1e-30))
     scale *= rule.factor(share)  # after clipping: a limit for a round is none for its parts together

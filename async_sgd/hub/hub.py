@@ -58,7 +58,8 @@ class Hub:
         """Create a hub that nobody has joined. quantiser: of `hub.codec_down`; None for "fp32"."""
         assert (quantiser is None) == (plan.hub.codec_down == "fp32"), "a codec that nobody uses, or none"
         self.plan, self.config = plan, plan.hub
-        self.rule = AdvanceRule(make_outer(plan.outer), plan.hub.merge, plan.penalty.clip, quantiser)
+        outer, clip = make_outer(plan.outer), plan.penalty.clip
+        self.rule = AdvanceRule(outer, plan.hub.merge, clip, quantiser, plan.hub.merge_cut)
         self.rules = advance.own_rules(plan.rules, quantiser)
         self.state = HubState(part=plan.part, has_parent=bool(plan.hub.parent), apart=frozenset(plan.rules))
         self.state.awaits_all = plan.hub.quorum == "all"

@@ -35,6 +35,8 @@ class Joiner:
     lost is the same. 0: not told."""
     prefers: int | None = None
     """The index it would like to have, if it is new and nobody has that."""
+    voter: int = 0
+    """Identity under which it votes in a failover; 0: it does not vote."""
     new_session: int = 0
     """Fingerprint of its new session, which the hub has drawn. 0: the number of joins of the run."""
     proof: str = ""
@@ -89,6 +91,7 @@ def _joined(state: HubState, joiner: Joiner, node: int, elapsed_s: float) -> Joi
         joiner.process,
         joiner.proof,
         joiner.origin,
+        joiner.voter,
     )
 
 

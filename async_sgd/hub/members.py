@@ -60,6 +60,8 @@ class Member:
     """As which it last joined: fingerprints, as the journal is read by others."""
     proof: str = ""
     origin: str = ""
+    voter: int = 0
+    """Identity under which it votes in a failover; 0: it does not vote."""
     donor: str = ""
     live: bool = False
     excluded: bool = False
@@ -87,6 +89,7 @@ class Member:
         """Take the record of a join: new session, process and donor address."""
         self.session, self.donor, self.live, self.gone = record.session, record.donor, True, ""
         self.process, self.proof, self.origin = record.process, record.proof, record.origin
+        self.voter = record.voter
 
     def accept(self, push: Push, *, counts: bool = True) -> None:
         """Count an accepted push. Every 16 accepted pushes forgive one violation.

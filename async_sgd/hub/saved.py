@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
 
 from aedit.async_sgd.hub.advance import Anchor
@@ -12,7 +12,7 @@ from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules.outer import OuterState
 from aedit.async_sgd.rules.push_filter import SizeHistory
 from aedit.async_sgd.rules.push_times import PushTimes
-from aedit.async_sgd.rules.records import Banned, Push, Vector
+from aedit.async_sgd.rules.records import Banned, Push, Vector, configured
 from aedit.async_sgd.rules.shares import Contribution
 from aedit.types import Layout, TensorLayout, UnitLayout, Verdict
 
@@ -66,6 +66,7 @@ def save_state(state: HubState) -> Saved:
         ),
     }
     numbers["banned"] = [astuple(ban) for ban in state.banned]
+    numbers["configs"] = [asdict(config) for config in state.configs]
     return Saved(numbers, tuple(_unit_out(index, unit) for index, unit in state.units.items()))
 
 
@@ -83,6 +84,7 @@ def load_state(saved: Saved, state: HubState) -> None:
     for node, start, used, end in pool["leases"]:
         state.pool.leases.setdefault(node, {})[start] = (used, end)
     state.banned = [Banned(*ban) for ban in numbers.get("banned", ())]
+    state.configs = tuple(configured(config) for config in numbers.get("configs", ()))
     state.units = {unit.index: _unit_in(unit) for unit in saved.units}
 
 

@@ -103,6 +103,8 @@ class HubState:
     """Steps per unit and node: every push counted against the members of its time."""
     banned: list[records.Banned] = field(default_factory=list)
     """Rollout servers."""
+    configs: tuple[records.Configured, ...] = ()
+    """Who leads with which replicas: from the newest configuration that is known to be agreed on."""
 
     # -- reading
 
@@ -182,6 +184,10 @@ class HubState:
                 self.pool.use(node, start, upto)
             case records.Led(term):
                 self.term = term
+            case records.Configured():
+                self.configs = (*self.configs, record)
+            case records.Agreed(term, number):
+                self.configs = tuple(one for one in self.configs if one.ballot >= (term, number))
             case records.Ticked(elapsed_s):
                 self._pass(elapsed_s)
             case records.Banned():

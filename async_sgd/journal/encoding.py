@@ -25,6 +25,7 @@ _PLAIN = {
         records.Leased,
         records.Used,
         records.Led,
+        records.Agreed,
         records.Ticked,
         records.Banned,
     )
@@ -100,6 +101,8 @@ def _in(plain: dict[str, Any], locate: Locate) -> Record:
             return records.Merged(plain["unit"], plain["version"], parts, plain["at_s"], plain.get("share"))
         case "Mixed":
             return records.Mixed(plain["unit"], plain["version"], locate(plain["values"]), plain["mix"])
+        case "Configured":
+            return records.configured(plain)
         case _:
             record: Record = _PLAIN[kind](**plain)
             return record

@@ -13,11 +13,9 @@ from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.journal.store import Store
 from aedit.async_sgd.rules.records import Merged, Mixed, Record
 
-STANDBY_SILENT_S = 2.0
-"""After so long without a word a standby is waited for no longer."""
-STANDBY_NEAR_BYTES = 8 * 2**20
-"""A standby that lags no further than this is waited for."""
-_WAIT_LIMIT_S = 30.0
+
+class Unconfirmed(Exception):
+    """Another hub that must have what was decided does not have it yet. It may still be confirmed later."""
 
 
 class Ledger:
@@ -42,7 +40,10 @@ class Ledger:
         """
         self.hub, self.journal, self.store, self._told, self.clock = hub, journal, store, told, clock
         self.lock = threading.RLock()
-        self.standby = StandbyTracker(clock)
+        self.confirmed: Callable[[Position], None] = lambda position: None
+        """Returns when all replicas have everything before the position. Raises Unconfirmed."""
+        self.versions_at: Position = journal.position
+        """Before it are the records of all versions."""
         self._saving = threading.Lock()
         # The whole segment counts: a hub that is killed again and again must come to a snapshot, too.
         self._snapshot_at: Position = (journal.position[0], 0)
@@ -61,6 +62,8 @@ class Ledger:
         for record in records:
             self.hub.apply(record, computed if isinstance(record, Merged | Mixed) else None)
             self._told(record)
+        if any(isinstance(record, Merged | Mixed) for record in records):
+            self.versions_at = position
         return position
 
     def store_payload(self, codec: str, numel: int, crc: int, data: memoryview) -> Payload:
@@ -75,9 +78,12 @@ class Ledger:
         return payload.stretch.file is self.journal.file
 
     def durable(self, position: Position) -> None:
-        """Return when `position` is on disk here, and at the standby if there is one. Raises Broken."""
+        """Return when `position` is on disk here and at all replicas.
+
+        Raises JournalBroken or Unconfirmed.
+        """
         self.journal.sync(position)
-        self.standby.wait(position)
+        self.confirmed(position)
 
     def snapshot_is_due(self, num_bytes: int) -> bool:
         """Return whether the journal has grown by `num_bytes`, and by enough, since the last snapshot."""
@@ -99,51 +105,3 @@ class Ledger:
             self._snapshot_at = self.journal.position
             self._saved_bytes = self.store.save(saved, number)
             return self._saved_bytes
-
-
-class StandbyTracker:
-    """The standby as its primary sees it: absent, catching up, or attached and waited for."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._change = threading.Condition()
-        self._heard_s = 0.0
-        self.confirmed: Position = (0, 0)
-        self.attached = False
-        self.changed: Callable[[bool], None] = lambda attached: None
-        """Called when it is waited for from now on, or no longer."""
-
-    def heard(self, confirmed: Position, newest: Position) -> None:
-        """Note that the standby has everything before `confirmed` on disk; the journal ends at `newest`."""
-        with self._change:
-            self._heard_s, self.confirmed = self._clock(), confirmed
-            near = confirmed[0] == newest[0] and newest[1] - confirmed[1] <= STANDBY_NEAR_BYTES
-            attaches = near and not self.attached
-            self.attached = self.attached or near
-            self._change.notify_all()
-        if attaches:
-            self.changed(True)
-
-    def wait(self, position: Position) -> None:
-        """Wait until the standby has everything before `position`, unless it is absent or falls silent."""
-        limit_s = self._clock() + _WAIT_LIMIT_S
-        with self._change:
-            while self.attached and self.confirmed < position:
-                now_s = self._clock()
-                if now_s - self._heard_s > STANDBY_SILENT_S or now_s > limit_s:
-                    self.attached = False
-                    self._change.notify_all()
-                    break
-                self._change.wait(0.1)
-            else:
-                return
-        self.changed(False)
-
-    def look(self) -> None:
-        """Detach a standby that has fallen silent while nobody waited for it."""
-        with self._change:
-            lost = self.attached and self._clock() - self._heard_s > STANDBY_SILENT_S
-            if lost:
-                self.attached = False
-        if lost:
-            self.changed(False)

@@ -10,6 +10,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Codec = Literal["fp32", "bf16", "int8", "e3m0", "topk"]
 
+MergeRule = Literal["mean", "rda", "trimmed", "median", "geometric-median", "multi-krum", "centered-clip"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
@@ -186,7 +188,8 @@ class HubConfig:
     Several, separated by commas, split the units among as many hub processes."""
 
     standby: str = ""
-    """HOST:PORT of a hub that follows the journal and takes over when the nodes ask it to."""
+    """HOST:PORT of a hub that follows the journal and can be elected when the hub fails. Several standbys are
+    separated by commas; if several hubs split the units, each of them has one, in the same order."""
 
     parent: str = ""
     """HOST:PORT of the hub of which this one is a node, for two levels (HALoS, arXiv:2506.04531)."""
@@ -208,9 +211,16 @@ class HubConfig:
     grace_cap_s: float = 10.0
     """Longest such wait."""
 
-    merge: Literal["mean", "rda", "trimmed"] | ImportPath = "mean"
-    """Weighted mean; mean norm times mean direction per matrix (RDA); or a mean without the extremes of
-    every element, for members who are not trusted. Or a function of your own as `package.module:name`."""
+    merge: MergeRule | ImportPath = "mean"
+    """Weighted mean; mean norm times mean direction per matrix where directions agree (RDA); or, for members
+    who are not trusted: the mean without the extremes of every element (`trimmed`), the middle of every
+    element, the geometric median, the mean of those that are close to many others (`multi-krum`), or the
+    mean of differences that are no longer than usual (`centered-clip`). Or a function of your own as
+    `package.module:name`."""
+
+    merge_cut: float = 1 / 3
+    """Share of the pushes at either end that `trimmed` leaves out, and share of liars that `multi-krum`
+    reckons with; below half."""
 
     weights: Literal["uniform", "steps", "tokens", "penalty"] = "penalty"
     """Of a push in its merge, and of its node's share of a round: equal; its steps; tokens^2 / steps
@@ -278,7 +288,8 @@ class HubConfig:
             for place in filter(None, getattr(self, name).split(",")):
                 host, _, port = place.rpartition(":")
                 check(bool(host) and port.isdecimal(), f"hub.{name}", "must be HOST:PORT", repr(place))
-        check_known(self.merge, "hub.merge", ("mean", "rda", "trimmed"))
+        check_known(self.merge, "hub.merge", get_args(MergeRule))
+        check(0 <= self.merge_cut < 0.5, "hub.merge_cut", "must be in [0, 0.5)", self.merge_cut)
         check_known(self.codec, "hub.codec", get_args(Codec))
         check_known(self.codec_down, "hub.codec_down", ("fp32", "bf16", "int8", "e3m0"))
         check(self.parent_every >= 1, "hub.parent_every", "must be at least 1", self.parent_every)
@@ -305,3 +316,8 @@ class HubConfig:
     def addresses(self) -> tuple[str, ...]:
         """Return one address per hub process; hub k owns the units i with i % len(addresses) == k."""
         return tuple(filter(None, self.address.split(",")))
+
+    def standbys_of(self, part: int) -> tuple[str, ...]:
+        """Return the standbys of hub process `part`: all, or one each if several hubs split the units."""
+        given = tuple(filter(None, self.standby.split(",")))
+        return given if len(self.addresses) == 1 else given[part : part + 1]

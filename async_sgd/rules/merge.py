@@ -4,20 +4,24 @@ Pushes are taken in the order of their nodes, whatever order they arrive in, so 
 same bits. A push of weight 0 is not read: `0 * nan` is `nan`.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aedit.async_sgd.rules.records import Part, Push, Vector
+from aedit.async_sgd.rules.robust import BY_PRODUCTS
 from aedit.types import UnitLayout, imported
 
 SLICE = 2**16
 """Elements worked on at a time: what a core keeps in its cache. A multiple of 4096, as `Values` wants it."""
 
 GRAIN = 4096
-NO_DIRECTION = 1e-6
-"""Length of the mean of unit vectors below which they point nowhere together."""
+THIRD = 1 / 3
+
+AGREEMENT = 2.0
+"""Standard deviations of the cosine of unrelated directions, beyond which directions agree."""
 
 NOTHING = 1e-30
 """A norm below which there is no direction."""
@@ -25,14 +29,16 @@ NOTHING = 1e-30
 Weighted = Sequence[tuple[Push, Part]]
 
 
-def merge(parts: Weighted, layout: UnitLayout, rule: str) -> Vector:
+def merge(parts: Weighted, layout: UnitLayout, rule: str, cut: float = THIRD) -> Vector:
     """Return sum(w s x) / sum(w), or what `rule` computes instead, as a new fp32 array.
 
     w >= 0 are weights and s are scales, one of each per push x. `rda` (arXiv:2604.21428): for each tensor of
     two or more dimensions sum(w |s x|) / sum(w) times the direction of sum(w x / |x|); the mean for all other
-    tensors and where directions cancel. `trimmed`: for each element the weighted mean without the third of
-    the values at either end. Any other `rule` is a function by import path, called with the parts that have
-    weight, in the order of their nodes, and the layout.
+    tensors, and where directions do not agree: a sum of unrelated directions is short with good reason.
+    `trimmed`: for each element the weighted mean without the share `cut` of the values at either end.
+    `median`: for each element the value in the middle, or the weighted mean of the two. The others are in
+    `robust`; `cut` is the share of liars that `multi-krum` reckons with. Any other `rule` is a function by
+    import path, called with the parts that have weight, in the order of their nodes, and the layout.
 
     Raises ValueError if no push has weight, or if that function cannot be imported or returns something else.
     """
@@ -47,9 +53,32 @@ def merge(parts: Weighted, layout: UnitLayout, rule: str) -> Vector:
         case "rda":
             return _rda(parts, layout)
         case "trimmed":
-            return _trimmed(parts, layout.numel)
+            return _trimmed(parts, layout.numel, _count(len(parts), cut))
+        case "median":
+            return _trimmed(parts, layout.numel, (len(parts) - 1) // 2)
+        case name if name in BY_PRODUCTS:
+            w_N = np.array([part.weight for _, part in parts])
+            a_N = BY_PRODUCTS[name](_products(parts, layout.numel), w_N, _count(len(parts), cut))
+            scale_N = np.array([part.scale for _, part in parts])
+            return _weighted_sum(parts, layout.numel, (a_N * scale_N).astype(np.float32))
         case path:
             return _checked(imported(path, "hub.merge")(parts, layout), path, layout.numel)
+
+
+def _count(num: int, cut: float) -> int:
+    """Return the share `cut` of `num` pushes, rounded down, and fewer than half of them."""
+    return min(int(num * cut + 1e-9), (num - 1) // 2)
+
+
+def _products(parts: Weighted, numel: int) -> NDArray[np.float64]:
+    """Return the inner products of the scaled pushes, [N, N], summed in float64 without BLAS."""
+    G_NN = np.zeros((len(parts), len(parts)))
+    for start, stop in unit_slices(numel):
+        pieces = [push.values.read(start, stop).astype(np.float64) * part.scale for push, part in parts]
+        for i, one in enumerate(pieces):
+            for j, other in enumerate(pieces[: i + 1]):
+                G_NN[i, j] += (one * other).sum()
+    return G_NN + np.tril(G_NN, -1).T
 
 
 def _checked(merged: Vector, path: str, numel: int) -> Vector:
@@ -120,19 +149,36 @@ def _direction_shares(parts: Weighted, layout: UnitLayout) -> NDArray[np.float32
 
 
 def _lengthen(total: Vector, parts: Weighted, layout: UnitLayout, ends: NDArray[np.int64]) -> None:
-    """Give each matrix of `total`, so far a mean of directions, its length; in place."""
+    """Give each matrix of `total`, so far a mean of directions, its length; in place.
+
+    Where directions do not agree, the plain mean takes its place.
+    """
     w_N = np.array([part.weight for _, part in parts])
     scale_N = np.array([part.scale for _, part in parts])
     for t, tensor in enumerate(layout.tensors):
         if len(tensor.shape) < 2:
             continue
-        lengths_N = scale_N * np.array([push.norms[t] for push, _ in parts])
+        norms_N = np.array([push.norms[t] for push, _ in parts])
+        lengths_N = scale_N * norms_N
         piece = total[ends[t] : ends[t + 1]]
         direction = norm(piece)
-        if direction > NO_DIRECTION:
+        if _agree(direction, (w_N * (norms_N > NOTHING)) / w_N.sum(), tensor.numel):
             piece *= np.float32(float((w_N * lengths_N).sum() / w_N.sum()) / direction)
         elif lengths_N.any():
             _mean_of_piece(parts, (int(ends[t]), int(ends[t + 1])), total)
+
+
+def _agree(length: float, a_N: NDArray[np.float64], numel: int) -> bool:
+    """Return whether directions agree beyond chance, from the length of their mean with the weights a.
+
+    length^2 = sum(a_i^2) + sum over pairs of a_i a_j cos_ij: the mean cosine of pairs is above that of
+    unrelated directions, which is 0 with a standard deviation of 1 / sqrt(numel).
+    """
+    own = float((a_N**2).sum())
+    pairs = float(a_N.sum() ** 2) - own
+    if pairs <= 1e-12:
+        return length > 0
+    return bool((length**2 - own) / pairs > AGREEMENT / math.sqrt(numel))
 
 
 def _mean_of_piece(parts: Weighted, at: tuple[int, int], total: Vector) -> None:
@@ -158,9 +204,9 @@ def norm(vector: Vector) -> float:
 # --- trimmed mean
 
 
-def _trimmed(parts: Weighted, numel: int) -> Vector:
+def _trimmed(parts: Weighted, numel: int, cut: int) -> Vector:
+    """Return for each element the weighted mean without `cut` values at either end."""
     total = np.empty(numel, np.float32)
-    cut = len(parts) // 3
     w_N1 = np.array([[part.weight] for _, part in parts], np.float32)
     for start, stop in unit_slices(numel):
         values_NE = np.stack([push.values.read(start, stop) for push, _ in parts])

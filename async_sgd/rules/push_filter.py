@@ -43,6 +43,9 @@ PATIENCE = 3
 ENOUGH = 4
 """Nodes, or pushes in a merge, that can be compared with each other."""
 
+AGAINST = -0.1
+"""Cosine of two pushes below which one undoes what the other does."""
+
 SAMPLE_BLOCKS = 64
 """Blocks of 4096 elements, spread over the unit, that directions are compared on."""
 
@@ -160,10 +163,13 @@ def outliers(pushes: Sequence[Push], config: PushFilterConfig) -> tuple[bool, ..
 def directions(
     parts: Sequence[tuple[Push, Part]], layout: UnitLayout, config: PushFilterConfig
 ) -> tuple[bool, ...]:
-    """Return which pushes of one merge point away from every other one: even the largest cosine is below 0.
+    """Return which pushes of one merge point away from every other one, or against most of them.
 
-    Only pushes with weight take part, and at least four of them; a large unit is compared on a sample. Nodes
-    with data of their own differ honestly, so the direction of the majority is not the measure.
+    Away: even the largest cosine is below 0. Against: the cosine is below `AGAINST` with more than half of
+    the others, so that liars who agree with each other are found, too; if that were half of all pushes or
+    more, there is no majority and it counts for nothing. Only pushes with weight take part, and at least four
+    of them; a large unit is compared on a sample. Nodes with data of their own differ honestly: their cosines
+    are near 0.
     """
     at = [i for i, (_, part) in enumerate(parts) if part.weight > 0]
     if not config.cosine or len(at) < ENOUGH:
@@ -173,6 +179,10 @@ def directions(
     agreement_N = cosines_NN.max(axis=1)
     chance = 2 / math.sqrt(numel)
     away = {i for i, agreement in zip(at, agreement_N, strict=True) if agreement < -chance}
+    np.fill_diagonal(cosines_NN, 0.0)
+    opposed_N = (cosines_NN < min(AGAINST, -chance)).sum(axis=1)
+    against = {i for i, opposed in zip(at, opposed_N, strict=True) if 2 * opposed > len(at) - 1}
+    away |= against if 2 * len(against) < len(at) else set()
     return tuple(i in away for i in range(len(parts)))
 
 

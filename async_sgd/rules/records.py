@@ -6,8 +6,9 @@ A hub decides (reading the time and its state), writes the decision down as reco
 them. The journal is the list of records; a restart, a replay and a standby only apply it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +71,8 @@ class Joined:
     """Fingerprint of the number of its process."""
     proof: str = ""
     origin: str = ""
+    voter: int = 0
+    """Identity under which the node votes in a failover; 0: it does not vote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,42 @@ class Led:
 
 
 @dataclass(frozen=True, slots=True)
+class Configured:
+    """The leader of a term asks the voters to agree on the replicas that hold every acknowledged record.
+
+    Later configurations have a greater ballot. See `docs/protocol.md`, "Failover".
+    """
+
+    term: int
+    number: int
+    """Counts the configurations of the term, from 1."""
+    leader: int
+    replicas: tuple[int, ...]
+    """Identities of the hubs that must have a record on disk before it is acknowledged; sorted."""
+    electors: tuple[int, ...] = ()
+    """Identities of the nodes that break ties; sorted."""
+
+    @property
+    def ballot(self) -> tuple[int, int]:
+        """Return (term, number), by which configurations are ordered."""
+        return self.term, self.number
+
+
+def configured(plain: Mapping[str, Any]) -> Configured:
+    """Return the configuration with these fields, in which JSON has lists for tuples."""
+    lists = {name: tuple(plain[name]) for name in ("replicas", "electors")}
+    return Configured(plain["term"], plain["number"], plain["leader"], **lists)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The voters have agreed on the configuration with this ballot; older ones are void."""
+
+    term: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """The run has lasted this long, outages of the hub not counted."""
 
@@ -221,6 +260,8 @@ Record = (
     | Leased
     | Used
     | Led
+    | Configured
+    | Agreed
     | Ticked
     | Banned
 )

@@ -14,6 +14,7 @@ from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.async_sgd.service.tailing import Tailing
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Caller
+from aedit.proto.wire.vote_messages import answer_in, answer_out, proposal_in, proposal_out
 
 _SESSION_BITS = 63
 """What a node's trainer and its agent hand each other is signed."""
@@ -23,10 +24,7 @@ class Driver:
     """`HubCore` of a leading hub. Small calls hold the lock only briefly."""
 
     def __init__(self, guard: RequestGuard, responder: HelloResponder, status: Callable[[int], str]) -> None:
-        """Create the driver. status.
-
-        Returns the status as JSON, with the hub's own metric lines after a number.
-        """
+        """Create the driver. status: returns the status as JSON, with the metric lines after a number."""
         self._guard, self._ledger, self._hub = guard, guard.ledger, guard.ledger.hub
         self._responder, self._status = responder, status
         self._tailing = Tailing(guard)
@@ -39,7 +37,7 @@ class Driver:
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
         """Return the run's configuration to a peer of the same protocol and method."""
         self._guard.check_leads()
-        return self._responder.reply(request, self._hub.state.term)
+        return self._responder.reply(request, self._hub.state.term, leads=True)
 
     def join(self, request: pb.JoinRequest, caller: Caller) -> pb.JoinReply:
         """Make the caller a member, and return what it must know. Raises Refusal with the reason."""
@@ -65,10 +63,11 @@ class Driver:
             member = self._guard.speaker(request.who)
             self._hub.heartbeat(member.node, report, now)
             used = self._used(member, request.consumed)
-            position = self._ledger.commit(used)
+            position, versions_at = self._ledger.commit(used), self._ledger.versions_at
             told = messages.tell(self._hub, member.node, now)
         if used:  # else there is nothing in it that a crash could make untrue
             self._guard.durable(position)
+        self._guard.shown(versions_at)
         return told
 
     def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:
@@ -78,13 +77,11 @@ class Driver:
             member = self._guard.speaker(request.who)
             held = [(block.start, block.end) for block in request.held]
             lost = self._hub.state.pool.unknown(member.node, held) if request.lists_held else []
-            if lost:
-                return pb.LeaseReply(blocks=[pb.Block(start=start, end=end) for start, end in lost])
-            leased = self._hub.lease(member.node, request.samples, now)
+            leased = [] if lost else self._hub.lease(member.node, request.samples, now)
             position = self._ledger.commit(leased)
         self._guard.durable(position)
-        blocks = [pb.Block(start=r.start, end=r.end) for r in leased if isinstance(r, Leased)]
-        return pb.LeaseReply(blocks=blocks)
+        blocks = lost or [(record.start, record.end) for record in leased if isinstance(record, Leased)]
+        return pb.LeaseReply(blocks=[pb.Block(start=start, end=end) for start, end in blocks])
 
     def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
         """Take a member out that has sent its last pushes."""
@@ -98,10 +95,21 @@ class Driver:
         return pb.LeaveReply()
 
     def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
-        """Return that this hub leads already."""
+        """Take a node's answer to what this leader asks of its voters; return what it asks now."""
         with self._guard.deciding():
             self._guard.check_who(request.who)
-            return pb.TakeOverReply(term=self._hub.state.term, leads=True)
+        leadership = self._guard.leadership
+        if request.HasField("answer"):
+            leadership.count(answer_in(request.answer))
+        reply, asks = pb.TakeOverReply(term=self._hub.state.term, leads=True), leadership.asks()
+        if asks is not None:
+            reply.asks.CopyFrom(proposal_out(asks))
+        return reply
+
+    def propose(self, request: pb.ProposeRequest) -> pb.Answer:
+        """Answer another hub of the run that asks for a vote."""
+        self._guard.check_who(pb.Who(run=request.run))
+        return answer_out(self._guard.leadership.answer(proposal_in(request.proposal)))
 
     def status(self, request: pb.StatusRequest) -> pb.StatusReply:
         """Return the hub's status as JSON."""

@@ -92,7 +92,6 @@ class HubWorker:
                 self._tick(now)
             except NoSpace as error:
                 self.is_full(error)
-        ledger.standby.look()
         if ledger.snapshot_is_due(self._snapshot_bytes) and not self._is_saving():
             self._snapshots = threading.Thread(target=self._snapshot, name="snapshot", daemon=True)
             self._snapshots.start()

@@ -37,7 +37,7 @@ class HelloResponder:
         method = pb.Method(settings=dict(self.method))
         return pb.HelloRequest(protocol=self.protocol, version=self.version, method=method)
 
-    def reply(self, request: pb.HelloRequest, term: int) -> pb.HelloReply:
+    def reply(self, request: pb.HelloRequest, term: int, *, leads: bool = False) -> pb.HelloReply:
         """Return the reply. Raises Refusal, with the difference named, for another protocol or method."""
         theirs = f"aedit {request.version[:_SHOWN]}"
         if request.protocol != self.protocol:
@@ -60,6 +60,7 @@ class HelloResponder:
             config=self.config,
             addresses=self.addresses(),
             standby=self.standby(),
+            leads=leads,
         )
 
 

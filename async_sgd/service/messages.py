@@ -46,6 +46,7 @@ def joiner(request: pb.JoinRequest) -> Joiner:
         facts=tuple(sorted(request.facts.items())),
         num_samples=request.num_samples,
         donor=request.donor,
+        voter=request.voter,
         prefers=request.prefers - 1 if request.prefers else None,
     )
 

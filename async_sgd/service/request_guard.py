@@ -10,13 +10,16 @@ import grpc
 from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.members import Member
 from aedit.async_sgd.journal.journal import JournalBroken, NoSpace, Position
-from aedit.async_sgd.journal.ledger import Ledger
+from aedit.async_sgd.journal.ledger import Ledger, Unconfirmed
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.callers import fingerprint
 from aedit.async_sgd.service.engine import HubWorker
+from aedit.async_sgd.service.leadership import Leadership
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
 
+SHOWN_LIMIT_S = 0.5
+"""Shorter than a node waits for the reply to a heartbeat."""
 _ASK_S = 1.0
 """Least time between two questions to the other hub for its term."""
 
@@ -24,12 +27,8 @@ _ASK_S = 1.0
 class RequestGuard:
     """The checks of a hub that leads under one term, for all its services."""
 
-    def __init__(self, ledger: Ledger, engine: HubWorker, run: str, *, has_other: bool) -> None:
-        """Create the checks. has_other: whether another hub could lead instead.
-
-        A standby, or a former leader.
-        """
-        self.ledger, self.engine, self.run, self._has_other = ledger, engine, run, has_other
+    def __init__(self, ledger: Ledger, engine: HubWorker, run: str, leadership: Leadership) -> None:
+        self.ledger, self.engine, self.run, self.leadership = ledger, engine, run, leadership
         self.replaced = threading.Event()
         """Another hub leads under a higher term: this one has nothing to say any more."""
         self._believes_hubs = False
@@ -62,6 +61,8 @@ class RequestGuard:
         except NoSpace as error:
             self.engine.is_full(error)
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from error
+        except Unconfirmed as error:
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from error
         except JournalBroken as error:
             self.engine.fail(error)
             raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the hub's disk has failed: {error}") from error
@@ -92,7 +93,7 @@ class RequestGuard:
         own = self.ledger.hub.state.term
         if term <= own:
             return
-        if not self._has_other:
+        if not self.leadership.has_others:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no term {term} in this run")
         if from_hub and self._believes_hubs:
             self.replaced.set()
@@ -119,7 +120,7 @@ class RequestGuard:
 
     def check_follower(self) -> None:
         """Raise Refusal if no hub can follow this one: a false standby would only make it wait."""
-        if not self._has_other:
+        if not self.leadership.has_others:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "this run has no standby (hub.standby)")
 
     def check_leads(self) -> None:
@@ -133,4 +134,13 @@ class RequestGuard:
         """Return when a crash cannot take `position` back; only then may a peer be told."""
         with self.told():
             self.ledger.durable(position)
+        self.check_leads()
+
+    def shown(self, position: Position) -> None:
+        """Return when another hub that may lead cannot lack what is before `position`.
+
+        A reply shows versions: they must not go back when that hub leads.
+        """
+        with self.told():
+            self.leadership.wait(position, SHOWN_LIMIT_S)
         self.check_leads()

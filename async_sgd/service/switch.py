@@ -63,3 +63,7 @@ class Switch:
     def confirm(self, request: pb.ConfirmRequest) -> pb.ConfirmReply:
         """Call `core.confirm`."""
         return self.core.confirm(request)
+
+    def propose(self, request: pb.ProposeRequest) -> pb.Answer:
+        """Call `core.propose`."""
+        return self.core.propose(request)

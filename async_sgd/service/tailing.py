@@ -1,4 +1,4 @@
-"""Stream the growing journal to a standby."""
+"""Stream the growing journal to standbys."""
 
 import time
 import zlib
@@ -20,7 +20,7 @@ _QUIET_S = 0.5
 
 
 class Tailing:
-    """The primary's side of its standby."""
+    """The leader's side of its standbys."""
 
     def __init__(self, guard: RequestGuard) -> None:
         self._guard, self._ledger = guard, guard.ledger
@@ -48,7 +48,8 @@ class Tailing:
                 f"byte {request.offset} of segment {request.segment} is confirmed, and {newest} is the newest"
             )
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
-        self._ledger.standby.heard((request.segment, request.offset), newest)
+        if request.term == self._ledger.hub.state.term:
+            self._guard.leadership.confirm(request.replica, (request.segment, request.offset))
         return pb.ConfirmReply()
 
     def _segments(self, segment: int, offset: int) -> Iterator[pb.TailChunk]:

@@ -145,7 +145,11 @@ def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
         default="0/1",
         help="index of this hub among N that split the units (default 0/1)",
     )
-    hub.add_argument("--standby", action="store_true", help="follow the hub, and take over if it fails")
+    hub.add_argument("--standby", action="store_true", help="follow the hub, and lead once elected")
+    does = "which of the addresses in hub.standby it is, from 1 (default 1)"
+    hub.add_argument("--standby-number", metavar="K", type=int, default=1, help=does)
+    does = "lead without a vote, if the other hubs are gone for good; prints what may be lost"
+    hub.add_argument("--force-lead", action="store_true", help=does)
     _add_trust(hub)
 
 
@@ -244,6 +248,8 @@ def _hub(options: Options) -> int:
         directory=options.directory or Path(config.dir) / config.name / "hub",
         part=(int(part), int(parts)),
         standby=options.standby,
+        standby_number=options.standby_number,
+        force_lead=options.force_lead,
         keys=options.keys,
         insecure=options.insecure,
     )

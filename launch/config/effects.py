@@ -43,10 +43,16 @@ RULES = (
     ),
     EffectRule(("edit.prefetch",), "edit.landing", lambda c: c.edit.landing == "arrival", '"forward"'),
     EffectRule(
-        ("hub.merge", "hub.grace", "hub.grace_cap_s"),
+        ("hub.merge", "hub.merge_cut", "hub.grace", "hub.grace_cap_s"),
         "hub.quorum",
         lambda c: _has_hub(c) and c.hub.quorum == 1,
         "2 or more",
+    ),
+    EffectRule(
+        ("hub.merge_cut",),
+        "hub.merge",
+        lambda c: _has_hub(c) and c.hub.merge not in ("trimmed", "multi-krum"),
+        '"trimmed" or "multi-krum"',
     ),
     EffectRule(
         ("hub.grace", "hub.grace_cap_s"),

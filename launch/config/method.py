@@ -32,6 +32,7 @@ _DECIDES = (
     "edit.penalty.",
     "outer.",
     "hub.merge",
+    "hub.merge_cut",
     "hub.weights",
     "hub.codec",
     "hub.codec_down",

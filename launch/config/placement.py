@@ -51,6 +51,8 @@ class JoinOptions:
     """Name of the node, kept over restarts so that the hub recognizes it."""
 
     standby: str = ""
+    """HOST:PORT of the standbys, separated by commas: of a single hub all, of several one for each."""
+
     keys: Path | None = None
     """Folder of keys that `aedit keys` made for this node; None without TLS."""
 
@@ -59,6 +61,11 @@ class JoinOptions:
 
     prefers: int | None = None
     """Preferred index of the node."""
+
+    @property
+    def standbys_of_first(self) -> str:
+        """Return the standbys of the first hub, separated by commas."""
+        return self.standby.split(",")[0] if "," in self.hub else self.standby
 
     def words(self) -> list[str]:
         """Return the options for the node program."""
@@ -82,7 +89,9 @@ def check_hub_start(config: RunConfig, placement: Placement) -> None:
     others = f"aedit hub CONFIG on its machine, aedit join {reach} on each of the others"
     if placement.nodes > 1 or placement.master:
         raise UserError(f"--nodes, --master: no effect with hub.address = {hub.address}; use {others}")
-    open_to_others = [one for one in (*hub.addresses, hub.standby) if one and not is_loopback(one)]
+    open_to_others = [
+        one for one in (*hub.addresses, *hub.standby.split(",")) if one and not is_loopback(one)
+    ]
     if open_to_others:
         raise UserError(
             f"hub.address = {open_to_others[0]} is not a loopback address: aedit run starts only a hub of"

@@ -21,6 +21,8 @@ class HubEndpoint:
     address: str
     """HOST:PORT as configured; port 0 chooses a free port."""
     keys: Path | None
+    number: int = 1
+    """Which of the standbys it is, if it is one."""
 
     @property
     def preferred_address(self) -> str:
@@ -34,22 +36,25 @@ class HubEndpoint:
 
     @property
     def uses_standby_address(self) -> bool:
-        """Return whether the hub listens at the configured standby address, whatever its role is now."""
-        return bool(self.config.hub.standby) and self.address == self.config.hub.standby and self.standby
+        """Return whether the hub listens at a configured standby address, whatever its role is now."""
+        return self.standby and self.address in self._standbys[self.number - 1 : self.number]
 
     @property
-    def other(self) -> str:
-        """Return the address of the other hub of the pair of leader and standby.
+    def num_others(self) -> int:
+        """Return the number of hubs besides this one that may lead."""
+        return len(self._standbys)
 
-        "" if there is none or it is unknown.
-        """
-        if not self.config.hub.standby:
-            return ""
-        if self.uses_standby_address:
-            return folder.actual_address(
-                self.config.hub.addresses[self.part[0]], self._folder_of(self.part[0])
-            )
-        return folder.actual_address(self.config.hub.standby, self.directory.parent / "standby")
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Return the addresses of the other hubs that may lead, without those that are not known yet."""
+        part = self.part[0]
+        places = [(self.config.hub.addresses[part], self._folder_of(part))]
+        places += [
+            (address, self.directory.parent / folder.of_standby(number))
+            for number, address in enumerate(self._standbys, 1)
+        ]
+        del places[self.number if self.uses_standby_address else 0]
+        return tuple(filter(None, (folder.actual_address(*place) for place in places)))
 
     def addresses(self) -> tuple[str, ...]:
         """Return the addresses of all hubs that split the units, with this hub's own address for its part."""
@@ -79,8 +84,12 @@ class HubEndpoint:
         return keys or ServerKeys()
 
     def client_keys(self) -> ClientKeys:
-        """Return the TLS keys for calls to the other hub."""
+        """Return the TLS keys for calls to the other hubs."""
         return client_keys(self.keys) if self.keys else ClientKeys()
+
+    @property
+    def _standbys(self) -> tuple[str, ...]:
+        return self.config.hub.standbys_of(self.part[0])
 
     def _folder_of(self, part: int) -> Path:
         """Return the folder of the leading hub of `part` in a local run."""

@@ -18,6 +18,7 @@ _DECIDES = (
     "outer.",
     "edit.penalty.clip",
     "hub.merge",
+    "hub.merge_cut",
     "hub.codec_down",
     "hub.weights",
     "hub.parent",
@@ -97,6 +98,15 @@ def _compare(directory: Path, config: RunConfig, part: tuple[int, int]) -> None:
                 f"{name} was {before.get(name)!r} and cannot become {now.get(name)!r} within a run:"
                 f" restore the value, or start another run"
             )
+
+
+MIRROR = "mirror.json"
+"""File with the term of the hub whose journal is in the folder; there is none in the folder of a leader."""
+
+
+def of_standby(number: int) -> str:
+    """Return the name of the folder of standby `number`, counted from 1, in a run directory."""
+    return "standby" if number == 1 else f"standby_{number}"
 
 
 def read_line(path: Path) -> str:

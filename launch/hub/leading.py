@@ -1,16 +1,16 @@
 """A hub that leads: its ledger, engine, request guard and driver, and its reports."""
 
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.journal.journal import Journal
+from aedit.async_sgd.journal.journal import JournalBroken, NoSpace
 from aedit.async_sgd.journal.ledger import Ledger
-from aedit.async_sgd.journal.store import Store
-from aedit.async_sgd.rules.records import Led
+from aedit.async_sgd.rules.records import Record
 from aedit.async_sgd.service.driver import Driver
 from aedit.async_sgd.service.engine import HubWorker
 from aedit.async_sgd.service.hello_responder import HelloResponder
+from aedit.async_sgd.service.leadership import Leadership
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.async_sgd.service.server_directory import ServerDirectory
 from aedit.launch.config.config import RunConfig
@@ -19,6 +19,9 @@ from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview
 if TYPE_CHECKING:
     from aedit.launch.hub.uplink import Uplink
 
+_VOTERS_S = 0.1
+"""How often it is looked whether replicas or nodes have come or gone."""
+
 
 class LeadingHub:
     """Components of a hub that leads, from construction to `stop`."""
@@ -26,36 +29,35 @@ class LeadingHub:
     def __init__(
         self,
         config: RunConfig,
-        hub: Hub,
-        journal: Journal,
-        store: Store,
+        ledger: Ledger,
         reports: Reports,
         responder: HelloResponder,
+        leadership: Leadership,
     ) -> None:
-        reports.start(hub.state.elapsed_s, {node: name for name, node in hub.state.names.items()})
-        self._reports, self._config = reports, config
-        self.ledger = Ledger(hub, journal, store, reports.record_applied)
-        self.ledger.standby.changed = self._standby_changed
+        state = ledger.hub.state
+        reports.start(state.elapsed_s, {node: name for name, node in state.names.items()})
+        self._reports, self._config, self.ledger, self.leadership = reports, config, ledger, leadership
         self.engine = HubWorker(self.ledger, reports.event, snapshot_bytes=config.hub.snapshot_bytes)
-        has_other = bool(config.hub.standby)
-        self.guard = RequestGuard(self.ledger, self.engine, config.name, has_other=has_other)
+        self.guard = RequestGuard(self.ledger, self.engine, config.name, leadership)
         self.driver = Driver(self.guard, responder, self._status)
         self.directory = ServerDirectory(self.guard, reports.event)
         self.uplink: Uplink | None = None
         self._stopping = threading.Event()
         self._lines = threading.Thread(target=self._write_lines, name="lines", daemon=True)
+        self._voters = threading.Thread(target=self._look_at_voters, name="voters", daemon=True)
 
-    def begin(self, term: int | None = None) -> None:
-        """Start the engine and the metrics; with `term`, commit first that this hub leads under it.
+    def begin(self, records: Sequence[Record]) -> None:
+        """Commit the records with which this hub begins to lead; start the engine and the metrics.
 
-        Raises NoSpace or Broken if the journal cannot be written.
+        Raises NoSpace or JournalBroken if the journal cannot be written.
         """
-        if term is not None:
-            with self.ledger.lock:
-                position = self.ledger.commit([Led(term)])
-            self.ledger.durable(position)
+        with self.ledger.lock:
+            position = self.ledger.commit(records)
+        self.ledger.journal.sync(position)
+        self.leadership.attach(self.ledger, position)
         self.engine.start()
         self._lines.start()
+        self._voters.start()
 
     def join_parent(self, uplink: "Uplink") -> None:
         """Start the connection that makes this hub a node of its parent hub."""
@@ -81,8 +83,9 @@ class LeadingHub:
         if self.uplink is not None:
             self.uplink.stop()
         self.engine.stop()
-        if self._lines.is_alive():
-            self._lines.join(timeout=5)
+        for thread in (self._lines, self._voters):
+            if thread.is_alive():
+                thread.join(timeout=5)
         self._reports.line(metrics(self.overview()))  # the last line is the source of the report
         if not self.failure and not self.guard.replaced.is_set():
             self._reports.event("snapshot", bytes=self.ledger.snapshot())
@@ -95,7 +98,7 @@ class LeadingHub:
 
     def overview(self) -> dict[str, Any]:
         """Return the current state, see `reports.overview`."""
-        return overview(self.ledger, self.engine, self.directory)
+        return overview(self.ledger, self.engine, self.directory, self.leadership)
 
     def _status(self, after: int) -> str:
         return self._reports.status(self.overview() | {"run": self._config.name}, after)
@@ -104,5 +107,22 @@ class LeadingHub:
         while not self._stopping.wait(LINE_EVERY_S):
             self._reports.line(metrics(self.overview()))
 
-    def _standby_changed(self, attached: bool) -> None:
-        self._reports.event("standby_follows" if attached else "standby_lost")
+    def _look_at_voters(self) -> None:
+        """Follow the standbys and nodes that come and go, until the hub ends or does not lead any more."""
+        in_sync, ledger = 0, self.ledger
+        while not self._stopping.wait(_VOTERS_S) and self.leadership.has_others and not self.is_over:
+            with ledger.lock:
+                live = [member.voter for member in ledger.hub.state.live.values()]
+                extent = (ledger.hub.state.term, *ledger.journal.position)
+            try:
+                self.leadership.tick(live, ledger.journal.complete, extent)
+            except NoSpace as error:
+                self.engine.is_full(error)
+            except (JournalBroken, OSError) as error:
+                self.engine.fail(error)
+            if not self.leadership.leads:
+                self.guard.replaced.set()
+            now = self.leadership.in_sync()[0]
+            if now != in_sync:
+                self._reports.event("standby_follows" if now > in_sync else "standby_lost", in_sync=now)
+            in_sync = now

@@ -1,10 +1,12 @@
 """`aedit hub`: the process that owns the anchors of a run, or the standby that follows it."""
 
 import logging
+import secrets
 import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -13,9 +15,12 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import aedit
 from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.journal.journal import Journal, JournalBroken, NoSpace
+from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.journal.mirror import Mirror
 from aedit.async_sgd.journal.store import Store
+from aedit.async_sgd.rules.records import Led, Record
 from aedit.async_sgd.service.hello_responder import HelloResponder
+from aedit.async_sgd.service.leadership import Leadership
 from aedit.async_sgd.service.memory import give_back_what_is_freed
 from aedit.async_sgd.service.server_directory import DirectorySwitch
 from aedit.async_sgd.service.switch import Switch
@@ -23,20 +28,23 @@ from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
 from aedit.launch.config.method import difference, method
 from aedit.launch.hub import folder
+from aedit.launch.hub.canvass import Canvass
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.leading import LeadingHub
+from aedit.launch.hub.other_hubs import OtherHubs
 from aedit.launch.hub.policy_service import PolicyService, policy_service
 from aedit.launch.hub.policy_versions import RECORD, PolicyVersions
 from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.welcome import open_to_others, welcome
-from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.directory import directory_service
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.server import Server, serve
 from aedit.proto.wire.service import HubCore
+from aedit.proto.wire.vote_messages import VoterFile
+from aedit.proto.wire.votes import Answer
 from aedit.system import write_atomically
 from aedit.types import UserError
 
@@ -45,9 +53,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_HELLO_TIMEOUT_S = 3.0
 _GRACE_S = 2.0
 """Time for calls in progress when the hub ends."""
+_FORCED_JUMP = 1000
+"""A forced term is so far above all known ones that no election comes to it."""
 _LEAVE_S = 25.0
 """Longest wait after Ctrl-C for nodes that leave at the same time, which may take 20 s each."""
 
@@ -60,7 +69,11 @@ class Options(TypedDict, total=False):
     part: tuple[int, int]
     """(k, n): it owns the units i with i % n == k."""
     standby: bool
-    """Follow the hub that leads, and take over when the nodes ask for it."""
+    """Follow the hub that leads, and lead once elected."""
+    standby_number: int
+    """Which of the standbys in hub.standby it is, from 1."""
+    force_lead: bool
+    """Lead without a vote, whatever may be lost."""
     keys: Path | None
     """Folder of keys that `aedit keys` made for this hub."""
     insecure: bool
@@ -88,7 +101,7 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
         endpoint = _endpoint(config, directory, options)
         process = _Process(endpoint, insecure=options.get("insecure", False))
         try:
-            process.start()
+            process.start(force=options.get("force_lead", False))
             print(process.welcome(), flush=True)
             if warning := process.warning():
                 _warn(warning)
@@ -111,8 +124,8 @@ def _warn(text: str) -> None:
 
 def _endpoint(config: RunConfig, directory: Path, options: Options) -> HubEndpoint:
     k, n = options.get("part", (0, 1))
-    standby = options.get("standby", False)
-    configured = config.hub.addresses
+    standby, number = options.get("standby", False), options.get("standby_number", 1)
+    configured, standbys = config.hub.addresses, config.hub.standbys_of(k)
     if not configured:
         raise UserError("hub.address is empty: set it to the HOST:PORT that the hub listens at")
     if n != len(configured) and n > 1:
@@ -120,12 +133,16 @@ def _endpoint(config: RunConfig, directory: Path, options: Options) -> HubEndpoi
             f"--part: K/{n} does not match the {len(configured)} addresses of hub.address;"
             f" use K/{len(configured)}"
         )
-    if standby and not config.hub.standby:
+    if standby and not standbys:
         raise UserError(
             "--standby: hub.standby is empty; set it to HOST:PORT of the standby, so that the nodes find it"
         )
-    address = options.get("address") or (config.hub.standby if standby else configured[k])
-    return HubEndpoint(config, directory, (k, n), standby, address, options.get("keys"))
+    if standby and not 1 <= number <= len(standbys):
+        raise UserError(
+            f"--standby-number: expected 1 to {len(standbys)}, the addresses in hub.standby, got {number}"
+        )
+    address = options.get("address") or (standbys[number - 1] if standby else configured[k])
+    return HubEndpoint(config, directory, (k, n), standby, address, options.get("keys"), number)
 
 
 class _Stop:
@@ -163,8 +180,11 @@ class _Process:
             run=self._config.name,
             config=to_toml(self._config, defaults=False),
             addresses=endpoint.addresses,
-            standby=lambda: endpoint.other,
+            standby=lambda: ",".join(endpoint.others),
         )
+        self._leadership = Leadership(VoterFile(endpoint.directory / "votes.json"), endpoint.num_others)
+        self._others = OtherHubs(endpoint, self._responder.question())
+        self._canvass = Canvass(endpoint, self._leadership, self._count)
         self._server: Server | None = None
         self._leading: LeadingHub | None = None
         self._standby: Standby | None = None
@@ -174,23 +194,45 @@ class _Process:
         self._policy = PolicyService(endpoint.part[1])
         self._page: Page | None = None
 
-    def start(self) -> None:
-        """Recover the state from the folder and begin to serve."""
+    def start(self, *, force: bool = False) -> None:
+        """Recover the state from the folder and begin to serve. force: lead without a vote."""
         hub = self._make()
         journal = self._store.recover(hub)
-        term, newest = hub.state.term, self._newest_term()
-        has_led = int(folder.read_line(self._endpoint.directory / "led") or 0) == term > 0
-        if newest > term and not self._endpoint.standby:
+        state, mirrors = hub.state, (self._endpoint.directory / folder.MIRROR).exists()
+        newest = self._others.newest_term()
+        if newest > state.term and not self._endpoint.standby and not force:
             raise UserError(
-                f"{self._endpoint.other} leads this run under the newer term {newest}: start this hub with"
+                f"another hub leads this run under the newer term {newest}: start this hub with"
                 f" --standby --address {self._endpoint.address} to follow it"
             )
-        if self._endpoint.standby and not (has_led and newest <= term):
+        is_new = not mirrors and not self._endpoint.standby
+        records: Sequence[Record] | None = None
+        if newest <= state.term or force:
+            records = self._leadership.begin(state.term, state.configs, is_new=is_new)
+        if force:
+            records = self._force(hub)
+        if records is None:
             self._follow()
         else:
-            self._lead(hub, journal, None if term else 1)
+            self._lead(hub, journal, records or ([] if state.term else [Led(1)]))
         assert self._server is not None
+        self._canvass.start()
         write_atomically(self._endpoint.directory / "address", self._server.address)
+
+    def _force(self, hub: Hub) -> Sequence[Record]:
+        """Return the records with which this hub leads without a vote; print what may be lost."""
+        if not self._leadership.has_others:
+            raise UserError("--force-lead: no other hub can lead this run (hub.standby); start it without")
+        print(self._others.what_is_missing(hub, self._leadership.identity), file=sys.stderr, flush=True)
+        term = max(hub.state.term, self._others.newest_term())
+        return self._leadership.force(term, _FORCED_JUMP + secrets.randbelow(_FORCED_JUMP))
+
+    def _count(self, answer: Answer) -> None:
+        """Take the answer of another hub to what this one asks."""
+        if self._standby is not None:
+            self._standby.count(answer)
+        else:
+            self._leadership.count(answer)
 
     @property
     def is_over(self) -> bool:
@@ -224,6 +266,7 @@ class _Process:
 
     def close(self) -> None:
         """Stop the server and write the final snapshot."""
+        self._canvass.stop()
         if self._server is not None:
             self._server.stop(_GRACE_S)
         if self._page is not None:
@@ -255,13 +298,14 @@ class _Process:
     def _make(self) -> Hub:
         return make_hub(self._config, self._endpoint.part)
 
-    def _lead(self, hub: Hub, journal: Journal, term: int | None) -> LeadingHub:
-        leading = LeadingHub(self._config, hub, journal, self._store, self._reports, self._responder)
-        leading.guard.trust(hubs=self._endpoint.keys is not None, other_term=self._other_term)
-        leading.begin(term)
+    def _lead(self, hub: Hub, journal: Journal, records: Sequence[Record]) -> LeadingHub:
+        ledger = Ledger(hub, journal, self._store, self._reports.record_applied)
+        leading = LeadingHub(self._config, ledger, self._reports, self._responder, self._leadership)
+        leading.guard.trust(hubs=self._endpoint.keys is not None, other_term=self._others.leading_term)
+        leading.begin(records)
+        (self._endpoint.directory / folder.MIRROR).unlink(missing_ok=True)
         if self._config.hub.parent:
             self._join_parent(leading)
-        write_atomically(self._endpoint.directory / "led", str(hub.state.term))
         self._leading = leading
         if self._config.hub.metrics_port is not None:
             # Imported here so that hubs without a metrics page start faster.
@@ -299,12 +343,14 @@ class _Process:
 
     def _follow(self) -> None:
         mirror = Mirror(self._store, self._make)
-        self._standby = Standby(self._endpoint, mirror, self._reports, self._responder, self._take_over)
+        self._standby = Standby(
+            self._endpoint, mirror, self._reports, self._responder, self._leadership, self._take_over
+        )
         self._serve(self._standby)
         self._standby.start()
 
-    def _take_over(self, mirror: Mirror, term: int) -> LeadingHub:
-        return self._lead(mirror.hub, mirror.journal(), term)
+    def _take_over(self, mirror: Mirror, records: Sequence[Record]) -> LeadingHub:
+        return self._lead(mirror.hub, mirror.journal(), records)
 
     def _serve(self, core: HubCore) -> None:
         if self._switch is not None:
@@ -325,29 +371,3 @@ class _Process:
             except UserError:
                 if address == self._endpoint.address:
                     raise
-
-    def _other_term(self) -> int:
-        """Return the term of the other hub; 0 if it cannot be learned."""
-        try:
-            return self._newest_term()
-        except UserError as error:
-            log.warning("asking the other hub for its term: %s", error)
-            return 0
-
-    def _newest_term(self) -> int:
-        """Return the term of the other hub; 0 if there is none or it does not answer."""
-        other = self._endpoint.other
-        if not other:
-            return 0
-        client = HubClient(other, self._endpoint.client_keys(), call_timeout_s=_HELLO_TIMEOUT_S)
-        hello = self._responder.question()
-        try:
-            return client.hello(hello).term
-        except HubRefused as error:
-            # The other hub is alive and may lead: two leaders would split the run.
-            raise UserError(str(error)) from error
-        except HubUnreachable as error:
-            log.warning("the other hub of the pair does not answer: %s", error)
-            return 0
-        finally:
-            client.close()

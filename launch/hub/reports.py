@@ -10,6 +10,7 @@ from aedit.async_sgd.hub import news
 from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.rules import records
 from aedit.async_sgd.service.engine import HubWorker
+from aedit.async_sgd.service.leadership import Leadership
 from aedit.async_sgd.service.lines import Lines, json_line
 from aedit.async_sgd.service.server_directory import ServerDirectory
 from aedit.launch.rundir.recorder import Clock, Recorder
@@ -127,18 +128,23 @@ class Reports:
         self._files.close()
 
 
-def overview(ledger: Ledger, engine: HubWorker, directory: ServerDirectory) -> dict[str, Any]:
+def overview(
+    ledger: Ledger, engine: HubWorker, directory: ServerDirectory, leadership: Leadership
+) -> dict[str, Any]:
     """Return the state of the hub as JSON values; numbers may be NaN."""
     with ledger.lock:
         now = news.status(ledger.hub, ledger.clock())
         servers = directory.status(ledger.clock())
         merges, merge_s = engine.merges, engine.merge_s
     segment, offset = ledger.journal.position
+    in_sync, electors = leadership.in_sync()
     return now | {
         "journal": {"segment": segment, "bytes": offset, "past_bytes": ledger.past_bytes},
         "merges": merges,
         "merge_s": round(merge_s, 4),
-        "standby": ledger.standby.attached,
+        "standby": in_sync > 0,
+        "in_sync": in_sync,
+        "electors": electors,
         "servers": servers,
     }
 

@@ -1,10 +1,10 @@
-"""A hub that follows the leading one, and takes over when more than half of the nodes ask for it."""
+"""A hub that follows the leading one, and leads once it is elected."""
 
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
@@ -12,9 +12,11 @@ from aedit.async_sgd.hub import news
 from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.journal.frames import Damaged
 from aedit.async_sgd.journal.mirror import Mirror
+from aedit.async_sgd.rules.records import Led, Record
 from aedit.async_sgd.service import messages
 from aedit.async_sgd.service.callers import fingerprint
 from aedit.async_sgd.service.hello_responder import HelloResponder
+from aedit.async_sgd.service.leadership import Leadership
 from aedit.launch.hub import folder
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.leading import LeadingHub
@@ -22,6 +24,8 @@ from aedit.launch.hub.reports import Reports
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.service import Caller, Refusal
+from aedit.proto.wire.vote_messages import answer_in, answer_out, proposal_in, proposal_out
+from aedit.proto.wire.votes import Answer
 from aedit.system import write_atomically
 
 log = logging.getLogger(__name__)
@@ -33,8 +37,8 @@ _CONFIRM_S = 0.5
 _CALL_TIMEOUT_S = 5.0
 _POLL_S = 0.002
 
-Lead = Callable[[Mirror, int], LeadingHub]
-"""Start to lead with the state of the mirror, under this term."""
+Lead = Callable[[Mirror, Sequence[Record]], LeadingHub]
+"""Start to lead with the state of the mirror and these first records."""
 
 
 class _Refusing:
@@ -78,12 +82,22 @@ class Standby(_Refusing):
     """`HubCore` of a hub that follows the leading one; `failure` is the reason if it had to stop."""
 
     def __init__(
-        self, endpoint: HubEndpoint, mirror: Mirror, reports: Reports, responder: HelloResponder, lead: Lead
+        self,
+        endpoint: HubEndpoint,
+        mirror: Mirror,
+        reports: Reports,
+        responder: HelloResponder,
+        leadership: Leadership,
+        lead: Lead,
     ) -> None:
         self._endpoint, self._mirror, self._reports = endpoint, mirror, reports
-        self._responder, self._lead = responder, lead
-        self._votes: dict[int, tuple[int, float]] = {}
-        """Per node: session and time of its vote."""
+        self._responder, self._leadership, self._lead = responder, leadership, lead
+        self._window_s = endpoint.config.hub.expire_s
+        """Nodes repeat their votes; a node that has stopped voting has reached the leading hub again."""
+        self._leader = ""
+        """Address of the hub that is followed; empty: none answers."""
+        self._hindered = ""
+        """Why this hub could not be elected when it was last asked."""
         self._stopping, self._deciding = threading.Event(), threading.Lock()
         self._client: HubClient | None = None
         self._term = 0
@@ -120,58 +134,89 @@ class Standby(_Refusing):
         with self._mirror.lock:
             now = news.status(self._mirror.hub, time.monotonic())
         segment, offset = self._mirror.position
-        following = {"follows": self._endpoint.other, "segment": segment, "offset": offset}
+        leader = self._leader or next(iter(self._endpoint.others), "")
+        following = {"follows": leader, "segment": segment, "offset": offset}
         return pb.StatusReply(json=self._reports.status(now | following, request.metrics_after))
 
-    def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
-        """Count a node's vote; lead once more than half of the live members have voted."""
-        with self._deciding:
-            if self.leading is None and not self._has_majority(request.who):
-                return pb.TakeOverReply(term=self._mirror.hub.state.term, leads=False)
-            if self.leading is None:
-                self._start_leading()
-            assert self.leading is not None
-            return pb.TakeOverReply(term=self.leading.ledger.hub.state.term, leads=True)
+    def propose(self, request: pb.ProposeRequest) -> pb.Answer:
+        """Answer another hub of the run that asks for a vote."""
+        self._check_run(request.run)
+        return answer_out(self._leadership.answer(proposal_in(request.proposal)))
 
-    def _has_majority(self, who: pb.Who) -> bool:
-        if who.run != self._responder.run:
-            raise Refusal(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"run {who.run!r}: this hub serves the run {self._responder.run!r}",
-            )
+    def take_over(self, request: pb.TakeOverRequest) -> pb.TakeOverReply:
+        """Take a node's vote; lead once the voters have elected this hub."""
+        with self._deciding:
+            if self.leading is None:
+                self._check_voter(request)
+                if self._stands() and request.HasField("answer"):
+                    self._count(answer_in(request.answer))
+            if self.leading is not None:
+                return self.leading.driver.take_over(request)
+            reply = pb.TakeOverReply(term=self._mirror.hub.state.term, leads=False)
+            asks = self._leadership.asks()
+            if asks is not None:
+                reply.asks.CopyFrom(proposal_out(asks))
+            return reply
+
+    def count(self, answer: Answer) -> None:
+        """Count the answer of another hub to what this one asks."""
+        with self._deciding:
+            if self.leading is not None:
+                self.leading.leadership.count(answer)
+            elif self._stands():
+                self._count(answer)
+
+    def _check_run(self, run: str) -> None:
+        if run != self._responder.run:
+            text = f"run {run[:64]!r}: this hub serves the run {self._responder.run!r}"
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
+
+    def _check_voter(self, request: pb.TakeOverRequest) -> None:
+        """Raise Refusal unless the caller breaks ties in this run, or is a member of it."""
+        self._check_run(request.who.run)
         with self._mirror.lock:
+            state = self._mirror.hub.state
+            if any(request.voter in config.electors for config in state.configs):
+                return
             try:
-                member = self._mirror.hub.member(who.node, fingerprint(who.session))
+                self._mirror.hub.member(request.who.node, fingerprint(request.who.session))
             except Denied as denied:
                 raise messages.refusal(denied) from denied
-            now = time.monotonic()
-            self._votes[member.node] = member.session, now
-            # Nodes repeat their votes; a node that has stopped voting has reached the leading hub again.
-            newest = now - self._mirror.hub.config.expire_s
-            asking = {node: session for node, (session, at_s) in self._votes.items() if at_s >= newest}
-            live = self._mirror.hub.state.live
-            votes = [node for node, voter in live.items() if asking.get(node) == voter.session]
-        self._reports.event("asked_to_lead", node=member.node, votes=len(votes), of=len(live))
-        return len(votes) > len(live) / 2
 
-    def _start_leading(self) -> None:
-        self.stop()
-        term = self._mirror.hub.state.term + 1
-        log.warning(
-            "more than half of the nodes asked for it: this hub leads from now on, under term %d", term
-        )
-        self.leading = self._lead(self._mirror, term)
-        threading.Thread(target=self._notify_former_leader, args=(term,), name="tell", daemon=True).start()
+    def _stands(self) -> bool:
+        """Ask for votes; return whether this hub can be elected."""
+        with self._mirror.lock:
+            while self._mirror.apply():
+                pass
+            state = self._mirror.hub.state
+            extent = (state.term, *self._mirror.position)
+            reason = self._leadership.stand(state.configs, extent, self._window_s)
+        if reason != self._hindered:
+            self._hindered = reason
+            if reason:
+                log.warning("asked to lead, and it cannot: %s", reason)
+                self._reports.event("cannot_lead", reason=reason)
+        return not reason
 
-    def _notify_former_leader(self, term: int) -> None:
-        """Tell the former leader the new term: if it is alive but was disconnected, it must stop."""
-        client = HubClient(self._endpoint.other, self._endpoint.client_keys(), call_timeout_s=60.0)
-        try:
-            client.confirm(pb.ConfirmRequest(term=term))
-        except (HubUnreachable, HubRefused) as error:
-            log.warning("telling the former leader the new term: %s", error)
-        finally:
-            client.close()
+    def _count(self, answer: Answer) -> None:
+        records = self._leadership.count(answer, self._window_s)
+        if records:
+            self.stop()
+            term = next(record.term for record in records if isinstance(record, Led))
+            log.warning("elected: this hub leads from now on, under term %d", term)
+            self.leading = self._lead(self._mirror, records)
+            threading.Thread(target=self._notify_others, args=(term,), name="tell", daemon=True).start()
+
+    def _notify_others(self, term: int) -> None:
+        """Tell the other hubs the new term: a former leader that is alive must stop."""
+        for other in self._endpoint.others:
+            client = HubClient(other, self._endpoint.client_keys(), call_timeout_s=60.0)
+            try:
+                client.confirm(pb.ConfirmRequest(term=term))
+            except (HubUnreachable, HubRefused) as error:
+                log.warning("telling %s the new term: %s", other, error)
+            finally:
+                client.close()
 
     # --- threads
 
@@ -185,53 +230,61 @@ class Standby(_Refusing):
 
     def _follow(self) -> None:
         while not self._stopping.is_set():
-            try:
-                self._follow_once()
-            except (HubUnreachable, HubRefused) as error:
-                log.warning("following: %s", error)
-            except Damaged as error:
-                log.error("following: %s; fetching the journal again from its start", error)
-                self._mirror.forget()
-            self._term = 0
+            for other in self._endpoint.others:
+                try:
+                    self._follow_once(other)
+                except (HubUnreachable, HubRefused) as error:
+                    log.warning("following: %s", error)
+                except Damaged as error:
+                    self._fetch_anew(error)
+                self._term, self._leader = 0, ""
             self._stopping.wait(_RETRY_S)
 
-    def _follow_once(self) -> None:
-        other = self._endpoint.other
-        if not other:
-            return  # not started yet
+    def _follow_once(self, other: str) -> None:
+        """Follow the hub at this address for as long as it leads."""
         self._client = HubClient(other, self._endpoint.client_keys(), call_timeout_s=_CALL_TIMEOUT_S)
         try:
-            term = self._leader_term(self._client)
+            hello = self._client.hello(self._responder.question())
+            if not hello.leads or hello.term < self._mirror.hub.state.term:
+                return
+            self._begin(hello.term)
             segment, offset = self._mirror.position
-            for chunk in self._client.tail(pb.TailRequest(term=term, segment=segment, offset=offset)):
+            for chunk in self._client.tail(pb.TailRequest(term=hello.term, segment=segment, offset=offset)):
                 if self._stopping.is_set():
                     return
                 self._mirror.take(chunk)
-                self._term = term
+                self._leadership.heard_leader(self._mirror.hub.state.configs)
+                self._term, self._leader = hello.term, other
         finally:
             self._client.close()
 
-    def _leader_term(self, client: HubClient) -> int:
-        """Return the term of the leading hub.
-
-        Forget what was mirrored under another term, which it may not have.
-        """
-        term = client.hello(self._responder.question()).term
-        noted = folder.read_line(self._endpoint.directory / "mirror.json")
+    def _begin(self, term: int) -> None:
+        """Forget what was mirrored under another term, which the leader may not have."""
+        noted = folder.read_line(self._endpoint.directory / folder.MIRROR)
         if not noted or json.loads(noted)["term"] != term:
+            self._leadership.forget((0, 0, 0))
             self._mirror.forget()
-            write_atomically(self._endpoint.directory / "mirror.json", json.dumps({"term": term}))
-        return term
+            write_atomically(self._endpoint.directory / folder.MIRROR, json.dumps({"term": term}))
+
+    def _fetch_anew(self, error: Damaged) -> None:
+        """Discard a damaged journal. Until all of it is here again, this hub cannot be elected."""
+        log.error("%s; fetching the journal again from its start", error)
+        self._leadership.forget((self._mirror.hub.state.term, *self._mirror.position))
+        self._mirror.forget()
 
     def _confirm(self) -> None:
         confirmed, waited_s = (0, 0), 0.0
         while not self._stopping.is_set():
-            if not self._term or (self._mirror.position == confirmed and waited_s < _CONFIRM_S):
+            term = self._term
+            is_quiet = self._mirror.position == confirmed and waited_s < _CONFIRM_S
+            if is_quiet or not term or not self._leadership.may_confirm(term):
                 self._stopping.wait(_POLL_S)
                 waited_s += _POLL_S
                 continue
             confirmed, waited_s = self._mirror.sync(), 0.0
-            request = pb.ConfirmRequest(term=self._term, segment=confirmed[0], offset=confirmed[1])
+            request = pb.ConfirmRequest(
+                term=term, segment=confirmed[0], offset=confirmed[1], replica=self._leadership.identity
+            )
             client = self._client
             try:
                 if client is not None and not self._stopping.is_set():
@@ -245,8 +298,7 @@ class Standby(_Refusing):
             try:
                 moved = self._mirror.apply()
             except Damaged as error:
-                log.error("%s; fetching the journal again from its start", error)
-                self._mirror.forget()
+                self._fetch_anew(error)
                 moved = False
             if not moved:
                 self._stopping.wait(_POLL_S)

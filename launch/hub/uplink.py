@@ -127,7 +127,7 @@ class Uplink:
         state = self._hub.state
         return AgentPlan(
             addresses=tuple(self._config.parent.split(",")),
-            standbys=(parent.standby,) if parent.standby else (),
+            standbys=tuple(filter(None, parent.standby.split(","))),
             name=self._name,
             run=parent.run,
             version=aedit.__version__,

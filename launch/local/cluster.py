@@ -15,6 +15,7 @@ import psutil
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.placement import NODE_PROGRAM, JoinOptions, Placement, torchrun_words
+from aedit.launch.hub.folder import of_standby
 from aedit.launch.local.child import Child
 from aedit.types import UserError
 
@@ -194,20 +195,26 @@ def _shared(config: RunConfig, placement: Placement) -> dict[str, str]:
 
 
 def _hubs(config: RunConfig, run_dir: Path) -> list[HubProcess]:
-    """Return the hubs that split the units, then the standby if there is one."""
+    """Return the hubs that split the units, then the standbys of the first one."""
     parts = len(config.hub.addresses)
-    places = [(k, run_dir / (f"hub_{k}" if parts > 1 else "hub"), False) for k in range(parts)]
-    places += [(0, run_dir / "standby", True)] if config.hub.standby else []
+    places = [(k, run_dir / (f"hub_{k}" if parts > 1 else "hub"), 0) for k in range(parts)]
+    numbers = range(1, 1 + len(config.hub.standbys_of(0)))
+    places += [(0, run_dir / of_standby(number), number) for number in numbers]
     words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(run_dir / "run.toml")]
     return [
         HubProcess(
-            [*words, f"--part={k}/{parts}", f"--directory={directory}", *["--standby"] * standby],
+            [*words, f"--part={k}/{parts}", f"--directory={directory}", *_as_standby(number)],
             directory,
             run_dir / f"{directory.name}.log",
             config.restarts,
         )
-        for k, directory, standby in places
+        for k, directory, number in places
     ]
+
+
+def _as_standby(number: int) -> list[str]:
+    """Return the options of standby `number`; none for 0, a hub that leads."""
+    return ["--standby", f"--standby-number={number}"] if number else []
 
 
 def _read(path: Path) -> str:

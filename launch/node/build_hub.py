@@ -188,7 +188,8 @@ def _link(plan: AgentPlan, world: World, run_dir: Path) -> AgentLink:
     link = None
     if world.leads:
         secret = rejoin_secret(run_dir / "rejoin" / file_name(plan.name))
-        link = start_agent(replace(plan, rejoin=secret), ranks=world.ranks)
+        votes = str(run_dir / "votes" / file_name(plan.name))
+        link = start_agent(replace(plan, rejoin=secret, votes=votes), ranks=world.ranks)
     if world.ranks > 1:
         told = [link.path if link else ""]
         group = world.mesh.get_group("shard")

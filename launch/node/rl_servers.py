@@ -31,7 +31,7 @@ def make_servers(parts: NodeParts, logs: Path) -> Servers | None:
     return Servers(
         addresses=config.rl.server_addresses,
         hubs=tuple(options.hub.split(",")) if options is not None and listed else (),
-        standby=options.standby.split(",")[0] if options is not None and listed else "",
+        standby=options.standbys_of_first if options is not None and listed else "",
         run=config.name,
         trainer=options.name if options is not None else f"node {parts.world.node}",
         rank=rank,

@@ -43,7 +43,7 @@ MAY_CHANGE = {
 }
 """Keys that may differ in a resumed run: its length, speed and hardware, but not the training itself."""
 
-PARTS = ("nodes", "hub", "hub_*", "standby")
+PARTS = ("nodes", "votes", "hub", "hub_*", "standby", "standby_*")
 """Folders with the state of nodes and hubs."""
 
 STEPPED = re.compile(r'"steps?": ?[1-9]')

@@ -130,7 +130,9 @@ class RunFollower:
         nodes = tuple(self._nodes[index].poll() for index in sorted(self._nodes))
         for path in hub_folders(self._dir):
             if path.name not in self._hubs:
-                self._hubs[path.name] = HubFollower([path, self._dir / "standby"])
+                self._hubs[path.name] = HubFollower(
+                    [path, self._dir / "standby", *self._dir.glob("standby_*")]
+                )
         hubs = tuple(hub.poll() for hub in self._hubs.values())
         return Run(self._dir, _read_toml(self._dir / "run.toml"), nodes, tuple(h for h in hubs if h.lines))
 

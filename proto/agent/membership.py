@@ -1,20 +1,23 @@
-"""Membership of a node at one hub process: join, send heartbeats, reconnect, follow it to its standby."""
+"""Membership of a node at one hub process: join, send heartbeats, reconnect, follow the run to a standby."""
 
 import logging
 import random
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
 import grpc
 
+from aedit.proto.agent.elector import Elector
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hello import PROTOCOL
+from aedit.proto.wire.vote_messages import VoterFile
 
 FATAL = frozenset(
     {
@@ -62,7 +65,8 @@ class Membership:
 
     def __init__(self, part: int, plan: AgentPlan, connect: Connect) -> None:
         self.part, self._plan, self._connect = part, plan, connect
-        self._address, self._other = plan.addresses[part], plan.standby(part)
+        self._address, self._others = plan.addresses[part], deque(plan.standbys_of(part))
+        self._ballots = Elector(VoterFile(plan.voter_file(part)))
         self.client = connect(self._address)
         self.ranks = 1
         self._who = pb.Who(run=plan.run)
@@ -194,6 +198,7 @@ class Membership:
         request.facts.update(dict(plan.facts))
         request.donor, request.ranks = self.donor, self.ranks
         request.process, request.rejoin = self._process, bytes.fromhex(plan.rejoin)
+        request.voter = self._ballots.identity
         request.prefers = 0 if plan.prefers is None else plan.prefers + 1
         if not self._is_of_now(hello.term):
             raise HubUnreachable(f"{self._address} speaks for term {hello.term}, which is over")
@@ -222,6 +227,8 @@ class Membership:
         elif error.code == grpc.StatusCode.FAILED_PRECONDITION:
             self._lost(str(error), at_once=True)
         else:
+            if self._others:  # it may wait for votes
+                self._offer(self.client)
             self._lost(str(error))
 
     def _taken(self, error: HubRefused, owner: Owner) -> None:
@@ -238,24 +245,32 @@ class Membership:
         if self._here:
             log.warning("no hub: %s", why)
         self._set(here=False)
-        if self._other and (at_once or time.monotonic() - self._heard_s > self._plan.expire_s):
+        if self._others and (at_once or time.monotonic() - self._heard_s > self._plan.expire_s):
             self._ask_other()
 
-    def _ask_other(self) -> None:
-        """Vote for the standby. Once it leads it is the hub; the old one may come back as its standby."""
-        other = self._connect(self._other)
+    def _offer(self, hub: HubClient) -> bool:
+        """Offer this node's vote to a hub; return whether that one leads now."""
         try:
-            reply = other.take_over(pb.TakeOverRequest(who=self.who()), timeout_s=self._patience_s)
-            leads = reply.leads and self._is_of_now(reply.term)
-        except (HubUnreachable, HubRefused) as error:
-            log.warning("the standby does not help: %s", error)
-            leads = False
-        if not leads:
+            reply = self._ballots.offer(hub, self.who(), self._patience_s)
+            return reply.leads and self._is_of_now(reply.term)
+        except (HubUnreachable, HubRefused, OSError) as error:
+            log.warning("no vote: %s", error)
+            return False
+
+    def _ask_other(self) -> None:
+        """Offer the vote to the next other hub.
+
+        Once it leads it is this node's hub; the old one may come back as a standby.
+        """
+        address = self._others.popleft()
+        other = self._connect(address)
+        if not self._offer(other):
             other.close()
+            self._others.append(address)
             return
-        log.warning("%s leads now, not %s", self._other, self._address)
-        self._address, self._other = self._other, self._address
-        old, self.client = self.client, other
+        log.warning("%s leads now, not %s", address, self._address)
+        self._others.append(self._address)
+        old, self._address, self.client = self.client, address, other
         old.close()
         self._set(member=False)
         self._hurry.set()

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from aedit.proto.codecs.codecs import codec
 from aedit.types import TensorLayout, UnitLayout
@@ -14,7 +15,8 @@ class AgentPlan:
     addresses: tuple[str, ...]
     """HOST:PORT of the hub processes; number k owns the units i with i % len(addresses) == k."""
     standbys: tuple[str, ...] = ()
-    """Of each of them, in the same order; empty where there is none."""
+    """Of a single hub process, all its standbys. Of several, one for each, in the same order; empty where
+    there is none."""
     name: str
     """Kept over restarts: the same name gets the same index."""
     prefers: int | None = None
@@ -41,6 +43,9 @@ class AgentPlan:
     """Secret of this node in hexadecimal digits, kept over restarts: it shows that the node is the same."""
     keys: str = ""
     """Folder that `aedit keys` wrote; empty: no TLS."""
+    votes: str = ""
+    """Folder of the files that keep what this node has promised in failovers; empty: a new process of it is
+    another voter."""
     donor: str = ""
     """HOST:PORT where this node gives anchors to others, port 0 for a free one; empty: it does not."""
     streams: int = 4
@@ -59,9 +64,14 @@ class AgentPlan:
         """Return whether the codec is so coarse that its error is sent later."""
         return codec(self.codec).feedback
 
-    def standby(self, part: int) -> str:
-        """Return the standby of hub process `part`; empty if it has none."""
-        return self.standbys[part] if part < len(self.standbys) else ""
+    def standbys_of(self, part: int) -> tuple[str, ...]:
+        """Return the standbys of hub process `part`."""
+        mine = self.standbys if len(self.addresses) == 1 else self.standbys[part : part + 1]
+        return tuple(filter(None, mine))
+
+    def voter_file(self, part: int) -> Path | None:
+        """Return the file that keeps this node's votes for hub process `part`; None if there is none."""
+        return Path(self.votes) / f"voter-{part}.json" if self.votes else None
 
 
 def to_json(plan: AgentPlan) -> str:

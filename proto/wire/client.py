@@ -69,7 +69,7 @@ class HubClient:
     def take_over(
         self, request: hub_pb2.TakeOverRequest, timeout_s: float | None = None
     ) -> hub_pb2.TakeOverReply:
-        """Vote for the standby at this address."""
+        """Offer this node's vote to the hub, or answer what it asked for."""
         return self._calls.call("Membership/TakeOver", request, hub_pb2.TakeOverReply, timeout_s)
 
     def status(self, request: hub_pb2.StatusRequest, timeout_s: float | None = None) -> hub_pb2.StatusReply:
@@ -81,6 +81,10 @@ class HubClient:
     ) -> hub_pb2.ConfirmReply:
         """Say what this standby has on disk."""
         return self._calls.call("State/Confirm", request, hub_pb2.ConfirmReply, timeout_s)
+
+    def propose(self, request: hub_pb2.ProposeRequest, timeout_s: float | None = None) -> hub_pb2.Answer:
+        """Ask another hub of the run for its vote."""
+        return self._calls.call("State/Propose", request, hub_pb2.Answer, timeout_s)
 
     def push(self, head: hub_pb2.PushHead, data: memoryview) -> hub_pb2.PushReply:
         """Send `data`, from its start at every try: the hub takes it once. It must not change meanwhile."""

@@ -62,9 +62,9 @@ class DirectoryClient:
     """Client of the directory, for servers and trainers. Any thread may call.
 
     hubs: HOST:PORT of each hub process of the run, in the order of `HelloReply.addresses`; the first one has
-    the directory. standby: where that one's standby listens, which is asked when the hub does not answer or
-    does not lead any more. Every method raises HubUnreachable after its deadline, and HubRefused if the hub
-    refuses.
+    the directory. standby: where that one's standbys listen, separated by commas, which are asked when the
+    hub does not answer or does not lead any more. Every method raises HubUnreachable after its deadline, and
+    HubRefused if the hub refuses.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DirectoryClient:
         call_timeout_s: float = 10.0,
     ) -> None:
         assert hubs, "a run has a hub"
-        places = (hubs[0], standby) if standby else (hubs[0],)
+        places = (hubs[0], *filter(None, standby.split(",")))
         self._run, self._timeout_s = run, call_timeout_s / len(places)
         self._clients = [HubClient(place, keys, call_timeout_s=self._timeout_s) for place in places]
         self._first = 0

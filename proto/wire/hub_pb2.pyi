@@ -54,7 +54,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., method: _Optional[_Union[Method, _Mapping]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "version", "run", "term", "config", "addresses", "standby")
+    __slots__ = ("protocol", "version", "run", "term", "config", "addresses", "standby", "leads")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class HelloReply(_message.Message):
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
+    LEADS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: str
     run: str
@@ -69,7 +70,8 @@ class HelloReply(_message.Message):
     config: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
     standby: str
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run: _Optional[str] = ..., term: _Optional[int] = ..., config: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., standby: _Optional[str] = ...) -> None: ...
+    leads: bool
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., run: _Optional[str] = ..., term: _Optional[int] = ..., config: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., standby: _Optional[str] = ..., leads: _Optional[bool] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape")
@@ -88,7 +90,7 @@ class Unit(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "rejoin", "prefers")
+    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "rejoin", "voter", "prefers")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +107,7 @@ class JoinRequest(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     REJOIN_FIELD_NUMBER: _ClassVar[int]
+    VOTER_FIELD_NUMBER: _ClassVar[int]
     PREFERS_FIELD_NUMBER: _ClassVar[int]
     who: Who
     name: str
@@ -115,8 +118,9 @@ class JoinRequest(_message.Message):
     ranks: int
     process: int
     rejoin: bytes
+    voter: int
     prefers: int
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., rejoin: _Optional[bytes] = ..., prefers: _Optional[int] = ...) -> None: ...
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., rejoin: _Optional[bytes] = ..., voter: _Optional[int] = ..., prefers: _Optional[int] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("term", "node", "session", "founder", "versions", "seqs", "donors", "news")
@@ -264,18 +268,70 @@ class LeaveReply(_message.Message):
     def __init__(self) -> None: ...
 
 class TakeOverRequest(_message.Message):
-    __slots__ = ("who",)
+    __slots__ = ("who", "voter", "answer")
     WHO_FIELD_NUMBER: _ClassVar[int]
+    VOTER_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     who: Who
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ...) -> None: ...
+    voter: int
+    answer: Answer
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., voter: _Optional[int] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ...) -> None: ...
 
 class TakeOverReply(_message.Message):
-    __slots__ = ("term", "leads")
+    __slots__ = ("term", "leads", "asks")
     TERM_FIELD_NUMBER: _ClassVar[int]
     LEADS_FIELD_NUMBER: _ClassVar[int]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
     term: int
     leads: bool
-    def __init__(self, term: _Optional[int] = ..., leads: _Optional[bool] = ...) -> None: ...
+    asks: Proposal
+    def __init__(self, term: _Optional[int] = ..., leads: _Optional[bool] = ..., asks: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
+
+class Ballot(_message.Message):
+    __slots__ = ("term", "number")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    number: int
+    def __init__(self, term: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+
+class Extent(_message.Message):
+    __slots__ = ("term", "segment", "offset")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    segment: int
+    offset: int
+    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class Proposal(_message.Message):
+    __slots__ = ("ballot", "proposer", "basis", "extent")
+    BALLOT_FIELD_NUMBER: _ClassVar[int]
+    PROPOSER_FIELD_NUMBER: _ClassVar[int]
+    BASIS_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_FIELD_NUMBER: _ClassVar[int]
+    ballot: Ballot
+    proposer: int
+    basis: Ballot
+    extent: Extent
+    def __init__(self, ballot: _Optional[_Union[Ballot, _Mapping]] = ..., proposer: _Optional[int] = ..., basis: _Optional[_Union[Ballot, _Mapping]] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("voter", "proposer", "ballot", "granted", "term", "leads")
+    VOTER_FIELD_NUMBER: _ClassVar[int]
+    PROPOSER_FIELD_NUMBER: _ClassVar[int]
+    BALLOT_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    LEADS_FIELD_NUMBER: _ClassVar[int]
+    voter: int
+    proposer: int
+    ballot: Ballot
+    granted: bool
+    term: int
+    leads: int
+    def __init__(self, voter: _Optional[int] = ..., proposer: _Optional[int] = ..., ballot: _Optional[_Union[Ballot, _Mapping]] = ..., granted: _Optional[bool] = ..., term: _Optional[int] = ..., leads: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("offset", "crc", "data", "head")
@@ -392,14 +448,24 @@ class TailChunk(_message.Message):
     def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., snapshot: _Optional[bool] = ..., crc: _Optional[int] = ...) -> None: ...
 
 class ConfirmRequest(_message.Message):
-    __slots__ = ("term", "segment", "offset")
+    __slots__ = ("term", "segment", "offset", "replica")
     TERM_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     term: int
     segment: int
     offset: int
-    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    replica: int
+    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
+
+class ProposeRequest(_message.Message):
+    __slots__ = ("run", "proposal")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    proposal: Proposal
+    def __init__(self, run: _Optional[str] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
 
 class ConfirmReply(_message.Message):
     __slots__ = ()

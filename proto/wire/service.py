@@ -61,7 +61,7 @@ class HubCore(Protocol):
         """Take the caller out of the run."""
 
     def take_over(self, request: hub_pb2.TakeOverRequest) -> hub_pb2.TakeOverReply:
-        """Count a vote for this standby."""
+        """Take a node's answer, and return what this hub asks of its voters."""
 
     def max_push_bytes(self, unit: int) -> int:
         """Return the largest size of a push of this unit; asked before anything is allocated for one."""
@@ -96,6 +96,9 @@ class HubCore(Protocol):
     def confirm(self, request: hub_pb2.ConfirmRequest) -> hub_pb2.ConfirmReply:
         """Note what the standby has on disk."""
 
+    def propose(self, request: hub_pb2.ProposeRequest) -> hub_pb2.Answer:
+        """Answer another hub that asks for a vote."""
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -127,6 +130,8 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
     """
     handlers = CallHandlers(limits)
     small, pushes = FairPool(8, "call"), FairPool(threads, "push")
+    # Other calls wait for what these bring.
+    votes = FairPool(4, "vote")
     pulls, tails = FairPool(threads, "pull"), FairPool(4, "tail")
     membership = {
         "Hello": handlers.call(hub_pb2.HelloRequest, core.hello, small, SMALL_BYTES),
@@ -134,16 +139,17 @@ def hub_services(core: HubCore, limits: Limits, threads: int) -> tuple[Service, 
         "Heartbeat": handlers.call(hub_pb2.HeartbeatRequest, core.heartbeat, small, SMALL_BYTES),
         "Lease": handlers.call(hub_pb2.LeaseRequest, core.lease, small, SMALL_BYTES),
         "Leave": handlers.call(hub_pb2.LeaveRequest, core.leave, small, SMALL_BYTES),
-        "TakeOver": handlers.call(hub_pb2.TakeOverRequest, core.take_over, small, SMALL_BYTES),
+        "TakeOver": handlers.call(hub_pb2.TakeOverRequest, core.take_over, votes, SMALL_BYTES),
     }
     exchange = {"Push": handlers.push(core, pushes), "Pull": handlers.pull(core.pull, pulls)}
     state = {
         "Status": handlers.call(hub_pb2.StatusRequest, core.status, small, SMALL_BYTES),
         "Tail": handlers.tail(core, tails),
-        "Confirm": handlers.call(hub_pb2.ConfirmRequest, core.confirm, small, SMALL_BYTES),
+        "Confirm": handlers.call(hub_pb2.ConfirmRequest, core.confirm, votes, SMALL_BYTES),
+        "Propose": handlers.call(hub_pb2.ProposeRequest, core.propose, votes, SMALL_BYTES),
     }
     return (
-        Service("aedit.v1.Membership", membership, (small,)),
+        Service("aedit.v1.Membership", membership, (small, votes)),
         Service("aedit.v1.Exchange", exchange, (pushes, pulls)),
         Service("aedit.v1.State", state, (tails,)),
     )

@@ -194,6 +194,9 @@ class MemoryHub:
         self.term = max(self.term, request.who.term + 1)
         return pb.TakeOverReply(term=self.term, leads=True)
 
+    def propose(self, request):
+        raise AssertionError("no other hub asks for votes")
+
     def max_push_bytes(self, unit):
         return 4 * self.numels[unit]
 

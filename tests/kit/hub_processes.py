@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from aedit.proto.agent.elector import Elector
 from aedit.proto.codecs.codecs import codec
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hello import PROTOCOL
+from aedit.proto.wire.vote_messages import VoterFile
 from kit.waiting import until
 
 LIMIT_S = 30.0
@@ -120,6 +122,7 @@ class Client:
     def __post_init__(self):
         self.hub = HubClient(self.address, call_timeout_s=5.0)
         self.who = pb.Who(run="run")
+        self.elector = Elector(VoterFile(None))
         self.versions, self.seqs = [], []
 
     def request(self, **others):
@@ -129,6 +132,7 @@ class Client:
             for i, n in enumerate(self.numels)
         ]
         request = pb.JoinRequest(who=self.who, name=self.name, layout=layout, num_samples=1000)
+        request.voter = self.elector.identity
         request.facts.update({"seed": "0"} | others)
         request.rejoin = self.secret
         return request
@@ -190,10 +194,10 @@ class Client:
         self.hub.leave(pb.LeaveRequest(who=self.who))
 
     def vote(self, address):
-        """Ask a standby to lead, as an agent does that cannot reach its hub."""
+        """Offer the vote to a hub, as an agent does that cannot reach its own."""
         other = HubClient(address, call_timeout_s=5.0)
         try:
-            return other.take_over(pb.TakeOverRequest(who=self.who))
+            return self.elector.offer(other, self.who, 5.0)
         finally:
             other.close()
 

@@ -25,6 +25,11 @@ class LeadingHub:
     def leading(self):
         return self.process._leading
 
+    @property
+    def followers(self):
+        """Return the hubs that have confirmed a part of the journal."""
+        return self.leading.leadership._replica.followers(float("-inf"))
+
     def client(self, keys=""):
         found = client_keys(self.keys / keys) if keys else None
         return HubClient(self.address, found, call_timeout_s=5.0)

@@ -48,6 +48,9 @@ class MemoryCore:
     def take_over(self, request):
         return hub_pb2.TakeOverReply(term=4, leads=True)
 
+    def propose(self, request):
+        raise AssertionError("no other hub asks for votes")
+
     def max_push_bytes(self, unit):
         if unit > 99:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, f"there is no unit {unit}")

@@ -1,0 +1,270 @@
+"""One hub among those that may lead a run: a follower, a candidate or the leader.
+
+`docs/protocol.md` has the rules and why they suffice. Times are read by the caller, on one monotonic clock.
+They only decide when a hub asks: what is acknowledged does not depend on them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from aedit.async_sgd.leadership.tally import Tally
+from aedit.async_sgd.rules.records import Agreed, Configured, Led
+from aedit.proto.wire.votes import Answer, Ballot, Extent, Proposal, Voter
+
+Position = tuple[int, int]
+"""Segment and byte of a journal."""
+END: Position = (2**63, 0)
+"""After every position."""
+Decided = list[Led | Configured | Agreed]
+
+
+class Replica:
+    """The leadership of one hub. Its `voter` must be on disk before what a method returns is used."""
+
+    def __init__(self, voter: Voter, *, promise_s: float, lease_s: float) -> None:
+        """Create a follower. promise_s: how long it supports a leader after the last word from it.
+
+        lease_s: a leader whose replicas were silent for longer gives way to a candidate; below promise_s.
+        """
+        if not 0 < lease_s < promise_s:
+            raise ValueError(
+                f"lease_s = {lease_s}: expected a value above 0 and below promise_s = {promise_s}"
+            )
+        self.voter, self._promise_s, self._lease_s = voter, promise_s, lease_s
+        self.configs: tuple[Configured, ...] = ()
+        """Of its journal, from the newest that is known to be agreed on."""
+        self.term = 0
+        """The term that it leads; 0: it does not lead."""
+        self._known_term = 0
+        """Highest term that any voter has named."""
+        self.is_overtaken = False
+        """Whether a voter refuses this leader's configuration for a higher term: it must be elected again."""
+        self._leader_heard_s = self._yielded_s = float("-inf")
+        self._supported = 0
+        self._votes: Tally | None = None
+        self._agreement: Tally | None = None
+        self._confirmed: dict[int, tuple[Position, float]] = {}
+        self._placed: Position = END
+        """End of the newest configuration in the journal, once that is on disk."""
+
+    # --- beginning
+
+    def found(self, journal_term: int) -> Decided:
+        """Lead a run of which nobody else can have a record; return the records to write."""
+        return self._begin(journal_term + 1)
+
+    def may_resume(self, journal_term: int) -> bool:
+        """Return whether this hub was elected for the term of its journal and has not voted since."""
+        newest = self.configs[-1] if self.configs else None
+        return (
+            newest is not None
+            and (newest.term, newest.leader) == (journal_term, self.voter.me)
+            and self.voter.term <= journal_term
+        )
+
+    def resume(self) -> Decided:
+        """Lead on after a restart, see `may_resume`; return the records to write."""
+        self.term = self.configs[-1].term
+        return self._ask_for_agreement()
+
+    def force(self, journal_term: int, jump: int) -> Decided:
+        """Lead without a vote, as an operator has decided; return the records to write.
+
+        jump: by how much the term exceeds all known ones, so that no election comes to the same term.
+        """
+        records = self._begin(max(journal_term, self.voter.term, self._known_term) + jump)
+        newest = self.configs[-1]
+        self.configs, self._agreement = (newest,), None
+        forced = Agreed(*newest.ballot)
+        return records if forced in records else [*records, forced]
+
+    # --- voting
+
+    def heard_leader(self, now: float) -> None:
+        """Note a word from the leader whose journal is followed."""
+        self._leader_heard_s, self._supported = now, self.configs[-1].leader if self.configs else 0
+
+    def may_confirm(self, term: int) -> bool:
+        """Return whether records of the leader of `term` may be confirmed to it."""
+        return not self.term and self.voter.term <= term
+
+    def forget(self, confirmed: Extent) -> None:
+        """Note that the followed journal is fetched anew: this hub is no candidate before `confirmed`."""
+        self.voter, self.configs, self._votes = self.voter.saw(confirmed), (), None
+
+    def answer(self, proposal: Proposal, now: float) -> Answer:
+        """Return the answer to another hub."""
+        if not proposal.number and self._supports_another(proposal.proposer, now):
+            return Answer(
+                self.voter.me, proposal.proposer, proposal.ballot, False, self.voter.term, self.term
+            )
+        self.voter, answer = self.voter.answer(proposal)
+        if answer.granted and self.term and proposal.term > self.term:
+            self.step_down()
+        if answer.granted and not proposal.number:
+            self._leader_heard_s, self._supported, self._yielded_s = now, proposal.proposer, now
+        return replace(answer, leads=self.term)
+
+    def _supports_another(self, proposer: int, now: float) -> bool:
+        if self.term:
+            return self.holds_lease(now)
+        return proposer != self._supported and now - self._leader_heard_s < self._promise_s
+
+    # --- becoming the leader
+
+    def why_not(self, extent: Extent) -> str:
+        """Return why this hub cannot become the leader; empty if it can be elected."""
+        newest = self.configs[-1] if self.configs else None
+        if newest is None or self.voter.me not in newest.replicas:
+            return "its journal is not complete: the hub that leads did not wait for it"
+        if newest.ballot < self.voter.accepted:
+            return (
+                f"its journal ends before configuration {self.voter.accepted}, on which the hubs have agreed"
+            )
+        if extent < self.voter.seen:
+            return f"its journal ends at {extent}, before {self.voter.seen}, which was acknowledged"
+        return ""
+
+    def may_stand(self, now: float) -> bool:
+        """Return whether this hub may ask for votes: not soon after it has given its own to another."""
+        return now - self._yielded_s >= self._promise_s
+
+    def stand(self, extent: Extent) -> Proposal:
+        """Return the request for votes of a hub that can become the leader."""
+        least = max(self.voter.term, self._known_term, extent[0], self.configs[-1].term)
+        if self._votes is None or self._votes.proposal.term <= least:
+            self._votes = Tally(
+                Proposal(least + 1, 0, self.voter.me, self.configs[-1].ballot, extent), self.configs
+            )
+        return self._votes.proposal
+
+    def count_vote(self, answer: Answer, now: float, since_s: float = float("-inf")) -> Decided:
+        """Count a vote; return the records with which this hub begins to lead, once it is elected.
+
+        since_s: votes given earlier do not count; their voters may have found the leader again.
+        """
+        if self._votes is None or not self._votes.count(answer, now):
+            self._learn(answer)
+            return []
+        votes, self._votes.configs = self._votes, self.configs
+        if not votes.is_carried(votes.voters(since_s) | {self.voter.me}):
+            return []
+        self.voter, own = self.voter.answer(votes.proposal)
+        if not own.granted:
+            self._votes = None
+            return []
+        return self._begin(votes.proposal.term)
+
+    def _begin(self, term: int) -> Decided:
+        me, electors = self.voter.me, self.configs[-1].electors if self.configs else ()
+        self.term, self._votes, self._confirmed = term, None, {}
+        self.configs = (*self.configs, Configured(term, 1, me, (me,), electors))
+        return [Led(term), self.configs[-1], *self._ask_for_agreement()]
+
+    # --- leading
+
+    def holds_lease(self, now: float) -> bool:
+        """Return whether every replica that must confirm was heard within the lease."""
+        return bool(self.term) and not self.silent(now, self._lease_s)
+
+    def silent(self, now: float, for_s: float) -> set[int]:
+        """Return the replicas that must confirm and were not heard for so long."""
+        return {one for one in self._needed() if not self.was_heard(one, now - for_s)}
+
+    def was_heard(self, replica: int, since_s: float) -> bool:
+        """Return whether a replica has confirmed something since then."""
+        return replica in self._confirmed and self._confirmed[replica][1] >= since_s
+
+    def followers(self, since_s: float) -> set[int]:
+        """Return the hubs that have confirmed something since then."""
+        return {one for one in self._confirmed if self.was_heard(one, since_s)}
+
+    def step_down(self) -> None:
+        """Lead no more: another hub leads under a higher term."""
+        self.term, self._votes, self._agreement = 0, None, None
+
+    def confirm(self, replica: int, position: Position, now: float) -> None:
+        """Note that everything before `position` is on that replica's disk."""
+        self._confirmed[replica] = position, now
+
+    def confirmed(self, replica: int) -> Position:
+        """Return the position that a replica has confirmed."""
+        return self._confirmed.get(replica, ((0, 0), 0.0))[0]
+
+    def acknowledged(self) -> Position:
+        """Return the position before which everything may be acknowledged; (0, 0) without agreement."""
+        if not self.term or self.configs[0].term != self.term:
+            return (0, 0)
+        return min((self.confirmed(one) for one in self._needed()), default=END)
+
+    def propose(self, replicas: Iterable[int], electors: Iterable[int]) -> Decided:
+        """Ask for another configuration; return the records to write, [] if nothing is to change.
+
+        While the voters have not agreed on the last one, only replicas can be taken out.
+        """
+        newest = self.configs[-1]
+        wanted, chosen = tuple(sorted({self.voter.me, *replicas})), tuple(sorted(electors)) or newest.electors
+        if self._agreement is not None:
+            wanted, chosen = tuple(one for one in newest.replicas if one in wanted), newest.electors
+        if len(wanted) % 2 == 0 and not chosen:
+            wanted = (self.voter.me,)  # without electors, nobody could decide between two halves
+        if not self.term or (wanted, chosen) == (newest.replicas, newest.electors):
+            return []
+        after = Configured(self.term, newest.number + 1, self.voter.me, wanted, chosen)
+        self.configs = (*self.configs, after)
+        return [after, *self._ask_for_agreement()]
+
+    def placed(self, position: Position) -> None:
+        """Note that the journal has the newest configuration on disk, before `position`."""
+        self._placed = position
+
+    @property
+    def asks(self) -> Proposal | None:
+        """Return the proposal that the voters should answer now; None if there is none.
+
+        A configuration is proposed once all its replicas have it in their journals: each of them can then
+        become the leader as soon as the voters have agreed.
+        """
+        if self._votes is not None:
+            return self._votes.proposal
+        if self._agreement is None:
+            return None
+        others = [one for one in self.configs[-1].replicas if one != self.voter.me]
+        ready = all(self.confirmed(one) >= self._placed for one in others) and self._placed != END
+        return self._agreement.proposal if ready else None
+
+    def count_acceptance(self, answer: Answer, now: float) -> Decided:
+        """Count an answer about a configuration; return the records to write."""
+        tally = self._agreement
+        if tally is None or not tally.count(answer, now):
+            refused = answer.ballot == self.configs[-1].ballot and answer.term > self.term
+            self.is_overtaken = self.is_overtaken or (tally is not None and refused)
+            self._learn(answer)
+            return []
+        if not tally.is_carried(tally.voters()):
+            return []
+        self.configs, self._agreement, self._votes = self.configs[-1:], None, None
+        self.is_overtaken = False
+        return [Agreed(*self.configs[-1].ballot)]
+
+    def _needed(self) -> set[int]:
+        return {one for config in self.configs for one in config.replicas} - {self.voter.me}
+
+    def _ask_for_agreement(self) -> Decided:
+        newest = self.configs[-1]
+        proposal = Proposal(newest.term, newest.number, self.voter.me, newest.ballot)
+        self._agreement, self._placed = Tally(proposal, self.configs), END
+        self._votes, self.is_overtaken = None, False
+        self.voter, own = self.voter.answer(proposal)
+        return self.count_acceptance(own, 0.0)
+
+    def _learn(self, answer: Answer) -> None:
+        if answer.proposer == self.voter.me and not answer.granted:
+            self._known_term = max(self._known_term, answer.term)
+            if answer.leads > self.term > 0:
+                self.step_down()
+
+
+def ballot_of(configs: tuple[Configured, ...]) -> Ballot:
+    """Return the ballot of the newest configuration; (0, 0) without one."""
+    return configs[-1].ballot if configs else (0, 0)

@@ -1,0 +1,34 @@
+"""Count the answers to one proposal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from aedit.async_sgd.leadership.quorum import is_quorum
+from aedit.async_sgd.rules.records import Configured
+from aedit.proto.wire.votes import Answer, Proposal
+
+
+@dataclass(slots=True)
+class Tally:
+    """Answers to `proposal`, which must be granted by a quorum of each of `configs`."""
+
+    proposal: Proposal
+    configs: Sequence[Configured]
+    """From the newest one on which the voters are known to have agreed, to the newest one."""
+    _granted: dict[int, float] = field(default_factory=dict)
+    """By voter: when it answered."""
+
+    def count(self, answer: Answer, now: float) -> bool:
+        """Note an answer; return False if it belongs to another proposal or does not grant this one."""
+        ours = (answer.proposer, answer.ballot) == (self.proposal.proposer, self.proposal.ballot)
+        if ours and answer.granted:
+            self._granted[answer.voter] = now
+        return ours and answer.granted
+
+    def voters(self, since_s: float = float("-inf")) -> set[int]:
+        """Return the voters that have granted the proposal since then."""
+        return {voter for voter, at_s in self._granted.items() if at_s >= since_s}
+
+    def is_carried(self, voters: set[int]) -> bool:
+        """Return whether these voters are a quorum of every configuration."""
+        return bool(self.configs) and all(is_quorum(config, voters) for config in self.configs)

@@ -1,0 +1,236 @@
+"""The leadership of a hub process: its state machine, with a clock, votes on disk, records in the journal."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from aedit.async_sgd.journal.journal import Position
+from aedit.async_sgd.journal.ledger import Ledger, Unconfirmed
+from aedit.async_sgd.leadership.replica import Replica
+from aedit.async_sgd.rules.records import Configured, Record
+from aedit.proto.wire.vote_messages import VoterFile
+from aedit.proto.wire.votes import Answer, Extent, Proposal
+
+SILENT_S = 2.0
+"""A standby that is silent for so long is to be waited for no longer, if the voters agree."""
+_LEASE_S, _PROMISE_S = 2.0, 4.0
+NEAR_BYTES = 8 * 2**20
+"""A standby that lags no further than this is to be waited for."""
+_WAIT_LIMIT_S = 10.0
+MOST_ELECTORS = 7
+"""Nodes that break ties: few, so that the configuration seldom changes in a large run."""
+
+
+class Leadership:
+    """Leadership of one hub process. Any thread may call."""
+
+    def __init__(self, file: VoterFile, num_others: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Load the votes. num_others: hubs besides this one that may lead."""
+        self._file, self._num_others, self._clock = file, num_others, clock
+        self._change = threading.Condition(threading.RLock())
+        self._replica = Replica(file.load(), promise_s=_PROMISE_S, lease_s=_LEASE_S)
+        self._ledger: Ledger | None = None
+        self._writing = threading.Lock()
+        self._owed: list[Record] = []
+        """Decided, and not yet in the journal."""
+        self._standing_until_s = float("-inf")
+        if num_others:
+            file.save(self._replica.voter)
+
+    @contextmanager
+    def _deciding(self) -> Iterator[Replica]:
+        """Yield the state machine; what it has promised is on disk when the block ends."""
+        with self._change:
+            before = self._replica.voter
+            yield self._replica
+            if self._replica.voter != before:
+                self._file.save(self._replica.voter)
+            self._change.notify_all()
+
+    @property
+    def identity(self) -> int:
+        """Return the number under which this hub votes."""
+        return self._replica.voter.me
+
+    @property
+    def has_others(self) -> bool:
+        """Return whether another hub may lead instead."""
+        return self._num_others > 0 or bool(self._replica.configs)
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this hub leads, as far as it knows. A hub without others always does."""
+        return self._replica.term > 0 or not self.has_others
+
+    # --- beginning
+
+    def begin(
+        self, journal_term: int, configs: tuple[Configured, ...], *, is_new: bool
+    ) -> Sequence[Record] | None:
+        """Return the records with which this hub begins to lead; None if it must follow or be elected.
+
+        is_new: nobody else can have a record of the run, or may have taken part in it.
+        """
+        with self._deciding() as replica:
+            replica.configs = configs
+            if not self.has_others:
+                return []
+            if is_new and not configs:
+                return replica.found(journal_term)
+            return replica.resume() if replica.may_resume(journal_term) else None
+
+    def force(self, journal_term: int, jump: int) -> Sequence[Record]:
+        """Return the records with which this hub leads without a vote."""
+        with self._deciding() as replica:
+            return replica.force(journal_term, jump)
+
+    def attach(self, ledger: Ledger, position: Position) -> None:
+        """Write further decisions to this journal, which has the first ones on disk before `position`."""
+        with self._deciding() as replica:
+            self._ledger, ledger.confirmed = ledger, self.wait
+            replica.placed(position)
+
+    # --- votes
+
+    def answer(self, proposal: Proposal) -> Answer:
+        """Return the answer to another hub that asks for a vote."""
+        with self._deciding() as replica:
+            return replica.answer(proposal, self._clock())
+
+    def asks(self) -> Proposal | None:
+        """Return what this hub asks of its voters now, as a leader or as a candidate."""
+        with self._change:
+            standing = self._replica.term > 0 or self._clock() < self._standing_until_s
+            return self._replica.asks if standing else None
+
+    def count(self, answer: Answer, window_s: float = float("inf")) -> Sequence[Record]:
+        """Count an answer; return the records with which this hub begins to lead, once it is elected."""
+        with self._deciding() as replica:
+            now, leads = self._clock(), replica.term > 0
+            if answer.ballot[1]:
+                decided = replica.count_acceptance(answer, now) if leads else []
+            else:
+                decided = replica.count_vote(answer, now, now - window_s)
+            if not leads:
+                return decided
+            self._owed += decided
+        self._write()
+        return []
+
+    # --- following
+
+    def heard_leader(self, configs: tuple[Configured, ...]) -> None:
+        """Note a word from the leader, whose journal has these configurations."""
+        with self._change:
+            if not self._replica.term:
+                self._replica.configs = configs
+            self._replica.heard_leader(self._clock())
+
+    def may_confirm(self, term: int) -> bool:
+        """Return whether the journal of the leader of `term` may be confirmed to it."""
+        with self._change:
+            return self._replica.may_confirm(term)
+
+    def forget(self, confirmed: Extent) -> None:
+        """Note that the followed journal is fetched anew: this hub is no candidate before `confirmed`."""
+        with self._deciding() as replica:
+            replica.forget(confirmed)
+
+    def stand(self, configs: tuple[Configured, ...], extent: Extent, window_s: float) -> str:
+        """Ask for votes for the next `window_s`; return why not, "" if this hub can be elected.
+
+        Args:
+            configs: Of the journal.
+            extent: Of the journal.
+            window_s: How long a vote counts.
+        """
+        with self._change:
+            replica, now = self._replica, self._clock()
+            if replica.term:
+                return ""
+            replica.configs = configs
+            reason = replica.why_not(extent)
+            if not reason and replica.may_stand(now):
+                replica.stand(extent)
+                self._standing_until_s = now + window_s
+            return reason
+
+    # --- leading
+
+    def confirm(self, replica: int, position: Position) -> None:
+        """Note that everything before `position` is on the disk of a standby."""
+        with self._change:
+            self._replica.confirm(replica, position, self._clock())
+            self._change.notify_all()
+
+    def wait(self, position: Position, limit_s: float = _WAIT_LIMIT_S) -> None:
+        """Return when every replica has what is before `position`. Raises Unconfirmed."""
+        deadline_s = self._clock() + limit_s
+        with self._change:
+            while self.has_others and not (self._replica.term and position <= self._replica.acknowledged()):
+                left_s = deadline_s - self._clock()
+                if left_s <= 0 or not self._replica.term:
+                    raise Unconfirmed("another hub of the run must confirm this first: try again")
+                self._change.wait(min(left_s, 0.25))
+
+    def tick(self, live: Iterable[int], complete: Position, extent: Extent) -> None:
+        """Propose another configuration if replicas or nodes have come or gone.
+
+        Raises NoSpace or JournalBroken.
+
+        Args:
+            live: Votes of the live nodes, by which they are known.
+            complete: End of the journal.
+            extent: Of the journal.
+        """
+        with self._deciding() as replica:
+            if not replica.term:
+                return
+            now = self._clock()
+            if replica.is_overtaken and replica.may_stand(now):
+                replica.stand(extent)
+            if not self._owed:
+                self._owed += replica.propose(self._wanted(replica, complete, now), self._electors(live))
+        self._write()
+
+    def in_sync(self) -> tuple[int, int]:
+        """Return how many standbys the voters agreed to wait for, and how many nodes break ties."""
+        with self._change:
+            configs = self._replica.configs
+            if not (configs and self._replica.term):
+                return 0, 0
+            return len(configs[0].replicas) - 1, len(configs[0].electors)
+
+    def _wanted(self, replica: Replica, complete: Position, now: float) -> set[int]:
+        newest, heard = replica.configs[-1], replica.followers(now - SILENT_S)
+        near = {one for one in heard if _is_near(replica.confirmed(one), complete)}
+        new = sorted(near - set(newest.replicas))[: max(0, self._num_others + 1 - len(newest.replicas))]
+        return (set(newest.replicas) - replica.silent(now, SILENT_S)) | set(new)
+
+    def _electors(self, live: Iterable[int]) -> Sequence[int]:
+        """Return the nodes that break ties: those that do already, then others, in the order given."""
+        voters = [voter for voter in live if voter]
+        old = [voter for voter in voters if voter in self._replica.configs[-1].electors]
+        return [*old, *(voter for voter in voters if voter not in old)][:MOST_ELECTORS]
+
+    def _write(self) -> None:
+        """Write what was decided to the journal, and then let it be proposed."""
+        ledger = self._ledger
+        with self._writing:
+            with self._change:
+                owed = list(self._owed)
+            if not owed or ledger is None:
+                return
+            with ledger.lock:
+                position = ledger.commit(owed)
+            ledger.journal.sync(position)
+            with self._deciding() as replica:
+                del self._owed[: len(owed)]
+                configs = [record for record in owed if isinstance(record, Configured)]
+                if configs and configs[-1] == replica.configs[-1]:
+                    replica.placed(position)
+
+
+def _is_near(confirmed: Position, complete: Position) -> bool:
+    return confirmed[0] == complete[0] and complete[1] - confirmed[1] <= NEAR_BYTES

@@ -1,0 +1,59 @@
+"""Ask the other hubs of a run for their votes, for as long as this one has something to ask."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from aedit.async_sgd.service.leadership import Leadership
+from aedit.launch.hub.endpoint import HubEndpoint
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.vote_messages import answer_in, proposal_out
+from aedit.proto.wire.votes import Answer, Proposal
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 0.2
+_CALL_TIMEOUT_S = 1.0
+
+
+class Canvass:
+    """One thread per other hub, which asks it what `leadership` asks and hands the answer to `count`."""
+
+    def __init__(
+        self, endpoint: HubEndpoint, leadership: Leadership, count: Callable[[Answer], None]
+    ) -> None:
+        self._endpoint, self._leadership, self._count = endpoint, leadership, count
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(index,), name="canvass", daemon=True)
+            for index in range(endpoint.num_others)
+        ]
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Stop the threads; a call that is on its way ends within a second."""
+        self._stopping.set()
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(timeout=5)
+
+    def _run(self, index: int) -> None:
+        while not self._stopping.wait(_EVERY_S):
+            asks, others = self._leadership.asks(), self._endpoint.others
+            if asks is not None and index < len(others):
+                self._ask(others[index], asks)
+
+    def _ask(self, address: str, asks: Proposal) -> None:
+        client = HubClient(address, self._endpoint.client_keys(), call_timeout_s=_CALL_TIMEOUT_S)
+        request = pb.ProposeRequest(run=self._endpoint.config.name, proposal=proposal_out(asks))
+        try:
+            self._count(answer_in(client.propose(request, _CALL_TIMEOUT_S)))
+        except (HubUnreachable, HubRefused) as error:
+            log.info("no answer to a proposal: %s", error)
+        finally:
+            client.close()

@@ -1,0 +1,196 @@
+"""Tests the rules of leadership one by one: quorums, votes, configurations and what may be acknowledged."""
+
+from itertools import chain, combinations
+
+import pytest
+
+from aedit.async_sgd.leadership.quorum import is_quorum
+from aedit.async_sgd.leadership.replica import END, Replica
+from aedit.async_sgd.rules.records import Agreed, Configured, Led
+from aedit.proto.wire.votes import Answer, Proposal, Voter
+
+A, B, C, X, Y, Z = 1, 2, 3, 11, 12, 13
+
+
+def config(replicas, electors=(), number=1, term=1):
+    return Configured(term, number, replicas[0], tuple(replicas), tuple(electors))
+
+
+def subsets(items):
+    return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
+
+
+def replica(me, configs=()):
+    made = Replica(Voter(me), promise_s=3.0, lease_s=2.0)
+    made.configs = tuple(configs)
+    return made
+
+
+def yes(voter, proposal):
+    return Answer(voter, proposal.proposer, proposal.ballot, True, proposal.term)
+
+
+@pytest.mark.parametrize("num_replicas", range(1, 6))
+@pytest.mark.parametrize("num_electors", range(5))
+def test_any_two_quorums_share_a_voter(num_replicas, num_electors):
+    made = config(range(1, 1 + num_replicas), range(11, 11 + num_electors))
+    quorums = [set(s) for s in subsets((*made.replicas, *made.electors)) if is_quorum(made, s)]
+    assert quorums
+    assert all(one & other for one in quorums for other in quorums)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "electors", "voters", "wanted"),
+    [
+        ((A,), (), {A}, True),
+        ((A,), (X,), {X}, False),
+        ((A, B), (), {A}, False),
+        ((A, B), (), {A, B}, True),
+        ((A, B), (X, Y), {B, X}, False),  # one of two is not more than half
+        ((A, B), (X, Y), {B, X, Y}, True),
+        ((A, B, C), (X, Y, Z), {B, X, Y, Z}, False),
+        ((A, B, C), (X, Y, Z), {B, C}, True),
+    ],
+)
+def test_the_electors_decide_between_equal_halves_of_the_replicas(replicas, electors, voters, wanted):
+    assert is_quorum(config(replicas, electors), voters) == wanted
+
+
+def test_a_voter_supports_one_proposer_per_term_and_no_older_term():
+    voter, answer = Voter(X).answer(Proposal(5, 0, A, (1, 1)))
+    assert answer.granted
+    assert not voter.answer(Proposal(5, 0, B, (1, 1)))[1].granted
+    assert not voter.answer(Proposal(5, 1, B, (1, 1)))[1].granted
+    assert not voter.answer(Proposal(4, 0, A, (1, 1)))[1].granted
+    assert voter.answer(Proposal(5, 0, A, (1, 1)))[1].granted  # asked again: its answer was lost
+    assert voter.answer(Proposal(6, 0, B, (1, 1)))[1].granted
+
+
+def test_a_voter_refuses_a_candidate_that_may_lack_what_was_acknowledged():
+    voter, _ = Voter(X).answer(Proposal(1, 3, A, (1, 3)))
+    assert not voter.answer(Proposal(2, 0, B, (1, 2)))[1].granted
+    assert voter.answer(Proposal(2, 0, B, (1, 3)))[1].granted
+    voter = voter.saw((1, 4, 700))
+    assert not voter.answer(Proposal(2, 0, B, (1, 3), (1, 4, 699)))[1].granted
+    assert voter.answer(Proposal(2, 0, B, (1, 3), (1, 4, 700)))[1].granted
+    assert voter.answer(Proposal(2, 0, B, (1, 3), (2, 1, 0)))[1].granted
+
+
+def test_a_hub_leads_only_a_term_for_which_it_was_elected():
+    mirrored = [config((A, B), (X,), term=3)]
+    assert replica(A, mirrored).may_resume(3)
+    assert not replica(B, mirrored).may_resume(3)
+    assert not replica(A, mirrored).may_resume(4)
+    voted = Replica(Voter(A, term=4, voted_for=B), promise_s=3.0, lease_s=2.0)
+    voted.configs = tuple(mirrored)
+    assert not voted.may_resume(3)
+
+
+def test_nothing_is_acknowledged_that_a_replica_in_sync_lacks():
+    hub = replica(A)
+    assert hub.found(0) == [Led(1), config((A,)), Agreed(1, 1)]
+    assert hub.acknowledged() == END
+    assert hub.propose({A, B}, (X, Y, Z)) == [config((A, B), (X, Y, Z), 2)]
+    assert hub.acknowledged() == (0, 0), "B counts from now on"
+    hub.confirm(B, (1, 50), 0.0)
+    assert hub.acknowledged() == (1, 50)
+    hub.placed((1, 60))
+    assert hub.asks is None, "B does not have the configuration yet"
+    hub.confirm(B, (1, 60), 0.0)
+    assert hub.count_acceptance(yes(B, hub.asks), 0.0) == [Agreed(1, 2)]
+
+    assert hub.silent(9.0, 2.0) == {B}
+    assert hub.propose({A}, (X, Y, Z)) == [config((A,), (X, Y, Z), 3)]
+    hub.placed((1, 80))
+    assert hub.count_acceptance(yes(X, hub.asks), 9.0) == []
+    assert hub.acknowledged() == (1, 60), "one of three nodes does not decide"
+    assert hub.count_acceptance(yes(Y, hub.asks), 9.0) == [Agreed(1, 3)]
+    assert hub.acknowledged() == END
+
+
+def test_a_hub_without_electors_waits_for_nobody():
+    """Two halves that nobody can decide between would both stand still."""
+    hub = replica(A)
+    hub.found(0)
+    assert hub.propose({A, B}, ()) == []
+
+
+def test_a_candidate_is_elected_by_a_quorum_and_acknowledges_after_another_one():
+    hub = replica(B, [config((A, B), (X, Y, Z))])
+    assert hub.why_not((1, 1, 90)) == ""
+    proposal = hub.stand((1, 1, 90))
+    assert (proposal.term, proposal.number, hub.voter.term) == (2, 0, 0), "nothing is promised yet"
+    assert hub.count_vote(yes(X, proposal), 0.0) == []
+    assert hub.count_vote(yes(Y, proposal), 0.0) == [Led(2), config((B,), (X, Y, Z), term=2)]
+    assert (hub.term, hub.voter.voted_for, hub.acknowledged()) == (2, B, (0, 0))
+    hub.placed((1, 100))
+    assert hub.count_acceptance(yes(X, hub.asks), 0.0) == []
+    assert hub.count_acceptance(yes(Z, hub.asks), 0.0) == [Agreed(2, 1)]
+    assert hub.acknowledged() == END
+
+
+def test_a_vote_of_long_ago_does_not_count():
+    hub = replica(B, [config((A, B), (X, Y, Z))])
+    proposal = hub.stand((1, 1, 90))
+    hub.count_vote(yes(X, proposal), 0.0)
+    assert hub.count_vote(yes(Y, proposal), 9.0, since_s=5.0) == []
+    assert hub.count_vote(yes(X, proposal), 9.5, since_s=5.0) != []
+
+
+@pytest.mark.parametrize(
+    ("configs", "voter", "reason"),
+    [
+        ([], Voter(B), "did not wait for it"),
+        ([config((A,), (X,))], Voter(B), "did not wait for it"),
+        ([config((A, B), (X,))], Voter(B, accepted=(1, 2)), "ends before configuration"),
+        ([config((A, B), (X,))], Voter(B, seen=(1, 1, 91)), "which was acknowledged"),
+    ],
+)
+def test_a_hub_that_lacks_something_says_so(configs, voter, reason):
+    hub = Replica(voter, promise_s=3.0, lease_s=2.0)
+    hub.configs = tuple(configs)
+    assert reason in hub.why_not((1, 1, 90))
+
+
+def test_a_follower_supports_the_leader_that_it_hears():
+    hub = replica(B, [config((A, B, C))])
+    hub.heard_leader(10.0)
+    assert not hub.answer(Proposal(2, 0, C, (1, 1)), 12.0).granted
+    assert hub.answer(Proposal(2, 0, A, (1, 1)), 12.0).granted, "its leader is elected again"
+    assert not hub.answer(Proposal(3, 0, C, (1, 1)), 13.5).granted, "A uses the vote"
+    assert hub.answer(Proposal(3, 0, C, (1, 1)), 15.5).granted
+    assert not hub.may_confirm(2)
+
+
+def test_a_leader_gives_way_only_without_its_replicas():
+    hub = replica(A)
+    hub.found(0)
+    assert not hub.answer(Proposal(9, 0, B, (1, 1)), 0.0).granted, "it is alone, and has everything"
+    hub.propose({A, B}, (X,))
+    hub.confirm(B, (1, 9), 0.0)
+    assert not hub.answer(Proposal(9, 0, B, (1, 2)), 1.0).granted
+    assert hub.answer(Proposal(9, 0, B, (1, 2)), 5.0).granted
+    assert hub.term == 0
+
+
+def test_a_leader_whose_voters_know_a_higher_term_is_elected_again():
+    hub = replica(A, [config((A, B), (X,))])
+    hub.resume()
+    hub.placed((1, 9))
+    hub.confirm(B, (1, 9), 0.0)
+    hub.count_acceptance(Answer(X, A, hub.asks.ballot, False, 4), 0.0)
+    assert hub.is_overtaken
+    proposal = hub.stand((1, 1, 9))
+    assert proposal.term == 5
+    assert hub.count_vote(yes(X, proposal), 0.0)[0] == Led(5)
+
+
+def test_a_forced_leader_has_a_term_of_its_own_and_needs_nobody():
+    hub = replica(B, [config((A, B), (X,))])
+    assert hub.force(3, 1234) == [Led(1237), config((B,), (X,), term=1237), Agreed(1237, 1)]
+    assert hub.acknowledged() == END
+
+
+def test_a_lease_is_shorter_than_a_promise():
+    with pytest.raises(ValueError, match="below promise_s"):
+        Replica(Voter(A), promise_s=1.0, lease_s=1.0)
