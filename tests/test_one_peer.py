@@ -5,7 +5,7 @@ import threading
 
 import grpc
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.hub_machine import world
 from kit.wire import MemoryCore, noise
@@ -15,8 +15,9 @@ from aedit.proto.wire import frames, hub_pb2
 from aedit.proto.wire.client import HubClient, channel
 from aedit.proto.wire.fair_pool import Crowded, FairPool
 from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.read_permits import ReadPermits
 from aedit.proto.wire.server import serve
-from aedit.proto.wire.waiting_calls import MOST, WaitingCalls
+from aedit.proto.wire.waiting_calls import WaitingCalls
 
 DATA = noise(1000)
 WITHIN_S = 20.0
@@ -90,7 +91,7 @@ def test_more_open_calls_than_a_server_keeps_are_ended_and_members_go_on(served,
         assert client.heartbeat(hub_pb2.HeartbeatRequest(steps=step)).total_steps == step
     assert push(client)
     ended = [call for call in opened if call.done()]
-    assert len(ended) >= 4300 - MOST
+    assert len(ended) >= 4300 - Limits().silent_calls
     assert {call.code() for call in ended} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
 
 
@@ -103,6 +104,28 @@ def test_the_oldest_silent_call_of_the_peer_with_most_of_them_makes_room():
     calls.leave("b", 4)
     calls.enter("c", 6, lambda: ended.append(6))
     assert ended == [1, 2]
+
+
+def test_uploads_wait_to_be_read_and_one_that_sends_nothing_makes_room_after_its_time():
+    async def order():
+        now, ended = [0.0], []
+        permits = ReadPermits(2, hold_s=0.01, clock=lambda: now[0])
+        await permits.enter("a", lambda: ended.append("a1"))
+        leave = await permits.enter("b", lambda: ended.append("b1"))
+        third = asyncio.ensure_future(permits.enter("a", lambda: ended.append("a2")))
+        fourth = asyncio.ensure_future(permits.enter("c", lambda: ended.append("c1")))
+        await asyncio.sleep(0)
+        permits.end_oldest()
+        assert (ended, third.done()) == ([], False), "both have time left"
+        leave()
+        leave()
+        await third
+        assert not fourth.done()
+        now[0] = 1.0
+        await fourth
+        return ended
+
+    assert asyncio.run(order()) == ["a1"]
 
 
 def test_a_beat_that_is_longer_than_any_honest_one_is_refused_before_the_hub_reads_it(served):
@@ -139,6 +162,7 @@ def test_peers_take_turns_however_many_calls_each_has():
     assert asyncio.run(order()) == [0, "other", 1, 2, *range(4, 20)]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=6),
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=8),

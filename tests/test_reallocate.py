@@ -88,9 +88,11 @@ def test_nothing_moves_between_engines_that_finish_together():
     assert plan({0: load(*map(sample, range(3))), 1: load(*map(sample, range(10, 13)))}, KNOWN) == []
 
 
-def test_a_donor_keeps_its_last_sample():
-    fast = EngineSpeed(PACE.fixed_s / 10, 0.0, 0.0)
-    assert plan({0: load(sample(1)), 1: replace(load(), speed=fast)}, KNOWN) == []
+def test_a_donor_gives_its_last_sample_to_a_faster_engine_only():
+    slow = EngineSpeed(PACE.fixed_s * 4, PACE.row_s * 4, 0.0)
+    assert len(plan({0: replace(load(sample(1)), speed=slow), 1: load()}, KNOWN)) == 1
+    assert plan({0: load(sample(1)), 1: load()}, KNOWN) == []
+    assert plan({0: load(sample(1)), 1: replace(load(), speed=slow)}, KNOWN) == []
     moves = plan({0: load(sample(1), sample(2)), 1: load()}, KNOWN, MigrationRule(overhead_s=0.001))
     assert len(moves) == 1
 
@@ -118,12 +120,14 @@ def test_engines_that_have_not_rested_stay_out_of_it():
         assert plan(tired, KNOWN) == []
 
 
-def test_a_sample_moves_twice_at_most_and_never_back():
+def test_a_sample_moves_twice_at_most_and_back_to_a_much_faster_engine_only():
     moved = [sample(i, visited=(7, 8)) for i in range(8)]
     assert plan({0: load(*moved), 1: load()}, KNOWN) == []
     left = [sample(i, visited=(1,)) for i in range(8)]
     assert plan({0: load(*left), 1: load()}, KNOWN) == []
     assert plan({0: load(*left), 2: load()}, KNOWN) != []
+    slow = EngineSpeed(PACE.fixed_s * 4, PACE.row_s * 4, 0.0)
+    assert plan({0: replace(load(*left), speed=slow), 1: load()}, KNOWN) != []
 
 
 def test_one_engine_alone_has_nothing_to_plan():

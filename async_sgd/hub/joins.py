@@ -63,7 +63,8 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
     else:
         _compare(state, joiner)
     node = state.names.get(joiner.name, _new_index(state, joiner.prefers, config))
-    member = state.members[node] if node < len(state.members) else None
+    known = node < len(state.members) and state.members[node].name
+    member = state.members[node] if known else None
     if member and member.excluded:
         raise Denied("excluded", f"{joiner.name} was excluded: {member.gone}")
     if len(state.live.keys() - {node}) >= config.limits.nodes:
@@ -141,10 +142,11 @@ def _new_index(state: HubState, prefers: int | None, config: HubConfig) -> int:
 
     An index that is skipped stays free for a node that prefers it.
     """
+    new = state.free[0] if state.free else len(state.members)
     if prefers is None or not 0 <= prefers < config.limits.nodes:
-        return len(state.members)
+        return new
     is_free = prefers >= len(state.members) or not state.members[prefers].name
-    return prefers if is_free else len(state.members)
+    return prefers if is_free else new
 
 
 def _compare(state: HubState, joiner: Joiner) -> None:

@@ -7,9 +7,14 @@ from typing import Any
 
 from aedit.async_sgd.hub.hub import Hub
 from aedit.async_sgd.hub.members import Member, Report, Told
+from aedit.async_sgd.hub.state import HubState
 from aedit.types import Verdict
 
 _FP32_BYTES = 4
+MOST_SHOWN = 512
+"""Members in a status and in a line of metrics, so that it fits into one message."""
+MOST_GONE = 32
+"""Of these, members that have left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +91,8 @@ def status(hub: Hub, now: float) -> dict[str, Any]:
         "anchor_bytes": sum(_FP32_BYTES * layout[index].numel for index in state.units),
         "leased_upto": state.pool.watermark,
         "returned_samples": sum(end - start for start, end in state.pool.returned),
-        "nodes": [
-            _node_status(hub, member, paces.get(member.node, 0), now)
-            for member in state.members
-            if member.name
-        ],
+        "nodes": [_node_status(hub, member, paces.get(member.node, 0), now) for member in _shown(state)],
+        "nodes_left_out": sum(bool(member.name) for member in state.members) - len(_shown(state)),
         "units": [
             {
                 "unit": index,
@@ -103,6 +105,15 @@ def status(hub: Hub, now: float) -> dict[str, Any]:
             for index, unit in state.units.items()
         ],
     }
+
+
+def _shown(state: HubState) -> list[Member]:
+    """Return the members of a status: the live ones and the latest others, up to `MOST_SHOWN`, by index."""
+    live = list(state.live)[:MOST_SHOWN]
+    excluded = [member.node for member in state.members if member.excluded]
+    gone = [*excluded, *state.departed][-min(MOST_GONE, MOST_SHOWN - len(live)) :]
+    shown = {*live, *gone} if len(live) < MOST_SHOWN else set(live)
+    return [state.members[node] for node in sorted(shown)]
 
 
 def _node_status(hub: Hub, member: Member, pace_steps: int, now: float) -> dict[str, Any]:

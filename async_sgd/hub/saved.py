@@ -65,6 +65,7 @@ def save_state(state: HubState) -> Saved:
             [node, start, *lease] for node, leases in pool.leases.items() for start, lease in leases.items()
         ),
     }
+    numbers["departed"], numbers["free"] = list(state.departed), list(state.free)
     numbers["banned"] = [astuple(ban) for ban in state.banned]
     numbers["configs"] = [asdict(config) for config in state.configs]
     return Saved(numbers, tuple(_unit_out(index, unit) for index, unit in state.units.items()))
@@ -79,6 +80,9 @@ def load_state(saved: Saved, state: HubState) -> None:
     state.facts = dict(numbers["facts"])
     state.members = [_member_in(member) for member in numbers["members"]]
     state.names = {member.name: member.node for member in state.members if member.name}
+    gone = [member.node for member in state.members if member.name and not (member.live or member.excluded)]
+    state.departed = dict.fromkeys(numbers.get("departed", gone))
+    state.free = list(numbers.get("free", ()))
     state.lost = {node: [(start, end) for start, end in blocks] for node, blocks in numbers["lost"]}
     state.pool = Pool(pool["watermark"], [(start, end) for start, end in pool["returned"]])
     for node, start, used, end in pool["leases"]:

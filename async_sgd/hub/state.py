@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from aedit.async_sgd.hub import departed
 from aedit.async_sgd.hub.advance import Anchor, Computed
 from aedit.async_sgd.hub.members import NORM, Member, Told, kind
 from aedit.async_sgd.hub.pool import Block, Pool
@@ -87,6 +88,10 @@ class HubState:
     """Those that this hub owns, by index in the layout."""
     members: list[Member] = field(default_factory=list)
     names: dict[str, int] = field(default_factory=dict)
+    departed: dict[int, None] = field(default_factory=dict)
+    """Members that have left and are remembered, in the order of leaving."""
+    free: list[int] = field(default_factory=list)
+    """Indices of members that are forgotten."""
     founder: int | None = None
     pool: Pool = field(default_factory=Pool)
     lost: dict[int, list[Block]] = field(default_factory=dict)
@@ -205,6 +210,8 @@ class HubState:
     def _join(self, record: records.Joined) -> None:
         while len(self.members) <= record.node:  # an index in between is left out: a member without a name
             self.members.append(Member("", len(self.members)))
+        self.departed.pop(record.node, None)
+        self.free = [node for node in self.free if node != record.node]
         self.members[record.node].name = record.name
         self.names[record.name] = record.node
         self.members[record.node].join(record)
@@ -231,6 +238,7 @@ class HubState:
         self.lost[record.node] = self.pool.outstanding(record.node)
         member.leased -= sum(end - start for start, end in self.lost[record.node])
         self.pool.give_back(record.node)
+        departed.leave(self, record.node)
 
     def _accept(self, push: Push) -> None:
         unit = self.units[push.unit]

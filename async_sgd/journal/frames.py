@@ -210,9 +210,7 @@ def chain_of(file: File, end: int | None = None) -> Chain:
     Raises Damaged if a frame before it is not whole.
     """
     chain = Chain(read_head(file))
-    for frame, body in frames(file):
-        if end is not None and frame.end > end:
-            break
+    for frame, body in frames(file, end=end):
         if frame.kind == RECORDS:
             chain.add(file.read(frame.body.offset - FRAME_BYTES, FRAME_BYTES) + body)
     return chain
@@ -242,13 +240,13 @@ def frame_at(file: File, mark: bytes, offset: int) -> Frame:
     return Frame(kind, crc, Stretch(file, offset + FRAME_BYTES, length), synced)
 
 
-def frames(file: File, offset: int = FILE_BYTES) -> Iterator[tuple[Frame, bytes]]:
-    """Yield all frames from `offset` on with their bodies, which are empty for PAYLOAD and ARRAY.
+def frames(file: File, offset: int = FILE_BYTES, end: int | None = None) -> Iterator[tuple[Frame, bytes]]:
+    """Yield all frames from `offset` to `end` with their bodies, which are empty for PAYLOAD and ARRAY.
 
     Raises Damaged at the first that is not whole.
     """
     mark = read_head(file).mark
-    while offset < file.num_bytes:
+    while offset < (file.num_bytes if end is None else end):
         frame = frame_at(file, mark, offset)
         yield frame, b"" if frame.kind in (PAYLOAD, ARRAY) else frame.read()
         offset = frame.end

@@ -6,6 +6,7 @@ of several threads at once.
 """
 
 import errno
+import hmac
 import json
 import os
 import threading
@@ -51,11 +52,21 @@ class JournalBroken(Exception):
     """
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The end of a batch of records, and the chain up to there."""
+
+    position: Position
+    chain: bytes
+
+
 @dataclass(slots=True)
 class _Ends:
     """Progress of the journal, in bytes of the newest segment."""
 
     written: int
+    recorded: int
+    """End of the last batch of records."""
     synced: int = 0
 
 
@@ -71,12 +82,15 @@ class Journal:
         self._lock, self._sync_lock = threading.Lock(), threading.Lock()
         self._filling: set[int] = set()
         self._broken = ""
+        self._synced: Mark
         path = segment_path(directory, number)
         if path.exists():
             self.file = File(path)
             head = read_head(self.file)
             self._mark, self._seed, self._chain = head.mark, head.seed, chain_of(self.file)
-            self._ends = _Ends(self.file.num_bytes)
+            size = self.file.num_bytes
+            self._ends = _Ends(size, size)
+            self._marked()
             self._note()
         elif after is not None:
             self._begin(new_head(after.seed, after.before_bytes, after.chain))
@@ -94,7 +108,7 @@ class Journal:
                 self.file.write(start, frame)
             except OSError as error:
                 raise self._not_written(start, error) from error
-            self._ends.written = start + len(frame)
+            self._ends.written = self._ends.recorded = start + len(frame)
             self._chain.add(frame)
             return self.number, self._ends.written
 
@@ -123,8 +137,8 @@ class Journal:
                 self._filling.discard(start)
         return stretch
 
-    def sync(self, position: Position) -> None:
-        """Return when everything before `position` is on disk.
+    def sync(self, position: Position) -> Mark:
+        """Return when all records before `position` are on disk: up to where they are, at least.
 
         Raises JournalBroken if the disk fails, or the file has been removed, replaced or cut off.
         """
@@ -132,28 +146,34 @@ class Journal:
             with self._lock:
                 self._check()
                 number, ends, file = self.number, self._ends, self.file
-                written = ends.written
+                written, mark = ends.written, Mark((number, ends.recorded), self._chain.value)
             if position <= (number, ends.synced) or position[0] < number:
-                return
+                return self._synced
             if self._fsync:
                 self._flush(file)
             self._check_place(file, position[1])
             ends.synced = max(ends.synced, written)
+            self._synced = mark
+            return mark
 
-    def rotate(self) -> int:
-        """Begin the next segment and return its number. Nobody may append meanwhile (`store` may)."""
+    def rotate(self, *, new_epoch: bool = False) -> int:
+        """Begin the next segment and return its number. Nobody may append meanwhile (`store` may).
+
+        new_epoch: it begins another journal, for whose nodes the receipts of this one do not count.
+        """
         with self._sync_lock, self._lock:
             self._check()
             if self._fsync:
                 self._flush(self.file)
             self._check_place(self.file, 0)
-            before = self.file, self.number, self._mark, self._ends, self._chain
+            before = self.file, self.number, self._mark, self._ends, self._chain, self._seed
             try:
                 self.number += 1
-                self._begin(new_head(self._seed, self._ends.written, self._chain.value))
+                seed = os.urandom(SEED_BYTES) if new_epoch else self._seed
+                self._begin(new_head(seed, self._ends.written, self._chain.value))
             except OSError as error:
                 segment_path(self.directory, self.number).unlink(missing_ok=True)
-                self.file, self.number, self._mark, self._ends, self._chain = before
+                self.file, self.number, self._mark, self._ends, self._chain, self._seed = before
                 raise self._judged(error) from error
             return self.number
 
@@ -161,6 +181,10 @@ class Journal:
     def epoch(self) -> str:
         """Return the public name of the journal, drawn when it was begun."""
         return epoch_of(self._seed)
+
+    def mac(self, data: bytes) -> bytes:
+        """Return a code over `data` that only who has read the journal can compute."""
+        return hmac.digest(self._seed, data, "sha256")[:16]
 
     @property
     def position(self) -> Position:
@@ -189,11 +213,15 @@ class Journal:
         self._mark, self._seed, self._chain = head.mark, head.seed, Chain(head)
         self._filling.clear()
         self.file.write(0, head.pack())
-        self._ends = _Ends(FILE_BYTES)
+        self._ends = _Ends(FILE_BYTES, FILE_BYTES)
         if self._fsync:
             self._flush(self.file)
         sync_directory(self.directory)
         self._note()
+        self._marked()
+
+    def _marked(self) -> None:
+        self._synced = Mark((self.number, self._ends.recorded), self._chain.value)
 
     def _note(self) -> None:
         """Write beside the journal which one it is, so that the loss of segments is noticed."""

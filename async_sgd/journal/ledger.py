@@ -10,8 +10,10 @@ from aedit.async_sgd.hub.saved import save_state
 from aedit.async_sgd.journal.encoding import encode_records
 from aedit.async_sgd.journal.journal import Journal, Position
 from aedit.async_sgd.journal.payload import Payload
+from aedit.async_sgd.journal.receipts import Receipts
 from aedit.async_sgd.journal.store import Store
 from aedit.async_sgd.rules.records import Merged, Mixed, Record
+from aedit.proto.wire import hub_pb2 as pb
 
 
 class Unconfirmed(Exception):
@@ -40,6 +42,9 @@ class Ledger:
         """
         self.hub, self.journal, self.store, self._told, self.clock = hub, journal, store, told, clock
         self.lock = threading.RLock()
+        self.receipts = Receipts(journal)
+        self.receipt = pb.Receipt()
+        """The latest one; empty before anything was acknowledged."""
         self.confirmed: Callable[[Position], None] = lambda position: None
         """Returns when all replicas have everything before the position. Raises Unconfirmed."""
         self.versions_at: Position = journal.position
@@ -77,13 +82,15 @@ class Ledger:
         """
         return payload.stretch.file is self.journal.file
 
-    def durable(self, position: Position) -> None:
-        """Return when `position` is on disk here and at all replicas.
+    def durable(self, position: Position) -> pb.Receipt:
+        """Return a receipt when `position` is on disk here and at all replicas.
 
         Raises JournalBroken or Unconfirmed.
         """
-        self.journal.sync(position)
-        self.confirmed(position)
+        mark = self.journal.sync(position)
+        self.confirmed(max(position, mark.position))
+        self.receipt = receipt = self.receipts.give(mark)
+        return receipt
 
     def snapshot_is_due(self, num_bytes: int) -> bool:
         """Return whether the journal has grown by `num_bytes`, and by enough, since the last snapshot."""

@@ -48,14 +48,21 @@ class Store:
     def __init__(self, directory: Path, *, fsync: bool = True) -> None:
         self.directory, self._fsync = directory, fsync
 
-    def recover(self, hub: Hub) -> Journal:
+    def recover(self, hub: Hub, *, accept_loss: bool = False) -> Journal:
         """Bring a new hub to the state of the folder's last one, and return the journal to continue.
 
         An incomplete end is cut off. Raises UserError if something that was acknowledged is damaged or gone.
+
+        accept_loss: go on without segments that are missing at the end, under a new epoch.
         """
         for left in self.directory.glob("*.new"):
             left.unlink()
-        return self.open(self.read(hub, mend=True))
+        if accept_loss:
+            (self.directory / NOTE).unlink(missing_ok=True)
+        journal = self.open(self.read(hub, mend=True))
+        if accept_loss:
+            journal.rotate(new_epoch=True)
+        return journal
 
     def open(self, number: int) -> Journal:
         """Return the journal to continue in segment `number`, the newest one.
@@ -207,13 +214,16 @@ def check_noted(directory: Path) -> int:
     note, segments = directory / NOTE, segment_numbers(directory, "journal")
     if not note.exists():
         return 0
-    noted = json.loads(note.read_text())
-    number, epoch = int(noted["segment"]), str(noted["epoch"])
+    try:
+        noted = json.loads(note.read_text())
+        number, epoch = int(noted["segment"]), str(noted["epoch"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{note} is damaged: restore the folder from a copy") from error
     if not segments or segments[-1] < number:
         raise UserError(
             f"{segment_path(directory, number)} is missing: this folder had the journal {epoch} up to there."
-            " Copy the journal back, or promote the standby; to give it up and start another run, choose"
-            " another --directory"
+            " Copy the journal back, or promote the standby; `aedit hub --force-lead` goes on with what is"
+            " left, and nodes must be started again"
         )
     path = segment_path(directory, number)
     try:

@@ -170,7 +170,11 @@ class LimitConfig:
     in_flight_bytes: int = 2**30
     """Bytes of all pushes being received at a time; who comes above it is asked to wait."""
 
+    connections: int = 1024
+    """Connections of one host at a time; the ones above it that were silent for longest are ended."""
+
     def __post_init__(self) -> None:
+        check(self.connections >= 1, "hub.limits.connections", "must be at least 1", self.connections)
         check(self.nodes >= 1, "hub.limits.nodes", "must be at least 1", self.nodes)
         check(self.names >= 1, "hub.limits.names", "must be at least 1", self.names)
         check(1 <= self.servers <= 512, "hub.limits.servers", "must be in [1, 512]", self.servers)

@@ -46,19 +46,21 @@ class Driver:
             known_by(messages.joiner(request), request, caller, self._hub.config.limits),
             new_session=fingerprint(session),
         )
+        self._guard.check_claim(request.claim, self._hub.state.names.get(who.name))
         with self._guard.deciding() as now:
             self._guard.check_who(request.who)
             decided = self._hub.join(who, now)
             position = self._ledger.commit(decided)
             joined = next(record for record in decided if isinstance(record, Joined))
             reply = messages.join_reply(self._hub, self._hub.state.members[joined.node], session, now)
-        self._guard.durable(position)
+        reply.news.receipt.CopyFrom(self._guard.durable(position))
         return reply
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.News:
         """Take a member's report and return the state of the run."""
         messages.check_blocks(request.consumed)
         report = messages.report_of(request)
+        self._guard.check_claim(request.claim, request.who.node)
         with self._guard.deciding() as now:
             member = self._guard.speaker(request.who)
             self._hub.heartbeat(member.node, report, now)
@@ -68,6 +70,7 @@ class Driver:
         if used:  # else there is nothing in it that a crash could make untrue
             self._guard.durable(position)
         self._guard.shown(versions_at)
+        told.receipt.CopyFrom(self._ledger.receipt)
         return told
 
     def lease(self, request: pb.LeaseRequest) -> pb.LeaseReply:

@@ -184,8 +184,8 @@ class PushPull:
             refused = told.seq == head.seq and told.verdict in (Verdict.REFUSED, Verdict.DISTRUSTED)
             item = messages.unit(news.unit_news(self._hub, head.who.node, head.unit))
             position = self._ledger.journal.position
-        self._guard.durable(position)
-        return pb.PushReply(accepted=not refused, news=item)
+        receipt = self._guard.durable(position)
+        return pb.PushReply(accepted=not refused, news=item, receipt=receipt)
 
     def _sum(self, unit: int, which: tuple[int, int], data: memoryview) -> bytes:
         known = self._sums.get(unit)

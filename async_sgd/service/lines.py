@@ -1,7 +1,8 @@
 """Metric lines of a hub in memory: bounded to one message, for a run of any length."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 MOST_BYTES = 2**20
@@ -14,6 +15,13 @@ def json_line(values: Mapping[str, Any]) -> str:
     if "NaN" not in text and "Infinity" not in text:
         return text
     return json.dumps(json.loads(text, parse_constant=lambda name: None))
+
+
+def newest(texts: Sequence[str], most_bytes: int) -> list[str]:
+    """Return the last of `texts` that take at most `most_bytes` together, each with a separator of two."""
+    ends = accumulate(len(text) + 2 for text in reversed(texts))
+    fit = sum(end <= most_bytes for end in ends)
+    return list(texts[len(texts) - fit :])
 
 
 class Lines:

@@ -11,7 +11,8 @@ from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.members import Member
 from aedit.async_sgd.journal.journal import JournalBroken, NoSpace, Position
 from aedit.async_sgd.journal.ledger import Ledger, Unconfirmed
-from aedit.async_sgd.service import messages
+from aedit.async_sgd.journal.receipts import Unproven
+from aedit.async_sgd.service import losses, messages
 from aedit.async_sgd.service.callers import fingerprint
 from aedit.async_sgd.service.engine import HubWorker
 from aedit.async_sgd.service.leadership import Leadership
@@ -31,6 +32,8 @@ class RequestGuard:
         self.ledger, self.engine, self.run, self.leadership = ledger, engine, run, leadership
         self.replaced = threading.Event()
         """Another hub leads under a higher term: this one has nothing to say any more."""
+        self.lacking = ""
+        """What this hub had acknowledged and has lost; it does not lead then."""
         self._believes_hubs = False
         self._other_term: Callable[[], int] = lambda: 0
         self._asking = threading.Lock()
@@ -124,17 +127,35 @@ class RequestGuard:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, "this run has no standby (hub.standby)")
 
     def check_leads(self) -> None:
-        """Raise Refusal if this hub has been replaced."""
+        """Raise Refusal if this hub has been replaced, or lacks what was acknowledged."""
+        if self.lacking:
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, self.lacking)
         if self.replaced.is_set():
             term = self.ledger.hub.state.term
             text = f"this hub led under term {term}, which is over: ask the other one"
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, text)
 
-    def durable(self, position: Position) -> None:
-        """Return when a crash cannot take `position` back; only then may a peer be told."""
-        with self.told():
-            self.ledger.durable(position)
+    def check_claim(self, claim: pb.Claim, node: int | None) -> None:
+        """Raise Refusal unless the journal has what was acknowledged to a node.
+
+        A receipt of this journal proves that something is missing: then this hub leads no longer. One of
+        another journal proves nothing to this hub, and only its node is refused.
+        """
+        try:
+            if not self.ledger.receipts.lacks(claim.receipt):
+                return
+        except Unproven as error:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+        with self.ledger.lock:
+            self.lacking = losses.described(self.ledger, claim, node)
         self.check_leads()
+
+    def durable(self, position: Position) -> pb.Receipt:
+        """Return a receipt when a crash cannot take `position` back; only then may a peer be told."""
+        with self.told():
+            receipt = self.ledger.durable(position)
+        self.check_leads()
+        return receipt
 
     def shown(self, position: Position) -> None:
         """Return when another hub that may lead cannot lack what is before `position`.

@@ -148,7 +148,7 @@ def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
     hub.add_argument("--standby", action="store_true", help="follow the hub, and lead once elected")
     does = "which of the addresses in hub.standby it is, from 1 (default 1)"
     hub.add_argument("--standby-number", metavar="K", type=int, default=1, help=does)
-    does = "lead without a vote, if the other hubs are gone for good; prints what may be lost"
+    does = "lead without a vote, and with what is left of the journal, whatever may be lost"
     hub.add_argument("--force-lead", action="store_true", help=does)
     _add_trust(hub)
 

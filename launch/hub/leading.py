@@ -68,9 +68,9 @@ class LeadingHub:
     def is_over(self) -> bool:
         """Return whether this hub has ended.
 
-        `failure` and `guard.replaced` give the reason if the run has not.
+        `failure`, `guard.replaced` and `guard.lacking` give the reason if the run has not.
         """
-        return self.engine.over.is_set() or self.guard.replaced.is_set()
+        return self.engine.over.is_set() or self.guard.replaced.is_set() or bool(self.guard.lacking)
 
     @property
     def failure(self) -> str:
@@ -87,7 +87,7 @@ class LeadingHub:
             if thread.is_alive():
                 thread.join(timeout=5)
         self._reports.line(metrics(self.overview()))  # the last line is the source of the report
-        if not self.failure and not self.guard.replaced.is_set():
+        if not (self.failure or self.guard.lacking or self.guard.replaced.is_set()):
             self._reports.event("snapshot", bytes=self.ledger.snapshot())
         self._reports.event("stop", reason=self.failure)
 

@@ -38,6 +38,7 @@ from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.welcome import open_to_others, welcome
+from aedit.proto.wire.connections import raise_descriptor_limit
 from aedit.proto.wire.directory import directory_service
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.limits import Limits
@@ -73,7 +74,7 @@ class Options(TypedDict, total=False):
     standby_number: int
     """Which of the standbys in hub.standby it is, from 1."""
     force_lead: bool
-    """Lead without a vote, whatever may be lost."""
+    """Lead without a vote, and with what is left of the journal, whatever may be lost."""
     keys: Path | None
     """Folder of keys that `aedit keys` made for this hub."""
     insecure: bool
@@ -96,6 +97,7 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
     """
     logging.basicConfig(format="aedit hub: %(message)s", level=logging.WARNING)
     give_back_what_is_freed()
+    raise_descriptor_limit()
     stop = _Stop()
     with folder.locked(directory):
         endpoint = _endpoint(config, directory, options)
@@ -195,9 +197,9 @@ class _Process:
         self._page: Page | None = None
 
     def start(self, *, force: bool = False) -> None:
-        """Recover the state from the folder and begin to serve. force: lead without a vote."""
+        """Recover the state from the folder and begin to serve. force: whatever may be lost."""
         hub = self._make()
-        journal = self._store.recover(hub)
+        journal = self._store.recover(hub, accept_loss=force)
         state, mirrors = hub.state, (self._endpoint.directory / folder.MIRROR).exists()
         newest = self._others.newest_term()
         if newest > state.term and not self._endpoint.standby and not force:
@@ -221,8 +223,8 @@ class _Process:
 
     def _force(self, hub: Hub) -> Sequence[Record]:
         """Return the records with which this hub leads without a vote; print what may be lost."""
-        if not self._leadership.has_others:
-            raise UserError("--force-lead: no other hub can lead this run (hub.standby); start it without")
+        if not self._leadership.has_others:  # it needs no vote, but lacks something
+            return [Led(hub.state.term + 1)]
         print(self._others.what_is_missing(hub, self._leadership.identity), file=sys.stderr, flush=True)
         term = max(hub.state.term, self._others.newest_term())
         return self._leadership.force(term, _FORCED_JUMP + secrets.randbelow(_FORCED_JUMP))
@@ -283,8 +285,10 @@ class _Process:
         self._reports.close()
 
     def exit_code(self) -> int:
-        """Return the exit code. Raises UserError if another hub leads."""
+        """Return the exit code. Raises UserError if another hub leads, or this one has lost something."""
         leading, standby = self._leading, self._standby
+        if leading is not None and leading.guard.lacking:
+            raise UserError(leading.guard.lacking)
         if leading is not None and leading.guard.replaced.is_set():
             raise UserError(
                 f"another hub leads this run under a newer term than this one's: start this one with"
@@ -359,7 +363,10 @@ class _Process:
         self._switch = Switch(core)
         limits = self._config.hub.limits
         bounds = Limits(
-            nodes=limits.nodes, calls_per_s=limits.calls_per_s, in_flight_bytes=limits.in_flight_bytes
+            nodes=limits.nodes,
+            calls_per_s=limits.calls_per_s,
+            in_flight_bytes=limits.in_flight_bytes,
+            connections=limits.connections,
         )
         for address in (self._endpoint.preferred_address, self._endpoint.address):
             try:

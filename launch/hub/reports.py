@@ -11,11 +11,15 @@ from aedit.async_sgd.journal.ledger import Ledger
 from aedit.async_sgd.rules import records
 from aedit.async_sgd.service.engine import HubWorker
 from aedit.async_sgd.service.leadership import Leadership
-from aedit.async_sgd.service.lines import Lines, json_line
+from aedit.async_sgd.service.lines import Lines, json_line, newest
 from aedit.async_sgd.service.server_directory import ServerDirectory
 from aedit.launch.rundir.recorder import Clock, Recorder
+from aedit.proto.wire.frames import MESSAGE_BYTES
 
 LINE_EVERY_S = 2.0
+_MOST_EVENT_BYTES = 2**18
+"""Of a status, as JSON. What is left of a message is for the lines."""
+_MARGIN_BYTES = 4096
 _EVENTS = 256
 """Newest events that are kept in memory for `status`; the file has all."""
 
@@ -120,8 +124,11 @@ class Reports:
         """Return as JSON `now`, the latest events, and the metrics lines after the first `after` ones."""
         with self._lock:
             lines, count, events = self._lines.after(after), self._lines.count, list(self._events)
-        head = json_line({**now, "num_lines": count, "events": events})
-        return f'{head[:-1]}, "lines": [{", ".join(lines)}]}}'
+        said = newest([json_line(event) for event in events], _MOST_EVENT_BYTES)
+        head = json_line({**now, "num_lines": count})
+        room = MESSAGE_BYTES - _MARGIN_BYTES - len(head) - sum(map(len, said)) - 2 * len(said)
+        shown = ", ".join(newest(lines, room))
+        return f'{head[:-1]}, "events": [{", ".join(said)}], "lines": [{shown}]}}'
 
     def close(self) -> None:
         """Close the files."""

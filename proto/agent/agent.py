@@ -56,6 +56,8 @@ class Agent:
         self._memberships = [Membership(k, plan, connections.hub) for k in range(len(plan.addresses))]
         self._transfers = UnitTransfers(plan, box, self._memberships, self._traffic)
         self._transfers.on_failure(self._fail)
+        for membership in self._memberships:
+            membership.known = self._transfers.known
         self._initial_sync = InitialSync(plan, box, self._transfers, self._traffic)
         self._threads: list[threading.Thread] = []
 

@@ -76,6 +76,9 @@ class Membership:
         self._process = secrets.randbits(63) | 1
         self.donor = ""
         """Where this node gives anchors to others; empty: nowhere."""
+        self.known: Callable[[], pb.Claim] = pb.Claim
+        """Returns the pushes and versions that this node saw acknowledged, for a hub that has lost some."""
+        self._receipt = pb.Receipt()
         self._heard_s = time.monotonic()
         self._taken_s: float | None = None
         """Since when the name is refused, because another node has it."""
@@ -113,6 +116,12 @@ class Membership:
     def address(self) -> str:
         """Return the address of the hub that leads, as far as this node knows."""
         return self._address
+
+    def acknowledged(self, receipt: pb.Receipt) -> None:
+        """Keep the newest receipt of this hub: its successor must have everything before it."""
+        with self._change:
+            if (receipt.segment, receipt.offset) >= (self._receipt.segment, self._receipt.offset):
+                self._receipt = receipt
 
     def join_again(self) -> None:
         """Join again now, to receive everything once more."""
@@ -182,9 +191,11 @@ class Membership:
         else:
             heartbeat = owner.report(self.part)
             heartbeat.who.CopyFrom(self.who())
+            heartbeat.claim.CopyFrom(self._claim())
             news = self.client.heartbeat(heartbeat, timeout_s=self._patience_s)
             if not self._is_of_now(news.term):
                 return self._lost(f"{self._address} speaks for term {news.term}, which is over")
+            self.acknowledged(news.receipt)
             owner.heard(self.part, news)
             owner.beaten(self.part, heartbeat)
         self._heard_s = time.monotonic()
@@ -202,10 +213,18 @@ class Membership:
         request.prefers = 0 if plan.prefers is None else plan.prefers + 1
         if not self._is_of_now(hello.term):
             raise HubUnreachable(f"{self._address} speaks for term {hello.term}, which is over")
+        request.claim.CopyFrom(self._claim())
         reply = self.client.join(request)
+        self.acknowledged(reply.news.receipt)
         with self._change:
             self._who = pb.Who(run=plan.run, term=reply.term, node=reply.node, session=reply.session)
         return reply
+
+    def _claim(self) -> pb.Claim:
+        claim = self.known()
+        with self._change:
+            claim.receipt.CopyFrom(self._receipt)
+        return claim
 
     def _is_of_now(self, term: int) -> bool:
         """Take over a higher term and return True; return False for a lower one."""

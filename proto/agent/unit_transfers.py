@@ -104,6 +104,11 @@ class UnitTransfers:
             log.warning("unit %d, push %d: the hub has forgotten it", transfer.unit, transfer.number)
             self._submit(self._push, transfer)
 
+    def known(self) -> pb.Claim:
+        """Return the pushes and versions of each unit that this node saw acknowledged."""
+        with self._lock:
+            return pb.Claim(seqs=self._accepted, versions=self.versions)
+
     def heard(self, news: Sequence[pb.UnitNews]) -> None:
         """Take the hub's decisions."""
         for item in news:
@@ -190,6 +195,7 @@ class UnitTransfers:
         head.codec, head.num_bytes = "fp32" if founds else self._codec.name, len(transfer.payload)
         with self._traffic.moving():
             reply = membership.client.push(head, transfer.payload)
+        membership.acknowledged(reply.receipt)
         if not reply.accepted and not reply.news.verdict:
             reply.news.MergeFrom(pb.UnitNews(unit=transfer.unit, seq=transfer.number, verdict=pb.REFUSED))
         self._traffic.count(up=len(transfer.payload))

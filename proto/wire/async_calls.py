@@ -16,7 +16,10 @@ import grpc
 from grpc import aio
 
 from aedit.proto.wire.call_context import Aborted, CallContext
+from aedit.proto.wire.connections import Connections
 from aedit.proto.wire.fair_pool import Crowded, FairPool
+from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.read_permits import ReadPermits
 from aedit.proto.wire.waiting_calls import WaitingCalls
 
 log = logging.getLogger(__name__)
@@ -26,16 +29,19 @@ _Write: TypeAlias = Callable[[Any], Any]
 _Work: TypeAlias = Callable[[AsyncIterator[bytes], CallContext, _Write], Coroutine[Any, Any, Any]]
 _LATER = grpc.StatusCode.RESOURCE_EXHAUSTED
 _SILENT = "too many open calls that have sent nothing: this one was ended to make room"
-_STATUS_S = 5.0
 _END = object()
 
 
 class AsyncCalls:
-    """Makes the handlers of one server. `pool`: of handlers that name none of their own."""
+    """Makes the handlers of one server. `pool`: of handlers that name none of their own.
 
-    def __init__(self, pool: FairPool) -> None:
-        self._pool = pool
-        self._waiting = WaitingCalls()
+    `connections` is told of every peer that sends a message.
+    """
+
+    def __init__(self, pool: FairPool, limits: Limits, connections: Connections) -> None:
+        self._pool, self._connections = pool, connections
+        self._waiting = WaitingCalls(limits.silent_calls)
+        self._uploads = ReadPermits(limits.unread_uploads)
 
     def handler(self, plain: Handler) -> Handler:
         """Return `plain` for an asynchronous server. Its bytes on the wire are the same."""
@@ -47,7 +53,13 @@ class AsyncCalls:
             work = _threaded(behaviour, pool, bool(plain.request_streaming), bool(plain.response_streaming))
 
         async def run(messages: AsyncIterator[bytes], context: "aio.ServicerContext[Any, Any]") -> Any:
-            return await self._run(work, messages, context)
+            return await self._run(
+                work,
+                messages,
+                context,
+                reads_more=bool(plain.request_streaming),
+                replies_once=not plain.response_streaming,
+            )
 
         # Both kinds read by themselves: gRPC would wait for a single request out of our sight.
         kind = (
@@ -58,17 +70,28 @@ class AsyncCalls:
         return kind(run)
 
     async def _run(
-        self, work: _Work, messages: AsyncIterator[bytes], context: "aio.ServicerContext[Any, Any]"
+        self,
+        work: _Work,
+        messages: AsyncIterator[bytes],
+        context: "aio.ServicerContext[Any, Any]",
+        *,
+        reads_more: bool,
+        replies_once: bool,
     ) -> Any:
         task = asyncio.current_task()
         assert task is not None
         seen = CallContext(context, task)
         peer, refusal = seen.peer(), None
-        self._waiting.enter(peer, seen, partial(seen.end, _LATER, _SILENT))
+        end = partial(seen.end, _LATER, _SILENT)
+        leave: Callable[[], None] = partial(self._waiting.leave, peer, seen)
+        if not reads_more:
+            self._waiting.enter(peer, seen, end)
         try:
-            return await work(self._heard(messages, peer, seen), seen, context.write)
+            if reads_more:
+                leave = await self._uploads.enter(peer, end)
+            return await work(self._heard(messages, peer, leave), seen, context.write)
         except Aborted as error:
-            refusal = error
+            refusal = Aborted(error.code, error.text)  # its frames hold what has arrived
         except Crowded as error:
             refusal = Aborted(_LATER, str(error))
         except asyncio.CancelledError:
@@ -76,17 +99,19 @@ class AsyncCalls:
                 raise
             refusal = seen.ended
         finally:
-            self._waiting.leave(peer, seen)
+            leave()
             seen.finish()
-        with suppress(TimeoutError):  # a peer that reads nothing does not take the status either
-            async with asyncio.timeout(_STATUS_S):
-                await context.abort(refusal.code, refusal.text)
+        # Not `context.abort`: its exception and the call would hold each other, and what has not been read.
+        context.set_code(refusal.code)
+        context.set_details(refusal.text)
+        return b"" if replies_once else None
 
     async def _heard(
-        self, messages: AsyncIterator[bytes], peer: str, call: CallContext
+        self, messages: AsyncIterator[bytes], peer: str, leave: Callable[[], None]
     ) -> AsyncIterator[bytes]:
         async for message in messages:
-            self._waiting.leave(peer, call)
+            leave()
+            self._connections.heard(peer)
             yield message
 
 

@@ -53,6 +53,32 @@ class HelloRequest(_message.Message):
     method: Method
     def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., method: _Optional[_Union[Method, _Mapping]] = ...) -> None: ...
 
+class Receipt(_message.Message):
+    __slots__ = ("epoch", "process", "segment", "offset", "chain", "mac")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    MAC_FIELD_NUMBER: _ClassVar[int]
+    epoch: str
+    process: int
+    segment: int
+    offset: int
+    chain: bytes
+    mac: bytes
+    def __init__(self, epoch: _Optional[str] = ..., process: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., chain: _Optional[bytes] = ..., mac: _Optional[bytes] = ...) -> None: ...
+
+class Claim(_message.Message):
+    __slots__ = ("receipt", "seqs", "versions")
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    SEQS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    receipt: Receipt
+    seqs: _containers.RepeatedScalarFieldContainer[int]
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, receipt: _Optional[_Union[Receipt, _Mapping]] = ..., seqs: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class HelloReply(_message.Message):
     __slots__ = ("protocol", "version", "run", "term", "config", "addresses", "standby", "leads")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -90,7 +116,7 @@ class Unit(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "rejoin", "voter", "prefers")
+    __slots__ = ("who", "name", "layout", "facts", "num_samples", "donor", "ranks", "process", "rejoin", "voter", "prefers", "claim")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +135,7 @@ class JoinRequest(_message.Message):
     REJOIN_FIELD_NUMBER: _ClassVar[int]
     VOTER_FIELD_NUMBER: _ClassVar[int]
     PREFERS_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     who: Who
     name: str
     layout: _containers.RepeatedCompositeFieldContainer[Unit]
@@ -120,7 +147,8 @@ class JoinRequest(_message.Message):
     rejoin: bytes
     voter: int
     prefers: int
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., rejoin: _Optional[bytes] = ..., voter: _Optional[int] = ..., prefers: _Optional[int] = ...) -> None: ...
+    claim: Claim
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., name: _Optional[str] = ..., layout: _Optional[_Iterable[_Union[Unit, _Mapping]]] = ..., facts: _Optional[_Mapping[str, str]] = ..., num_samples: _Optional[int] = ..., donor: _Optional[str] = ..., ranks: _Optional[int] = ..., process: _Optional[int] = ..., rejoin: _Optional[bytes] = ..., voter: _Optional[int] = ..., prefers: _Optional[int] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("term", "node", "session", "founder", "versions", "seqs", "donors", "news")
@@ -151,7 +179,7 @@ class Consumed(_message.Message):
     def __init__(self, start: _Optional[int] = ..., upto: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("who", "steps", "tokens", "steps_per_s", "busy_s", "wait_s", "wire_s", "bytes_up", "bytes_down", "consumed", "loss", "state", "rl")
+    __slots__ = ("who", "steps", "tokens", "steps_per_s", "busy_s", "wait_s", "wire_s", "bytes_up", "bytes_down", "consumed", "claim", "loss", "state", "rl")
     class RlEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +197,7 @@ class HeartbeatRequest(_message.Message):
     BYTES_UP_FIELD_NUMBER: _ClassVar[int]
     BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
     CONSUMED_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     RL_FIELD_NUMBER: _ClassVar[int]
@@ -182,10 +211,11 @@ class HeartbeatRequest(_message.Message):
     bytes_up: int
     bytes_down: int
     consumed: _containers.RepeatedCompositeFieldContainer[Consumed]
+    claim: Claim
     loss: float
     state: str
     rl: _containers.ScalarMap[str, float]
-    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., steps_per_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., consumed: _Optional[_Iterable[_Union[Consumed, _Mapping]]] = ..., loss: _Optional[float] = ..., state: _Optional[str] = ..., rl: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., steps_per_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., wire_s: _Optional[float] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., consumed: _Optional[_Iterable[_Union[Consumed, _Mapping]]] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., loss: _Optional[float] = ..., state: _Optional[str] = ..., rl: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class UnitNews(_message.Message):
     __slots__ = ("unit", "version", "seq", "verdict", "reason")
@@ -202,7 +232,7 @@ class UnitNews(_message.Message):
     def __init__(self, unit: _Optional[int] = ..., version: _Optional[int] = ..., seq: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class News(_message.Message):
-    __slots__ = ("term", "units", "round", "pace_steps", "nodes", "total_steps", "total_tokens", "elapsed_s", "finished", "evaluates", "donors", "progress")
+    __slots__ = ("term", "units", "round", "pace_steps", "nodes", "total_steps", "total_tokens", "elapsed_s", "finished", "evaluates", "donors", "progress", "receipt")
     TERM_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +245,7 @@ class News(_message.Message):
     EVALUATES_FIELD_NUMBER: _ClassVar[int]
     DONORS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     term: int
     units: _containers.RepeatedCompositeFieldContainer[UnitNews]
     round: int
@@ -227,7 +258,8 @@ class News(_message.Message):
     evaluates: bool
     donors: _containers.RepeatedScalarFieldContainer[str]
     progress: float
-    def __init__(self, term: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitNews, _Mapping]]] = ..., round: _Optional[int] = ..., pace_steps: _Optional[int] = ..., nodes: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., finished: _Optional[bool] = ..., evaluates: _Optional[bool] = ..., donors: _Optional[_Iterable[str]] = ..., progress: _Optional[float] = ...) -> None: ...
+    receipt: Receipt
+    def __init__(self, term: _Optional[int] = ..., units: _Optional[_Iterable[_Union[UnitNews, _Mapping]]] = ..., round: _Optional[int] = ..., pace_steps: _Optional[int] = ..., nodes: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., finished: _Optional[bool] = ..., evaluates: _Optional[bool] = ..., donors: _Optional[_Iterable[str]] = ..., progress: _Optional[float] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("who", "samples", "lists_held", "held")
@@ -368,12 +400,14 @@ class PushHead(_message.Message):
     def __init__(self, who: _Optional[_Union[Who, _Mapping]] = ..., unit: _Optional[int] = ..., seq: _Optional[int] = ..., base: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[str] = ..., num_bytes: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
-    __slots__ = ("accepted", "news")
+    __slots__ = ("accepted", "news", "receipt")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     NEWS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
     accepted: bool
     news: UnitNews
-    def __init__(self, accepted: _Optional[bool] = ..., news: _Optional[_Union[UnitNews, _Mapping]] = ...) -> None: ...
+    receipt: Receipt
+    def __init__(self, accepted: _Optional[bool] = ..., news: _Optional[_Union[UnitNews, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("who", "unit", "base", "version", "offset")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from time import monotonic
 
+from aedit.proto.wire.frames import CHUNK_BYTES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -17,10 +19,20 @@ class Limits:
     """Calls of one node, with bursts of as many."""
     in_flight_bytes: int = 2**30
     """Bytes of all pushes being received at a time."""
+    connections: int = 1024
+    """Connections of one host."""
     stall_s: float = 30.0
     """Without a byte for so long, a stream is ended."""
     bytes_per_s: float = 4096.0
     """A stream that is slower than this on average is ended too."""
+
+    silent_calls: int = 512
+    """Open calls that have sent nothing yet."""
+
+    @property
+    def unread_uploads(self) -> int:
+        """Return how many uploads may be read before it is known what they are: half of the bytes."""
+        return max(8, self.in_flight_bytes // 2 // CHUNK_BYTES)
 
 
 class Rates:

@@ -1,5 +1,6 @@
 """A gRPC server that the usual tools can inspect: health and reflection are on."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
@@ -8,6 +9,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from aedit.proto.wire.async_calls import AsyncCalls, Handler
+from aedit.proto.wire.connections import Connections, most_connections
 from aedit.proto.wire.event_loop import finish
 from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.frames import MESSAGE_BYTES
@@ -16,6 +18,8 @@ from aedit.proto.wire.security import ServerKeys
 from aedit.proto.wire.service import HubCore, Service, hub_services
 from aedit.types import UserError
 
+_LOOK_S = 1.0
+"""How often connections are counted."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     # Otherwise a second hub on the same port gets every other connection, and no error.
@@ -29,6 +33,11 @@ _OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_concurrent_streams", 256),
+    # Windows would grow with the speed of the line, and hold megabytes of each upload that nobody reads yet.
+    ("grpc.http2.bdp_probe", 0),
+    # Who connects and says nothing, or has made no call for long, keeps no descriptor.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 120_000),
 )
 
 
@@ -39,13 +48,21 @@ class Server:
     """
 
     def __init__(
-        self, services: Sequence[Service], address: str, *, keys: ServerKeys | None = None, threads: int = 8
+        self,
+        services: Sequence[Service],
+        address: str,
+        *,
+        keys: ServerKeys | None = None,
+        limits: Limits | None = None,
+        threads: int = 8,
     ) -> None:
         """Start serving. `threads` serve services without `pools`."""
         keys = keys or ServerKeys()
         pool = FairPool(threads, "serve")
         self._pools = [pool, *(p for service in services for p in service.pools)]
-        finish(self._start(services, address, keys, AsyncCalls(pool)))
+        limits = limits or Limits()
+        self.connections = Connections(limits.connections)
+        finish(self._start(services, address, keys, AsyncCalls(pool, limits, self.connections)))
         self.address = f"{address.rpartition(':')[0]}:{self.port}"
 
     def stop(self, grace_s: float) -> None:
@@ -58,7 +75,8 @@ class Server:
         self, services: Sequence[Service], address: str, keys: ServerKeys, calls: AsyncCalls
     ) -> None:
         checks = [_Check(check, calls) for check in keys.interceptors]
-        self._server = aio.server(interceptors=checks, options=_OPTIONS)
+        most = ("grpc.max_allowed_incoming_connections", most_connections())
+        self._server = aio.server(interceptors=checks, options=(*_OPTIONS, most))
         for service in services:
             handlers = {name: calls.handler(plain) for name, plain in service.handlers.items()}
             self._server.add_generic_rpc_handlers(
@@ -67,8 +85,16 @@ class Server:
         self._health = await _add_health(self._server, [service.name for service in services])
         self.port = self._listen(address, keys)
         await self._server.start()
+        self._counting = asyncio.create_task(self._count_connections())
+
+    async def _count_connections(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            await loop.run_in_executor(None, self.connections.cut, self.port)
 
     async def _stop(self, grace_s: float) -> None:
+        self._counting.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
@@ -116,7 +142,7 @@ def serve(
     `threads`: pushes, and as many pulls, at a time. Raises UserError if the address is not available.
     """
     services = (*hub_services(core, limits or Limits(), threads), *others)
-    return Server(services, address, keys=credentials)
+    return Server(services, address, keys=credentials, limits=limits)
 
 
 async def _add_health(server: aio.Server, names: list[str]) -> "health.aio.HealthServicer":

@@ -169,6 +169,8 @@ class CallHandlers:
         self._calls = Rates(limits.calls_per_s)
         self._lines = Rates(1.0)
         self._budget = ByteBudget(limits.in_flight_bytes)
+        self._queued = ByteBudget(limits.in_flight_bytes)
+        """Chunks that wait for a thread."""
         self._watch = Watch(limits.stall_s, limits.bytes_per_s)
 
     def call(
@@ -254,7 +256,8 @@ class CallHandlers:
                 receiver = frames.Receiver(begin)
                 try:
                     async for message in self._moving(messages, context):
-                        await pool.run(context.peer(), partial(receiver.add, message))
+                        with self._reserved(self._queued, len(message)):
+                            await pool.run(context.peer(), partial(receiver.add, message))
                     data = receiver.data
                 except frames.ArrayIncomplete:
                     raise  # Not a violation: gRPC may report a cut link as if the peer had ended the stream.
@@ -318,13 +321,21 @@ class CallHandlers:
     def _room(self, num_bytes: int, limit_bytes: int, held: ExitStack) -> frames.Assembly:
         """Return a buffer for a push; its bytes count as under way until `held` ends."""
         assembly = frames.Assembly(num_bytes, limit_bytes=limit_bytes)
-        if not self._budget.take(num_bytes):
+        held.enter_context(self._reserved(self._budget, num_bytes))
+        return assembly
+
+    @contextmanager
+    def _reserved(self, budget: ByteBudget, num_bytes: int) -> Iterator[None]:
+        """Count bytes as under way inside the block. Raises Refusal if there are too many."""
+        if not budget.take(num_bytes):
             raise Refusal(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self._budget.taken} bytes are on their way, at most {self._limits.in_flight_bytes} may be",
+                f"{budget.taken} bytes are on their way, at most {self._limits.in_flight_bytes} may be",
             )
-        held.callback(self._budget.give, num_bytes)
-        return assembly
+        try:
+            yield
+        finally:
+            budget.give(num_bytes)
 
     @contextmanager
     def _told(self, context: CallContext, what: str) -> Iterator[None]:

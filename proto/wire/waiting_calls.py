@@ -3,9 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
-MOST = 512
-"""Of all peers. An honest caller sends its first message at once."""
-
 
 class WaitingCalls:
     """Calls of which no message has arrived. Used by the event loop only.
@@ -13,7 +10,7 @@ class WaitingCalls:
     Above `most`, the oldest one of the peer that has the most is ended to make room.
     """
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
         self._count = 0
         self._by_peer: dict[Hashable, OrderedDict[object, Callable[[], object]]] = {}

@@ -18,6 +18,8 @@ SampleKey = tuple[int, int]
 """Rollout and sample id of a prompt."""
 CANDIDATES = 8
 """Number of samples of the busiest engine that are evaluated."""
+RETURN_FACTOR = 0.5
+"""A sample returns to an engine that needs at most this share of its present one's time per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class UnfinishedSample:
     """Upper limit of `emitted`."""
     group: int = -1
     visited: tuple[int, ...] = ()
-    """Indices of engines that it has left. It does not return there."""
+    """Indices of engines that it has left. It returns there only if they are much faster."""
     scale: float = 1.0
     """Length of its group relative to all samples."""
 
@@ -103,8 +105,9 @@ def plan(
 
     Each goes from the engine that will finish last to the one that will finish first, given the migrations
     before, among those with a free row: while samples wait everywhere, a migration is a guess. It never makes
-    a busy engine idle and never makes an engine finish later than the busiest would have. Engines in their
-    cooldown, and samples at their limit, are excluded. Of equal gains the shortest context wins.
+    an engine finish later than the busiest would have, and takes the only sample of an engine for a faster
+    one only. Engines in their cooldown, and samples at their limit, are excluded. Of equal gains the shortest
+    context wins.
 
     Args:
         loads: Work by engine index.
@@ -168,12 +171,13 @@ def _best_migration(
 ) -> Migration | None:
     """Return the best migration between the pair of engines, or None."""
     source, target = (now[i] for i in pair)
+    may_return = target.speed.token_s(1) <= RETURN_FACTOR * source.speed.token_s(1)
     candidates = [
         sample
         for sample in source.samples
-        if len(sample.visited) < rule.max_moves_per_sample and pair[1] not in sample.visited
+        if len(sample.visited) < rule.max_moves_per_sample and (may_return or pair[1] not in sample.visited)
     ]
-    if not candidates or len(source.samples) < 2:
+    if not candidates:
         return None
     before_s = drain_s(source, lengths)
     options: list[Migration] = []

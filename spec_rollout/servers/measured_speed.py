@@ -8,8 +8,8 @@ WINDOW_S = 0.5
 """Shortest time over which tokens are counted."""
 SHORT_S = 0.05
 """Shortest time that counts if all samples end before."""
-FORGET_S = 10.0
-"""Time without samples after which the speed is unknown again, so that a server is not left for ever."""
+HOPE_S = 10.0
+"""Time without samples after which a server is taken as twice as fast, so that it is not left for ever."""
 WEIGHT = 0.3
 """Weight of the newest window in the mean."""
 
@@ -38,12 +38,13 @@ class MeasuredSpeed:
         """Note the time, with `live` samples decoded until now, and tokens that have arrived."""
         if not live and not tokens:
             self._end(now_s)
-            if now_s - self._used_s > FORGET_S:
-                self._token_s = None
+            if now_s - self._used_s > HOPE_S and self._token_s is not None:
+                self._token_s, self._used_s = self._token_s / 2, now_s
             return
         self._used_s = now_s
         if math.isnan(self._began_s):
-            self._tokens, self._began_s, self._live_s, self._seen_s = 0, now_s, 0.0, now_s
+            self._begin(now_s)
+            return  # tokens of the time before, of which nothing is known
         self._live_s += live * (now_s - self._seen_s)
         self._seen_s = now_s
         self._tokens += tokens
@@ -52,7 +53,7 @@ class MeasuredSpeed:
             return
         if self._tokens:
             self._take(self._live_s / self._tokens, self._live_s / passed_s)
-            self._began_s = math.nan
+            self._begin(now_s)
         elif self._token_s is None or self._live_s > self._token_s:
             # Nothing has come for longer than a token should take: it is at least as slow as this.
             self._token_s, self._live = self._live_s, self._live_s / passed_s
@@ -64,6 +65,10 @@ class MeasuredSpeed:
         fixed, row = self._shape
         scale = self._token_s / (fixed + row * self._live)
         return EngineSpeed(fixed * scale, row * scale, row * scale)
+
+    def _begin(self, now_s: float) -> None:
+        """Begin a window."""
+        self._tokens, self._began_s, self._live_s, self._seen_s = 0, now_s, 0.0, now_s
 
     def _end(self, now_s: float) -> None:
         """End a window early, as no samples are left; a very short one tells nothing."""

@@ -33,9 +33,9 @@ push_filter = { threshold = 1e9, cosine = false, clip = 1e9 }
 class HubProcess:
     """Hub process started in `folder`; after `kill` it can be started again at the same address."""
 
-    def __init__(self, folder, config=CONFIG, flags=()):
+    def __init__(self, folder, config=CONFIG, flags=(), prefix=()):
         self.folder, self.address, self.process = folder, "127.0.0.1:0", None
-        self.flags = flags
+        self.flags, self.prefix = flags, prefix
         (folder / "run.toml").write_text(config)
 
     def start(self, limit_s=60.0):
@@ -44,7 +44,7 @@ class HubProcess:
         words = ["hub", "run.toml", "--address", self.address, "--directory", "hub", *self.flags]
         with (self.folder / "log").open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "aedit.launch.cli", *words],
+                [*self.prefix, sys.executable, "-m", "aedit.launch.cli", *words],
                 cwd=self.folder,
                 stdout=log,
                 stderr=log,
@@ -63,8 +63,9 @@ class HubProcess:
 
 
 @contextmanager
-def real_hub(folder, config=CONFIG, flags=()):
-    hub = HubProcess(folder, config, flags)
+def real_hub(folder, config=CONFIG, flags=(), prefix=()):
+    """Yield a hub process. prefix: words before its command, such as `prlimit`."""
+    hub = HubProcess(folder, config, flags, prefix)
     hub.start()
     try:
         yield hub

@@ -48,7 +48,7 @@ def keys_of(folder, nodes=(), **others):
 
 
 @contextmanager
-def leading_hub(folder, more="", keys=None, **settings):
+def leading_hub(folder, more="", keys=None, force=False, **settings):
     """Yield a hub that leads. more: lines of its `[hub]` table. keys: folder that `keys_of` has made."""
     folder.mkdir(parents=True, exist_ok=True)
     config = load(write_run(folder, more, **settings), []).config
@@ -57,7 +57,7 @@ def leading_hub(folder, more="", keys=None, **settings):
     (folder / "hub").mkdir(exist_ok=True)
     process = _Process(endpoint, insecure=False)
     try:
-        process.start()
+        process.start(force=force)
         yield LeadingHub(process, process._server.address, keys)
     finally:
         process.close()

@@ -1,0 +1,86 @@
+"""Receipts: what a hub has acknowledged, in a form that a node can hold against it later.
+
+A receipt names a position of the journal before which everything is durable, and the chain up to there. The
+hub signs it with the journal's seed, so that a node cannot invent one. Nodes show their newest receipt; a hub
+whose journal ends earlier, or has other records there, has lost something that was acknowledged.
+"""
+
+import hmac
+import secrets
+import struct
+
+from aedit.async_sgd.journal.frames import Damaged, File, chain_of
+from aedit.async_sgd.journal.journal import Journal, Mark, segment_path
+from aedit.proto.wire import hub_pb2 as pb
+
+_SIGNED = struct.Struct("<QQQ32s")
+_MOST_CHECKED = 4096
+
+
+class Unproven(Exception):
+    """A receipt that this journal's hub has not given; says what its holder is told."""
+
+
+class Receipts:
+    """Gives receipts for a journal and checks them. Any thread may call."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._process = secrets.randbits(63) | 1
+        """Of this hub process: what it has given itself is in its journal."""
+        self._checked: set[bytes] = set()
+
+    def give(self, mark: Mark) -> pb.Receipt:
+        """Return the receipt for everything before `mark`, which must be durable."""
+        receipt = pb.Receipt(
+            epoch=self._journal.epoch,
+            process=self._process,
+            segment=mark.position[0],
+            offset=mark.position[1],
+            chain=mark.chain,
+        )
+        receipt.mac = self._mac(receipt)
+        return receipt
+
+    def lacks(self, receipt: pb.Receipt) -> bool:
+        """Return whether the journal has lost what the receipt is for.
+
+        Raises Unproven if the receipt is of another journal, or was not given by a hub of this one.
+        """
+        own = self._journal.epoch
+        if not receipt.epoch or (receipt.epoch == own and receipt.process == self._process):
+            return False
+        if receipt.epoch != own:
+            raise Unproven(
+                f"this node has trained with the journal {receipt.epoch[:16]!r}, and this hub has {own!r}:"
+                " start the node again to take this hub's anchors, or copy the journal back to the hub"
+            )
+        if receipt.mac in self._checked:
+            return False
+        if not hmac.compare_digest(receipt.mac, self._mac(receipt)):
+            raise Unproven("this node shows a receipt that no hub of this run has given")
+        if not self._has(receipt):
+            return True
+        if len(self._checked) >= _MOST_CHECKED:
+            self._checked.clear()
+        self._checked.add(receipt.mac)
+        return False
+
+    def _has(self, receipt: pb.Receipt) -> bool:
+        """Return whether the journal has the records before the receipt.
+
+        Those of a segment that was deleted are in a snapshot.
+        """
+        if (receipt.segment, receipt.offset) > self._journal.position:
+            return False
+        path = segment_path(self._journal.directory, receipt.segment)
+        try:
+            return chain_of(File(path), receipt.offset).value == receipt.chain
+        except FileNotFoundError:
+            return True
+        except Damaged:
+            return False
+
+    def _mac(self, receipt: pb.Receipt) -> bytes:
+        chain = receipt.chain[:32]
+        return self._journal.mac(_SIGNED.pack(receipt.process, receipt.segment, receipt.offset, chain))
