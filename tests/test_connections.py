@@ -75,6 +75,9 @@ def test_a_hub_survives_more_idle_connections_than_it_has_descriptors(tmp_path):
         idle(held, port, 1100)
         for _ in range(30):
             assert member.status(hub_pb2.StatusRequest()).json
+        stranger = HubClient(hub.address, call_timeout_s=30.0)
+        held.callback(stranger.close)
+        assert stranger.status(hub_pb2.StatusRequest()).json, "idle connections end after their time"
         assert hub.process.poll() is None
 
 
