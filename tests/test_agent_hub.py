@@ -4,9 +4,10 @@ import threading
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
+import pytest
 from kit.agents import node, order, plan
 from kit.hub_journal import check_journal
-from kit.hub_processes import HubProcess, ending
+from kit.hub_processes import HubProcess, ending, status
 from kit.waiting import until
 
 from aedit.launch.hub.replay import anchors_of
@@ -101,6 +102,12 @@ def after(reached, rounds):
     until(lambda: reached[0] > rounds, "the rounds before the kill", limit_s=60)
 
 
+def is_settled(state):
+    """Return whether the standby is in sync, and the live nodes break ties."""
+    live = [member for member in state["nodes"] if not member["state"].startswith("gone")]
+    return state["standby"] and state["electors"] == len(live)
+
+
 def test_a_hub_that_is_killed_again_and_again_has_every_push_once(tmp_path):
     first = [np.zeros(22, np.float32), np.ones(5000, np.float32)]
     with ending(), ExitStack() as held:
@@ -127,5 +134,23 @@ def test_nodes_whose_hub_is_gone_for_good_go_on_at_its_standby(tmp_path):
         two = held.enter_context(node(plans[1], start=first))
         with training((one, two), first) as (merged, reached):
             after(reached, 3)
+            until(lambda: is_settled(status(hub.address)), "the nodes that are there to be the electors")
             hub.kill()
         check(tmp_path / "standby", standby.address, merged)
+
+
+@pytest.mark.slow
+def test_nodes_let_their_hub_go_on_without_its_standby(tmp_path):
+    first = [np.zeros(22, np.float32), np.ones(5000, np.float32)]
+    with ending(), ExitStack() as held:
+        hub = start_hub(tmp_path, standby="127.0.0.1:0")
+        standby = HubProcess(tmp_path / "run.toml", tmp_path / "standby", "--standby")
+        plans = [member(hub.address, name, standbys=(standby.address,)) for name in "ab"]
+        one = held.enter_context(node(plans[0], mode="process", start=first))
+        two = held.enter_context(node(plans[1], start=first))
+        with training((one, two), first) as (merged, reached):
+            until(lambda: hub.events("standby_follows"), "the standby")
+            after(reached, 1)
+            standby.kill()
+        assert hub.events("standby_lost")
+        check(tmp_path / "hub", hub.address, merged)

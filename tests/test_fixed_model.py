@@ -83,8 +83,9 @@ def test_a_unit_may_not_be_named_with_control_characters(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_with_the_digests_that_the_command_prints_trains(tmp_path):
-    """The command builds the model as a node does; a node of another seed is refused."""
+    """The command builds the model, reads the data and states the facts as a node does."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     config = [str(ROOT / "configs" / "tiny.toml")]
     flags = ["--hub.address", "127.0.0.1:0", "--dir", str(tmp_path), "--train.steps", "4", "--device", "cpu"]
@@ -99,6 +100,3 @@ def test_a_run_with_the_digests_that_the_command_prints_trains(tmp_path):
     fixed.write_text(printed.stdout)
     ran = aedit("run", *config, str(fixed), "--local", "1", *flags)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    other = aedit("run", *config, str(fixed), "--local", "1", *flags, "--seed", "7", "--name", "other")
-    assert other.returncode != 0
-    assert "hub.model_sha256" in other.stdout + other.stderr

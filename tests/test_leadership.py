@@ -185,6 +185,23 @@ def test_a_leader_whose_voters_know_a_higher_term_is_elected_again():
     assert hub.count_vote(yes(X, proposal), 0.0)[0] == Led(5)
 
 
+def test_an_agreement_that_the_leader_could_not_write_down_is_found_by_the_answers():
+    """Else a replica that was just added would need the vote of the leader that is gone."""
+    added = [config((A,), (X,)), config((A, B), (X,), 2)]
+    lacking = replica(B, added)
+    proposal = lacking.stand((1, 1, 90))
+    assert lacking.count_vote(yes(X, proposal), 0.0) == [], "nobody but A is known to have accepted it"
+
+    hub = replica(B, added)
+    hub.answer(Proposal(1, 2, A, (1, 2)), 0.0)
+    proposal = hub.stand((1, 1, 90))
+    assert hub.count_vote(yes(X, proposal), 0.0)[:2] == [Agreed(1, 2), Led(2)]
+
+    proposal = lacking.stand((1, 1, 90))
+    told = Answer(X, B, proposal.ballot, True, 2, accepted=(1, 2))
+    assert lacking.count_vote(told, 0.0)[:2] == [Agreed(1, 2), Led(2)]
+
+
 def test_a_forced_leader_has_a_term_of_its_own_and_needs_nobody():
     hub = replica(B, [config((A, B), (X,))])
     assert hub.force(3, 1234) == [Led(1237), config((B,), (X,), term=1237), Agreed(1237, 1)]

@@ -92,7 +92,7 @@ def test_a_promise_is_on_disk_before_the_answer(tmp_path):
 
 def test_votes_survive_the_wire_and_the_disk(tmp_path):
     proposal = Proposal(5, 2, 2**62, (4, 9), (4, 7, 2**40))
-    answer = Answer(2**61, 2**62, (5, 2), True, 5, 3)
+    answer = Answer(2**61, 2**62, (5, 2), True, 5, 3, (4, 8))
     assert proposal_in(pb.Proposal.FromString(proposal_out(proposal).SerializeToString())) == proposal
     assert answer_in(pb.Answer.FromString(answer_out(answer).SerializeToString())) == answer
     file, voter = VoterFile(tmp_path / "a" / "votes.json"), Voter(3, 4, 5, (6, 7), (8, 9, 10))

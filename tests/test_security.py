@@ -5,6 +5,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -18,8 +19,18 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from aedit.launch.cli import keys as making
-from aedit.launch.cli.keys import Others, hosted_of, make_keys
-from aedit.proto.wire.security import ServerKeys, check_exposure, client_keys, is_loopback, server_keys
+from aedit.launch.cli.keys import Others, hosted_of, make_keys, revoke
+from aedit.launch.config.config import RunConfig
+from aedit.launch.hub.endpoint import HubEndpoint
+from aedit.launch.hub.welcome import open_to_others
+from aedit.proto.wire.security import (
+    ServerKeys,
+    check_exposure,
+    client_keys,
+    is_loopback,
+    name_of,
+    server_keys,
+)
 from aedit.types import UserError
 
 CALL_S = 10.0
@@ -370,7 +381,53 @@ def test_other_addresses_want_keys_or_the_word_insecure(address, folder):
     check_exposure(address, None, insecure=True)
 
 
+def test_an_open_hub_says_what_it_allows_to_others(tmp_path, folder):
+    config = RunConfig(name="run")
+    ends = partial(HubEndpoint, config, tmp_path, (0, 1), False)
+    said = open_to_others(ends("0.0.0.0:0", None), "0.0.0.0:7000")
+    for word in ("--insecure", "0.0.0.0:7000", "change the model", "journal", "aedit keys"):
+        assert word in said
+    assert open_to_others(ends("127.0.0.1:0", None), "127.0.0.1:7000") == ""
+    assert open_to_others(ends("0.0.0.0:0", folder / "hub"), "0.0.0.0:7000") == ""
+
+
 # -- `aedit keys`
+
+
+def test_keys_name_their_holder_unless_many_share_them(tmp_path, folder):
+    make_keys(tmp_path, ["127.0.0.1"])
+    assert (name_of(folder / "alpha"), name_of(tmp_path / "nodes"), name_of(None)) == ("alpha", "", "")
+
+
+def test_a_name_has_one_role_until_its_keys_are_revoked(tmp_path):
+    make_keys(tmp_path, ["127.0.0.1"], ["alpha"])
+    with pytest.raises(UserError, match="has keys of a node"):
+        make_keys(tmp_path, ["127.0.0.1"], others=Others(readers=["alpha"]))
+    with pytest.raises(UserError, match="cannot be a node and a reader"):
+        make_keys(tmp_path, ["127.0.0.1"], ["beta"], others=Others(readers=["beta"]))
+    with pytest.raises(UserError, match="has no keys"):
+        revoke(tmp_path, ["gamma"])
+    with pytest.raises(UserError, match="in a new folder"):
+        revoke(tmp_path, ["hub"])
+    revoke(tmp_path, ["alpha"])
+    make_keys(tmp_path, ["127.0.0.1"], others=Others(readers=["alpha"]))
+
+
+@pytest.mark.parametrize("change", ["role", "name", "issued", "signature"])
+def test_a_token_that_its_holder_has_changed_is_refused(folder, change):
+    """A node makes itself a hub, another node, or newer than a revocation."""
+    role, issued, name, signed = token_of(folder).split(".")
+    forged = {
+        "role": f"hub.{issued}.{name}.{signed}",
+        "name": f"{role}.{issued}.beta.{signed}",
+        "issued": f"{role}.{int(issued) + 1}.{name}.{signed}",
+        "signature": f"{role}.{issued}.{name}.{signed[:-8]}AAAAAAAA",
+    }[change]
+    with served(server_keys(folder / "hub")) as (hub, port):
+        error = unary_refusal(with_token(tls_of(folder), forged), port)
+        assert error.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert "wrong token" in error.details()
+        assert hub.reached == []
 
 
 def test_only_their_owner_can_read_the_files(folder):

@@ -7,6 +7,7 @@ They only decide when a hub asks: what is acknowledged does not depend on them.
 from collections.abc import Iterable
 from dataclasses import replace
 
+from aedit.async_sgd.leadership.quorum import is_quorum
 from aedit.async_sgd.leadership.tally import Tally
 from aedit.async_sgd.rules.records import Agreed, Configured, Led
 from aedit.proto.wire.votes import Answer, Ballot, Extent, Proposal, Voter
@@ -42,6 +43,8 @@ class Replica:
         self._leader_heard_s = self._yielded_s = float("-inf")
         self._supported = 0
         self._votes: Tally | None = None
+        self._accepted: dict[int, Ballot] = {}
+        """By voter: the newest configuration that it has accepted, as it said last."""
         self._agreement: Tally | None = None
         self._confirmed: dict[int, tuple[Position, float]] = {}
         self._placed: Position = END
@@ -143,9 +146,11 @@ class Replica:
 
         since_s: votes given earlier do not count; their voters may have found the leader again.
         """
+        self._accepted[answer.voter] = answer.accepted
         if self._votes is None or not self._votes.count(answer, now):
             self._learn(answer)
             return []
+        known: Decided = self._agreed_by_answers()
         votes, self._votes.configs = self._votes, self.configs
         if not votes.is_carried(votes.voters(since_s) | {self.voter.me}):
             return []
@@ -153,7 +158,22 @@ class Replica:
         if not own.granted:
             self._votes = None
             return []
-        return self._begin(votes.proposal.term)
+        return [*known, *self._begin(votes.proposal.term)]
+
+    def _agreed_by_answers(self) -> Decided:
+        """Count only the newest configuration if the answers show that the voters have agreed on it.
+
+        The leader may have ended before it could write that down. It has accepted what it has proposed.
+        """
+        newest = self.configs[-1:]
+        if not newest or len(self.configs) == 1:
+            return []
+        known = {*self._accepted.items(), (self.voter.me, self.voter.accepted)}
+        accepted = {newest[0].leader, *(voter for voter, ballot in known if ballot == newest[0].ballot)}
+        if not all(is_quorum(config, accepted) for config in self.configs):
+            return []
+        self.configs = newest
+        return [Agreed(*newest[0].ballot)]
 
     def _begin(self, term: int) -> Decided:
         me, electors = self.voter.me, self.configs[-1].electors if self.configs else ()

@@ -31,6 +31,8 @@ FATAL = frozenset(
 )
 SOON_S = 0.05
 """Between two heartbeats, at least."""
+_OWN_HUB_S = 0.5
+"""How long a hub that does not answer heartbeats may take to answer an offer of a vote."""
 _TAKEN = 2.0
 """Times hub.expire_s: a process that has ended is given up sooner."""
 log = logging.getLogger(__name__)
@@ -246,8 +248,6 @@ class Membership:
         elif error.code == grpc.StatusCode.FAILED_PRECONDITION:
             self._lost(str(error), at_once=True)
         else:
-            if self._others:  # it may wait for votes
-                self._offer(self.client)
             self._lost(str(error))
 
     def _taken(self, error: HubRefused, owner: Owner) -> None:
@@ -264,13 +264,17 @@ class Membership:
         if self._here:
             log.warning("no hub: %s", why)
         self._set(here=False)
-        if self._others and (at_once or time.monotonic() - self._heard_s > self._plan.expire_s):
+        if not self._others:
+            return
+        if not at_once:  # it may be alive, and wait for votes
+            self._offer(self.client, min(self._patience_s, _OWN_HUB_S))
+        if at_once or time.monotonic() - self._heard_s > self._plan.expire_s:
             self._ask_other()
 
-    def _offer(self, hub: HubClient) -> bool:
+    def _offer(self, hub: HubClient, timeout_s: float) -> bool:
         """Offer this node's vote to a hub; return whether that one leads now."""
         try:
-            reply = self._ballots.offer(hub, self.who(), self._patience_s)
+            reply = self._ballots.offer(hub, self.who(), timeout_s)
             return reply.leads and self._is_of_now(reply.term)
         except (HubUnreachable, HubRefused, OSError) as error:
             log.warning("no vote: %s", error)
@@ -283,7 +287,7 @@ class Membership:
         """
         address = self._others.popleft()
         other = self._connect(address)
-        if not self._offer(other):
+        if not self._offer(other, self._patience_s):
             other.close()
             self._others.append(address)
             return

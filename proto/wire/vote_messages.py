@@ -45,13 +45,17 @@ def answer_out(answer: Answer) -> pb.Answer:
         granted=answer.granted,
         term=answer.term,
         leads=answer.leads,
+        accepted=pb.Ballot(term=answer.accepted[0], number=answer.accepted[1]),
     )
 
 
 def answer_in(message: pb.Answer) -> Answer:
     """Return the answer of a message."""
     ballot = message.ballot.term, message.ballot.number
-    return Answer(message.voter, message.proposer, ballot, message.granted, message.term, message.leads)
+    accepted = message.accepted.term, message.accepted.number
+    return Answer(
+        message.voter, message.proposer, ballot, message.granted, message.term, message.leads, accepted
+    )
 
 
 class VoterFile:

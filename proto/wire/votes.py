@@ -40,6 +40,8 @@ class Answer:
     """Highest term that the voter has promised."""
     leads: int = 0
     """Term that the voter itself leads; 0: it does not lead."""
+    accepted: Ballot = (0, 0)
+    """Newest configuration that the voter has accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,10 @@ class Voter:
         """Return the next state and the answer. The state must be on disk before the answer is sent."""
         after = self._granting(proposal)
         known = max(self.term, proposal.term if after is not None else 0)
-        said = Answer(self.me, proposal.proposer, proposal.ballot, after is not None, known)
+        accepted = (after or self).accepted
+        said = Answer(
+            self.me, proposal.proposer, proposal.ballot, after is not None, known, accepted=accepted
+        )
         return after or self, said
 
     def saw(self, extent: Extent) -> "Voter":
