@@ -35,6 +35,8 @@ _END = object()
 class AsyncCalls:
     """Makes the handlers of one server. `pool`: of handlers that name none of their own.
 
+    A handler that streams both ways is called at once, and bounds its silent calls by itself.
+
     `connections` is told of every peer that sends a message.
     """
 
@@ -84,10 +86,10 @@ class AsyncCalls:
         peer, refusal = seen.peer(), None
         end = partial(seen.end, _LATER, _SILENT)
         leave: Callable[[], None] = partial(self._waiting.leave, peer, seen)
-        if not reads_more:
-            self._waiting.enter(peer, seen, end)
         try:
-            if reads_more:
+            if not reads_more:
+                self._waiting.enter(peer, seen, end)
+            elif replies_once:
                 leave = await self._uploads.enter(peer, end)
             return await work(self._heard(messages, peer, leave), seen, context.write)
         except Aborted as error:
@@ -126,7 +128,8 @@ def _threaded(
     behaviour: Callable[..., Any], pool: FairPool, request_streaming: bool, response_streaming: bool
 ) -> _Work:
     async def work(messages: AsyncIterator[bytes], context: CallContext, write: _Write) -> Any:
-        first = await anext(messages, None)
+        is_dialogue = request_streaming and response_streaming
+        first = None if is_dialogue else await anext(messages, None)
         if first is None and not request_streaming:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a request")
         request = _blocking(first, messages) if request_streaming else first
