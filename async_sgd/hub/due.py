@@ -13,14 +13,13 @@ def is_due(
     came_s: arrival time of each node's push of this unit. awaited: members that may still bring one. usual_s:
     usual time between merges.
 
-    With a quorum of 1, or when all awaited pushes are here: at once. With a quorum: after a grace period of
-    `grace` times the usual time (Decoupled DiLoCo, arXiv:2604.21428). Without one: after three times the
-    usual time, but not before a silent node would be given up, so that a live node that brings nothing blocks
-    nobody.
+    When all awaited pushes are here: at once. With a quorum: after a grace period of `grace` times the usual
+    time (Decoupled DiLoCo, arXiv:2604.21428). Without one: after three times the usual time, but not before a
+    silent node would be given up, so that a live node that brings nothing blocks nobody.
     """
     if not came_s:
         return False
-    if config.quorum == 1 or awaited <= came_s.keys():
+    if awaited <= came_s.keys():
         return True
     times = sorted(came_s.values())
     wanted = len(awaited) if config.quorum == "all" else min(config.quorum, max(1, len(awaited)))

@@ -340,7 +340,7 @@ class Hub:
         if unit.anchor is None:
             return Merged(index, 1, (Part(pushes[0].node, pushes[0].seq, 1.0),), elapsed_s)
         own = self.plan.rules.get(self._name(index))
-        if self.config.quorum == 1 or own:
+        if own or (self.config.quorum == 1 and not self.config.grace):
             pushes = pushes[:1]
         parts = admission.own_parts(pushes, unit, own) if own else admission.parts(pushes, unit, self.plan)
         live = self.state.live
