@@ -24,7 +24,7 @@ _TOP_STEPS_PER_S = 1000.0
 """Of any node, where nothing else is known: an inner step of a millisecond."""
 
 MOST_TOKENS = 2**40
-"""Most tokens of one push. Sums of more would leave the 64 bits in which everybody is told of them, and stop the run."""
+"""Most tokens of one push. Sums of more would not fit into the 64 bits of the messages, and stop the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Bounds:
     """Limits of one push, by everything but its content."""
 
     most_steps: float
-    """Inner steps that no honest push reaches: a push that claims as many is refused."""
+    """Inner steps that no honest push exceeds: a push that claims more is refused."""
     steps: int
     """Inner steps that the push counts as: at most those that it claims."""
     tokens: int
