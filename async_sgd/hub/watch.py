@@ -1,4 +1,4 @@
-"""What a hub waits for: the next word of every member, and the pushes that it expects of each unit.
+"""The next word of every member, and the pushes of each unit, as far as a hub waits for them.
 
 Members that have nothing new to say are not looked at: a look costs the same however many members there are.
 All of it follows from the state and the volatile state of the hub, and is made at the first look.
@@ -89,7 +89,7 @@ class Expected:
 
 
 class Watch:
-    """What a hub waits for. `keep_up` must be told every record that is applied."""
+    """Members and pushes that a hub waits for. `keep_up` must be told every record that is applied."""
 
     def __init__(self, state: HubState, clocks: Clocks, config: HubConfig) -> None:
         self.clocks = clocks
