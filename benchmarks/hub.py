@@ -1,22 +1,28 @@
 """Measure the cost of a hub.
 
 Bars: from a push to the next anchor >= 0.3 GB/s of fp32 per core; a push >= 60 % as fast as over a bare
-socket; 64 nodes on 2 cores: 99 % of control calls within 50 ms; memory <= 3x the fp32 parameters + 150 MB.
+socket; 64 nodes on 2 cores: 99 % of control calls within 50 ms; memory <= 3x the fp32 parameters + 150 MB; a
+heartbeat <= 0.3 ms of CPU time with 10,000 members.
 
 The merge is timed in this process by CPU time; the rest is real processes over the loopback interface: a hub
-as `aedit hub` starts it, with its journal on the disk, and nodes that do all that a hub sees of a node.
+as `aedit hub` starts it, with its journal on the disk, and nodes that do all that a hub sees of a node. Calls
+of many members are timed in this process, too.
 """
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from aedit.async_sgd.rules.config import Codec
 from benchmarks.hub_parts.crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
+from benchmarks.hub_parts.many import Costs, costs
 from benchmarks.hub_parts.merge import Kind, Speeds, speeds
 from benchmarks.hub_parts.push import push_seconds
 from benchmarks.kit.statistics import median, percent
 from benchmarks.kit.tables import Bar, Report, main
 
-WANTED_GB_S, WANTED_SHARE, WANTED_BEAT_S = 0.3, 0.6, 0.05
+WANTED_GB_S, WANTED_SHARE, WANTED_BEAT_S, WANTED_CALL_S = 0.3, 0.6, 0.05, 3e-4
+MEMBERS = (100, 1_000, 10_000)
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "e3m0", "topk")
 KINDS = (
     *(Kind(text=name, codec=name) for name in CODECS),
@@ -57,7 +63,48 @@ QUICK = Sizes(
 )
 
 
-def measure(quick: bool) -> Report:
+def measure(args: argparse.Namespace) -> Sequence[Report]:
+    reports = []
+    if args.only in (None, "hub"):
+        reports.append(measure_hub(args.quick))
+    if args.only in (None, "members"):
+        reports.append(measure_members(args.quick))
+    return reports
+
+
+def measure_members(quick: bool) -> Report:
+    """Measure what calls cost with many members."""
+    found = [costs(members, 40 if quick else 400) for members in (MEMBERS[:2] if quick else MEMBERS)]
+    most = found[-1]
+    text = f"a heartbeat with {most.members:,} members: {1e3 * most.beat_s:.3f} ms, bar 0.3 ms"
+    return Report(
+        "hub: many members",
+        (
+            "CPU time of a thread at the hub, without the network; members push and are paced (`dylu`).",
+            "Lock: the longest time for which other calls wait.",
+        ),
+        (
+            "members",
+            "heartbeat, ms",
+            "99th percentile",
+            "look what is due",
+            "push and merge",
+            "lock, status",
+            "lock, snapshot",
+        ),
+        tuple(_members_row(one) for one in found),
+        (Bar(text, None if quick else most.beat_s <= WANTED_CALL_S),),
+        {"costs": [asdict(one) for one in found]},
+    )
+
+
+def _members_row(one: Costs) -> tuple[str, ...]:
+    times = (one.beat_s, one.slowest_beat_s, one.idle_tick_s, one.push_s, one.status_s, one.snapshot_s)
+    return f"{one.members:,}", *(f"{1e3 * seconds:.3g}" for seconds in times)
+
+
+def measure_hub(quick: bool) -> Report:
+    """Measure merges, pushes, a crowd and the memory."""
     sizes = QUICK if quick else Sizes()
     merges = {kind.text: speeds(kind, sizes.numel, sizes.rounds) for kind in KINDS}
     grpc_s, tcp_s = push_seconds(sizes.push_bytes, sizes.repeats)
@@ -151,5 +198,9 @@ def _memory_bar(name: str, found: Memory) -> Bar:
     return Bar(text, found.peak <= found.allowed)
 
 
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=("hub", "members"), help="measure only one of the tables")
+
+
 if __name__ == "__main__":
-    main("hub", "Merge speed, push speed, response and memory of a hub.", measure)
+    main("hub", "Merge speed, push speed, response and memory of a hub.", measure, options=_options)

@@ -289,6 +289,11 @@ class HubConfig:
     push_filter: PushFilterConfig = field(default_factory=PushFilterConfig)
     limits: LimitConfig = field(default_factory=LimitConfig)
 
+    @property
+    def each_alone(self) -> bool:
+        """Return whether every arrival makes an anchor of its own."""
+        return self.quorum == 1 and not self.grace
+
     def __post_init__(self) -> None:
         for name in ("address", "standby", "parent"):
             for place in filter(None, getattr(self, name).split(",")):

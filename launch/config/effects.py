@@ -45,7 +45,7 @@ RULES = (
     EffectRule(
         ("hub.merge", "hub.merge_cut", "hub.grace_cap_s"),
         "hub.grace",
-        lambda c: _has_hub(c) and c.hub.quorum == 1 and not c.hub.grace,
+        lambda c: _has_hub(c) and c.hub.each_alone,
         "above 0, or hub.quorum of 2 or more",
     ),
     EffectRule(
