@@ -2,11 +2,11 @@
 
 import hashlib
 import threading
-import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import grpc
+from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.hub import news
 from aedit.async_sgd.hub.admission import is_next
@@ -91,7 +91,7 @@ class PushPull:
         if is_new:
             self.bytes_in += len(data)
             lengths = tensor_norms(data, self._checked(head, data, layout.numel), layout)
-            transfer = _Transfer(head, data, zlib.crc32(data), layout.numel, lengths)
+            transfer = _Transfer(head, data, crc32(data), layout.numel, lengths)
             payload: Payload | None = None
             # A snapshot may begin a new segment while the payload is on its way into the old one: then again.
             while not self._offer(transfer, payload):

@@ -14,6 +14,7 @@ from typing import cast
 
 import numpy as np
 
+from aedit.async_sgd.service.memory import give_back_what_is_freed
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient
 from aedit.proto.wire.fair_pool import FairPool
@@ -107,6 +108,7 @@ class _Sink:
 
 def _receive(asked: Connection, num_bytes: int) -> None:
     """Serve until the other end of `asked` is closed."""
+    give_back_what_is_freed()
     pool = FairPool(4, "push")
     handlers, core = CallHandlers(Limits(in_flight_bytes=2 * num_bytes)), cast(HubCore, _Sink(num_bytes))
     server = Server([Service("aedit.v1.Exchange", {"Push": handlers.push(core, pool)}, (pool,))], f"{HOST}:0")
