@@ -1,8 +1,10 @@
 """Tests that connections and halves of pushes take neither descriptors nor memory from the members."""
 
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from contextlib import ExitStack
 
@@ -62,6 +64,19 @@ def test_connections_of_other_ports_are_left_alone():
         accepted = [held.enter_context(listener.accept()[0]) for _ in others]
         assert Connections(0).cut(1) == 0
         assert all(map(is_open, [*others, *accepted]))
+
+
+def test_looking_for_connections_leaves_no_descriptor_open():
+    """Found: each look kept a copy of every pipe and file of the process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as held:
+        port = listener.getsockname()[1]
+        held.enter_context(tempfile.TemporaryFile())
+        idle(held, port, 3)
+        accepted = [held.enter_context(listener.accept()[0]) for _ in range(3)]
+        before = sorted(os.listdir("/proc/self/fd"))
+        assert Connections(1).cut(port) == 2
+        assert sum(map(is_open, accepted)) == 1
+        assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.slow

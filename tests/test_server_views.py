@@ -2,11 +2,13 @@
 
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from test_hub_views import line, node_at, node_files, shown_status, write
+from test_rl_views import RLNode
 
 from aedit.launch.rundir.reader import RunFollower, read_run
 from aedit.launch.views.panel import Fitted
@@ -80,6 +82,21 @@ def test_the_report_averages_each_server_over_the_time_it_lived_and_plots_it(tmp
     assert "160.0 s without a request, 75.0 % of it trained the drafter" in text
     assert "servers.png" in {Path(row.strip()).name for row in text.splitlines()}
     assert (tmp_path / "plots" / "servers.png").stat().st_size > 10_000
+
+
+def test_the_report_counts_what_each_server_did_for_each_node(tmp_path):
+    node = RLNode(tmp_path, 0)
+    work = {"alpha": {"tokens": 1200, "samples": 10, "taken_back": 1, "losses": 2, "violations": 1}}
+    work |= {"beta\x1b": {"tokens": 34567, "samples": 1, "address": "h:1", "losses": math.nan}, "odd": 7}
+    node.out.metrics(step=3, tokens=1, rl=node.state(3) | {"servers": work})
+    path = tmp_path / "nodes" / "0" / "metrics.jsonl"
+    path.write_text(path.read_text().replace("34567", '34567, "moved": Infinity'))
+    facts = [text for name, text in server_facts(read_run(tmp_path)) if name == "from servers"]
+    told = (
+        "node 0: beta? 34,567 tokens in 1 sample, alpha 1,200 tokens in 10 samples, odd 0 tokens in 0 samples"
+    )
+    ended = "1 sample finished elsewhere, 2 connections lost, 1 of them because of what the server sent"
+    assert facts == [f"{told}, {ended}"]
 
 
 def test_a_run_without_servers_does_not_speak_of_them(tmp_path):

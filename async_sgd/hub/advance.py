@@ -58,11 +58,11 @@ class AdvanceRule:
 
     outer: OuterOptimizer
     merge: str
-    """As `rules.merge.merge` takes it."""
+    """Name of the merge rule; see `rules.merge.merge`."""
     clip: float | None
     quantiser: Quantiser | None
     cut: float = THIRD
-    """As `rules.merge.merge` takes it."""
+    """Share of the pushes that a robust rule leaves out; see `rules.merge.merge`."""
 
     def factor(self, share: float | None) -> float:
         """Return the factor of a clipped mean that makes up this share of a round.

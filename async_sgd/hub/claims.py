@@ -24,7 +24,7 @@ _TOP_STEPS_PER_S = 1000.0
 """Of any node, where nothing else is known: an inner step of a millisecond."""
 
 MOST_TOKENS = 2**40
-"""In one push. Sums of more would leave the 64 bits in which everybody is told of them, and stop the run."""
+"""Most tokens of one push. Sums of more would not fit into the 64 bits of the messages, and stop the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Bounds:
     """Limits of one push, by everything but its content."""
 
     most_steps: float
-    """More than an honest push can hold: who claims it is not believed."""
+    """Inner steps that no honest push exceeds: a push that claims more is refused."""
     steps: int
-    """What it counts as, at most what it claims."""
+    """Inner steps that the push counts as: at most those that it claims."""
     tokens: int
-    """What they count as, at most what it claims."""
+    """Tokens that the push counts as: at most those that it claims."""
     early: str = ""
-    """Why it comes too soon; empty if it does not."""
+    """Reason why the push comes too soon; empty if it does not."""
 
 
 def bounds(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: float) -> Bounds:

@@ -57,7 +57,7 @@ class Member:
     node: int
     session: int = 0
     process: int = 0
-    """As which it last joined: fingerprints, as the journal is read by others."""
+    """Fingerprints of session and process of its newest join: other hubs can read the journal."""
     proof: str = ""
     origin: str = ""
     voter: int = 0

@@ -44,7 +44,7 @@ class Ledger:
         self.lock = threading.RLock()
         self.receipts = Receipts(journal)
         self.receipt = pb.Receipt()
-        """The latest one; empty before anything was acknowledged."""
+        """Newest receipt, for the next replies to nodes; empty before anything was acknowledged."""
         self.confirmed: Callable[[Position], None] = lambda position: None
         """Returns when all replicas have everything before the position. Raises Unconfirmed."""
         self.versions_at: Position = journal.position

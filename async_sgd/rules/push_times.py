@@ -27,16 +27,16 @@ class PushTimes:
     """Accepted pushes of one unit by one node."""
 
     at_s: float
-    """The last one; before that, the first join."""
+    """Time of the newest accepted push; without one, of the first join."""
     before_s: float
-    """The one before it."""
+    """Time of the accepted push before the newest one."""
     since_s: float
-    """The last one, or a later join."""
+    """Time of the newest accepted push, or of a later join."""
     steps: int = 0
-    """In the last one."""
+    """Inner steps of the newest accepted push."""
     total_steps: int = 0
     num: float = 0.0
-    """Of late, older ones counting less."""
+    """Number of accepted pushes, older ones counting less."""
     num_steps: float = 0.0
     num_s: float = 0.0
 

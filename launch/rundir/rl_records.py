@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import isfinite, nan
 from pathlib import Path
 
+from aedit.launch.rundir.server_records import ServerWork
 from aedit.launch.rundir.values import Line, counts, number
 from aedit.types import RL_REPORT
 
@@ -149,6 +150,8 @@ class RLMetric:
     """Waiting by cause."""
 
     drafter: DrafterMetric | None = None
+    servers: Mapping[str, ServerWork] = field(default_factory=dict)
+    """Work of each rollout server for the node's first rank."""
 
     @property
     def generation_s(self) -> float:
@@ -165,6 +168,7 @@ class RLMetric:
             arms=counts(value.get("arms")),
             idle_s=counts(value.get("idle_s")),
             drafter=DrafterMetric.of(value.get("drafter")),
+            servers=ServerWork.by_name(value.get("servers")),
         )
 
     def report(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 from aedit.launch.rundir.values import Line, counts, number, text
@@ -68,6 +69,34 @@ class ServerSample:
     def evidence_line(self) -> str:
         """Return the evidence in one line for a person."""
         return ", ".join(f"{text(name)} {text(value)}" for name, value in self.evidence.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerWork:
+    """Work of one rollout server for one node, as the node counts it, since the node's process began."""
+
+    tokens: float
+    samples: float
+    """Samples that it has finished."""
+
+    taken_back: float
+    """Samples that were taken from it and finished elsewhere."""
+
+    losses: float
+    """Connections that have ended."""
+
+    violations: float
+    """Connections that ended because of what it sent."""
+
+    @staticmethod
+    def by_name(value: object) -> "dict[str, ServerWork]":
+        """Return the servers in `rl.servers` of a line of metrics; {} if it has none."""
+        known = value.items() if isinstance(value, Mapping) else ()
+        found = {}
+        for name, figures in known:
+            finite = {each: count for each, count in counts(figures).items() if isfinite(count)}
+            found[text(name)] = ServerWork(**{each: finite.get(each, 0.0) for each in ServerWork.__slots__})
+        return found
 
 
 def with_evidence(

@@ -1,11 +1,13 @@
 """Lines of the report about a run's rollout servers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 from aedit.launch.rundir.reader import Run
+from aedit.launch.rundir.server_records import ServerWork
 from aedit.launch.views import words
 from aedit.launch.views.figures import ratio
+from aedit.launch.views.rl_figures import newest
 from aedit.launch.views.server_table import accusation
 
 _MOST_NAMED = 8
@@ -13,6 +15,14 @@ _MOST_NAMED = 8
 
 def server_facts(run: Run) -> Iterator[tuple[str, str]]:
     """Yield name and text of each fact; nothing for a run without servers."""
+    yield from _directory(run)
+    for node in run.nodes:
+        rl = newest(node)
+        if rl is not None and rl.servers:
+            yield "from servers", f"node {node.index}: {_work(rl.servers)}"
+
+
+def _directory(run: Run) -> Iterator[tuple[str, str]]:
     hub = run.hubs[0] if run.hubs else None
     last = hub.last.servers if hub and hub.lines else ()
     if hub is None or not last:
@@ -35,6 +45,28 @@ def server_facts(run: Run) -> Iterator[tuple[str, str]]:
             yield "accused", f"{server.name}: {told}"
         if server.banned:
             yield "banned", f"{server.name}: {server.banned}"
+
+
+def _work(servers: Mapping[str, ServerWork]) -> str:
+    busiest = sorted(servers.items(), key=lambda item: -item[1].tokens)
+    named = [
+        f"{name} {words.count(work.tokens)} tokens in {words.some(int(work.samples), 'sample')}"
+        for name, work in busiest[:_MOST_NAMED]
+    ]
+    if len(busiest) > _MOST_NAMED:
+        named.append(words.more(len(busiest) - _MOST_NAMED, "server"))
+    taken_back, losses, violations = (
+        int(sum(getattr(work, name) for work in servers.values()))
+        for name in ("taken_back", "losses", "violations")
+    )
+    if taken_back:
+        named.append(f"{words.some(taken_back, 'sample')} finished elsewhere")
+    if losses:
+        ended = f"{words.some(losses, 'connection')} lost"
+        named.append(
+            f"{ended}, {violations} of them because of what the server sent" if violations else ended
+        )
+    return ", ".join(named)
 
 
 def _of(name: str, speeds: dict[str, list[float]]) -> str:

@@ -107,9 +107,9 @@ class Caller:
     host: str
     """Address without the port, as gRPC writes it."""
     name: str | None = None
-    """In the caller's keys; None without keys, or with a token that many share."""
+    """Name in the caller's certificate or token; None without keys, or with a token that many share."""
     role: str | None = None
-    """In the caller's keys; None without keys."""
+    """Role in the caller's certificate or token; None without keys."""
     secret: str = ""
     """Secret of the author of a line, see author.py; empty: the caller has given none."""
 

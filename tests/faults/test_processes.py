@@ -110,6 +110,7 @@ def test_a_node_killed_while(make_run, undisturbed, moment, step):
     assert_same_end(run, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ctrl_c_saves_and_the_same_command_goes_on_also_when_a_process_of_it_is_killed(make_run, undisturbed):
     run = make_run()
