@@ -9,13 +9,14 @@ import grpc
 from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.hub import news
-from aedit.async_sgd.hub.admission import is_next
+from aedit.async_sgd.hub.admission import is_next, skips
 from aedit.async_sgd.hub.founding import check_first_anchor
 from aedit.async_sgd.hub.members import Told
 from aedit.async_sgd.journal.norms import tensor_norms
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules.records import Accepted, Push, Vector
 from aedit.async_sgd.service import messages
+from aedit.async_sgd.service.gaps import FREE, Gaps
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.codecs.codecs import Codec, codec
 from aedit.proto.wire import hub_pb2 as pb
@@ -73,6 +74,7 @@ class PushPull:
         self._sums: dict[int, tuple[tuple[int, int], bytes]] = {}
         """By unit, the SHA-256 of the last answer: of which version, from which base."""
         self._known = KnownAnchors()
+        self._gaps = Gaps()
         self.bytes_in = 0
         self.bytes_out = 0
 
@@ -87,6 +89,9 @@ class PushPull:
         with self._guard.deciding():
             member = self._guard.speaker(head.who)
             layout = self._layout(head.unit)
+            if skips(member, head.unit, head.seq) and self._gaps.add(member.node, member.name, head.unit):
+                reason = f"gap: push {head.seq} is one of more than {FREE} in a row that skip a number"
+                self._ledger.commit(self._hub.garbled(member.node, head.unit, reason))
             is_new = is_next(member, head.unit, head.seq)
         if is_new:
             self.bytes_in += len(data)
@@ -174,6 +179,8 @@ class PushPull:
             if accepts and (payload is None or not self._ledger.is_current(payload)):
                 return False
             self._ledger.commit(decided)
+            if accepts:
+                self._gaps.accepted(transfer.head.who.node, transfer.head.unit)
         self._guard.engine.wake()
         return True
 
