@@ -16,7 +16,7 @@ from aedit.async_sgd.rules.config import Codec
 from benchmarks.hub_parts import thin_wire
 from benchmarks.hub_parts.crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
 from benchmarks.hub_parts.merge import Kind, Speeds, speeds
-from benchmarks.hub_parts.push import PushTimes, push_seconds
+from benchmarks.hub_parts.push import PushTimes, Way, push_times
 from benchmarks.kit import tun_link
 from benchmarks.kit.statistics import median, percent
 from benchmarks.kit.tables import Bar, Report, main
@@ -76,7 +76,7 @@ def measure(args: Namespace) -> list[Report]:
 
 
 def _pushes(sizes: Sizes) -> Report:
-    pushed = push_seconds(sizes.push_bytes, sizes.repeats)
+    pushed = push_times(sizes.push_bytes, sizes.repeats)
     rates = () if tun_link.why_not() else sizes.thin_mbit
     thin = {rate: thin_wire.filled(rate, sizes.thin_bytes) for rate in rates}
     return Report(
@@ -139,23 +139,26 @@ def _merge_bar(name: str, found: Speeds) -> Bar:
 
 
 def _push_rows(num_bytes: int, times: PushTimes) -> Iterator[tuple[str, ...]]:
-    bare_gb_s = 1e-9 * num_bytes / median(times.bare_s)
     ways = {
-        "push over gRPC": times.grpc_s,
-        "the same bytes over gRPC, unchecked": times.unchecked_s,
-        "push over a TCP connection that gRPC opens": times.channel_s,
+        "push over gRPC": times.grpc,
+        "the same bytes over gRPC, unchecked": times.unchecked,
+        "push over a TCP connection that gRPC opens": times.channel,
+        "bare socket": times.bare,
     }
-    for name, seconds in ways.items():
-        share = percent(_share(seconds, times.bare_s), 0)
-        yield name, share, f"{1e-9 * num_bytes / median(seconds):.2f} GB/s, bare socket {bare_gb_s:.2f} GB/s"
+    gb = 1e-9 * num_bytes
+    for name, way in ways.items():
+        detail = (
+            f"{gb / median(way.seconds):.2f} GB/s, {sum(way.cpu_s) / len(way.cpu_s) / gb:.2f} s of CPU/GB"
+        )
+        yield name, percent(_share(way, times.bare), 0), detail
 
 
-def _share(seconds: list[float], bare_s: list[float]) -> float:
-    return median([bare / ours for ours, bare in zip(seconds, bare_s, strict=True)])
+def _share(way: Way, bare: Way) -> float:
+    return median([theirs / ours for ours, theirs in zip(way.seconds, bare.seconds, strict=True)])
 
 
 def _push_bar(times: PushTimes) -> Bar:
-    share = _share(times.grpc_s, times.bare_s)
+    share = _share(times.grpc, times.bare)
     text = f"a push is {percent(share, 0)} as fast as a bare socket, bar {percent(WANTED_SHARE, 0)}"
     return Bar(text, share >= WANTED_SHARE)
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import grpc
 import numpy as np
+import psutil
 
 from aedit.async_sgd.service.memory import give_back_what_is_freed
 from aedit.proto.wire import hub_pb2 as pb
@@ -35,23 +36,31 @@ MOVES_WITHIN_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """Seconds of every push, and processor seconds of both ends."""
+
+    seconds: list[float]
+    cpu_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
 class PushTimes:
-    """Seconds of every push of a way, by turns."""
+    """Times of the ways to push, by turns."""
 
-    grpc_s: list[float]
-    unchecked_s: list[float]
+    grpc: Way
+    unchecked: Way
     """Over gRPC, without checksum, limits and deadlines: what gRPC itself costs."""
-    channel_s: list[float]
-    bare_s: list[float]
+    channel: Way
+    bare: Way
 
 
-def push_seconds(num_bytes: int, repeats: int) -> PushTimes:
-    """Return the seconds of each push of `num_bytes` random bytes, by turns.
+def push_times(num_bytes: int, repeats: int) -> PushTimes:
+    """Return the times of each push of `num_bytes` random bytes, by turns.
 
     The first push of each way, which makes connections and allocates memory, does not count.
     """
     data = memoryview(np.random.default_rng(0).bytes(num_bytes))
-    with _receiver(num_bytes) as ports, ExitStack() as held:
+    with _receiver(num_bytes) as (ports, receiver), ExitStack() as held:
         address = f"{HOST}:{ports[0]}"
         client = HubClient(address, call_timeout_s=MOVES_WITHIN_S)
         held.callback(client.close)
@@ -63,8 +72,9 @@ def push_seconds(num_bytes: int, repeats: int) -> PushTimes:
             lambda: push_over_channel(client, tcp, data),
             lambda: _send(bare, data),
         )
-        times = [[_seconds(way) for way in ways] for _ in range(1 + repeats)]
-    return PushTimes(*([seconds[way] for seconds in times[1:]] for way in range(len(ways))))
+        times = [[_timed(way, receiver) for way in ways] for _ in range(1 + repeats)]
+    by_way = zip(*times[1:], strict=True)
+    return PushTimes(*(Way([s for s, _ in found], [cpu_s for _, cpu_s in found]) for found in by_way))
 
 
 def _connected(port: int) -> socket.socket:
@@ -73,10 +83,15 @@ def _connected(port: int) -> socket.socket:
     return connection
 
 
-def _seconds(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def _timed(act: Callable[[], object], receiver: psutil.Process) -> tuple[float, float]:
+    before_s, began = _cpu_s(receiver), time.perf_counter()
     act()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, _cpu_s(receiver) - before_s
+
+
+def _cpu_s(receiver: psutil.Process) -> float:
+    used = receiver.cpu_times()
+    return time.process_time() + used.user + used.system
 
 
 def push_over_grpc(client: HubClient, data: memoryview) -> None:
@@ -104,8 +119,8 @@ def _send(bare: socket.socket, data: memoryview) -> None:
 
 
 @contextmanager
-def _receiver(num_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Start the receiver; yield its ports: for gRPC, the bare socket and the TCP connection."""
+def _receiver(num_bytes: int) -> Iterator[tuple[tuple[int, int, int], psutil.Process]]:
+    """Start the receiver; yield its ports (gRPC, bare socket, TCP connection) and its process."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_receive, args=(there, num_bytes), daemon=True)
@@ -113,7 +128,7 @@ def _receiver(num_bytes: int) -> Iterator[tuple[int, int, int]]:
     try:
         if not here.poll(STARTS_WITHIN_S):
             raise TimeoutError(f"the receiver has not started within {STARTS_WITHIN_S:g} s")
-        yield here.recv()
+        yield here.recv(), psutil.Process(process.pid)
     finally:
         here.close()
         process.join(10)
