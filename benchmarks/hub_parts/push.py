@@ -158,7 +158,7 @@ def _receive(asked: Connection, num_bytes: int) -> None:
     pool = FairPool(4, "push")
     handlers, core = CallHandlers(Limits(in_flight_bytes=2 * num_bytes)), cast(HubCore, Sink(num_bytes))
     opened = ChannelReceiver(num_bytes)
-    unchecked = grpc.stream_unary_rpc_method_handler(_unchecked(num_bytes))
+    unchecked: Any = grpc.stream_unary_rpc_method_handler(_unchecked(num_bytes))
     services = [
         Service("aedit.v1.Exchange", {"Push": handlers.push(core, pool)}, (pool,)),
         Service("aedit.v1.Unchecked", {"Push": unchecked}),
