@@ -2,26 +2,30 @@
 
 Bars: from a push to the next anchor >= 0.3 GB/s of fp32 per core; a push >= 60 % as fast as over a bare
 socket, and at 20 or 80 Mbit/s and 80 ms >= 85 % of the wire (needs root); 64 nodes on 2 cores: 99 % of
-control calls within 50 ms; memory <= 3x the fp32 parameters + 150 MB.
+control calls within 50 ms; memory <= 3x the fp32 parameters + 150 MB; a heartbeat <= 0.3 ms of CPU time with
+10,000 members.
 
 The merge is timed in this process by CPU time; the rest is real processes over the loopback interface: a hub
-as `aedit hub` starts it, with its journal on the disk, and nodes that do all that a hub sees of a node.
+as `aedit hub` starts it, with its journal on the disk, and nodes that do all that a hub sees of a node. Calls
+of many members are timed in this process, too.
 """
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 
 from aedit.async_sgd.rules.config import Codec
 from benchmarks.hub_parts import thin_wire
 from benchmarks.hub_parts.crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
+from benchmarks.hub_parts.many import Costs, costs
 from benchmarks.hub_parts.merge import Kind, Speeds, speeds
 from benchmarks.hub_parts.push import PushTimes, Way, push_times
 from benchmarks.kit import tun_link
 from benchmarks.kit.statistics import median, percent
 from benchmarks.kit.tables import Bar, Report, main
 
-WANTED_GB_S, WANTED_SHARE, WANTED_FILLED, WANTED_BEAT_S = 0.3, 0.6, 0.85, 0.05
+WANTED_GB_S, WANTED_SHARE, WANTED_FILLED, WANTED_BEAT_S, WANTED_CALL_S = 0.3, 0.6, 0.85, 0.05, 3e-4
+MEMBERS = (100, 1_000, 10_000)
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "e3m0", "topk")
 KINDS = (
     *(Kind(text=name, codec=name) for name in CODECS),
@@ -65,37 +69,79 @@ QUICK = Sizes(
 )
 
 
-def measure(args: Namespace) -> list[Report]:
-    sizes = QUICK if args.quick else Sizes()
-    reports = [_pushes(sizes)] if args.only != "cost" else []
-    if args.only != "push":
-        reports.append(_costs(sizes))
-    if args.quick:
-        return [replace(one, bars=tuple(Bar(bar.text, None) for bar in one.bars)) for one in reports]
+def measure(args: argparse.Namespace) -> Sequence[Report]:
+    reports = []
+    if args.only in (None, "hub"):
+        reports.append(measure_hub(args.quick))
+    if args.only in (None, "push"):
+        reports.append(measure_pushes(args.quick))
+    if args.only in (None, "members"):
+        reports.append(measure_members(args.quick))
     return reports
 
 
-def _pushes(sizes: Sizes) -> Report:
+def measure_pushes(quick: bool) -> Report:
+    """Measure pushes over loopback and over thin wires."""
+    sizes = QUICK if quick else Sizes()
     pushed = push_times(sizes.push_bytes, sizes.repeats)
     rates = () if tun_link.why_not() else sizes.thin_mbit
     thin = {rate: thin_wire.filled(rate, sizes.thin_bytes) for rate in rates}
+    bars = (_push_bar(pushed), *(_thin_bar(rate, share) for rate, share in thin.items()))
     return Report(
-        "pushes",
+        "hub: pushes",
         (
             f"{sizes.push_bytes // MIB} MiB over loopback, median of {sizes.repeats} by turns with a bare"
             f" socket; {sizes.thin_bytes // MIB} MiB over thin wires with a round trip of 80 ms.",
         ),
         ("what", "share", "in detail"),
         (*_push_rows(sizes.push_bytes, pushed), *(_thin_row(rate, share) for rate, share in thin.items())),
-        (_push_bar(pushed), *(_thin_bar(rate, share) for rate, share in thin.items())),
+        tuple(Bar(bar.text, None) for bar in bars) if quick else bars,
         {"push": asdict(pushed), "thin wires": thin},
     )
 
 
-def _costs(sizes: Sizes) -> Report:
+def measure_members(quick: bool) -> Report:
+    """Measure what calls cost with many members."""
+    found = [costs(members, 40 if quick else 400) for members in (MEMBERS[:2] if quick else MEMBERS)]
+    most = found[-1]
+    text = f"a heartbeat with {most.members:,} members: {1e3 * most.beat_s:.3f} ms, bar 0.3 ms"
+    return Report(
+        "hub: many members",
+        (
+            "CPU time of a thread at the hub, without the network; members push and are paced (`dylu`).",
+            "Lock: the longest time for which other calls wait.",
+        ),
+        (
+            "members",
+            "heartbeat, ms",
+            "99th percentile",
+            "look what is due",
+            "push and merge",
+            "lock, status",
+            "lock, snapshot",
+        ),
+        tuple(_members_row(one) for one in found),
+        (Bar(text, None if quick else most.beat_s <= WANTED_CALL_S),),
+        {"costs": [asdict(one) for one in found]},
+    )
+
+
+def _members_row(one: Costs) -> tuple[str, ...]:
+    times = (one.beat_s, one.slowest_beat_s, one.idle_tick_s, one.push_s, one.status_s, one.snapshot_s)
+    return f"{one.members:,}", *(f"{1e3 * seconds:.3g}" for seconds in times)
+
+
+def measure_hub(quick: bool) -> Report:
+    """Measure merges, a crowd and the memory."""
+    sizes = QUICK if quick else Sizes()
     merges = {kind.text: speeds(kind, sizes.numel, sizes.rounds) for kind in KINDS}
     seen = crowd(sizes.crowd)
     memories = {name: memory(sizes.memory, settings) for name, settings in SETTINGS.items()}
+    bars = (
+        *(_merge_bar(name, found) for name, found in merges.items()),
+        _crowd_bar(sizes.crowd, seen),
+        *(_memory_bar(name, found) for name, found in memories.items()),
+    )
     return Report(
         "hub",
         (
@@ -109,11 +155,7 @@ def _costs(sizes: Sizes) -> Report:
             _crowd_row(sizes.crowd, seen),
             *(_memory_row(name, found) for name, found in memories.items()),
         ),
-        (
-            *(_merge_bar(name, found) for name, found in merges.items()),
-            _crowd_bar(sizes.crowd, seen),
-            *(_memory_bar(name, found) for name, found in memories.items()),
-        ),
+        tuple(Bar(bar.text, None) for bar in bars) if quick else bars,
         {
             "merges": {name: asdict(found) for name, found in merges.items()},
             "crowd": asdict(seen),
@@ -207,8 +249,8 @@ def _memory_bar(name: str, found: Memory) -> Bar:
     return Bar(text, found.peak <= found.allowed)
 
 
-def _options(parser: ArgumentParser) -> None:
-    parser.add_argument("--only", choices=("push", "cost"), help="one of the two tables")
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=("hub", "push", "members"), help="measure only one of the tables")
 
 
 if __name__ == "__main__":

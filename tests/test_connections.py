@@ -8,6 +8,7 @@ import tempfile
 import threading
 from contextlib import ExitStack
 
+import grpc
 import pytest
 from kit.hub_process import real_hub
 from kit.waiting import until
@@ -48,6 +49,7 @@ def test_connections_of_one_host_above_the_limit_are_ended_and_that_of_a_member_
             line.subscribe(ended.append)
             beat = line.unary_unary("/aedit.v1.Membership/Heartbeat")
             assert beat(b"", timeout=20)
+            until(lambda: grpc.ChannelConnectivity.READY in ended, "the channel tells that it is connected")
             before = len(ended)
             others = idle(held, server.port, 30)
             until(lambda: sum(map(is_open, others)) == 9 or None, "one host has ten connections")

@@ -141,6 +141,7 @@ def test_a_full_status_fits_into_one_message(tmp_path):
     made = world(1)
     for i in range(MOST_SHOWN + 50):
         made.hub.state.members.append(Member(f"{i:0120}", i + 1, live=True))
+    made.hub.state.index()
     now = status(made.hub, made.now)
     assert len(now["nodes"]) == MOST_SHOWN
     reports = Reports(tmp_path)

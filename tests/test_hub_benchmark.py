@@ -6,6 +6,7 @@ import numpy as np
 from benchmarks.hub_parts import merge as hub_merge
 from benchmarks.hub_parts import push as hub_push
 from benchmarks.hub_parts.crowd import ASYNC, Size, crowd, memory
+from benchmarks.hub_parts.many import CrowdedHub
 
 from aedit.async_sgd.journal.journal import Journal
 from aedit.async_sgd.rules.records import Merged
@@ -43,3 +44,15 @@ def test_a_real_hub_answers_a_small_crowd_and_its_memory_is_seen():
     assert found.params == 80_000
     assert found.idle <= found.peak < 2**30
     assert 0 < found.own <= found.peak
+
+
+def test_every_timed_call_of_a_crowded_hub_is_answered(tmp_path):
+    hub = CrowdedHub(tmp_path, 30)
+    told = hub.beat(7)
+    assert told.nodes == 30
+    assert 1 <= told.pace_steps < 64  # all have pushed, and one is faster
+    before = hub.hub.state.units[0].version
+    hub.now += 1.0
+    hub.push_and_merge(7)
+    assert hub.hub.state.units[0].version == before + 1
+    assert hub.lock.longest_s > 0

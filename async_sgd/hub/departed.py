@@ -41,7 +41,7 @@ def leave(state: "HubState", node: int) -> None:
 def _forget(state: "HubState", node: int) -> None:
     """Free the index and the name: who returns under it joins as a new node, whose pushes count from 1."""
     del state.names[state.members[node].name]
-    state.members[node] = Member("", node)
+    state.members[node] = Member("", node, era=state.era)
     state.free.append(node)
     state.lost.pop(node, None)
     for unit in state.units.values():

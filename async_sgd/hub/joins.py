@@ -65,7 +65,7 @@ def joining(state: HubState, joiner: Joiner, config: HubConfig, elapsed_s: float
     member = state.members[node] if known else None
     if member and member.excluded:
         raise Denied("excluded", f"{joiner.name} was excluded: {member.gone}")
-    if len(state.live.keys() - {node}) >= config.limits.nodes:
+    if len(state.live) - (node in state.live) >= config.limits.nodes:
         raise Denied("full", f"this hub takes {config.limits.nodes} nodes (hub.limits.nodes)")
     same = member is not None and _is_same(member, joiner)
     if member is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from aedit.async_sgd.hub.advance import Computed
 from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.saved import save_state
+from aedit.async_sgd.hub.saved import frozen, save_state
 from aedit.async_sgd.journal.encoding import encode_records
 from aedit.async_sgd.journal.journal import Journal, Position
 from aedit.async_sgd.journal.payload import Payload
@@ -107,8 +107,8 @@ class Ledger:
             with self.lock:
                 self.past_bytes += self.journal.segment_bytes
                 number = self.journal.rotate()
-                saved = save_state(self.hub.state)
+                state = frozen(self.hub.state)
             # Also if this fails: it is tried again after as many bytes.
             self._snapshot_at = self.journal.position
-            self._saved_bytes = self.store.save(saved, number)
+            self._saved_bytes = self.store.save(save_state(state), number)
             return self._saved_bytes

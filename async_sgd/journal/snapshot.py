@@ -33,6 +33,9 @@ from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules.records import Push, Values, Vector
 from aedit.system import sync_directory
 
+_LONG = 64
+"""Items of a list that are encoded one by one."""
+
 
 def write(path: Path, saved: Saved, after: Head, *, fsync: bool = True) -> int:
     """Write a snapshot to `path`, whole or not at all, and return its bytes.
@@ -43,7 +46,7 @@ def write(path: Path, saved: Saved, after: Head, *, fsync: bool = True) -> int:
     beside = path.with_name(path.name + ".new")
     try:
         out = _Writer(File(beside, create=True), after)
-        out.frame(HEAD, json.dumps(saved.numbers).encode())
+        out.frame(HEAD, _json(saved.numbers).encode())
         units = deque(saved.units)
         del saved
         while units:  # what has been written need not be kept alive
@@ -106,12 +109,21 @@ def _write_unit(out: _Writer, unit: SavedUnit) -> None:
         "arrays": list(unit.arrays),
         "pending": pending,
     }
-    out.frame(UNIT, json.dumps(fields).encode())
+    out.frame(UNIT, _json(fields).encode())
     for array in unit.arrays.values():
         out.frame(ARRAY, array.data.cast("B") if array.size else b"")
     for push in unit.pending:
         assert isinstance(push.values, Payload)
         out.frame(PAYLOAD, push.values.stretch.view())
+
+
+def _json(values: Any) -> str:
+    """Return values as JSON. Other threads run between the items of long lists, such as that of members."""
+    if isinstance(values, dict):
+        return "{" + ", ".join(f"{json.dumps(name)}: {_json(value)}" for name, value in values.items()) + "}"
+    if isinstance(values, list) and len(values) > _LONG:
+        return "[" + ", ".join(map(json.dumps, values)) + "]"
+    return json.dumps(values)
 
 
 def _units(whole: _Reader) -> Iterator[SavedUnit]:

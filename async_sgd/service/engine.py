@@ -101,10 +101,10 @@ class HubWorker:
     def _tick(self, now: float) -> None:
         ledger = self.ledger
         with ledger.lock:
-            decided = ledger.hub.tick(now)
+            is_saving = self._is_saving()
+            decided = ledger.hub.tick(now, ledger.hub.state.units.keys() if is_saving else self._merging)
             ledger.commit([record for record in decided if not isinstance(record, Merged)])
-            due = [r for r in decided if isinstance(r, Merged) and r.unit not in self._merging]
-            due = [] if self._is_saving() else due
+            due = [record for record in decided if isinstance(record, Merged)]
             self._merging.update(record.unit for record in due)
         if self._full_until_s and decided:
             self._full_until_s = 0.0

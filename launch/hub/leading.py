@@ -94,7 +94,7 @@ class LeadingHub:
     def num_members(self) -> int:
         """Return the number of live nodes."""
         with self.ledger.lock:
-            return sum(member.live for member in self.ledger.hub.state.members)
+            return len(self.ledger.hub.state.live)
 
     def overview(self) -> dict[str, Any]:
         """Return the current state, see `reports.overview`."""
@@ -109,10 +109,12 @@ class LeadingHub:
 
     def _look_at_voters(self) -> None:
         """Follow the standbys and nodes that come and go, until the hub ends or does not lead any more."""
-        in_sync, ledger = 0, self.ledger
+        in_sync, ledger, roster = 0, self.ledger, self.ledger.hub.state.roster
+        live, seen = list[int](), -1
         while not self._stopping.wait(_VOTERS_S) and self.leadership.has_others and not self.is_over:
             with ledger.lock:
-                live = [member.voter for member in ledger.hub.state.live.values()]
+                if seen != roster.changes:
+                    live, seen = [roster.live[node].voter for node in roster.order], roster.changes
                 extent = (ledger.hub.state.term, *ledger.journal.position)
             try:
                 self.leadership.tick(live, ledger.journal.complete, extent)
