@@ -1,5 +1,7 @@
 """Tests that `benchmarks.hub` measures a real hub and that its input to the hub is merged, not its timing."""
 
+from dataclasses import asdict
+
 import numpy as np
 from benchmarks.hub_parts import merge as hub_merge
 from benchmarks.hub_parts import push as hub_push
@@ -29,8 +31,8 @@ def test_every_timed_round_takes_all_pushes_into_one_version(tmp_path):
 
 
 def test_pushes_and_bare_bytes_arrive_by_turns():
-    times = hub_push.push_seconds(3 * 2**20 + 17, 2)
-    assert [len(seconds) for seconds in times] == [2, 2]
+    times = hub_push.push_times(3 * 2**20 + 17, 2)
+    assert [len(way["seconds"]) for way in asdict(times).values()] == [2, 2, 2, 2]
 
 
 def test_a_real_hub_answers_a_small_crowd_and_its_memory_is_seen():

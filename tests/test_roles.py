@@ -225,3 +225,21 @@ def test_a_number_from_far_ahead_is_refused_and_burns_nothing(tmp_path):
         assert hub.leading.ledger.journal.position == before
         assert list(node.join().seqs) == [true, 1]
         assert node.push(0).accepted
+
+
+def test_a_member_that_goes_on_skipping_numbers_is_excluded_and_one_that_joins_again_is_not(tmp_path):
+    """Found: refusals for gaps cost nothing, however many there were."""
+    with leading_hub(tmp_path) as hub:
+        honest, liar = hub.node().found(), hub.node("liar")
+        liar.join()
+        for _ in range(20):
+            honest.seqs[0] += 1  # as if the hub had lost one
+            assert refusal(lambda: honest.push(0)).code is grpc.StatusCode.NOT_FOUND
+            honest.join()
+            assert honest.push(0).accepted
+        codes = []
+        for _ in range(11):
+            liar.seqs[0] += 5
+            codes.append(refusal(lambda: liar.push(0, base=1)).code.name)
+        assert codes == ["NOT_FOUND"] * 10 + ["PERMISSION_DENIED"]  # two are free, eight are violations
+        assert hub.leading.ledger.hub.state.members[0].violations == 0

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from aedit.async_sgd.hub.advance import Anchor
-from aedit.async_sgd.hub.members import Member, Told
+from aedit.async_sgd.hub.members import CERTIFIED, Member, Told
 from aedit.async_sgd.hub.pool import Pool
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules.outer import OuterState
@@ -104,7 +104,8 @@ def save_numbers(state: HubState) -> dict[str, Any]:
             [node, start, *lease] for node, leases in pool.leases.items() for start, lease in leases.items()
         ),
     }
-    numbers["departed"], numbers["free"] = list(state.departed), list(state.free)
+    for name in ("departed", "excluded", "free"):
+        numbers[name] = list(getattr(state, name))
     numbers["banned"] = [astuple(ban) for ban in state.banned]
     numbers["configs"] = [asdict(config) for config in state.configs]
     return numbers
@@ -120,6 +121,8 @@ def load_state(saved: Saved, state: HubState) -> None:
     state.members = [_member_in(member) for member in numbers["members"]]
     gone = [member.node for member in state.members if member.name and not (member.live or member.excluded)]
     state.departed = dict.fromkeys(numbers.get("departed", gone))
+    out = [member.node for member in state.members if member.excluded and member.proof != CERTIFIED]
+    state.excluded = dict.fromkeys(numbers.get("excluded", out))
     state.free = list(numbers.get("free", ()))
     state.lost = {node: [(start, end) for start, end in blocks] for node, blocks in numbers["lost"]}
     state.pool = Pool(pool["watermark"], [(start, end) for start, end in pool["returned"]])

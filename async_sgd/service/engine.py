@@ -2,9 +2,10 @@
 
 import logging
 import threading
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+
+from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.hub import upward
 from aedit.async_sgd.journal.journal import JournalBroken, NoSpace
@@ -122,7 +123,7 @@ class HubWorker:
         with ledger.lock:
             if unit in self._merging or self._stopping.is_set() or not ledger.may_advance(unit):
                 return False
-            payload = ledger.store_payload("fp32", len(anchor), zlib.crc32(data), data)
+            payload = ledger.store_payload("fp32", len(anchor), crc32(data), data)
             record = upward.mix(ledger.hub, unit, payload, share)
             ledger.commit([record], ledger.hub.compute(record))
         self.wake()

@@ -1,10 +1,10 @@
 """Stream the growing journal to standbys."""
 
 import time
-import zlib
 from collections.abc import Iterator
 
 import grpc
+from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.journal.frames import File
 from aedit.async_sgd.journal.journal import Position, segment_path
@@ -92,4 +92,4 @@ def _file(file: File, segment: int) -> Iterator[pb.TailChunk]:
 
 
 def _chunk(at: Position, data: bytes, *, snapshot: bool = False) -> pb.TailChunk:
-    return pb.TailChunk(segment=at[0], offset=at[1], data=data, snapshot=snapshot, crc=zlib.crc32(data))
+    return pb.TailChunk(segment=at[0], offset=at[1], data=data, snapshot=snapshot, crc=crc32(data))
