@@ -73,6 +73,7 @@ def frozen(state: HubState) -> HubState:
         state,
         members=list(state.members),
         departed=dict(state.departed),
+        excluded=dict(state.excluded),
         free=list(state.free),
         lost=dict(state.lost),
         pool=replace(pool, returned=list(pool.returned), leases=leases),

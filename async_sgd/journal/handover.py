@@ -1,7 +1,7 @@
 """Hand the units of a state to the snapshot that writes them, one at a time, while merges go on.
 
-A snapshot is of one moment. A unit that is merged before it is written is in memory twice. So its merge begins
-once it is written, and the units for which merges wait are written first.
+A snapshot is of one moment. A unit that is merged before it is written is in memory twice. So its merge
+begins once it is written, and the units for which merges wait are written first.
 """
 
 import threading

@@ -67,7 +67,7 @@ class BusyHub:
 
     def __init__(self, folder: Path, load: Load, threads: int) -> None:
         plan = HubPlan(
-            hub=HubConfig(address="h:1", weights="uniform", codec="bf16"),
+            hub=HubConfig(address="h:1", weights="uniform", grace=0.0, codec="bf16"),
             outer=OuterConfig(kind="nesterov"),
             penalty=PenaltyConfig(clip=None),
             every=STEPS,
