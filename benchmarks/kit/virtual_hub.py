@@ -46,6 +46,8 @@ class Setting:
     steps: int = 320
     """Local inner steps per node, on average."""
     every: int = 16
+    in_turn: bool = False
+    """Nodes begin one after the other, so that nodes of one speed push at equal distances."""
     lr: float = 3e-3
     hidden_size: int = 32
     num_layers: int = 1
@@ -231,7 +233,8 @@ def make_node(
         schedule = HubPace(every, link.news, clock=hub.clock)
     sync = LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=config)
     step_s = setting.step_s[index]
-    return Node(sync, link, shard or setting.shard(index), step_s, hub.clock() + step_s)
+    late_s = step_s * setting.every * index / setting.nodes if setting.in_turn else 0.0
+    return Node(sync, link, shard or setting.shard(index), step_s, hub.clock() + late_s + step_s)
 
 
 def _every(setting: Setting, method: Method) -> float:
