@@ -19,6 +19,7 @@ from benchmarks.hub_parts import thin_wire
 from benchmarks.hub_parts.crowd import ASYNC, MIB, QUORUM, Crowd, Memory, Size, crowd, memory
 from benchmarks.hub_parts.many import Costs, costs
 from benchmarks.hub_parts.merge import Kind, Speeds, speeds
+from benchmarks.hub_parts.parallel import Load, Merging, merging
 from benchmarks.hub_parts.push import PushTimes, Way, push_times
 from benchmarks.kit import tun_link
 from benchmarks.kit.statistics import median, percent
@@ -26,6 +27,7 @@ from benchmarks.kit.tables import Bar, Report, main
 
 WANTED_GB_S, WANTED_SHARE, WANTED_FILLED, WANTED_BEAT_S, WANTED_CALL_S = 0.3, 0.6, 0.85, 0.05, 3e-4
 MEMBERS = (100, 1_000, 10_000)
+THREADS = (1, 2)
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "e3m0", "topk")
 KINDS = (
     *(Kind(text=name, codec=name) for name in CODECS),
@@ -77,7 +79,36 @@ def measure(args: argparse.Namespace) -> Sequence[Report]:
         reports.append(measure_pushes(args.quick))
     if args.only in (None, "members"):
         reports.append(measure_members(args.quick))
+    if args.only in (None, "merges"):
+        reports.append(measure_merges(args.quick))
     return reports
+
+
+def measure_merges(quick: bool) -> Report:
+    """Measure merges on several threads, alone and while snapshots are written; the best of some runs."""
+    load = Load(units=4, numel=2**18, seconds=0.5) if quick else Load(units=16, numel=2_000_000, seconds=4.0)
+    rows = []
+    for snapshots in (False, True):
+        runs = [merging(load, n, snapshots=snapshots) for _ in range(1 if quick else 3) for n in THREADS]
+        rows += [max((one for one in runs if one.threads == n), key=lambda one: one.gb_s) for n in THREADS]
+    beside = min(one.gb_s for one in rows[len(THREADS) :])
+    return Report(
+        "hub: merges at once",
+        (
+            f"GB/s of fp32 by wall time, bf16 pushes, {load.units} units of {load.numel:,} parameters"
+            f" ({load.params_bytes / MIB:.0f} MiB), Nesterov; best of {1 if quick else 3}.",
+            "Snapshots: one after the other meanwhile. Memory: the most above that of the idle hub.",
+        ),
+        ("threads", "snapshots", "merges, GB/s", "a snapshot, s", "memory, MiB"),
+        tuple(_merging_row(one) for one in rows),
+        (Bar(f"merges go on beside snapshots: {beside:.2f} GB/s", None if quick else beside > 0),),
+        {"merging": [asdict(one) for one in rows]},
+    )
+
+
+def _merging_row(one: Merging) -> tuple[str, ...]:
+    took = f"{one.snapshot_s:.2f}" if one.snapshots else ""
+    return str(one.threads), str(one.snapshots), f"{one.gb_s:.2f}", took, f"{one.peak_bytes / MIB:.0f}"
 
 
 def measure_pushes(quick: bool) -> Report:
@@ -250,7 +281,8 @@ def _memory_bar(name: str, found: Memory) -> Bar:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=("hub", "push", "members"), help="measure only one of the tables")
+    tables = ("hub", "push", "members", "merges")
+    parser.add_argument("--only", choices=tables, help="measure only one of the tables")
 
 
 if __name__ == "__main__":

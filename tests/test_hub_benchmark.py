@@ -7,6 +7,7 @@ from benchmarks.hub_parts import merge as hub_merge
 from benchmarks.hub_parts import push as hub_push
 from benchmarks.hub_parts.crowd import ASYNC, Size, crowd, memory
 from benchmarks.hub_parts.many import CrowdedHub
+from benchmarks.hub_parts.parallel import Load, merging
 
 from aedit.async_sgd.journal.journal import Journal
 from aedit.async_sgd.rules.records import Merged
@@ -56,3 +57,11 @@ def test_every_timed_call_of_a_crowded_hub_is_answered(tmp_path):
     hub.push_and_merge(7)
     assert hub.hub.state.units[0].version == before + 1
     assert hub.lock.longest_s > 0
+
+
+def test_merges_are_counted_with_and_without_snapshots_beside_them():
+    load = Load(units=3, numel=50_000, seconds=0.4)
+    alone, beside = (merging(load, 2, snapshots=snapshots) for snapshots in (False, True))
+    assert alone.gb_s > 0 < beside.gb_s
+    assert alone.snapshots == 0 < beside.snapshots
+    assert beside.snapshot_s > 0

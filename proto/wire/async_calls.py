@@ -1,7 +1,8 @@
 """Asynchronous gRPC handlers made of plain ones: a call that waits for its peer takes no thread.
 
 A handler's work runs in the threads of its pool, one message at a time where it streams. Between two
-messages, and before the first one, only the event loop knows of the call.
+messages, and before the first one, only the event loop knows of the call. A handler that streams may yield
+None, if it has nothing to send yet: it is asked again a little later.
 """
 
 import asyncio
@@ -31,6 +32,8 @@ _Work: TypeAlias = Callable[[AsyncIterator[bytes], CallContext, _Write], Corouti
 _LATER = grpc.StatusCode.RESOURCE_EXHAUSTED
 _SILENT = "too many open calls that have sent nothing: this one was ended to make room"
 _END = object()
+_LOOK_S = 0.005
+"""Pause before a handler that had nothing to send is asked again."""
 
 
 class AsyncCalls:
@@ -173,7 +176,10 @@ def _threaded(
         answers = behaviour(request, context)
         try:
             while (answer := await pool.run(context.peer(), lambda: next(answers, _END))) is not _END:
-                await write(answer)
+                if answer is None:
+                    await asyncio.sleep(_LOOK_S)
+                else:
+                    await write(answer)
         finally:
             _close(answers)
 

@@ -85,12 +85,11 @@ class HubCore(Protocol):
     def status(self, request: hub_pb2.StatusRequest) -> hub_pb2.StatusReply:
         """Return the hub's status."""
 
-    def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk]:
-        """Yield the journal as it grows, at least once a second.
+    def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk | None]:
+        """Yield the journal as it grows, and None while there is nothing new; it is asked again soon.
 
-        A chunk without data if there is nothing new.
-
-        Only then is it noticed that the standby has gone.
+        At least once a second a chunk, without data if need be: only then is it noticed that the standby has
+        gone.
         """
 
     def confirm(self, request: hub_pb2.ConfirmRequest) -> hub_pb2.ConfirmReply:
@@ -291,12 +290,12 @@ class CallHandlers:
     def tail(self, core: HubCore, pool: FairPool) -> Handler:
         """Return a handler that streams messages for as long as the peer is there."""
 
-        def behaviour(message: bytes, context: CallContext) -> Iterator[bytes]:
+        def behaviour(message: bytes, context: CallContext) -> Iterator[bytes | None]:
             with self._told(context, "tail"):
                 request = hub_pb2.TailRequest.FromString(message)
                 self._admit(request, context)
                 for chunk in core.tail(request):
-                    yield chunk.SerializeToString()
+                    yield None if chunk is None else chunk.SerializeToString()
 
         return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
 
