@@ -42,6 +42,7 @@ def _forget(state: "HubState", node: int) -> None:
     """Free the index and the name: who returns under it joins as a new node, whose pushes count from 1."""
     del state.names[state.members[node].name]
     state.members[node] = Member("", node, era=state.era)
+    state.roster.forget(node)
     state.free.append(node)
     state.lost.pop(node, None)
     for unit in state.units.values():

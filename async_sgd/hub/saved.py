@@ -73,6 +73,7 @@ def frozen(state: HubState) -> HubState:
         state,
         members=list(state.members),
         departed=dict(state.departed),
+        excluded=dict(state.excluded),
         free=list(state.free),
         lost=dict(state.lost),
         pool=replace(pool, returned=list(pool.returned), leases=leases),
@@ -83,6 +84,11 @@ def frozen(state: HubState) -> HubState:
 
 def save_state(state: HubState) -> Saved:
     """Return the state as `Saved`. Copies no array and reads no payload."""
+    return Saved(save_numbers(state), tuple(save_unit(index, unit) for index, unit in state.units.items()))
+
+
+def save_numbers(state: HubState) -> dict[str, Any]:
+    """Return everything but the units, fit for JSON."""
     pool = state.pool
     numbers = {name: getattr(state, name) for name in (*_PLAIN, "mean_steps")}
     numbers["layout"] = _layout_out(state.layout)
@@ -103,7 +109,7 @@ def save_state(state: HubState) -> Saved:
         numbers[name] = list(getattr(state, name))
     numbers["banned"] = [astuple(ban) for ban in state.banned]
     numbers["configs"] = [asdict(config) for config in state.configs]
-    return Saved(numbers, tuple(_unit_out(index, unit) for index, unit in state.units.items()))
+    return numbers
 
 
 def load_state(saved: Saved, state: HubState) -> None:
@@ -177,7 +183,8 @@ def _history_in(numbers: dict[str, Any]) -> SizeHistory:
     return SizeHistory(sizes, first, tuple(numbers["doubted"]))
 
 
-def _unit_out(index: int, unit: Unit) -> SavedUnit:
+def save_unit(index: int, unit: Unit) -> SavedUnit:
+    """Return the state of a unit. Copies no array and reads no payload."""
     numbers: dict[str, Any] = {name: getattr(unit, name) for name in _UNIT}
     numbers["history"] = _history_out(unit.history)
     numbers["version"] = unit.version

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,9 @@ def write(path: Path, saved: Saved, after: Head, *, fsync: bool = True) -> int:
     try:
         out = _Writer(File(beside, create=True), after)
         out.frame(HEAD, _json(saved.numbers).encode())
-        units = deque(saved.units)
-        del saved
-        while units:  # what has been written need not be kept alive
-            _write_unit(out, units.popleft())
+        for unit in saved.units:
+            _write_unit(out, unit)
+            del unit  # what has been written need not be kept alive
         out.frame(END, b"")
         if fsync:
             os.fsync(out.file.fd)

@@ -260,6 +260,10 @@ class HubConfig:
     """Journal bytes after which a snapshot lets the hub forget them; at least twice what the last snapshot
     has. A hub that comes back reads that much."""
 
+    threads: int = 0
+    """Units that are merged at a time; each takes up to 12 bytes per parameter of its unit meanwhile. 0: half
+    of the cores."""
+
     fsync: bool = True
     """An accepted push is on the disk before it is acknowledged, not only in the file system's cache."""
 
@@ -317,6 +321,7 @@ class HubConfig:
         check(
             self.snapshot_bytes >= 2**20, "hub.snapshot_bytes", "must be at least 1 MiB", self.snapshot_bytes
         )
+        check(self.threads >= 0, "hub.threads", "must not be negative", self.threads)
         for name, found in (("model_sha256", (self.model_sha256,)), ("anchors_sha256", self.anchors_sha256)):
             for digest in filter(None, found):
                 check(bool(_SHA256.fullmatch(digest)), f"hub.{name}", "must be 64 hexadecimal digits", digest)
