@@ -21,6 +21,7 @@ from benchmarks.hub_parts.many import Costs, costs
 from benchmarks.hub_parts.merge import Kind, Speeds, speeds
 from benchmarks.hub_parts.parallel import Load, Merging, merging
 from benchmarks.hub_parts.push import PushTimes, Way, push_times
+from benchmarks.hub_parts.shards import Rates, Shard, hubs_for, largest
 from benchmarks.kit import tun_link
 from benchmarks.kit.statistics import median, percent
 from benchmarks.kit.tables import Bar, Report, main
@@ -28,6 +29,7 @@ from benchmarks.kit.tables import Bar, Report, main
 WANTED_GB_S, WANTED_SHARE, WANTED_FILLED, WANTED_BEAT_S, WANTED_CALL_S = 0.3, 0.6, 0.85, 0.05, 3e-4
 MEMBERS = (100, 1_000, 10_000)
 THREADS = (1, 2)
+HUBS, NODES_OF_70B, ROUND_MIN = (1, 2, 4, 8, 16, 27, 81), 8, (60, 30, 10)
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "e3m0", "topk")
 KINDS = (
     *(Kind(text=name, codec=name) for name in CODECS),
@@ -81,7 +83,37 @@ def measure(args: argparse.Namespace) -> Sequence[Report]:
         reports.append(measure_members(args.quick))
     if args.only in (None, "merges"):
         reports.append(measure_merges(args.quick))
+    if args.only in (None, "shards"):
+        reports.append(calculate_shards(args.quick))
     return reports
+
+
+def calculate_shards(quick: bool) -> Report:
+    """Calculate the hubs of a model of 70 B parameters from rates that are measured here."""
+    sizes = QUICK if quick else Sizes()
+    pushed = push_times(sizes.push_bytes, sizes.repeats)
+    path = speeds(Kind(text="", codec="bf16", quorum=4), sizes.numel, sizes.rounds).path_gb_s
+    rates = Rates(path, 1e-9 * sizes.push_bytes / median(pushed.grpc.seconds))
+    found = [largest(hubs, NODES_OF_70B, rates) for hubs in HUBS]
+    needed = {minutes: hubs_for(60 * minutes, NODES_OF_70B, rates) for minutes in ROUND_MIN}
+    texts = [f"a round in {minutes} min: {hubs or 'no number of'} hubs" for minutes, hubs in needed.items()]
+    return Report(
+        "hub: 70 B parameters, calculated",
+        (
+            f"Measured: push to anchor {rates.path_gb_s:.2f} GB/s of fp32, gRPC {rates.wire_gb_s:.2f} GB/s."
+            f" A round: {NODES_OF_70B} nodes push bf16 and pull fp32.",
+            f"Seconds of one core of the largest hub. With a core per hub: {'; '.join(texts)}.",
+        ),
+        ("hubs", "parameters", "memory, GB", "pushes, s", "merges, s", "pulls, s", "round, s"),
+        tuple(_shard_row(one) for one in found),
+        (),
+        {"rates": asdict(rates), "shards": [asdict(one) for one in found], "needed": needed},
+    )
+
+
+def _shard_row(one: Shard) -> tuple[str, ...]:
+    times = (one.push_s, one.merge_s, one.pull_s, one.core_s)
+    return str(one.hubs), f"{1e-9 * one.params:.1f} B", f"{one.memory_gb:.0f}", *(f"{s:,.0f}" for s in times)
 
 
 def measure_merges(quick: bool) -> Report:
@@ -281,7 +313,7 @@ def _memory_bar(name: str, found: Memory) -> Bar:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    tables = ("hub", "push", "members", "merges")
+    tables = ("hub", "push", "members", "merges", "shards")
     parser.add_argument("--only", choices=tables, help="measure only one of the tables")
 
 

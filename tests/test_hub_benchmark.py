@@ -3,8 +3,10 @@
 from dataclasses import asdict
 
 import numpy as np
+import pytest
 from benchmarks.hub_parts import merge as hub_merge
 from benchmarks.hub_parts import push as hub_push
+from benchmarks.hub_parts import shards
 from benchmarks.hub_parts.crowd import ASYNC, Size, crowd, memory
 from benchmarks.hub_parts.many import CrowdedHub
 from benchmarks.hub_parts.parallel import Load, merging
@@ -65,3 +67,19 @@ def test_merges_are_counted_with_and_without_snapshots_beside_them():
     assert alone.gb_s > 0 < beside.gb_s
     assert alone.snapshots == 0 < beside.snapshots
     assert beside.snapshot_s > 0
+
+
+def test_the_calculated_hubs_own_a_model_of_70_b_parameters_and_share_its_work():
+    sizes = shards.unit_sizes()
+    assert 70.5e9 < sum(sizes) < 70.6e9  # of Llama 3 70B
+    rates = shards.Rates(path_gb_s=0.5, wire_gb_s=2.0)
+    one, many = shards.largest(1, 8, rates), shards.largest(81, 8, rates)
+    assert one.params == sum(sizes)
+    assert many.params == max(sizes)
+    params_gb = 1e-9 * sum(sizes)
+    wanted = (8 * 2 * params_gb / 2.0, 8 * 4 * params_gb / 0.5, 8 * 4 * params_gb / 2.0)
+    assert (one.push_s, one.merge_s, one.pull_s) == pytest.approx(wanted)
+    assert one.core_s == pytest.approx(sum(wanted))
+    enough = shards.hubs_for(600.0, 8, rates)
+    assert shards.largest(enough, 8, rates).core_s <= 600.0 < shards.largest(enough - 1, 8, rates).core_s
+    assert shards.hubs_for(1.0, 8, rates) is None
