@@ -90,7 +90,7 @@ def test_the_report_counts_what_each_server_did_for_each_node(tmp_path):
     work |= {"beta\x1b": {"tokens": 34567, "samples": 1, "address": "h:1", "losses": math.nan}, "odd": 7}
     node.out.metrics(step=3, tokens=1, rl=node.state(3) | {"servers": work})
     path = tmp_path / "nodes" / "0" / "metrics.jsonl"
-    path.write_text(path.read_text().replace("34567", "34567, \"moved\": Infinity"))
+    path.write_text(path.read_text().replace("34567", '34567, "moved": Infinity'))
     facts = [text for name, text in server_facts(read_run(tmp_path)) if name == "from servers"]
     told = (
         "node 0: beta? 34,567 tokens in 1 sample, alpha 1,200 tokens in 10 samples, odd 0 tokens in 0 samples"
