@@ -168,8 +168,17 @@ class InProcessLink:
         return self.hub.hub.state.members[self.node].live
 
     def join(self, timeout_s: float) -> tuple[int, ...]:
-        """Found the run with `anchors` if nobody has, and fetch every unit. Returns the version of each."""
+        """Found the run with `anchors` if nobody has, and fetch every unit. Returns the version of each.
+
+        Raises TimeoutError if the node was silent for longer than `hub.expire_s` since this link was made.
+        """
         with self.hub.lock:
+            if not self.is_member:
+                expire_s = self.hub.hub.plan.hub.expire_s
+                raise TimeoutError(
+                    f"node {self.name!r} was silent for longer than hub.expire_s = {expire_s:g} s before it"
+                    " joined: make a new link"
+                )
             if not self.hub.hub.state.is_founded:
                 for unit, anchor in enumerate(self.anchors):
                     self._push(unit, 1, anchor, {"base": 0, "steps": 0, "tokens": 0})

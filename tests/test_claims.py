@@ -8,6 +8,7 @@ import pytest
 from kit.hub_machine import Training, World, kinds, through_a_file, values, world
 
 from aedit.async_sgd.hub.hub import Hub
+from aedit.async_sgd.hub.ranking import Ranking
 from aedit.async_sgd.rules.config import PenaltyConfig, PushFilterConfig
 from aedit.async_sgd.rules.push_times import PushTimes, is_early, least_gap, possible_steps
 from aedit.async_sgd.rules.records import Accepted, Merged, Refused
@@ -323,11 +324,19 @@ def test_speed_is_that_of_the_pushes_and_falls_in_silence():
     assert regular.joined(1000.0).pushed(1010.0, 20).speed(1010.0) == pytest.approx(2.0)
 
 
+def low_median_of_others(*gaps_s):
+    """Return what the hub compares the gap of node 99 with, where other nodes have these."""
+    gaps = Ranking()
+    for node, gap_s in enumerate((*gaps_s, 1.0)):
+        gaps.put(node if node < len(gaps_s) else 99, gap_s)
+    return gaps.low_median_without(99)
+
+
 def test_one_push_in_a_64th_of_the_usual_time_may_be_close_to_its_neighbour():
-    assert least_gap([]) == 0.0
-    assert least_gap([64.0]) == 0.0
-    assert least_gap([64.0, 1e9]) == 1.0  # who hardly ever pushes holds up nobody
-    assert least_gap([64.0, 128.0, 1e9]) == 2.0
+    assert least_gap(low_median_of_others()) == 0.0
+    assert least_gap(low_median_of_others(64.0)) == 0.0
+    assert least_gap(low_median_of_others(64.0, 1e9)) == 1.0  # who hardly ever pushes holds up nobody
+    assert least_gap(low_median_of_others(64.0, 128.0, 1e9)) == 2.0
     usual, quick = times((10.0, 16), (20.0, 16)), times((1.0, 16), (2.0, 16))
     assert not is_early(usual, 0.1, 2.0)
     assert is_early(quick, 0.1, 2.0)

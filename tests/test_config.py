@@ -84,8 +84,8 @@ def test_a_preset_is_a_file_that_others_and_flags_may_change(tmp_path):
     mine.write_text("[train]\nsteps = 7\n")
     loaded = load([Path("preset:async"), mine], ["--name", "x"])
     assert (loaded.config.name, loaded.config.train.steps) == ("x", 7)
-    assert loaded.config.outer.kind == "delayed-nesterov"
-    assert loaded.origin["outer.kind"].startswith("preset:async:")
+    assert loaded.config.outer.momentum == 0.7
+    assert loaded.origin["outer.momentum"].startswith("preset:async:")
 
 
 def test_a_file_may_hold_lists_tables_and_the_word_none(written):

@@ -73,6 +73,7 @@ def test_five_lines_leave_both_nodes_with_one_model(tmp_path):
     assert len({checksum for *_, checksum in found}) == 1
 
 
+@pytest.mark.slow
 def test_fsdp2_saves_and_a_second_start_goes_on(tmp_path):
     words = [
         BIN / "torchrun",

@@ -5,8 +5,10 @@ import hashlib
 import json
 import operator
 import random
+import re
 import socket
 import urllib.request
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -378,10 +380,10 @@ def test_models_tokenizer_health_version_and_metrics(server, tokenizer):
     assert ask(address, "/version")[2]["weight_version"] == "0"
     assert ask(address, "/v1/completions", {})[0] == 400
     assert ask(address, "/v1/completions", {"prompt": [1], "max_tokens": 2})[0] == 200
+    before = service.host.status()["tokens"]  # samples of clients that have gone may still take a step
     text = ask(address, "/metrics")[2].decode()
-    generated = service.host.status()["tokens"]
-    assert generated >= 2
-    assert f"aedit_serve_tokens_total {float(generated)}" in text
+    shown = float(re.search(r"^aedit_serve_tokens_total (\S+)$", text, re.M)[1])
+    assert 2 <= before <= shown <= service.host.status()["tokens"]
     assert 'aedit_http_requests_total{route="/v1/completions",status="400"}' in text
 
 
@@ -443,6 +445,13 @@ def test_the_samples_of_a_client_that_goes_away_are_cancelled(model, tokenizer, 
         assert service.host.status()["tokens"] < 50
 
 
+def is_closed(client):
+    """Wait for the server to close or reset the connection; return false if it sends something instead."""
+    with suppress(ConnectionResetError):
+        return client.recv(1) == b""
+    return True
+
+
 def test_slow_idle_and_too_many_connections_are_closed_and_harm_nobody(model, tokenizer):
     limits = HttpLimits(idle_s=1.0, body_s=0.5, max_connections=8, max_body_bytes=1000)
     with served(model, tokenizer, limits=limits) as (_, address):
@@ -452,9 +461,9 @@ def test_slow_idle_and_too_many_connections_are_closed_and_harm_nobody(model, to
 
         idle = [connect() for _ in range(20)]
         assert ask(address, "/v1/completions", {"prompt": "a"})[0] == 200
-        assert all(client.recv(1) == b"" for client in idle[:12])  # too many: the oldest are closed
+        assert all(map(is_closed, idle[:12]))  # too many: the oldest are closed
         idle[-1].sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")  # and never goes on
-        assert all(client.recv(1) == b"" for client in idle[12:])
+        assert all(map(is_closed, idle[12:]))
         with connect() as client:
             client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
             assert client.recv(100).startswith(b"HTTP/1.1 408 ")

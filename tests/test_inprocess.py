@@ -44,6 +44,17 @@ def test_one_node_of_an_averaging_hub_trains_as_plain_torch():
     assert furthest(parameters(model), expected) < 1e-5
 
 
+def test_a_node_that_was_silent_for_too_long_before_it_joins_is_told_so():
+    clock = VirtualClock()
+    here = hub(tower(), clock)
+    late = here.link("late")
+    clock.advance(here.hub.config.expire_s + 1)
+    here.tick()
+    with pytest.raises(TimeoutError, match=r"node 'late' was silent for longer than hub.expire_s = 15 s"):
+        late.join(1.0)
+    assert here.link("late").join(1.0)
+
+
 def test_pushes_of_two_nodes_are_merged_at_the_quorum_and_both_get_the_mean():
     clock = VirtualClock()
     here = hub(tower(), clock, quorum="all")

@@ -12,6 +12,7 @@ from kit import trainers
 from kit.tiny_policies import ends, policy, said
 
 from aedit.spec_rollout.drafters.draft_layer import DraftLayer
+from aedit.spec_rollout.idle.trainer_supervisor import IdleConfig
 from aedit.spec_rollout.learning.batches import is_held_out_entry
 from aedit.spec_rollout.learning.draft_training import DraftTrainingConfig
 from aedit.spec_rollout.learning.feature_reader import FeatureReader
@@ -184,7 +185,7 @@ def test_a_process_of_its_own_learns_in_windows_and_the_node_adopts_the_result(w
     model, samples = world
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     layer, shape = beginner(model), shape_of(model)
-    with train_when_idle(layer, ends(model), shape, learning=QUICK) as work:
+    with train_when_idle(layer, ends(model), shape, learning=QUICK, idle=IdleConfig(niceness=0)) as work:
         write(FeatureRing(work.features, shape), samples)
         with work.window("tail"):
             trainers.until(lambda: work.status()["published"] >= 1, work)

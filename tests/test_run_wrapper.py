@@ -74,7 +74,8 @@ if mode not in ("good", "crash once"):
 """
 
 DRIVER = """
-import functools, sys
+import faulthandler, functools, sys
+faulthandler.dump_traceback_later(50)
 import aedit.launch.local.run as wrapper
 wrapper.run = functools.partial(wrapper.run, program=("--", sys.argv[1]))
 wrapper.LEAVE_LIMIT_S = float(sys.argv[2])
@@ -107,6 +108,16 @@ def start(tmp_path):
     for left in psutil.process_iter(["cmdline"]):
         if str(tmp_path / "node.py") in (left.info["cmdline"] or []):
             left.kill()
+
+
+def ended(process):
+    """Return exit code and stderr of a wrapper; if it does not end, stderr shows where its threads are."""
+    try:
+        _, err = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(process.communicate()[1])
+    return process.returncode, err
 
 
 def pids(run_dir):
@@ -159,8 +170,8 @@ def test_what_only_the_person_can_mend_ends_the_run_with_one_line_and_no_restart
 ):
     """Also where the failure of a peer is seen first: in "refuse behind" the node that refuses ends last."""
     process = start(mode, "--restarts", restarts)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 2
+    code, err = ended(process)
+    assert code == 2, err
     assert err.strip().splitlines() == [message]
     # torchrun begins a restart before it can be told not to.
     assert (tmp_path / "x/launch.log").read_text().count("failed (exitcode") <= 2
@@ -169,8 +180,8 @@ def test_what_only_the_person_can_mend_ends_the_run_with_one_line_and_no_restart
 
 def test_a_node_that_fails_too_often_is_named_with_the_end_of_its_log(start, tmp_path):
     process = start("crash", "--restarts", "0")
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 1
+    code, err = ended(process)
+    assert code == 1, err
     assert "node 1 failed (exit code 7)" in err
     assert "RuntimeError: the disk sings" in err
     assert gone(tmp_path / "x")
@@ -200,7 +211,7 @@ def test_a_second_ctrl_c_leaves_at_once(start, tmp_path):
     process.send_signal(signal.SIGINT)
     assert "Ctrl-C again" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    assert process.wait(LIMIT_S) == 130
+    assert ended(process)[0] == 130
     assert gone(tmp_path / "x")
 
 
@@ -208,8 +219,8 @@ def test_nodes_that_do_not_leave_in_time_are_ended(start, tmp_path):
     process = start("stubborn", leave_limit_s=1)
     wait_for(lambda: both_nodes_run(tmp_path / "x"), "the nodes")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 143
+    code, err = ended(process)
+    assert code == 143, err
     assert "did not save within 1 s" in err
     assert gone(tmp_path / "x")
 
@@ -218,7 +229,7 @@ def test_ctrl_c_before_the_nodes_are_there_ends_the_run(start, tmp_path):
     process = start("wait")
     wait_for((tmp_path / "x/launch.log").exists, "torchrun")
     process.send_signal(signal.SIGINT)
-    assert process.wait(LIMIT_S) == 130
+    assert ended(process)[0] == 130
     assert gone(tmp_path / "x")
 
 

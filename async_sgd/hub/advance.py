@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from aedit.async_sgd.rules.merge import THIRD, merge, norm, unit_slices
-from aedit.async_sgd.rules.outer import OuterOptimizer, OuterState, make_outer
+from aedit.async_sgd.rules.outer import Nesterov, OuterOptimizer, OuterState, make_outer
 from aedit.async_sgd.rules.records import Part, Push, Values, Vector
 from aedit.async_sgd.rules.unit_rules import UnitRules
 from aedit.types import UnitLayout
@@ -58,11 +58,11 @@ class AdvanceRule:
 
     outer: OuterOptimizer
     merge: str
-    """As `rules.merge.merge` takes it."""
+    """Name of the merge rule; see `rules.merge.merge`."""
     clip: float | None
     quantiser: Quantiser | None
     cut: float = THIRD
-    """As `rules.merge.merge` takes it."""
+    """Share of the pushes that a robust rule leaves out; see `rules.merge.merge`."""
 
     def factor(self, share: float | None) -> float:
         """Return the factor of a clipped mean that makes up this share of a round.
@@ -71,6 +71,12 @@ class AdvanceRule:
         updates of a round: its share is given to it times `delay`, so that it is not divided twice.
         """
         return 1.0 if share is None else share * getattr(self.outer, "delay", 1)
+
+    def outer_for(self, share: float | None) -> OuterOptimizer:
+        """Return the outer optimizer of a merge that makes up this share of a round."""
+        if share is None or not isinstance(self.outer, Nesterov):
+            return self.outer
+        return self.outer.for_share(share)
 
 
 def own_rules(rules: UnitRules, quantiser: Quantiser | None) -> dict[str, AdvanceRule]:
@@ -110,10 +116,11 @@ def merged(
     new = mean  # each slice in the place of the mean that it is made of: one array less
     wholes: list[Vector | None] = [None for _ in old.outer.arrays]
     count = old.outer.count
+    outer = rule.outer_for(share)
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
         for start, stop in unit_slices(layout.numel):
             before = old.outer.map(lambda array, at=slice(start, stop): array[at])  # type: ignore[misc]
-            step, after = rule.outer.update(mean[start:stop], before)
+            step, after = outer.update(mean[start:stop], before)
             np.subtract(old.values[start:stop], step, out=new[start:stop])
             for i, (piece, same) in enumerate(zip(after.arrays, before.arrays, strict=True)):
                 if piece is same:  # delayed momentum, most of the time: no need of another array

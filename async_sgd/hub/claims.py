@@ -13,7 +13,13 @@ from aedit.async_sgd.hub.clocks import Clocks
 from aedit.async_sgd.hub.members import Report
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.state import HubState, Unit
-from aedit.async_sgd.rules.push_times import PushTimes, is_early, least_gap, possible_steps
+from aedit.async_sgd.rules.push_times import (
+    PushTimes,
+    always_possible,
+    is_early,
+    least_gap,
+    possible_steps,
+)
 from aedit.async_sgd.rules.records import Push
 from aedit.async_sgd.rules.weights import MOST
 
@@ -24,7 +30,7 @@ _TOP_STEPS_PER_S = 1000.0
 """Of any node, where nothing else is known: an inner step of a millisecond."""
 
 MOST_TOKENS = 2**40
-"""In one push. Sums of more would leave the 64 bits in which everybody is told of them, and stop the run."""
+"""Most tokens of one push. Sums of more would not fit into the 64 bits of the messages, and stop the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +38,13 @@ class Bounds:
     """Limits of one push, by everything but its content."""
 
     most_steps: float
-    """More than an honest push can hold: who claims it is not believed."""
+    """Inner steps that no honest push exceeds: a push that claims more is refused."""
     steps: int
-    """What it counts as, at most what it claims."""
+    """Inner steps that the push counts as: at most those that it claims."""
     tokens: int
-    """What they count as, at most what it claims."""
+    """Tokens that the push counts as: at most those that it claims."""
     early: str = ""
-    """Why it comes too soon; empty if it does not."""
+    """Reason why the push comes too soon; empty if it does not."""
 
 
 def bounds(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: float) -> Bounds:
@@ -50,7 +56,11 @@ def bounds(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: fl
     unit = state.units[push.unit]
     times = unit.times.get(push.node, PushTimes.began(now_s))
     most = _most_steps(plan, times, now_s)
-    steps = most if unit.apart else min(most, _in_time(state, push, plan, reports, now_s, began_s))
+    every = None if plan.pace == "seconds" else plan.every
+    if unit.apart or push.steps <= always_possible(every):  # the speeds of all others need no look
+        steps = most
+    else:
+        steps = min(most, _in_time(state, push, plan, reports, now_s, began_s))
     leased = state.members[push.node].leased
     if plan.leases and leased and not unit.apart:
         steps = min(steps, max(0, leased - times.total_steps))
@@ -58,7 +68,7 @@ def bounds(state: HubState, push: Push, plan: HubPlan, clocks: Clocks, now_s: fl
     tokens = 0 if not push.steps else push.tokens * counted // push.steps
     if plan.step_tokens and not unit.apart:
         tokens = min(tokens, int(MOST) * plan.step_tokens * counted)
-    least_s = 0.0 if unit.apart else least_gap(_gaps(state, unit, push.node))
+    least_s = 0.0 if unit.apart else least_gap(unit.gaps.low_median_without(push.node))
     since_s = now_s - clocks.pushed_s.get((push.unit, push.node), times.at_s)
     return Bounds(most, counted, tokens, _early(times, since_s, least_s))
 
@@ -98,12 +108,6 @@ def _speed(unit: Unit, node: int, reports: Mapping[int, Report], now_s: float, *
     times = unit.times.get(node)
     shown = times.speed(times.since_s if is_own else now_s) if times else None
     return speeds.reported(reports, node) if shown is None else shown
-
-
-def _gaps(state: HubState, unit: Unit, node: int) -> list[float]:
-    """Return the usual times between pushes of the unit of the other live nodes, as far as they are known."""
-    others = (unit.times.get(other) for other in state.live if other != node)
-    return [times.gap_s for times in others if times is not None and times.gap_s is not None]
 
 
 def _early(times: PushTimes, since_s: float, least_s: float) -> str:

@@ -1,6 +1,7 @@
 """Volatile state of a hub: what need not survive a restart."""
 
 from aedit.async_sgd.hub.members import Report
+from aedit.async_sgd.hub.ranking import Ranking
 
 
 class Clocks:
@@ -16,3 +17,5 @@ class Clocks:
         self.pushed_s: dict[tuple[int, int], float] = {}
         """By unit and node, the age of the run at the last accepted push; the journal has it to a second."""
         self.reports: dict[int, Report] = {}
+        self.speeds = Ranking()
+        """Inner steps per second of the live nodes that have pushed, each as of its last word."""

@@ -1,29 +1,30 @@
 """Decide when the pushes of a unit become its next anchor."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 
+from aedit.async_sgd.hub.watch import Expected
 from aedit.async_sgd.rules.config import HubConfig
 
 
-def is_due(
-    config: HubConfig, came_s: Mapping[int, float], awaited: Set[int], usual_s: float, now_s: float
-) -> bool:
-    """Return whether to merge the pushes that have arrived.
+def is_due(config: HubConfig, expected: Expected, leaving: Set[int], usual_s: float, now_s: float) -> bool:
+    """Return whether to merge the pushes that have arrived; there is one at least.
 
-    came_s: arrival time of each node's push of this unit. awaited: members that may still bring one. usual_s:
-    usual time between merges.
+    When all awaited pushes are here: at once. With a quorum: after a grace period of `grace` times the usual
+    time (Decoupled DiLoCo, arXiv:2604.21428). Without one: after three times the usual time, but not before a
+    silent node would be given up, so that a live node that brings nothing blocks nobody.
 
-    With a quorum of 1, or when all awaited pushes are here: at once. With a quorum: after a grace period of
-    `grace` times the usual time (Decoupled DiLoCo, arXiv:2604.21428). Without one: after three times the
-    usual time, but not before a silent node would be given up, so that a live node that brings nothing blocks
-    nobody.
+    Args:
+        config: Where not every arrival is merged alone.
+        expected: Pushes that are here, and members that may still bring one.
+        leaving: Members that are awaited no more from now on.
+        usual_s: Usual time between merges.
+        now_s: The time.
     """
-    if not came_s:
-        return False
-    if config.quorum == 1 or awaited <= came_s.keys():
+    if expected.are_all_here(leaving):
         return True
-    times = sorted(came_s.values())
-    wanted = len(awaited) if config.quorum == "all" else min(config.quorum, max(1, len(awaited)))
-    if config.quorum != "all" and len(times) >= wanted:
-        return now_s >= times[wanted - 1] + min(config.grace_cap_s, config.grace * usual_s)
+    times = expected.came_s.values
+    if config.quorum != "all":
+        wanted = min(config.quorum, max(1, expected.num_awaited(leaving)))
+        if len(times) >= wanted:
+            return now_s >= times[wanted - 1] + min(config.grace_cap_s, config.grace * usual_s)
     return now_s >= times[0] + max(3 * usual_s, config.expire_s)

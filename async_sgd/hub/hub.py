@@ -6,7 +6,7 @@ records are applied before the next one is asked for, but `compute`, the heavy p
 meanwhile. Times are those of any monotonic clock, in seconds.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from aedit.async_sgd.hub import admission, advance, speeds
@@ -21,7 +21,8 @@ from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.hub.pool import Block
 from aedit.async_sgd.hub.round_share import Moment, round_share
 from aedit.async_sgd.hub.saved import Saved, load_state, save_state
-from aedit.async_sgd.hub.state import AWAITED_MISSES, HubState, Unit
+from aedit.async_sgd.hub.state import HubState, Unit
+from aedit.async_sgd.hub.watch import Watch, is_ready
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.async_sgd.rules.push_filter import directions
 from aedit.async_sgd.rules.records import (
@@ -64,6 +65,7 @@ class Hub:
         self.state = HubState(part=plan.part, has_parent=bool(plan.hub.parent), apart=frozenset(plan.rules))
         self.state.awaits_all = plan.hub.quorum == "all"
         self.clocks = Clocks()
+        self._watch: Watch | None = None
 
     # -- deciding
 
@@ -116,22 +118,24 @@ class Hub:
         member = self._must_be_live(node)
         return [Garbled(node, unit, reason), *admission.exclusion(member, reason, self.config.push_filter)]
 
-    def tick(self, now: float) -> list[Record]:
+    def tick(self, now: float, busy: Set[int] = frozenset()) -> list[Record]:
         """Return what is due at `now`: silent nodes leave, a round opens, units merge.
 
-        One merge per unit at a time: call it again when they are applied.
+        One merge per unit at a time: call it again when they are applied. busy: units that must not be merged
+        yet.
         """
         elapsed_s = self.elapsed_s(now)
         decided: list[Record] = []
         if elapsed_s >= self.state.elapsed_s + _TICK_S:
             decided.append(Ticked(elapsed_s))
-        left = self._goners(now)
+        watch = self._watching()
+        left = watch.gone(now)
         decided += left
         if self._round_is_due(elapsed_s):
             decided.append(RoundOpened(self.state.round + 1, self._round_at_s(elapsed_s)))
-        awaited = {node for node in self.state.live if self._is_awaited(node)} - {r.node for r in left}
+        leaving = {record.node for record in left}
         for index, unit in self.state.units.items():
-            if unit.pending and self._is_due(index, unit, awaited, now):
+            if unit.pending and index not in busy and self._is_due(index, unit, leaving, now):
                 decided.append(self._merge(index, unit, elapsed_s))
         return decided
 
@@ -174,6 +178,9 @@ class Hub:
         """Take the report of a live member. Nothing of it is journaled."""
         self.clocks.seen[node] = now
         self.clocks.reports[node] = report
+        speeds.note(self.state, self.clocks, node)
+        if self._watch is not None:
+            self._watch.heard(node)
 
     # -- applying
 
@@ -225,11 +232,13 @@ class Hub:
 
     def pace_steps(self, node: int) -> int:
         """Return the steps that this node should do before its next push; 0 with pace "seconds"."""
-        return speeds.pace_steps(self.state, self.clocks.reports, self.plan, {node: None})[node]
+        return self.paces([node])[node]
 
-    def paces(self) -> dict[int, int]:
-        """Return `pace_steps` of every live member, by node."""
-        return speeds.pace_steps(self.state, self.clocks.reports, self.plan)
+    def paces(self, nodes: Iterable[int] | None = None) -> dict[int, int]:
+        """Return `pace_steps` of these nodes, by node; default all live members."""
+        return speeds.pace_steps(
+            self.state, self.clocks, self.plan, self.state.roster.order if nodes is None else nodes
+        )
 
     def anchor(self, index: int) -> tuple[int, Vector]:
         """Return (version, values) of the newest version as nodes hold it.
@@ -284,18 +293,11 @@ class Hub:
             raise Denied("unknown", f"{member.name} is not counted on any more: {member.gone}")
         return member
 
-    def _goners(self, now: float) -> list[Left]:
-        """Return Left for nodes that were silent for too long or were found out in a merge.
-
-        A violation on arrival excludes at once and does not wait for this.
-        """
-        goners = []
-        for node, member in self.state.live.items():
-            if member.violations >= self.config.push_filter.violations:
-                goners.append(Left(node, f"excluded after {member.violations} violations", excluded=True))
-            elif now - self.clocks.seen.setdefault(node, now) > self.config.expire_s:
-                goners.append(Left(node, f"silent for {self.config.expire_s:g} s"))
-        return goners
+    def _watching(self) -> Watch:
+        """Return what this hub waits for; made anew where the volatile state is another one."""
+        if self._watch is None or self._watch.clocks is not self.clocks:
+            self._watch = Watch(self.state, self.clocks, self.config)
+        return self._watch
 
     def _round_is_due(self, elapsed_s: float) -> bool:
         if self.plan.pace != "seconds" or not self.state.is_founded:
@@ -310,41 +312,25 @@ class Hub:
         on_time_s = self.state.round_at_s + self.plan.every
         return on_time_s if elapsed_s < on_time_s + self.plan.every else elapsed_s
 
-    def _is_awaited(self, node: int) -> bool:
-        """Return whether a push of this node can be expected soon.
-
-        Not of a node that still fetches its first weights, nor of one whose trainer is stuck.
-        """
-        report = self.clocks.reports.get(node)
-        return report is None or report.state not in ("joining", "stalled")
-
-    def _is_due(self, index: int, unit: Unit, awaited: set[int], now: float) -> bool:
-        if unit.anchor is None or unit.apart:
+    def _is_due(self, index: int, unit: Unit, leaving: Set[int], now: float) -> bool:
+        if unit.anchor is None or unit.apart or self.config.each_alone:
             return True
-        awaited = {
-            node
-            for node in awaited
-            if not self.state.members[node].is_refused(index) and unit.missed.get(node, 0) < AWAITED_MISSES
-        }
-        came_s: dict[int, float] = {}
-        for node, seq in unit.pending:
-            at = self.clocks.came_s.setdefault((index, node, seq), now)
-            came_s[node] = min(at, came_s.get(node, at))
+        expected = self._watching().expected(index, now)
         usual_s = unit.usual_s
         if usual_s is None:  # as long as the first one has taken
-            usual_s = min(came_s.values()) + self._start_clock(now) - unit.merged_at_s
-        return is_due(self.config, came_s, awaited, max(0.0, usual_s), now)
+            usual_s = expected.came_s.values[0] + self._start_clock(now) - unit.merged_at_s
+        return is_due(self.config, expected, leaving, max(0.0, usual_s), now)
 
     def _merge(self, index: int, unit: Unit, elapsed_s: float) -> Merged:
         pushes = list(unit.pending.values())
         if unit.anchor is None:
             return Merged(index, 1, (Part(pushes[0].node, pushes[0].seq, 1.0),), elapsed_s)
         own = self.plan.rules.get(self._name(index))
-        if self.config.quorum == 1 or own:
+        if own or self.config.each_alone:
             pushes = pushes[:1]
         parts = admission.own_parts(pushes, unit, own) if own else admission.parts(pushes, unit, self.plan)
         live = self.state.live
-        expected = {n for n in live if self._is_awaited(n) and not live[n].is_distrusted(index)}
+        expected = {n for n in live if is_ready(self.clocks, n) and not live[n].is_distrusted(index)}
         share = round_share(unit, pushes, Moment(elapsed_s, len(live)), expected, self.plan, own)
         return Merged(index, unit.version + 1, parts, elapsed_s, share)
 
@@ -380,11 +366,20 @@ class Hub:
                 came_s = self.clocks.came_s.get((push.unit, push.node, push.seq))
                 if came_s is not None:
                     self.clocks.pushed_s[push.unit, push.node] = self.elapsed_s(came_s)
+                speeds.note(self.state, self.clocks, push.node)
+            case Joined(_, node):
+                speeds.note(self.state, self.clocks, node)
             case Left(node):
                 self.clocks.seen.pop(node, None)
                 self.clocks.reports.pop(node, None)
                 for unit in self.state.units:
                     self.clocks.pushed_s.pop((unit, node), None)
-            case Merged(unit, _, parts):
+                speeds.note(self.state, self.clocks, node)
+            case Merged(unit, version, parts):
                 for part in parts:
                     self.clocks.came_s.pop((unit, part.node, part.seq), None)
+                if version == 1:  # the speeds of the unit are measured from now on
+                    for node in self.clocks.speeds.nodes:
+                        speeds.note(self.state, self.clocks, node)
+        if self._watch is not None:
+            self._watch.keep_up(record)

@@ -2,21 +2,19 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, field, replace
 
 from aedit.async_sgd.rules.records import Joined, Push, Refused
 from aedit.types import Verdict
 
 _FORGIVEN_AFTER = 16
 """Accepted pushes that make one violation forgotten."""
-
-_FASTEST = 64.0
-"""Times the median speed: no node's own word makes the others do less than this would."""
-
-
 NORM = "norm"
 """Kind of reason for what is too long to be believed: the part of a reason before its first colon."""
+
+
+CERTIFIED = "certified"
+"""Proof of a node whose name is that of its certificate or token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class Member:
     node: int
     session: int = 0
     process: int = 0
-    """As which it last joined: fingerprints, as the journal is read by others."""
+    """Fingerprints of session and process of its newest join: other hubs can read the journal."""
     proof: str = ""
     origin: str = ""
     voter: int = 0
@@ -84,6 +82,13 @@ class Member:
     received: dict[int, int] = field(default_factory=dict)
     """By unit, the sequence number of the last push that was accepted or refused."""
     told: dict[int, Told] = field(default_factory=dict)
+    era: int = field(default=0, compare=False)
+    """Number of snapshots begun before this object was made: it belongs to those that began later, too."""
+
+    def copied(self, era: int) -> "Member":
+        """Return a copy that changes apart from this one."""
+        own = {"refused": dict(self.refused), "received": dict(self.received), "told": dict(self.told)}
+        return replace(self, **own, era=era)  # type: ignore[arg-type]
 
     def join(self, record: Joined) -> None:
         """Take the record of a join: new session, process and donor address."""
@@ -144,13 +149,12 @@ def kind(reason: str) -> str:
     return reason.split(":")[0]
 
 
-def dylu(every: int, steps_per_s: float, speeds: Mapping[int, float]) -> int:
+def dylu(every: int, steps_per_s: float, fastest: float | None) -> int:
     """Return H_w = max(1, floor(H v_w / v_max)) (DyLU, arXiv:2401.09135): steps of a node before its push.
 
-    steps_per_s: speed of the node. speeds: inner steps per second of all live nodes, unknown ones left out. A
-    node that has not reported its speed does `every` steps.
+    steps_per_s: speed of the node. fastest: inner steps per second of the fastest node; None if no speed is
+    known. A node that has not reported its speed does `every` steps.
     """
-    if not steps_per_s or not speeds:
+    if not steps_per_s or fastest is None:
         return every
-    fastest = min(max(speeds.values()), _FASTEST * median(speeds.values()))
     return max(1, min(every, math.floor(every * steps_per_s / fastest)))

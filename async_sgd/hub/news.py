@@ -1,7 +1,7 @@
 """Reports of a hub: to a node with every heartbeat, and to the views."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from aedit.async_sgd.hub.state import HubState
 from aedit.types import Verdict
 
 _FP32_BYTES = 4
+MOST_DONORS = 16
+"""Addresses of other nodes in one reply; each node is told of others."""
 MOST_SHOWN = 512
 """Members in a status and in a line of metrics, so that it fits into one message."""
 MOST_GONE = 32
@@ -56,29 +58,33 @@ def unit_news(hub: Hub, node: int, unit: int) -> UnitNews:
 
 def news(hub: Hub, node: int, now: float) -> HeartbeatReply:
     """Return the reply to a member's heartbeat."""
-    state, live = hub.state, hub.state.live
+    state, roster = hub.state, hub.state.roster
     progress = hub.progress(now)
     return HeartbeatReply(
         term=state.term,
         units=tuple(unit_news(hub, node, unit) for unit in state.units),
         round=state.round,
         pace_steps=hub.pace_steps(node),
-        nodes=len(live),
+        nodes=len(roster.live),
         total_steps=state.total_steps,
         total_tokens=state.total_tokens,
         elapsed_s=hub.elapsed_s(now),
         progress=progress,
         finished=progress >= 1.0,
-        evaluates=node == min(live, default=-1),
-        donors=tuple(member.donor for member in live.values() if member.donor and member.node != node),
+        evaluates=roster.order[:1] == [node],
+        donors=roster.donors(node, MOST_DONORS),
     )
 
 
 def status(hub: Hub, now: float) -> dict[str, Any]:
     """Return everything that the views show, as values that JSON can hold; None where unknown."""
+    return status_of_run(hub, now) | {"nodes": status_of_nodes(hub, shown(hub.state), now)}
+
+
+def status_of_run(hub: Hub, now: float) -> dict[str, Any]:
+    """Return the part of a status that does not name nodes."""
     state = hub.state
     layout = state.layout.units if state.layout else ()
-    paces = hub.paces()
     return {
         "term": state.term,
         "elapsed_s": hub.elapsed_s(now),
@@ -91,8 +97,7 @@ def status(hub: Hub, now: float) -> dict[str, Any]:
         "anchor_bytes": sum(_FP32_BYTES * layout[index].numel for index in state.units),
         "leased_upto": state.pool.watermark,
         "returned_samples": sum(end - start for start, end in state.pool.returned),
-        "nodes": [_node_status(hub, member, paces.get(member.node, 0), now) for member in _shown(state)],
-        "nodes_left_out": sum(bool(member.name) for member in state.members) - len(_shown(state)),
+        "nodes_left_out": len(state.names) - len(shown(state)),
         "units": [
             {
                 "unit": index,
@@ -107,13 +112,19 @@ def status(hub: Hub, now: float) -> dict[str, Any]:
     }
 
 
-def _shown(state: HubState) -> list[Member]:
+def status_of_nodes(hub: Hub, nodes: Sequence[int], now: float) -> list[dict[str, Any]]:
+    """Return the part of a status about these members."""
+    paces = hub.paces([node for node in nodes if node in hub.state.live])
+    return [_node_status(hub, hub.state.members[node], paces.get(node, 0), now) for node in nodes]
+
+
+def shown(state: HubState) -> list[int]:
     """Return the members of a status: the live ones and the latest others, up to `MOST_SHOWN`, by index."""
-    live = list(state.live)[:MOST_SHOWN]
-    excluded = [member.node for member in state.members if member.excluded]
-    gone = [*excluded, *state.departed][-min(MOST_GONE, MOST_SHOWN - len(live)) :]
-    shown = {*live, *gone} if len(live) < MOST_SHOWN else set(live)
-    return [state.members[node] for node in sorted(shown)]
+    live = state.roster.order[:MOST_SHOWN]
+    if len(live) == MOST_SHOWN:
+        return live
+    gone = [*state.roster.excluded[-MOST_GONE:], *state.departed]
+    return sorted({*live, *gone[-min(MOST_GONE, MOST_SHOWN - len(live)) :]})
 
 
 def _node_status(hub: Hub, member: Member, pace_steps: int, now: float) -> dict[str, Any]:

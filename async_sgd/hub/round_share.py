@@ -12,12 +12,12 @@ from aedit.async_sgd.rules.unit_rules import UnitRule
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When a merge is decided."""
+    """Time and state of the run at which a merge is decided."""
 
     at_s: float
-    """Age of the run."""
+    """Age of the run in seconds."""
     nodes: int
-    """Members."""
+    """Number of members."""
 
 
 def round_share(

@@ -1,14 +1,19 @@
 """Speed of each node, as far as its pushes show it, and the steps it should do before its next push."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from aedit.async_sgd.hub.clocks import Clocks
 from aedit.async_sgd.hub.members import Report, dylu
 from aedit.async_sgd.hub.plan import HubPlan
+from aedit.async_sgd.hub.ranking import Ranking
 from aedit.async_sgd.hub.state import HubState
 
 _MOST_STEPS_PER_S = 1e9
 """What a node can say of its speed: more would leave the range of numbers when it is multiplied."""
+
+_FASTEST = 64.0
+"""Times the median speed: no node's own word makes the others do less than this would."""
 
 _ABOVE = 1.25
 """Times the speed in accepted pushes that a node can say of itself: times of pushes vary."""
@@ -34,23 +39,29 @@ def speed(state: HubState, reports: Mapping[int, Report], node: int) -> float:
     return said if shown is None else min(said, _ABOVE * shown)
 
 
-def pace_steps(
-    state: HubState, reports: Mapping[int, Report], plan: HubPlan, nodes: Mapping[int, object] | None = None
-) -> dict[int, int]:
+def note(state: HubState, clocks: Clocks, node: int) -> None:
+    """Note the speed of a node that has reported, pushed, joined or left.
+
+    Only who has pushed counts as the fastest: until then its speed is its own word alone.
+    """
+    is_shown = node in state.live and pushed(state, node) is not None
+    clocks.speeds.put(node, (speed(state, clocks.reports, node) or None) if is_shown else None)
+
+
+def fastest(speeds: Ranking) -> float | None:
+    """Return the largest of the speeds, at most `_FASTEST` times their median; None if there is none."""
+    return min(speeds.values[-1], _FASTEST * speeds.median) if len(speeds) else None
+
+
+def pace_steps(state: HubState, clocks: Clocks, plan: HubPlan, nodes: Iterable[int]) -> dict[int, int]:
     """Return by node the steps that it should do before its next push; 0 with pace "seconds".
 
-    nodes: default all live ones. With `dylu` the fastest node decides for all, and only who has pushed counts
-    as the fastest: until then its speed is its own word alone.
+    With `dylu` the fastest node decides for all. The speed of each is that at its last word.
     """
-    nodes = state.live if nodes is None else nodes
     if plan.pace == "seconds":
         return dict.fromkeys(nodes, 0)
     every = int(plan.every)
     if plan.pace == "steps":
         return dict.fromkeys(nodes, every)
-    shown = {
-        node: found
-        for node in state.live
-        if pushed(state, node) is not None and (found := speed(state, reports, node))
-    }
-    return {node: dylu(every, speed(state, reports, node), shown) for node in nodes}
+    most = fastest(clocks.speeds)
+    return {node: dylu(every, speed(state, clocks.reports, node), most) for node in nodes}

@@ -11,6 +11,8 @@ from aedit.async_sgd.hub import departed
 from aedit.async_sgd.hub.advance import Anchor, Computed
 from aedit.async_sgd.hub.members import NORM, Member, Told, kind
 from aedit.async_sgd.hub.pool import Block, Pool
+from aedit.async_sgd.hub.ranking import Ranking
+from aedit.async_sgd.hub.roster import Roster
 from aedit.async_sgd.rules import records
 from aedit.async_sgd.rules.push_filter import SizeHistory
 from aedit.async_sgd.rules.push_times import PushTimes
@@ -48,6 +50,8 @@ class Unit:
     """The last push of this unit by each node."""
     times: dict[int, PushTimes] = field(default_factory=dict)
     """When each node's pushes of this unit were accepted."""
+    gaps: Ranking = field(default_factory=Ranking)
+    """Usual times between pushes of the live nodes, as `times` has them; not saved."""
     steps: int = 0
     """Training steps in accepted pushes."""
     missed: dict[int, int] = field(default_factory=dict)
@@ -90,12 +94,18 @@ class HubState:
     names: dict[str, int] = field(default_factory=dict)
     departed: dict[int, None] = field(default_factory=dict)
     """Members that have left and are remembered, in the order of leaving."""
+    excluded: dict[int, None] = field(default_factory=dict)
+    """Excluded members without keys of their own, in the order of leaving."""
     free: list[int] = field(default_factory=list)
     """Indices of members that are forgotten."""
     founder: int | None = None
     pool: Pool = field(default_factory=Pool)
     lost: dict[int, list[Block]] = field(default_factory=dict)
     """By node: leases that went back to the pool because it was silent."""
+    roster: Roster = field(default_factory=Roster)
+    """The live members; follows from `members`."""
+    era: int = 0
+    """Number of snapshots begun; not saved."""
     term: int = 0
     sessions: int = 0
     round: int = 0
@@ -115,8 +125,8 @@ class HubState:
 
     @property
     def live(self) -> dict[int, Member]:
-        """Return the live members, by node."""
-        return {member.node: member for member in self.members if member.live}
+        """Return the live members, by node. Must not be changed."""
+        return self.roster.live
 
     @property
     def is_founded(self) -> bool:
@@ -171,8 +181,8 @@ class HubState:
             case records.Refused():
                 self._refuse(record)
             case records.Garbled(node, _, reason):
-                self.members[node].count(reason)
-                self.members[node].violations += 1
+                self.changing(node).count(reason)
+                self.changing(node).violations += 1
             case records.Merged():
                 self._merge(record, _there(computed))
             case records.Mixed():
@@ -184,7 +194,7 @@ class HubState:
                 self._pass(at_s)
             case records.Leased(node, start, end):
                 self.pool.lease(node, start, end)
-                self.members[node].leased += end - start
+                self.changing(node).leased += end - start
             case records.Used(node, start, upto):
                 self.pool.use(node, start, upto)
             case records.Led(term):
@@ -197,6 +207,28 @@ class HubState:
                 self._pass(elapsed_s)
             case records.Banned():
                 self.banned.append(record)
+
+    def changing(self, node: int) -> Member:
+        """Return a member in order to change it; a snapshot that has begun keeps it as it is."""
+        member = self.members[node]
+        if member.era != self.era:
+            self.members[node] = member = member.copied(self.era)
+            if member.live:
+                self.roster.live[node] = member
+        return member
+
+    def index(self) -> None:
+        """Make what follows from the rest of the state, after that was loaded."""
+        self.names = {member.name: member.node for member in self.members if member.name}
+        self.roster = Roster(self.members)
+        for unit in self.units.values():
+            unit.gaps = Ranking()
+            for node in self.live:
+                self._note_gap(unit, node)
+
+    def _note_gap(self, unit: Unit, node: int) -> None:
+        times = unit.times.get(node)
+        unit.gaps.put(node, times.gap_s if times is not None and node in self.live else None)
 
     def _pass(self, elapsed_s: float) -> None:
         self.elapsed_s = max(self.elapsed_s, elapsed_s)
@@ -212,9 +244,11 @@ class HubState:
             self.members.append(Member("", len(self.members)))
         self.departed.pop(record.node, None)
         self.free = [node for node in self.free if node != record.node]
-        self.members[record.node].name = record.name
+        member = self.changing(record.node)
+        member.name = record.name
         self.names[record.name] = record.node
-        self.members[record.node].join(record)
+        member.join(record)
+        self.roster.add(member)
         self.sessions += 1
         self.lost.pop(record.node, None)
         self._pass(record.at_s)
@@ -224,14 +258,17 @@ class HubState:
             )
             times = unit.times.get(record.node)
             unit.times[record.node] = times.joined(record.at_s) if times else PushTimes.began(record.at_s)
+            self._note_gap(unit, record.node)
         if self.founder is None or not self.members[self.founder].live:
             self.founder = record.node
 
     def _leave(self, record: records.Left) -> None:
-        member = self.members[record.node]
+        member = self.changing(record.node)
         member.live, member.excluded, member.gone = False, record.excluded, record.reason
+        self.roster.remove(member)
         for unit in self.units.values():
             unit.missed.pop(record.node, None)
+            self._note_gap(unit, record.node)
         if record.excluded:
             for unit in self.units.values():
                 unit.brought.pop(record.node, None)
@@ -243,11 +280,12 @@ class HubState:
     def _accept(self, push: Push) -> None:
         unit = self.units[push.unit]
         unit.pending[push.node, push.seq] = push
-        self.members[push.node].accept(push, counts=not unit.apart)
+        self.changing(push.node).accept(push, counts=not unit.apart)
         unit.steps += push.steps
         if push.base:
             times = unit.times.get(push.node, PushTimes.began(self.elapsed_s))
             unit.times[push.node] = times.pushed(self.elapsed_s, push.steps)
+            self._note_gap(unit, push.node)
         if not unit.apart:
             self.steps += push.steps
             self.tokens += push.tokens
@@ -255,7 +293,7 @@ class HubState:
         unit.history = unit.history.with_push(push)
 
     def _refuse(self, record: records.Refused) -> None:
-        self.members[record.node].refuse(record)
+        self.changing(record.node).refuse(record)
         unit = self.units.get(record.unit)
         if unit and kind(record.reason) == NORM:
             unit.history = unit.history.with_refusal(record.node)
@@ -265,6 +303,7 @@ class HubState:
         if record.version == 1:  # who has joined before can push only from now on
             unit.brought = {node: one.joined(1, record.at_s) for node, one in unit.brought.items()}
             unit.times = {node: PushTimes.began(record.at_s) for node in unit.times}
+            unit.gaps.clear()
         else:
             pushes = [unit.pending[part.node, part.seq] for part in record.parts]
             unit.brought = unit.brought_with(pushes, record.version, record.at_s, len(self.live))
@@ -274,7 +313,7 @@ class HubState:
         total = (sum(part.weight for part in record.parts) or 1.0) / (record.share or 1.0)
         for part in record.parts:
             push = unit.pending.pop((part.node, part.seq))
-            member = self.members[part.node]
+            member = self.changing(part.node)
             member.weight, member.staleness = part.weight / total, part.staleness
             self._tell_merged(member, push, part, computed)
         if record.version > 1 and not is_late:

@@ -27,7 +27,7 @@ class Receipts:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._process = secrets.randbits(63) | 1
-        """Of this hub process: what it has given itself is in its journal."""
+        """Random number of this process. Its own receipts need no check: its journal has their records."""
         self._checked: set[bytes] = set()
 
     def give(self, mark: Mark) -> pb.Receipt:

@@ -2,13 +2,12 @@
 
 import json
 import os
-import zlib
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.hub.saved import Saved, SavedUnit
 from aedit.async_sgd.journal.encoding import push_in, push_out
@@ -33,6 +32,9 @@ from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules.records import Push, Values, Vector
 from aedit.system import sync_directory
 
+_LONG = 64
+"""Items of a list that are encoded one by one."""
+
 
 def write(path: Path, saved: Saved, after: Head, *, fsync: bool = True) -> int:
     """Write a snapshot to `path`, whole or not at all, and return its bytes.
@@ -43,11 +45,10 @@ def write(path: Path, saved: Saved, after: Head, *, fsync: bool = True) -> int:
     beside = path.with_name(path.name + ".new")
     try:
         out = _Writer(File(beside, create=True), after)
-        out.frame(HEAD, json.dumps(saved.numbers).encode())
-        units = deque(saved.units)
-        del saved
-        while units:  # what has been written need not be kept alive
-            _write_unit(out, units.popleft())
+        out.frame(HEAD, _json(saved.numbers).encode())
+        for unit in saved.units:
+            _write_unit(out, unit)
+            del unit  # what has been written need not be kept alive
         out.frame(END, b"")
         if fsync:
             os.fsync(out.file.fd)
@@ -77,7 +78,7 @@ class _Writer:
         self.offset = FILE_BYTES
 
     def frame(self, kind: int, body: bytes | memoryview) -> None:
-        crc = 0 if kind == PAYLOAD else zlib.crc32(body)
+        crc = 0 if kind == PAYLOAD else crc32(body)
         header = frame_header(self._mark, kind, len(body), crc, 0)
         self.file.write(self.offset, header)
         self.file.write(self.offset + len(header), body)
@@ -106,12 +107,21 @@ def _write_unit(out: _Writer, unit: SavedUnit) -> None:
         "arrays": list(unit.arrays),
         "pending": pending,
     }
-    out.frame(UNIT, json.dumps(fields).encode())
+    out.frame(UNIT, _json(fields).encode())
     for array in unit.arrays.values():
         out.frame(ARRAY, array.data.cast("B") if array.size else b"")
     for push in unit.pending:
         assert isinstance(push.values, Payload)
         out.frame(PAYLOAD, push.values.stretch.view())
+
+
+def _json(values: Any) -> str:
+    """Return values as JSON. Other threads run between the items of long lists, such as that of members."""
+    if isinstance(values, dict):
+        return "{" + ", ".join(f"{json.dumps(name)}: {_json(value)}" for name, value in values.items()) + "}"
+    if isinstance(values, list) and len(values) > _LONG:
+        return "[" + ", ".join(map(json.dumps, values)) + "]"
+    return json.dumps(values)
 
 
 def _units(whole: _Reader) -> Iterator[SavedUnit]:
@@ -126,7 +136,7 @@ def _array(frame: Frame) -> Vector:
     array = np.empty(frame.body.length // 4, np.float32)
     view = array.data.cast("B") if array.size else memoryview(b"")
     frame.body.file.read_into(frame.body.offset, view)
-    if zlib.crc32(view) != frame.crc:
+    if crc32(view) != frame.crc:
         raise Damaged(f"{frame.body.file.path}: damaged at byte {frame.body.offset}")
     return array
 

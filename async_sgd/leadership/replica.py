@@ -33,7 +33,7 @@ class Replica:
             )
         self.voter, self._promise_s, self._lease_s = voter, promise_s, lease_s
         self.configs: tuple[Configured, ...] = ()
-        """Of its journal, from the newest that is known to be agreed on."""
+        """Configurations in its journal, from the newest one that the voters are known to have agreed on."""
         self.term = 0
         """The term that it leads; 0: it does not lead."""
         self._known_term = 0

@@ -14,9 +14,9 @@ class Tally:
 
     proposal: Proposal
     configs: Sequence[Configured]
-    """From the newest one on which the voters are known to have agreed, to the newest one."""
+    """Configurations that need a quorum each: the newest one that was agreed on, and all after it."""
     _granted: dict[int, float] = field(default_factory=dict)
-    """By voter: when it answered."""
+    """Time of the answer, by voter."""
 
     def count(self, answer: Answer, now: float) -> bool:
         """Note an answer; return False if it belongs to another proposal or does not grant this one."""

@@ -23,7 +23,8 @@ class OuterConfig:
 
     kind: Literal["average", "nesterov", "delayed-nesterov"] | ImportPath = "nesterov"
     """`average` subtracts lr times the mean; `nesterov` is SGD with Nesterov momentum; `delayed-nesterov`
-    takes the momentum in only once per `delay` updates, for a hub that merges every arrival. Or a class of
+    takes the momentum in only once per `delay` updates, for a hub that merges every arrival (`hub.grace` 0).
+    Or a class of
     your own as `package.module:Name`; its constructor gets those of the values below that it names."""
 
     lr: float = 0.8
@@ -209,12 +210,13 @@ class HubConfig:
     """Share of the parent's anchor in the anchor it is mixed into."""
 
     quorum: int | Literal["all"] = 1
-    """Nodes whose pushes of a unit make a new anchor; 1 merges every arrival, `all` waits for every member
-    that is alive. With a number, what is merged counts as the share of a round that its nodes have: 1/N of
+    """Nodes whose pushes of a unit make a new anchor: a number of them, or with `all` every member that is
+    alive. With a number, what is merged counts as the share of a round that its nodes have: 1/N of
     N nodes, or their share by `hub.weights`."""
 
     grace: float = 0.5
-    """Once a quorum is there, wait for the others this share of the usual time between merges."""
+    """Once a quorum is there, wait for the others this share of the usual time between merges. Nodes train on
+    meanwhile. 0 with a quorum of 1: every arrival makes an anchor of its own."""
 
     grace_cap_s: float = 10.0
     """Longest such wait."""
@@ -262,6 +264,10 @@ class HubConfig:
     """Journal bytes after which a snapshot lets the hub forget them; at least twice what the last snapshot
     has. A hub that comes back reads that much."""
 
+    threads: int = 0
+    """Units that are merged at a time; each takes up to 12 bytes per parameter of its unit meanwhile. 0: half
+    of the cores."""
+
     fsync: bool = True
     """An accepted push is on the disk before it is acknowledged, not only in the file system's cache."""
 
@@ -291,6 +297,11 @@ class HubConfig:
     push_filter: PushFilterConfig = field(default_factory=PushFilterConfig)
     limits: LimitConfig = field(default_factory=LimitConfig)
 
+    @property
+    def each_alone(self) -> bool:
+        """Return whether every arrival makes an anchor of its own."""
+        return self.quorum == 1 and not self.grace
+
     def __post_init__(self) -> None:
         for name in ("address", "standby", "parent"):
             for place in filter(None, getattr(self, name).split(",")):
@@ -317,6 +328,7 @@ class HubConfig:
         check(
             self.snapshot_bytes >= 2**20, "hub.snapshot_bytes", "must be at least 1 MiB", self.snapshot_bytes
         )
+        check(self.threads >= 0, "hub.threads", "must not be negative", self.threads)
         for name, found in (("model_sha256", (self.model_sha256,)), ("anchors_sha256", self.anchors_sha256)):
             for digest in filter(None, found):
                 check(bool(_SHA256.fullmatch(digest)), f"hub.{name}", "must be 64 hexadecimal digits", digest)

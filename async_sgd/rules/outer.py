@@ -98,6 +98,20 @@ class Nesterov:
 
     def __init__(self, lr: float = 0.8, momentum: float = 0.85) -> None:
         self.lr, self.mu = lr, momentum
+        self._decay = self._ahead = momentum
+
+    def for_share(self, share: float) -> "Nesterov":
+        """Return the optimizer of updates that are this share of a round.
+
+        With a share s, g is s times a mean: u <- mu^s u + g; x <- x - lr (g + a u), a = mu (1 - mu^s) / (1 -
+        mu). So the momentum decays by mu in a round, and g moves the anchor by lr g / (1 - mu) in the end,
+        however many updates make up the round. With mu in each of them, it would be forgotten as many times
+        sooner.
+        """
+        made = Nesterov(self.lr, self.mu)
+        made._decay = self.mu**share
+        made._ahead = self.mu * ((1 - made._decay) / (1 - self.mu))
+        return made
 
     def init(self, anchor: A) -> OuterState[A]:
         """Return zero momentum."""
@@ -105,8 +119,8 @@ class Nesterov:
 
     def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
         """Return lr (g + mu u) and the state with u <- mu u + g."""
-        u = _plus(state.momentum * self.mu, gradient)
-        return _times(_plus(u * self.mu, gradient), self.lr), OuterState(u)
+        u = _plus(state.momentum * self._decay, gradient)
+        return _times(_plus(u * self._ahead, gradient), self.lr), OuterState(u)
 
     def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
         """Return x - lr mu u."""

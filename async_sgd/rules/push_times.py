@@ -5,7 +5,7 @@ Times are seconds of the run's age as the journal has them, so that the same rec
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median_high, median_low
+from statistics import median_high
 
 from aedit.async_sgd.rules.weights import MOST
 
@@ -27,16 +27,16 @@ class PushTimes:
     """Accepted pushes of one unit by one node."""
 
     at_s: float
-    """The last one; before that, the first join."""
+    """Time of the newest accepted push; without one, of the first join."""
     before_s: float
-    """The one before it."""
+    """Time of the accepted push before the newest one."""
     since_s: float
-    """The last one, or a later join."""
+    """Time of the newest accepted push, or of a later join."""
     steps: int = 0
-    """In the last one."""
+    """Inner steps of the newest accepted push."""
     total_steps: int = 0
     num: float = 0.0
-    """Of late, older ones counting less."""
+    """Number of accepted pushes, older ones counting less."""
     num_steps: float = 0.0
     num_s: float = 0.0
 
@@ -105,15 +105,23 @@ def possible_steps(
     speed = max(least, min(own or 0.0, most))
     since_last = SLACK * speed * max(0.0, now_s - times.at_s)
     since_before = SLACK * speed * max(0.0, now_s - times.before_s) - times.steps
-    return max(1.0, BURST * (every or 0.0), since_last, since_before)
+    return max(always_possible(every), since_last, since_before)
 
 
-def least_gap(gaps_s: Sequence[float]) -> float:
-    """Return the shortest time between two pushes of a node, from the usual gaps of the others.
+def always_possible(every: float | None) -> float:
+    """Return the steps that any push can hold. every: as in `possible_steps`."""
+    return max(1.0, BURST * (every or 0.0))
+
+
+def least_gap(usual_s: float | None) -> float:
+    """Return the shortest time between two pushes of a node.
 
     0 with fewer than two others, as one does not say what is usual.
+
+    Args:
+        usual_s: Low median of the usual gaps of the others; None with fewer than two.
     """
-    return median_low(gaps_s) / FASTEST if len(gaps_s) > 1 else 0.0
+    return 0.0 if usual_s is None else usual_s / FASTEST
 
 
 def is_early(times: PushTimes, since_s: float, least_s: float) -> bool:

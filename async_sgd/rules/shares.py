@@ -136,6 +136,7 @@ def shares(
 
 def _possible(T_N: Array, every: float) -> Array:
     """Return the most steps of each push: `every` of them per shortest interval of the other nodes."""
-    shortest_N = np.array([np.delete(T_N, m).min(initial=np.inf) for m in range(len(T_N))])
+    shortest_N = np.full(len(T_N), T_N.min())
+    shortest_N[T_N.argmin()] = np.delete(T_N, T_N.argmin()).min(initial=np.inf)
     possible_N: Array = every * np.maximum(1.0, T_N / shortest_N)
     return possible_N

@@ -83,10 +83,16 @@ def limited(w_N: Array, eligible_N: NDArray[np.bool_] | None = None) -> Array:
 
 
 def median_of_others(x_N: Array) -> Array:
-    """Return for each number the median of all others, or the number itself if there are none."""
+    """Return for each finite number the median of all others, or the number itself if there are none."""
     if len(x_N) < 2:
         return x_N
-    return np.array([np.median(np.delete(x_N, n)) for n in range(len(x_N))])
+    order_N, num = np.argsort(x_N, kind="stable"), len(x_N) - 1
+    low, high, rank_N = (num - 1) // 2, num // 2, np.arange(len(x_N))
+    sorted_N = x_N[order_N]
+    median_N = np.empty(len(x_N))
+    # Without the number of rank r, the others from r on are one place further up.
+    median_N[order_N] = (sorted_N[low + (rank_N <= low)] + sorted_N[high + (rank_N <= high)]) / 2
+    return median_N
 
 
 def push_norm(push: Push) -> float:

@@ -29,19 +29,47 @@ def give_back_what_is_freed() -> None:
         threading.Thread(target=_trim, name="trim", daemon=True).start()
 
 
-def _trim() -> None:
-    """Return free pages between what is in use, whenever the process has grown.
+class Trimmer:
+    """Returns free pages between what is in use, when there are many more than after the last time.
 
     Chunks of a thousand pushes are small buffers, and the last one of them would hold all that were before.
     """
-    libc = ctypes.CDLL(None)
-    after = _resident_bytes()
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self._free = getattr(self._libc, "mallinfo2", None)
+        if self._free is not None:
+            self._free.restype = _MallInfo
+        self._known_bytes = self._measured()
+
+    def look(self) -> bool:
+        """Return free pages if that is worthwhile, and whether it was."""
+        found = self._measured()
+        if found > self._known_bytes + _GROWN_BYTES:
+            self._libc.malloc_trim(0)
+            self._known_bytes = self._measured()
+            return True
+        self._known_bytes = min(self._known_bytes, found)
+        return False
+
+    def _measured(self) -> int:
+        """Return the bytes that are free inside the C library, which counts returned pages too.
+
+        Of a C library that does not tell, the resident memory.
+        """
+        return int(self._free().fordblks) if self._free is not None else _resident_bytes()
+
+
+class _MallInfo(ctypes.Structure):
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+def _trim() -> None:
+    trimmer = Trimmer()
     while True:
         time.sleep(_LOOK_S)
-        if _resident_bytes() > after + _GROWN_BYTES:
-            libc.malloc_trim(0)
-            after = _resident_bytes()
-        after = min(after, _resident_bytes())
+        trimmer.look()
 
 
 def _resident_bytes() -> int:

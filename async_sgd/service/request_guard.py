@@ -33,7 +33,7 @@ class RequestGuard:
         self.replaced = threading.Event()
         """Another hub leads under a higher term: this one has nothing to say any more."""
         self.lacking = ""
-        """What this hub had acknowledged and has lost; it does not lead then."""
+        """Acknowledged records that this hub has lost, as text; it does not lead unless this is empty."""
         self._believes_hubs = False
         self._other_term: Callable[[], int] = lambda: 0
         self._asking = threading.Lock()

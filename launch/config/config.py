@@ -97,8 +97,13 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches per inner step."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Inner optimizer. `muon` steps the matrices of the transformer blocks along their orthogonalised
+    momentum, as long as a step of AdamW (arXiv:2502.16982), so that `lr` and `weight_decay` mean the same;
+    embeddings, the head and vectors are stepped by AdamW."""
+
     lr: float = 1e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of the inner optimizer."""
 
     lr_by_nodes: float = 0.0
     """Power of the number of live nodes by which `lr` grows. AdamW divides by the noise of one node's

@@ -15,6 +15,7 @@ from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.async_sgd.service.server_directory import ServerDirectory
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview
+from aedit.system import num_cores
 
 if TYPE_CHECKING:
     from aedit.launch.hub.uplink import Uplink
@@ -37,7 +38,12 @@ class LeadingHub:
         state = ledger.hub.state
         reports.start(state.elapsed_s, {node: name for name, node in state.names.items()})
         self._reports, self._config, self.ledger, self.leadership = reports, config, ledger, leadership
-        self.engine = HubWorker(self.ledger, reports.event, snapshot_bytes=config.hub.snapshot_bytes)
+        self.engine = HubWorker(
+            self.ledger,
+            reports.event,
+            snapshot_bytes=config.hub.snapshot_bytes,
+            mergers=config.hub.threads or max(1, num_cores() // 2),
+        )
         self.guard = RequestGuard(self.ledger, self.engine, config.name, leadership)
         self.driver = Driver(self.guard, responder, self._status)
         self.directory = ServerDirectory(self.guard, reports.event)
@@ -94,7 +100,7 @@ class LeadingHub:
     def num_members(self) -> int:
         """Return the number of live nodes."""
         with self.ledger.lock:
-            return sum(member.live for member in self.ledger.hub.state.members)
+            return len(self.ledger.hub.state.live)
 
     def overview(self) -> dict[str, Any]:
         """Return the current state, see `reports.overview`."""
@@ -109,10 +115,12 @@ class LeadingHub:
 
     def _look_at_voters(self) -> None:
         """Follow the standbys and nodes that come and go, until the hub ends or does not lead any more."""
-        in_sync, ledger = 0, self.ledger
+        in_sync, ledger, roster = 0, self.ledger, self.ledger.hub.state.roster
+        live, seen = list[int](), -1
         while not self._stopping.wait(_VOTERS_S) and self.leadership.has_others and not self.is_over:
             with ledger.lock:
-                live = [member.voter for member in ledger.hub.state.live.values()]
+                if seen != roster.changes:
+                    live, seen = [roster.live[node].voter for node in roster.order], roster.changes
                 extent = (ledger.hub.state.term, *ledger.journal.position)
             try:
                 self.leadership.tick(live, ledger.journal.complete, extent)

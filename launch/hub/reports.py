@@ -20,6 +20,8 @@ LINE_EVERY_S = 2.0
 _MOST_EVENT_BYTES = 2**18
 """Of a status, as JSON. What is left of a message is for the lines."""
 _MARGIN_BYTES = 4096
+_AT_ONCE = 32
+"""Members of a status that are looked at while the lock is held."""
 _EVENTS = 256
 """Newest events that are kept in memory for `status`; the file has all."""
 
@@ -140,12 +142,18 @@ def overview(
 ) -> dict[str, Any]:
     """Return the state of the hub as JSON values; numbers may be NaN."""
     with ledger.lock:
-        now = news.status(ledger.hub, ledger.clock())
-        servers = directory.status(ledger.clock())
+        at_s, shown = ledger.clock(), news.shown(ledger.hub.state)
+        run = news.status_of_run(ledger.hub, at_s)
+        servers = directory.status(at_s)
         merges, merge_s = engine.merges, engine.merge_s
+    nodes: list[dict[str, Any]] = []
+    for start in range(0, len(shown), _AT_ONCE):
+        with ledger.lock:  # briefly: members wait for it
+            nodes += news.status_of_nodes(ledger.hub, shown[start : start + _AT_ONCE], at_s)
     segment, offset = ledger.journal.position
     in_sync, electors = leadership.in_sync()
-    return now | {
+    return run | {
+        "nodes": nodes,
         "journal": {"segment": segment, "bytes": offset, "past_bytes": ledger.past_bytes},
         "merges": merges,
         "merge_s": round(merge_s, 4),
@@ -169,6 +177,7 @@ def metrics(overview: Mapping[str, Any]) -> dict[str, Any]:
         "founder": overview["founder"],
         "anchor_bytes": overview["anchor_bytes"],
         "nodes": [{name: node[name] for name in _OF_NODES} for node in overview["nodes"]],
+        "nodes_left_out": overview["nodes_left_out"],
         "versions": [unit["version"] for unit in units],
         "pending": sum(unit["pending"] for unit in units),
         "norms": [unit["norm"] for unit in units],

@@ -59,10 +59,13 @@ def run(
     with contextlib.nullcontext() if membership else claimed(run_dir, placement.node):
         run_toml = prepare(config, membership.name if membership else "")
         attempt = next_attempt(run_dir)
-        with _start(config, placement, attempt, program, membership, run_toml) as child:
-            watcher = Watcher(child)
-            with watcher.listening():
-                _watch(watch, run_dir, 0 if membership else placement.nodes, watcher.alive)
+        watcher = Watcher()
+        with (
+            watcher.listening(),
+            _start(config, placement, attempt, program, membership, run_toml) as child,
+        ):
+            watcher.child = child
+            _watch(watch, run_dir, 0 if membership else placement.nodes, watcher.alive)
             output = child.output()
             code = child.exit_code()
             failed = child.failed() if isinstance(child, Cluster) else None
@@ -95,8 +98,9 @@ def _start(
 class Watcher:
     """Supervisor of torchrun while a view shows progress; passes signals on to the nodes."""
 
-    def __init__(self, child: Child | Cluster) -> None:
-        self._child = child
+    def __init__(self) -> None:
+        self.child: Child | Cluster | None = None
+        """The processes of the run; None before the start is complete, which a signal then ends."""
         self._told: set[int] = set()
         self._ended_at: float | None = None
         self._deadline = float("inf")
@@ -109,17 +113,18 @@ class Watcher:
 
         The view calls this several times a second.
         """
-        if not self._child.running():
+        assert self.child is not None
+        if not self.child.running():
             return False
         if self.signals:
-            self._tell_newcomers()
-        elif not self._refused and refusal(self._child.output()):
+            self._tell_newcomers(self.child)
+        elif not self._refused and refusal(self.child.output()):
             self._refused = True
             self._deadline = time.monotonic() + REFUSED_LIMIT_S
-            self._child.terminate()
+            self.child.terminate()
         if time.monotonic() > self._deadline:
             self.overdue = True
-            self._child.kill()
+            self.child.kill()
         return True
 
     @contextlib.contextmanager
@@ -137,31 +142,34 @@ class Watcher:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.signals.append(number)
+        self._deadline = time.monotonic() + LEAVE_LIMIT_S
+        if self.child is None:  # noted above, as an exception is lost where Python ignores exceptions
+            _say("stopped before the run has begun")
+            raise SystemExit(128 + number)
         if len(self.signals) > 1:
             _say("stopping at once")
-            self._child.kill()
+            self.child.kill()
             return
         _say("finishing the step, landing, saving; Ctrl-C again stops at once")
-        self._deadline = time.monotonic() + LEAVE_LIMIT_S
         # Signal the workers directly: torchrun would give them only 30 s before it kills them.
         # A signal between fork and exec of a worker would be lost.
-        for worker in filter(_is_itself, self._child.workers()):
+        for worker in filter(_is_itself, self.child.workers()):
             self._told.add(worker.pid)
             with contextlib.suppress(OSError):
                 os.kill(worker.pid, signal.SIGTERM)
 
-    def _tell_newcomers(self) -> None:
+    def _tell_newcomers(self, child: Child | Cluster) -> None:
         """End workers that started after the signal.
 
         A worker without a handler dies of the signal, and torchrun then starts another.
         """
-        newcomers = any(worker.pid not in self._told for worker in self._child.workers())
+        newcomers = any(worker.pid not in self._told for worker in child.workers())
         now = time.monotonic()
         # A signal that reaches torchrun while it starts can be lost. Newcomers have nothing to save.
         is_due = self._ended_at is None or now > self._ended_at + AGAIN_S
         if is_due and (newcomers or not self._told):
             self._ended_at = now
-            self._child.terminate()
+            child.terminate()
 
 
 def _is_itself(worker: psutil.Process) -> bool:

@@ -15,8 +15,8 @@ class AgentPlan:
     addresses: tuple[str, ...]
     """HOST:PORT of the hub processes; number k owns the units i with i % len(addresses) == k."""
     standbys: tuple[str, ...] = ()
-    """Of a single hub process, all its standbys. Of several, one for each, in the same order; empty where
-    there is none."""
+    """HOST:PORT of the standbys: all those of a single hub process, or one for each of several, in their
+    order, empty where there is none."""
     name: str
     """Kept over restarts: the same name gets the same index."""
     prefers: int | None = None

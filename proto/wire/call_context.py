@@ -25,7 +25,7 @@ class CallContext:
         self._callbacks: list[Callable[[], object]] = []
         self._is_over = False
         self.ended: Aborted | None = None
-        """Why `end` has ended it."""
+        """Error with which `end` has ended the call; None while it runs."""
         # Read here: the call's own object belongs to the loop's thread.
         self._peer, self._metadata = context.peer(), tuple(context.invocation_metadata() or ())
         self._auth: Mapping[str, Iterable[bytes]] = context.auth_context() or {}

@@ -71,7 +71,7 @@ def _accepted(port: int) -> dict[int, tuple[str, str]]:
     """Return by descriptor the host and the peer of every connection that was made to `port`."""
     found = {}
     for name in os.listdir(_DESCRIPTORS):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as other:
+        with suppress(OSError), _copy_of(int(name)) as other:
             peer = _peer(other)
             if peer and other.getsockname()[1] == port:
                 found[int(name)] = peer
@@ -80,12 +80,22 @@ def _accepted(port: int) -> dict[int, tuple[str, str]]:
 
 def _shut(descriptor: int, peer: str) -> bool:
     """End the connection if the descriptor still has the same peer."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as other:
+    with suppress(OSError), _copy_of(descriptor) as other:
         now = _peer(other)
         if now and now[1] == peer:
             other.shutdown(socket.SHUT_RDWR)
             return True
     return False
+
+
+def _copy_of(descriptor: int) -> socket.socket:
+    """Return a socket with a copy of the descriptor. Raises OSError if it is not that of a socket."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def _peer(other: socket.socket) -> tuple[str, str] | None:

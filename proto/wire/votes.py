@@ -15,7 +15,7 @@ class Proposal:
 
     term: int
     number: int
-    """Of the configuration; 0 asks for a vote."""
+    """Number of the configuration within its term; 0 asks for a vote."""
     proposer: int
     basis: Ballot
     """Newest configuration in the proposer's journal."""

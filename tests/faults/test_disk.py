@@ -176,6 +176,7 @@ def test_a_bad_configuration_is_one_line(make_run, capsys, wrong, right):
     assert right in refusal(run.start(nodes=1))
 
 
+@pytest.mark.slow
 def test_a_wrapper_that_finds_a_torn_checkpoint_says_so_and_leaves_nobody(make_run):
     run = make_run()
     run.train(deeds=[deed(0, "drawn", 13, "SIGTERM")])

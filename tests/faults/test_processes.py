@@ -110,6 +110,7 @@ def test_a_node_killed_while(make_run, undisturbed, moment, step):
     assert_same_end(run, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ctrl_c_saves_and_the_same_command_goes_on_also_when_a_process_of_it_is_killed(make_run, undisturbed):
     run = make_run()
@@ -127,6 +128,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_also_when_a_process_of_it_is_
     assert run.processes() == []
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_at_once_and_the_run_goes_on_from_its_last_checkpoint(make_run, undisturbed):
     run = make_run()
     process = run.aedit(deeds=[deed(1, "drawn", 13, "SIGSTOP"), deed(0, "waiting", 13, "SIGSTOP")])

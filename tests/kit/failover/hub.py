@@ -27,7 +27,7 @@ class SimHub:
 
     make = Replica
     volatile_votes = False
-    """For a mutant: what it has promised is not on disk."""
+    """Forget votes at a restart, as a mutant does that keeps them in memory only."""
 
     def __init__(self, world, number, hubs):
         self.world, self.number, self.others = world, number, [h for h in hubs if h != number]

@@ -28,7 +28,7 @@ class Fault:
 
 @dataclass
 class Network:
-    """What the links do to messages."""
+    """Faults of the links between hubs and nodes."""
 
     loss: float = 0.0
     repeat: float = 0.0
@@ -39,14 +39,14 @@ class Network:
 
 @dataclass
 class Accounts:
-    """What was told to nodes, by whom."""
+    """Acknowledgements that nodes have received."""
 
     acknowledged: set = field(default_factory=set)
     """(node, seq) of every acknowledged push."""
     leaders: dict = field(default_factory=dict)
-    """By term: the hub that has acknowledged something in it."""
+    """Hub that has acknowledged something, by term."""
     versions: dict = field(default_factory=dict)
-    """By version: the pushes that are in it."""
+    """Pushes in an anchor, by its version."""
 
     def acknowledges(self, hub, term, push):
         first = self.leaders.setdefault(term, hub)
