@@ -296,3 +296,11 @@ def test_differences_name_what_is_only_on_one_side():
         "model.sizes.a": ("1", "-"),
         "model.sizes.c": ("-", "3"),
     }
+
+
+@pytest.mark.parametrize("merge", ["median", "trimmed"])
+def test_rules_that_order_single_elements_are_refused_with_sparse_pushes(merge):
+    sparse = ["--hub.address", "127.0.0.1:0", "--hub.quorum", "all", "--hub.codec", "topk"]
+    assert load(None, sparse).config.hub.codec == "topk"
+    with pytest.raises(UserError, match=f"hub.merge must not order .*topk.*'{merge}'"):
+        load(None, [*sparse, "--hub.merge", merge])

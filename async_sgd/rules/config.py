@@ -13,6 +13,10 @@ Codec = Literal["fp32", "bf16", "int8", "e3m0", "topk"]
 MergeRule = Literal["mean", "rda", "trimmed", "median", "geometric-median", "multi-krum", "centered-clip"]
 
 
+ELEMENTWISE = ("trimmed", "median")
+"""Merge rules that order the values of each element."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
     """The outer optimizer: it turns an averaged pseudo-gradient into the next anchor."""
@@ -245,10 +249,10 @@ class HubConfig:
     """Steps a node trains on without an answer from the hub before it waits."""
 
     codec: Codec | ImportPath = "bf16"
-    """How pseudo-gradients travel up: `e3m0` is 4 bits, `topk` keeps 32 of every 4096. Or a class of your own
-    as `package.module:Name`, which the hub and every node must be able to import."""
+    """How pseudo-gradients travel up: `e3m0` is 4 bits, `topk` keeps 192 of every 4096 in 2 bits. Or a class
+    of your own as `package.module:Name`, which the hub and every node must be able to import."""
 
-    codec_down: Literal["fp32", "bf16", "int8", "e3m0"] | ImportPath = "fp32"
+    codec_down: Codec | ImportPath = "fp32"
     """How anchors travel down: `fp32` sends them whole, the others what has changed since the version the
     node has."""
 
@@ -311,7 +315,10 @@ class HubConfig:
         check_known(self.merge, "hub.merge", get_args(MergeRule))
         check(0 <= self.merge_cut < 0.5, "hub.merge_cut", "must be in [0, 0.5)", self.merge_cut)
         check_known(self.codec, "hub.codec", get_args(Codec))
-        check_known(self.codec_down, "hub.codec_down", ("fp32", "bf16", "int8", "e3m0"))
+        check_known(self.codec_down, "hub.codec_down", get_args(Codec))
+        rule = 'must not order single elements with hub.codec = "topk", as few pushes have the same ones and'
+        rule += ' the middle of their values is 0; use "mean" or "geometric-median"'
+        check(self.codec != "topk" or self.merge not in ELEMENTWISE, "hub.merge", rule, repr(self.merge))
         check(self.parent_every >= 1, "hub.parent_every", "must be at least 1", self.parent_every)
         check(0 < self.parent_mix <= 1, "hub.parent_mix", "must be in (0, 1]", self.parent_mix)
         check(self.quorum == "all" or self.quorum >= 1, "hub.quorum", "must be at least 1", self.quorum)
