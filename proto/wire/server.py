@@ -1,7 +1,9 @@
 """A gRPC server that the usual tools can inspect: health and reflection are on."""
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -20,6 +22,8 @@ from aedit.types import UserError
 
 _LOOK_S = 1.0
 """How often connections are counted."""
+_CHECKED_EVERY_S = 1.0
+"""How often it is looked whether the caller of a stream still may read it."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     # Otherwise a second hub on the same port gets every other connection, and no error.
@@ -124,8 +128,38 @@ class _Check(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         """Return the handler of the call, or one that refuses it."""
-        refusing: Handler | None = self._check.intercept_service(lambda details: None, handler_call_details)
-        return await continuation(handler_call_details) if refusing is None else self._calls.handler(refusing)
+        refusing = self._refusal(handler_call_details)
+        if refusing is not None:
+            return self._calls.handler(refusing)
+        found = await continuation(handler_call_details)
+        return self._checked_again(found, handler_call_details) if _is_stream(found) else found
+
+    def _refusal(self, details: grpc.HandlerCallDetails) -> "Handler | None":
+        return self._check.intercept_service(lambda details: None, details)
+
+    def _checked_again(self, found: "Handler", details: grpc.HandlerCallDetails) -> "Handler":
+        """Return a handler that ends its call when the caller's keys are revoked."""
+
+        async def watch(call: "asyncio.Task[Any]") -> None:
+            while self._refusal(details) is None:
+                await asyncio.sleep(_CHECKED_EVERY_S)
+            call.cancel()
+
+        async def run(messages: Any, context: Any) -> Any:
+            call = asyncio.current_task()
+            assert call is not None
+            watching = asyncio.create_task(watch(call))
+            try:
+                return await found.stream_stream(messages, context)
+            finally:
+                watching.cancel()
+
+        return grpc.stream_stream_rpc_method_handler(run)
+
+
+def _is_stream(found: "Handler | None") -> bool:
+    """Return whether this is a handler of `AsyncCalls` that streams its answer."""
+    return found is not None and inspect.iscoroutinefunction(found.stream_stream)
 
 
 def serve(
