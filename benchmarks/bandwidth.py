@@ -1,4 +1,6 @@
-"""Measure how long nodes wait behind a slow link.
+"""Measure how long nodes wait behind a slow link, and what codecs cost in held-out loss.
+
+    python -m benchmarks.bandwidth [--only wires|codecs] [--quick]
 
 Bar for landing on arrival: <= 2 % of the time whenever the link needs less than the interval. Nodes are
 processes in network namespaces; between them is real Gloo, or a real hub. Their steps are of a fixed pace, so
@@ -6,10 +8,11 @@ that two cores are enough and every lost millisecond is due to the link. Bars fo
 parameter each way, and held-out loss within 0.5 % of fp32 at equal tokens.
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.bandwidth_parts import coarse
+from benchmarks.bandwidth_parts import coarse, codecs
 from benchmarks.bandwidth_parts.hub import HubRow, HubSize, Way, hub_row, long_way
 from benchmarks.bandwidth_parts.node import Job, Seen
 from benchmarks.kit import netns, tun_link
@@ -105,7 +108,19 @@ class Row:
         return self.wire_s < self.interval_s
 
 
-def measure(quick: bool) -> Report | str:
+def measure(args: argparse.Namespace) -> Sequence[Report] | str:
+    reports = []
+    if args.only != "codecs":
+        found = wires(args.quick)
+        if isinstance(found, str):
+            return found
+        reports.append(found)
+    if args.only != "wires":
+        reports.append(codecs.report(args.quick, 1 if args.quick else SEEDS))
+    return reports
+
+
+def wires(quick: bool) -> Report | str:
     if reason := netns.why_not() or tun_link.why_not():
         return reason
     plan = QUICK if quick else FULL
@@ -239,6 +254,10 @@ def _loss_bar(losses: dict[str, list[float]], quick: bool) -> Bar:
     return Bar(text, None if quick else cost <= CLOSE)
 
 
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=("wires", "codecs"), help="one of two tables; codecs needs no root")
+
+
 if __name__ == "__main__":
-    about = "Stall behind a thin wire: real Gloo, and a real hub, between network namespaces. Needs root."
-    main("bandwidth", about, measure)
+    about = "Stall behind a thin wire between network namespaces (needs root); codecs by loss and bytes."
+    main("bandwidth", about, measure, options=_options)

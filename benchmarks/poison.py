@@ -41,7 +41,7 @@ METHODS = {
         outer=OuterConfig(kind="nesterov", lr=0.7, momentum=0.5),
     ),
     "async": Method(
-        hub=HubConfig(weights="uniform", staleness=StalenessConfig(rule="constant")),
+        hub=HubConfig(grace=0.0, weights="uniform", staleness=StalenessConfig(rule="constant")),
         penalty=PenaltyConfig(clip=None),
         outer=OuterConfig(kind="delayed-nesterov", lr=1.3, momentum=0.0, delay=NODES),
     ),

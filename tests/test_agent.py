@@ -221,7 +221,7 @@ def test_a_hub_of_an_older_term_is_not_believed():
     second.kill()
 
 
-@pytest.mark.parametrize("codec_down", ["bf16", "e3m0"])
+@pytest.mark.parametrize("codec_down", ["bf16", "e3m0", "topk"])
 def test_anchors_that_come_as_deltas_have_the_bits_of_the_hub(codec_down):
     hub = MemoryHub(codec_down=codec_down)
     where = hub.serve()

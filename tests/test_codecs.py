@@ -1,6 +1,6 @@
 """Tests codecs: bounded loss, NaN stays visible, malformed data is refused, equal bits on all machines."""
 
-from math import frexp, log2
+from math import ceil, frexp, log2
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from aedit.proto.codecs import topk
 from aedit.proto.codecs.codecs import GRAIN, Feedback, codec
 
 NAMES = ("fp32", "bf16", "int8", "e3m0", "topk")
@@ -86,9 +87,19 @@ def power_of_two(x, scale):
     return np.sign(x) * scale * 2.0 ** round(octave) if round(octave) > -7 else 0.0
 
 
+def kept_of(width):
+    return ceil(192 * width / 4096)
+
+
 def topk_reference(chunk):
-    largest = sorted(range(len(chunk)), key=lambda i: -abs(chunk[i]))[:32]
-    kept = dict(zip(largest, int8_reference(chunk[largest]), strict=True))
+    """Try every split of the sorted magnitudes; keep the one with the least squared error."""
+    size = np.abs(chunk.astype(np.float64))
+    largest = sorted(range(len(chunk)), key=lambda i: (-size[i], i))[: kept_of(len(chunk))]
+    order = np.sort(size[largest])
+    splits = [(order[:at], order[at:]) for at in range(1, len(order))] or [(order, order)]
+    low, high = min(splits, key=lambda split: sum(((part - part.mean()) ** 2).sum() for part in split))
+    levels = [scale_of(part.mean(), 1.0) for part in (low, high)]
+    kept = {i: np.sign(chunk[i]) * levels[int(size[i] > sum(levels) / 2)] for i in largest}
     return [kept.get(i, 0.0) for i in range(len(chunk))]
 
 
@@ -140,8 +151,9 @@ def bound(name, block):
     if name == "e3m0":
         # sqrt(2) either way, and the scale itself is rounded by 2^-8; zero below scale * 2^-6.5
         return np.maximum(size * (2**0.5 - 1), 2**-6.5 * top) * (1 + 2**-7) + NEGLIGIBLE
-    smallest_kept = np.sort(size)[-min(32, len(size))]
-    return np.where(size > smallest_kept, half_a_scale, size + half_a_scale) + NEGLIGIBLE
+    kept = np.sort(size)[-kept_of(len(size)) :]
+    between = (kept[-1] - kept[0]) * (1 + 2**-8) + kept[-1] * 2**-8
+    return np.where(size > kept[0], between, size + between) + NEGLIGIBLE
 
 
 @each
@@ -242,7 +254,7 @@ def test_what_is_decoded_belongs_to_the_caller():
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("fp32", 4), ("bf16", 2), ("int8", 1.01), ("e3m0", 0.52), ("topk", 0.03)]
+    ("name", "most"), [("fp32", 4), ("bf16", 2), ("int8", 1.01), ("e3m0", 0.52), ("topk", 0.05)]
 )
 def test_bytes_per_parameter_are_as_promised(name, most):
     assert codec(name).num_bytes(1_000_000) <= most * 1_000_000
@@ -263,7 +275,8 @@ def spoiled(name, numel, place, value, width=np.uint8):
 
 
 NUMEL = 8193  # 33 blocks; two chunks of 4096 and one number
-PLACES = 2 * 3  # offset of topk's indices
+RECORD = 204  # bytes of a chunk of 4096: 4 of magnitudes, 24 + 24 of codes, 96 + 56 of places
+UPPER = 4 + 48 + 96  # offset of the places' upper bits
 
 
 @pytest.mark.parametrize(
@@ -280,11 +293,14 @@ PLACES = 2 * 3  # offset of topk's indices
         ("int8", spoiled("int8", NUMEL, -9, -128, np.int8), "-128"),
         ("e3m0", spoiled("e3m0", NUMEL, 64, 0xFFC0, np.uint16), "scales"),
         ("e3m0", spoiled("e3m0", NUMEL, -1, 0x10), "after the last"),
-        ("topk", spoiled("topk", NUMEL, 4, 0x8000, np.uint16), "scales"),
-        ("topk", spoiled("topk", NUMEL, PLACES + 62, 4096, np.uint16), "beyond"),
-        ("topk", spoiled("topk", NUMEL, PLACES + 2 * 64, 1, np.uint16), "beyond"),
-        ("topk", spoiled("topk", NUMEL, PLACES, 4095, np.uint16), "do not go up"),
-        ("topk", spoiled("topk", NUMEL, -1, -128, np.int8), "-128"),
+        ("topk", bytes(2 * RECORD - 1), "bytes"),
+        ("topk", spoiled("topk", NUMEL, 0, 0x8000, np.uint16), "scales"),
+        ("topk", spoiled("topk", NUMEL, RECORD, 0x7FC1, np.uint16), "scales"),
+        ("topk", spoiled("topk", NUMEL, 2, 0x7FC0, np.uint16), "lower of two"),
+        ("topk", spoiled("topk", NUMEL, 0, 0x7F7F, np.uint16), "lower of two"),
+        ("topk", spoiled("topk", NUMEL, UPPER, 0, np.uint64), "192 places"),
+        ("topk", spoiled("topk", NUMEL, UPPER, 2**64 - 1, np.uint64), "192 places"),
+        ("topk", spoiled("topk", NUMEL, RECORD - 1, 0x80), "192 places|unused"),
     ],
 )
 def test_a_malformed_payload_is_refused_with_its_reason(name, payload, reason):
@@ -292,11 +308,58 @@ def test_a_malformed_payload_is_refused_with_its_reason(name, payload, reason):
         codec(name).is_valid(payload, NUMEL)
 
 
-def test_a_place_that_comes_twice_is_refused():
-    payload = spoiled("topk", NUMEL, 0, 0)
-    payload[PLACES + 2 : PLACES + 4] = payload[PLACES : PLACES + 2]
+def topk_payload(lower, upper, width=4096):
+    """Return a payload of one chunk, of zeros at places given by their lower bits and upper bits' ones."""
+    kept = kept_of(width)
+    bits = np.zeros(8 * 152, np.uint8)
+    for i, low in enumerate(lower):
+        bits[4 * i : 4 * i + 4] = [low >> b & 1 for b in range(4)]
+    bits[4 * kept + np.asarray(upper)] = 1
+    return bytes(52) + np.packbits(bits, bitorder="little").tobytes()
+
+
+def test_places_beyond_repeated_or_out_of_order_are_refused():
+    first = list(range(192))  # places 0..191 by the lower bits of 16 at a time
+    lower, upper = [i % 16 for i in first], [i // 16 + i for i in first]
+    codec("topk").is_valid(topk_payload(lower, upper), 4096)
     with pytest.raises(ValueError, match="do not go up"):
-        codec("topk").is_valid(payload, NUMEL)
+        codec("topk").is_valid(topk_payload([0, 0, *lower[2:]], upper), 4096)
+    with pytest.raises(ValueError, match="do not go up"):
+        codec("topk").is_valid(topk_payload([1, 0, *lower[2:]], upper), 4096)
+    with pytest.raises(ValueError, match="beyond"):  # place 47 of a chunk of 42
+        codec("topk").is_valid(bytes.fromhex("803f00400202f309"), 42)
+
+
+def test_a_record_has_the_documented_bytes():
+    """Magnitudes 1.0 (0x3F80) and 2.0 (0x4000), -2.0 among them: 42 numbers keep two, at 3 and 40."""
+    x = np.zeros(42, np.float32)
+    x[3], x[40] = 1.0, -2.0
+    assert topk.num_kept(42) == 2
+    # lower 4 bits: 3, 8 -> 0x83; upper parts 0 and 2: ones at 0 and 3 -> 0b1001
+    assert bytes(codec("topk").encode(x)).hex() == "803f0040" + "02" + "02" + "8309"
+
+
+def test_of_equal_magnitudes_the_first_are_kept_on_every_machine():
+    x = np.ones(4096, np.float32) * np.where(np.arange(4096) % 2, 1, -1).astype(np.float32)
+    kept = np.flatnonzero(through("topk", x))
+    assert kept.tolist() == list(range(192))
+
+
+@given(st.integers(0, 2**32), st.sampled_from((1, 42, 300, 4096, 8193)), st.integers(1, 40))
+@settings(max_examples=200, deadline=None)
+def test_a_damaged_topk_payload_is_refused_or_decodes_to_as_many_numbers(seed, numel, flips):
+    how, rng = codec("topk"), np.random.default_rng(seed)
+    payload = bytearray(how.encode(random_numbers(seed, numel, 1.0)))
+    for at in rng.integers(0, 8 * len(payload), flips):
+        payload[at // 8] ^= 1 << at % 8
+    try:
+        how.is_valid(payload, numel)
+    except ValueError:
+        return
+    decoded = how.decode(payload, numel, 0, numel)
+    kept = 192 * (numel // 4096) + (kept_of(numel % 4096) if numel % 4096 else 0)
+    assert np.count_nonzero(decoded) <= kept
+    assert not np.isinf(decoded).any()
 
 
 @each

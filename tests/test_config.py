@@ -84,8 +84,8 @@ def test_a_preset_is_a_file_that_others_and_flags_may_change(tmp_path):
     mine.write_text("[train]\nsteps = 7\n")
     loaded = load([Path("preset:async"), mine], ["--name", "x"])
     assert (loaded.config.name, loaded.config.train.steps) == ("x", 7)
-    assert loaded.config.outer.kind == "delayed-nesterov"
-    assert loaded.origin["outer.kind"].startswith("preset:async:")
+    assert loaded.config.outer.momentum == 0.7
+    assert loaded.origin["outer.momentum"].startswith("preset:async:")
 
 
 def test_a_file_may_hold_lists_tables_and_the_word_none(written):
@@ -185,7 +185,7 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_file_and_key(written, te
         (["--train.seconds", "5"], 'train.seconds needs edit.schedule = "seconds"'),
         (["--model.sizes.hidden_size"], "--model.sizes.hidden_size: needs a value"),
         (["--edit.penalty.clip", "x"], "--edit.penalty.clip"),
-        (["--outer.kind", "adam"], "--outer.kind: expected {average,nesterov, delayed-nesterov}|MODULE"),
+        (["--outer.kind", "adam"], "--outer.kind: expected {average,nesterov, delayed-nesterov,heloco}"),
     ],
 )
 def test_a_wrong_flag_is_refused_in_one_line_that_names_it(flags, message, capfd):
@@ -296,3 +296,11 @@ def test_differences_name_what_is_only_on_one_side():
         "model.sizes.a": ("1", "-"),
         "model.sizes.c": ("-", "3"),
     }
+
+
+@pytest.mark.parametrize("merge", ["median", "trimmed"])
+def test_rules_that_order_single_elements_are_refused_with_sparse_pushes(merge):
+    sparse = ["--hub.address", "127.0.0.1:0", "--hub.quorum", "all", "--hub.codec", "topk"]
+    assert load(None, sparse).config.hub.codec == "topk"
+    with pytest.raises(UserError, match=f"hub.merge must not order .*topk.*'{merge}'"):
+        load(None, [*sparse, "--hub.merge", merge])

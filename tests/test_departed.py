@@ -7,9 +7,12 @@ from kit.hub_machine import picture, through_a_file, world
 
 from aedit.async_sgd.hub import departed
 from aedit.async_sgd.hub.joins import Denied
-from aedit.async_sgd.hub.members import Member
+from aedit.async_sgd.hub.members import CERTIFIED, Member
 from aedit.async_sgd.hub.news import MOST_GONE, MOST_SHOWN, status
+from aedit.async_sgd.rules.records import Left
 from aedit.launch.hub.reports import Reports, metrics
+from aedit.launch.rundir.hub_records import HubSample
+from aedit.launch.views.hubtable import hub_table
 from aedit.proto.wire.frames import MESSAGE_BYTES
 
 
@@ -71,6 +74,39 @@ def test_a_replay_and_a_snapshot_forget_the_same_members(kept):
     assert picture(made.replayed()) == picture(made.hub) == picture(made.replayed(saved, at))
 
 
+def exclude(made, name, **keys):
+    """Let a node join and be excluded."""
+    node = made.join(name, **keys)
+    made.do([Left(node, "excluded by the test", excluded=True)])
+
+
+def test_excluded_names_are_bounded_but_for_those_with_keys_of_their_own(kept):
+    """Found: excluded members were kept without limit."""
+    made = world(2)
+    for i in range(5):
+        exclude(made, f"named{i}", proof=CERTIFIED, origin=f"keys of named{i}")
+    for i in range(100):
+        exclude(made, f"bad{i}", origin=f"10.0.0.{i}")
+    assert len(made.hub.state.members) <= 2 + 5 + kept + 1
+    for i in (95, 99):  # the latest are remembered, and their hosts
+        for name in (f"bad{i}", f"other{i}"):
+            with pytest.raises(Denied, match="excluded"):
+                made.join(name, origin=f"10.0.0.{i}")
+    with pytest.raises(Denied, match="excluded"):
+        made.join("named0", proof=CERTIFIED, origin="keys of named0")
+    made.join("bad0", origin="10.0.0.0")
+
+
+def test_a_replay_and_a_snapshot_forget_the_same_excluded_members(kept):
+    made = world(2)
+    for i in range(9):
+        exclude(made, f"bad{i}", origin=f"10.0.0.{i}")
+    saved, at = through_a_file(made.hub.saved()), len(made.journal)
+    for i in range(9, 20):
+        exclude(made, f"bad{i}", origin=f"10.0.0.{i}")
+    assert picture(made.replayed()) == picture(made.hub) == picture(made.replayed(saved, at))
+
+
 def test_a_free_index_is_no_way_around_the_limit_of_names_per_origin(kept):
     made = world(1)
     come_and_go(made, kept + 3)
@@ -94,7 +130,11 @@ def test_lines_and_status_of_a_run_with_5000_names_are_bounded(tmp_path):
         "standby": False,
         "servers": [],
     }
-    assert len(json.dumps(metrics(overview))) < 40_000
+    line = metrics(overview)
+    assert len(json.dumps(line)) < 40_000
+    for shown in (line | {"t": 0.0}, now):
+        tables = " ".join(str(part) for part in hub_table(HubSample.of(shown)))
+        assert f"the hub knows {departed.KEPT - MOST_GONE:,} other nodes" in tables
 
 
 def test_a_full_status_fits_into_one_message(tmp_path):

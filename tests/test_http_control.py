@@ -1,6 +1,7 @@
 """Tests of the control routes: pause, new weights from a directory, checks before anything changes."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -159,6 +160,46 @@ def test_abort_ends_requests_with_the_tokens_that_they_have(place):
         thread.join(LIMIT_S)
         do(address, "/resume")
     assert [answer[2]["choices"][0]["finish_reason"] for answer in answers] == ["abort", "abort"]
+
+
+def test_abort_by_id_ends_the_requests_with_these_ids_and_no_other(place):
+    service, address, _ = place
+    routes = {
+        "one": ("/v1/completions", {"prompt": "the"}),
+        "two": ("/inference/v1/generate", {"token_ids": [5, 6]}),
+        "three": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the"}]}),
+        "other": ("/v1/completions", {"prompt": "the"}),
+    }
+    answers = {}
+
+    def send(name):
+        path, body = routes[name]
+        size = {"max_tokens": 30, "ignore_eos": True}
+        body = body | ({"sampling_params": size} if "token_ids" in body else size)
+        status, _, answer = do(address, path, body | {"request_id": name})
+        assert status == 200, answer
+        answers[name] = answer["choices"][0]
+
+    do(address, "/pause")
+    threads = [threading.Thread(target=send, args=(name,)) for name in routes]
+    for thread in threads:
+        thread.start()
+    while service.host.status()["samples"] < len(routes):
+        time.sleep(0.01)
+    given = do(address, "/abort_requests", {"request_ids": ["one", "two", "three", "two", "absent"]})
+    assert given[2] == {"status": "aborted", "requests": 3}
+    for thread in threads[:3]:
+        thread.join(LIMIT_S)
+    assert set(answers) == {"one", "two", "three"}
+    do(address, "/resume")
+    threads[3].join(LIMIT_S)
+    assert {name: answer["finish_reason"] for name, answer in answers.items()} == {
+        **dict.fromkeys(("one", "two", "three"), "abort"),
+        "other": "length",
+    }
+    assert not service.running._by_id, "nothing is kept of requests that are over"
+    assert do(address, "/abort_requests", {"request_ids": ["one"]})[2]["requests"] == 0
+    assert do(address, "/abort_requests", {"request_ids": "one"})[0] == 400
 
 
 def test_other_control_routes_and_their_key(place):

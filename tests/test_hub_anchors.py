@@ -28,6 +28,9 @@ from aedit.async_sgd.hub.news import news, status
 from aedit.async_sgd.rules.config import OuterConfig, PushFilterConfig
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.async_sgd.rules.records import Led, Left, Merged, Ticked
+from aedit.proto.agent.unit_transfers import add_chain
+from aedit.proto.codecs.codecs import codec
+from aedit.proto.wire.hub_pb2 import Link, PullHead
 from aedit.types import Layout, TensorLayout, UnitLayout
 
 # --- the way down
@@ -51,6 +54,28 @@ def test_a_chain_of_deltas_leads_to_the_bits_that_the_hub_hands_out(feedback):
     assert made.hub.chain(0, 0) is None
     assert made.hub.chain(0, 99) is None
     assert made.hub.chain(0, 21) == ()
+
+
+def test_nodes_that_follow_in_sparse_steps_have_the_hubs_bits_and_miss_nothing_over_time():
+    numel = 70_001
+    how, layout = codec("topk"), Layout((UnitLayout("big", (TensorLayout("w", (numel,)),)),))
+    made = World(plan(config(codec_down="topk")), how, layout)
+    made.join()
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=numel).astype(np.float32)
+    made.push(0, x, base=0, steps=0), made.settle()
+    held, exact = values(made).copy(), x.astype(np.float64)
+    for number in range(60):
+        g = (rng.normal(size=numel) if number < 20 else np.zeros(numel)).astype(np.float32)
+        made.push(0, g), made.settle()
+        exact -= g
+        ((_, delta),) = made.hub.chain(0, made.hub.anchor(0)[0] - 1)
+        assert len(delta) <= 0.05 * numel
+        add_chain(held, memoryview(delta), PullHead(chain=[Link(num_bytes=len(delta))]), how)
+        assert held.tobytes() == values(made).tobytes()
+        if number == 19:
+            behind = np.linalg.norm(held - exact)
+    assert np.linalg.norm(held - exact) < 0.1 * behind
 
 
 def test_what_a_coarse_step_leaves_out_is_made_up_for_by_the_next():

@@ -1,10 +1,15 @@
 """Tests that `benchmarks.hub` measures a real hub and that its input to the hub is merged, not its timing."""
 
+from dataclasses import asdict
+
 import numpy as np
+import pytest
 from benchmarks.hub_parts import merge as hub_merge
 from benchmarks.hub_parts import push as hub_push
+from benchmarks.hub_parts import shards
 from benchmarks.hub_parts.crowd import ASYNC, Size, crowd, memory
 from benchmarks.hub_parts.many import CrowdedHub
+from benchmarks.hub_parts.parallel import Load, merging
 
 from aedit.async_sgd.journal.journal import Journal
 from aedit.async_sgd.rules.records import Merged
@@ -28,8 +33,8 @@ def test_every_timed_round_takes_all_pushes_into_one_version(tmp_path):
 
 
 def test_pushes_and_bare_bytes_arrive_by_turns():
-    times = hub_push.push_seconds(3 * 2**20 + 17, 2)
-    assert [len(seconds) for seconds in times] == [2, 2]
+    times = hub_push.push_times(3 * 2**20 + 17, 2)
+    assert [len(way["seconds"]) for way in asdict(times).values()] == [2, 2, 2, 2]
 
 
 def test_a_real_hub_answers_a_small_crowd_and_its_memory_is_seen():
@@ -54,3 +59,27 @@ def test_every_timed_call_of_a_crowded_hub_is_answered(tmp_path):
     hub.push_and_merge(7)
     assert hub.hub.state.units[0].version == before + 1
     assert hub.lock.longest_s > 0
+
+
+def test_merges_are_counted_with_and_without_snapshots_beside_them():
+    load = Load(units=3, numel=50_000, seconds=0.4)
+    alone, beside = (merging(load, 2, snapshots=snapshots) for snapshots in (False, True))
+    assert alone.gb_s > 0 < beside.gb_s
+    assert alone.snapshots == 0 < beside.snapshots
+    assert beside.snapshot_s > 0
+
+
+def test_the_calculated_hubs_own_a_model_of_70_b_parameters_and_share_its_work():
+    sizes = shards.unit_sizes()
+    assert 70.5e9 < sum(sizes) < 70.6e9  # of Llama 3 70B
+    rates = shards.Rates(path_gb_s=0.5, wire_gb_s=2.0)
+    one, many = shards.largest(1, 8, rates), shards.largest(81, 8, rates)
+    assert one.params == sum(sizes)
+    assert many.params == max(sizes)
+    params_gb = 1e-9 * sum(sizes)
+    wanted = (8 * 2 * params_gb / 2.0, 8 * 4 * params_gb / 0.5, 8 * 4 * params_gb / 2.0)
+    assert (one.push_s, one.merge_s, one.pull_s) == pytest.approx(wanted)
+    assert one.core_s == pytest.approx(sum(wanted))
+    enough = shards.hubs_for(600.0, 8, rates)
+    assert shards.largest(enough, 8, rates).core_s <= 600.0 < shards.largest(enough - 1, 8, rates).core_s
+    assert shards.hubs_for(1.0, 8, rates) is None

@@ -42,3 +42,35 @@ def test_freed_arrays_go_back_to_the_system():
     }
     assert kept["left alone"] > 36 * 2**20, "the test shows nothing"
     assert kept["given back"] < 8 * 2**20
+
+
+HELD = """
+import sys
+from pathlib import Path
+
+from aedit.async_sgd.service.memory import Trimmer, give_back_what_is_freed
+
+def own_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+give_back_what_is_freed()
+trimmer, before = Trimmer(), own_bytes()
+chunks = [b"x" * (100_000 + n) for n in range(1000)]
+first = trimmer.look()  # nothing is free yet
+last = chunks[-1]  # lies above the others
+del chunks
+trimmer.look()
+again = [trimmer.look() for _ in range(3)]
+print(own_bytes() - before, first, again)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_is_freed_long_after_the_memory_has_grown_goes_back_too():
+    """Found: what was in use when the hub looked after a burst, and freed later, stayed."""
+    command = [sys.executable, "-c", HELD]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    kept, seen = said.split(" ", 1)
+    assert int(kept) < 16 * 2**20
+    assert seen == "False [False, False, False]\n"

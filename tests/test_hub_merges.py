@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from kit.hub_machine import Training, joiner, kinds, values, world
+from kit.hub_machine import Training, World, config, joiner, kinds, plan, values, world
 
 from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.news import news, status, unit_news
@@ -26,6 +26,42 @@ def test_a_quorum_waits_a_share_of_the_usual_time_for_the_others():
     assert Merged not in kinds(made.tick(4.9))
     assert Merged in kinds(made.tick(0.2))
     np.testing.assert_allclose(values(made), -1.0 - 2 / 3 * 3.0, rtol=1e-6)  # two of three
+
+
+@pytest.mark.parametrize("together", [4, 2])
+def test_nodes_of_one_speed_are_one_round_of_nesterov_with_a_quorum_of_one(together):
+    """All four pushes come in the grace period, or two of them and then the other two."""
+    outer = OuterConfig(kind="nesterov", lr=0.7, momentum=0.9)
+    made = World(plan(config(quorum=1, grace=0.5, expire_s=1000), outer=outer))
+    for node in range(4):
+        made.join(f"node{node}")
+    made.found()
+    phi, u, s = 0.0, 0.0, together / 4
+    decay = 0.9**s
+    for round_number in range(5):
+        made.now += 10
+        for first in range(0, 4, together):
+            pushed = [float(node + round_number) for node in range(first, first + together)]
+            for node, value in zip(range(first, first + together), pushed, strict=True):
+                made.push(node, value)
+            made.tick(0 if together == 4 else 10)  # hub.grace_cap_s
+            mean = sum(pushed) / together
+            u = decay * u + s * mean
+            phi -= 0.7 * (s * mean + 0.9 * (1 - decay) / 0.1 * u)
+        np.testing.assert_allclose(values(made), phi, rtol=1e-5)
+    merges = [record for record in made.journal if isinstance(record, Merged) and record.version > 1]
+    assert {len(record.parts) for record in merges if record.unit == 0} == {together}
+    assert all(part.staleness == 0 for record in merges for part in record.parts)
+
+
+def test_a_quorum_of_one_does_not_wait_longer_than_the_grace_period():
+    made = world(3, quorum=1, grace=0.5, expire_s=1000)
+    made.tick(10)
+    made.push(0, 3.0)
+    assert Merged not in kinds(made.tick(4.9))
+    made.push(1, 3.0)
+    assert Merged in kinds(made.tick(0.2))
+    np.testing.assert_allclose(values(made), -2.0, rtol=1e-6)  # two of three
 
 
 def test_the_grace_period_has_a_longest():

@@ -64,7 +64,7 @@ class Plain:
 
     def is_due(self, index, unit, gone, now):
         hub, settings = self.hub, self.hub.config
-        if unit.anchor is None or settings.quorum == 1:
+        if unit.anchor is None or settings.each_alone:
             return True
         awaited = {
             node
@@ -113,10 +113,10 @@ class History:
 
     def __init__(self, seed):
         self.rng = random.Random(seed)
-        quorum = self.rng.choice([1, 2, 3, 6, "all"])
+        quorum, grace = self.rng.choice([(1, 0.0), (1, 0.5), (2, 0.5), (3, 0.5), (6, 0.5), ("all", 0.5)])
         screen = PushFilterConfig(threshold=1e9, cosine=False, clip=None, violations=3)
         stale = StalenessConfig(rule="constant")
-        hub = config(quorum=quorum, push_filter=screen, expire_s=EXPIRE_S, staleness=stale)
+        hub = config(quorum=quorum, grace=grace, push_filter=screen, expire_s=EXPIRE_S, staleness=stale)
         self.world = World(plan(hub, every=self.rng.choice([10, 100])))
         for i in range(self.rng.randint(1, 12)):
             self.world.join(f"node{i}")

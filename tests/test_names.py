@@ -13,7 +13,7 @@ from kit.hub_processes import HubRefused
 from kit.leading_hub import keys_of, leading_hub
 
 from aedit.async_sgd.hub.denied import Denied
-from aedit.async_sgd.hub.joins import CERTIFIED
+from aedit.async_sgd.hub.members import CERTIFIED
 from aedit.async_sgd.rules.config import PushFilterConfig
 from aedit.async_sgd.rules.records import Left
 from aedit.async_sgd.service.callers import fingerprint, is_local, known_by, origin_of

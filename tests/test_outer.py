@@ -32,6 +32,39 @@ def test_nesterov_is_torchs_over_twenty_updates(lr, momentum):
     assert x.abs().max() > lr / 1000
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4, 7])
+def test_the_momentum_decays_per_round_however_many_updates_make_it_up(parts):
+    """Against a float64 recurrence, and its two sums: after a round without gradients, and in the end."""
+    mu, s = 0.7, 1 / parts
+    outer = Nesterov(0.9, mu).for_share(s)
+    x, state = np.zeros(200, np.float32), outer.init(np.zeros(200, np.float32))
+    th, m = np.zeros(200), np.zeros(200)
+    for g32 in gradients(30):
+        step, state = outer.update(g32.numpy() * np.float32(s), state)
+        x = x - step
+        m = mu**s * m + s * g32.numpy().astype(np.float64)
+        th = th - 0.9 * (s * g32.numpy().astype(np.float64) + mu * (1 - mu**s) / (1 - mu) * m)
+        np.testing.assert_allclose(x, th, rtol=1e-4, atol=1e-5)
+    alone, zero = OuterState(np.zeros(1)), np.zeros(1)
+    moved, alone = outer.update(np.ones(1), alone)
+    before = alone.momentum
+    for number in range(60 * parts):
+        step, alone = outer.update(zero, alone)
+        moved = moved + step
+        if number + 1 == parts:
+            np.testing.assert_allclose(alone.momentum, mu * before)
+    np.testing.assert_allclose(moved, 0.9 / (1 - mu))
+
+
+def test_a_whole_round_is_plain_nesterov_to_the_bit():
+    whole, plain = Nesterov(0.7, 0.9).for_share(1.0), Nesterov(0.7, 0.9)
+    state = theirs = plain.init(torch.zeros(200))
+    for g in gradients(5):
+        (step, state), (their_step, theirs) = whole.update(g, state), plain.update(g, theirs)
+        assert torch.equal(step, their_step)
+        assert torch.equal(state.momentum, theirs.momentum)
+
+
 def test_the_first_nesterov_step_is_longer_than_the_gradient_by_the_momentum():
     step, state = Nesterov(0.8, 0.85).update(torch.tensor([1.0]), OuterState(torch.zeros(1)))
     torch.testing.assert_close(step, torch.tensor([0.8 * 1.85]))

@@ -37,6 +37,10 @@ RULES = {
         HubConfig(address="h:1", quorum="all", weights="penalty", codec_down="e3m0"),
         OuterConfig(),
     ),
+    "topk": (
+        HubConfig(address="h:1", quorum="all", weights="uniform", codec="topk", codec_down="topk"),
+        OuterConfig(kind="average", lr=1.0),
+    ),
     "rda": (
         HubConfig(address="h:1", quorum=2, merge="rda", weights="tokens", codec_down="int8"),
         OuterConfig(),

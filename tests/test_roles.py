@@ -2,12 +2,14 @@
 
 import threading
 from contextlib import suppress
+from itertools import islice
 
 import grpc
 import pytest
 from kit.hub_processes import HubRefused, HubUnreachable, until
 from kit.leading_hub import keys_of, leading_hub
 
+from aedit.async_sgd.service.tailing import Tailing
 from aedit.launch.cli.keys import make_keys, revoke
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient
@@ -95,6 +97,19 @@ def test_more_than_the_journal_has_cannot_be_confirmed(tmp_path):
         assert "is the newest" in str(told)
         assert not hub.followers
         assert node.push(0).accepted
+
+
+def test_a_standby_that_waits_for_news_holds_no_thread_of_the_hub(tmp_path):
+    """Found: one thread per standby looked for news all the time."""
+    with leading_hub(tmp_path, STANDBY) as hub:
+        hub.node().found()
+        stream = Tailing(hub.leading.guard).tail(pb.TailRequest(term=1, segment=1))
+        assert None in list(islice(stream, 5)), "all that there is, a sign of life, then nothing for now"
+        tails = [hub.client().tail(pb.TailRequest(term=1, segment=1)) for _ in range(6)]
+        assert all(next(tail).data for tail in tails)
+        assert hub.node("other").join().node == 1
+        for tail in tails:  # what is new since
+            assert next(chunk for chunk in tail if chunk.data).offset > 0
 
 
 def test_the_journal_has_no_secret_of_any_node(tmp_path):
@@ -254,3 +269,21 @@ def test_a_number_from_far_ahead_is_refused_and_burns_nothing(tmp_path):
         assert hub.leading.ledger.journal.position == before
         assert list(node.join().seqs) == [true, 1]
         assert node.push(0).accepted
+
+
+def test_a_member_that_goes_on_skipping_numbers_is_excluded_and_one_that_joins_again_is_not(tmp_path):
+    """Found: refusals for gaps cost nothing, however many there were."""
+    with leading_hub(tmp_path) as hub:
+        honest, liar = hub.node().found(), hub.node("liar")
+        liar.join()
+        for _ in range(20):
+            honest.seqs[0] += 1  # as if the hub had lost one
+            assert refusal(lambda: honest.push(0)).code is grpc.StatusCode.NOT_FOUND
+            honest.join()
+            assert honest.push(0).accepted
+        codes = []
+        for _ in range(11):
+            liar.seqs[0] += 5
+            codes.append(refusal(lambda: liar.push(0, base=1)).code.name)
+        assert codes == ["NOT_FOUND"] * 10 + ["PERMISSION_DENIED"]  # two are free, eight are violations
+        assert hub.leading.ledger.hub.state.members[0].violations == 0

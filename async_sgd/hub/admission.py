@@ -19,6 +19,11 @@ from aedit.async_sgd.rules.unit_rules import UnitRule
 from aedit.async_sgd.rules.weights import MOST, limited, merge_weights, push_norm
 
 
+def skips(member: Member, unit: int, seq: int) -> bool:
+    """Return whether there is a number between the member's last push of the unit and this one."""
+    return seq > member.received.get(unit, 0) + 1
+
+
 def is_next(member: Member, unit: int, seq: int) -> bool:
     """Return whether this is the number of the member's next push of the unit; False if it has been decided.
 
@@ -26,7 +31,7 @@ def is_next(member: Member, unit: int, seq: int) -> bool:
     node is told the right one when it joins again.
     """
     last = member.received.get(unit, 0)
-    if seq > last + 1:
+    if skips(member, unit, seq):
         raise Denied("unknown", f"gap: push {seq} where {last + 1} was due; join again")
     return seq == last + 1
 

@@ -72,6 +72,14 @@ class AdvanceRule:
         """
         return 1.0 if share is None else share * getattr(self.outer, "delay", 1)
 
+    def outer_for(self, share: float | None) -> OuterOptimizer:
+        """Return the outer optimizer of a merge that makes up this share of a round."""
+        change = getattr(self.outer, "for_share", None)
+        if share is None or change is None:
+            return self.outer
+        changed: OuterOptimizer = change(share)
+        return changed
+
 
 def own_rules(rules: UnitRules, quantiser: Quantiser | None) -> dict[str, AdvanceRule]:
     """Return the rules of units that are trained apart from the model, by name."""
@@ -104,16 +112,21 @@ def merged(
     mean = merge(pushes, layout, rule.merge, rule.cut)
     length = norm(mean)
     scale = 1.0 if rule.clip is None else min(1.0, rule.clip / max(length, 1e-30))
+    if correct := getattr(rule.outer, "correct", None):  # a mean of whole tensors, whatever its share
+        mean *= np.float32(scale)
+        correct(mean, old.outer, layout.tensors)
+        scale = 1.0
     scale *= rule.factor(share)  # after clipping: a limit for a round is none for its parts together
     if scale != 1.0:
         mean *= np.float32(scale)
     new = mean  # each slice in the place of the mean that it is made of: one array less
     wholes: list[Vector | None] = [None for _ in old.outer.arrays]
     count = old.outer.count
+    outer = rule.outer_for(share)
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found below
         for start, stop in unit_slices(layout.numel):
             before = old.outer.map(lambda array, at=slice(start, stop): array[at])  # type: ignore[misc]
-            step, after = rule.outer.update(mean[start:stop], before)
+            step, after = outer.update(mean[start:stop], before)
             np.subtract(old.values[start:stop], step, out=new[start:stop])
             for i, (piece, same) in enumerate(zip(after.arrays, before.arrays, strict=True)):
                 if piece is same:  # delayed momentum, most of the time: no need of another array

@@ -14,7 +14,7 @@ def is_due(config: HubConfig, expected: Expected, leaving: Set[int], usual_s: fl
     silent node would be given up, so that a live node that brings nothing blocks nobody.
 
     Args:
-        config: With a quorum above 1.
+        config: Where not every arrival is merged alone.
         expected: Pushes that are here, and members that may still bring one.
         leaving: Members that are awaited no more from now on.
         usual_s: Usual time between merges.

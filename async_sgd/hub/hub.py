@@ -313,7 +313,7 @@ class Hub:
         return on_time_s if elapsed_s < on_time_s + self.plan.every else elapsed_s
 
     def _is_due(self, index: int, unit: Unit, leaving: Set[int], now: float) -> bool:
-        if unit.anchor is None or unit.apart or self.config.quorum == 1:
+        if unit.anchor is None or unit.apart or self.config.each_alone:
             return True
         expected = self._watching().expected(index, now)
         usual_s = unit.usual_s
@@ -326,7 +326,7 @@ class Hub:
         if unit.anchor is None:
             return Merged(index, 1, (Part(pushes[0].node, pushes[0].seq, 1.0),), elapsed_s)
         own = self.plan.rules.get(self._name(index))
-        if self.config.quorum == 1 or own:
+        if own or self.config.each_alone:
             pushes = pushes[:1]
         parts = admission.own_parts(pushes, unit, own) if own else admission.parts(pushes, unit, self.plan)
         live = self.state.live

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.founding import founded
-from aedit.async_sgd.hub.members import Member
+from aedit.async_sgd.hub.members import CERTIFIED, Member
 from aedit.async_sgd.hub.pool import Block
 from aedit.async_sgd.hub.state import HubState
 from aedit.async_sgd.rules.config import HubConfig
@@ -12,8 +12,6 @@ from aedit.async_sgd.rules.records import Founded, Joined, Leased, Left, Record
 from aedit.types import Layout
 
 LONGEST_NAME = 128
-CERTIFIED = "certified"
-"""Proof of a node whose name is that of its certificate or token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,10 @@ NORM = "norm"
 """Kind of reason for what is too long to be believed: the part of a reason before its first colon."""
 
 
+CERTIFIED = "certified"
+"""Proof of a node whose name is that of its certificate or token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
     """The last decision about a node's pushes of one unit."""

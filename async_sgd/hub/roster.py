@@ -45,6 +45,10 @@ class Roster:
         if member.excluded:
             _put(self.excluded, member.node, is_in=True)
 
+    def forget(self, node: int) -> None:
+        """Note that a member that has left is remembered no more."""
+        _put(self.excluded, node, is_in=False)
+
     def donors(self, node: int, most: int) -> tuple[str, ...]:
         """Return the addresses of the next `most` donors after `node`; then follows the first one again."""
         at = bisect_right(self._donors, node)

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from aedit.async_sgd.hub.advance import Anchor
-from aedit.async_sgd.hub.members import Member, Told
+from aedit.async_sgd.hub.members import CERTIFIED, Member, Told
 from aedit.async_sgd.hub.pool import Pool
 from aedit.async_sgd.hub.state import HubState, Unit
 from aedit.async_sgd.rules.outer import OuterState
@@ -73,6 +73,7 @@ def frozen(state: HubState) -> HubState:
         state,
         members=list(state.members),
         departed=dict(state.departed),
+        excluded=dict(state.excluded),
         free=list(state.free),
         lost=dict(state.lost),
         pool=replace(pool, returned=list(pool.returned), leases=leases),
@@ -83,6 +84,11 @@ def frozen(state: HubState) -> HubState:
 
 def save_state(state: HubState) -> Saved:
     """Return the state as `Saved`. Copies no array and reads no payload."""
+    return Saved(save_numbers(state), tuple(save_unit(index, unit) for index, unit in state.units.items()))
+
+
+def save_numbers(state: HubState) -> dict[str, Any]:
+    """Return everything but the units, fit for JSON."""
     pool = state.pool
     numbers = {name: getattr(state, name) for name in (*_PLAIN, "mean_steps")}
     numbers["layout"] = _layout_out(state.layout)
@@ -99,10 +105,11 @@ def save_state(state: HubState) -> Saved:
             [node, start, *lease] for node, leases in pool.leases.items() for start, lease in leases.items()
         ),
     }
-    numbers["departed"], numbers["free"] = list(state.departed), list(state.free)
+    for name in ("departed", "excluded", "free"):
+        numbers[name] = list(getattr(state, name))
     numbers["banned"] = [astuple(ban) for ban in state.banned]
     numbers["configs"] = [asdict(config) for config in state.configs]
-    return Saved(numbers, tuple(_unit_out(index, unit) for index, unit in state.units.items()))
+    return numbers
 
 
 def load_state(saved: Saved, state: HubState) -> None:
@@ -115,6 +122,8 @@ def load_state(saved: Saved, state: HubState) -> None:
     state.members = [_member_in(member) for member in numbers["members"]]
     gone = [member.node for member in state.members if member.name and not (member.live or member.excluded)]
     state.departed = dict.fromkeys(numbers.get("departed", gone))
+    out = [member.node for member in state.members if member.excluded and member.proof != CERTIFIED]
+    state.excluded = dict.fromkeys(numbers.get("excluded", out))
     state.free = list(numbers.get("free", ()))
     state.lost = {node: [(start, end) for start, end in blocks] for node, blocks in numbers["lost"]}
     state.pool = Pool(pool["watermark"], [(start, end) for start, end in pool["returned"]])
@@ -174,7 +183,8 @@ def _history_in(numbers: dict[str, Any]) -> SizeHistory:
     return SizeHistory(sizes, first, tuple(numbers["doubted"]))
 
 
-def _unit_out(index: int, unit: Unit) -> SavedUnit:
+def save_unit(index: int, unit: Unit) -> SavedUnit:
+    """Return the state of a unit. Copies no array and reads no payload."""
     numbers: dict[str, Any] = {name: getattr(unit, name) for name in _UNIT}
     numbers["history"] = _history_out(unit.history)
     numbers["version"] = unit.version

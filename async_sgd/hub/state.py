@@ -94,6 +94,8 @@ class HubState:
     names: dict[str, int] = field(default_factory=dict)
     departed: dict[int, None] = field(default_factory=dict)
     """Members that have left and are remembered, in the order of leaving."""
+    excluded: dict[int, None] = field(default_factory=dict)
+    """Excluded members without keys of their own, in the order of leaving."""
     free: list[int] = field(default_factory=list)
     """Indices of members that are forgotten."""
     founder: int | None = None

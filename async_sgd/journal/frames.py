@@ -17,10 +17,11 @@ import hashlib
 import mmap
 import os
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from zlib_ng.zlib_ng import crc32
 
 from aedit.types import UserError
 
@@ -132,7 +133,7 @@ class Frame:
     def read(self) -> bytes:
         """Return the body. Raises Damaged if it is not what was written."""
         data = self.body.file.read(self.body.offset, self.body.length)
-        if len(data) != self.body.length or zlib.crc32(data) != self.crc:
+        if len(data) != self.body.length or crc32(data) != self.crc:
             raise Damaged(f"{self.body.file.path}: damaged at byte {self.body.offset}")
         return data
 
@@ -158,7 +159,7 @@ class Head:
     def pack(self) -> bytes:
         """Return the head as it is in the file."""
         first = _FILE.pack(_FORMAT, self.mark, self.before_bytes, self.seed, self.chain, 0)[:-4]
-        return first + struct.pack("<I", zlib.crc32(first))
+        return first + struct.pack("<I", crc32(first))
 
 
 def epoch_of(seed: bytes) -> str:
@@ -183,7 +184,7 @@ def read_head(file: File) -> Head:
             f"{file.path} was written by another version of aedit: finish the run with that version, or start"
             " a new run with another --directory"
         )
-    if len(head) < FILE_BYTES or zlib.crc32(head[:-4]) != struct.unpack("<I", head[-4:])[0]:
+    if len(head) < FILE_BYTES or crc32(head[:-4]) != struct.unpack("<I", head[-4:])[0]:
         raise Damaged(f"{file.path} has no head")
     _, mark, before_bytes, seed, chain, _ = _FILE.unpack(head)
     return Head(mark, before_bytes, seed, chain)
@@ -220,7 +221,7 @@ def chain_of(file: File, end: int | None = None) -> Chain:
 def frame_header(mark: bytes, kind: int, length: int, crc: int, synced: int) -> bytes:
     """Return the header of a body. crc: of the body; 0 for a PAYLOAD."""
     first = _FRAME.pack(mark, kind, crc, length, synced, 0)[:-4]
-    return first + struct.pack("<I", zlib.crc32(first))
+    return first + struct.pack("<I", crc32(first))
 
 
 def frame_at(file: File, mark: bytes, offset: int) -> Frame:
@@ -231,7 +232,7 @@ def frame_at(file: File, mark: bytes, offset: int) -> Frame:
     header = file.read(offset, FRAME_BYTES)
     if len(header) < FRAME_BYTES:
         raise Short(f"{file.path}: ends within the frame at byte {offset}")
-    if zlib.crc32(header[:-4]) != struct.unpack("<I", header[-4:])[0]:
+    if crc32(header[:-4]) != struct.unpack("<I", header[-4:])[0]:
         raise Damaged(f"{file.path}: damaged at byte {offset}")
     found, kind, crc, length, synced, _ = _FRAME.unpack(header)
     if found != mark:

@@ -10,9 +10,10 @@ import hmac
 import json
 import os
 import threading
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
+
+from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.journal.frames import (
     FILE_BYTES,
@@ -102,7 +103,7 @@ class Journal:
         with self._lock:
             self._check()
             start = self._ends.written
-            header = self._header(RECORDS, len(body), zlib.crc32(body))
+            header = self._header(RECORDS, len(body), crc32(body))
             frame = header + body
             try:
                 self.file.write(start, frame)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from aedit.async_sgd.hub.advance import Computed
 from aedit.async_sgd.hub.hub import Hub
-from aedit.async_sgd.hub.saved import frozen, save_state
+from aedit.async_sgd.hub.saved import Saved, frozen, save_numbers
 from aedit.async_sgd.journal.encoding import encode_records
+from aedit.async_sgd.journal.handover import Handover
 from aedit.async_sgd.journal.journal import Journal, Position
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.journal.receipts import Receipts
@@ -50,6 +51,7 @@ class Ledger:
         self.versions_at: Position = journal.position
         """Before it are the records of all versions."""
         self._saving = threading.Lock()
+        self._handover = Handover({}, lambda: None)
         # The whole segment counts: a hub that is killed again and again must come to a snapshot, too.
         self._snapshot_at: Position = (journal.position[0], 0)
         self._saved_bytes = store.saved_bytes()
@@ -98,17 +100,35 @@ class Ledger:
         began, before = self._snapshot_at
         return number != began or offset - before >= max(num_bytes, 2 * self._saved_bytes)
 
-    def snapshot(self) -> int:
+    def may_advance(self, unit: int) -> bool:
+        """Return whether a unit may have a new version now.
+
+        Not if a snapshot has it still to write: it is written soon, and would be in memory twice until then.
+        """
+        return self._handover.may_advance(unit)
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Return the units of which `may_advance` is still not true, among those that it was asked of."""
+        return self._handover.held
+
+    def snapshot(self, written: Callable[[], None] = lambda: None) -> int:
         """Write a snapshot, so that the journal before it may be deleted, and return its bytes.
 
         The hub goes on meanwhile. Raises NoSpace, Broken or OSError, and the journal stays.
+
+        written: called whenever another unit is written, which may then have new versions.
         """
         with self._saving:
             with self.lock:
                 self.past_bytes += self.journal.segment_bytes
                 number = self.journal.rotate()
                 state = frozen(self.hub.state)
+                handover = self._handover = Handover(state.units, written)
             # Also if this fails: it is tried again after as many bytes.
             self._snapshot_at = self.journal.position
-            self._saved_bytes = self.store.save(save_state(state), number)
+            try:
+                self._saved_bytes = self.store.save(Saved(save_numbers(state), handover), number)
+            finally:
+                handover.close()
             return self._saved_bytes

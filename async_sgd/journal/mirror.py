@@ -3,8 +3,9 @@
 import logging
 import os
 import threading
-import zlib
 from collections.abc import Callable
+
+from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.hub.clocks import Clocks
 from aedit.async_sgd.hub.hub import Hub
@@ -56,7 +57,7 @@ class Mirror:
 
         Raises Damaged if it does not continue the last one, OSError if the disk is full.
         """
-        if zlib.crc32(chunk.data) != chunk.crc:
+        if crc32(chunk.data) != chunk.crc:
             raise Damaged("the journal was damaged on its way")
         at = chunk.segment, chunk.offset
         if chunk.snapshot:

@@ -1,7 +1,8 @@
 """Payloads of pushes that wait for their merge: they stay encoded in the journal's file."""
 
-import zlib
 from dataclasses import dataclass
+
+from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.journal.frames import Damaged, Stretch
 from aedit.async_sgd.rules.records import Vector
@@ -23,6 +24,6 @@ class Payload:
 
     def check(self) -> None:
         """Raise Damaged unless the file still has what was acknowledged."""
-        if zlib.crc32(self.stretch.view()) != self.crc:
+        if crc32(self.stretch.view()) != self.crc:
             where = f"{self.stretch.file.path}, byte {self.stretch.offset}"
             raise Damaged(f"{where}: an accepted push is damaged")

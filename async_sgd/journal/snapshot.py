@@ -2,13 +2,12 @@
 
 import json
 import os
-import zlib
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.hub.saved import Saved, SavedUnit
 from aedit.async_sgd.journal.encoding import push_in, push_out
@@ -47,10 +46,9 @@ def write(path: Path, saved: Saved, after: Head, *, fsync: bool = True) -> int:
     try:
         out = _Writer(File(beside, create=True), after)
         out.frame(HEAD, _json(saved.numbers).encode())
-        units = deque(saved.units)
-        del saved
-        while units:  # what has been written need not be kept alive
-            _write_unit(out, units.popleft())
+        for unit in saved.units:
+            _write_unit(out, unit)
+            del unit  # what has been written need not be kept alive
         out.frame(END, b"")
         if fsync:
             os.fsync(out.file.fd)
@@ -80,7 +78,7 @@ class _Writer:
         self.offset = FILE_BYTES
 
     def frame(self, kind: int, body: bytes | memoryview) -> None:
-        crc = 0 if kind == PAYLOAD else zlib.crc32(body)
+        crc = 0 if kind == PAYLOAD else crc32(body)
         header = frame_header(self._mark, kind, len(body), crc, 0)
         self.file.write(self.offset, header)
         self.file.write(self.offset + len(header), body)
@@ -138,7 +136,7 @@ def _array(frame: Frame) -> Vector:
     array = np.empty(frame.body.length // 4, np.float32)
     view = array.data.cast("B") if array.size else memoryview(b"")
     frame.body.file.read_into(frame.body.offset, view)
-    if zlib.crc32(view) != frame.crc:
+    if crc32(view) != frame.crc:
         raise Damaged(f"{frame.body.file.path}: damaged at byte {frame.body.offset}")
     return array
 

@@ -13,14 +13,20 @@ Codec = Literal["fp32", "bf16", "int8", "e3m0", "topk"]
 MergeRule = Literal["mean", "rda", "trimmed", "median", "geometric-median", "multi-krum", "centered-clip"]
 
 
+ELEMENTWISE = ("trimmed", "median")
+"""Merge rules that order the values of each element."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterConfig:
     """The outer optimizer: it turns an averaged pseudo-gradient into the next anchor."""
 
-    kind: Literal["average", "nesterov", "delayed-nesterov"] | ImportPath = "nesterov"
+    kind: Literal["average", "nesterov", "delayed-nesterov", "heloco"] | ImportPath = "nesterov"
     """`average` subtracts lr times the mean; `nesterov` is SGD with Nesterov momentum; `delayed-nesterov`
-    takes the momentum in only once per `delay` updates, for a hub that merges every arrival. Or a class of
-    your own as `package.module:Name`; its constructor gets those of the values below that it names."""
+    takes the momentum in only once per `delay` updates, for a hub that merges every arrival (`hub.grace` 0);
+    `heloco` turns what contradicts the momentum towards it, tensor by tensor, at a hub. Or a class of your
+    own as `package.module:Name`; its constructor gets those of the values below that it names, but
+    `correction`."""
 
     lr: float = 0.8
     """Outer learning rate; 1 with `average` is plain parameter averaging."""
@@ -36,12 +42,16 @@ class OuterConfig:
     activation: float = 0.0
     """Share of the momentum that takes part in every update in between (c of arXiv:2401.09135)."""
 
+    correction: float = 1.0
+    """Strength of the correction of `heloco` (k_s and k_d of arXiv:2606.00271)."""
+
     look_ahead: bool = False
     """Hand out the point where the momentum will carry the anchor next instead of the anchor itself, so
     that what comes back late was measured near where it lands. Needs a hub and momentum."""
 
     def __post_init__(self) -> None:
-        check_known(self.kind, "outer.kind", ("average", "nesterov", "delayed-nesterov"))
+        check_known(self.kind, "outer.kind", ("average", "nesterov", "delayed-nesterov", "heloco"))
+        check(self.correction >= 0, "outer.correction", "must not be negative", self.correction)
         check(self.lr > 0, "outer.lr", "must be above 0", self.lr)
         check(0 <= self.momentum < 1, "outer.momentum", "must be in [0, 1)", self.momentum)
         check(self.delay >= 1, "outer.delay", "must be at least 1", self.delay)
@@ -205,12 +215,13 @@ class HubConfig:
     """Share of the parent's anchor in the anchor it is mixed into."""
 
     quorum: int | Literal["all"] = 1
-    """Nodes whose pushes of a unit make a new anchor; 1 merges every arrival, `all` waits for every member
-    that is alive. With a number, what is merged counts as the share of a round that its nodes have: 1/N of
+    """Nodes whose pushes of a unit make a new anchor: a number of them, or with `all` every member that is
+    alive. With a number, what is merged counts as the share of a round that its nodes have: 1/N of
     N nodes, or their share by `hub.weights`."""
 
     grace: float = 0.5
-    """Once a quorum is there, wait for the others this share of the usual time between merges."""
+    """Once a quorum is there, wait for the others this share of the usual time between merges. Nodes train on
+    meanwhile. 0 with a quorum of 1: every arrival makes an anchor of its own."""
 
     grace_cap_s: float = 10.0
     """Longest such wait."""
@@ -238,10 +249,10 @@ class HubConfig:
     """Steps a node trains on without an answer from the hub before it waits."""
 
     codec: Codec | ImportPath = "bf16"
-    """How pseudo-gradients travel up: `e3m0` is 4 bits, `topk` keeps 32 of every 4096. Or a class of your own
-    as `package.module:Name`, which the hub and every node must be able to import."""
+    """How pseudo-gradients travel up: `e3m0` is 4 bits, `topk` keeps 192 of every 4096 in 2 bits. Or a class
+    of your own as `package.module:Name`, which the hub and every node must be able to import."""
 
-    codec_down: Literal["fp32", "bf16", "int8", "e3m0"] | ImportPath = "fp32"
+    codec_down: Codec | ImportPath = "fp32"
     """How anchors travel down: `fp32` sends them whole, the others what has changed since the version the
     node has."""
 
@@ -257,6 +268,10 @@ class HubConfig:
     snapshot_bytes: int = 2**28
     """Journal bytes after which a snapshot lets the hub forget them; at least twice what the last snapshot
     has. A hub that comes back reads that much."""
+
+    threads: int = 0
+    """Units that are merged at a time; each takes up to 12 bytes per parameter of its unit meanwhile. 0: half
+    of the cores."""
 
     fsync: bool = True
     """An accepted push is on the disk before it is acknowledged, not only in the file system's cache."""
@@ -287,6 +302,11 @@ class HubConfig:
     push_filter: PushFilterConfig = field(default_factory=PushFilterConfig)
     limits: LimitConfig = field(default_factory=LimitConfig)
 
+    @property
+    def each_alone(self) -> bool:
+        """Return whether every arrival makes an anchor of its own."""
+        return self.quorum == 1 and not self.grace
+
     def __post_init__(self) -> None:
         for name in ("address", "standby", "parent"):
             for place in filter(None, getattr(self, name).split(",")):
@@ -295,7 +315,10 @@ class HubConfig:
         check_known(self.merge, "hub.merge", get_args(MergeRule))
         check(0 <= self.merge_cut < 0.5, "hub.merge_cut", "must be in [0, 0.5)", self.merge_cut)
         check_known(self.codec, "hub.codec", get_args(Codec))
-        check_known(self.codec_down, "hub.codec_down", ("fp32", "bf16", "int8", "e3m0"))
+        check_known(self.codec_down, "hub.codec_down", get_args(Codec))
+        rule = 'must not order single elements with hub.codec = "topk", as few pushes have the same ones and'
+        rule += ' the middle of their values is 0; use "mean" or "geometric-median"'
+        check(self.codec != "topk" or self.merge not in ELEMENTWISE, "hub.merge", rule, repr(self.merge))
         check(self.parent_every >= 1, "hub.parent_every", "must be at least 1", self.parent_every)
         check(0 < self.parent_mix <= 1, "hub.parent_mix", "must be in (0, 1]", self.parent_mix)
         check(self.quorum == "all" or self.quorum >= 1, "hub.quorum", "must be at least 1", self.quorum)
@@ -310,6 +333,7 @@ class HubConfig:
         check(
             self.snapshot_bytes >= 2**20, "hub.snapshot_bytes", "must be at least 1 MiB", self.snapshot_bytes
         )
+        check(self.threads >= 0, "hub.threads", "must not be negative", self.threads)
         for name, found in (("model_sha256", (self.model_sha256,)), ("anchors_sha256", self.anchors_sha256)):
             for digest in filter(None, found):
                 check(bool(_SHA256.fullmatch(digest)), f"hub.{name}", "must be 64 hexadecimal digits", digest)

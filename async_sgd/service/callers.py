@@ -6,7 +6,8 @@ from hashlib import sha256
 
 import grpc
 
-from aedit.async_sgd.hub.joins import CERTIFIED, Joiner
+from aedit.async_sgd.hub.joins import Joiner
+from aedit.async_sgd.hub.members import CERTIFIED
 from aedit.async_sgd.rules.config import LimitConfig
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.identity import HUB

@@ -118,7 +118,7 @@ class Driver:
         """Return the hub's status as JSON."""
         return pb.StatusReply(json=self._status(request.metrics_after))
 
-    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk]:
+    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | None]:
         """Stream the journal to a standby."""
         return self._tailing.tail(request)
 

@@ -2,9 +2,10 @@
 
 import logging
 import threading
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+
+from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.hub import upward
 from aedit.async_sgd.journal.journal import JournalBroken, NoSpace
@@ -29,6 +30,7 @@ class HubWorker:
     """
 
     def __init__(self, ledger: Ledger, event: Event, *, snapshot_bytes: int, mergers: int = 1) -> None:
+        """Create the threads. mergers: units that are merged at a time."""
         self.ledger, self._event, self._snapshot_bytes = ledger, event, snapshot_bytes
         self.over = threading.Event()
         self.failure = ""
@@ -101,10 +103,9 @@ class HubWorker:
     def _tick(self, now: float) -> None:
         ledger = self.ledger
         with ledger.lock:
-            is_saving = self._is_saving()
-            decided = ledger.hub.tick(now, ledger.hub.state.units.keys() if is_saving else self._merging)
+            decided = ledger.hub.tick(now, self._merging | ledger.held)
             ledger.commit([record for record in decided if not isinstance(record, Merged)])
-            due = [record for record in decided if isinstance(record, Merged)]
+            due = [r for r in decided if isinstance(r, Merged) and ledger.may_advance(r.unit)]
             self._merging.update(record.unit for record in due)
         if self._full_until_s and decided:
             self._full_until_s = 0.0
@@ -113,7 +114,7 @@ class HubWorker:
             self._pool.submit(self._merge, record)
 
     def mix(self, unit: int, anchor: Vector, share: float | None) -> bool:
-        """Mix in the parent hub's anchor at once and return True; False if a merge of the unit is under way.
+        """Mix in the parent hub's anchor at once and return True; False if the unit must not advance now.
 
         Everything happens under the lock, as a new segment of the journal must not begin in between; it is
         rare and short.
@@ -121,9 +122,9 @@ class HubWorker:
         ledger = self.ledger
         data = anchor.data.cast("B")
         with ledger.lock:
-            if unit in self._merging or self._stopping.is_set():
+            if unit in self._merging or self._stopping.is_set() or not ledger.may_advance(unit):
                 return False
-            payload = ledger.store_payload("fp32", len(anchor), zlib.crc32(data), data)
+            payload = ledger.store_payload("fp32", len(anchor), crc32(data), data)
             record = upward.mix(ledger.hub, unit, payload, share)
             ledger.commit([record], ledger.hub.compute(record))
         self.wake()
@@ -132,7 +133,7 @@ class HubWorker:
     def _merge(self, record: Merged) -> None:
         ledger = self.ledger
         try:
-            if self._is_saving():
+            if not ledger.may_advance(record.unit):
                 return  # it is decided anew
             began = ledger.clock()
             computed = ledger.hub.compute(record)
@@ -154,16 +155,12 @@ class HubWorker:
             self.wake()
 
     def _is_saving(self) -> bool:
-        """Return whether a snapshot is being written, so that merges wait.
-
-        It holds the arrays of its moment, and each merge would make more of them. Nodes train on meanwhile,
-        and their pushes are on disk.
-        """
+        """Return whether a snapshot is being written; one is written at a time."""
         return self._snapshots is not None and self._snapshots.is_alive()
 
     def _snapshot(self) -> None:
         try:
-            self._event("snapshot", bytes=self.ledger.snapshot())
+            self._event("snapshot", bytes=self.ledger.snapshot(self.wake))
         except (NoSpace, OSError) as error:
             log.error("no snapshot: %s", error)
             self._event("snapshot_failed", reason=str(error))

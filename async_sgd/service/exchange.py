@@ -2,20 +2,21 @@
 
 import hashlib
 import threading
-import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import grpc
+from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.hub import news
-from aedit.async_sgd.hub.admission import is_next
+from aedit.async_sgd.hub.admission import is_next, skips
 from aedit.async_sgd.hub.founding import check_first_anchor
 from aedit.async_sgd.hub.members import Told
 from aedit.async_sgd.journal.norms import tensor_norms
 from aedit.async_sgd.journal.payload import Payload
 from aedit.async_sgd.rules.records import Accepted, Push, Vector
 from aedit.async_sgd.service import messages
+from aedit.async_sgd.service.gaps import FREE, Gaps
 from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.proto.codecs.codecs import Codec, codec
 from aedit.proto.wire import hub_pb2 as pb
@@ -73,6 +74,7 @@ class PushPull:
         self._sums: dict[int, tuple[tuple[int, int], bytes]] = {}
         """By unit, the SHA-256 of the last answer: of which version, from which base."""
         self._known = KnownAnchors()
+        self._gaps = Gaps()
         self.bytes_in = 0
         self.bytes_out = 0
 
@@ -87,11 +89,14 @@ class PushPull:
         with self._guard.deciding():
             member = self._guard.speaker(head.who)
             layout = self._layout(head.unit)
+            if skips(member, head.unit, head.seq) and self._gaps.add(member.node, member.name, head.unit):
+                reason = f"gap: push {head.seq} is one of more than {FREE} in a row that skip a number"
+                self._ledger.commit(self._hub.garbled(member.node, head.unit, reason))
             is_new = is_next(member, head.unit, head.seq)
         if is_new:
             self.bytes_in += len(data)
             lengths = tensor_norms(data, self._checked(head, data, layout.numel), layout)
-            transfer = _Transfer(head, data, zlib.crc32(data), layout.numel, lengths)
+            transfer = _Transfer(head, data, crc32(data), layout.numel, lengths)
             payload: Payload | None = None
             # A snapshot may begin a new segment while the payload is on its way into the old one: then again.
             while not self._offer(transfer, payload):
@@ -174,6 +179,8 @@ class PushPull:
             if accepts and (payload is None or not self._ledger.is_current(payload)):
                 return False
             self._ledger.commit(decided)
+            if accepts:
+                self._gaps.accepted(transfer.head.who.node, transfer.head.unit)
         self._guard.engine.wake()
         return True
 

@@ -56,7 +56,7 @@ class Switch:
         """Call `core.status`."""
         return self.core.status(request)
 
-    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk]:
+    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | None]:
         """Call `core.tail`."""
         return self.core.tail(request)
 

@@ -1,10 +1,10 @@
 """Stream the growing journal to standbys."""
 
 import time
-import zlib
 from collections.abc import Iterator
 
 import grpc
+from zlib_ng.zlib_ng import crc32
 
 from aedit.async_sgd.journal.frames import File
 from aedit.async_sgd.journal.journal import Position, segment_path
@@ -14,7 +14,6 @@ from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.service import Refusal
 
 _CHUNK_BYTES = 2**20
-_LOOK_S = 0.005
 _QUIET_S = 0.5
 """Without anything new, an empty chunk is sent so often."""
 
@@ -25,8 +24,11 @@ class Tailing:
     def __init__(self, guard: RequestGuard) -> None:
         self._guard, self._ledger = guard, guard.ledger
 
-    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk]:
-        """Stream from the given byte on if that segment is still there, else a snapshot first."""
+    def tail(self, request: pb.TailRequest) -> Iterator[pb.TailChunk | None]:
+        """Stream from the given byte on if that segment is still there, else a snapshot first.
+
+        None: there is nothing new at this moment.
+        """
         self._guard.check_term(request.term, from_hub=True)
         directory = self._ledger.store.directory
         segment, offset = request.segment, request.offset
@@ -52,7 +54,7 @@ class Tailing:
             self._guard.leadership.confirm(request.replica, (request.segment, request.offset))
         return pb.ConfirmReply()
 
-    def _segments(self, segment: int, offset: int) -> Iterator[pb.TailChunk]:
+    def _segments(self, segment: int, offset: int) -> Iterator[pb.TailChunk | None]:
         directory = self._ledger.store.directory
         file = File(segment_path(directory, segment))
         quiet_since_s = 0.0
@@ -71,7 +73,7 @@ class Tailing:
                 yield _chunk((segment, offset), b"")
                 quiet_since_s = time.monotonic()
             else:
-                time.sleep(_LOOK_S)
+                yield None
 
     def _end(self, file: File, segment: int) -> int:
         """Return how much of a segment is complete and on disk.
@@ -92,4 +94,4 @@ def _file(file: File, segment: int) -> Iterator[pb.TailChunk]:
 
 
 def _chunk(at: Position, data: bytes, *, snapshot: bool = False) -> pb.TailChunk:
-    return pb.TailChunk(segment=at[0], offset=at[1], data=data, snapshot=snapshot, crc=zlib.crc32(data))
+    return pb.TailChunk(segment=at[0], offset=at[1], data=data, snapshot=snapshot, crc=crc32(data))

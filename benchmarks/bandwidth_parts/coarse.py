@@ -60,7 +60,7 @@ def losses(names: Sequence[Name], setting: Setting, seeds: Sequence[int]) -> dic
 
 def loss_of(name: Name, setting: Setting) -> float:
     """Train nodes of unequal pace with a hub that merges every arrival; return the held-out loss."""
-    hub = HubConfig(weights="uniform", codec=name, codec_down=name)
+    hub = HubConfig(grace=0.0, weights="uniform", codec=name, codec_down=name)
     plain = PenaltyConfig(clip=None)
     method = Method(hub=hub, outer=OUTER, penalty=plain, tamper=coarse(setting.nodes, name))
     return train_apart(setting, warm_up(setting), method).loss

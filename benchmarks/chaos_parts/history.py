@@ -72,7 +72,8 @@ class History:
                 case "Merged":
                     for node, seq, *_ in record["parts"] if record["version"] > 1 else ():
                         self.merged[node, record["unit"], seq] += 1
-                        self.shares[node, record["unit"], seq] = record.get("share") or 1.0
+                        share = (record.get("share") or 1.0) / len(record["parts"])
+                        self.shares[node, record["unit"], seq] = share
                 case "Led":
                     self.terms.append(record["term"])
 

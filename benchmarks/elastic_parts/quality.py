@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from aedit.clock import VirtualClock
-from aedit.launch.node.inner import make_inner, set_lr
+from aedit.launch.node.inner import make_inners, set_lr
 from benchmarks.kit.small_llama import inner_step
 from benchmarks.kit.two_domains import held_out_loss
 from benchmarks.kit.virtual_hub import (
@@ -109,11 +109,11 @@ class Elastic:
             self.nodes[index] = self._join(index)
 
     def _join(self, index: int) -> Node:
-        model, inner = start_model(self.setting, self.start)
+        model, inners = start_model(self.setting, self.start)
         if self.joined:  # a node that joins later has no optimizer state yet
-            inner = make_inner(model, self.setting.train)
+            inners = make_inners(model, self.setting.train)
         shard = self.setting.shard(index, seed=2 + self.joined)
-        node = make_node(self.hub, self.setting, self.method, index, (model, inner), shard)
+        node = make_node(self.hub, self.setting, self.method, index, (model, inners), shard)
         node.sync.__enter__()
         self.joined += 1
         return node

@@ -85,7 +85,7 @@ class CrowdedHub:
     def __init__(self, folder: Path, members: int) -> None:
         self.now = 1000.0
         limits = LimitConfig(nodes=members)
-        config = HubConfig(address="h:1", weights="uniform", limits=limits, expire_s=1e6)
+        config = HubConfig(address="h:1", weights="uniform", grace=0.0, limits=limits, expire_s=1e6)
         plan = HubPlan(
             hub=config,
             outer=OuterConfig(kind="delayed-nesterov"),

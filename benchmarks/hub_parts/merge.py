@@ -50,7 +50,7 @@ class Kind:
             grace=0.0,
             weights="uniform" if alone else "penalty",
             codec=self.codec,
-            codec_down=self.codec_down,  # type: ignore[arg-type]
+            codec_down=self.codec_down,
         )
         penalty = PenaltyConfig(clip=None) if alone else PenaltyConfig()
         return HubPlan(hub=hub, outer=outer, penalty=penalty, every=STEPS, steps=10**9)

@@ -1,62 +1,109 @@
 """Compare the rate of pushes over gRPC with that of a bare socket. Part of `benchmarks.hub`.
 
-One process sends 1 MiB chunks to another, by turns over gRPC as nodes push (protobuf, a CRC at both ends,
-limits, deadlines) and over a bare TCP socket with an 8-byte length before each chunk and one byte back.
+One process sends 1 MiB chunks to another, by turns: over gRPC as nodes push (protobuf, a CRC at both ends,
+limits, deadlines), over gRPC without any of that, over a plain TCP connection that gRPC opens, with a CRC,
+and over a bare TCP socket with an 8-byte length before each chunk and one byte back.
 """
 
 import multiprocessing
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import cast
+from typing import Any, cast
 
+import grpc
 import numpy as np
+import psutil
 
+from aedit.async_sgd.service.memory import give_back_what_is_freed
 from aedit.proto.wire import hub_pb2 as pb
-from aedit.proto.wire.client import HubClient
+from aedit.proto.wire.call_context import CallContext
+from aedit.proto.wire.client import HubClient, channel
 from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.frames import CHUNK_BYTES
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.server import Server
 from aedit.proto.wire.service import CallHandlers, HubCore, Service
+from benchmarks.hub_parts.data_channel import ChannelReceiver, push_over_channel
 
 HOST = "127.0.0.1"
 STARTS_WITHIN_S = 60.0
 MOVES_WITHIN_S = 120.0
 
 
-def push_seconds(num_bytes: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each push of `num_bytes` random bytes over gRPC and over a bare socket, by turns.
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Seconds of every push, and processor seconds of both ends."""
 
-    The first push of each, which makes connections and allocates memory, does not count.
+    seconds: list[float]
+    cpu_s: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class PushTimes:
+    """Times of the ways to push, by turns."""
+
+    grpc: Way
+    unchecked: Way
+    """Over gRPC, without checksum, limits and deadlines: what gRPC itself costs."""
+    channel: Way
+    bare: Way
+
+
+def push_times(num_bytes: int, repeats: int) -> PushTimes:
+    """Return the times of each push of `num_bytes` random bytes, by turns.
+
+    The first push of each way, which makes connections and allocates memory, does not count.
     """
     data = memoryview(np.random.default_rng(0).bytes(num_bytes))
-    with _receiver(num_bytes) as (grpc_port, tcp_port):
-        client = HubClient(f"{HOST}:{grpc_port}", call_timeout_s=MOVES_WITHIN_S)
-        try:
-            with socket.create_connection((HOST, tcp_port), MOVES_WITHIN_S) as bare:
-                bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                ways: tuple[Callable[[], object], ...] = (
-                    lambda: _push(client, data),
-                    lambda: _send(bare, data),
-                )
-                times = [[_seconds(way) for way in ways] for _ in range(1 + repeats)]
-        finally:
-            client.close()
-    return [grpc_s for grpc_s, _ in times[1:]], [tcp_s for _, tcp_s in times[1:]]
+    with _receiver(num_bytes) as (ports, receiver), ExitStack() as held:
+        address = f"{HOST}:{ports[0]}"
+        client = HubClient(address, call_timeout_s=MOVES_WITHIN_S)
+        held.callback(client.close)
+        line = held.enter_context(channel(address, None))
+        bare, tcp = (held.enter_context(_connected(port)) for port in ports[1:])
+        ways: tuple[Callable[[], object], ...] = (
+            lambda: push_over_grpc(client, data),
+            lambda: _send_unchecked(line, data),
+            lambda: push_over_channel(client, tcp, data),
+            lambda: _send(bare, data),
+        )
+        times = [[_timed(way, receiver) for way in ways] for _ in range(1 + repeats)]
+    by_way = zip(*times[1:], strict=True)
+    return PushTimes(*(Way([s for s, _ in found], [cpu_s for _, cpu_s in found]) for found in by_way))
 
 
-def _seconds(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def _connected(port: int) -> socket.socket:
+    connection = socket.create_connection((HOST, port), MOVES_WITHIN_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _timed(act: Callable[[], object], receiver: psutil.Process) -> tuple[float, float]:
+    before_s, began = _cpu_s(receiver), time.perf_counter()
     act()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, _cpu_s(receiver) - before_s
 
 
-def _push(client: HubClient, data: memoryview) -> None:
+def _cpu_s(receiver: psutil.Process) -> float:
+    used = receiver.cpu_times()
+    return time.process_time() + used.user + used.system
+
+
+def push_over_grpc(client: HubClient, data: memoryview) -> None:
+    """Push `data` as a node does."""
     reply = client.push(pb.PushHead(seq=1, num_bytes=data.nbytes), data)
     assert reply.accepted
+
+
+def _send_unchecked(line: grpc.Channel, data: memoryview) -> None:
+    pieces = (bytes(data[start : start + CHUNK_BYTES]) for start in range(0, data.nbytes, CHUNK_BYTES))
+    sent: Any = line.stream_unary("/aedit.v1.Unchecked/Push")
+    assert sent(pieces, timeout=MOVES_WITHIN_S) == b"!"
 
 
 def _send(bare: socket.socket, data: memoryview) -> None:
@@ -72,8 +119,8 @@ def _send(bare: socket.socket, data: memoryview) -> None:
 
 
 @contextmanager
-def _receiver(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Start the receiver; yield its ports, for gRPC and for the bare socket."""
+def _receiver(num_bytes: int) -> Iterator[tuple[tuple[int, int, int], psutil.Process]]:
+    """Start the receiver; yield its ports (gRPC, bare socket, TCP connection) and its process."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_receive, args=(there, num_bytes), daemon=True)
@@ -81,7 +128,7 @@ def _receiver(num_bytes: int) -> Iterator[tuple[int, int]]:
     try:
         if not here.poll(STARTS_WITHIN_S):
             raise TimeoutError(f"the receiver has not started within {STARTS_WITHIN_S:g} s")
-        yield here.recv()
+        yield here.recv(), psutil.Process(process.pid)
     finally:
         here.close()
         process.join(10)
@@ -89,7 +136,7 @@ def _receiver(num_bytes: int) -> Iterator[tuple[int, int]]:
         process.join()
 
 
-class _Sink:
+class Sink:
     """Receiver that discards pushes."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -107,18 +154,39 @@ class _Sink:
 
 def _receive(asked: Connection, num_bytes: int) -> None:
     """Serve until the other end of `asked` is closed."""
+    give_back_what_is_freed()
     pool = FairPool(4, "push")
-    handlers, core = CallHandlers(Limits(in_flight_bytes=2 * num_bytes)), cast(HubCore, _Sink(num_bytes))
-    server = Server([Service("aedit.v1.Exchange", {"Push": handlers.push(core, pool)}, (pool,))], f"{HOST}:0")
-    with socket.create_server((HOST, 0)) as listener:
-        asked.send((server.port, listener.getsockname()[1]))
-        listener.settimeout(STARTS_WITHIN_S)
+    handlers, core = CallHandlers(Limits(in_flight_bytes=2 * num_bytes)), cast(HubCore, Sink(num_bytes))
+    opened = ChannelReceiver(num_bytes)
+    unchecked: Any = grpc.stream_unary_rpc_method_handler(_unchecked(num_bytes))
+    services = [
+        Service("aedit.v1.Exchange", {"Push": handlers.push(core, pool)}, (pool,)),
+        Service("aedit.v1.Unchecked", {"Push": unchecked}),
+        opened.service(handlers, pool),
+    ]
+    server = Server(services, f"{HOST}:0")
+    with socket.create_server((HOST, 0)) as listener, socket.create_server((HOST, 0)) as other:
+        asked.send((server.port, listener.getsockname()[1], other.getsockname()[1]))
+        for each in (listener, other):
+            each.settimeout(STARTS_WITHIN_S)
+        threading.Thread(target=opened.serve, args=(other, MOVES_WITHIN_S), daemon=True).start()
         bare, _ = listener.accept()
         with bare:
             bare.settimeout(MOVES_WITHIN_S)
             _receive_bare(bare, num_bytes)
     if asked.poll(MOVES_WITHIN_S):
         server.stop(0)
+
+
+def _unchecked(num_bytes: int) -> Callable[..., Any]:
+    async def behaviour(messages: AsyncIterator[bytes], context: CallContext) -> bytes:
+        buffer, received = np.empty(num_bytes, np.uint8).data, 0
+        async for message in messages:
+            buffer[received : received + len(message)] = message
+            received += len(message)
+        return b"!" if received == num_bytes else b"?"
+
+    return behaviour
 
 
 def _receive_bare(bare: socket.socket, num_bytes: int) -> None:

@@ -34,6 +34,7 @@ lr = 1.0
 [hub]
 address = "{address}"
 weights = "uniform"
+grace = 0
 codec = "fp32"
 heartbeat_s = 0.25
 expire_s = {expire_s}

@@ -1,6 +1,6 @@
 """Llama models of benchmark size on bytes of the standard library, and one inner step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -34,15 +34,16 @@ def corpus(seq_len: int) -> Corpus:
 
 def inner_step(
     model: nn.Module,
-    inner: torch.optim.Optimizer,
+    inner: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     samples: Tensor,
     before_clip: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Run forward, backward, clip and step. Returns the loss, in nats per token."""
+    """Run forward, backward, clip and step of all optimizers. Returns the loss, in nats per token."""
     mean = loss(model, samples, "fp32")
     mean.backward()  # type: ignore[no-untyped-call]
     before_clip()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    inner.step()
-    inner.zero_grad()
+    for each in inner if isinstance(inner, Sequence) else (inner,):
+        each.step()
+        each.zero_grad()
     return mean.detach()

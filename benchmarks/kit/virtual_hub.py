@@ -6,12 +6,12 @@ machine.
 
 import copy
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from aedit.async_sgd.hub.plan import HubPlan
 from aedit.async_sgd.inprocess import InProcessHub, InProcessLink, Tally, Tamper
@@ -23,7 +23,7 @@ from aedit.edit.hub_exchange import HubExchange
 from aedit.edit.pace import HubPace, make_pace
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import TrainConfig
-from aedit.launch.node.inner import lr_at, make_inner, set_lr
+from aedit.launch.node.inner import lr_at, make_inners, set_lr
 from aedit.proto.codecs.codecs import codec
 from aedit.types import Round
 from benchmarks.kit.hubs import layout_of
@@ -32,6 +32,10 @@ from benchmarks.kit.two_domains import Shard, held_out_loss
 
 STEP_S = (0.58, 0.75, 1.51, 3.33)
 """Seconds per step of the four nodes of arXiv:2401.09135."""
+
+
+Trained = tuple[nn.Module, Sequence[torch.optim.Optimizer]]
+"""A model and the optimizers that train it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,10 @@ class Setting:
     steps: int = 320
     """Local inner steps per node, on average."""
     every: int = 16
+    in_turn: bool = False
+    """Nodes begin one after the other, so that nodes of one speed push at equal distances."""
     lr: float = 3e-3
+    optimizer: Literal["adamw", "muon"] = "adamw"
     hidden_size: int = 32
     num_layers: int = 1
     seq_len: int = 64
@@ -60,7 +67,7 @@ class Setting:
 
     @property
     def train(self) -> TrainConfig:
-        return TrainConfig(lr=self.lr)
+        return TrainConfig(lr=self.lr, optimizer=self.optimizer)
 
     def lr_after(self, local_steps: int) -> float:
         """Return the inner learning rate after `local_steps` local steps of all nodes together."""
@@ -96,24 +103,32 @@ class Outcome:
 def warm_up(setting: Setting) -> bytes:
     """Return the model and its optimizer after the warm-up, where all methods start."""
     model = llama(setting.hidden_size, setting.num_layers, setting.seq_len, setting.seed)
-    inner = make_inner(model, setting.train)
+    inners = make_inners(model, setting.train)
     shard = Shard(setting.seq_len, 10 * setting.seed + 1, 0, 1, mixed=True)
     for step in range(setting.warmup_steps):
-        set_lr(inner, setting.lr_after((step - setting.warmup_steps) * setting.nodes))
-        inner_step(model, inner, shard.take(setting.batch_size * setting.nodes))
+        lr = setting.lr_after((step - setting.warmup_steps) * setting.nodes)
+        _train(model, inners, lr, shard.take(setting.batch_size * setting.nodes))
     buffer = io.BytesIO()
-    torch.save({"model": model.state_dict(), "inner": inner.state_dict()}, buffer)
+    torch.save({"model": model.state_dict(), "inners": [inner.state_dict() for inner in inners]}, buffer)
     return buffer.getvalue()
 
 
-def start_model(setting: Setting, start: bytes) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model and its optimizer as `warm_up` has left them."""
+def _train(model: nn.Module, inners: Sequence[torch.optim.Optimizer], lr: float, samples: Tensor) -> None:
+    """Take one step of all optimizers."""
+    for inner in inners:
+        set_lr(inner, lr)
+    inner_step(model, inners, samples)
+
+
+def start_model(setting: Setting, start: bytes) -> Trained:
+    """Return the model and its optimizers as `warm_up` has left them."""
     saved: dict[str, Any] = torch.load(io.BytesIO(start), weights_only=True)
     model = llama(setting.hidden_size, setting.num_layers, setting.seq_len, setting.seed)
     model.load_state_dict(saved["model"])
-    inner = make_inner(model, setting.train)
-    inner.load_state_dict(saved["inner"])
-    return model, inner
+    inners = make_inners(model, setting.train)
+    for inner, state in zip(inners, saved["inners"], strict=True):
+        inner.load_state_dict(state)
+    return model, inners
 
 
 # --- synchronous
@@ -129,11 +144,11 @@ def train_together(setting: Setting, start: bytes, outer: Nesterov) -> Outcome:
     for number in range(rounds):
         begin = number * setting.every
         end = min(begin + setting.every, setting.steps)
-        for (model, inner), shard in zip(nodes, shards, strict=True):
+        for (model, inners), shard in zip(nodes, shards, strict=True):
             _adopt(model, anchor)
             for step in range(begin, end):
-                set_lr(inner, setting.lr_after(step * setting.nodes))
-                inner_step(model, inner, shard.take(setting.batch_size))
+                lr = setting.lr_after(step * setting.nodes)
+                _train(model, inners, lr, shard.take(setting.batch_size))
         D = anchor - torch.stack([_flat(model) for model, _ in nodes]).mean(0)
         move, state = (Average() if end == setting.steps else outer).update(D, state)
         anchor = anchor - move
@@ -181,8 +196,8 @@ def train_apart(setting: Setting, start: bytes, method: Method) -> Outcome:
         for other in nodes:  # a node reports far more often than it steps
             other.link.heartbeat(1 / other.step_s)
         hub.tick()
-        set_lr(node.sync.inner, setting.lr_after(done))
-        inner_step(node.sync.model, node.sync.inner, node.shard.take(setting.batch_size))
+        sync, samples = node.sync, node.shard.take(setting.batch_size)
+        _train(sync.model, sync.optimizers.outermost, setting.lr_after(done), samples)
         done += 1
         node.sync.step()
         node.next_s += node.step_s
@@ -214,14 +229,14 @@ def make_node(
     setting: Setting,
     method: Method,
     index: int,
-    trained: tuple[nn.Module, torch.optim.Optimizer],
+    trained: Trained,
     shard: Shard | None = None,
 ) -> Node:
     """Return node number `index` of the setting as a new member; its first step begins now.
 
-    trained: its model and optimizer. shard: its data, by default as the setting says.
+    trained: its model and optimizers. shard: its data, by default as the setting says.
     """
-    model, inner = trained
+    model, inners = trained
     link = hub.link(f"node {index}", tamper=method.tamper.get(index))
     exchange = HubExchange(link, tokens_per_step=setting.batch_size * setting.seq_len, penalty=method.penalty)
     every = hub.hub.plan.every
@@ -229,9 +244,10 @@ def make_node(
     schedule = make_pace(config, link.news)
     if isinstance(schedule, HubPace):
         schedule = HubPace(every, link.news, clock=hub.clock)
-    sync = LayerSync.of(model, inner, exchange=exchange, schedule=schedule, config=config)
+    sync = LayerSync.of(model, inners, exchange=exchange, schedule=schedule, config=config)
     step_s = setting.step_s[index]
-    return Node(sync, link, shard or setting.shard(index), step_s, hub.clock() + step_s)
+    late_s = step_s * setting.every * index / setting.nodes if setting.in_turn else 0.0
+    return Node(sync, link, shard or setting.shard(index), step_s, hub.clock() + late_s + step_s)
 
 
 def _every(setting: Setting, method: Method) -> float:

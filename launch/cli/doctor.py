@@ -1,7 +1,6 @@
 """`aedit doctor`: check this machine and a configuration, with advice for each problem."""
 
 import importlib.util
-import os
 import platform
 import shutil
 import sys
@@ -17,6 +16,7 @@ from rich.table import Table
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.data.preflight import check_data
+from aedit.system import num_cores
 from aedit.types import UserError
 
 GIB = 2**30
@@ -57,7 +57,7 @@ def doctor(config_paths: Sequence[Path], console: Console | None = None) -> int:
 
 def _machine() -> Iterator[Check]:
     yield _required("python", sys.version_info >= (3, 11), platform.python_version(), "use 3.11 or newer")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     yield _advised("cpu cores", cores > 1, str(cores), "local runs will be slow")
     free = psutil.virtual_memory().available / GIB
     yield _advised(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from aedit.async_sgd.service.memory import keep_one_arena
 from aedit.launch.cli.generate import AUTO, GenerateRequest, make_engine
 from aedit.launch.cli.model_options import control_address
 from aedit.launch.cli.policy import DirectoryModel, read_directory
@@ -36,6 +37,7 @@ def serve_model(options: Namespace) -> int:
     Raises:
         UserError: The model, an option or an address cannot be used.
     """
+    keep_one_arena()
     addresses = _addresses(options)
     ending = Ending()
     previous = {number: signal.signal(number, ending.ask) for number in SIGNALS}

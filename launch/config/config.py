@@ -97,8 +97,13 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches per inner step."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Inner optimizer. `muon` steps the matrices of the transformer blocks along their orthogonalised
+    momentum, as long as a step of AdamW (arXiv:2502.16982), so that `lr` and `weight_decay` mean the same;
+    embeddings, the head and vectors are stepped by AdamW."""
+
     lr: float = 1e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of the inner optimizer."""
 
     lr_by_nodes: float = 0.0
     """Power of the number of live nodes by which `lr` grows. AdamW divides by the noise of one node's
@@ -246,6 +251,7 @@ class RunConfig:
         if not hub.address:
             check(hub == HubConfig(), "hub.address", "must be HOST:PORT for [hub] to have an effect", "''")
             check(not self.outer.look_ahead, "outer.look_ahead", "needs a hub", self.outer.look_ahead)
+            check(self.outer.kind != "heloco", "outer.kind", "needs a hub", self.outer.kind)
             check(edit.schedule != "dylu", "edit.schedule", "needs a hub ([hub] address), not", edit.schedule)
             return
         check(edit.landing == "arrival", "edit.landing", 'must be "arrival" with a hub', edit.landing)

@@ -43,10 +43,10 @@ RULES = (
     ),
     EffectRule(("edit.prefetch",), "edit.landing", lambda c: c.edit.landing == "arrival", '"forward"'),
     EffectRule(
-        ("hub.merge", "hub.merge_cut", "hub.grace", "hub.grace_cap_s"),
-        "hub.quorum",
-        lambda c: _has_hub(c) and c.hub.quorum == 1,
-        "2 or more",
+        ("hub.merge", "hub.merge_cut", "hub.grace_cap_s"),
+        "hub.grace",
+        lambda c: _has_hub(c) and c.hub.each_alone,
+        "above 0, or hub.quorum of 2 or more",
     ),
     EffectRule(
         ("hub.merge_cut",),
@@ -91,9 +91,10 @@ RULES = (
     EffectRule(
         ("outer.delay", "outer.activation"),
         "outer.kind",
-        lambda c: c.outer.kind in ("average", "nesterov"),
+        lambda c: c.outer.kind in ("average", "nesterov", "heloco"),
         '"delayed-nesterov"',
     ),
+    EffectRule(("outer.correction",), "outer.kind", lambda c: c.outer.kind != "heloco", '"heloco"'),
     EffectRule(
         ("hub.staleness.power",),
         "hub.staleness.rule",

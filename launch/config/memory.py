@@ -28,7 +28,11 @@ def state_bytes(config: RunConfig, num_params: int, num_trained: int) -> dict[st
     """Return the bytes that one node needs for the whole run, by name, without activations and buffers."""
     edit, held = config.edit, num_trained * FP32_BYTES
     where = " (host memory)" if edit.offload else ""
-    found = {"parameters": num_params * FP32_BYTES, "gradients": held, "AdamW moments": 2 * held}
+    found = {"parameters": num_params * FP32_BYTES, "gradients": held}
+    if config.train.optimizer == "adamw":
+        found["AdamW moments"] = 2 * held
+    else:
+        found["Muon and AdamW moments, at most"] = 2 * held
     if edit.warmup_steps == "all":
         return found
     found["anchors" + where] = held

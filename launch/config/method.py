@@ -16,6 +16,7 @@ _DECIDES = (
     "model.sizes.",
     "data.seq_len",
     "data.held_out",
+    "train.optimizer",
     "train.lr",
     "train.lr_by_nodes",
     "train.lr_warmup",

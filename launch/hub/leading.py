@@ -15,6 +15,7 @@ from aedit.async_sgd.service.request_guard import RequestGuard
 from aedit.async_sgd.service.server_directory import ServerDirectory
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.reports import LINE_EVERY_S, Reports, metrics, overview
+from aedit.system import num_cores
 
 if TYPE_CHECKING:
     from aedit.launch.hub.uplink import Uplink
@@ -37,7 +38,12 @@ class LeadingHub:
         state = ledger.hub.state
         reports.start(state.elapsed_s, {node: name for name, node in state.names.items()})
         self._reports, self._config, self.ledger, self.leadership = reports, config, ledger, leadership
-        self.engine = HubWorker(self.ledger, reports.event, snapshot_bytes=config.hub.snapshot_bytes)
+        self.engine = HubWorker(
+            self.ledger,
+            reports.event,
+            snapshot_bytes=config.hub.snapshot_bytes,
+            mergers=config.hub.threads or max(1, num_cores() // 2),
+        )
         self.guard = RequestGuard(self.ledger, self.engine, config.name, leadership)
         self.driver = Driver(self.guard, responder, self._status)
         self.directory = ServerDirectory(self.guard, reports.event)

@@ -177,6 +177,7 @@ def metrics(overview: Mapping[str, Any]) -> dict[str, Any]:
         "founder": overview["founder"],
         "anchor_bytes": overview["anchor_bytes"],
         "nodes": [{name: node[name] for name in _OF_NODES} for node in overview["nodes"]],
+        "nodes_left_out": overview["nodes_left_out"],
         "versions": [unit["version"] for unit in units],
         "pending": sum(unit["pending"] for unit in units),
         "norms": [unit["norm"] for unit in units],

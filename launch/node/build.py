@@ -14,6 +14,7 @@ from torch import nn
 from aedit.async_sgd.rules.outer import make_outer
 from aedit.edit.agreement import compare
 from aedit.edit.mean_exchange import MeanExchange
+from aedit.edit.optimizers import Inner
 from aedit.edit.sync import LayerSync
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.unit_rules import unit_rules
@@ -21,7 +22,7 @@ from aedit.launch.data.samples import SampleOrder
 from aedit.launch.data.tokenizer import CorpusTokenizer, load_tokenizer
 from aedit.launch.node.budget import WorldBudget
 from aedit.launch.node.checkpoint import NodeCheckpoints
-from aedit.launch.node.inner import make_inner
+from aedit.launch.node.inner import make_inners
 from aedit.launch.node.model import num_parameters
 from aedit.launch.node.objective import NodeParts
 from aedit.launch.node.objectives import TrainingData, load_data, make_objective
@@ -50,13 +51,13 @@ def build(
     tokenizer = load_tokenizer(config.data.tokenizer)
     data = load_data(config, tokenizer, run_dir / "data")
     model = make_model(config, tokenizer, world)
-    inner = make_inner(model, config.train)
+    inners = make_inners(model, config.train)
     with closing(TorchTransport(world.mesh.get_group("sync"), timeout_s=config.edit.timeout_s)) as transport:
         exchange = _exchange(config, transport)
         shared = make_shared(config, model, world.device)
         if shared is not None:
             shared.attach(exchange)
-        sync = _sync(config, model, inner, exchange)
+        sync = _sync(config, model, inners, exchange)
         facts = facts_of(config, model, tokenizer, data)
         _compare(sync, transport, facts)
         clock, directory = Clock(), run_dir / "nodes" / str(world.node)
@@ -149,11 +150,9 @@ def _exchange(config: RunConfig, transport: TorchTransport) -> MeanExchange:
     )
 
 
-def _sync(
-    config: RunConfig, model: nn.Module, inner: torch.optim.Optimizer, exchange: MeanExchange
-) -> LayerSync:
+def _sync(config: RunConfig, model: nn.Module, inners: Inner, exchange: MeanExchange) -> LayerSync:
     try:
-        return LayerSync.of(model, inner, exchange=exchange, config=config.edit)
+        return LayerSync.of(model, inners, exchange=exchange, config=config.edit)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -170,6 +169,7 @@ def facts_of(
         **data.facts,
         "seed": config.seed,
         "outer.kind": config.outer.kind,
+        "train.optimizer": config.train.optimizer,
     }
 
 

@@ -28,7 +28,7 @@ from aedit.launch.node.budget import HubBudget
 from aedit.launch.node.build import check_fits, facts_of, started
 from aedit.launch.node.checkpoint import NodeCheckpoints
 from aedit.launch.node.hub_participation import HubParticipation
-from aedit.launch.node.inner import make_inner
+from aedit.launch.node.inner import make_inners
 from aedit.launch.node.objective import HubMember, NodeParts
 from aedit.launch.node.objectives import load_data
 from aedit.launch.node.rejoin import known_directory, rejoin, remember
@@ -216,7 +216,7 @@ def _sync(config: RunConfig, model: nn.Module, exchange: HubExchange, link: Agen
     try:
         return LayerSync.of(
             model,
-            make_inner(model, config.train),
+            make_inners(model, config.train),
             exchange=exchange,
             schedule=make_pace(config.edit, link.news),
             config=config.edit,

@@ -1,16 +1,60 @@
-"""Inner optimizer and its learning rate."""
+"""Inner optimizers and their learning rate."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from aedit.launch.config.config import TrainConfig
+from aedit.launch.node.model import blocks
+from aedit.types import UserError
+
+
+def make_inners(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that `train.optimizer` names; each parameter is in one of them.
+
+    Raises UserError if Muon cannot step the model: it has no blocks with matrices, or one of them has fewer
+    rows than the node has ranks, which torch's DTensor cannot do.
+    """
+    if config.optimizer == "adamw":
+        return [make_inner(model, config)]
+    hidden = _hidden_matrices(model)
+    muon = torch.optim.Muon(
+        hidden, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    known = {id(p) for p in hidden}
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+    return [muon, _adamw(rest, config)] if rest else [muon]
+
+
+def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trained matrices of the transformer blocks."""
+    named = [
+        (f"{outer}.{name}", p)
+        for outer, block in blocks(model)
+        for name, p in block.named_parameters()
+        if p.ndim == 2 and p.requires_grad
+    ]
+    if not named:
+        raise UserError('train.optimizer = "muon": the model has no blocks with matrices; use "adamw"')
+    for name, p in named:
+        ranks = p.device_mesh.size() if isinstance(p, DTensor) else 1
+        if len(p) < ranks:
+            raise UserError(
+                f'train.optimizer = "muon": {name} has {len(p)} rows, fewer than the node has ranks '
+                f'({ranks}); use fewer ranks or "adamw"'
+            )
+    return [p for _, p in named]
 
 
 def make_inner(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices and none on vectors (norms, biases)."""
-    params = [p for p in model.parameters() if p.requires_grad]
+    return _adamw([p for p in model.parameters() if p.requires_grad], config)
+
+
+def _adamw(params: Sequence[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},

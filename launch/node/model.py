@@ -77,7 +77,8 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         inside = bool(found) and name.startswith(found[-1][0] + ".")
-        if type(module).__name__ in classes and not inside:
+        names = {kind.__name__ for kind in type(module).__mro__}  # `fully_shard` makes a subclass of its own
+        if names & classes and not inside:
             found.append((name, module))
     return found
 

@@ -45,7 +45,7 @@ def rejoin(sync: LayerSync, checkpoints: NodeCheckpoints, facts: dict[str, Any])
     state = training_state(sync)
     state["sync"] = {name: tensor.clone() for name, tensor in state["sync"].items()}
     checkpoints.load(mark, state)
-    set_optimizer_state_dict(sync.model, sync.inner, state["inner"])
+    set_optimizer_state_dict(sync.model, sync.optimizers.outermost, state["inner"])
     torch.set_rng_state(state["rng"])
     snapshot.restore(sync, state["sync"], meta["sync"])
     clock = meta["clock"]

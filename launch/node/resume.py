@@ -48,7 +48,7 @@ class Resumed:
 
 def training_state(sync: LayerSync) -> dict[str, Any]:
     """Return all tensors of a node, named and sharded as its parameters are."""
-    model, inner = get_state_dict(sync.model, sync.inner)
+    model, inner = get_state_dict(sync.model, sync.optimizers.outermost)
     return {"model": model, "inner": inner, "sync": snapshot.tensors(sync), "rng": torch.get_rng_state()}
 
 
@@ -145,7 +145,8 @@ def _load(sync: LayerSync, checkpoints: NodeCheckpoints, mark: Mark, meta: dict[
     state = training_state(sync)
     state["sync"] = {name: tensor.clone() for name, tensor in state["sync"].items()}
     checkpoints.load(mark, state)
-    set_state_dict(sync.model, sync.inner, model_state_dict=state["model"], optim_state_dict=state["inner"])
+    inners = sync.optimizers.outermost
+    set_state_dict(sync.model, inners, model_state_dict=state["model"], optim_state_dict=state["inner"])
     torch.set_rng_state(state["rng"])
     return snapshot.restore(sync, state["sync"], meta["sync"])
 

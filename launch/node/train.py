@@ -149,9 +149,10 @@ class TrainingNode:
         clip = self.config.train.grad_clip
         self.meter.grad_norm = torch.nn.utils.clip_grad_norm_(self.sync.model.parameters(), clip)
         self.lr = self.objective.lr(self.budget.progress(), self.budget.nodes())
-        set_lr(self.sync.inner, self.lr)
-        self.sync.inner.step()
-        self.sync.inner.zero_grad()
+        for inner in self.sync.optimizers.outermost:
+            set_lr(inner, self.lr)
+            inner.step()
+            inner.zero_grad()
         self.meter.slow_down(self.sync.waited_s, self.slowdown)
 
     def record_step(self) -> None:

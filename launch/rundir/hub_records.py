@@ -115,6 +115,9 @@ class HubSample:
     servers: tuple[ServerSample, ...] = ()
     """Rollout servers, which are no nodes."""
 
+    left_out: int = 0
+    """Number of nodes that the hub knows beside `nodes`: a line and a status are bounded."""
+
     @staticmethod
     def of(line: Line) -> "HubSample":
         """Return the state in a line of a hub's metrics, or in the reply to `status`."""
@@ -133,6 +136,7 @@ class HubSample:
             founder=None if line.get("founder") is None else int(line["founder"]),
             anchor_bytes=float(line.get("anchor_bytes") or 0.0),
             servers=tuple(ServerSample.of(server) for server in line.get("servers") or ()),
+            left_out=int(line.get("nodes_left_out") or 0),
         )
 
 

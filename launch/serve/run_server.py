@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from aedit.async_sgd.service.memory import keep_one_arena
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.extensions import check_imports
 from aedit.launch.config.flags import with_flags
@@ -52,6 +53,7 @@ def serve_run(request: ServeRequest) -> int:
     Raises:
         UserError: The user must correct something.
     """
+    keep_one_arena()
     client_keys = caller_keys(request.hub, request.keys, request.insecure)
     reply = greet(request.hub, client_keys)
     config = run_config(reply, request)

@@ -59,6 +59,9 @@ def hub_table(now: HubSample, detail: HubDetail = FULL) -> Iterator[RenderableTy
         yield from server_table(now.servers, spaced=detail.spaced, max_rows=detail.max_rows)
     if len(nodes) < len(now.nodes):
         yield Text(words.more(len(now.nodes) - len(nodes), "node"), style="dim")
+    if now.left_out:
+        known = words.some(now.left_out, "other node")
+        yield Text(f"the hub knows {known}, and lists live ones and those that left last", style="dim")
     founder = next((node for node in now.nodes if node.node == now.founder), None)
     if detail.trust and founder:
         size = words.size(now.anchor_bytes)

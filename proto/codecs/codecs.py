@@ -6,8 +6,8 @@ A payload has no header: its length follows from the number of elements, and it 
     int8         a scale (2 bytes) per 256 numbers, then a byte each: 1.008 bytes per number
     e3m0         a scale (2 bytes) per 256 numbers, then 4 bits each: sign and power of two, 0.508 bytes
                  (Streaming DiLoCo, arXiv:2501.18512, section 3.3)
-    topk         the 32 largest of every 4096: scales, 2-byte places, int8 codes, 0.024 bytes
-                 (chunked as in SparseLoCo, arXiv:2508.15706)
+    topk         the 192 largest of every 4096, each as one of two magnitudes with its sign: 0.0498 bytes
+                 (chunked, with 2-bit values, as in SparseLoCo, arXiv:2508.15706)
 
 What is not finite stays visible: it decodes to what is not finite, with its whole block of 256 (int8, e3m0)
 or the kept ones of its chunk (topk). So the receiver can detect it.
@@ -252,55 +252,40 @@ class E3M0(_Blocks):
 
 
 class TopK(Codec):
-    """The largest numbers of each chunk: within half a scale; the rest is 0."""
+    """The largest numbers of each chunk as one of two magnitudes and a sign; the rest is 0."""
 
     name = "topk"
     feedback = True
 
     def num_bytes(self, numel: int) -> int:
         """See `Codec.num_bytes`."""
-        return 2 * _up(numel, topk.WIDTH) + 3 * self._num_kept(numel)
+        whole, rest = divmod(numel, topk.WIDTH)
+        return whole * topk.record_bytes(topk.WIDTH) + (topk.record_bytes(rest) if rest else 0)
 
     def encode_slice(self, x: Floats, out: memoryview, numel: int, start: int) -> None:
         """See `Codec.encode_slice`."""
         for first, x_CW in _chunks(x):
-            scales_C, places_Ck, codes_Ck = self._parts(out, numel, start + first, start + first + x_CW.size)
-            scales_C[:], places_Ck[:], codes_Ck[:] = topk.encode(x_CW)
+            self._records(out, start + first, x_CW.shape)[:] = topk.encode(x_CW)
 
     def decode(self, data: Payload, numel: int, start: int, stop: int, out: Floats | None = None) -> Floats:
         """See `Codec.decode`."""
         out = _room(out, stop - start)
         for first, out_CW in _chunks(out):
-            topk.decode(*self._parts(data, numel, start + first, start + first + out_CW.size), out_CW)
+            topk.decode(self._records(data, start + first, out_CW.shape), out_CW)
         return out
 
     def _check(self, data: Payload, numel: int) -> None:
-        whole = numel // topk.WIDTH * topk.WIDTH
-        for start, stop in ((0, whole), (whole, numel)):
-            if start < stop:
-                scales_C, places_Ck, codes_Ck = self._parts(data, numel, start, stop)
-                blocks.check_scales(scales_C, blocks.LARGEST_INT8)
-                topk.check_places(places_Ck, min(topk.WIDTH, stop - start))
-                blocks.check_int8(codes_Ck)
+        for start, stop in slices(numel):
+            whole = stop - (stop - start) % topk.WIDTH
+            for first, last, width in ((start, whole, topk.WIDTH), (whole, stop, stop - whole)):
+                if first < last:
+                    topk.check(self._records(data, first, ((last - first) // width, width)), width)
 
-    def _parts(
-        self, data: Payload, numel: int, start: int, stop: int
-    ) -> tuple[blocks.Scales, topk.Places, topk.Codes]:
-        """Return scales_C, places_Ck and codes_Ck, as views; the chunks are all whole or one short one."""
-        num_chunks, num_kept = _up(numel, topk.WIDTH), self._num_kept(numel)
-        first, last = self._num_kept(start), self._num_kept(stop)
-        shape = (-1, topk.num_kept(min(topk.WIDTH, stop - start)))
-        scales_C = np.frombuffer(data, np.uint16, num_chunks)
-        places = np.frombuffer(data, np.uint16, num_kept, 2 * num_chunks)
-        codes = np.frombuffer(data, np.int8, num_kept, 2 * (num_chunks + num_kept))
-        return (
-            scales_C[start // topk.WIDTH : _up(stop, topk.WIDTH)],
-            places[first:last].reshape(shape),
-            codes[first:last].reshape(shape),
-        )
-
-    def _num_kept(self, numel: int) -> int:
-        return numel // topk.WIDTH * topk.KEPT + topk.num_kept(numel % topk.WIDTH)
+    def _records(self, data: Payload, start: int, shape: tuple[int, ...]) -> Bytes:
+        """Return the records of the chunks from element `start` on, [C, R], as a view. shape: (C, W)."""
+        at = start // topk.WIDTH * topk.record_bytes(topk.WIDTH)
+        size = topk.record_bytes(shape[1])
+        return np.frombuffer(data, np.uint8, shape[0] * size, at).reshape(shape[0], size)
 
 
 class Feedback:

@@ -1,12 +1,14 @@
 """Asynchronous gRPC handlers made of plain ones: a call that waits for its peer takes no thread.
 
 A handler's work runs in the threads of its pool, one message at a time where it streams. Between two
-messages, and before the first one, only the event loop knows of the call.
+messages, and before the first one, only the event loop knows of the call. A handler that streams may yield
+None, if it has nothing to send yet: it is asked again a little later.
 """
 
 import asyncio
 import inspect
 import logging
+import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
 from functools import partial
@@ -30,6 +32,8 @@ _Work: TypeAlias = Callable[[AsyncIterator[bytes], CallContext, _Write], Corouti
 _LATER = grpc.StatusCode.RESOURCE_EXHAUSTED
 _SILENT = "too many open calls that have sent nothing: this one was ended to make room"
 _END = object()
+_LOOK_S = 0.005
+"""Pause before a handler that had nothing to send is asked again."""
 
 
 class AsyncCalls:
@@ -57,7 +61,6 @@ class AsyncCalls:
         async def run(messages: AsyncIterator[bytes], context: "aio.ServicerContext[Any, Any]") -> Any:
             return await self._run(
                 work,
-                messages,
                 context,
                 reads_more=bool(plain.request_streaming),
                 replies_once=not plain.response_streaming,
@@ -72,49 +75,83 @@ class AsyncCalls:
         return kind(run)
 
     async def _run(
-        self,
-        work: _Work,
-        messages: AsyncIterator[bytes],
-        context: "aio.ServicerContext[Any, Any]",
-        *,
-        reads_more: bool,
-        replies_once: bool,
+        self, work: _Work, context: "aio.ServicerContext[Any, Any]", *, reads_more: bool, replies_once: bool
     ) -> Any:
         task = asyncio.current_task()
         assert task is not None
         seen = CallContext(context, task)
         peer, refusal = seen.peer(), None
         end = partial(seen.end, _LATER, _SILENT)
-        leave: Callable[[], None] = partial(self._waiting.leave, peer, seen)
+        messages = _Messages(context, partial(self._connections.heard, peer))
         try:
             if not reads_more:
                 self._waiting.enter(peer, seen, end)
+                messages.on_first = partial(self._waiting.leave, peer, seen)
             elif replies_once:
-                leave = await self._uploads.enter(peer, end)
-            return await work(self._heard(messages, peer, leave), seen, context.write)
-        except Aborted as error:
-            refusal = Aborted(error.code, error.text)  # its frames hold what has arrived
-        except Crowded as error:
-            refusal = Aborted(_LATER, str(error))
-        except asyncio.CancelledError:
-            if seen.ended is None:
+                permit = await self._uploads.enter(peer, end)
+                messages.on_first = partial(setattr, permit, "has_sent", True)
+                messages.after_first = partial(self._uploads.leave, permit)
+            return await work(messages, seen, context.write)
+        except (Aborted, Crowded, asyncio.CancelledError) as error:
+            refusal = _refusal(error, seen)
+            _forget(error)
+            if refusal is None:
                 raise
-            refusal = seen.ended
         finally:
-            leave()
+            messages.on_first()
+            messages.after_first()
             seen.finish()
         # Not `context.abort`: its exception and the call would hold each other, and what has not been read.
         context.set_code(refusal.code)
         context.set_details(refusal.text)
         return b"" if replies_once else None
 
-    async def _heard(
-        self, messages: AsyncIterator[bytes], peer: str, leave: Callable[[], None]
-    ) -> AsyncIterator[bytes]:
-        async for message in messages:
-            leave()
-            self._connections.heard(peer)
-            yield message
+
+class _Messages:
+    """The messages of a call as they arrive. None of them is held here.
+
+    gRPC's own iterator holds each one until the next one comes, which may be never.
+    """
+
+    def __init__(self, context: "aio.ServicerContext[Any, Any]", heard: Callable[[], object]) -> None:
+        self._context, self._heard = context, heard
+        self.on_first: Callable[[], object] = _nothing
+        """Called when the first message has arrived."""
+        self.after_first: Callable[[], object] = _nothing
+        """Called when the first message has been dealt with."""
+        self._begun = False
+
+    def __aiter__(self) -> "_Messages":
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._begun:
+            self.after_first()
+        message = await self._context.read()
+        if message is aio.EOF:
+            raise StopAsyncIteration
+        self.on_first()
+        self._begun = True
+        self._heard()
+        return message  # type: ignore[no-any-return]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _refusal(error: BaseException, seen: CallContext) -> Aborted | None:
+    """Return the status that ends the call; None if nobody here has ended it."""
+    if isinstance(error, asyncio.CancelledError):
+        return seen.ended
+    return error if isinstance(error, Aborted) else Aborted(_LATER, str(error))
+
+
+def _forget(error: BaseException | None) -> None:
+    """Clear the frames of an error and of those that led to it: they hold what has arrived."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _native(behaviour: Callable[..., Coroutine[Any, Any, Any]]) -> _Work:
@@ -132,26 +169,32 @@ def _threaded(
         first = None if is_dialogue else await anext(messages, None)
         if first is None and not request_streaming:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call ended without a request")
-        request = _blocking(first, messages) if request_streaming else first
+        request = _blocking([first], messages) if request_streaming else first
+        first = None
         if not response_streaming:
             return await pool.run(context.peer(), lambda: behaviour(request, context))
         answers = behaviour(request, context)
         try:
             while (answer := await pool.run(context.peer(), lambda: next(answers, _END))) is not _END:
-                await write(answer)
+                if answer is None:
+                    await asyncio.sleep(_LOOK_S)
+                else:
+                    await write(answer)
         finally:
             _close(answers)
 
     return work
 
 
-def _blocking(first: bytes | None, messages: AsyncIterator[bytes]) -> Iterator[bytes]:
-    """Yield `first` and then `messages`, for a thread that waits for each."""
+def _blocking(begun: list[bytes | None], messages: AsyncIterator[bytes]) -> Iterator[bytes]:
+    """Yield what is in `begun`, taken out of it, and then `messages`, for a thread that waits for each."""
     loop = asyncio.get_running_loop()
 
     def rest() -> Iterator[bytes]:
-        if first is not None:
-            yield first
+        while begun:
+            if (first := begun.pop()) is not None:
+                yield first
+            del first
         while True:
             try:
                 message = asyncio.run_coroutine_threadsafe(_next(messages), loop).result()
@@ -160,6 +203,7 @@ def _blocking(first: bytes | None, messages: AsyncIterator[bytes]) -> Iterator[b
             if message is None:
                 return
             yield message
+            del message
 
     return rest()
 

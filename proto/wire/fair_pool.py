@@ -1,10 +1,11 @@
 """Threads that peers share by turns."""
 
 import asyncio
-from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from aedit.proto.wire.fair_turns import FairTurns
 
 T = TypeVar("T")
 
@@ -21,49 +22,23 @@ class FairPool:
 
     def __init__(self, threads: int, name: str, *, most_waiting: int = 1024) -> None:
         self._pool = ThreadPoolExecutor(threads, name)
-        self._free = threads
+        self._turns = FairTurns(threads)
         self._most_waiting = most_waiting
-        self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def run(self, peer: Hashable, work: Callable[[], T]) -> T:
         """Return what `work` returns, called in a thread.
 
         Raises Crowded if this peer has too many calls waiting.
         """
-        await self._turn(peer)
+        if self._turns.waiting(peer) >= self._most_waiting:
+            raise Crowded(f"{self._most_waiting} calls of this peer wait already")
+        turn = self._turns.ask(peer)
         try:
+            await turn
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
-            self._pass_on()
+            self._turns.drop(turn)
 
     def shutdown(self) -> None:
         """End the threads when they have finished what they do."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _turn(self, peer: Hashable) -> None:
-        if self._free:
-            self._free -= 1
-            return
-        queue = self._waiting.setdefault(peer, deque())
-        if len(queue) >= self._most_waiting:
-            raise Crowded(f"{len(queue)} calls of this peer wait already")
-        turn = asyncio.get_running_loop().create_future()
-        queue.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._pass_on()
-            raise
-
-    def _pass_on(self) -> None:
-        """Give the free thread to the next peer's first call that still waits."""
-        while self._waiting:
-            peer, queue = self._waiting.popitem(last=False)
-            turn = queue.popleft()
-            if queue:
-                self._waiting[peer] = queue
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1

@@ -6,9 +6,9 @@ the data once, into the message; a received chunk is a view of the bytes that gR
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from zlib import crc32
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
 CHUNK_BYTES = 2**20
 """Most data in one chunk, either way."""
@@ -20,6 +20,8 @@ MESSAGE_BYTES = 2 * CHUNK_BYTES
 _OFFSET, _CRC, _DATA, _HEAD = 0x08, 0x15, 0x1A, 0x22
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
+_MOST_FIELDS = 64
+"""A message of 2 MiB could have a million, which take a second to read."""
 
 
 class ArrayIncomplete(ValueError):
@@ -80,13 +82,16 @@ def unpack_chunk(message: bytes) -> Chunk:
     """Return the chunk in a protobuf message, as views of it.
 
     Fields come in any order and the last of each counts; unknown ones are skipped. Raises ValueError if it is
-    no message.
+    no message, or has too many fields.
     """
     view = memoryview(message)
     offset, crc = 0, 0
     data, head = view[:0], view[:0]
-    at = 0
+    at = num_fields = 0
     while at < len(view):
+        num_fields += 1
+        if num_fields > _MOST_FIELDS:
+            raise ValueError(f"a chunk of more than {_MOST_FIELDS} fields")
         tag, at = _read_varint(view, at)
         start, end, value = _field(view, at, tag)
         if tag == _OFFSET:

@@ -8,6 +8,8 @@ from time import monotonic
 
 from aedit.proto.wire.frames import CHUNK_BYTES
 
+_LEAST_WINDOW = 2**16 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -30,9 +32,18 @@ class Limits:
     """Open calls that have sent nothing yet."""
 
     @property
+    def window_bytes(self) -> int:
+        """Return how much a connection may send ahead of what is read.
+
+        The connections of one host hold no more unread than `in_flight_bytes` together, but at least what
+        HTTP/2 begins with.
+        """
+        return min(CHUNK_BYTES, max(_LEAST_WINDOW, self.in_flight_bytes // self.connections))
+
+    @property
     def unread_uploads(self) -> int:
-        """Return how many uploads may be read before it is known what they are: half of the bytes."""
-        return max(8, self.in_flight_bytes // 2 // CHUNK_BYTES)
+        """Return how many uploads may be read before it is known what they are: a quarter of the bytes."""
+        return max(8, self.in_flight_bytes // 4 // CHUNK_BYTES)
 
 
 class Rates:

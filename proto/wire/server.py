@@ -24,6 +24,7 @@ _LOOK_S = 1.0
 """How often connections are counted."""
 _CHECKED_EVERY_S = 1.0
 """How often it is looked whether the caller of a stream still may read it."""
+_FRAME_BYTES = 2**18
 _OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     # Otherwise a second hub on the same port gets every other connection, and no error.
@@ -38,7 +39,10 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_concurrent_streams", 256),
     # Windows would grow with the speed of the line, and hold megabytes of each upload that nobody reads yet.
+    # They are `Limits.window_bytes` instead.
     ("grpc.http2.bdp_probe", 0),
+    # A message that is cut into frames of 16 KiB costs more time to put together.
+    ("grpc.http2.max_frame_size", _FRAME_BYTES),
     # Who connects and says nothing, or has made no call for long, keeps no descriptor.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 120_000),
@@ -66,7 +70,7 @@ class Server:
         self._pools = [pool, *(p for service in services for p in service.pools)]
         limits = limits or Limits()
         self.connections = Connections(limits.connections)
-        finish(self._start(services, address, keys, AsyncCalls(pool, limits, self.connections)))
+        finish(self._start(services, address, keys, limits))
         self.address = f"{address.rpartition(':')[0]}:{self.port}"
 
     def stop(self, grace_s: float) -> None:
@@ -76,11 +80,13 @@ class Server:
             pool.shutdown()
 
     async def _start(
-        self, services: Sequence[Service], address: str, keys: ServerKeys, calls: AsyncCalls
+        self, services: Sequence[Service], address: str, keys: ServerKeys, limits: Limits
     ) -> None:
+        calls = AsyncCalls(self._pools[0], limits, self.connections)
         checks = [_Check(check, calls) for check in keys.interceptors]
         most = ("grpc.max_allowed_incoming_connections", most_connections())
-        self._server = aio.server(interceptors=checks, options=(*_OPTIONS, most))
+        window = ("grpc.http2.lookahead_bytes", limits.window_bytes)
+        self._server = aio.server(interceptors=checks, options=(*_OPTIONS, most, window))
         for service in services:
             handlers = {name: calls.handler(plain) for name, plain in service.handlers.items()}
             self._server.add_generic_rpc_handlers(

@@ -85,12 +85,11 @@ class HubCore(Protocol):
     def status(self, request: hub_pb2.StatusRequest) -> hub_pb2.StatusReply:
         """Return the hub's status."""
 
-    def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk]:
-        """Yield the journal as it grows, at least once a second.
+    def tail(self, request: hub_pb2.TailRequest) -> Iterator[hub_pb2.TailChunk | None]:
+        """Yield the journal as it grows, and None while there is nothing new; it is asked again soon.
 
-        A chunk without data if there is nothing new.
-
-        Only then is it noticed that the standby has gone.
+        At least once a second a chunk, without data if need be: only then is it noticed that the standby has
+        gone.
         """
 
     def confirm(self, request: hub_pb2.ConfirmRequest) -> hub_pb2.ConfirmReply:
@@ -169,8 +168,6 @@ class CallHandlers:
         self._calls = Rates(limits.calls_per_s)
         self._lines = Rates(1.0)
         self._budget = ByteBudget(limits.in_flight_bytes)
-        self._queued = ByteBudget(limits.in_flight_bytes)
-        """Chunks that wait for a thread."""
         self._watch = Watch(limits.stall_s, limits.bytes_per_s)
 
     def call(
@@ -253,19 +250,24 @@ class CallHandlers:
                     self._admit(heads[0], context)
                     return self._room(heads[0].num_bytes, core.max_push_bytes(heads[0].unit), held)
 
-                receiver = frames.Receiver(begin)
+                peer, receiver = context.peer(), frames.Receiver(begin)
                 try:
-                    async for message in self._moving(messages, context):
-                        with self._reserved(self._queued, len(message)):
-                            await pool.run(context.peer(), partial(receiver.add, message))
+                    with self._watch.over(context.cancel) as stream:
+                        async for message in messages:
+                            stream.moved(len(message))
+                            if heads:  # a copy of one chunk costs less than to hand it over to a thread
+                                receiver.add(message)
+                            else:
+                                await pool.run(peer, partial(receiver.add, message))
+                            del message  # the next one may never come
                     data = receiver.data
                 except frames.ArrayIncomplete:
                     raise  # Not a violation: gRPC may report a cut link as if the peer had ended the stream.
                 except ValueError as error:
-                    await pool.run(context.peer(), partial(_name, core, heads, error))
+                    await pool.run(peer, partial(_name, core, heads, error))
                     raise
                 del receiver
-                reply = await pool.run(context.peer(), partial(core.push, heads[0], data))
+                reply = await pool.run(peer, partial(core.push, heads[0], data))
                 return reply.SerializeToString()
 
         return grpc.stream_unary_rpc_method_handler(behaviour)
@@ -288,21 +290,14 @@ class CallHandlers:
     def tail(self, core: HubCore, pool: FairPool) -> Handler:
         """Return a handler that streams messages for as long as the peer is there."""
 
-        def behaviour(message: bytes, context: CallContext) -> Iterator[bytes]:
+        def behaviour(message: bytes, context: CallContext) -> Iterator[bytes | None]:
             with self._told(context, "tail"):
                 request = hub_pb2.TailRequest.FromString(message)
                 self._admit(request, context)
                 for chunk in core.tail(request):
-                    yield chunk.SerializeToString()
+                    yield None if chunk is None else chunk.SerializeToString()
 
         return grpc.unary_stream_rpc_method_handler(_in(pool, behaviour))
-
-    async def _moving(self, messages: AsyncIterator[bytes], context: CallContext) -> AsyncIterator[bytes]:
-        """Yield `messages`. Ends the call if nothing moves, or too slowly."""
-        with self._watch.over(context.cancel) as stream:
-            async for message in messages:
-                stream.moved(len(message))
-                yield message
 
     def _admit(self, request: Message | None, context: CallContext) -> None:
         """Refuse a caller that calls too often, or whose token and certificate have different holders.
@@ -321,21 +316,21 @@ class CallHandlers:
     def _room(self, num_bytes: int, limit_bytes: int, held: ExitStack) -> frames.Assembly:
         """Return a buffer for a push; its bytes count as under way until `held` ends."""
         assembly = frames.Assembly(num_bytes, limit_bytes=limit_bytes)
-        held.enter_context(self._reserved(self._budget, num_bytes))
+        held.enter_context(self._reserved(num_bytes))
         return assembly
 
     @contextmanager
-    def _reserved(self, budget: ByteBudget, num_bytes: int) -> Iterator[None]:
+    def _reserved(self, num_bytes: int) -> Iterator[None]:
         """Count bytes as under way inside the block. Raises Refusal if there are too many."""
-        if not budget.take(num_bytes):
+        if not self._budget.take(num_bytes):
             raise Refusal(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{budget.taken} bytes are on their way, at most {self._limits.in_flight_bytes} may be",
+                f"{self._budget.taken} bytes are on their way, at most {self._limits.in_flight_bytes} may be",
             )
         try:
             yield
         finally:
-            budget.give(num_bytes)
+            self._budget.give(num_bytes)
 
     @contextmanager
     def _told(self, context: CallContext, what: str) -> Iterator[None]:

@@ -250,9 +250,9 @@ async def answer(reader, limit_s):
 async def _body(reader, headers):
     if headers.get("transfer-encoding") == "chunked":
         parts = []
-        while size := int((await reader.readline()).split(b";")[0], 16):
+        while size := int((await reader.readuntil(b"\n")).split(b";")[0], 16):
             parts.append(await reader.readexactly(size))
-            await reader.readline()
-        await reader.readline()
+            await reader.readuntil(b"\n")
+        await reader.readuntil(b"\n")
         return b"".join(parts)
     return await reader.readexactly(int(headers.get("content-length", 0)))

@@ -61,6 +61,7 @@ class Int8:
 def config(**settings):
     plain = {"address": "h:1", "weights": "uniform", "push_filter": TRUSTING}
     plain |= {"staleness": StalenessConfig(rule="constant")}
+    plain |= {"grace": 0.0} if settings.get("quorum", 1) == 1 else {}
     return HubConfig(**(plain | settings))
 
 

@@ -69,7 +69,7 @@ async def read_chat(body: Any, service: Service, request: Request) -> ChatReques
     fields.allow("parallel_tool_calls", True, False)
     fields.finish()
     keys = noise_keys([tokens], n, seed=seed, request_id=request_id)
-    call = Call(prompts=(tokens,), sampling=sampling, n=n, keys=keys, stream=stream)
+    call = Call(prompts=(tokens,), sampling=sampling, n=n, keys=keys, stream=stream, request_id=request_id)
     return ChatRequest(
         call=call, logprobs=logprobs, return_token_ids=return_token_ids, options=options,
         include_usage=include_usage,

@@ -82,6 +82,7 @@ async def read_completion(body: Any, service: Service, request: Request) -> Comp
         keys=noise_keys(prompts, n, seed=seed, request_id=request_id),
         prompt_logprobs=logprobs if echo else None,
         stream=stream,
+        request_id=request_id,
     )
     return CompletionRequest(
         call=call, texts=texts, echo=echo, logprobs=logprobs, return_token_ids=return_token_ids,

@@ -70,14 +70,16 @@ class _Control:
         return JSONResponse({"is_paused": _service(request).host.is_paused})
 
     async def abort_requests(self, request: Request) -> Response:
-        """End all samples with finish_reason "abort"."""
+        """End samples with finish_reason "abort": those of the requests in request_ids, without it all."""
         service = _service(request)
         async with json_body(request, service, empty={}) as body:
             fields = Fields(body)
-            fields.allow("request_ids")
+            names = fields.texts("request_ids")
             fields.finish()
-        service.host.abort_all(service.line)
-        return JSONResponse({"status": "aborted"})
+        if names is None:
+            service.host.abort_all(service.line)
+            return JSONResponse({"status": "aborted"})
+        return JSONResponse({"status": "aborted", "requests": service.running.abort(names)})
 
     async def update_weights(self, request: Request) -> Response:
         """Read weights from a directory and generate with them from the next step on.

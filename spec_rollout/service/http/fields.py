@@ -86,6 +86,13 @@ class Fields:
             raise self.bad(name, "is not valid Unicode: it has half of a surrogate pair") from None
         return value
 
+    def texts(self, name: str) -> list[str] | None:
+        """Return a list of strings of valid Unicode, None if the field is absent."""
+        value = self.any(name)
+        if value is not None and not isinstance(value, list):
+            raise self.bad(name, f"must be a list of strings, got {_name(value)}")
+        return None if value is None else [self.check_text(name, each) for each in value]
+
     def tokens(self, name: str, value: Any) -> tuple[int, ...]:
         """Return a value if it is a list of token ids."""
         if not isinstance(value, list) or not all(type(token) is int for token in value):

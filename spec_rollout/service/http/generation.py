@@ -30,6 +30,8 @@ class Call:
     prompt_logprobs: int | None = None
     """Alternatives at each place of the prompts; None: prompts are not scored."""
     stream: bool = False
+    request_id: str = ""
+    """Id that the client has given; empty: none."""
 
     @property
     def num_samples(self) -> int:
@@ -62,6 +64,7 @@ class Generation:
         """
         call, service = self.call, self._service
         check_call(service, call)
+        service.running.add(call.request_id, self)
         try:
             if call.prompt_logprobs is not None:
                 temperature = 1.0 if call.sampling is None else call.sampling.temperature
@@ -87,9 +90,14 @@ class Generation:
                 self._tickets.append(service.host.submit(service.line, prompt, receiver, deadline_s=limit_s))
 
     def cancel(self) -> None:
-        """Cancel what is not over."""
+        """Cancel what is not over; nobody waits for it any more."""
+        self._service.running.remove(self.call.request_id, self)
         for future in self._scorings:
             future.cancel()
+        self.abort()
+
+    def abort(self) -> None:
+        """End the samples that are not over with the tokens that they have; the answer says so."""
         for ticket, sample in zip(self._tickets, self.feed.samples, strict=False):
             if not sample.is_over:
                 self._service.host.cancel(ticket)

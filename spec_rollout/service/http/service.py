@@ -12,6 +12,7 @@ from aedit.spec_rollout.service.http.feeds import Bridge
 from aedit.spec_rollout.service.http.fields import Fields
 from aedit.spec_rollout.service.http.limits import HttpLimits
 from aedit.spec_rollout.service.http.metrics import HttpMetrics
+from aedit.spec_rollout.service.http.running import Running
 from aedit.spec_rollout.service.http.text_codec import TextCodec
 
 
@@ -32,6 +33,7 @@ class Service:
     created_s: int = field(default_factory=lambda: int(time.time()))
     num_buffered_bytes: int = 0
     """Bytes of bodies that are being read and parsed."""
+    running: Running = field(default_factory=Running)
     _groups: "count[int]" = field(default_factory=lambda: count(1 << 62))
     _bridge: Bridge | None = None
 

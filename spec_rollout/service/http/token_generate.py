@@ -68,7 +68,14 @@ def read_generate(body: Any, service: Service, request: Request) -> tuple[Call, 
     fields.ignore("cache_salt", "return_token_ids")
     fields.finish()
     keys = noise_keys([tokens], n, seed=seed, request_id=request_id)
-    call = Call(prompts=(tokens,), sampling=sampling, n=n, keys=keys, prompt_logprobs=prompt_logprobs)
+    call = Call(
+        prompts=(tokens,),
+        sampling=sampling,
+        n=n,
+        keys=keys,
+        prompt_logprobs=prompt_logprobs,
+        request_id=request_id,
+    )
     return call, logprobs, request_id
 
 
