@@ -43,6 +43,8 @@ METHODS: dict[str, Method | None] = {
     "delayed Nesterov, momentum 0.3": _asynchronous(
         OuterConfig(kind="delayed-nesterov", lr=1.0, momentum=0.3), grace=0.0
     ),
+    "heloco": _asynchronous(OuterConfig(kind="heloco", lr=2.0, momentum=0.9)),
+    "heloco, every arrival": _asynchronous(OuterConfig(kind="heloco", lr=1.0, momentum=0.9), grace=0.0),
     "a-edit, quorum": Method(
         hub=HubConfig(weights="penalty", quorum="all"),
         pace="seconds",
@@ -52,6 +54,10 @@ METHODS: dict[str, Method | None] = {
 }
 """None: everybody waits for everybody. The values of `async` were found on seeds 10 and 11, as were those of
 delayed Nesterov, for nodes of unequal speed (2.0) and of one speed (1.0 and 0.3)."""
+
+MUON = " with Muon"
+ROWS = (*METHODS, "diloco" + MUON, "async" + MUON)
+"""Methods with AdamW as inner optimizer, and some with Muon at the same inner rate."""
 
 Results = Mapping[tuple[str, str], Sequence[Outcome]]
 
@@ -63,36 +69,34 @@ def measure(quick: bool) -> Report:
         "held-out loss at equal tokens, 4 nodes",
         _method_lines(setting, len(seeds)),
         ("method", *(cell for case in CASES for cell in (case, "to diloco")), "staleness", "time"),
-        tuple(_row(method, results) for method in METHODS),
+        tuple(_row(row, results) for row in ROWS),
         _bars(results, quick),
         {f"{method}/{case}": [asdict(o) for o in some] for (method, case), some in results.items()},
     )
 
 
-def setting_of(case: str, setting: Setting) -> Setting:
-    """Return the setting of a case."""
+def setting_of(row: str, case: str, setting: Setting) -> Setting:
+    """Return the setting of a row in a case."""
+    setting = replace(setting, optimizer="muon" if row.endswith(MUON) else "adamw")
     if case in ("same data", "own data"):
         return replace(setting, iid=case == "same data")
     return replace(setting, step_s=EQUAL_S, in_turn=case == "equal, in turn")
 
 
-def run_all(setting: Setting, seeds: Sequence[int], methods: Sequence[str] = tuple(METHODS)) -> Results:
-    """Run every method in every case for every seed, two runs at a time."""
-    cases = list(product(methods, CASES))
-    settings = [replace(setting, seed=seed) for seed in seeds]
-    starts = in_parallel(warm_up, [(each,) for each in settings], 2)
-    jobs = [
-        (method, setting_of(case, each), start)
-        for method, case in cases
-        for each, start in zip(settings, starts, strict=True)
-    ]
+def run_all(setting: Setting, seeds: Sequence[int], rows: Sequence[str] = ROWS) -> Results:
+    """Run every row in every case for every seed, two runs at a time."""
+    cases = list(product(rows, CASES))
+    settings = {row: [setting_of(row, "same data", replace(setting, seed=s)) for s in seeds] for row in rows}
+    unlike = list(dict.fromkeys(each for some in settings.values() for each in some))
+    starts = dict(zip(unlike, in_parallel(warm_up, [(each,) for each in unlike], 2), strict=True))
+    jobs = [(row, setting_of(row, case, each), starts[each]) for row, case in cases for each in settings[row]]
     outcomes, n = in_parallel(train, jobs, 2), len(seeds)
     return {case: outcomes[i * n : (i + 1) * n] for i, case in enumerate(cases)}
 
 
-def train(method: str, setting: Setting, start: bytes) -> Outcome:
+def train(row: str, setting: Setting, start: bytes) -> Outcome:
     """Train once; return the outcome."""
-    how = METHODS[method]
+    how = METHODS[row.removesuffix(MUON)]
     return train_together(setting, start, YARDSTICK) if how is None else train_apart(setting, start, how)
 
 

@@ -185,7 +185,7 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_file_and_key(written, te
         (["--train.seconds", "5"], 'train.seconds needs edit.schedule = "seconds"'),
         (["--model.sizes.hidden_size"], "--model.sizes.hidden_size: needs a value"),
         (["--edit.penalty.clip", "x"], "--edit.penalty.clip"),
-        (["--outer.kind", "adam"], "--outer.kind: expected {average,nesterov, delayed-nesterov}|MODULE"),
+        (["--outer.kind", "adam"], "--outer.kind: expected {average,nesterov, delayed-nesterov,heloco}"),
     ],
 )
 def test_a_wrong_flag_is_refused_in_one_line_that_names_it(flags, message, capfd):

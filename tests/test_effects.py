@@ -29,6 +29,7 @@ USELESS = {
     "edit.penalty.window": '[edit.penalty]\ndetector = "ema"\nwindow = 8\n',
     "outer.momentum": '[outer]\nkind = "average"\nmomentum = 0.5\n',
     "outer.delay": "[outer]\ndelay = 8\n",
+    "outer.correction": "[outer]\ncorrection = 0.5\n",
     "hub.staleness.power": HUB + '[hub.staleness]\nrule = "constant"\npower = 1.0\n',
     "hub.staleness.rate": HUB + "[hub.staleness]\nrate = 1.0\n",
     "serve.rows": "[serve]\nrows = 3\n",

@@ -10,7 +10,7 @@ from aedit.launch.config.load import parse
 from aedit.launch.config.method import defaults, difference, method
 from aedit.proto.wire.hello import PROTOCOL
 
-DEFAULTS = {5: "f82c6b063a68f952"}
+DEFAULTS = {5: "084abe276dfffa46"}
 """SHA-256, by protocol number, of the names and defaults of all settings that decide the result."""
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from aedit.async_sgd.rules.merge import THIRD, merge, norm, unit_slices
-from aedit.async_sgd.rules.outer import Nesterov, OuterOptimizer, OuterState, make_outer
+from aedit.async_sgd.rules.outer import OuterOptimizer, OuterState, make_outer
 from aedit.async_sgd.rules.records import Part, Push, Values, Vector
 from aedit.async_sgd.rules.unit_rules import UnitRules
 from aedit.types import UnitLayout
@@ -74,9 +74,11 @@ class AdvanceRule:
 
     def outer_for(self, share: float | None) -> OuterOptimizer:
         """Return the outer optimizer of a merge that makes up this share of a round."""
-        if share is None or not isinstance(self.outer, Nesterov):
+        change = getattr(self.outer, "for_share", None)
+        if share is None or change is None:
             return self.outer
-        return self.outer.for_share(share)
+        changed: OuterOptimizer = change(share)
+        return changed
 
 
 def own_rules(rules: UnitRules, quantiser: Quantiser | None) -> dict[str, AdvanceRule]:
@@ -110,6 +112,10 @@ def merged(
     mean = merge(pushes, layout, rule.merge, rule.cut)
     length = norm(mean)
     scale = 1.0 if rule.clip is None else min(1.0, rule.clip / max(length, 1e-30))
+    if correct := getattr(rule.outer, "correct", None):  # a mean of whole tensors, whatever its share
+        mean *= np.float32(scale)
+        correct(mean, old.outer, layout.tensors)
+        scale = 1.0
     scale *= rule.factor(share)  # after clipping: a limit for a round is none for its parts together
     if scale != 1.0:
         mean *= np.float32(scale)

@@ -21,11 +21,12 @@ ELEMENTWISE = ("trimmed", "median")
 class OuterConfig:
     """The outer optimizer: it turns an averaged pseudo-gradient into the next anchor."""
 
-    kind: Literal["average", "nesterov", "delayed-nesterov"] | ImportPath = "nesterov"
+    kind: Literal["average", "nesterov", "delayed-nesterov", "heloco"] | ImportPath = "nesterov"
     """`average` subtracts lr times the mean; `nesterov` is SGD with Nesterov momentum; `delayed-nesterov`
-    takes the momentum in only once per `delay` updates, for a hub that merges every arrival (`hub.grace` 0).
-    Or a class of
-    your own as `package.module:Name`; its constructor gets those of the values below that it names."""
+    takes the momentum in only once per `delay` updates, for a hub that merges every arrival (`hub.grace` 0);
+    `heloco` turns what contradicts the momentum towards it, tensor by tensor, at a hub. Or a class of your
+    own as `package.module:Name`; its constructor gets those of the values below that it names, but
+    `correction`."""
 
     lr: float = 0.8
     """Outer learning rate; 1 with `average` is plain parameter averaging."""
@@ -41,12 +42,16 @@ class OuterConfig:
     activation: float = 0.0
     """Share of the momentum that takes part in every update in between (c of arXiv:2401.09135)."""
 
+    correction: float = 1.0
+    """Strength of the correction of `heloco` (k_s and k_d of arXiv:2606.00271)."""
+
     look_ahead: bool = False
     """Hand out the point where the momentum will carry the anchor next instead of the anchor itself, so
     that what comes back late was measured near where it lands. Needs a hub and momentum."""
 
     def __post_init__(self) -> None:
-        check_known(self.kind, "outer.kind", ("average", "nesterov", "delayed-nesterov"))
+        check_known(self.kind, "outer.kind", ("average", "nesterov", "delayed-nesterov", "heloco"))
+        check(self.correction >= 0, "outer.correction", "must not be negative", self.correction)
         check(self.lr > 0, "outer.lr", "must be above 0", self.lr)
         check(0 <= self.momentum < 1, "outer.momentum", "must be in [0, 1)", self.momentum)
         check(self.delay >= 1, "outer.delay", "must be at least 1", self.delay)

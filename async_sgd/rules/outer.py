@@ -6,12 +6,14 @@ checkpointed, offloaded or sent to a joining node as it is.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
+from aedit.async_sgd.rules import heloco
 from aedit.async_sgd.rules.config import OuterConfig
-from aedit.types import imported
+from aedit.async_sgd.rules.records import Vector
+from aedit.types import TensorLayout, imported
 
 SETTINGS = ("lr", "momentum", "delay", "activation")
 """Values of `[outer]` that the constructor of an outer optimizer may ask for by name."""
@@ -164,6 +166,40 @@ class DelayedNesterov:
         return ahead
 
 
+class HeLoCo:
+    """Nesterov with an averaged momentum after a correction: m <- mu m + (1 - mu) g; x <- x - lr (g + mu m).
+
+    arXiv:2606.00271. The correction is that of `rules.heloco`; it needs whole tensors, which a hub has.
+    """
+
+    def __init__(self, lr: float = 0.8, momentum: float = 0.85, correction: float = 1.0) -> None:
+        self.lr, self.mu, self.strength = lr, momentum, correction
+        self._step = Nesterov(lr, momentum)
+
+    def for_share(self, share: float) -> "HeLoCo":
+        """Return the optimizer of updates that are this share of a round; see `Nesterov.for_share`."""
+        made = HeLoCo(self.lr, self.mu, self.strength)
+        made._step = self._step.for_share(share)
+        return made
+
+    def correct(self, gradient: Vector, state: OuterState[Vector], tensors: Sequence[TensorLayout]) -> None:
+        """Replace the mean pseudo-gradient of a unit by the corrected one, in place; before `update`."""
+        heloco.correct(gradient, state.momentum, tensors, self.strength)
+
+    def init(self, anchor: A) -> OuterState[A]:
+        """Return zero momentum."""
+        return self._step.init(anchor)
+
+    def update(self, gradient: A, state: OuterState[A]) -> tuple[A, OuterState[A]]:
+        """Return lr (g + mu m) and the state with m <- mu m + (1 - mu) g."""
+        step, after = self._step.update(gradient * (1 - self.mu), state)
+        return _plus(step, gradient * (self.lr * self.mu)), after
+
+    def look_ahead(self, anchor: A, state: OuterState[A]) -> A:
+        """Return x - lr mu m."""
+        return self._step.look_ahead(anchor, state)
+
+
 def make_outer(config: OuterConfig) -> OuterOptimizer:
     """Return the optimizer that `[outer]` names: one of ours, or a class by import path.
 
@@ -177,6 +213,8 @@ def make_outer(config: OuterConfig) -> OuterOptimizer:
             return Nesterov(config.lr, config.momentum)
         case "delayed-nesterov":
             return DelayedNesterov(config.lr, config.momentum, config.delay, config.activation)
+        case "heloco":
+            return HeLoCo(config.lr, config.momentum, config.correction)
         case path:
             kind = imported(path, "outer.kind", ("init", "update"))
             wanted = inspect.signature(kind).parameters

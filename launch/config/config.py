@@ -251,6 +251,7 @@ class RunConfig:
         if not hub.address:
             check(hub == HubConfig(), "hub.address", "must be HOST:PORT for [hub] to have an effect", "''")
             check(not self.outer.look_ahead, "outer.look_ahead", "needs a hub", self.outer.look_ahead)
+            check(self.outer.kind != "heloco", "outer.kind", "needs a hub", self.outer.kind)
             check(edit.schedule != "dylu", "edit.schedule", "needs a hub ([hub] address), not", edit.schedule)
             return
         check(edit.landing == "arrival", "edit.landing", 'must be "arrival" with a hub', edit.landing)

@@ -91,9 +91,10 @@ RULES = (
     EffectRule(
         ("outer.delay", "outer.activation"),
         "outer.kind",
-        lambda c: c.outer.kind in ("average", "nesterov"),
+        lambda c: c.outer.kind in ("average", "nesterov", "heloco"),
         '"delayed-nesterov"',
     ),
+    EffectRule(("outer.correction",), "outer.kind", lambda c: c.outer.kind != "heloco", '"heloco"'),
     EffectRule(
         ("hub.staleness.power",),
         "hub.staleness.rule",
