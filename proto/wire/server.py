@@ -138,12 +138,17 @@ class _Check(aio.ServerInterceptor):
         if refusing is not None:
             return self._calls.handler(refusing)
         found = await continuation(handler_call_details)
-        return self._checked_again(found, handler_call_details) if _is_stream(found) else found
+        stream: Any = None if found is None else found.stream_stream
+        # Health and reflection are not coroutines: they tell nothing of the run.
+        is_ours = inspect.iscoroutinefunction(stream)
+        return self._checked_again(stream, handler_call_details) if is_ours else found
 
     def _refusal(self, details: grpc.HandlerCallDetails) -> "Handler | None":
         return self._check.intercept_service(lambda details: None, details)
 
-    def _checked_again(self, found: "Handler", details: grpc.HandlerCallDetails) -> "Handler":
+    def _checked_again(
+        self, stream: Callable[..., Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> "Handler":
         """Return a handler that ends its call when the caller's keys are revoked."""
 
         async def watch(call: "asyncio.Task[Any]") -> None:
@@ -156,16 +161,11 @@ class _Check(aio.ServerInterceptor):
             assert call is not None
             watching = asyncio.create_task(watch(call))
             try:
-                return await found.stream_stream(messages, context)
+                return await stream(messages, context)
             finally:
                 watching.cancel()
 
         return grpc.stream_stream_rpc_method_handler(run)
-
-
-def _is_stream(found: "Handler | None") -> bool:
-    """Return whether this is a handler of `AsyncCalls` that streams its answer."""
-    return found is not None and inspect.iscoroutinefunction(found.stream_stream)
 
 
 def serve(
