@@ -3,8 +3,13 @@
 Real processes: one hub, six nodes of a fixed pace, each in a network namespace of its own where the machine
 permits it. Every step of a node adds 1 to its own elements of every unit, so the anchors show how many steps
 of each node have been merged. Goodput is compared with the same run without faults.
+
+    python -m benchmarks.chaos --standby 2
+
+runs two standbys beside the hub, and hubs fail as well as nodes (`chaos_parts/failover.py`).
 """
 
+import argparse
 import random
 import tempfile
 import time
@@ -13,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from benchmarks.chaos_parts import failover
 from benchmarks.chaos_parts.books import Books, compare, journal_kept
 from benchmarks.kit import netns
 from benchmarks.kit.cluster import Field
@@ -72,7 +78,23 @@ class Story:
     books: Books | None = None
 
 
-def measure(quick: bool) -> Report:
+def measure(args: argparse.Namespace) -> Report:
+    """Return the table of the run that the options name."""
+    if args.standby:
+        return failover.measure(args.minutes, args.standby, args.seed, quick=args.quick)
+    return _alone(args.quick)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run with standbys."""
+    about = "run N standbys (2 without a number); hubs fail as well as nodes"
+    parser.add_argument("--standby", type=int, nargs="?", const=2, default=0, metavar="N", help=about)
+    about = "with --standby: minutes of faults (default 10, with --quick 1)"
+    parser.add_argument("--minutes", type=float, metavar="M", help=about)
+    parser.add_argument("--seed", type=int, default=1, help="with --standby: of the faults (default 1)")
+
+
+def _alone(quick: bool) -> Report:
     plan = QUICK if quick else FULL
     calm = tell(Plan(plan.calm_s, 0, 1e9, 0, 0, 0), random.Random(0))
     story = tell(plan, random.Random(1))
@@ -235,4 +257,5 @@ def _end(ground: Field, story: Story) -> None:
 
 
 if __name__ == "__main__":
-    main("chaos", "Faults for ten minutes: what is lost, and how much work still gets done.", measure)
+    about = "Faults for ten minutes: what is lost, and how much work still gets done."
+    main("chaos", about, measure, options=options)

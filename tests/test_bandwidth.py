@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from benchmarks.bandwidth_parts import codecs
 from benchmarks.bandwidth_parts import hub as bandwidth_hub
 from benchmarks.bandwidth_parts.coarse import CoarsePushes, coarse, cost
 from benchmarks.bandwidth_parts.hub import HubRow, Way, long_way
@@ -73,3 +74,9 @@ def test_exact_pushes_are_left_alone_and_nodes_share_no_memory():
 
 def test_the_cost_is_a_share_of_the_loss_of_fp32():
     assert cost({"fp32": [2.0, 4.0], "e3m0": [2.1, 4.2]}, "e3m0") == pytest.approx(0.05)
+
+
+def test_a_codec_is_compared_with_fp32_under_the_same_outer_optimizer_seed_by_seed():
+    losses = {codecs.EXACT: (2.0, 4.0), codecs.BOTH: (2.2, 4.0), codecs.CASES[0]: (1.0, 1.0)}
+    rows = {case: [codecs.Found(loss, 0) for loss in each] for case, each in losses.items()}
+    assert codecs.costs(rows, codecs.BOTH) == pytest.approx([0.1, 0.0])

@@ -243,6 +243,29 @@ def test_pushes_that_were_long_on_their_way_count_in_full():
     assert reasons(training) == []
 
 
+def test_steps_made_while_a_hub_could_not_acknowledge_count_in_full():
+    """A hub without its standbys: every node's push stands for 300 s, and the next one holds that time."""
+    training = fleet()
+    training.run(100.0)
+    training.made.now += 300.0
+    for node in range(8):
+        assert kinds(training.push(node, 16)) == [Accepted]
+    training.made.now += 1.0
+    for node in range(8):
+        (accepted,) = training.push(node, 300)
+        assert accepted.push.steps == 300
+
+
+def test_a_node_that_started_slowly_is_not_cut_to_the_speed_of_its_start():
+    """Its first push holds few steps, since its membership began long before its first step."""
+    training = fleet((1.0, 0.1))
+    training.run(60.0, but=(1,))
+    assert kinds(training.push(1, 16)) == [Accepted]
+    training.run(30.0, but=(1,))
+    (accepted,) = training.push(1, 300)
+    assert accepted.push.steps == 300
+
+
 def test_steps_made_while_the_hub_was_away_count_in_full():
     training = fleet()
     made = training.made

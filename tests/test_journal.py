@@ -21,6 +21,7 @@ from aedit.async_sgd.rules.config import HubConfig, OuterConfig
 from aedit.async_sgd.rules.records import Part, Push
 from aedit.edit.config import EditConfig
 from aedit.launch.config.config import RunConfig
+from aedit.launch.hub import folder
 from aedit.launch.hub.replay import make_hub
 from aedit.proto.codecs.codecs import codec
 from aedit.types import Layout, TensorLayout, UnitLayout, UserError
@@ -340,6 +341,57 @@ def test_a_full_disk_takes_nothing_half(tmp_path, monkeypatch):
     assert book.hub.state.term == 0
     book.push(0, 0)
     same(book.hub, reopened(tmp_path))
+
+
+def test_a_record_in_the_place_of_a_payload_that_was_given_up_during_a_flush_is_flushed_too(
+    tmp_path, monkeypatch
+):
+    """The flush knows of the payload's bytes. They are taken back before it ends, and used again."""
+    journal = Journal(tmp_path, 1, fsync=True)
+    position = journal.append(b"[]")
+    writing, goes_on, flushes = threading.Event(), threading.Event(), []
+    true, flush = os.pwrite, os.fdatasync
+
+    def full(fd, data, offset):
+        if len(data) < 2000:
+            return true(fd, data, offset)
+        writing.set()
+        assert goes_on.wait(30)
+        raise OSError(28, "No space left on device")
+
+    def flushed(fd):
+        flushes.append(fd)
+        goes_on.set()
+        storing.join(30)
+        flush(fd)
+
+    def store():
+        with pytest.raises(NoSpace):
+            journal.store(memoryview(bytes(2000)))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    storing = threading.Thread(target=store)
+    storing.start()
+    assert writing.wait(30)
+    monkeypatch.setattr(os, "fdatasync", flushed)
+    journal.sync(position)
+    after = journal.append(b"[]")
+    journal.sync(after)
+    assert len(flushes) == 2, "the second record was never flushed"
+
+
+def test_only_its_owner_can_read_a_journal_and_its_snapshots(tmp_path):
+    before = os.umask(0)
+    try:
+        with folder.locked(tmp_path / "hub"):
+            book = Book(tmp_path / "hub").join("a")
+            book.ledger.snapshot()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "hub").stat().st_mode & 0o777 == 0o700
+    paths = [*(tmp_path / "hub").glob("journal-*"), *(tmp_path / "hub").glob("snapshot-*")]
+    assert len(paths) >= 2
+    assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
 
 
 def test_a_payload_that_a_new_segment_has_overtaken_is_stored_again(tmp_path):

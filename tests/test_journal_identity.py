@@ -1,18 +1,21 @@
 """Tests that a journal knows which one it is: what is missing, replaced or of another run is found."""
 
 import os
+import re
 import shutil
 import struct
 import zlib
 
 import pytest
+from kit.leading_hub import leading_hub
+from kit.waiting import until
 from test_journal import Book, reopened, same
 
 from aedit.async_sgd.journal import frames
 from aedit.async_sgd.journal.frames import File, read_head
 from aedit.async_sgd.journal.journal import NOTE, JournalBroken, segment_path
 from aedit.async_sgd.journal.store import segment_numbers, snapshot_path
-from aedit.launch.hub import folder
+from aedit.launch.hub import folder, leading
 from aedit.types import UserError
 
 
@@ -165,6 +168,18 @@ def test_a_journal_that_is_taken_away_from_a_running_hub_is_noticed_by_the_next_
         book.ledger.durable(position)
     with pytest.raises(JournalBroken):
         book.ledger.journal.append(b"[]")
+
+
+def test_an_idle_hub_whose_folder_is_removed_ends_and_names_it(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(leading, "LINE_EVERY_S", 0.05)
+    with leading_hub(tmp_path) as hub:
+        hub.node().found()
+        shutil.rmtree(tmp_path / "hub")
+        until(lambda: hub.process.is_over, "the end of a hub without a journal")
+    assert hub.process.exit_code() == 1
+    said = capfd.readouterr().err
+    assert re.search(r"the hub has failed: .*journal-00000001 was removed, or its folder was", said)
+    assert "Traceback" not in said
 
 
 def test_a_deleted_lock_file_admits_no_second_hub(tmp_path):

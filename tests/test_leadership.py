@@ -129,6 +129,18 @@ def test_a_candidate_is_elected_by_a_quorum_and_acknowledges_after_another_one()
     assert hub.acknowledged() == END
 
 
+@pytest.mark.parametrize("number", [1, 6, 100])
+def test_invented_voters_do_not_elect_anybody_however_many_they_are(number):
+    """Only the identities in the configurations of the journal count."""
+    made = replica(B, [config((A, B), (X, Y, Z))])
+    proposal = made.stand((1, 1, 100))
+    for invented in range(1000, 1000 + number):
+        assert made.count_vote(yes(invented, proposal), 0.0) == []
+    assert made.term == 0
+    assert made.count_vote(yes(X, proposal), 0.0) == []
+    assert made.count_vote(yes(Y, proposal), 0.0) != [], "two of three electors are enough"
+
+
 def test_a_vote_of_long_ago_does_not_count():
     hub = replica(B, [config((A, B), (X, Y, Z))])
     proposal = hub.stand((1, 1, 90))

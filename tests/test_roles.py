@@ -1,10 +1,12 @@
 """Tests who may call what at a hub: roles, names and terms, over real gRPC on loopback."""
 
+import threading
+from contextlib import suppress
 from itertools import islice
 
 import grpc
 import pytest
-from kit.hub_processes import HubRefused, until
+from kit.hub_processes import HubRefused, HubUnreachable, until
 from kit.leading_hub import keys_of, leading_hub
 
 from aedit.async_sgd.service.tailing import Tailing
@@ -31,6 +33,20 @@ def first_chunk(client):
     for chunk in client.tail(pb.TailRequest(segment=1)):
         if chunk.data:
             return chunk.data
+
+
+class Stream(threading.Thread):
+    """Reader of the journal, for as long as it may."""
+
+    def __init__(self, client):
+        super().__init__(daemon=True)
+        self.client, self.num_chunks = client, 0
+        self.start()
+
+    def run(self):
+        with suppress(HubRefused, HubUnreachable):
+            for _ in self.client.tail(pb.TailRequest(segment=1)):
+                self.num_chunks += 1
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +193,18 @@ def test_revoked_keys_are_refused_at_once_and_new_ones_under_the_name_are_taken(
         again.join()
         assert again.heartbeat().nodes == 2
         assert code(alice.heartbeat) == "UNAUTHENTICATED"
+
+
+def test_the_stream_of_a_standby_ends_when_its_keys_are_revoked(tmp_path):
+    keys = keys_of(tmp_path, ["alice"], standbys={"second": ["127.0.0.1"], "third": ["127.0.0.1"]})
+    with leading_hub(tmp_path, STANDBY, keys) as hub:
+        hub.node("alice", "alice").found()
+        streams = {name: Stream(hub.client(name)) for name in ("second", "third")}
+        until(lambda: all(stream.num_chunks for stream in streams.values()), "the journal")
+        revoke(keys, ["second"])
+        until(lambda: not streams["second"].is_alive(), "the end of the stream")
+        assert streams["third"].is_alive()
+        assert code(lambda: first_chunk(hub.client("second"))) == "UNAUTHENTICATED"
 
 
 # -- terms

@@ -19,8 +19,10 @@ from aedit.async_sgd.journal.store import Store, batches
 from aedit.async_sgd.rules import records
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub.replay import anchors_of, make_hub, pushes_of
+from aedit.proto.agent.elector import Elector
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient
+from aedit.proto.wire.vote_messages import VoterFile
 
 STANDBY = 'standby = "127.0.0.1:0"'
 
@@ -106,6 +108,28 @@ def test_a_node_that_has_found_its_hub_again_has_no_vote_any_more(tmp_path):
             time.sleep(0.1)
         assert not other.vote(standby.address).leads
         assert node.vote(standby.address).leads
+
+
+def test_six_invented_names_do_not_depose_a_healthy_hub(tmp_path):
+    """Neither names that never joined have a vote, nor one member under many identities."""
+    _, primary, standby = pair(tmp_path)
+    with ending():
+        nodes = [Client(primary.address, name) for name in ("one", "two", "three")]
+        nodes[0].found()
+        for node in nodes[1:]:
+            node.join()
+        attached(nodes[0], electors=3)
+        for k in range(6):
+            invented = Client(primary.address, f"invented-{k}")
+            invented.who.node = k % 3
+            with pytest.raises(HubRefused):
+                invented.vote(standby.address)
+        for _ in range(6):
+            nodes[2].elector = Elector(VoterFile(None))
+            assert not nodes[2].vote(standby.address).leads
+        assert nodes[0].merged(0).verdict == pb.MERGED
+        assert nodes[0].heartbeat().term == 1
+        assert primary.process.poll() is None
 
 
 def test_an_accepted_push_is_on_the_standbys_disk_before_it_is_acknowledged(tmp_path):

@@ -86,28 +86,22 @@ def _in_time(
     """Return the steps that the node can have made since its last push of the unit."""
     unit = state.units[push.unit]
     times = unit.times.get(push.node, PushTimes.began(now_s))
-    known = {
-        node: found
-        for node in state.live
-        if (found := _speed(unit, node, reports, now_s, is_own=node == push.node))
-    }
-    own = known.pop(push.node, None)
+    others = [
+        found for node in state.live if node != push.node and (found := _speed(unit, node, reports, now_s))
+    ]
     every = None if plan.pace == "seconds" else plan.every
-    steps = possible_steps(times, now_s, own, list(known.values()), every)
+    steps = possible_steps(times, now_s, times.best_speed, others, every)
     if steps is None:
         return math.inf
     # The first push after that may have been on its way, and the second one holds what was made meanwhile.
     return steps + plan.hub.max_steps_ahead if times.before_s <= began_s else steps
 
 
-def _speed(unit: Unit, node: int, reports: Mapping[int, Report], now_s: float, *, is_own: bool) -> float:
-    """Return the speed in the node's pushes of the unit, or its own word while there are none; 0 if unknown.
-
-    The speed of a node that is being judged does not fall while it is silent.
-    """
+def _speed(unit: Unit, node: int, reports: Mapping[int, Report], now_s: float) -> float:
+    """Return the speed in the node's pushes of the unit, or its own word before the third; 0 if unknown."""
     times = unit.times.get(node)
-    shown = times.speed(times.since_s if is_own else now_s) if times else None
-    return speeds.reported(reports, node) if shown is None else shown
+    shown = (times.speed(now_s) if times else None) or 0.0
+    return shown if times and times.is_regular else speeds.reported(reports, node) or shown
 
 
 def _early(times: PushTimes, since_s: float, least_s: float) -> str:

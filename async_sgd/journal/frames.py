@@ -50,8 +50,9 @@ class File:
     """An open file. It stays readable after its name is gone, until nothing refers to it."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
+        """Open the file for reading and writing. create: anew, so that only its owner can read the seed."""
         self.path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC) * create, 0o644)
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC) * create, 0o600)
 
     def __del__(self) -> None:
         if fd := getattr(self, "fd", None):

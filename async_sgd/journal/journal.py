@@ -147,15 +147,25 @@ class Journal:
             with self._lock:
                 self._check()
                 number, ends, file = self.number, self._ends, self.file
-                written, mark = ends.written, Mark((number, ends.recorded), self._chain.value)
+                # Not beyond: a payload that is being written may be taken back, and its place used again.
+                safe = max(ends.recorded, min(self._filling, default=ends.written))
+                mark = Mark((number, ends.recorded), self._chain.value)
             if position <= (number, ends.synced) or position[0] < number:
                 return self._synced
             if self._fsync:
                 self._flush(file)
             self._check_place(file, position[1])
-            ends.synced = max(ends.synced, written)
+            ends.synced = max(ends.synced, safe)
             self._synced = mark
             return mark
+
+    def check_place(self) -> None:
+        """Raise JournalBroken if the file has been removed, replaced or cut off, or the disk has failed."""
+        with self._sync_lock:
+            with self._lock:
+                self._check()
+                file, written = self.file, self._ends.recorded
+            self._check_place(file, written)
 
     def rotate(self, *, new_epoch: bool = False) -> int:
         """Begin the next segment and return its number. Nobody may append meanwhile (`store` may).

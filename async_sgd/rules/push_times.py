@@ -3,6 +3,7 @@
 Times are seconds of the run's age as the journal has them, so that the same records give the same values.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
@@ -20,6 +21,9 @@ BURST = 4.0
 
 _KEPT = 0.75
 """Weight of the pushes before the newest one in a node's usual speed."""
+
+_THREE = 1 + _KEPT + _KEPT**2
+"""`PushTimes.num` after three pushes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class PushTimes:
     """Number of accepted pushes, older ones counting less."""
     num_steps: float = 0.0
     num_s: float = 0.0
+    speed_before: float = 0.0
+    """Speed in the pushes before the newest one; 0 if it is unknown."""
 
     @classmethod
     def began(cls, at_s: float) -> "PushTimes":
@@ -60,6 +66,7 @@ class PushTimes:
             1 + _KEPT * self.num,
             steps + _KEPT * self.num_steps,
             max(0.0, at_s - self.since_s) + _KEPT * self.num_s,
+            self.num_steps / self.num_s if self.num_s else 0.0,
         )
 
     @property
@@ -76,6 +83,22 @@ class PushTimes:
             return None
         overdue_s = max(0.0, now_s - self.since_s - self.num_s / self.num)
         return self.num_steps / (self.num_s + overdue_s)
+
+    @property
+    def is_regular(self) -> bool:
+        """Return whether there are three pushes or more: the first ones hold the start of the node."""
+        return self.num >= _THREE
+
+    @property
+    def best_speed(self) -> float:
+        """Return what its steps per second may be, whatever its newest push shows.
+
+        Infinity before its third push. A push that stood for long holds the steps before that only, and the
+        next one holds the rest: the speed before it counts too.
+        """
+        if not self.is_regular:
+            return math.inf
+        return max(self.speed(self.since_s) or 0.0, self.speed_before)
 
 
 def possible_steps(

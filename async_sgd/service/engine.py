@@ -65,7 +65,8 @@ class HubWorker:
 
     def fail(self, error: BaseException) -> None:
         """Stop the hub: its answers could be untrue."""
-        log.error("the hub gives up", exc_info=error)
+        if not isinstance(error, JournalBroken):  # that one says all in a line
+            log.error("the hub gives up", exc_info=error)
         self.failure = self.failure or f"{type(error).__name__}: {error}"
         self.over.set()
 

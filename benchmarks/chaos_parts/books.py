@@ -4,7 +4,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +66,8 @@ def compare(ground: Field, ended_s: float) -> Books:
     anchors, again = anchors_of(directory), anchors_of(whole, from_the_beginning=True)
     seen, unanswered = _seen(ledgers), _unanswered(ledgers)
     return Books(
-        steps_per_s=sum(journal.values()) / ground.plan.units / _mean_s(ledgers, ended_s),
-        lost=astray + sum(_differ(anchors[i], sums) for i, sums in enumerate(expected(ground.plan, shares))),
+        steps_per_s=sum(journal.values()) / ground.plan.units / mean_s(ledgers, ended_s),
+        lost=astray + sum(differ(anchors[i], sums) for i, sums in enumerate(expected(ground.plan, shares))),
         unknown=sum(max(0, seen[key] - journal[key]) for key in seen),
         twice=sum(max(0, steps - seen[key] - unanswered[key]) for key, steps in journal.items()),
         owed=sum(owed(attempt, ground.plan.units) for lines in ledgers for attempt in attempts(lines)),
@@ -128,7 +128,7 @@ def by_share(records: Iterable[Record]) -> tuple[Shares, int]:
     return found, sum(merges[key] != 1 for key in accepted)
 
 
-def _differ(anchor: NDArray[np.float32], sums: NDArray[np.float64]) -> int:
+def differ(anchor: NDArray[np.float32], sums: NDArray[np.float64]) -> int:
     """Return the number of elements that differ by more than single precision adds up to."""
     return int((~np.isclose(anchor, sums, rtol=1e-5, atol=0.02)).sum())
 
@@ -184,7 +184,7 @@ def _unanswered(ledgers: list[list[dict[str, Any]]]) -> Steps:
     return found
 
 
-def _mean_s(ledgers: list[list[dict[str, Any]]], ended_s: float) -> float:
+def mean_s(ledgers: Sequence[list[dict[str, Any]]], ended_s: float) -> float:
     """Return the seconds from a node's first join to the end, mean over nodes."""
     began_s = [lines[0]["t"] for lines in ledgers]
     return float(np.mean([ended_s - t for t in began_s]))

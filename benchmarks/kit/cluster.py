@@ -15,7 +15,7 @@ import psutil
 
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hub_pb2 import StatusRequest
-from benchmarks.kit.netns import Place
+from benchmarks.kit.netns import Place, set_link
 from benchmarks.kit.paced_node import PacedNode
 from benchmarks.kit.processes import end, start, start_hub
 
@@ -34,6 +34,7 @@ lr = 1.0
 [hub]
 address = "{address}"
 weights = "uniform"
+grace = 0
 codec = "fp32"
 heartbeat_s = 0.25
 expire_s = {expire_s}
@@ -65,14 +66,24 @@ class Field:
     """Processes of one run. Leaving the block ends all that are left."""
 
     def __init__(
-        self, directory: Path, plan: PacedNode, *, places: Sequence[Place] = (), more: str = ""
+        self,
+        directory: Path,
+        plan: PacedNode,
+        *,
+        places: Sequence[Place] = (),
+        more: str = "",
+        program: str = "benchmarks.kit.paced_node",
+        address: str = "",
     ) -> None:
         """Set up the run in `directory`.
 
         plan: of every node; its hub, name and ledger are set here. places: the hub's, then the nodes'.
+        more: lines of the table [hub]. program: module that runs a node.
+        address: of the hub; by default in its place, or at a free port of loopback.
         """
-        self.directory, self.places = directory, list(places)
-        address = f"{self.places[0].address}:7000" if self.places else f"127.0.0.1:{free_port()}"
+        self.directory, self.places, self.program = directory, list(places), program
+        if not address:
+            address = f"{self.places[0].address}:7000" if self.places else f"127.0.0.1:{free_port()}"
         self.plan = replace(plan, hub=address)
         self.toml = directory / "run.toml"
         settings = {
@@ -127,7 +138,7 @@ class Field:
         plan = json.dumps(asdict(replace(self.plan, name=name, ledger=str(self.ledger(name)), **changes)))
         place = self.places[self._place(name)] if self.places else None
         logs = {"stdout": self.log, "stderr": self.log}
-        self.nodes[name] = start("benchmarks.kit.paced_node", plan, place=place, **logs)
+        self.nodes[name] = start(self.program, plan, place=place, **logs)
 
     def ledger(self, name: str) -> Path:
         return self.directory / f"{name}.jsonl"
@@ -175,10 +186,7 @@ class Field:
         self._link(name, "up")
 
     def _link(self, name: str, state: str) -> None:
-        place = self.places[self._place(name)]
-        switch = place.namespace.rpartition("-")[0] + "-switch"
-        command = f"ip -n {switch} link set port-{place.interface} {state}"
-        subprocess.run(command.split(), check=True, capture_output=True, timeout=20)
+        set_link(self.places[self._place(name)], state)
 
     # -- processes
 

@@ -76,6 +76,12 @@ def _join(place: Place, switch: str, rate_mbit: int) -> None:
     )
 
 
+def set_link(place: Place, state: str) -> None:
+    """Drop all packets from and to `place` with "down", so that neither end is notified; "up" ends that."""
+    switch = place.namespace.rpartition("-")[0] + "-switch"
+    run_command(f"ip -n {switch} link set port-{place.interface} {state}")
+
+
 def run_command(command: str) -> str:
     """Return the output of `command`. Raises subprocess.CalledProcessError if it fails."""
     words = command.split()

@@ -66,6 +66,10 @@ class PacedNode:
     """Go on only with samples that the hub has leased, as a node with data does."""
     donor: str = ""
     """HOST:PORT where it gives anchors to others; empty: it does not."""
+    rejoin: str = ""
+    """Secret of the node, kept over restarts; empty: a killed node comes back when its place has expired."""
+    votes: str = ""
+    """Folder that keeps its votes over restarts; empty: a new process is another voter."""
 
     @property
     def numels(self) -> list[int]:
@@ -214,6 +218,8 @@ def agent_plan(plan: PacedNode) -> AgentPlan:
         expire_s=plan.expire_s,
         call_timeout_s=plan.call_timeout_s,
         prefers=plan.prefers,
+        rejoin=plan.rejoin,
+        votes=plan.votes,
     )
 
 

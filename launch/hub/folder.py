@@ -31,7 +31,7 @@ _DECIDES = (
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock the folder for this process until the block ends; create it if it does not exist.
+    """Lock the folder for this process until the block ends; create it for its owner if it does not exist.
 
     The folder itself is locked, so that nobody gets past the lock by deleting a file. The file `lock` is
     locked too: it shows others that a hub runs, and it is the lock where a network file system cannot lock
@@ -41,7 +41,7 @@ def locked(directory: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             itself = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(os.close, itself)
             lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -111,6 +111,11 @@ class LeadingHub:
 
     def _write_lines(self) -> None:
         while not self._stopping.wait(LINE_EVERY_S):
+            try:
+                self.ledger.journal.check_place()  # also while nobody pushes, and nothing is synced
+            except JournalBroken as error:
+                self.engine.fail(error)
+                return
             self._reports.line(metrics(self.overview()))
 
     def _look_at_voters(self) -> None:

@@ -1,7 +1,9 @@
 """A gRPC server that the usual tools can inspect: health and reflection are on."""
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -20,6 +22,8 @@ from aedit.types import UserError
 
 _LOOK_S = 1.0
 """How often connections are counted."""
+_CHECKED_EVERY_S = 1.0
+"""How often it is looked whether the caller of a stream still may read it."""
 _FRAME_BYTES = 2**18
 _OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -130,8 +134,38 @@ class _Check(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         """Return the handler of the call, or one that refuses it."""
-        refusing: Handler | None = self._check.intercept_service(lambda details: None, handler_call_details)
-        return await continuation(handler_call_details) if refusing is None else self._calls.handler(refusing)
+        refusing = self._refusal(handler_call_details)
+        if refusing is not None:
+            return self._calls.handler(refusing)
+        found = await continuation(handler_call_details)
+        stream: Any = None if found is None else found.stream_stream
+        # Health and reflection are not coroutines: they tell nothing of the run.
+        is_ours = inspect.iscoroutinefunction(stream)
+        return self._checked_again(stream, handler_call_details) if is_ours else found
+
+    def _refusal(self, details: grpc.HandlerCallDetails) -> "Handler | None":
+        return self._check.intercept_service(lambda details: None, details)
+
+    def _checked_again(
+        self, stream: Callable[..., Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> "Handler":
+        """Return a handler that ends its call when the caller's keys are revoked."""
+
+        async def watch(call: "asyncio.Task[Any]") -> None:
+            while self._refusal(details) is None:
+                await asyncio.sleep(_CHECKED_EVERY_S)
+            call.cancel()
+
+        async def run(messages: Any, context: Any) -> Any:
+            call = asyncio.current_task()
+            assert call is not None
+            watching = asyncio.create_task(watch(call))
+            try:
+                return await stream(messages, context)
+            finally:
+                watching.cancel()
+
+        return grpc.stream_stream_rpc_method_handler(run)
 
 
 def serve(

@@ -1,16 +1,23 @@
-"""Tests a short version of `python -m benchmarks.chaos`.
+"""Tests a short version of `python -m benchmarks.chaos`, alone and with standbys.
 
 Processes are killed, and the accounts still agree.
 """
 
+import json
 import random
 from collections import Counter
 
 import numpy as np
+import pytest
 from benchmarks.chaos import Plan, tell
+from benchmarks.chaos_parts import failover
 from benchmarks.chaos_parts.books import attempts, expected, owed
+from benchmarks.chaos_parts.history import history_of, keep, leaders, read
 from benchmarks.kit import netns
 from benchmarks.kit.paced_node import PacedNode
+from test_journal import Book
+
+from aedit.async_sgd.rules.records import Configured, Led
 
 PLAN = Plan(seconds=24, calm_s=0, kill_every_s=5, hub_kills=2, cuts=2, cut_s=6)
 
@@ -50,3 +57,69 @@ def test_steps_of_a_survivor_are_all_in_accepted_pushes_or_it_is_said_how_many_a
     assert [len(attempt) for attempt in attempts(killed + good)] == [2, 6]
     assert [owed(attempt, 2) for attempt in attempts(killed + good)] == [0, 0]
     assert owed([joined, pushed(0, 4), pushed(1, 12), left], 2) == 6 + 2
+
+
+@pytest.mark.slow
+def test_hubs_fail_as_well_as_nodes_and_nothing_acknowledged_is_lost_with_one_leader_per_term():
+    story = failover.tell(75, 2, seed=2)
+    found = story.accounts
+    assert sum(story.faults.values()) >= 5
+    assert found.acknowledged > 100
+    assert story.died == []
+    nothing = (
+        "lost",
+        "twice",
+        "invented",
+        "uncounted",
+        "wrong",
+        "damaged",
+        "two_leaders",
+        "two_hubs",
+        "back",
+    )
+    assert {name: getattr(found, name) for name in nothing} == dict.fromkeys(nothing, 0)
+    assert found.back == found.missing == story.left_behind == 0
+
+
+def copies_of(directory):
+    return [segment for path in directory.glob("journal-*") if (segment := read(path))]
+
+
+def test_a_history_is_joined_from_copies_by_the_hashes_in_the_heads_of_segments(tmp_path):
+    (place := tmp_path / "hub").mkdir()
+    book = Book(place).join("a", "b")
+    for _ in range(4):
+        book.push(0, 0)
+        book.push(1, 1)
+        keep(place, tmp_path / "copies")
+        book.ledger.snapshot()
+    book.commit([Led(1), Configured(1, 1, 5, (5,))])
+    keep(place, tmp_path / "copies")
+    assert not (place / "journal-00000001").exists(), "the hub has not deleted what a snapshot holds"
+    copies = copies_of(tmp_path / "copies")
+    found = history_of(place, copies)
+    assert found.missing == found.damaged == found.repeated == 0
+    assert found.terms == [1]
+    assert set(found.accepted) == {(node, node, seq) for node in (0, 1) for seq in found_seqs(book, node)}
+    assert all(found.merged[key] == 1 for key in found.accepted)
+    assert leaders(copies) == {1: {5}}
+    assert history_of(place, [one for one in copies if one.number != 2]).missing >= 2
+
+
+def found_seqs(book, node):
+    """Return the numbers of the node's pushes in its unit but that of the first parameters."""
+    last = book.hub.state.members[node].received[node]
+    return range(last - 3, last + 1)
+
+
+def test_a_payload_that_is_not_what_was_acknowledged_shows(tmp_path):
+    book = Book(tmp_path).join("a")
+    book.push(0, 0)
+    (segment,) = copies_of(tmp_path)
+    assert segment.damaged_payloads == 0
+    data = bytearray(segment.path.read_bytes())
+    values = [record for record in segment.records if record["kind"] == "Accepted"][-1]["values"]
+    data[values["at"]] ^= 1
+    segment.path.write_bytes(data)
+    assert read(segment.path).damaged_payloads == 1
+    assert json.dumps(segment.records) == json.dumps(read(segment.path).records)
