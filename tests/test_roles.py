@@ -199,12 +199,15 @@ def test_the_stream_of_a_standby_ends_when_its_keys_are_revoked(tmp_path):
     keys = keys_of(tmp_path, ["alice"], standbys={"second": ["127.0.0.1"], "third": ["127.0.0.1"]})
     with leading_hub(tmp_path, STANDBY, keys) as hub:
         hub.node("alice", "alice").found()
-        streams = {name: Stream(hub.client(name)) for name in ("second", "third")}
+        again, streams = (
+            hub.client("second"),
+            {name: Stream(hub.client(name)) for name in ("second", "third")},
+        )
         until(lambda: all(stream.num_chunks for stream in streams.values()), "the journal")
         revoke(keys, ["second"])
         until(lambda: not streams["second"].is_alive(), "the end of the stream")
         assert streams["third"].is_alive()
-        assert code(lambda: first_chunk(hub.client("second"))) == "UNAUTHENTICATED"
+        assert code(lambda: first_chunk(again)) == "UNAUTHENTICATED"
 
 
 # -- terms
