@@ -38,7 +38,7 @@ class Plain:
     def __init__(self, hub):
         self.hub = hub
         self.speeds = {}
-        """By node, as of its last word."""
+        """Speed of each node at its last heartbeat or push."""
 
     def heard(self, node):
         state, reports = self.hub.state, self.hub.clocks.reports

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 class Ranking:
-    """At most one number per node."""
+    """Numbers in ascending order, at most one per node."""
 
     def __init__(self) -> None:
         self._of: dict[int, float] = {}

@@ -14,7 +14,7 @@ class Roster:
 
     def __init__(self, members: Iterable[Member] = ()) -> None:
         self.live: dict[int, Member] = {}
-        """By node."""
+        """Live members by index."""
         self.order: list[int] = []
         """Their nodes, ascending."""
         self.excluded: list[int] = []

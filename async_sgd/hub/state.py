@@ -103,7 +103,7 @@ class HubState:
     lost: dict[int, list[Block]] = field(default_factory=dict)
     """By node: leases that went back to the pool because it was silent."""
     roster: Roster = field(default_factory=Roster)
-    """The live members; follows from `members`."""
+    """Live members, which follow from `members`."""
     era: int = 0
     """Number of snapshots begun; not saved."""
     term: int = 0

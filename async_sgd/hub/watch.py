@@ -57,7 +57,7 @@ class Expected:
 
     def __init__(self) -> None:
         self.came_s = Ranking()
-        """By node, when its push arrived."""
+        """Time at which the push of each node arrived."""
         self.undated: list[tuple[int, int]] = []
         """Pushes (node, seq) that are here since before this process."""
         self._awaited: set[int] = set()

@@ -13,7 +13,7 @@ class Gaps:
 
     def __init__(self) -> None:
         self._counts: dict[int, tuple[str, dict[int, int]]] = {}
-        """By index, which a member of another name may have later."""
+        """Name of the member and its gaps by unit, by index. An index may go to another name later."""
 
     def add(self, node: int, name: str, unit: int) -> bool:
         """Count a gap and return whether it is a violation."""

@@ -51,7 +51,7 @@ class Story:
     longest_gap_s: float = 0.0
     """Longest time in which no node saw a push acknowledged."""
     healed_s: float = 0.0
-    """From the end of the last fault until every node had an acknowledgement again."""
+    """Seconds from the end of the last fault until every node had an acknowledgement again."""
     died: list[str] = field(default_factory=list)
     """Processes that ended though nobody had killed them, with their last words."""
     left_behind: int = 0

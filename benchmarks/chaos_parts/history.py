@@ -42,14 +42,14 @@ class Segment:
 
 @dataclass(slots=True)
 class History:
-    """What the hubs have decided, in the order of the journal."""
+    """Decisions of the hubs, in the order of the journal."""
 
     missing: int = 0
     """Segments at the beginning of which no copy is left."""
     accepted: dict[Key, int] = field(default_factory=dict)
     """CRC-32 of the payload, by push."""
     steps: int = 0
-    """Of all accepted pushes, as the hub counts them."""
+    """Inner steps of all accepted pushes, as the hub counts them."""
     merged: Counter[Key] = field(default_factory=Counter)
     shares: dict[Key, float] = field(default_factory=dict)
     """Share of a round that the push counted as."""

@@ -22,13 +22,13 @@ class Replica:
     directory: Path
     address: str
     words: tuple[str, ...]
-    """Of its plain command, beside configuration and folder."""
+    """Further words of its command, after configuration and folder."""
     place: Place | None
     process: "subprocess.Popen[str] | None" = None
     follows: bool = False
-    """Whether the next command is the one that its last words asked for."""
+    """True if its last message named the command that starts it next."""
     due_s: float = 0.0
-    """When its supervisor starts it again."""
+    """Time at which its supervisor starts it again."""
     is_killed: bool = False
 
     @property

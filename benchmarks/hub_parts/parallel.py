@@ -49,7 +49,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """What a hub merged."""
+    """Figures of a hub that merges."""
 
     threads: int
     gb_s: float

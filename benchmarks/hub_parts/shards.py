@@ -24,7 +24,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The largest of some hubs, in a round in which every node pushes and pulls every unit once."""
+    """Load of the hub with the most work, in a round in which each node pushes and pulls each unit once."""
 
     hubs: int
     params: int
