@@ -53,7 +53,8 @@ def told(monkeypatch):
 def test_two_nodes_share_the_prompts_and_their_engines_have_their_policies(tmp_path, trained, told):
     config = config_of(tmp_path, train__steps=12, **KEYS)
     hub = hub_of(config)
-    nodes = [NodeThread(config, hub, name) for name in ("a", "b")]
+    both_are_there = threading.Barrier(2, timeout=60.0)
+    nodes = [NodeThread(config, hub, name, lambda _: both_are_there.wait()) for name in ("a", "b")]
     for node in nodes:
         node.start()
     for node in nodes:
@@ -73,13 +74,15 @@ def test_two_nodes_share_the_prompts_and_their_engines_have_their_policies(tmp_p
 def test_a_node_that_joins_after_the_warm_up_of_the_run_does_not_repeat_it(tmp_path, monkeypatch):
     config = config_of(tmp_path, train__steps=14, rl__supervised_steps=4, edit__every=1, **KEYS)
     hub = hub_of(config)
-    late = NodeThread(config, hub, "late")
+    late_is_there = threading.Event()
+    late = NodeThread(config, hub, "late", lambda _: late_is_there.set())
     record_step = TrainingNode.record_step
 
     def recorded(node):
         record_step(node)
         if node.objective.started and late.ident is None:
             late.start()
+            assert late_is_there.wait(60.0)
 
     monkeypatch.setattr(TrainingNode, "record_step", recorded)
     first = NodeThread(config, hub, "first")

@@ -276,7 +276,7 @@ def test_a_number_from_far_ahead_is_refused_and_burns_nothing(tmp_path):
 
 def test_a_member_that_goes_on_skipping_numbers_is_excluded_and_one_that_joins_again_is_not(tmp_path):
     """Found: refusals for gaps cost nothing, however many there were."""
-    with leading_hub(tmp_path) as hub:
+    with leading_hub(tmp_path, "grace = 0.0") as hub:
         honest, liar = hub.node().found(), hub.node("liar")
         liar.join()
         for _ in range(20):

@@ -44,7 +44,7 @@ def hub_of(config):
     world = World(0, 1, 0, 1, torch.device("cpu"), None)
     units = find_units(make_model(config, tokenizer, world), config.edit.units)
     plan = HubPlan(
-        hub=HubConfig(address="h:1", quorum=1, weights="uniform", lease_samples=4, expire_s=600.0),
+        hub=HubConfig(address="h:1", quorum=1, grace=0.0, weights="uniform", lease_samples=4, expire_s=600.0),
         outer=OuterConfig(kind="average", lr=1.0),
         penalty=PenaltyConfig(detector="off", clip=None),
         every=config.edit.every,
