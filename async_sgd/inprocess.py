@@ -157,7 +157,7 @@ class InProcessLink:
         self.outbox: Sequence[Vector] = [np.zeros(u.numel, np.float32) for u in hub.layout.units]
         self.bytes_sent = 0
         self._before: dict[int, int] = {}
-        """By unit: pushes that a node of this name has made before, in founding or in an earlier attempt."""
+        """Number of pushes of earlier processes of this name, and of those that founded the run, by unit."""
         self._leases = Leases()
         self._told = (0, hub.clock())
         """Inner steps at the last `tell`, and when that was."""

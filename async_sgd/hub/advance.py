@@ -17,7 +17,7 @@ class Quantiser(Protocol):
     """Codec of the changes of an anchor on their way to the nodes; `aedit.proto.codecs.codecs` has some."""
 
     feedback: bool
-    """Whether what it leaves out must be made up for later: below 8 bits."""
+    """True if the rounding error is added to the next value (error feedback); for codecs below 8 bits."""
 
     def encode(self, x: Vector) -> bytes | memoryview:
         """Return x in fewer bytes."""
@@ -34,7 +34,7 @@ class Anchor:
     values: Vector
     outer: OuterState[Vector]
     handed: Vector | None = None
-    """What nodes hold, where that is not `values` to the bit: they follow in coarse steps."""
+    """Values that nodes hold where a coarse codec makes them differ from `values`; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Computed:
     ignored: tuple[tuple[int, int], ...] = ()
     """Pushes (node, seq) that pointed away from the others and did not count."""
     norm: float = 0.0
-    """Of the merged pseudo-gradient, before it is clipped."""
+    """Norm of the merged pseudo-gradient before it is clipped."""
     up: Vector | None = None
     """Two levels: what the parent hub thinks this unit is, after its anchor has been mixed in."""
 

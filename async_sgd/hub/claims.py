@@ -27,7 +27,7 @@ _LONGEST = 4
 """Times hub.max_steps_ahead or the local phase: more steps than a push can hold."""
 
 _TOP_STEPS_PER_S = 1000.0
-"""Of any node, where nothing else is known: an inner step of a millisecond."""
+"""Largest speed of a node of which nothing else is known: an inner step of a millisecond."""
 
 MOST_TOKENS = 2**40
 """Most tokens of one push. Sums of more would not fit into the 64 bits of the messages, and stop the run."""

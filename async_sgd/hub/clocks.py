@@ -13,9 +13,9 @@ class Clocks:
         """Age of the run at which this hub process began; below 0 if it began with the run."""
         self.seen: dict[int, float] = {}
         self.came_s: dict[tuple[int, int, int], float] = {}
-        """By unit, node and sequence number."""
+        """Time at which a push arrived, by unit, node and sequence number."""
         self.pushed_s: dict[tuple[int, int], float] = {}
-        """By unit and node, the age of the run at the last accepted push; the journal has it to a second."""
+        """Age of the run at the last accepted push, by unit and node. The journal has it to a second."""
         self.reports: dict[int, Report] = {}
         self.speeds = Ranking()
         """Inner steps per second of the live nodes that have pushed, each as of its last word."""

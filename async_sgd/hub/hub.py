@@ -43,7 +43,7 @@ from aedit.async_sgd.rules.records import (
 )
 
 _TICK_S = 1.0
-"""How often the age of the run is written down."""
+"""Interval at which the age of the run is written to the journal."""
 
 _MOST_BLOCKS = 64
 """In one lease, however small the pieces are that have come back."""

@@ -21,7 +21,7 @@ class Joiner:
     name: str
     layout: Layout
     facts: tuple[tuple[str, str], ...]
-    """What must be equal for nodes to train one thing."""
+    """Names and values of the settings that must be equal on all nodes."""
     num_samples: int
     """Training samples of the corpus."""
     donor: str = ""

@@ -80,7 +80,7 @@ class Member:
     """Share of its last push in its round."""
     staleness: int = 0
     received: dict[int, int] = field(default_factory=dict)
-    """By unit, the sequence number of the last push that was accepted or refused."""
+    """Sequence number of the last push that was accepted or refused, by unit."""
     told: dict[int, Told] = field(default_factory=dict)
     era: int = field(default=0, compare=False)
     """Number of snapshots begun before this object was made: it belongs to those that began later, too."""

@@ -16,7 +16,7 @@ MOST_DONORS = 16
 MOST_SHOWN = 512
 """Members in a status and in a line of metrics, so that it fits into one message."""
 MOST_GONE = 32
-"""Of these, members that have left."""
+"""Most members among these that have left."""
 
 
 @dataclass(frozen=True, slots=True)

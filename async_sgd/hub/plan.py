@@ -17,7 +17,7 @@ class HubPlan:
     every: float
     """Length of a local phase, in steps or, with pace "seconds", in seconds."""
     pace: Literal["steps", "dylu", "seconds"] = "dylu"
-    """What decides when a node pushes: `edit.schedule` of the run."""
+    """Rule that decides when a node pushes: `edit.schedule` of the run."""
     steps: int
     """The budget: inner steps per node, as the mean over those who are members."""
     seconds: float | None = None
@@ -27,6 +27,6 @@ class HubPlan:
     step_tokens: int = 0
     """Tokens that an inner step of a node counts for, as the hub's own configuration has it; 0: not known."""
     leases: bool = False
-    """Whether every inner step takes at least one leased sample, so that leases bound the steps of a node."""
+    """True if every inner step takes at least one leased sample: leases then bound the steps of a node."""
     rules: UnitRules = field(default_factory=dict)
     """Units that are trained apart from the model, by name: the drafter that a run shares."""

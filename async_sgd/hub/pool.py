@@ -18,7 +18,7 @@ class Pool:
     returned: list[Block] = field(default_factory=list)
     """Given back unused; sorted, none touches another. Handed out before anything new."""
     leases: dict[int, dict[int, Block]] = field(default_factory=dict)
-    """By node and first position: how far it is used, and its end."""
+    """Position up to which a lease is used, and its end, by node and first position."""
 
     def offer(self, samples: int) -> list[Block]:
         """Return the blocks that a node gets that asks for this many samples. Changes nothing."""

@@ -10,7 +10,7 @@ from aedit.async_sgd.hub.ranking import Ranking
 from aedit.async_sgd.hub.state import HubState
 
 _MOST_STEPS_PER_S = 1e9
-"""What a node can say of its speed: more would leave the range of numbers when it is multiplied."""
+"""Largest speed that a node can report: products of a larger one would leave the range of numbers."""
 
 _FASTEST = 64.0
 """Times the median speed: no node's own word makes the others do less than this would."""

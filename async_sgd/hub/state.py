@@ -30,7 +30,7 @@ class Unit:
 
     anchor: Anchor | None = None
     pending: dict[tuple[int, int], Push] = field(default_factory=dict)
-    """By node and sequence number, in the order of arrival."""
+    """Pushes that are not merged yet, by node and sequence number, in the order of arrival."""
     history: SizeHistory = field(default_factory=SizeHistory)
     deltas: deque[tuple[int, bytes]] = field(default_factory=deque)
     """Newest last: a version, and what was added to the one before. Together shorter than
@@ -45,7 +45,7 @@ class Unit:
     sent_at: int = 0
     """Newest version that the parent was told or gave."""
     norm: float = 0.0
-    """Of what was merged last; for people, not kept over a restart."""
+    """Norm of the last merged pseudo-gradient; for views, not kept over a restart."""
     brought: dict[int, Contribution] = field(default_factory=dict)
     """The last push of this unit by each node."""
     times: dict[int, PushTimes] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Unit:
     steps: int = 0
     """Training steps in accepted pushes."""
     missed: dict[int, int] = field(default_factory=dict)
-    """By node, merges of this unit in a row without a push of it, counted up to `AWAITED_MISSES`."""
+    """Merges of this unit in a row without a push of a node, by node, counted up to `AWAITED_MISSES`."""
     apart: bool = False
     """True if the unit is trained apart from the model: its steps are no steps of the run."""
 
@@ -101,7 +101,7 @@ class HubState:
     founder: int | None = None
     pool: Pool = field(default_factory=Pool)
     lost: dict[int, list[Block]] = field(default_factory=dict)
-    """By node: leases that went back to the pool because it was silent."""
+    """Leases that went back to the pool because a node was silent, by node."""
     roster: Roster = field(default_factory=Roster)
     """Live members, which follow from `members`."""
     era: int = 0
@@ -119,7 +119,7 @@ class HubState:
     banned: list[records.Banned] = field(default_factory=list)
     """Rollout servers."""
     configs: tuple[records.Configured, ...] = ()
-    """Who leads with which replicas: from the newest configuration that is known to be agreed on."""
+    """Configurations of leader and replicas, from the newest one that is known to be agreed on."""
 
     # -- reading
 

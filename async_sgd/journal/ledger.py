@@ -56,7 +56,7 @@ class Ledger:
         self._snapshot_at: Position = (journal.position[0], 0)
         self._saved_bytes = store.saved_bytes()
         self.past_bytes = 0
-        """Of the segments before the newest one, since this process began."""
+        """Bytes of the segments before the newest one, since this process began."""
 
     def commit(self, records: Sequence[Record], computed: Computed | None = None) -> Position:
         """Write records down and apply them; the lock is held. Returns the journal's position after them.

@@ -39,12 +39,12 @@ class Replica:
         self._known_term = 0
         """Highest term that any voter has named."""
         self.is_overtaken = False
-        """Whether a voter refuses this leader's configuration for a higher term: it must be elected again."""
+        """True if a voter refuses this leader's configuration for a higher term: it must be elected again."""
         self._leader_heard_s = self._yielded_s = float("-inf")
         self._supported = 0
         self._votes: Tally | None = None
         self._accepted: dict[int, Ballot] = {}
-        """By voter: the newest configuration that it has accepted, as it said last."""
+        """Newest configuration that a voter has accepted, by voter, as of its last answer."""
         self._agreement: Tally | None = None
         self._confirmed: dict[int, tuple[Position, float]] = {}
         self._placed: Position = END

@@ -33,7 +33,7 @@ class OuterState(Generic[A]):
     """Sum of the pseudo-gradients that the momentum has not taken in yet (Delta); None unless delayed."""
 
     count: int = 0
-    """How many those are."""
+    """Number of these pseudo-gradients."""
 
     def map(self, change: Callable[[A], A]) -> "OuterState[A]":
         """Return the same state with every array changed by `change`, to move, copy or slice it."""

@@ -57,7 +57,7 @@ class SizeHistory:
     sizes: tuple[tuple[int, float], ...] = ()
     """(node, log-size)."""
     anchor_norm: float = math.inf
-    """Of the first anchor."""
+    """Norm of the first anchor."""
     doubted: tuple[int, ...] = ()
     """Nodes refused for their size since the last accepted push."""
 

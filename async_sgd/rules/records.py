@@ -121,7 +121,7 @@ class Part:
     seq: int
     weight: float
     scale: float = 1.0
-    """By which it is shortened, if it is too long."""
+    """Factor by which the push is shortened if it is too long."""
     staleness: int = 0
 
 

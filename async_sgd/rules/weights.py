@@ -20,8 +20,8 @@ MOST = 8.0
 nodes of one run differ up to sixfold (arXiv:2401.09135)."""
 
 MOST_SHARE = 0.75
-"""Of the weight, or of the displacement, in a merge or round of three nodes or more: what one node can have
-at most. That of a node among two others with a sixth of its speed."""
+"""Largest share of one node in the weight, or the displacement, of a merge or round of three nodes or more:
+that of a node among two others with a sixth of its speed."""
 
 
 def merge_weights(

@@ -17,7 +17,7 @@ from aedit.proto.wire.service import Caller
 from aedit.proto.wire.vote_messages import answer_in, answer_out, proposal_in, proposal_out
 
 _SESSION_BITS = 63
-"""What a node's trainer and its agent hand each other is signed."""
+"""Bits of a session number, which a node keeps as a signed 64-bit integer."""
 
 
 class Driver:

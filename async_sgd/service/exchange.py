@@ -72,7 +72,7 @@ class PushPull:
     def __init__(self, guard: RequestGuard) -> None:
         self._guard, self._ledger, self._hub = guard, guard.ledger, guard.ledger.hub
         self._sums: dict[int, tuple[tuple[int, int], bytes]] = {}
-        """By unit, the SHA-256 of the last answer: of which version, from which base."""
+        """Version and base of the last answer and its SHA-256, by unit."""
         self._known = KnownAnchors()
         self._gaps = Gaps()
         self.bytes_in = 0

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 MOST_BYTES = 2**20
-"""Of all lines, as JSON: with them a status stays below the largest message."""
+"""Most bytes of all lines as JSON: a status with them stays below the largest message."""
 
 
 def json_line(values: Mapping[str, Any]) -> str:

@@ -17,12 +17,12 @@ class HubEndpoint:
     directory: Path
     part: tuple[int, int]
     standby: bool
-    """Whether it was started with `--standby`."""
+    """True if it was started with `--standby`."""
     address: str
     """HOST:PORT as configured; port 0 chooses a free port."""
     keys: Path | None
     number: int = 1
-    """Which of the standbys it is, if it is one."""
+    """Number of a standby among those in `hub.standby`, from 1."""
 
     @property
     def preferred_address(self) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from aedit.launch.hub.uplink import Uplink
 
 _VOTERS_S = 0.1
-"""How often it is looked whether replicas or nodes have come or gone."""
+"""Interval at which the hub looks for replicas and nodes that have come or gone."""
 
 
 class LeadingHub:

@@ -72,7 +72,7 @@ class Options(TypedDict, total=False):
     standby: bool
     """Follow the hub that leads, and lead once elected."""
     standby_number: int
-    """Which of the standbys in hub.standby it is, from 1."""
+    """Number of a standby among those in `hub.standby`, from 1."""
     force_lead: bool
     """Lead without a vote, and with what is left of the journal, whatever may be lost."""
     keys: Path | None
@@ -153,7 +153,7 @@ class _Stop:
     def __init__(self) -> None:
         self.asked = threading.Event()
         self.by_hand = False
-        """Whether it was SIGINT (Ctrl-C), which often reaches the nodes too; a supervisor sends SIGTERM."""
+        """True after SIGINT (Ctrl-C), which often reaches the nodes too; a supervisor sends SIGTERM."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._caught)

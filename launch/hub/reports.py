@@ -18,7 +18,7 @@ from aedit.proto.wire.frames import MESSAGE_BYTES
 
 LINE_EVERY_S = 2.0
 _MOST_EVENT_BYTES = 2**18
-"""Of a status, as JSON. What is left of a message is for the lines."""
+"""Most bytes of a status as JSON. The rest of a message is for the lines."""
 _MARGIN_BYTES = 4096
 _AT_ONCE = 32
 """Members of a status that are looked at while the lock is held."""

@@ -77,7 +77,7 @@ class Membership:
         self._ended = False
         self._process = secrets.randbits(63) | 1
         self.donor = ""
-        """Where this node gives anchors to others; empty: nowhere."""
+        """HOST:PORT at which this node gives anchors to others; empty if it gives none."""
         self.known: Callable[[], pb.Claim] = pb.Claim
         """Returns the pushes and versions that this node saw acknowledged, for a hub that has lost some."""
         self._receipt = pb.Receipt()

@@ -23,17 +23,17 @@ class AgentPlan:
     """The index that it would like, if that is free."""
     run: str
     version: str = ""
-    """Of the aedit package, for people."""
+    """Version of the aedit package, for messages."""
     method: tuple[tuple[str, str], ...] | None = None
     """Settings that decide the result, by dotted name; the hub refuses others than its own. None: whatever
     the hub has."""
     units: tuple[UnitLayout, ...]
     facts: tuple[tuple[str, str], ...] = ()
-    """What must be equal for nodes to train one thing."""
+    """Names and values of the settings that must be equal on all nodes."""
     num_samples: int
-    """Of the corpus."""
+    """Number of samples of the corpus."""
     samples_per_step: int = 0
-    """Of the whole node; 0: it leases no data."""
+    """Samples that the whole node takes per inner step; 0 if it leases no data."""
     steps_ahead: int = 1024
     """Leases last for so many steps without a hub."""
     lease_samples: int = 4096

@@ -66,7 +66,7 @@ class UnitTransfers:
         self._accepted = [0] * len(plan.units)
         self._news: dict[int, pb.UnitNews] = {}
         self.versions = [0] * len(plan.units)
-        """Of box.anchors."""
+        """Version of each unit in `box.anchors`."""
         self.guards = [threading.Lock() for _ in plan.units]
         """Held while anchors change; a donor reads under it."""
         self._pools = [ThreadPoolExecutor(plan.streams, f"hub-{k}") for k in range(len(memberships))]

@@ -21,9 +21,9 @@ from aedit.proto.wire.service import HubCore, Service, hub_services
 from aedit.types import UserError
 
 _LOOK_S = 1.0
-"""How often connections are counted."""
+"""Interval at which connections are counted."""
 _CHECKED_EVERY_S = 1.0
-"""How often it is looked whether the caller of a stream still may read it."""
+"""Interval at which the server checks that the caller of a stream may still read it."""
 _FRAME_BYTES = 2**18
 _OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 DrafterKind = Literal["none", "layer", "suffix", "custom"]
-"""Who drafts; `custom` is a drafter of your own."""
+"""Kind of drafter; `custom` is one of your own."""
 
 _ARM = re.compile(r"(layer|suffix|custom):(?:(\d+)|(\d+)x(\d+)x(\d+))")
 

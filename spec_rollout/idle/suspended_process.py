@@ -31,7 +31,7 @@ class ProcessSpec:
     module: str
     """Module whose `main` begins with `read_work`."""
     work: bytes
-    """What `read_work` returns, made by `pickled`."""
+    """Work for the process, as `pickled` makes it; `read_work` returns it there."""
     fds: tuple[int, ...] = ()
     """File descriptors that the child inherits."""
     niceness: int = 19

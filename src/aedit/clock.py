@@ -53,7 +53,7 @@ class Turns:
     def __init__(self, threads: int) -> None:
         self.clocks = [VirtualClock() for _ in range(threads)]
         self.given_at: dict[str, float] = {}
-        """By key: when the last thread so far brought its part, in virtual seconds."""
+        """Time at which the last thread so far brought its part, in virtual seconds, by key."""
         self._waiting = dict.fromkeys(range(threads), _READY)
         self._turn: int | None = 0
         self._changed = Condition()
