@@ -9,7 +9,7 @@ Nodes may be threads. For tests, simulations and small studies; nothing survives
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from threading import RLock
+from threading import Condition, RLock
 
 import numpy as np
 
@@ -83,7 +83,8 @@ class InProcessHub:
         """
         self.hub, self.layout, self.clock = Hub(plan, quantiser), layout, clock
         self.tally = Tally()
-        self.lock = RLock()
+        self.lock = Condition(RLock())
+        """Held for each call; notified when a unit has its first anchor."""
 
     def link(self, name: str, *, tamper: Tamper | None = None) -> "InProcessLink":
         """Join as the node `name` and return its `Link`. tamper: changes each push that the node sends."""
@@ -141,6 +142,7 @@ class InProcessHub:
                     self.tally.refused.append((node, reason))
                 case Merged(_, _, parts):
                     ignored = computed.ignored if computed else ()
+                    self.lock.notify_all()
                     self.tally.staleness += [part.staleness for part in parts]
                     self.tally.ignored += [
                         p.node for p in parts if not p.weight or (p.node, p.seq) in ignored
@@ -168,9 +170,12 @@ class InProcessLink:
         return self.hub.hub.state.members[self.node].live
 
     def join(self, timeout_s: float) -> tuple[int, ...]:
-        """Found the run with `anchors` if nobody has, and fetch every unit. Returns the version of each.
+        """Fetch every unit, and return the version of each.
 
-        Raises TimeoutError if the node was silent for longer than `hub.expire_s` since this link was made.
+        The first node of a run founds it with `anchors`; others wait for that node.
+
+        Raises TimeoutError if the first node does not found the run in time, or if this node was silent for
+        longer than `hub.expire_s` since this link was made.
         """
         with self.hub.lock:
             if not self.is_member:
@@ -179,9 +184,16 @@ class InProcessLink:
                     f"node {self.name!r} was silent for longer than hub.expire_s = {expire_s:g} s before it"
                     " joined: make a new link"
                 )
-            if not self.hub.hub.state.is_founded:
+            state = self.hub.hub.state
+            if not state.is_founded and state.founder == self.node:
                 for unit, anchor in enumerate(self.anchors):
                     self._push(unit, 1, anchor, {"base": 0, "steps": 0, "tokens": 0})
+            if not self.hub.lock.wait_for(lambda: state.is_founded, timeout_s):
+                first = "" if state.founder is None else state.members[state.founder].name
+                raise TimeoutError(
+                    f"node {first!r}, the first of this run, has not called `join` within {timeout_s:g} s: it"
+                    " brings the first anchors"
+                )
             self._before = dict(self.hub.hub.state.members[self.node].received)
             return tuple(self._fetch(unit) for unit in range(len(self.anchors)))
 

@@ -5,7 +5,7 @@ from math import ceil, frexp, log2
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -158,6 +158,7 @@ def bound(name, block):
 
 @each
 @given(x=FINITE)
+@example(x=np.array([0.0, -2.6e-42], np.float32))
 @settings(max_examples=40, deadline=None)
 def test_encoding_what_was_decoded_changes_no_bit(name, x):
     once = through(name, x)

@@ -5,6 +5,7 @@ Nodes train through it as over a network, on any clock, without torch.
 
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -53,6 +54,32 @@ def test_a_node_that_was_silent_for_too_long_before_it_joins_is_told_so():
     with pytest.raises(TimeoutError, match=r"node 'late' was silent for longer than hub.expire_s = 15 s"):
         late.join(1.0)
     assert here.link("late").join(1.0)
+
+
+def test_a_node_that_joins_before_the_first_one_has_founded_the_run_waits_for_it(monkeypatch):
+    here = hub(tower())
+    first, second = here.link("first"), here.link("second")
+    wait_for = here.lock.wait_for
+    founding = threading.Thread(target=first.join, args=[30.0], daemon=True)
+
+    def found_meanwhile(predicate, timeout):
+        if not predicate():
+            founding.start()
+        return wait_for(predicate, timeout)
+
+    for values in first.anchors:
+        values[:] = 7.0
+    monkeypatch.setattr(here.lock, "wait_for", found_meanwhile)
+    assert set(second.join(30.0)) == {1}
+    founding.join(30.0)
+    assert all((values == 7.0).all() for values in second.anchors)
+
+
+def test_a_first_node_that_does_not_found_the_run_in_time_is_named():
+    here = hub(tower())
+    here.link("first")
+    with pytest.raises(TimeoutError, match=r"node 'first', the first of this run, has not called `join`"):
+        here.link("second").join(0.0)
 
 
 def test_pushes_of_two_nodes_are_merged_at_the_quorum_and_both_get_the_mean():

@@ -49,10 +49,12 @@ def encode(x_CW: Floats) -> Bytes:
     size_Ck = np.abs(value_Ck)
     levels_C2 = _two_levels(size_Ck)
     middle_C1 = blocks.from_bf16(levels_C2).astype(np.float64).sum(1, keepdims=True) / 2
+    high_Ck = size_Ck > middle_C1
+    is_zero_Ck = np.where(high_Ck, levels_C2[:, 1:], levels_C2[:, :1]) == 0
     parts = (
         levels_C2.view(np.uint8),
-        _packed(size_Ck > middle_C1),
-        _packed(np.signbit(value_Ck)),
+        _packed(high_Ck),
+        _packed(np.signbit(value_Ck) & ~is_zero_Ck),  # no -0: of numbers of size 0 the first are kept
         _packed(_place_bits(place_Ck, width)),
     )
     return np.concatenate(parts, axis=1)
