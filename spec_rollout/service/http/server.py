@@ -35,6 +35,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             http=guarded_protocol(limits),
+            loop="asyncio",
             ws="none",
             lifespan="off",
             log_config=None,
