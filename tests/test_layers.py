@@ -17,6 +17,8 @@ WIRE = ("proto.wire", "proto.codecs")
 MAY_IMPORT = {
     "launch.cli": ("launch", *LIBRARY),
     "launch.local": (
+        "launch.child",
+        "launch.swarm",
         "launch.serve",
         "launch.views",
         "launch.node",
@@ -30,6 +32,16 @@ MAY_IMPORT = {
     "launch.views": ("launch.rundir", "launch.config", "proto.wire", "types", "system"),
     "launch.node": ("launch.rundir", "launch.data", "launch.config", *LIBRARY),
     "launch.hub": ("launch.rundir", "launch.config", "async_sgd", "proto", "types", "system"),
+    "launch.swarm": (
+        "launch.child",
+        "launch.rundir",
+        "launch.config",
+        "async_sgd.service",
+        "proto",
+        "types",
+        "system",
+    ),
+    "launch.child": ("types", "system"),
     "launch.data": (
         "launch.rundir",
         "launch.config",
@@ -111,7 +123,8 @@ MAY_IMPORT = {
     "async_sgd.leadership": ("async_sgd.rules", "proto.wire"),
     "async_sgd.hub": ("async_sgd.rules", "types", "system"),
     "async_sgd.rules": ("types", "system"),
-    "proto.agent": ("proto.codecs", "proto.wire", "types", "system"),
+    "proto.agent": ("proto.codecs", "proto.swarm", "proto.wire", "types", "system"),
+    "proto.swarm": ("proto.wire", "types", "system"),
     "proto.versions": ("proto.codecs", "proto.wire", "types", "system"),
     "proto.transports": ("proto.wire", "types", "system", "clock"),
     "proto.codecs": ("types", "system"),

@@ -47,6 +47,7 @@ def parser() -> Parser:
     _add_run(commands)
     _add_hub(commands)
     _add_join(commands)
+    _add_peer(commands)
     _add_serve(commands)
     _add_keys(commands)
     for name, task, does in VIEWS:
@@ -81,7 +82,7 @@ def parser() -> Parser:
 
 def _dispatch(words: list[str]) -> int:
     flags: list[str] = []
-    if words[:1] in (["run"], ["hub"], ["join"], ["serve"]) or words[:2] in SETS_VALUES:
+    if words[:1] in (["run"], ["hub"], ["join"], ["peer"], ["serve"]) or words[:2] in SETS_VALUES:
         from aedit.launch.config.flags import split_flags
 
         words, flags = split_flags(words)
@@ -148,19 +149,42 @@ def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
     hub.add_argument("--standby", action="store_true", help="follow the hub, and lead once elected")
     does = "which of the addresses in hub.standby it is, from 1 (default 1)"
     hub.add_argument("--standby-number", metavar="K", type=int, default=1, help=does)
+    does = "file in which a peer of a swarm keeps where the other replicas of the part are"
+    hub.add_argument("--replicas", metavar="FILE", type=Path, help=does)
+    does = "replicas of the part that the swarm keeps (default: swarm.copies)"
+    hub.add_argument("--copies", metavar="N", type=int, default=0, help=does)
     does = "lead without a vote, and with what is left of the journal, whatever may be lost"
     hub.add_argument("--force-lead", action="store_true", help=does)
     _add_trust(hub)
 
 
 def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
-    join = _command(commands, "join", "join the run of a hub as a node", _join)
+    join = _command(commands, "join", "join a run as a node", _join)
     _with_flags(join)
     join.add_argument(
-        "hub", metavar="HOST:PORT", help="address of the hub; several, separated by commas, split the units"
+        "hub",
+        metavar="ADDRESS",
+        help="HOST:PORT of the hub (several, separated by commas, split the units) or of a peer of a swarm;"
+        " or a file of peers, or multiaddresses of a DHT",
     )
     join.add_argument("--as", dest="name", metavar="NAME", default="", help="name of this node in the run")
     _add_trust(join)
+
+
+def _add_peer(commands: "argparse._SubParsersAction[Parser]") -> None:
+    does = "keep replicas of parts of a swarm's model; aedit run and aedit join start it for each node"
+    peer = _command(commands, "peer", does, _peer)
+    _with_flags(peer)
+    _add_configs(peer)
+    peer.add_argument(
+        "--as", dest="name", metavar="NAME", default="", help="name of this peer (default: of the machine)"
+    )
+    peer.add_argument(
+        "--directory", metavar="DIR", type=Path, help="folder of its key and replicas (default: in the run's)"
+    )
+    peer.add_argument("--peers", metavar="PEERS", default="", help="in place of swarm.peers")
+    peer.add_argument("--found", action="store_true", help="begin the run, unless this peer knows it already")
+    _add_trust(peer)
 
 
 def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -250,6 +274,8 @@ def _hub(options: Options) -> int:
         standby=options.standby,
         standby_number=options.standby_number,
         force_lead=options.force_lead,
+        replicas=options.replicas,
+        copies=options.copies or config.swarm.copies,
         keys=options.keys,
         insecure=options.insecure,
     )
@@ -259,6 +285,27 @@ def _join(options: Options) -> int:
     from aedit.launch.local.join import join
 
     return join(options.hub, options.flags, name=options.name, keys=options.keys, insecure=options.insecure)
+
+
+def _peer(options: Options) -> int:
+    import socket
+
+    from aedit.launch.config.load import load
+    from aedit.launch.rundir.prepare import file_name
+    from aedit.launch.swarm.peer import PeerOptions, peer
+
+    config = load(options.config, options.flags, strict=True).config
+    name = options.name or socket.gethostname()
+    default = Path(config.dir) / config.name / "peers" / file_name(name)
+    own = PeerOptions(
+        directory=options.directory or default,
+        name=name,
+        peers=options.peers,
+        founds=options.found,
+        keys=options.keys,
+        insecure=options.insecure,
+    )
+    return peer(config, own)
 
 
 def _serve(options: Options) -> int:

@@ -8,6 +8,7 @@ from aedit.edit.config import EditConfig
 from aedit.launch.config.audit import AuditConfig
 from aedit.launch.config.rl import DrafterConfig, PromptConfig, RewardConfig, RLConfig
 from aedit.launch.config.serve import ServeConfig
+from aedit.launch.config.swarm import SwarmConfig
 from aedit.types import check
 
 SMALL: dict[str, int | float | bool | str] = {
@@ -199,6 +200,7 @@ class RunConfig:
     edit: EditConfig = field(default_factory=EditConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     hub: HubConfig = field(default_factory=HubConfig)
+    swarm: SwarmConfig = field(default_factory=SwarmConfig)
     prompts: PromptConfig = field(default_factory=PromptConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rl: RLConfig = field(default_factory=RLConfig)
@@ -234,6 +236,26 @@ class RunConfig:
             )
             check(self.audit.versions >= least, "audit.versions", rule, self.audit.versions)
 
+    @property
+    def has_hub(self) -> bool:
+        """Return whether the nodes push to owners of units: a hub, or peers of a swarm."""
+        return bool(self.hub.address) or self.swarm.on
+
+    def _check_swarm(self) -> None:
+        """Raise ValueError for a value that cannot be in a swarm."""
+        if not self.swarm.on:
+            return
+        for name in ("address", "standby", "parent"):
+            value = getattr(self.hub, name)
+            check(
+                not value, f"hub.{name}", "must be empty in a swarm, whose peers own the units", repr(value)
+            )
+        check(
+            not self.prompts.source, "prompts.source", "must be empty in a swarm", repr(self.prompts.source)
+        )
+        no_page = self.hub.metrics_port is None
+        check(no_page, "hub.metrics_port", "has no effect in a swarm; use", "aedit status")
+
     def _check_lengths(self) -> None:
         """Raise ValueError if there is no place for a prompt, or the supervised warm-up never ends."""
         most, steps = self.rl.sampling.max_new_tokens, self.train.steps
@@ -245,10 +267,11 @@ class RunConfig:
     def _check_hub(self) -> None:
         """Raise ValueError for a value that has no effect with a hub, or without one."""
         hub, edit = self.hub, self.edit
+        self._check_swarm()
         listed = self.rl.servers != "hub" or bool(hub.address)
         rule = "must be HOST:PORT,HOST:PORT in a run without a hub, which lists no servers"
         check(listed, "rl.servers", rule, repr(self.rl.servers))
-        if not hub.address:
+        if not self.has_hub:
             check(hub == HubConfig(), "hub.address", "must be HOST:PORT for [hub] to have an effect", "''")
             check(not self.outer.look_ahead, "outer.look_ahead", "needs a hub", self.outer.look_ahead)
             check(self.outer.kind != "heloco", "outer.kind", "needs a hub", self.outer.kind)

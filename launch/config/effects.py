@@ -21,7 +21,7 @@ class EffectRule:
 
 
 def _has_hub(config: RunConfig) -> bool:
-    return bool(config.hub.address)
+    return config.has_hub
 
 
 def _is_generated(source: str) -> bool:
@@ -107,7 +107,8 @@ RULES = (
         lambda c: c.hub.staleness.rule != "exponential",
         '"exponential"',
     ),
-    EffectRule(("serve.",), "hub.address", lambda c: not _has_hub(c), "HOST:PORT"),
+    EffectRule(("serve.",), "hub.address", lambda c: not c.hub.address, "HOST:PORT"),
+    EffectRule(("swarm.",), "swarm.discovery", lambda c: not c.swarm.on, '"file" or "hivemind"'),
     EffectRule(("hub.parent_every", "hub.parent_mix"), "hub.parent", lambda c: not c.hub.parent, "HOST:PORT"),
     EffectRule(
         ("model.family", "model.sizes."), "model.pretrained", lambda c: bool(c.model.pretrained), '""'

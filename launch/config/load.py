@@ -74,7 +74,8 @@ def parse(text: str, where: str) -> RunConfig:
 def _with_hub_defaults(tree: dict[str, Any], flags: Iterable[str] = ()) -> dict[str, Any]:
     """Return `tree` with the landing that a hub needs, if there is a hub and no landing is set."""
     edit = tree.get("edit", {})
-    has_hub = "hub.address" in flags or tree.get("hub", {}).get("address")
+    named = (("hub", "address"), ("swarm", "discovery"))
+    has_hub = any(f"{table}.{key}" in flags or tree.get(table, {}).get(key) for table, key in named)
     if not has_hub or "landing" in edit:
         return tree
     return tree | {"edit": edit | {"landing": "arrival"}}

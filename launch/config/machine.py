@@ -11,4 +11,5 @@ def of_this_machine(config: RunConfig) -> RunConfig:
     own = RunConfig()
     if config.name in (".", ".."):
         raise UserError(f"the hub's run is named {config.name!r}, which is not a valid directory name")
-    return replace(config, dir=own.dir, device=own.device, log=own.log, local=LocalConfig())
+    swarm = replace(config.swarm, peers=own.swarm.peers, listen=own.swarm.listen)
+    return replace(config, dir=own.dir, device=own.device, log=own.log, local=LocalConfig(), swarm=swarm)

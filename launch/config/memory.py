@@ -36,7 +36,7 @@ def state_bytes(config: RunConfig, num_params: int, num_trained: int) -> dict[st
     if edit.warmup_steps == "all":
         return found
     found["anchors" + where] = held
-    if config.hub.address:
+    if config.has_hub:
         found["outbox"] = held
         if codec(config.hub.codec).feedback:
             found["error feedback"] = held

@@ -50,6 +50,9 @@ class JoinOptions:
     name: str
     """Name of the node, kept over restarts so that the hub recognizes it."""
 
+    replicas: Path | None = None
+    """File in which this machine's peer keeps where the parts of a swarm are; None with a hub."""
+
     standby: str = ""
     """HOST:PORT of the standbys, separated by commas: of a single hub all, of several one for each."""
 
@@ -71,6 +74,7 @@ class JoinOptions:
         """Return the options for the node program."""
         words = [f"--hub={self.hub}", f"--name={self.name}"]
         words += [f"--standby={self.standby}"] if self.standby else []
+        words += [f"--replicas={self.replicas}"] if self.replicas else []
         words += [f"--keys={self.keys}"] if self.keys else []
         words += [f"--prefers={self.prefers}"] if self.prefers is not None else []
         return words + ["--insecure"] * self.insecure

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from aedit.launch.config.config import RunConfig
 from aedit.launch.hub import folder
+from aedit.proto.swarm.replicas_file import ReplicasFile
 from aedit.proto.wire.security import ClientKeys, ServerKeys, check_exposure, client_keys, server_keys
 from aedit.types import UserError
 
@@ -23,6 +24,10 @@ class HubEndpoint:
     keys: Path | None
     number: int = 1
     """Number of a standby among those in `hub.standby`, from 1."""
+    replicas: ReplicasFile | None = None
+    """Where the other replicas of the part are, in a swarm; None: the configuration names the other hubs."""
+    copies: int = 0
+    """Replicas of the part that a swarm keeps."""
 
     @property
     def preferred_address(self) -> str:
@@ -41,13 +46,20 @@ class HubEndpoint:
 
     @property
     def num_others(self) -> int:
-        """Return the number of hubs besides this one that may lead."""
-        return len(self._standbys)
+        """Return the most hubs besides this one that may lead at a time.
+
+        In a swarm one more than is kept for long: the newcomer is in sync before another one goes.
+        """
+        return len(self._standbys) if self.replicas is None else self.copies
 
     @property
     def others(self) -> tuple[str, ...]:
         """Return the addresses of the other hubs that may lead, without those that are not known yet."""
         part = self.part[0]
+        if self.replicas is not None:
+            own, places = folder.read_line(self.directory / "address"), self.replicas.part(part)
+            known = dict.fromkeys((places.owner, *places.replicas))
+            return tuple(address for address in known if address and address != own)
         places = [(self.config.hub.addresses[part], self._folder_of(part))]
         places += [
             (address, self.directory.parent / folder.of_standby(number))
@@ -59,6 +71,8 @@ class HubEndpoint:
     def addresses(self) -> tuple[str, ...]:
         """Return the addresses of all hubs that split the units, with this hub's own address for its part."""
         mine, own = self.part[0], folder.read_line(self.directory / "address") or self.address
+        if self.replicas is not None:
+            return tuple(own if k == mine else part.owner for k, part in enumerate(self.replicas.parts()))
         configured = self.config.hub.addresses
         found = [
             folder.actual_address(address, self._folder_of(k)) or address

@@ -38,6 +38,7 @@ from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.welcome import open_to_others, welcome
+from aedit.proto.swarm.replicas_file import ReplicasFile
 from aedit.proto.wire.connections import raise_descriptor_limit
 from aedit.proto.wire.directory import directory_service
 from aedit.proto.wire.hello import PROTOCOL
@@ -73,6 +74,10 @@ class Options(TypedDict, total=False):
     """Follow the hub that leads, and lead once elected."""
     standby_number: int
     """Number of a standby among those in `hub.standby`, from 1."""
+    replicas: Path | None
+    """File in which a peer of a swarm keeps where the other replicas of the part are."""
+    copies: int
+    """Replicas of the part that the swarm keeps."""
     force_lead: bool
     """Lead without a vote, and with what is left of the journal, whatever may be lost."""
     keys: Path | None
@@ -126,6 +131,17 @@ def _warn(text: str) -> None:
 
 def _endpoint(config: RunConfig, directory: Path, options: Options) -> HubEndpoint:
     k, n = options.get("part", (0, 1))
+    if (replicas := options.get("replicas")) is not None:
+        return HubEndpoint(
+            config,
+            directory,
+            (k, n),
+            options.get("standby", False),
+            options.get("address") or config.swarm.listen,
+            options.get("keys"),
+            replicas=ReplicasFile(replicas),
+            copies=options.get("copies", config.swarm.copies),
+        )
     standby, number = options.get("standby", False), options.get("standby_number", 1)
     configured, standbys = config.hub.addresses, config.hub.standbys_of(k)
     if not configured:
@@ -191,7 +207,7 @@ class _Process:
         self._leading: LeadingHub | None = None
         self._standby: Standby | None = None
         self._switch: Switch | None = None
-        first = endpoint.config.hub.addresses[0]
+        first = next(iter(endpoint.config.hub.addresses), "the owner of part 0")
         self._directory = DirectorySwitch(f"the directory is at the run's first hub, {first}")
         self._policy = PolicyService(endpoint.part[1])
         self._page: Page | None = None

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,6 +94,7 @@ class Standby(_Refusing):
         self._endpoint, self._mirror, self._reports = endpoint, mirror, reports
         self._responder, self._leadership, self._lead = responder, leadership, lead
         self._window_s = endpoint.config.hub.expire_s
+        self._patience_s = self._drawn_patience_s()
         """Nodes repeat their votes; a node that has stopped voting has reached the leading hub again."""
         self._leader = ""
         """Address of the hub that is followed; empty: none answers."""
@@ -133,9 +135,11 @@ class Standby(_Refusing):
         """Return the state of this standby as JSON."""
         with self._mirror.lock:
             now = news.status(self._mirror.hub, time.monotonic())
+            newest = self._mirror.hub.state.configs[-1:]
+            is_replica = any(self._leadership.identity in config.replicas for config in newest)
         segment, offset = self._mirror.position
         leader = self._leader or next(iter(self._endpoint.others), "")
-        following = {"follows": leader, "segment": segment, "offset": offset}
+        following = {"follows": leader, "segment": segment, "offset": offset, "is_replica": is_replica}
         return pb.StatusReply(json=self._reports.status(now | following, request.metrics_after))
 
     def propose(self, request: pb.ProposeRequest) -> pb.Answer:
@@ -229,6 +233,7 @@ class Standby(_Refusing):
                 self.failure = f"{type(error).__name__}: {error}"
 
     def _follow(self) -> None:
+        alone_s = time.monotonic()
         while not self._stopping.is_set():
             for other in self._endpoint.others:
                 try:
@@ -237,8 +242,26 @@ class Standby(_Refusing):
                     log.warning("following: %s", error)
                 except Damaged as error:
                     self._fetch_anew(error)
+                if self._leader:
+                    alone_s = time.monotonic()
                 self._term, self._leader = 0, ""
+            if self._endpoint.replicas is not None and time.monotonic() > alone_s + self._patience_s:
+                alone_s, self._patience_s = time.monotonic(), self._drawn_patience_s()
+                self._ask_for_votes()
             self._stopping.wait(_RETRY_S)
+
+    def _drawn_patience_s(self) -> float:
+        """Return how long a replica of a swarm waits for an owner before it asks to be elected itself.
+
+        Random, so that of several one asks first.
+        """
+        return self._window_s * random.uniform(0.5, 1.5)
+
+    def _ask_for_votes(self) -> None:
+        """Stand for election without a node's word: in a swarm, other replicas may be all that is left."""
+        with self._deciding:
+            if self.leading is None:
+                self._stands()
 
     def _follow_once(self, other: str) -> None:
         """Follow the hub at this address for as long as it leads."""

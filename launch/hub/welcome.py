@@ -13,6 +13,8 @@ def welcome(endpoint: HubEndpoint, address: str) -> str:
     """Return the lines for the hub at `endpoint` that listens at `address`."""
     what = "standby" if endpoint.standby else "hub"
     lines = [f"run {endpoint.config.name}: {what} at {address}, journal in {endpoint.directory}"]
+    if endpoint.replicas is not None:
+        return f"run {endpoint.config.name}: replica of part {endpoint.part[0]} at {address}"
     if endpoint.standby:
         return f"{lines[0]}\nIt takes over when more than half of the nodes ask for it. Ctrl-C ends it."
     reach = ",".join(map(_public_address, endpoint.addresses() if endpoint.part[1] > 1 else (address,)))

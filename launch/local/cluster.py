@@ -1,74 +1,29 @@
-"""All processes of a local run with a hub, with the interface of one child.
+"""All processes of a run on this machine, with the interface of one child.
 
-Hubs, standby, and torchrun per node.
+Hubs or peers, and torchrun per node.
 """
 
-import contextlib
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
+from aedit.launch.child import Child
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.placement import NODE_PROGRAM, JoinOptions, Placement, torchrun_words
 from aedit.launch.hub.folder import of_standby
-from aedit.launch.local.child import Child
-from aedit.types import UserError
+from aedit.launch.local.host_process import POLL_S, HostProcess
+from aedit.launch.local.local_peers import LocalPeers
+from aedit.launch.rundir.prepare import file_name
 
-HUB_START_LIMIT_S = 60.0
 NODE_LEAVE_LIMIT_S = 60.0
 """Longest time of a node for its last evaluation and checkpoint after it has left the hub."""
 
 HUB_LEAVE_LIMIT_S = 30.0
 """Longest time of a hub for its snapshot after the last node has ended."""
-
-POLL_S = 0.05
-
-
-@dataclass(slots=True)
-class HubProcess:
-    """One hub of the run, restarted if it fails."""
-
-    words: list[str]
-    directory: Path
-    log: Path
-    restarts: int
-    child: Child | None = None
-
-    def start(self) -> None:
-        """Start the hub."""
-        (self.directory / "address").unlink(missing_ok=True)
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.child = Child(self.words, self.log)
-
-    def address(self) -> str:
-        """Return the address it listens at, once it has started. Raises UserError if it cannot start."""
-        assert self.child is not None
-        deadline = time.monotonic() + HUB_START_LIMIT_S
-        while not (text := _read(self.directory / "address")):
-            if not self.child.running() or time.monotonic() > deadline:
-                raise UserError(_last_line(self.child.output()) or f"the hub did not start: see {self.log}")
-            time.sleep(POLL_S)
-        return text
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether it ended without error: the run is over, and no members were left."""
-        assert self.child is not None
-        return not self.child.running() and self.child.exit_code() == 0
-
-    def mend(self) -> None:
-        """Restart it if it has failed; it continues its journal at the same address."""
-        assert self.child is not None
-        if self.child.running() or not self.restarts or self.child.exit_code() in (0, 2):
-            return
-        self.restarts -= 1
-        self.child.kill()
-        self.child = Child(self.words, self.log)
 
 
 class Cluster:
@@ -81,32 +36,38 @@ class Cluster:
         self,
         config: RunConfig,
         placement: Placement,
-        run_dir: Path,
+        run_toml: Path,
         attempt: int,
         program: tuple[str, ...] = NODE_PROGRAM,
+        joins: JoinOptions | None = None,
     ) -> None:
+        """Start all processes.
+
+        joins: the node of this machine in a swarm that runs already; default: begin the run, with the nodes
+        `local-0`, `local-1`, ...
+        """
         self.nodes: list[Child] = []
         self.address = ""
-        """HOST:PORT of the hub; several, separated by commas, split the units."""
+        """HOST:PORT of the hub; several, separated by commas, split the units. Of a peer in a swarm."""
+        run_dir = run_toml.parent
         self._over_since: float | None = None
         self._late: set[int] = set()
         """Nodes that were restarted after the run was over."""
-        self._hubs = _hubs(config, run_dir)
+        self._hubs: list[HostProcess] = []
         try:
-            for hub in self._hubs:
-                hub.start()
-            addresses = [hub.address() for hub in self._hubs]
-            num_parts = len(config.hub.addresses)
-            self.address = ",".join(addresses[:num_parts])
-            for i in range(placement.nodes):
-                member = JoinOptions(
-                    hub=self.address,
-                    standby=",".join(addresses[num_parts:]),
-                    name=f"local-{i}",
-                    prefers=i,
-                )
-                words = torchrun_words(run_dir / "run.toml", config, placement, attempt, program, member)
-                self.nodes.append(Child(words, run_dir / f"launch_{i}.log", _shared(config, placement)))
+            if config.swarm.on:
+                peers = LocalPeers(config, run_dir, run_toml, placement.nodes, joins)
+                self._hubs = peers.processes
+                peers.start()
+                members, self.address = peers.members(), peers.place
+            else:
+                self._hubs = _hubs(config, run_dir)
+                members = _start_hubs(self._hubs, len(config.hub.addresses), placement.nodes)
+                self.address = members[0].hub
+            for i, member in enumerate(members):
+                words = torchrun_words(run_toml, config, placement, attempt, program, member)
+                log = run_dir / f"launch_{file_name(joins.name) if joins else i}.log"
+                self.nodes.append(Child(words, log, _shared(config, placement)))
         except BaseException:
             self.kill()
             raise
@@ -194,7 +155,7 @@ def _shared(config: RunConfig, placement: Placement) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads)} | os.environ
 
 
-def _hubs(config: RunConfig, run_dir: Path) -> list[HubProcess]:
+def _hubs(config: RunConfig, run_dir: Path) -> list[HostProcess]:
     """Return the hubs that split the units, then the standbys of the first one."""
     parts = len(config.hub.addresses)
     places = [(k, run_dir / (f"hub_{k}" if parts > 1 else "hub"), 0) for k in range(parts)]
@@ -202,7 +163,7 @@ def _hubs(config: RunConfig, run_dir: Path) -> list[HubProcess]:
     places += [(0, run_dir / of_standby(number), number) for number in numbers]
     words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(run_dir / "run.toml")]
     return [
-        HubProcess(
+        HostProcess(
             [*words, f"--part={k}/{parts}", f"--directory={directory}", *_as_standby(number)],
             directory,
             run_dir / f"{directory.name}.log",
@@ -212,17 +173,15 @@ def _hubs(config: RunConfig, run_dir: Path) -> list[HubProcess]:
     ]
 
 
+def _start_hubs(hubs: list[HostProcess], num_parts: int, nodes: int) -> list[JoinOptions]:
+    """Start the hubs, and return how the nodes find them. Raises UserError if one cannot start."""
+    for hub in hubs:
+        hub.start()
+    addresses = [hub.address() for hub in hubs]
+    address, standby = ",".join(addresses[:num_parts]), ",".join(addresses[num_parts:])
+    return [JoinOptions(hub=address, standby=standby, name=f"local-{i}", prefers=i) for i in range(nodes)]
+
+
 def _as_standby(number: int) -> list[str]:
     """Return the options of standby `number`; none for 0, a hub that leads."""
     return ["--standby", f"--standby-number={number}"] if number else []
-
-
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8").strip()
-    return ""
-
-
-def _last_line(output: str) -> str:
-    lines = [line for line in output.splitlines() if line.startswith("aedit: ")]
-    return lines[-1].removeprefix("aedit: ") if lines else ""

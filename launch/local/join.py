@@ -1,4 +1,4 @@
-"""`aedit join HOST:PORT`: join a run as a node, given only the address of its hub."""
+"""`aedit join ADDRESS`: join a run as a node, given only the address of its hub, or of a peer of a swarm."""
 
 import contextlib
 import secrets
@@ -32,13 +32,15 @@ def join(
     """Fetch the run's configuration and train as one of its nodes; return the exit code as `aedit run` does.
 
     Args:
-        addresses: HOST:PORT of the hub, or of several that split the units.
+        addresses: HOST:PORT of the hub, or of several that split the units; or of peers of a swarm, or what
+            `swarm.peers` may be.
         flags: Settings of this machine, such as `--device cpu`.
         name: Of the node; by default that of its keys, or one that the run directory remembers.
         keys: Folder of keys for TLS.
         insecure: Connect to another machine without TLS.
     """
-    told = _greet(addresses, keys, insecure)
+    peers = addresses
+    addresses, told = _told(addresses, keys, insecure)
     config = with_flags(of_this_machine(told), flags)
     check_imports(config, node=True)
     check_effects(config, dict.fromkeys(flag_keys(flags), 1), defaultdict(lambda: "flag"))
@@ -47,14 +49,38 @@ def join(
             f"--name: the hub's run is named {told.name}, not {config.name};"
             " use --as for the name of the node, --dir for its folder"
         )
-    config = replace(config, hub=replace(config.hub, address=addresses))
+    if config.swarm.on:
+        config = replace(config, swarm=replace(config.swarm, peers=peers))
+    else:
+        config = replace(config, hub=replace(config.hub, address=addresses))
     preflight(config, Placement())
     run_dir = Path(config.dir) / config.name
     with _named(run_dir, name or name_of(keys)) as own_name:
         membership = JoinOptions(
-            hub=addresses, standby=config.hub.standby, name=own_name, keys=keys, insecure=insecure
+            hub="" if config.swarm.on else addresses,
+            standby=config.hub.standby,
+            name=own_name,
+            keys=keys,
+            insecure=insecure,
         )
         return run(config, Placement(), membership=membership)
+
+
+def _told(place: str, keys: Path | None, insecure: bool) -> tuple[str, RunConfig]:
+    """Return the addresses that were asked, and the configuration of the run.
+
+    place: addresses, or a file or multiaddresses that lead to peers of a swarm.
+    """
+    if not (Path(place).is_file() or place.startswith("/")):
+        return place, _greet(place, keys, insecure)
+    # Imported here: most runs have a hub.
+    from aedit.launch.swarm.introduction import introduced
+
+    found = introduced(place)
+    for address in found[:-1]:
+        with contextlib.suppress(UserError):
+            return address, _greet(address, keys, insecure)
+    return found[-1], _greet(found[-1], keys, insecure)
 
 
 def _greet(addresses: str, keys: Path | None, insecure: bool) -> RunConfig:

@@ -83,7 +83,7 @@ class Plan:
         A ring all-reduce sends 2 (N - 1) / N of the payload; a hub receives the payload as encoded by its
         codec.
         """
-        if self.config.hub.address:
+        if self.config.has_hub:
             return self._coded_bytes(self.config.hub.codec)
         return 2 * (self.nodes - 1) * self.round_bytes // self.nodes
 
@@ -199,7 +199,7 @@ def _rounds(plan: Plan) -> str:
 
 
 def _bytes_line(plan: Plan) -> str:
-    if plan.config.hub.address:
+    if plan.config.has_hub:
         hub = plan.config.hub
         up = f"{_bytes(plan.wire_bytes)} up ({hub.codec})"
         return f"{up}, {_bytes(plan.down_bytes)} down ({hub.codec_down}) per new version"

@@ -10,6 +10,7 @@ from types import FrameType
 
 import psutil
 
+from aedit.launch.child import Child
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.placement import (
     NODE_PROGRAM,
@@ -19,7 +20,6 @@ from aedit.launch.config.placement import (
     torchrun_words,
     warnings,
 )
-from aedit.launch.local.child import Child
 from aedit.launch.local.cluster import Cluster
 from aedit.launch.rundir.ending import Ending, indices_of, refusal
 from aedit.launch.rundir.prepare import claimed, file_name, next_attempt, prepare
@@ -68,7 +68,7 @@ def run(
             _watch(watch, run_dir, 0 if membership else placement.nodes, watcher.alive)
             output = child.output()
             code = child.exit_code()
-            failed = child.failed() if isinstance(child, Cluster) else None
+            failed = child.failed() if isinstance(child, Cluster) and membership is None else None
     nodes = tuple(range(placement.nodes)) if placement.local else (placement.node,)
     if membership is not None:
         nodes = indices_of(run_dir, membership.name)
@@ -86,9 +86,10 @@ def _start(
     run_toml: Path,
 ) -> Child | Cluster:
     run_dir = run_toml.parent
-    if config.hub.address and membership is None:
-        cluster = Cluster(config, placement, run_dir, attempt, program)
-        _say(f"hub at {cluster.address}; to add a node, in another terminal: aedit join {cluster.address}")
+    if config.swarm.on or (config.hub.address and membership is None):
+        cluster = Cluster(config, placement, run_toml, attempt, program, membership)
+        here = "swarm" if config.swarm.on else f"hub at {cluster.address}"
+        _say(f"{here}; to add a node, in another terminal: aedit join {cluster.address}")
         return cluster
     words = torchrun_words(run_toml, config, placement, attempt, program, membership)
     log = f"launch_{file_name(membership.name)}.log" if membership else "launch.log"

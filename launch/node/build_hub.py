@@ -1,6 +1,6 @@
 """Build a node of a run with a hub; `build.py` does so for a `torchrun` world."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +43,7 @@ from aedit.launch.rundir.sinks import Origin, open_sinks
 from aedit.proto.agent.agent_link import AgentLink, attach, start_agent
 from aedit.proto.agent.plan import AgentPlan
 from aedit.proto.agent.rejoin import rejoin_secret
+from aedit.proto.agent.replica_finder import owners
 from aedit.proto.wire.security import SERVER, is_loopback
 from aedit.types import UserError
 
@@ -138,8 +139,10 @@ def agent_plan(
     """Return the settings of the node's agent."""
     hub = config.hub
     units = canonical.layout([*_units(model, config), *([shared.unit] if shared else [])]).units
+    addresses = owners(member.replicas, config.edit.timeout_s) if member.replicas else member.hub.split(",")
     return AgentPlan(
-        addresses=tuple(member.hub.split(",")),
+        addresses=tuple(addresses),
+        replicas=str(member.replicas or ""),
         standbys=tuple(member.standby.split(",")) if member.standby else (),
         name=member.name,
         prefers=member.prefers,
@@ -155,7 +158,7 @@ def agent_plan(
         codec=hub.codec,
         codec_down=hub.codec_down,
         keys=str(member.keys or ""),
-        donor=_donor_address(member),
+        donor=_donor_address(member, addresses),
         heartbeat_s=hub.heartbeat_s,
         expire_s=hub.expire_s,
         call_timeout_s=hub.call_timeout_s,
@@ -169,13 +172,13 @@ def _units(model: nn.Module, config: RunConfig) -> Any:
         raise UserError(str(error)) from None
 
 
-def _donor_address(member: JoinOptions) -> str:
+def _donor_address(member: JoinOptions, addresses: Sequence[str]) -> str:
     """Return the address at which other nodes may fetch this node's anchors; "" if they cannot.
 
     It is a loopback address if the hub is on this machine. TLS also requires a server certificate, which
     `aedit keys` puts into the hub's folder only.
     """
-    here = all(map(is_loopback, member.hub.split(",")))
+    here = all(map(is_loopback, addresses))
     certified = member.keys is None or (member.keys / f"{SERVER}.key").exists()
     return "127.0.0.1:0" if here and certified else ""
 

@@ -64,7 +64,7 @@ def _join_and_train(config: RunConfig, options: argparse.Namespace, at_end: cont
     run_dir = Path(config.dir) / config.name
     world = join_world(config.device, ranks, config.edit.timeout_s)
     at_end.callback(leave_world)
-    if options.hub:
+    if options.hub or options.replicas:
         _train_with_hub(config, world, run_dir, attempt, options)
         return
     _log_to(run_dir / "nodes" / str(world.node), attempt)
@@ -82,6 +82,7 @@ def _train_with_hub(
         membership=JoinOptions(
             hub=options.hub,
             standby=options.standby,
+            replicas=options.replicas,
             name=options.name,
             keys=options.keys,
             insecure=options.insecure,
@@ -120,6 +121,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--local", action="store_true", help="all nodes are on this machine: honour [local]")
     parser.add_argument("--hub", default="", help="HOST:PORT of the hub; several split the units")
     parser.add_argument("--standby", default="", help="HOST:PORT of the hub that takes over")
+    does = "file in which this machine's peer keeps where the parts of a swarm are"
+    parser.add_argument("--replicas", type=Path, help=does)
     parser.add_argument("--name", default="", help="of this node, kept over restarts (with --hub)")
     parser.add_argument("--prefers", type=int, help="index it would like to have (with --hub)")
     parser.add_argument("--keys", type=Path, help="what aedit keys made for this node (with --hub)")

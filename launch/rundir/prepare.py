@@ -43,13 +43,13 @@ MAY_CHANGE = {
 }
 """Keys that may differ in a resumed run: its length, speed and hardware, but not the training itself."""
 
-PARTS = ("nodes", "votes", "hub", "hub_*", "standby", "standby_*")
-"""Folders with the state of nodes and hubs."""
+PARTS = ("nodes", "votes", "hub", "hub_*", "standby", "standby_*", "peers")
+"""Folders with the state of nodes, hubs and peers."""
 
 STEPPED = re.compile(r'"steps?": ?[1-9]')
 """Matches a line of metrics or an event after at least one step."""
 
-MAY_CHANGE_AT_A_HUB = {"hub.address", "hub.standby"}
+MAY_CHANGE_AT_A_HUB = {"hub.address", "hub.standby", "swarm.peers", "swarm.listen", "swarm.allow"}
 """Further keys that may differ in a node that joins: its hub may have moved."""
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,8 @@ class Run:
     @property
     def has_hub(self) -> bool:
         """Return whether the run has a hub; then each node has its own rounds."""
-        hub = self.config.get("hub")
-        return bool(self.hubs) or (isinstance(hub, dict) and bool(hub.get("address")))
+        named = ((self.config.get("hub"), "address"), (self.config.get("swarm"), "discovery"))
+        return bool(self.hubs) or any(isinstance(table, dict) and table.get(key) for table, key in named)
 
 
 def read_run(run_dir: Path) -> Run:
@@ -113,6 +113,15 @@ def hub_folders(run_dir: Path) -> list[Path]:
     )
 
 
+def _replica_folders(run_dir: Path) -> dict[str, list[Path]]:
+    """Return by hub the folders of those that have led it: its own and the standby's, or those of peers."""
+    standbys = [run_dir / "standby", *run_dir.glob("standby_*")]
+    found = {path.name: [path, *standbys] for path in hub_folders(run_dir)}
+    for path in sorted(run_dir.glob("peers/*/part_*/metrics.jsonl")):
+        found.setdefault(path.parent.name, []).append(path.parent)
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
+
+
 class RunFollower:
     """Reader of a growing run directory; each `poll` parses only new lines. Missing files are no error."""
 
@@ -128,11 +137,8 @@ class RunFollower:
             if index not in self._nodes:
                 self._nodes[index] = NodeFollower(self._dir / "nodes" / str(index), index)
         nodes = tuple(self._nodes[index].poll() for index in sorted(self._nodes))
-        for path in hub_folders(self._dir):
-            if path.name not in self._hubs:
-                self._hubs[path.name] = HubFollower(
-                    [path, self._dir / "standby", *self._dir.glob("standby_*")]
-                )
+        for name, folders in _replica_folders(self._dir).items():
+            self._hubs.setdefault(name, HubFollower()).follow(folders)
         hubs = tuple(hub.poll() for hub in self._hubs.values())
         return Run(self._dir, _read_toml(self._dir / "run.toml"), nodes, tuple(h for h in hubs if h.lines))
 
@@ -218,18 +224,24 @@ class NodeFollower:
 
 
 class HubFollower:
-    """Reader of the folders of a hub and its standby, each of which leads under its own terms."""
+    """Reader of the folders of the replicas of a hub, each of which leads under its own terms."""
 
-    def __init__(self, directories: list[Path]) -> None:
-        """Follow a hub and its standby, given their directories in any order."""
-        self._tails = [(Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")) for path in directories]
+    def __init__(self) -> None:
+        """Follow nothing yet."""
+        self._tails: dict[Path, tuple[Tail, Tail]] = {}
         self._lines: list[HubSample] = []
         self._notices: list[Notice] = []
         self._evidence: dict[str, Mapping[str, Any]] = {}
 
+    def follow(self, directories: Iterable[Path]) -> None:
+        """Follow the replicas in these folders too, in any order."""
+        for path in directories:
+            if path not in self._tails:
+                self._tails[path] = Tail(path / "metrics.jsonl"), Tail(path / "events.jsonl")
+
     def poll(self) -> HubRecords:
         """Return the records of the hub up to now."""
-        for metrics, events in self._tails:
+        for metrics, events in self._tails.values():
             _each(metrics.poll(), lambda line: self._lines.append(HubSample.of(line)))
             _each(events.poll(), self._event)
         self._lines.sort(key=lambda line: line.term)  # it is stable: within a term they stay as written

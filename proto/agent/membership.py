@@ -5,7 +5,6 @@ import random
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -14,6 +13,7 @@ import grpc
 
 from aedit.proto.agent.elector import Elector
 from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.agent.replica_finder import ReplicaFinder
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hello import PROTOCOL
@@ -67,7 +67,7 @@ class Membership:
 
     def __init__(self, part: int, plan: AgentPlan, connect: Connect) -> None:
         self.part, self._plan, self._connect = part, plan, connect
-        self._address, self._others = plan.addresses[part], deque(plan.standbys_of(part))
+        self._address, self._finder = plan.addresses[part], ReplicaFinder(plan, part)
         self._ballots = Elector(VoterFile(plan.voter_file(part)))
         self.client = connect(self._address)
         self.ranks = 1
@@ -264,12 +264,14 @@ class Membership:
         if self._here:
             log.warning("no hub: %s", why)
         self._set(here=False)
-        if not self._others:
+        other = self._finder.next(self._address)
+        if not other:
             return
         if not at_once:  # it may be alive, and wait for votes
             self._offer(self.client, min(self._patience_s, _OWN_HUB_S))
-        if at_once or time.monotonic() - self._heard_s > self._plan.expire_s:
-            self._ask_other()
+        is_late = time.monotonic() - self._heard_s > self._plan.expire_s
+        if at_once or is_late or self._finder.has_moved(self._address):
+            self._ask_other(other)
 
     def _offer(self, hub: HubClient, timeout_s: float) -> bool:
         """Offer this node's vote to a hub; return whether that one leads now."""
@@ -280,19 +282,17 @@ class Membership:
             log.warning("no vote: %s", error)
             return False
 
-    def _ask_other(self) -> None:
-        """Offer the vote to the next other hub.
+    def _ask_other(self, address: str) -> None:
+        """Offer the vote to another hub.
 
         Once it leads it is this node's hub; the old one may come back as a standby.
         """
-        address = self._others.popleft()
         other = self._connect(address)
         if not self._offer(other, self._patience_s):
             other.close()
-            self._others.append(address)
             return
         log.warning("%s leads now, not %s", address, self._address)
-        self._others.append(self._address)
+        self._finder.adopt(address, self._address)
         old, self._address, self.client = self.client, address, other
         old.close()
         self._set(member=False)

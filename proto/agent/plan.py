@@ -17,6 +17,8 @@ class AgentPlan:
     standbys: tuple[str, ...] = ()
     """HOST:PORT of the standbys: all those of a single hub process, or one for each of several, in their
     order, empty where there is none."""
+    replicas: str = ""
+    """File in which a peer keeps where the replicas of the parts are, in a swarm; empty: `standbys`."""
     name: str
     """Kept over restarts: the same name gets the same index."""
     prefers: int | None = None

@@ -1,0 +1,53 @@
+"""Configuration of a run without a hub, whose peers own the parts of the model. Imports no torch."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from aedit.types import check
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmConfig:
+    """A run without a hub: each part of the model is owned by one of the peers, and others follow it."""
+
+    discovery: Literal["", "file", "hivemind"] = ""
+    """How peers find each other: `file` is a list of addresses, `hivemind` a distributed hash table. Empty:
+    no swarm."""
+
+    peers: str = ""
+    """Peers to begin with: the path of a file with a HOST:PORT per line, or with `hivemind` multiaddresses,
+    separated by commas. Empty: `aedit run` begins the run here."""
+
+    listen: str = "127.0.0.1:0"
+    """HOST:PORT at which this peer answers others; port 0 takes a free one. The parts that it hosts take free
+    ports of the same host."""
+
+    parts: int = 4
+    """Parts of the model, each of which has an owner of its own: unit i belongs to part i % parts."""
+
+    copies: int = 3
+    """Peers that keep a part, its owner included. What two of three have on disk is acknowledged."""
+
+    lease_s: float = 6.0
+    """Silence after which a peer is no longer counted on."""
+
+    allow: tuple[str, ...] = ()
+    """Public keys, in hexadecimal digits, of the peers that may take part; empty: everybody with the run's
+    keys."""
+
+    @property
+    def on(self) -> bool:
+        """Return whether the run is a swarm."""
+        return bool(self.discovery)
+
+    def __post_init__(self) -> None:
+        host, _, port = self.listen.rpartition(":")
+        check(bool(host) and port.isdecimal(), "swarm.listen", "must be HOST:PORT", repr(self.listen))
+        check(1 <= self.parts <= 64, "swarm.parts", "must be in [1, 64]", self.parts)
+        check(1 <= self.copies <= 7, "swarm.copies", "must be in [1, 7]", self.copies)
+        check(self.lease_s >= 2, "swarm.lease_s", "must be at least 2", self.lease_s)
+        for key in self.allow:
+            check(bool(_KEY.fullmatch(key)), "swarm.allow", "must be 64 hexadecimal digits", repr(key))

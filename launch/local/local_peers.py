@@ -1,0 +1,88 @@
+"""The peers of a swarm on this machine: one per node, each with a process and a folder of its own."""
+
+import sys
+import time
+from pathlib import Path
+
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.placement import JoinOptions
+from aedit.launch.local.host_process import HostProcess
+from aedit.launch.rundir.prepare import file_name
+from aedit.proto.swarm.replicas_file import REPLICAS
+from aedit.system import write_atomically
+from aedit.types import UserError
+
+PEERS = "peers.txt"
+"""File of a local run with the addresses of its peers."""
+_INTRODUCTION_LIMIT_S = 60.0
+_POLL_S = 0.05
+
+
+class LocalPeers:
+    """The peers that this machine starts: those of a local run, or the one of a node that joins a swarm."""
+
+    def __init__(
+        self, config: RunConfig, run_dir: Path, run_toml: Path, nodes: int, joins: JoinOptions | None
+    ) -> None:
+        self._config, self._run_dir, self._run_toml, self._joins = config, run_dir, run_toml, joins
+        self._names = [joins.name] if joins else [f"local-{i}" for i in range(nodes)]
+        self.processes: list[HostProcess] = []
+        self.place = ""
+        """What a further peer passes to `aedit join`."""
+
+    def start(self) -> None:
+        """Start the peers; the first one of a new run begins it. Raises UserError if one cannot start."""
+        begins = self._joins is None
+        for i, name in enumerate(self._names):
+            process = self._process(name, founds=begins and i == 0)
+            self.processes.append(process)
+            process.start()
+            if i == 0:
+                self.place = self._introduction(process)
+        addresses = [process.address() for process in self.processes]
+        if begins:
+            write_atomically(self._run_dir / PEERS, "".join(f"{address}\n" for address in addresses))
+
+    def members(self) -> list[JoinOptions]:
+        """Return how each node finds the owners of the parts: through its peer."""
+        keys, insecure = (self._joins.keys, self._joins.insecure) if self._joins else (None, False)
+        return [
+            JoinOptions(
+                hub="",
+                replicas=process.directory / REPLICAS,
+                name=name,
+                keys=keys,
+                insecure=insecure,
+                prefers=None if self._joins else i,
+            )
+            for i, (name, process) in enumerate(zip(self._names, self.processes, strict=True))
+        ]
+
+    def _process(self, name: str, *, founds: bool) -> HostProcess:
+        directory = self._run_dir / "peers" / file_name(name)
+        words = [sys.executable, "-m", "aedit.launch.cli", "peer", str(self._run_toml)]
+        words += [f"--directory={directory}", f"--as={name}"]
+        known = self._config.swarm.peers or (self.place if self._config.swarm.discovery == "hivemind" else "")
+        words += [f"--peers={known or self._run_dir / PEERS}"]
+        if self._joins is not None:
+            words += [f"--keys={self._joins.keys}"] if self._joins.keys else []
+            words += ["--insecure"] * self._joins.insecure
+        log = self._run_dir / f"peer_{file_name(name)}.log"
+        return HostProcess([*words, *["--found"] * founds], directory, log, self._config.restarts)
+
+    def _introduction(self, first: HostProcess) -> str:
+        """Return what the first peer says that others need to find it."""
+        first.address()
+        deadline_s = time.monotonic() + _INTRODUCTION_LIMIT_S
+        while not (text := _read(first.directory / "introduction")):
+            if not first.running() or time.monotonic() > deadline_s:
+                raise UserError(f"the first peer was not reachable in time: see {first.log}")
+            time.sleep(_POLL_S)
+        return text
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

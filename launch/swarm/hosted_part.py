@@ -1,0 +1,161 @@
+"""A replica of one part of the model on this peer: a hub process of its own, restarted if it fails."""
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from aedit.proto.swarm.card import PartReplica
+
+from aedit.launch.child import Child
+from aedit.proto.swarm.replicas_file import REPLICAS
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.security import ClientKeys
+
+log = logging.getLogger(__name__)
+
+MARK = "part.json"
+"""File that a hub writes into its folder when it first starts there."""
+RECORDS = ("metrics.jsonl", "events.jsonl")
+_STATUS_S = 2.0
+"""Deadline of the question for a replica's state."""
+_NO_LINES = 2**31 - 1
+"""More lines of metrics than there are: none are sent."""
+_AGAIN_S = 2.0
+"""Pause before a replica that has ended is started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """What the hub processes of a peer have in common."""
+
+    run_toml: Path
+    directory: Path
+    """Of the peer; `part_K` below it is the folder of a replica."""
+    host: str
+    """Host name or address at which they listen."""
+    parts: int
+    copies: int
+    keys: Path | None = None
+    insecure: bool = False
+
+    def words(self, part: int, *, founds: bool) -> list[str]:
+        """Return the command of the replica of `part`. founds: it begins the run, instead of following it."""
+        words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(self.run_toml)]
+        words += [
+            f"--part={part}/{self.parts}",
+            f"--directory={self.folder(part)}",
+            f"--copies={self.copies}",
+        ]
+        words += [f"--replicas={self.directory / REPLICAS}", f"--address={self.host}:0"]
+        words += [f"--keys={self.keys}"] if self.keys else []
+        return words + ["--insecure"] * self.insecure + ["--standby"] * (not founds)
+
+    def folder(self, part: int) -> Path:
+        """Return the folder of the replica of `part`."""
+        return self.directory / f"part_{part}"
+
+    def kept(self) -> list[int]:
+        """Return the parts of which this peer has a replica on its disk."""
+        return [part for part in range(self.parts) if (self.folder(part) / MARK).exists()]
+
+
+class HostedPart:
+    """The hub process, and what it said of itself last."""
+
+    def __init__(self, part: int, options: HostOptions, keys: ClientKeys, *, founds: bool) -> None:
+        """Start the process. founds: it begins the run."""
+        self.part, self._options, self._keys = part, options, keys
+        self._folder = options.folder(part)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if part not in options.kept():  # a peer that was ended while it gave up a replica leaves some of it
+            _clear(self._folder)
+        self._client: HubClient | None = None
+        self._address = ""
+        self._ended_s: float | None = None
+        self.is_over = False
+        """True once the process has ended without error, with the run."""
+        self.state: PartReplica | None = None
+        """None until it answers, and while it does not."""
+        self._start(founds=founds)
+
+    def look(self) -> None:
+        """Ask the process for its state; start it again if it has ended with an error."""
+        if not self._child.running():
+            self._mend()
+            return
+        with contextlib.suppress(OSError):
+            address = (self._folder / "address").read_text(encoding="utf-8").strip()
+            if address != self._address:
+                self._connect(address)
+        self.state = self._asked() if self._client is not None else None
+
+    def retire(self) -> None:
+        """End the process and forget the replica, all but its records of the run."""
+        self.stop()
+        _clear(self._folder)
+
+    def ask_to_end(self) -> None:
+        """Ask the process to end; an owner hands its part over first."""
+        self._child.terminate()
+
+    def stop(self, limit_s: float = 10.0) -> None:
+        """End the process, at once if it has not ended in time."""
+        self._child.terminate()
+        deadline_s = time.monotonic() + limit_s
+        while self._child.running() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        self._child.kill()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _start(self, *, founds: bool) -> None:
+        (self._folder / "address").unlink(missing_ok=True)
+        words = self._options.words(self.part, founds=founds)
+        self._child = Child(words, self._options.directory / f"part_{self.part}.log")
+        self._ended_s = None
+
+    def _mend(self) -> None:
+        self.state = None
+        if self._ended_s is None:
+            self._ended_s = time.monotonic()
+            self.is_over = self._child.exit_code() == 0
+            if not self.is_over:
+                log.warning("part %d: its process has ended with code %d", self.part, self._child.exit_code())
+        elif not self.is_over and time.monotonic() > self._ended_s + _AGAIN_S:
+            self._child.kill()
+            self._start(founds=False)
+
+    def _connect(self, address: str) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._address, self._client = address, HubClient(address, self._keys, call_timeout_s=_STATUS_S)
+
+    def _asked(self) -> PartReplica | None:
+        assert self._client is not None
+        try:
+            reply = self._client.status(pb.StatusRequest(metrics_after=_NO_LINES), _STATUS_S)
+        except (HubUnreachable, HubRefused) as error:
+            log.info("part %d: %s", self.part, error)
+            return None
+        status = json.loads(reply.json)
+        leads = "follows" not in status
+        return PartReplica(
+            address=self._address,
+            term=int(status["term"]),
+            leads=leads,
+            in_sync=leads or bool(status.get("is_replica")),
+        )
+
+
+def _clear(folder: Path) -> None:
+    """Remove all but the records of the run; first what makes it a replica."""
+    (folder / MARK).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if path.name not in RECORDS:
+            path.unlink(missing_ok=True)

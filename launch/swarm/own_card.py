@@ -1,0 +1,50 @@
+"""The card of this peer, signed anew when something in it has changed or its lease runs out."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from aedit.proto.swarm.card import PartReplica, PeerCard, encoded
+from aedit.proto.swarm.known_peers import KnownPeers
+from aedit.proto.swarm.serials import Serials
+from aedit.proto.wire.signing_key import SigningKey
+
+from aedit.launch.config.config import RunConfig
+
+_RENEWALS = 4
+"""Times that a card is renewed within a lease."""
+
+
+class OwnCard:
+    """Makes the cards of this peer."""
+
+    def __init__(
+        self, config: RunConfig, name: str, directory: Path, key: SigningKey, known: KnownPeers
+    ) -> None:
+        self._run, self._name, self._lease_s = config.name, name, config.swarm.lease_s
+        self._key, self._known, self._serials = key, known, Serials(directory / "serial")
+        self._last: PeerCard | None = None
+        self._data = b""
+        self._made_s = 0.0
+        self.leaving = False
+        """True once this peer ends: others then do without it at once."""
+
+    def current(self, address: str, parts: Mapping[int, PartReplica]) -> bytes:
+        """Return the encoded card with these parts. Raises OSError if the serial cannot be kept."""
+        card = PeerCard(
+            run=self._run,
+            name=self._name,
+            public_key=self._key.public,
+            serial=1,
+            address=address,
+            parts=parts,
+            lease_s=self._lease_s,
+            leaving=self.leaving,
+        )
+        now_s = time.monotonic()
+        if card != self._last or now_s > self._made_s + self._lease_s / _RENEWALS:
+            serial = self._serials.next(above=self._known.own_serial)
+            self._data = encoded(replace(card, serial=serial), self._key.private)
+            self._last, self._made_s = card, now_s
+        return self._data

@@ -1,0 +1,215 @@
+"""`aedit peer`: one member of a swarm, which finds the others and hosts replicas of parts of the model."""
+
+import logging
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from aedit.proto.swarm.gossip import Gossip, GossipPlan
+from aedit.proto.swarm.known_peers import KnownPeers
+from aedit.proto.wire.signing_key import SigningKey
+
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.fields import to_toml
+from aedit.launch.rundir.prepare import claimed
+from aedit.launch.swarm.hosted_part import HostedPart, HostOptions
+from aedit.launch.swarm.introduction import make_discovery
+from aedit.launch.swarm.own_card import OwnCard
+from aedit.launch.swarm.peer_service import PeerService
+from aedit.launch.swarm.roles import PartView, Role, part_view
+from aedit.proto.swarm.replicas_file import REPLICAS, ReplicasFile
+from aedit.proto.wire.connections import raise_descriptor_limit
+from aedit.proto.wire.security import ClientKeys, ServerKeys, check_exposure, client_keys, server_keys
+from aedit.system import write_atomically
+from aedit.types import UserError
+
+log = logging.getLogger(__name__)
+
+_TURN_S = 0.5
+"""Pause between two looks at the other peers and at the own replicas."""
+_LEAVE_S = 12.0
+"""Longest time in which the parts that this peer owns are handed over when it ends."""
+INTRODUCTION = "introduction"
+"""File with what a further peer passes to `aedit join`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """Options of a peer beside the configuration of the run."""
+
+    directory: Path
+    """Folder of its key, replicas and records."""
+    name: str
+    peers: str = ""
+    """In place of `swarm.peers`."""
+    founds: bool = False
+    """Begin the run: found every part. A peer that was in the run before goes on with what it has."""
+    keys: Path | None = None
+    insecure: bool = False
+
+
+def peer(config: RunConfig, options: PeerOptions) -> int:
+    """Take part in the swarm until SIGINT or SIGTERM; return the exit code.
+
+    Raises UserError for what the user must correct: keys, folder, peers, or an address that is taken.
+    """
+    logging.basicConfig(format="aedit peer: %(message)s", level=logging.WARNING)
+    if not config.swarm.on:
+        raise UserError('swarm.discovery is empty: set it to "file" or "hivemind"')
+    raise_descriptor_limit()
+    stop = _stop_on_signals()
+    with claimed(options.directory, "peer"):
+        member = Peer(config, options)
+        try:
+            member.start()
+            print(f"peer {options.name} of {config.name} at {member.address}", flush=True)
+            while not stop.wait(_TURN_S):
+                member.turn()
+        finally:
+            member.close()
+    return 0
+
+
+def _stop_on_signals() -> threading.Event:
+    """Return an event that the first SIGINT or SIGTERM sets; the second one ends the process."""
+    stop = threading.Event()
+
+    def caught(number: int, frame: object) -> None:
+        stop.set()
+        for again in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(again, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, caught)
+    return stop
+
+
+class Peer:
+    """One peer: what it hosts follows from the cards of the live peers."""
+
+    def __init__(self, config: RunConfig, options: PeerOptions) -> None:
+        """Listen, and read the key. Raises UserError."""
+        swarm, directory = config.swarm, options.directory
+        self._config, self._options = config, options
+        run_toml = directory / "run.toml"
+        write_atomically(run_toml, to_toml(config))
+        self._hosts = HostOptions(
+            run_toml=run_toml,
+            directory=directory,
+            host=swarm.listen.rpartition(":")[0],
+            parts=swarm.parts,
+            copies=swarm.copies,
+            keys=options.keys,
+            insecure=options.insecure,
+        )
+        self._trust = client_keys(options.keys) if options.keys else ClientKeys()
+        self._key = _kept_key(directory / "key")
+        self._known = KnownPeers(
+            config.name, self._key.public, allow=frozenset(bytes.fromhex(key) for key in swarm.allow)
+        )
+        self._hosted: dict[int, HostedPart] = {}
+        self._hosting = threading.Lock()
+        self._replicas = ReplicasFile(directory / REPLICAS)
+        self._card = OwnCard(config, options.name, directory, self._key, self._known)
+        self._service = PeerService(config, self._replicas, self._trust, self._live_names)
+        self._discovery = make_discovery(
+            swarm.discovery, options.peers or swarm.peers, directory=directory, run=config.name
+        )
+        plan = GossipPlan(
+            listen=swarm.listen,
+            peers_file=directory / "last_peers.json",
+            server_keys=_server_keys(swarm.listen, options),
+            client_keys=self._trust,
+            services=self._service.services(),
+        )
+        self._gossip = Gossip(self._known, self._key, self._own_card, self._discovery, plan)
+
+    @property
+    def address(self) -> str:
+        """Return the HOST:PORT at which this peer answers others."""
+        return self._gossip.address
+
+    def start(self) -> None:
+        """Host what is on the disk, or found the run; then exchange cards with others."""
+        directory, kept = self._options.directory, self._hosts.kept()
+        marker = directory / "member"
+        founds = self._options.founds and not kept and not marker.exists()
+        marker.touch()
+        for part in range(self._hosts.parts) if founds else kept:
+            self._host(part, founds=founds)
+        self._gossip.start()
+        introduction = getattr(self._discovery, "introduction", "") or self.address
+        write_atomically(directory / INTRODUCTION, introduction)
+        write_atomically(directory / "address", self.address)
+
+    def turn(self) -> None:
+        """Look at the own replicas and at what others say; begin to keep parts, or give them up."""
+        for hosted in list(self._hosted.values()):
+            hosted.look()
+        views = self._views()
+        self._replicas.write([view.places() for view in views])
+        for part, view in enumerate(views):
+            role = view.role(self._key.public, self._hosts.copies)
+            if role is Role.HOST and part not in self._hosted:
+                log.warning("part %d: keeping a replica", part)
+                self._host(part, founds=False)
+            elif role is Role.RETIRE and part in self._hosted:
+                log.warning("part %d: other peers keep it; giving up the replica here", part)
+                with self._hosting:
+                    retired = self._hosted.pop(part)
+                retired.retire()
+
+    def close(self) -> None:
+        """Say good-bye, let the owned parts be handed over, and end all processes."""
+        self._card.leaving = True
+        hosted, deadline_s = list(self._hosted.values()), time.monotonic() + _LEAVE_S
+        for one in hosted:
+            one.ask_to_end()
+        for one in hosted:
+            one.stop(max(0.1, deadline_s - time.monotonic()))
+        self._gossip.close()
+
+    def _host(self, part: int, *, founds: bool) -> None:
+        hosted = HostedPart(part, self._hosts, self._trust, founds=founds)
+        with self._hosting:
+            self._hosted[part] = hosted
+
+    def _views(self) -> list[PartView]:
+        live = self._known.live(time.monotonic())
+        return [part_view(self._config.name, part, live) for part in range(self._hosts.parts)]
+
+    def _own_card(self) -> bytes:
+        with self._hosting:
+            states = {part: hosted.state for part, hosted in self._hosted.items()}
+        hosts = {part: state for part, state in states.items() if state is not None}
+        return self._card.current(self.address, hosts)
+
+    def _live_names(self) -> list[dict[str, object]]:
+        """Return the live peers for views."""
+        cards = self._known.live(time.monotonic()).values()
+        return [
+            {
+                "name": card.name,
+                "address": card.address,
+                "key": card.public_key.hex(),
+                "owns": sorted(part for part, replica in card.parts.items() if replica.leads),
+                "keeps": sorted(part for part, replica in card.parts.items() if not replica.leads),
+                "state": "leaving" if card.leaving else "",
+            }
+            for card in sorted(cards, key=lambda card: card.name)
+        ]
+
+
+def _kept_key(path: Path) -> SigningKey:
+    try:
+        return SigningKey.kept(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _server_keys(listen: str, options: PeerOptions) -> ServerKeys:
+    keys = server_keys(options.keys) if options.keys else None
+    check_exposure(listen, keys, options.insecure)
+    return keys or ServerKeys()

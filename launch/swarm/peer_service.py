@@ -1,0 +1,72 @@
+"""What a peer answers those who join the run or look at it: its configuration, and the state of all parts."""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import aedit
+from aedit.async_sgd.service.hello_responder import HelloResponder
+from aedit.launch.config.config import RunConfig
+from aedit.launch.config.fields import to_toml
+from aedit.launch.config.method import difference, method
+from aedit.proto.swarm.replicas_file import ReplicasFile
+from aedit.proto.wire import hub_pb2 as pb
+from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
+from aedit.proto.wire.hello import PROTOCOL
+from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.security import ClientKeys
+from aedit.proto.wire.service import Service, run_services
+
+_ASK_S = 2.0
+
+
+class PeerService:
+    """Hello and Status of a peer. Any thread may call."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        replicas: ReplicasFile,
+        keys: ClientKeys,
+        peers: Callable[[], Sequence[dict[str, object]]],
+    ) -> None:
+        """Answer for the run. peers: returns the live peers."""
+        self._config, self._replicas, self._keys, self._peers = config, replicas, keys, peers
+        self._responder = HelloResponder(
+            protocol=PROTOCOL,
+            method=(own := method(config)),
+            difference=partial(difference, own),
+            version=aedit.__version__,
+            run=config.name,
+            config=to_toml(config, defaults=False),
+            addresses=lambda: tuple(part.owner for part in replicas.parts()),
+            standby=lambda: "",
+        )
+
+    def services(self) -> tuple[Service, ...]:
+        """Return the services, to be served beside the exchange of cards."""
+        return run_services(self.hello, self.status, Limits())
+
+    def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
+        """Return the run's configuration."""
+        return self._responder.reply(request, 0)
+
+    def status(self, request: pb.StatusRequest) -> pb.StatusReply:
+        """Return as JSON the live peers, and the status of each part as its owner gives it."""
+        parts = [self._of_part(part.owner, request) for part in self._replicas.parts()]
+        said = {"run": self._config.name, "peers": list(self._peers()), "parts": parts}
+        return pb.StatusReply(json=json.dumps(said))
+
+    def _of_part(self, owner: str, request: pb.StatusRequest) -> dict[str, Any] | None:
+        """Return the status of a part, None while it has no owner that answers."""
+        if not owner:
+            return None
+        client = HubClient(owner, self._keys, call_timeout_s=_ASK_S)
+        try:
+            found: dict[str, Any] = json.loads(client.status(request, _ASK_S).json)
+            return found | {"owner": owner}
+        except (HubUnreachable, HubRefused):
+            return None
+        finally:
+            client.close()

@@ -1,0 +1,67 @@
+"""Where a node finds the hubs of a part: those of the configuration, or the replicas in a peer's file."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from aedit.proto.agent.plan import AgentPlan
+from aedit.proto.swarm.replicas_file import ReplicasFile
+from aedit.types import UserError
+
+_LOOK_S = 0.2
+
+
+def owners(path: Path, limit_s: float) -> Sequence[str]:
+    """Return the address of the owner of each part, as soon as all of them are known.
+
+    Raises UserError if one is not known within `limit_s`.
+    """
+    file, deadline_s = ReplicasFile(path), time.monotonic() + limit_s
+    while True:
+        found = [part.owner for part in file.parts()]
+        if found and all(found):
+            return found
+        if time.monotonic() > deadline_s:
+            missing = ", ".join(str(k) for k, owner in enumerate(found) if not owner) or "any part"
+            raise UserError(
+                f"{path}: no owner of {missing} was found within {limit_s:g} s; see the peer's log"
+            )
+        time.sleep(_LOOK_S)
+
+
+class ReplicaFinder:
+    """The hubs of one part that may lead, besides the one that a node follows."""
+
+    def __init__(self, plan: AgentPlan, part: int) -> None:
+        self._part, self._listed = part, deque(plan.standbys_of(part))
+        self._file = ReplicasFile(Path(plan.replicas)) if plan.replicas else None
+
+    def next(self, current: str) -> str:
+        """Return the hub to be asked next, another one than `current` at each call; "" if there is none."""
+        if self._file is not None:
+            self._update(current)
+        if not self._listed:
+            return ""
+        self._listed.rotate(-1)
+        return self._listed[-1]
+
+    def adopt(self, new: str, old: str) -> None:
+        """Note that a node follows `new` from now on, and not `old`, which may come back as a standby."""
+        self._listed.remove(new)
+        self._listed.append(old)
+
+    def has_moved(self, current: str) -> bool:
+        """Return whether the peers know another owner than `current`."""
+        owner = self._file.part(self._part).owner if self._file is not None else ""
+        return bool(owner) and owner != current
+
+    def _update(self, current: str) -> None:
+        assert self._file is not None
+        places = self._file.part(self._part)
+        known = {one for one in (places.owner, *places.replicas) if one and one != current}
+        if places.owner in known and places.owner not in self._listed:
+            self._listed.appendleft(places.owner)  # the one that leads is asked first
+        for address in [one for one in self._listed if one not in known]:
+            self._listed.remove(address)
+        self._listed.extend(sorted(known - set(self._listed)))

@@ -1,0 +1,77 @@
+"""Tests what a peer of a swarm does with each part: begin to keep it, give it up, name the one to own it."""
+
+import pytest
+from aedit.proto.swarm.card import PartReplica, PeerCard
+
+from aedit.launch.swarm.roles import PartView, Role, part_view
+from aedit.proto.swarm.replicas_file import PartPlaces, ReplicasFile
+
+A, B, C, D = (bytes([n]) * 32 for n in range(1, 5))
+
+
+def replica(leads=False, in_sync=True, term=1, address="h:1"):
+    return PartReplica(address=address, term=term, leads=leads, in_sync=in_sync)
+
+
+def view(ranked, **replicas):
+    keys = {"a": A, "b": B, "c": C, "d": D}
+    return PartView(tuple(ranked), {keys[name]: one for name, one in replicas.items()})
+
+
+def test_a_chosen_peer_begins_to_keep_a_part_once_somebody_owns_it():
+    assert view([B, A, C], a=replica(leads=True)).role(B, 2) is Role.HOST
+    assert view([B, A, C], a=replica()).role(B, 2) is Role.KEEP, "nobody leads: there is nothing to follow"
+    assert view([B, A, C], a=replica(leads=True)).role(C, 2) is Role.KEEP, "not among the first two"
+
+
+def test_a_replica_is_given_up_only_when_all_chosen_peers_are_in_sync_and_one_of_them_owns_the_part():
+    assert view([A, B, C], a=replica(leads=True), b=replica(), c=replica()).role(C, 2) is Role.RETIRE
+    late = replica(in_sync=False)
+    assert view([A, B, C], a=replica(leads=True), b=late, c=replica()).role(C, 2) is Role.KEEP
+    assert view([A, B, C], a=replica(leads=True), c=replica()).role(C, 2) is Role.KEEP
+    assert (
+        view([A, B, C, D], a=replica(), b=replica(), c=replica(), d=replica(leads=True)).role(C, 2)
+        is Role.KEEP
+    )
+
+
+def test_an_owner_never_gives_its_part_up_by_itself():
+    assert view([A, B, C], a=replica(), b=replica(), c=replica(leads=True)).role(C, 2) is Role.KEEP
+
+
+def test_the_best_ranked_replica_in_sync_is_to_own_the_part():
+    assert view([A, B, C], a=replica(in_sync=False), b=replica(), c=replica(leads=True)).first() == B
+    assert view([A, B, C]).first() is None
+
+
+def test_of_two_that_say_they_own_a_part_the_higher_term_does():
+    assert view([A, B], a=replica(leads=True, term=3), b=replica(leads=True, term=5)).owner == B
+
+
+@pytest.mark.parametrize("change", [{"leaving": True}, {"address": ""}])
+def test_clients_and_peers_that_leave_are_not_ranked(change):
+    def card(key, **values):
+        return PeerCard(run="r", name="n", public_key=key, serial=1, **{"address": "h:1", **values})
+
+    found = part_view("r", 0, {A: card(A), B: card(B, **change)})
+    assert found.ranked == (A,)
+
+
+def test_replicas_are_named_by_rank_then_those_that_are_not_ranked():
+    replicas = {
+        "a": replica(leads=True, address="a:1"),
+        "b": replica(address="b:1"),
+        "c": replica(address="c:1"),
+    }
+    places = view([B, A], **replicas).places()
+    assert (places.replicas, places.owner, places.first) == (("b:1", "a:1", "c:1"), "a:1", "b:1")
+
+
+def test_the_file_of_replicas_is_read_as_it_was_written_and_again_when_it_changes(tmp_path):
+    reads, writes = (ReplicasFile(tmp_path / "replicas.json") for _ in range(2))
+    assert reads.parts() == ()
+    assert reads.part(3) == PartPlaces()
+    writes.write([view([A], a=replica(leads=True)).places()])
+    assert reads.part(0) == PartPlaces(("h:1",), "h:1", "h:1")
+    writes.write([PartPlaces(("x:2",), "", ""), PartPlaces()])
+    assert reads.parts() == (PartPlaces(("x:2",), "", ""), PartPlaces())
