@@ -40,7 +40,8 @@ class Replica:
         """Highest term that any voter has named."""
         self.is_overtaken = False
         """True if a voter refuses this leader's configuration for a higher term: it must be elected again."""
-        self._leader_heard_s = self._yielded_s = float("-inf")
+        self._leader_heard_s = self._yielded_s = self._yields_until_s = float("-inf")
+        self._successor = 0
         self._supported = 0
         self._votes: Tally | None = None
         self._accepted: dict[int, Ballot] = {}
@@ -110,7 +111,7 @@ class Replica:
 
     def _supports_another(self, proposer: int, now: float) -> bool:
         if self.term:
-            return self.holds_lease(now)
+            return self.holds_lease(now) and not self.yields_to(proposer, now)
         return proposer != self._supported and now - self._leader_heard_s < self._promise_s
 
     # --- becoming the leader
@@ -202,6 +203,23 @@ class Replica:
     def step_down(self) -> None:
         """Lead no more: another hub leads under a higher term."""
         self.term, self._votes, self._agreement = 0, None, None
+
+    def yield_to(self, replica: int, until_s: float) -> bool:
+        """Give this leader's vote to a replica in sync that asks for it until then; return whether it may.
+
+        That is all there is to a hand-over: the successor is elected as any other, by a quorum.
+        """
+        newest = self.configs[-1] if self.configs else None
+        if not self.term or newest is None or self._agreement is not None:
+            return False
+        if replica == self.voter.me or replica not in newest.replicas:
+            return False
+        self._successor, self._yields_until_s = replica, until_s
+        return True
+
+    def yields_to(self, replica: int, now: float) -> bool:
+        """Return whether this leader wants that replica to lead in its place."""
+        return bool(self.term) and replica == self._successor and now < self._yields_until_s
 
     def confirm(self, replica: int, position: Position, now: float) -> None:
         """Note that everything before `position` is on that replica's disk."""

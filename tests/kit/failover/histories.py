@@ -49,6 +49,10 @@ def history(seed):
         else:
             who = chance.choice(hubs)
         faults.append(Fault(at_s, kind, who, chance.choice(hubs), lasts_s))
+    moves = random.Random(f"moves {seed}")  # of its own: with it, the faults above are as they were without
+    for _ in range(moves.choice((0, 0, 1, 2, 4))):
+        kind, at_s = moves.choice(("hand", "hand", "hand", "stand")), moves.uniform(1.0, FAULTS_S)
+        faults += [Fault(at_s, kind, who, moves.choice(hubs)) for who in hubs]  # one of them leads
     faults.sort(key=lambda fault: fault.at_s)
     rough = chance.random() < 0.5
     loss, repeat = (0.15 * chance.random(), 0.1 * chance.random()) if rough else (0.0, 0.0)
@@ -123,6 +127,14 @@ class Simulation:
 
     def _damage(self, fault):
         self._process(fault.who).damage()
+
+    def _hand(self, fault):
+        """Let a hub that leads hand over to another one; one that follows does nothing."""
+        if fault.who != fault.other:
+            self._process(fault.who).hand_over(fault.other)
+
+    def _stand(self, fault):
+        self._process(fault.who).stand()
 
     def _cut(self, fault):
         """Cut one direction of one link, or both for an odd number of milliseconds."""

@@ -5,6 +5,7 @@ from aedit.async_sgd.rules.records import Agreed, Configured, Led
 from aedit.proto.wire.votes import Voter
 
 FETCH_S, TICK_S, SYNC_S, MERGE_S = 0.1, 0.15, 0.02, 0.2
+YIELD_S = 1.0
 SILENT_S, LEASE_S, PROMISE_S, EXPIRE_S = 0.5, 0.4, 0.8, 1.0
 
 
@@ -33,6 +34,8 @@ class SimHub:
         self.world, self.number, self.others = world, number, [h for h in hubs if h != number]
         self.disk = Disk(100 + number)
         self.alive, self.paused_until, self.life = False, 0.0, 0
+        self.handed_over = 0
+        """Number of times that it gave its vote to its successor."""
 
     # --- life
 
@@ -60,6 +63,19 @@ class SimHub:
         log, synced = self.disk.log, self.disk.synced
         if loses:
             self.disk.keep(self.world.random.randint(synced, len(log)))
+
+    def hand_over(self, other):
+        """Ask another hub to lead in the place of this one, as an owner of a part of a swarm does."""
+        if self.alive and self.machine.yield_to(100 + other, self.world.now + YIELD_S):
+            self.world.send(self.number, other, "stand")
+
+    def on_stand(self, sender):
+        self.stand()
+
+    def stand(self):
+        """Ask for votes, as a replica of a swarm does that has heard no owner for long."""
+        if self.alive and not self.machine.term:
+            self._ask_voters(self._asks())
 
     def damage(self):
         """The disk has lost the journal; a follower notices, and fetches it anew."""
@@ -162,9 +178,11 @@ class SimHub:
 
     def on_propose(self, sender, proposal):
         was = self.machine.term
+        yields = self.machine.yields_to(proposal.proposer, self.world.now)
         answer = self.machine.answer(proposal, self.world.now)
         self._save()
         if was and not self.machine.term:
+            self.handed_over += yields
             self._follow()
         self.world.send(self.number, sender, "answer", answer)
 

@@ -67,6 +67,27 @@ class NewestOnly(Replica):
         return decided
 
 
+class Appointed(SimHub):
+    """A successor that leads because the leader says so, without a vote."""
+
+    def on_stand(self, sender):
+        if not self.machine.term and self.machine.configs:
+            self.disk.mirrored = 0
+            self._write(self.machine.force(self._term(), 1))
+            self._save()
+
+
+class YieldsToAnybody(Replica):
+    """A leader that gives way to a hub that lacks records, and voters that do not ask for them."""
+
+    def yield_to(self, replica, until_s):
+        self._successor, self._yields_until_s = replica, until_s
+        return bool(self.term)
+
+    def why_not(self, extent):
+        return "" if self.configs else "it has no journal"
+
+
 def hub_with(machine, *, voter=Voter, forgets=False):
     """Return a simulated hub whose state machine is `machine`."""
 
@@ -118,6 +139,11 @@ MUTANTS = {
         node_with(forgets=True),
     ),
     "a leader acknowledges what only its own disk has": (hub_with(AcknowledgesAlone), SimNode),
+    "a leader appoints its successor without a vote": (Appointed, SimNode),
+    "a leader hands over to a hub that is not in sync": (
+        hub_with(YieldsToAnybody, voter=Credulous),
+        node_with(voter=Credulous),
+    ),
     "a configuration needs no quorum of the one before": (hub_with(NewestOnly), SimNode),
 }
 """By name: the simulated hub and node."""
