@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.kit import tiny_policies
 from tests.kit.audited import PROMPT, generate, held
 
+from aedit.proto.wire.signing_key import SigningKey
 from aedit.spec_rollout.audit.auditor import AuditSettings, SpotAuditor
 from aedit.spec_rollout.audit.rates import RateRule
 from aedit.spec_rollout.audit.recording import (
@@ -21,7 +22,7 @@ from aedit.spec_rollout.audit.recording import (
     to_line,
     weights_files,
 )
-from aedit.spec_rollout.audit.statement import Origin, SigningKey, statement_of
+from aedit.spec_rollout.audit.statement import Origin, signature_of, statement_of
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.sampling.samples import Prompt, Sampling
 
@@ -337,7 +338,7 @@ def test_a_recorded_signature_fits_its_rollout_only():
         rollout,
         public_key=key.public,
         statement=statement.SerializeToString(deterministic=True),
-        signature=key.sign(statement),
+        signature=signature_of(statement, key),
     )
     assert signature_error(signed) == ""
     assert signature_error(held(rollout)) == ""

@@ -113,6 +113,7 @@ MAY_IMPORT = {
     "async_sgd.rules": ("types", "system"),
     "proto.agent": ("proto.codecs", "proto.wire", "types", "system"),
     "proto.versions": ("proto.codecs", "proto.wire", "types", "system"),
+    "proto.swarm": ("proto.wire", "types", "system"),
     "proto.transports": ("proto.wire", "types", "system", "clock"),
     "proto.codecs": ("types", "system"),
     "proto.wire": ("types", "system"),

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from aedit.proto.wire.rollouts_pb2 import RolloutStatement
+from aedit.proto.wire.signing_key import SigningKey
 from aedit.spec_rollout.audit.statement import (
     PURPOSE,
     Origin,
-    SigningKey,
     is_signed,
+    signature_of,
     spans_of,
     statement_of,
     versions_of,
@@ -81,7 +82,7 @@ def test_a_statement_names_the_bytes_that_the_format_describes():
 
 def test_a_signature_is_that_of_rfc_8032_over_purpose_and_statement():
     statement = statement_of(ORIGIN, rollout(), SAMPLING)
-    signature = SigningKey(PRIVATE).sign(statement)
+    signature = signature_of(statement, SigningKey(PRIVATE))
     assert SigningKey(PRIVATE).public == PUBLIC
     assert verifies(PUBLIC, PURPOSE + statement.SerializeToString(), signature)
     assert not verifies(PUBLIC, statement.SerializeToString(), signature)
@@ -106,7 +107,7 @@ def edited():
 def test_a_signature_fits_nothing_but_the_signed_statement():
     key = SigningKey()
     statement = statement_of(ORIGIN, rollout(), SAMPLING)
-    signature = key.sign(statement)
+    signature = signature_of(statement, key)
     assert is_signed(statement, signature, key.public)
     for name, said, origin, sampling, given in edited():
         other = statement_of(origin, said, sampling, given=given)

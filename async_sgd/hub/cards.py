@@ -7,23 +7,17 @@ from dataclasses import dataclass, field
 
 from aedit.async_sgd.hub.denied import Denied
 from aedit.async_sgd.hub.joins import LONGEST_NAME
+from aedit.types import address_fault
 
 KEY_BYTES = 32
 """Length of an Ed25519 public key."""
 _LONGEST_STATE = 64
-_LONGEST_HOST = 253
 _MOST_FIGURES = 16
 _LONGEST_FIGURE = 32
 _MOST_ROWS = 2**20
 _MOST_TOKENS_PER_S = 1e9
 _MOST_SECONDS = 1e10
 _MOST_FIGURE = 1e18
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
-_SCHEMES = frozenset(
-    ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "vsock", "xds", "passthrough", "google-c2p")
-)
-"""Names that gRPC takes as the kind of an address: `unix:80` would be a file."""
-_ANYWHERE = frozenset(("0.0.0.0", "[::]"))
 _FIGURE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./ -]*")
 
 
@@ -55,7 +49,8 @@ def check_card(card: Card, newest: int) -> None:
     """Raise Denied for the first value that cannot be true. newest: version of the run's policy."""
     if not card.name or len(card.name) > LONGEST_NAME or not card.name.isprintable():
         raise _wrong(f"a server's name has 1 to {LONGEST_NAME} printable characters")
-    _check_address(card.address)
+    if fault := address_fault(card.address):
+        raise _wrong(fault)
     if len(card.public_key) != KEY_BYTES:
         raise _wrong(f"public_key has {len(card.public_key)} bytes; an Ed25519 key has {KEY_BYTES}")
     if card.process == 0:
@@ -70,15 +65,6 @@ def check_card(card: Card, newest: int) -> None:
     if card.serial > newest:
         raise _wrong(f"serial is {card.serial}; the newest version of this run is {newest}")
     _check_figures(card.figures)
-
-
-def _check_address(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    fine = len(host) <= _LONGEST_HOST and _HOST.fullmatch(host) and host.lower() not in _SCHEMES
-    if not fine or not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16):
-        raise _wrong(f"address {address[:64]!r} is not HOST:PORT, as in 10.0.0.1:7001")
-    if host in _ANYWHERE:
-        raise _wrong(f"address {address} is where a server listens; name the host that trainers reach")
 
 
 def _check_number(name: str, value: float, most: float) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from aedit.proto.versions.manifest import VersionLayout
 from aedit.proto.wire.server import Server
-from aedit.spec_rollout.audit.statement import SigningKey
+from aedit.proto.wire.signing_key import SigningKey
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.service.host import EngineHost
 from aedit.spec_rollout.service.rollouts import RolloutService

@@ -11,7 +11,7 @@ import grpc
 from aedit.proto.wire.directory import DirectoryClient
 from aedit.proto.wire.directory_pb2 import ServerCard
 from aedit.proto.wire.retry import HubRefused, HubUnreachable
-from aedit.spec_rollout.audit.statement import SigningKey
+from aedit.proto.wire.signing_key import SigningKey
 
 EVERY_S = 2.0
 LEAVE_S = 5.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from aedit.launch.rundir.prepare import claimed, file_name
 from aedit.proto.wire.security import name_of
-from aedit.spec_rollout.audit.statement import SigningKey
+from aedit.proto.wire.signing_key import SigningKey
 from aedit.types import UserError
 
 KEY_FILE = "signing.key"

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from google.protobuf.message import Message
 
 from aedit.proto.wire import directory_pb2 as pb
@@ -15,6 +14,7 @@ from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.limits import Limits
 from aedit.proto.wire.security import ClientKeys
 from aedit.proto.wire.service import CallHandlers, Service
+from aedit.proto.wire.signing_key import is_signed_by
 from aedit.types import printable
 
 NAME = "aedit.v1.Directory"
@@ -169,8 +169,4 @@ def card_statement(card: pb.ServerCard) -> bytes:
 
 def is_signed(card: pb.ServerCard) -> bool:
     """Return whether the card is signed with its own key."""
-    try:
-        Ed25519PublicKey.from_public_bytes(card.public_key).verify(card.signature, card_statement(card))
-    except (InvalidSignature, ValueError):
-        return False
-    return True
+    return is_signed_by(card.public_key, card.signature, card_statement(card))

@@ -55,6 +55,7 @@ _ROLES_OF: Mapping[str, frozenset[str]] = {
     "Versions/Put": _TRAINERS_AND_SERVERS,
     "Rollouts/Generate": _TRAINERS_AND_SERVERS,
     "Rollouts/ServerStatus": _EVERYBODY,
+    "Swarm/Exchange": _TRAINERS_AND_SERVERS,
 }
 """Calls of a run by the roles that may make them; hubs alone make any other one."""
 _OWN = "/aedit.v1."

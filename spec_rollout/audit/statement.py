@@ -6,27 +6,21 @@ signature fits only if both are equal. Nothing here needs torch.
 """
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from aedit.proto.wire.rollouts_pb2 import RolloutStatement, Span
+from aedit.proto.wire.signing_key import SigningKey, is_signed_by
 
 if TYPE_CHECKING:
     from aedit.spec_rollout.sampling.samples import Rollout
 
 PURPOSE = b"aedit rollout statement 1\n"
 """Precedes the signed bytes, so that a signature for another purpose is never taken for one of a rollout."""
-KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,61 +33,14 @@ class Origin:
     server: str
 
 
-class SigningKey:
-    """Ed25519 key of a server."""
-
-    def __init__(self, private: bytes | None = None) -> None:
-        """Use the 32 private bytes; None draws a new key.
-
-        Raises:
-            ValueError: There are more or fewer bytes.
-        """
-        if private is None:
-            self._key = Ed25519PrivateKey.generate()
-            return
-        if len(private) != KEY_BYTES:
-            raise ValueError(f"a private key has {KEY_BYTES} bytes, got {len(private)}")
-        self._key = Ed25519PrivateKey.from_private_bytes(private)
-
-    @classmethod
-    def kept(cls, path: Path) -> "SigningKey":
-        """Return the key in a file; make the file, readable by its owner only, if there is none.
-
-        Raises:
-            ValueError: The file does not contain a key.
-            OSError: It cannot be read or written.
-        """
-        if not path.exists():
-            _create(path, cls()._key.private_bytes_raw())
-        try:
-            return cls(path.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}; delete it for a new key") from None
-
-    @property
-    def public(self) -> bytes:
-        """Return the 32 public bytes."""
-        return self._key.public_key().public_bytes_raw()
-
-    @property
-    def private(self) -> Ed25519PrivateKey:
-        """Return the key itself, with which the server also signs its card in the hub's directory."""
-        return self._key
-
-    def sign(self, statement: RolloutStatement) -> bytes:
-        """Return the signature of a statement."""
-        return self._key.sign(_signed_bytes(statement))
+def signature_of(statement: RolloutStatement, key: SigningKey) -> bytes:
+    """Return the signature of a statement."""
+    return key.private.sign(_signed_bytes(statement))
 
 
 def is_signed(statement: RolloutStatement, signature: bytes, public_key: bytes) -> bool:
     """Return whether the owner of `public_key` has signed exactly this statement."""
-    if len(public_key) != KEY_BYTES:
-        return False
-    try:
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, _signed_bytes(statement))
-    except InvalidSignature:
-        return False
-    return True
+    return is_signed_by(public_key, signature, _signed_bytes(statement))
 
 
 def statement_of(origin: Origin, rollout: "Rollout", sampling: bytes, *, given: int = 0) -> RolloutStatement:
@@ -146,16 +93,6 @@ def versions_of(spans: Sequence[tuple[int, int, int]]) -> list[int]:
             raise ValueError(f"span {start} to {end} of version {version} does not begin at {len(versions)}")
         versions += [version] * (end - start)
     return versions
-
-
-def _create(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read, whole; keep the file of another process that was faster."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-        with suppress(FileExistsError):
-            os.link(file.name, path)
 
 
 def _digest(values: Sequence[int] | Sequence[float], dtype: str) -> bytes:

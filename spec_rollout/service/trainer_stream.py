@@ -14,7 +14,8 @@ import grpc
 
 from aedit.proto.wire import rollouts_pb2 as pb
 from aedit.proto.wire.service import Refusal
-from aedit.spec_rollout.audit.statement import Origin, SigningKey, statement_of
+from aedit.proto.wire.signing_key import SigningKey
+from aedit.spec_rollout.audit.statement import Origin, signature_of, statement_of
 from aedit.spec_rollout.sampling.samples import Rollout
 from aedit.spec_rollout.service.host import EngineHost
 from aedit.spec_rollout.service.outbox import Item, Outbox, SampleKey, TokenRun
@@ -234,7 +235,7 @@ class TrainerStream:
     def _signature(self, sample: StreamSample, rollout: Rollout) -> bytes:
         origin = Origin(self.identity.run, self.line.name, self.identity.name)
         statement = statement_of(origin, rollout, sample.sampling, given=sample.num_given)
-        return self.identity.key.sign(statement)
+        return signature_of(statement, self.identity.key)
 
     def _figures(self) -> bytes:
         speed = self.line.speed()

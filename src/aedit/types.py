@@ -2,11 +2,20 @@
 
 import hashlib
 import importlib
+import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 from typing import Any, Protocol
+
+_LONGEST_HOST = 253
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]")
+_SCHEMES = frozenset(
+    ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "vsock", "xds", "passthrough", "google-c2p")
+)
+"""Names that gRPC takes as the kind of an address: `unix:80` would be a file."""
+_ANYWHERE = frozenset(("0.0.0.0", "[::]"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +159,17 @@ class UserError(Exception):
 def printable(text: str, most: int | None = None) -> str:
     """Return text of somebody else for a terminal: `?` for control characters, at most `most` characters."""
     return "".join(one if one.isprintable() else "?" for one in text[:most])
+
+
+def address_fault(address: str) -> str:
+    """Return why `address` is not a HOST:PORT at which others reach a server; "" if it is one."""
+    host, _, port = address.rpartition(":")
+    fine = len(host) <= _LONGEST_HOST and _HOST.fullmatch(host) and host.lower() not in _SCHEMES
+    if not fine or not (port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 2**16):
+        return f"address {address[:64]!r} is not HOST:PORT, as in 10.0.0.1:7001"
+    if host in _ANYWHERE:
+        return f"address {address} is where a server listens; name the host that others reach"
+    return ""
 
 
 def check(ok: bool, name: str, rule: str, value: object) -> None:

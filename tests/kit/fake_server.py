@@ -22,7 +22,8 @@ from aedit.proto.wire.author import secret_of
 from aedit.proto.wire.fair_pool import FairPool
 from aedit.proto.wire.server import Server
 from aedit.proto.wire.service import Service
-from aedit.spec_rollout.audit.statement import PURPOSE, SigningKey
+from aedit.proto.wire.signing_key import SigningKey
+from aedit.spec_rollout.audit.statement import PURPOSE
 from kit.fake_worker import token
 
 LIE_AT = 5

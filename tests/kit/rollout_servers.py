@@ -16,7 +16,8 @@ from aedit.proto.versions.values import patterns
 from aedit.proto.wire import rollouts_pb2 as pb
 from aedit.proto.wire.author import author_metadata, new_secret
 from aedit.proto.wire.server import Server
-from aedit.spec_rollout.audit.statement import SigningKey, spans_of
+from aedit.proto.wire.signing_key import SigningKey
+from aedit.spec_rollout.audit.statement import spans_of
 from aedit.spec_rollout.engine.engine import Engine
 from aedit.spec_rollout.migration.sample_text import encode_sampling
 from aedit.spec_rollout.service.host import EngineHost

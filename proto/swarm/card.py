@@ -1,0 +1,200 @@
+"""Peer cards: what a peer says of itself, signed with the key that is its identity.
+
+On the wire a card is a version byte, an Ed25519 signature (64 bytes) and the message `Card` of swarm.proto.
+There is one encoding for each card: other bytes of the same content are refused.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from google.protobuf.message import DecodeError
+
+from aedit.proto.wire import swarm_pb2 as pb
+from aedit.proto.wire.signing_key import KEY_BYTES, SIGNATURE_BYTES, is_signed_by
+from aedit.types import address_fault, printable
+
+VERSION = 1
+PURPOSE = b"aedit peer card 1\n"
+"""Precedes the signed bytes, so that a signature for another purpose is never taken for one of a card."""
+MOST_CARD_BYTES = 4095
+"""A record of a distributed hash table has less than 4 KiB."""
+MOST_PARTS = 4096
+LONGEST_NAME = 64
+LEAST_LEASE_S, MOST_LEASE_S = 1.0, 300.0
+MOST_STEPS_PER_S = 1e9
+CARD_HEAD_BYTES = 1 + SIGNATURE_BYTES
+"""Version and signature; what is signed follows."""
+_MOST_SERIAL = 2**63 - 1
+_FINGERPRINT = re.compile(r"([0-9a-f]{64})?")
+_MODEL = re.compile(r"([0-9a-f]{8,64})?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartReplica:
+    """A replica of a part of the model that a peer hosts."""
+
+    address: str
+    """HOST:PORT of the hub process that hosts it."""
+    term: int
+    """Term that it knows."""
+    leads: bool
+    in_sync: bool
+    """Whether it is a replica of the newest configuration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerCard:
+    """State of one peer, as it says itself."""
+
+    run: str
+    name: str
+    public_key: bytes
+    """Ed25519, 32 bytes: the identity of the peer."""
+    serial: int
+    """Grows with every card of this key, also over restarts."""
+    address: str
+    """HOST:PORT of its gossip service; "" for a client, which hosts nothing."""
+    parts: Mapping[int, PartReplica] = field(default_factory=dict)
+    fingerprint: str = ""
+    """SHA-256 of its TLS certificate, in hexadecimal; "" without TLS."""
+    model: str = ""
+    """Digest of the layout; "" before it is known."""
+    steps_per_s: float = 0.0
+    lease_s: float = 10.0
+    """How long it counts after this serial was first seen."""
+    leaving: bool = False
+
+
+def encoded(card: PeerCard, key: Ed25519PrivateKey) -> bytes:
+    """Return the card, signed; at most `MOST_CARD_BYTES`.
+
+    Raises:
+        ValueError: A value is out of bounds, or `key` is not that of the card.
+    """
+    check_card(card)
+    if key.public_key().public_bytes_raw() != card.public_key:
+        raise ValueError("public_key is not that of the key that is to sign the card: give both of one peer")
+    body = _body(card)
+    _check_size(CARD_HEAD_BYTES + len(body))
+    return bytes((VERSION,)) + key.sign(PURPOSE + body) + body
+
+
+def decoded(data: bytes) -> PeerCard:
+    """Return the card in `data` if its own key has signed it and every value is in bounds.
+
+    Raises:
+        ValueError: Otherwise; the text names field, value and expectation.
+    """
+    card = parsed(data)
+    check_card(card)
+    if _body(card) != data[CARD_HEAD_BYTES:]:
+        raise ValueError("the card is not in the form in which it is signed: fields are unknown or repeated")
+    if not is_signed_by(card.public_key, data[1:CARD_HEAD_BYTES], PURPOSE + data[CARD_HEAD_BYTES:]):
+        raise ValueError(f"the card of {printable(card.name)!r} is not signed with its own key")
+    return card
+
+
+def parsed(data: bytes) -> PeerCard:
+    """Return the card in `data`, unchecked.
+
+    Raises:
+        ValueError: It is too long, of another version or not a card.
+    """
+    _check_size(len(data))
+    if data[:1] != bytes((VERSION,)):
+        found = data[0] if data else "none"
+        raise ValueError(f"the card has the version {found}; this build reads {VERSION}")
+    try:
+        message = pb.Card.FromString(data[CARD_HEAD_BYTES:])
+    except DecodeError as error:
+        raise ValueError(f"not a card: {error}") from None
+    return PeerCard(
+        run=message.run,
+        name=message.name,
+        public_key=message.public_key,
+        serial=message.serial,
+        address=message.address,
+        parts={part.part: _replica(part) for part in message.parts},
+        fingerprint=message.fingerprint,
+        model=message.model,
+        steps_per_s=message.steps_per_s,
+        lease_s=message.lease_s,
+        leaving=message.leaving,
+    )
+
+
+def check_card(card: PeerCard) -> None:
+    """Raise ValueError for the first value that cannot be true."""
+    _check_text("run", card.run)
+    _check_text("name", card.name)
+    if len(card.public_key) != KEY_BYTES:
+        raise ValueError(f"public_key has {len(card.public_key)} bytes; an Ed25519 key has {KEY_BYTES}")
+    if not 1 <= card.serial <= _MOST_SERIAL:
+        raise ValueError(f"serial is {card.serial}; it must be in [1, 2^63)")
+    if card.address and (fault := address_fault(card.address)):
+        raise ValueError(fault)
+    if not _FINGERPRINT.fullmatch(card.fingerprint):
+        raise ValueError(f"fingerprint {card.fingerprint[:80]!r} is not 64 hexadecimal digits")
+    if not _MODEL.fullmatch(card.model):
+        raise ValueError(f"model {card.model[:80]!r} is not 8 to 64 hexadecimal digits")
+    _check_number("steps_per_s", card.steps_per_s, 0.0, MOST_STEPS_PER_S)
+    _check_number("lease_s", card.lease_s, LEAST_LEASE_S, MOST_LEASE_S)
+    if card.parts and not card.address:
+        raise ValueError(f"{len(card.parts)} parts and no address: a client hosts nothing")
+    for part, replica in card.parts.items():
+        _check_part(part, replica)
+
+
+def _check_text(name: str, value: str) -> None:
+    if not (0 < len(value) <= LONGEST_NAME and value.isprintable()):
+        shown = printable(value, LONGEST_NAME)
+        raise ValueError(f"{name} {shown!r} must have 1 to {LONGEST_NAME} printable characters")
+
+
+def _check_number(name: str, value: float, least: float, most: float) -> None:
+    if not (math.isfinite(value) and least <= value <= most):
+        raise ValueError(f"{name} is {value:g}; it must be in [{least:g}, {most:g}]")
+
+
+def _check_part(part: int, replica: PartReplica) -> None:
+    if not 0 <= part < MOST_PARTS:
+        raise ValueError(f"part {part}: parts are numbered 0 to {MOST_PARTS - 1}")
+    if fault := address_fault(replica.address):
+        raise ValueError(f"part {part}: {fault}")
+    if not 0 <= replica.term <= _MOST_SERIAL:
+        raise ValueError(f"part {part}: term is {replica.term}; it must be in [0, 2^63)")
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MOST_CARD_BYTES:
+        raise ValueError(
+            f"the card has {num_bytes} bytes; at most {MOST_CARD_BYTES} are possible: host fewer parts"
+        )
+
+
+def _replica(part: pb.HostedPart) -> PartReplica:
+    return PartReplica(address=part.address, term=part.term, leads=part.leads, in_sync=part.in_sync)
+
+
+def _body(card: PeerCard) -> bytes:
+    parts = [
+        pb.HostedPart(part=part, address=one.address, term=one.term, leads=one.leads, in_sync=one.in_sync)
+        for part, one in sorted(card.parts.items())
+    ]
+    message = pb.Card(
+        run=card.run,
+        name=card.name,
+        public_key=card.public_key,
+        serial=card.serial,
+        address=card.address,
+        parts=parts,
+        fingerprint=card.fingerprint,
+        model=card.model,
+        steps_per_s=card.steps_per_s,
+        lease_s=card.lease_s,
+        leaving=card.leaving,
+    )
+    return message.SerializeToString(deterministic=True)

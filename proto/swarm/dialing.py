@@ -1,0 +1,106 @@
+"""Addresses of peers that may be there, and when to call each of them next."""
+
+import random
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import IntEnum
+
+from aedit.types import address_fault
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_MOST_FAILURES = 8
+"""A hint that never led to a peer is dropped after so many calls."""
+
+
+class Standing(IntEnum):
+    """How much speaks for an address. A better one is never displaced by a worse one."""
+
+    HINT = 0
+    """Somebody has named it."""
+    CALLED = 1
+    """A peer that has called here has it on its card."""
+    ANSWERED = 2
+    """A peer with this address on its card has answered there."""
+
+
+@dataclass(slots=True)
+class _Target:
+    standing: Standing
+    due_s: float
+    failures: int = 0
+
+
+class DialList:
+    """At most `limit` addresses, with growing pauses between calls that fail. For one thread at a time.
+
+    Strangers can fill it with hints that lead nowhere. These cost the calls that `due` allows, and displace
+    nobody that has answered before; among hints, those that were never tried come first, in random order.
+    """
+
+    def __init__(self, limit: int, chance: random.Random) -> None:
+        self._limit, self._chance = limit, chance
+        self._targets: OrderedDict[str, _Target] = OrderedDict()
+
+    def add(self, address: str, standing: Standing, now: float) -> None:
+        """Remember an address, or improve its standing; ignore what is no address."""
+        known = self._targets.get(address)
+        if known is not None:
+            if standing > known.standing:
+                known.standing, known.due_s, known.failures = standing, now, 0
+        elif not address_fault(address) and self._has_room(standing):
+            self._targets[address] = _Target(standing, now)
+
+    def due(self, now: float, count: int, skip: Collection[str] = ()) -> list[str]:
+        """Return at most `count` addresses to call now, without those in `skip`. They are due again later."""
+        waiting = [
+            (address, target)
+            for address, target in self._targets.items()
+            if target.due_s <= now and address not in skip
+        ]
+        self._chance.shuffle(waiting)
+        # Half of the calls are for addresses that have answered, so that neither kind waits for the other.
+        waiting.sort(key=lambda each: (each[1].failures, -each[1].standing))
+        good = [address for address, target in waiting if target.standing is Standing.ANSWERED]
+        rest = [address for address, target in waiting if target.standing is not Standing.ANSWERED]
+        num_good = max(count - count // 2, count - len(rest))
+        found = (good[:num_good] + rest)[:count]
+        for address in found:
+            self._put_off(self._targets[address], now)
+        return found
+
+    def answered(self, address: str, now: float) -> None:
+        """Note that a peer with this address on its card has answered there."""
+        self.add(address, Standing.ANSWERED, now)
+        if address in self._targets:
+            target = self._targets[address]
+            target.failures, target.due_s = 0, now + _FIRST_PAUSE_S
+
+    def failed(self, address: str) -> None:
+        """Note that no peer of the run has answered there; `due` has put off the next call."""
+        target = self._targets.get(address)
+        if target and target.standing is not Standing.ANSWERED and target.failures >= _MOST_FAILURES:
+            del self._targets[address]
+
+    def drop(self, address: str) -> None:
+        """Forget an address."""
+        self._targets.pop(address, None)
+
+    def __len__(self) -> int:
+        """Return the number of addresses."""
+        return len(self._targets)
+
+    def _put_off(self, target: _Target, now: float) -> None:
+        longest_s = min(_FIRST_PAUSE_S * 2.0**target.failures, _LONGEST_PAUSE_S)
+        target.failures = min(target.failures + 1, 16)
+        target.due_s = now + longest_s * (0.5 + self._chance.random() / 2)
+
+    def _has_room(self, standing: Standing) -> bool:
+        """Return whether there is room; make some if an address of less standing can go."""
+        if len(self._targets) < self._limit:
+            return True
+        worst = min(self._targets.items(), key=lambda item: (item[1].standing, -item[1].failures))
+        if worst[1].standing > standing or (worst[1].standing == standing and worst[1].failures == 0):
+            return False
+        del self._targets[worst[0]]
+        return True

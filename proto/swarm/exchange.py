@@ -1,0 +1,239 @@
+"""Both sides of Swarm/Exchange: what a peer asks, answers and believes. No clock, no thread, no socket.
+
+A peer counts once it has answered at the address on its card, with a signature over our nonce; a client,
+which has no address, once it has signed our challenge. Nobody's word counts for another peer, but a card that
+is signed by a peer that counts is as good from anybody.
+"""
+
+import hashlib
+import hmac
+import random
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from aedit.proto.swarm.card import PeerCard
+from aedit.proto.swarm.dialing import DialList, Standing
+from aedit.proto.swarm.known_peers import KnownPeers, Offer
+from aedit.proto.wire import swarm_pb2 as pb
+from aedit.proto.wire.hello import PROTOCOL
+from aedit.proto.wire.service import Refusal
+from aedit.proto.wire.signing_key import SigningKey, is_signed_by
+from aedit.types import printable
+
+NONCE_BYTES = 32
+MOST_CARDS = 256
+"""Cards in one reply."""
+MOST_KNOWN = 2048
+"""Serials in one request."""
+MOST_CONTRADICTIONS = 8
+MOST_HINTS = 1024
+_CHALLENGE_S = 300.0
+"""A challenge may be signed for so long, and for as long again."""
+_ANSWER = b"aedit peer answer 1\n"
+_PROOF = b"aedit peer proof 1\n"
+
+
+class Violation(ValueError):
+    """A peer has answered what it must not; the text names it."""
+
+
+class Exchanges:
+    """State of the exchanges of one peer with others. Any thread may call; `now` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        known: KnownPeers,
+        key: SigningKey,
+        *,
+        chance: random.Random | None = None,
+        draw: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        """Know nobody but those in `known`. chance, draw: for tests."""
+        self.known, self._key = known, key
+        self._chance, self._draw = chance or random.Random(), draw
+        self._lock = threading.Lock()
+        self._dials = DialList(MOST_HINTS, self._chance)
+        self._deck: list[str] = []
+        """Addresses of live peers that are still to be called in this pass over all of them."""
+        self._secret = draw(NONCE_BYTES)
+        self._challenges: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
+        """Last challenge and key of the peer at an address."""
+
+    # -- which peers to call
+
+    def hint(self, found: str | bytes, now: float) -> None:
+        """Take a hint of discovery: an address, or a card."""
+        if isinstance(found, bytes):
+            self._offer(found, now)
+        else:
+            self._add(found, Standing.HINT, now)
+
+    def remember(self, address: str, now: float) -> None:
+        """Take an address of a peer that has answered in an earlier life of this process."""
+        self._add(address, Standing.ANSWERED, now)
+
+    def targets(self, now: float, fanout: int, dials: int) -> list[str]:
+        """Return the addresses to call now: at most `fanout` of live peers and `dials` others.
+
+        Every live peer has its turn before one has its second.
+        """
+        live = {card.address for card in self.known.live(now).values() if card.address}
+        mine = self._own_address(now)
+        with self._lock:
+            others = live - {mine}
+            self._deck = [address for address in self._deck if address in others]
+            if not self._deck:
+                self._deck = sorted(others)
+                self._chance.shuffle(self._deck)
+            called = [self._deck.pop() for _ in range(min(fanout, len(self._deck)))]
+            return called + self._dials.due(now, dials, skip=live | {mine})
+
+    # -- the calling side
+
+    def request(self, address: str) -> pb.ExchangeRequest:
+        """Return what to ask the peer at `address`. Needs an own card."""
+        with self._lock:
+            challenge, theirs = self._challenges.get(address, (b"", b""))
+        signed = _PROOF + challenge + theirs + self._key.public
+        serials = list(self.known.serials().items())[-MOST_KNOWN:]
+        return pb.ExchangeRequest(
+            protocol=PROTOCOL,
+            nonce=self._draw(NONCE_BYTES),
+            card=self.known.own_card,
+            known=[pb.KnownCard(key=key, serial=serial) for key, serial in serials],
+            proof=self._key.private.sign(signed) if challenge else b"",
+        )
+
+    def take(self, address: str, request: pb.ExchangeRequest, reply: pb.ExchangeReply, now: float) -> None:
+        """Take the answer from `address` to `request`.
+
+        Raises:
+            Violation: It is not an answer of a peer of this run that has the key of its card.
+        """
+        _check_protocol(reply.protocol)
+        card = self._answerer(request, reply, now)
+        if len(reply.cards) > MOST_CARDS or len(reply.contradictions) > MOST_CONTRADICTIONS:
+            raise Violation(f"it sends {len(reply.cards)} cards; at most {MOST_CARDS} are allowed")
+        if len(reply.challenge) > NONCE_BYTES:
+            raise Violation(f"its challenge has {len(reply.challenge)} bytes; expected {NONCE_BYTES}")
+        if card.public_key == self.known.own_key:
+            with self._lock:
+                self._dials.drop(address)  # another name of this peer
+            return
+        self._note_answer(address, card, reply.challenge, now)
+        for data in reply.cards:
+            self._offer(data, now)
+        for both in reply.contradictions:
+            self.known.contradict(both.one, both.other, now)
+
+    def failed(self, address: str) -> None:
+        """Note that a call has failed."""
+        with self._lock:
+            self._dials.failed(address)
+
+    # -- the answering side
+
+    def answer(self, request: pb.ExchangeRequest, now: float) -> pb.ExchangeReply:
+        """Return the answer to another peer.
+
+        Raises:
+            Refusal: This peer has no card yet, or the caller may not take part.
+            Violation: The request is not one of a peer of this run.
+        """
+        own = self.known.own_card
+        if not own:
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, "this peer is starting: ask again in a second")
+        _check_protocol(request.protocol)
+        if len(request.nonce) != NONCE_BYTES:
+            raise Violation(f"nonce has {len(request.nonce)} bytes; expected {NONCE_BYTES}")
+        if len(request.known) > MOST_KNOWN:
+            raise Violation(f"known has {len(request.known)} entries; at most {MOST_KNOWN} are allowed")
+        offer = self._offer(request.card, now, Standing.CALLED)
+        key = self._caller(request, offer, now)
+        return pb.ExchangeReply(
+            protocol=PROTOCOL,
+            card=own,
+            signature=self._key.private.sign(_ANSWER + request.nonce + key + self._key.public),
+            cards=self._news(request, key, now),
+            challenge=self._challenge(key, now),
+            contradictions=self._contradictions(),
+        )
+
+    # -- parts of both
+
+    def _answerer(self, request: pb.ExchangeRequest, reply: pb.ExchangeReply, now: float) -> PeerCard:
+        """Return the newest card of the peer that has answered."""
+        offer = self._offer(reply.card, now, None)
+        if offer.card is None:
+            raise Violation(f"its card is refused: {offer.reason}")
+        signed = _ANSWER + request.nonce + self.known.own_key + offer.card.public_key
+        if not is_signed_by(offer.card.public_key, reply.signature, signed):
+            raise Violation(f"it has not signed our nonce with the key of {printable(offer.card.name)!r}")
+        if not offer.card.address:
+            raise Violation(f"{printable(offer.card.name)!r} answers calls, and its card names no address")
+        return offer.card
+
+    def _note_answer(self, address: str, card: PeerCard, challenge: bytes, now: float) -> None:
+        if card.address == address:
+            self.known.confirm(card.public_key, now)
+        with self._lock:
+            if card.address == address:
+                self._dials.answered(address, now)
+            else:  # another name of the same place, or somebody who passes calls on
+                self._dials.add(card.address, Standing.CALLED, now)
+            self._challenges[address] = (challenge, card.public_key)
+            self._challenges.move_to_end(address)
+            while len(self._challenges) > MOST_HINTS:
+                self._challenges.popitem(last=False)
+
+    def _caller(self, request: pb.ExchangeRequest, offer: Offer, now: float) -> bytes:
+        """Return the key of the caller, and let a client count that has signed our challenge."""
+        if offer.card is None:
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, f"your card is refused: {offer.reason}")
+        key = offer.card.public_key
+        # A proof that is too old, or for the process that was here before, is followed by a new one.
+        if not offer.card.address and request.proof and self._is_proof(key, request.proof, now):
+            self.known.confirm(key, now)
+        return key
+
+    def _challenge(self, key: bytes, now: float, ago: int = 0) -> bytes:
+        window = int(now // _CHALLENGE_S) - ago
+        return hmac.digest(self._secret, key + str(window).encode(), hashlib.sha256)
+
+    def _is_proof(self, key: bytes, proof: bytes, now: float) -> bool:
+        signed = [_PROOF + self._challenge(key, now, ago) + self._key.public + key for ago in (0, 1)]
+        return any(is_signed_by(key, proof, one) for one in signed)
+
+    def _news(self, request: pb.ExchangeRequest, caller: bytes, now: float) -> list[bytes]:
+        """Return the cards that the caller does not know, without our own one, which the reply has anyway."""
+        serials = {one.key: one.serial for one in request.known}
+        newer = self.known.newer(serials, caller, now)
+        return newer if len(newer) <= MOST_CARDS else self._chance.sample(newer, MOST_CARDS)
+
+    def _contradictions(self) -> Sequence[pb.Contradiction]:
+        faults = list(self.known.faults.values())[-MOST_CONTRADICTIONS:]
+        return [pb.Contradiction(one=fault.one, other=fault.other) for fault in faults]
+
+    def _offer(self, data: bytes, now: float, standing: Standing | None = Standing.HINT) -> Offer:
+        """Offer a card to those that are known, and remember its address if it may lead to a new peer."""
+        offer = self.known.offer(data, now)
+        if offer.card and offer.card.address and standing is not None and offer.kind in ("new", "known"):
+            self._add(offer.card.address, standing, now)
+        return offer
+
+    def _add(self, address: str, standing: Standing, now: float) -> None:
+        with self._lock:
+            self._dials.add(address, standing, now)
+
+    def _own_address(self, now: float) -> str:
+        own = self.known.live(now).get(self.known.own_key)
+        return own.address if own else ""
+
+
+def _check_protocol(theirs: int) -> None:
+    if theirs != PROTOCOL:
+        raise Violation(f"protocol is {theirs}; this peer speaks {PROTOCOL}: run the same version of aedit")

@@ -1,0 +1,34 @@
+"""Which peers are to host which parts, by rendezvous hashing.
+
+D. Thaler and C. Ravishankar, "Using name-based mappings to increase hit rates", 1998. Each peer has a score
+for each part, and the highest ones host it. When a peer comes or goes, only parts move in whose ranking it
+was among the first.
+"""
+
+import hashlib
+from collections.abc import Collection, Mapping
+
+from aedit.proto.swarm.card import PeerCard
+
+_PURPOSE = b"aedit placement 1\n"
+
+
+def score(run: str, part: int, key: bytes) -> bytes:
+    """Return the score of a peer for a part: 32 bytes of SHA-256, compared as an unsigned number."""
+    named = hashlib.sha256(run.encode()).digest()
+    return hashlib.sha256(_PURPOSE + named + part.to_bytes(4, "big") + key).digest()
+
+
+def ranking(run: str, part: int, keys: Collection[bytes]) -> tuple[bytes, ...]:
+    """Return the keys, the one with the highest score for the part first. Their order does not matter."""
+    return tuple(sorted(keys, key=lambda key: (score(run, part, key), key), reverse=True))
+
+
+def chosen(run: str, part: int, keys: Collection[bytes], copies: int) -> tuple[bytes, ...]:
+    """Return the keys of the peers that are to host the part, the one that is to own it first."""
+    return ranking(run, part, keys)[:copies]
+
+
+def candidates(live: Mapping[bytes, PeerCard]) -> frozenset[bytes]:
+    """Return the keys of the live peers that can host parts: neither clients nor peers that leave."""
+    return frozenset(key for key, card in live.items() if card.address and not card.leaving)

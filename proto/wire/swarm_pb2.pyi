@@ -1,0 +1,93 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Card(_message.Message):
+    __slots__ = ("run", "name", "public_key", "serial", "address", "parts", "fingerprint", "model", "steps_per_s", "lease_s", "leaving")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    name: str
+    public_key: bytes
+    serial: int
+    address: str
+    parts: _containers.RepeatedCompositeFieldContainer[HostedPart]
+    fingerprint: str
+    model: str
+    steps_per_s: float
+    lease_s: float
+    leaving: bool
+    def __init__(self, run: _Optional[str] = ..., name: _Optional[str] = ..., public_key: _Optional[bytes] = ..., serial: _Optional[int] = ..., address: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[HostedPart, _Mapping]]] = ..., fingerprint: _Optional[str] = ..., model: _Optional[str] = ..., steps_per_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., leaving: _Optional[bool] = ...) -> None: ...
+
+class HostedPart(_message.Message):
+    __slots__ = ("part", "address", "term", "leads", "in_sync")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    LEADS_FIELD_NUMBER: _ClassVar[int]
+    IN_SYNC_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    address: str
+    term: int
+    leads: bool
+    in_sync: bool
+    def __init__(self, part: _Optional[int] = ..., address: _Optional[str] = ..., term: _Optional[int] = ..., leads: _Optional[bool] = ..., in_sync: _Optional[bool] = ...) -> None: ...
+
+class ExchangeRequest(_message.Message):
+    __slots__ = ("protocol", "nonce", "card", "known", "proof")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    CARD_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    nonce: bytes
+    card: bytes
+    known: _containers.RepeatedCompositeFieldContainer[KnownCard]
+    proof: bytes
+    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[bytes] = ..., card: _Optional[bytes] = ..., known: _Optional[_Iterable[_Union[KnownCard, _Mapping]]] = ..., proof: _Optional[bytes] = ...) -> None: ...
+
+class KnownCard(_message.Message):
+    __slots__ = ("key", "serial")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    serial: int
+    def __init__(self, key: _Optional[bytes] = ..., serial: _Optional[int] = ...) -> None: ...
+
+class ExchangeReply(_message.Message):
+    __slots__ = ("protocol", "card", "signature", "cards", "challenge", "contradictions")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CARD_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    CARDS_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    CONTRADICTIONS_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    card: bytes
+    signature: bytes
+    cards: _containers.RepeatedScalarFieldContainer[bytes]
+    challenge: bytes
+    contradictions: _containers.RepeatedCompositeFieldContainer[Contradiction]
+    def __init__(self, protocol: _Optional[int] = ..., card: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., cards: _Optional[_Iterable[bytes]] = ..., challenge: _Optional[bytes] = ..., contradictions: _Optional[_Iterable[_Union[Contradiction, _Mapping]]] = ...) -> None: ...
+
+class Contradiction(_message.Message):
+    __slots__ = ("one", "other")
+    ONE_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIELD_NUMBER: _ClassVar[int]
+    one: bytes
+    other: bytes
+    def __init__(self, one: _Optional[bytes] = ..., other: _Optional[bytes] = ...) -> None: ...
