@@ -1,14 +1,14 @@
-"""Tests gossip between peers in virtual time: who is believed, how fast news spread, partitions and floods."""
+"""Tests gossip between peers in virtual time: who is believed, how news spread, partitions and floods."""
 
 import math
 import random
 
 import pytest
-from kit.swarm import RUN, Network, Peer, card_of, data_of, key_of
+from kit.swarm import Network, Peer, card_of, data_of, key_of
 
 from aedit.proto.swarm.card import encoded
 from aedit.proto.swarm.dialing import DialList, Standing
-from aedit.proto.swarm.exchange import MOST_CARDS, MOST_HINTS, MOST_KNOWN, Violation
+from aedit.proto.swarm.exchange import MOST_CARDS, MOST_KNOWN, Violation
 from aedit.proto.wire import swarm_pb2 as pb
 from aedit.proto.wire.service import Refusal
 
@@ -154,11 +154,15 @@ def test_a_peer_with_a_lower_serial_than_before_is_told_and_comes_back():
     net = network(3)
     net.rounds_until(complete(net), 10)
     before = net.peers[2]
+    before.serial = 1000
+    before.renew(net.now)
+    net.round()
     after = Peer(2)
     after.exchanges.hint(net.peers[0].listens, net.now)
-    net.peers[2], net.by_address[before.listens] = after, after
-    net.round()
-    assert after.known.own_serial == before.serial > after.serial
+    net.peers[2] = net.by_address[before.listens] = after
+    for _ in range(4):
+        net.round()
+    assert after.known.own_serial > 1000 > after.serial
     after.serial = after.known.own_serial  # as Serials.next(above=...)
     net.rounds_until(complete(net), 15)
 
@@ -183,17 +187,17 @@ def test_a_card_of_discovery_is_a_hint_and_not_a_member():
 # -- many peers
 
 
-@pytest.mark.parametrize("count", [32, 64])
+@pytest.mark.parametrize("count", [12, 32])
 def test_all_peers_know_each_other_soon_though_each_knew_one(count):
     net = network(count)
     # Each peer has to call each other one: 8 new and 3 known ones in a round.
     rounds = net.rounds_until(complete(net), 12 + count // 4)
     assert rounds >= (count - 1) / 11
     before = sum(peer.calls for peer in net.peers)
-    for _ in range(30):
+    for _ in range(6):
         net.round()
         assert complete(net)()
-    assert (sum(peer.calls for peer in net.peers) - before) / 30 / count <= 3.5
+    assert (sum(peer.calls for peer in net.peers) - before) / 6 / count <= 3.5
 
 
 def test_a_killed_peer_is_gone_for_all_after_its_lease_and_no_replay_keeps_it():
@@ -215,13 +219,13 @@ def test_a_killed_peer_is_gone_for_all_after_its_lease_and_no_replay_keeps_it():
 
 
 def test_after_a_partition_both_halves_know_their_own_and_find_each_other_again():
-    net = network(16)
+    net = network(9)
     net.rounds_until(complete(net), 30)
-    left, right = net.peers[:4], net.peers[4:]
+    left, right = net.peers[:3], net.peers[3:]
     net.cut = dict.fromkeys(left, "left")
     for half in (left, right):
         net.rounds_until(complete(net, half), 20)
-    for _ in range(60):
+    for _ in range(30):
         net.round()
     assert complete(net, left)()
     assert complete(net, right)()
@@ -287,29 +291,22 @@ def test_news_spread_over_a_thousand_peers_in_rounds_that_grow_with_the_logarith
         return rounds
 
     typical = max(simulated() for _ in range(5))
-    net = Network([Peer(n, renew_every=10**9, lease_s=300.0, limit=4) for n in range(count)], dials=0)
-    subject = net.peers[0]
-    for peer in net.peers:
+    peers = [Peer(n, lease_s=300.0, limit=4) for n in range(count)]
+    subject = peers[0]
+    for peer in peers:
         peer.renew(0.0)
-    heard = {subject}
-    rounds = 0
+        peer.known.offer(subject.known.own_card, 0.0)
+        peer.known.confirm(subject.key.public, 0.0)
+    subject.renew(1.0)
+    heard, rounds = {0}, 0
     while len(heard) < count:
-        called = {
-            peer: [chance.randrange(count) for _ in range(3)] for peer in net.peers if peer not in heard
-        }
-        for peer, others in called.items():
-            for other in others:
-                source = net.peers[other]
-                if source in heard:
-                    request, reply = ask(peer, source)
-                    peer.exchanges.take(source.listens, request, reply, 0.0)
-                    if source is subject or subject.known.own_card in reply.cards:
-                        heard.add(peer)
-                        peer.known.offer(subject.known.own_card, 0.0)
-                        peer.known.confirm(subject.key.public, 0.0)
+        called = [(n, chance.choices(range(count), k=3)) for n in range(count) if n not in heard]
+        # Only those who have heard can tell, so that other calls need not be made.
+        for n, source in [(n, peers[other]) for n, others in called for other in others if other in heard]:
+            peers[n].exchanges.take(source.listens, *ask(peers[n], source, 1.0), 1.0)
+        heard |= {n for n, _ in called if peers[n].known.live(1.0)[subject.key.public].serial == 2}
         rounds += 1
     assert rounds <= typical + 3 <= math.log(count, 2) + 5
-    assert RUN
 
 
 # -- the list of addresses
@@ -340,4 +337,3 @@ def test_a_dead_address_is_called_less_and_less_often_and_a_mere_hint_is_forgott
     assert 12 <= len(times["10.0.0.2:1"]) <= 26
     assert max(b - a for a, b in zip(times["10.0.0.2:1"], times["10.0.0.2:1"][1:], strict=False)) <= 61
     assert len(dials) == 1
-    assert MOST_HINTS >= 1000

@@ -1,4 +1,4 @@
-"""Tests rendezvous placement: balance against the binomial law, and how little moves when a peer comes or goes."""
+"""Tests rendezvous placement: balance against the binomial law, and what moves when a peer comes or goes."""
 
 import hashlib
 from collections import Counter

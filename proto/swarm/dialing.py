@@ -14,7 +14,7 @@ _MOST_FAILURES = 8
 
 
 class Standing(IntEnum):
-    """How much speaks for an address. A better one is never displaced by a worse one."""
+    """Grounds for calling an address. A better one is never displaced by a worse one."""
 
     HINT = 0
     """Somebody has named it."""

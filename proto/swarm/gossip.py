@@ -53,8 +53,6 @@ class GossipPlan:
     dials: int = 8
     """Other addresses that are called in a round."""
     call_timeout_s: float = 2.0
-    services: Sequence[Service] = ()
-    """Further services at the same address."""
 
 
 class Gossip:
@@ -102,8 +100,9 @@ class Gossip:
     @property
     def state(self) -> str:
         """Return for people what is wrong; "" if nothing is."""
+        troubles = list(self._troubles.values())
         shut_out = [f"peer shut out: {fault.reason}" for fault in self._known.faults.values()]
-        told = (self._discovery.state, self._known.state, *self._troubles.values(), *shut_out)
+        told = (self._discovery.state, self._known.state, *troubles, *shut_out)
         return "; ".join(one for one in told if one)
 
     def start(self) -> None:
@@ -135,7 +134,7 @@ class Gossip:
         handlers = CallHandlers(Limits())
         calls = {"Exchange": handlers.call(pb.ExchangeRequest, exchange, pool, _REQUEST_BYTES)}
         service = Service(SERVICE, calls, (pool,))
-        return Server([service, *self._plan.services], self._plan.listen, keys=self._plan.server_keys)
+        return Server([service], self._plan.listen, keys=self._plan.server_keys)
 
     def _guarded(self, body: Callable[[], None], name: str) -> None:
         """Call `body` in every round; an error in it is told, and does not end the thread."""
@@ -172,9 +171,12 @@ class Gossip:
             request = self._exchanges.request(address)
             reply = self._calls.call(address, request)
             self._exchanges.take(address, request, reply, monotonic())
-        except (HubUnreachable, HubRefused) as error:
+            self._troubles.pop("refused", None)
+        except HubUnreachable:
             self._exchanges.failed(address)
-            log.debug("%s", error)
+        except HubRefused as error:
+            self._exchanges.failed(address)
+            self._troubles["refused"] = printable(str(error), 256)
         except ValueError as error:
             self._exchanges.failed(address)
             self._calls.say(f"{address}: {error}")

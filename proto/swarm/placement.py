@@ -1,4 +1,4 @@
-"""Which peers are to host which parts, by rendezvous hashing.
+"""Choice of the peers that host each part, by rendezvous hashing.
 
 D. Thaler and C. Ravishankar, "Using name-based mappings to increase hit rates", 1998. Each peer has a score
 for each part, and the highest ones host it. When a peer comes or goes, only parts move in whose ranking it
