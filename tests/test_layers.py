@@ -126,7 +126,6 @@ MAY_IMPORT = {
     "proto.agent": ("proto.codecs", "proto.swarm", "proto.wire", "types", "system"),
     "proto.swarm": ("proto.wire", "types", "system"),
     "proto.versions": ("proto.codecs", "proto.wire", "types", "system"),
-    "proto.swarm": ("proto.wire", "types", "system"),
     "proto.transports": ("proto.wire", "types", "system", "clock"),
     "proto.codecs": ("types", "system"),
     "proto.wire": ("types", "system"),

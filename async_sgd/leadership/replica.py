@@ -88,6 +88,10 @@ class Replica:
         """Note a word from the leader whose journal is followed."""
         self._leader_heard_s, self._supported = now, self.configs[-1].leader if self.configs else 0
 
+    def leader_ended(self) -> None:
+        """Note that the leader has said that it leads no more: it needs no support against others."""
+        self._leader_heard_s = float("-inf")
+
     def may_confirm(self, term: int) -> bool:
         """Return whether records of the leader of `term` may be confirmed to it."""
         return not self.term and self.voter.term <= term

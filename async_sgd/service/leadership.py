@@ -18,6 +18,8 @@ _LEASE_S, _PROMISE_S = 2.0, 4.0
 NEAR_BYTES = 8 * 2**20
 """A standby that lags no further than this is to be waited for."""
 _WAIT_LIMIT_S = 10.0
+_YIELD_S, _YIELD_EVERY_S = 3.0, 10.0
+"""How long a leader gives way to its successor, and after how long it tries again."""
 MOST_ELECTORS = 7
 """Nodes that break ties: few, so that the configuration seldom changes in a large run."""
 
@@ -34,7 +36,9 @@ class Leadership:
         self._writing = threading.Lock()
         self._owed: list[Record] = []
         """Decided, and not yet in the journal."""
-        self._standing_until_s = float("-inf")
+        self._standing_until_s = self._yield_again_s = float("-inf")
+        self._addresses: dict[int, str] = {}
+        """HOST:PORT of the replicas of a swarm that have confirmed something, by identity."""
         if num_others:
             file.save(self._replica.voter)
 
@@ -127,6 +131,11 @@ class Leadership:
                 self._replica.configs = configs
             self._replica.heard_leader(self._clock())
 
+    def leader_ended(self) -> None:
+        """Note that the leader says itself that it leads no more: this hub may vote for another one at once."""
+        with self._change:
+            self._replica.leader_ended()
+
     def may_confirm(self, term: int) -> bool:
         """Return whether the journal of the leader of `term` may be confirmed to it."""
         with self._change:
@@ -158,11 +167,33 @@ class Leadership:
 
     # --- leading
 
-    def confirm(self, replica: int, position: Position) -> None:
-        """Note that everything before `position` is on the disk of a standby."""
+    def confirm(self, replica: int, position: Position, address: str = "") -> bool:
+        """Note that everything before `position` is on the disk of a standby.
+
+        Returns whether this hub wants it to lead: it asks for votes then. address: its HOST:PORT in a swarm.
+        """
         with self._change:
-            self._replica.confirm(replica, position, self._clock())
+            now = self._clock()
+            self._replica.confirm(replica, position, now)
+            self._addresses[replica] = address
             self._change.notify_all()
+            return self._replica.yields_to(replica, now)
+
+    def hand_over(self, address: str = "") -> bool:
+        """Let the replica at `address`, or any, be elected in place of this hub; return whether one may be.
+
+        It must be in sync. A later call has no effect for `_YIELD_EVERY_S`, so that a successor that fails
+        costs little.
+        """
+        with self._change:
+            now, replica = self._clock(), self._replica
+            newest = replica.configs[-1].replicas if replica.configs else ()
+            for one in newest:
+                is_meant = one != self.identity and address in ("", self._addresses.get(one))
+                if is_meant and replica.was_heard(one, now - SILENT_S) and now >= self._yield_again_s:
+                    self._yield_again_s = now + _YIELD_EVERY_S
+                    return replica.yield_to(one, now + _YIELD_S)
+            return False
 
     def wait(self, position: Position, limit_s: float = _WAIT_LIMIT_S) -> None:
         """Return when every replica has what is before `position`. Raises Unconfirmed."""

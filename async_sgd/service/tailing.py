@@ -50,9 +50,12 @@ class Tailing:
                 f"byte {request.offset} of segment {request.segment} is confirmed, and {newest} is the newest"
             )
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
-        if request.term == self._ledger.hub.state.term:
-            self._guard.leadership.confirm(request.replica, (request.segment, request.offset))
-        return pb.ConfirmReply()
+        if request.term != self._ledger.hub.state.term:
+            return pb.ConfirmReply()
+        position = request.segment, request.offset
+        return pb.ConfirmReply(
+            stand=self._guard.leadership.confirm(request.replica, position, request.address)
+        )
 
     def _segments(self, segment: int, offset: int) -> Iterator[pb.TailChunk | None]:
         directory = self._ledger.store.directory

@@ -53,13 +53,24 @@ class HubEndpoint:
         return len(self._standbys) if self.replicas is None else self.copies
 
     @property
+    def own_address(self) -> str:
+        """Return the HOST:PORT at which this hub listens; "" before it does."""
+        return folder.read_line(self.directory / "address")
+
+    @property
+    def successor(self) -> str:
+        """Return the address of the replica that should lead in place of this hub; "" if none should."""
+        first = self.replicas.part(self.part[0]).first if self.replicas is not None else ""
+        return "" if first == self.own_address else first
+
+    @property
     def others(self) -> tuple[str, ...]:
         """Return the addresses of the other hubs that may lead, without those that are not known yet."""
         part = self.part[0]
         if self.replicas is not None:
-            own, places = folder.read_line(self.directory / "address"), self.replicas.part(part)
-            known = dict.fromkeys((places.owner, *places.replicas))
-            return tuple(address for address in known if address and address != own)
+            found = self.replicas.part(part)
+            known = dict.fromkeys((found.owner, *found.replicas))
+            return tuple(address for address in known if address and address != self.own_address)
         places = [(self.config.hub.addresses[part], self._folder_of(part))]
         places += [
             (address, self.directory.parent / folder.of_standby(number))
@@ -70,7 +81,7 @@ class HubEndpoint:
 
     def addresses(self) -> tuple[str, ...]:
         """Return the addresses of all hubs that split the units, with this hub's own address for its part."""
-        mine, own = self.part[0], folder.read_line(self.directory / "address") or self.address
+        mine, own = self.part[0], self.own_address or self.address
         if self.replicas is not None:
             return tuple(own if k == mine else part.owner for k, part in enumerate(self.replicas.parts()))
         configured = self.config.hub.addresses

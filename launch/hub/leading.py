@@ -1,7 +1,8 @@
 """A hub that leads: its ledger, engine, request guard and driver, and its reports."""
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aedit.async_sgd.journal.journal import JournalBroken, NoSpace
@@ -34,7 +35,10 @@ class LeadingHub:
         reports: Reports,
         responder: HelloResponder,
         leadership: Leadership,
+        successor: Callable[[], str] = str,
     ) -> None:
+        """Create them. successor: returns the address of the replica that should lead instead, or ""."""
+        self._successor = successor
         state = ledger.hub.state
         reports.start(state.elapsed_s, {node: name for name, node in state.names.items()})
         self._reports, self._config, self.ledger, self.leadership = reports, config, ledger, leadership
@@ -97,6 +101,13 @@ class LeadingHub:
             self._reports.event("snapshot", bytes=self.ledger.snapshot())
         self._reports.event("stop", reason=self.failure)
 
+    def hand_over(self, limit_s: float) -> None:
+        """Let another replica lead, if one is in sync; return when it does, or after `limit_s`."""
+        deadline_s = time.monotonic() + limit_s
+        handed = self.num_members() > 0 and self.leadership.hand_over()
+        while handed and not self.guard.replaced.is_set() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+
     def num_members(self) -> int:
         """Return the number of live nodes."""
         with self.ledger.lock:
@@ -135,6 +146,8 @@ class LeadingHub:
                 self.engine.fail(error)
             if not self.leadership.leads:
                 self.guard.replaced.set()
+            elif (first := self._successor()) and self.leadership.hand_over(first):
+                self._reports.event("hand_over", to=first)
             now = self.leadership.in_sync()[0]
             if now != in_sync:
                 self._reports.event("standby_follows" if now > in_sync else "standby_lost", in_sync=now)

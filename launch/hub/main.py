@@ -57,6 +57,8 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
 """Time for calls in progress when the hub ends."""
+_HAND_OVER_S, _ANSWERS_S = 4.0, 1.0
+"""Longest time of an election in a hand-over, and time for the votes on its first configuration."""
 _FORCED_JUMP = 1000
 """A forced term is so far above all known ones that no election comes to it."""
 _LEAVE_S = 25.0
@@ -116,6 +118,7 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
                 pass
             if stop.by_hand:
                 process.wait_for_leaving_nodes()
+            process.hand_over()
         finally:
             process.close()
         return process.exit_code()
@@ -257,7 +260,7 @@ class _Process:
         """Return whether the hub has ended."""
         if self._leading is not None:
             return self._leading.is_over
-        return self._standby is not None and bool(self._standby.failure)
+        return self._standby is not None and (self._standby.is_over or bool(self._standby.failure))
 
     def welcome(self) -> str:
         """Return the address of this hub and the commands with which nodes and readers reach it."""
@@ -281,6 +284,19 @@ class _Process:
         print(f"aedit hub: {said}", file=sys.stderr, flush=True)
         while leading.num_members() and not self.is_over and time.monotonic() < deadline:
             time.sleep(0.1)
+
+    def hand_over(self) -> None:
+        """Let another replica of a swarm lead if this one ends during the run.
+
+        Its first configuration needs the votes of the present ones, so this one serves a little longer.
+        """
+        leading = self._leading
+        if self._endpoint.replicas is None or leading is None:
+            return
+        if not leading.is_over:
+            leading.hand_over(_HAND_OVER_S)
+        if leading.guard.replaced.is_set():
+            time.sleep(_ANSWERS_S)
 
     def close(self) -> None:
         """Stop the server and write the final snapshot."""
@@ -320,7 +336,14 @@ class _Process:
 
     def _lead(self, hub: Hub, journal: Journal, records: Sequence[Record]) -> LeadingHub:
         ledger = Ledger(hub, journal, self._store, self._reports.record_applied)
-        leading = LeadingHub(self._config, ledger, self._reports, self._responder, self._leadership)
+        leading = LeadingHub(
+            self._config,
+            ledger,
+            self._reports,
+            self._responder,
+            self._leadership,
+            lambda: self._endpoint.successor,
+        )
         leading.guard.trust(hubs=self._endpoint.keys is not None, other_term=self._others.leading_term)
         leading.begin(records)
         (self._endpoint.directory / folder.MIRROR).unlink(missing_ok=True)

@@ -107,6 +107,8 @@ class Standby(_Refusing):
         self._bodies = {"follow": self._follow, "confirm": self._confirm, "apply": self._apply}
         self._threads: list[threading.Thread] = []
         self.leading: LeadingHub | None = None
+        self.is_over = False
+        """True once the run is over and its leader has ended, in a swarm."""
         self.failure = ""
 
     def start(self) -> None:
@@ -240,6 +242,7 @@ class Standby(_Refusing):
                     self._follow_once(other)
                 except (HubUnreachable, HubRefused) as error:
                     log.warning("following: %s", error)
+                    self._note_end(error)
                 except Damaged as error:
                     self._fetch_anew(error)
                 if self._leader:
@@ -247,8 +250,24 @@ class Standby(_Refusing):
                 self._term, self._leader = 0, ""
             if self._endpoint.replicas is not None and time.monotonic() > alone_s + self._patience_s:
                 alone_s, self._patience_s = time.monotonic(), self._drawn_patience_s()
-                self._ask_for_votes()
+                self._stand_or_end()
             self._stopping.wait(_RETRY_S)
+
+    def _note_end(self, error: HubUnreachable | HubRefused) -> None:
+        """Give up the support of a leader that says itself that it leads no more."""
+        told = isinstance(error, HubRefused) and error.code == grpc.StatusCode.FAILED_PRECONDITION
+        if self._leader and told:
+            self._leadership.leader_ended()
+
+    def _stand_or_end(self) -> None:
+        """Ask for votes; or end, if the leader has ended with the run."""
+        with self._mirror.lock:
+            while self._mirror.apply():
+                pass
+            hub = self._mirror.hub
+            self.is_over = hub.progress(time.monotonic()) >= 1.0 and not hub.state.live
+        if not self.is_over:
+            self._ask_for_votes()
 
     def _drawn_patience_s(self) -> float:
         """Return how long a replica of a swarm waits for an owner before it asks to be elected itself.
@@ -306,12 +325,18 @@ class Standby(_Refusing):
                 continue
             confirmed, waited_s = self._mirror.sync(), 0.0
             request = pb.ConfirmRequest(
-                term=term, segment=confirmed[0], offset=confirmed[1], replica=self._leadership.identity
+                term=term,
+                segment=confirmed[0],
+                offset=confirmed[1],
+                replica=self._leadership.identity,
+                address=self._endpoint.own_address,
             )
             client = self._client
             try:
                 if client is not None and not self._stopping.is_set():
-                    client.confirm(request, timeout_s=1.0)
+                    reply = client.confirm(request, timeout_s=1.0)
+                    if reply.stand:
+                        self._ask_for_votes()
             except (HubUnreachable, HubRefused) as error:
                 log.warning("confirming: %s", error)
                 confirmed = (0, 0)

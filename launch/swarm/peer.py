@@ -65,7 +65,7 @@ def peer(config: RunConfig, options: PeerOptions) -> int:
         try:
             member.start()
             print(f"peer {options.name} of {config.name} at {member.address}", flush=True)
-            while not stop.wait(_TURN_S):
+            while not stop.wait(_TURN_S) and not member.is_over:
                 member.turn()
         finally:
             member.close()
@@ -160,6 +160,11 @@ class Peer:
                 with self._hosting:
                     retired = self._hosted.pop(part)
                 retired.retire()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether every part that this peer keeps has ended with the run."""
+        return bool(self._hosted) and all(hosted.is_over for hosted in self._hosted.values())
 
     def close(self) -> None:
         """Say good-bye, let the owned parts be handed over, and end all processes."""

@@ -60,8 +60,9 @@ class ReplicaFinder:
         assert self._file is not None
         places = self._file.part(self._part)
         known = {one for one in (places.owner, *places.replicas) if one and one != current}
-        if places.owner in known and places.owner not in self._listed:
-            self._listed.appendleft(places.owner)  # the one that leads is asked first
+        for address in (places.first, places.owner):  # who leads is asked first, then who should
+            if address in known and address not in self._listed:
+                self._listed.appendleft(address)
         for address in [one for one in self._listed if one not in known]:
             self._listed.remove(address)
         self._listed.extend(sorted(known - set(self._listed)))

@@ -53,6 +53,8 @@ class GossipPlan:
     dials: int = 8
     """Other addresses that are called in a round."""
     call_timeout_s: float = 2.0
+    services: Sequence[Service] = ()
+    """Further services at the same address."""
 
 
 class Gossip:
@@ -134,7 +136,7 @@ class Gossip:
         handlers = CallHandlers(Limits())
         calls = {"Exchange": handlers.call(pb.ExchangeRequest, exchange, pool, _REQUEST_BYTES)}
         service = Service(SERVICE, calls, (pool,))
-        return Server([service], self._plan.listen, keys=self._plan.server_keys)
+        return Server([service, *self._plan.services], self._plan.listen, keys=self._plan.server_keys)
 
     def _guarded(self, body: Callable[[], None], name: str) -> None:
         """Call `body` in every round; an error in it is told, and does not end the thread."""

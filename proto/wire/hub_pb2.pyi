@@ -484,16 +484,18 @@ class TailChunk(_message.Message):
     def __init__(self, segment: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., snapshot: _Optional[bool] = ..., crc: _Optional[int] = ...) -> None: ...
 
 class ConfirmRequest(_message.Message):
-    __slots__ = ("term", "segment", "offset", "replica")
+    __slots__ = ("term", "segment", "offset", "replica", "address")
     TERM_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     term: int
     segment: int
     offset: int
     replica: int
-    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., replica: _Optional[int] = ...) -> None: ...
+    address: str
+    def __init__(self, term: _Optional[int] = ..., segment: _Optional[int] = ..., offset: _Optional[int] = ..., replica: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class ProposeRequest(_message.Message):
     __slots__ = ("run", "proposal")
@@ -504,5 +506,7 @@ class ProposeRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ...) -> None: ...
 
 class ConfirmReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("stand",)
+    STAND_FIELD_NUMBER: _ClassVar[int]
+    stand: bool
+    def __init__(self, stand: _Optional[bool] = ...) -> None: ...
