@@ -132,7 +132,7 @@ class Leadership:
             self._replica.heard_leader(self._clock())
 
     def leader_ended(self) -> None:
-        """Note that the leader says itself that it leads no more: this hub may vote for another one at once."""
+        """Note that the leader says itself that it leads no more: this hub may vote for another at once."""
         with self._change:
             self._replica.leader_ended()
 

@@ -7,10 +7,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from aedit.proto.swarm.gossip import Gossip, GossipPlan
-from aedit.proto.swarm.known_peers import KnownPeers
-from aedit.proto.wire.signing_key import SigningKey
-
 from aedit.launch.config.config import RunConfig
 from aedit.launch.config.fields import to_toml
 from aedit.launch.rundir.prepare import claimed
@@ -19,9 +15,12 @@ from aedit.launch.swarm.introduction import make_discovery
 from aedit.launch.swarm.own_card import OwnCard
 from aedit.launch.swarm.peer_service import PeerService
 from aedit.launch.swarm.roles import PartView, Role, part_view
+from aedit.proto.swarm.gossip import Gossip, GossipPlan
+from aedit.proto.swarm.known_peers import KnownPeers
 from aedit.proto.swarm.replicas_file import REPLICAS, ReplicasFile
 from aedit.proto.wire.connections import raise_descriptor_limit
 from aedit.proto.wire.security import ClientKeys, ServerKeys, check_exposure, client_keys, server_keys
+from aedit.proto.wire.signing_key import SigningKey
 from aedit.system import write_atomically
 from aedit.types import UserError
 
