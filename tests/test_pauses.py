@@ -22,11 +22,12 @@ def policy():
 
 def test_running_samples_end_and_waiting_ones_start_after_the_pause(policy):
     steps, prompts, other = Steps(), prompts_of(3), tiny_policy(seed=1)
-    with closing(host_of(rows=1, steps=steps)) as host:
-        kept, _ = submit(host, prompts[:2])
+    with closing(host_of(rows=2, steps=steps)) as host:
+        kept, _ = submit(host, prompts[:1])
         steps.release(2)
         ended = host.pause_after_running()
         assert host.is_paused
+        kept += submit(host, prompts[1:2])[0]  # there is a row for it
         steps.release(2)
         assert not ended.done()
         steps.open()
@@ -101,9 +102,12 @@ def test_a_text_that_is_scored_in_part_is_scored_to_its_end_and_the_next_one_wai
     with closing(host_of(rows=1, steps=steps)) as host:
         first, second = (host.score("a", Scoring(text)) for _ in range(2))
         steps.release(1)
+        sample, _ = submit(host, prompts_of(1))  # steps go on after the first text
+        steps.release(1)
         ended = host.pause_after_running()
         steps.open()
         ended.result(LIMIT_S)
+        sample[0].result()
         assert first.done()
         assert not second.done()
         host.resume()
