@@ -102,5 +102,5 @@ def _troubles(records: ServingRecords) -> Iterator[tuple[str, str]]:
 
 def _sum(records: ServingRecords, name: str) -> float:
     """Return a count over all processes; values that are no numbers count as 0."""
-    values = (getattr(sample, name) for sample in records.last_samples)
+    values: list[float] = [getattr(sample, name) for sample in records.last_samples]
     return sum(value for value in values if isfinite(value))
