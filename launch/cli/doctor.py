@@ -25,6 +25,7 @@ EXTRAS = {
     "datasets": ("datasets", "pyarrow"),
     "gym": ("reasoning_gym",),
     "math": ("math_verify",),
+    "swarm": ("hivemind",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),

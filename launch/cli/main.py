@@ -10,7 +10,9 @@ import aedit
 from aedit.launch.cli.arguments import Parser
 from aedit.launch.cli.audit_options import add_audit_options, audit_request
 from aedit.launch.cli.generate_options import add_generate_options, generate_request
+from aedit.launch.cli.hub_options import add_hub_options, run_hub
 from aedit.launch.cli.keys_options import add_keys_options
+from aedit.launch.cli.peer_options import add_peer_options, run_peer
 from aedit.launch.cli.serve_options import add_serve_options, serve_request
 from aedit.types import UserError
 
@@ -45,9 +47,18 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"aedit {aedit.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_run(commands)
-    _add_hub(commands)
+    hub = _command(commands, "hub", "run the hub of a training run, which nodes join at any time", run_hub)
+    _with_flags(hub)
+    _add_configs(hub)
+    add_hub_options(hub)
+    _add_trust(hub)
     _add_join(commands)
-    _add_peer(commands)
+    does = "keep replicas of parts of a swarm's model; aedit run and aedit join start it for each node"
+    peer = _command(commands, "peer", does, run_peer)
+    _with_flags(peer)
+    _add_configs(peer)
+    add_peer_options(peer)
+    _add_trust(peer)
     _add_serve(commands)
     _add_keys(commands)
     for name, task, does in VIEWS:
@@ -127,37 +138,6 @@ def _add_run(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
 
 
-def _add_hub(commands: "argparse._SubParsersAction[Parser]") -> None:
-    hub = _command(commands, "hub", "run the hub of a training run, which nodes join at any time", _hub)
-    _with_flags(hub)
-    _add_configs(hub)
-    hub.add_argument(
-        "--address", metavar="HOST:PORT", default="", help="address to listen at (default: hub.address)"
-    )
-    hub.add_argument(
-        "--directory",
-        metavar="DIR",
-        type=Path,
-        help="folder of its journal (default: hub in the run directory)",
-    )
-    hub.add_argument(
-        "--part",
-        metavar="K/N",
-        default="0/1",
-        help="index of this hub among N that split the units (default 0/1)",
-    )
-    hub.add_argument("--standby", action="store_true", help="follow the hub, and lead once elected")
-    does = "which of the addresses in hub.standby it is, from 1 (default 1)"
-    hub.add_argument("--standby-number", metavar="K", type=int, default=1, help=does)
-    does = "file in which a peer of a swarm keeps where the other replicas of the part are"
-    hub.add_argument("--replicas", metavar="FILE", type=Path, help=does)
-    does = "replicas of the part that the swarm keeps (default: swarm.copies)"
-    hub.add_argument("--copies", metavar="N", type=int, default=0, help=does)
-    does = "lead without a vote, and with what is left of the journal, whatever may be lost"
-    hub.add_argument("--force-lead", action="store_true", help=does)
-    _add_trust(hub)
-
-
 def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
     join = _command(commands, "join", "join a run as a node", _join)
     _with_flags(join)
@@ -169,22 +149,6 @@ def _add_join(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     join.add_argument("--as", dest="name", metavar="NAME", default="", help="name of this node in the run")
     _add_trust(join)
-
-
-def _add_peer(commands: "argparse._SubParsersAction[Parser]") -> None:
-    does = "keep replicas of parts of a swarm's model; aedit run and aedit join start it for each node"
-    peer = _command(commands, "peer", does, _peer)
-    _with_flags(peer)
-    _add_configs(peer)
-    peer.add_argument(
-        "--as", dest="name", metavar="NAME", default="", help="name of this peer (default: of the machine)"
-    )
-    peer.add_argument(
-        "--directory", metavar="DIR", type=Path, help="folder of its key and replicas (default: in the run's)"
-    )
-    peer.add_argument("--peers", metavar="PEERS", default="", help="in place of swarm.peers")
-    peer.add_argument("--found", action="store_true", help="begin the run, unless this peer knows it already")
-    _add_trust(peer)
 
 
 def _add_serve(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -258,54 +222,10 @@ def _run(options: Options) -> int:
     return run(config, placement)
 
 
-def _hub(options: Options) -> int:
-    from aedit.launch.config.load import load
-    from aedit.launch.hub.main import hub
-
-    config = load(options.config, options.flags, strict=True).config
-    part, _, parts = options.part.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
-        raise UserError(f"--part: expected K/N with K below N, got {options.part}")
-    return hub(
-        config,
-        address=options.address or None,
-        directory=options.directory or Path(config.dir) / config.name / "hub",
-        part=(int(part), int(parts)),
-        standby=options.standby,
-        standby_number=options.standby_number,
-        force_lead=options.force_lead,
-        replicas=options.replicas,
-        copies=options.copies or config.swarm.copies,
-        keys=options.keys,
-        insecure=options.insecure,
-    )
-
-
 def _join(options: Options) -> int:
     from aedit.launch.local.join import join
 
     return join(options.hub, options.flags, name=options.name, keys=options.keys, insecure=options.insecure)
-
-
-def _peer(options: Options) -> int:
-    import socket
-
-    from aedit.launch.config.load import load
-    from aedit.launch.rundir.prepare import file_name
-    from aedit.launch.swarm.peer import PeerOptions, peer
-
-    config = load(options.config, options.flags, strict=True).config
-    name = options.name or socket.gethostname()
-    default = Path(config.dir) / config.name / "peers" / file_name(name)
-    own = PeerOptions(
-        directory=options.directory or default,
-        name=name,
-        peers=options.peers,
-        founds=options.found,
-        keys=options.keys,
-        insecure=options.insecure,
-    )
-    return peer(config, own)
 
 
 def _serve(options: Options) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import aedit
 from aedit.async_sgd.hub.hub import Hub
@@ -31,6 +31,7 @@ from aedit.launch.hub import folder
 from aedit.launch.hub.canvass import Canvass
 from aedit.launch.hub.endpoint import HubEndpoint
 from aedit.launch.hub.leading import LeadingHub
+from aedit.launch.hub.options import HubOptions, endpoint_of
 from aedit.launch.hub.other_hubs import OtherHubs
 from aedit.launch.hub.policy_service import PolicyService, policy_service
 from aedit.launch.hub.policy_versions import RECORD, PolicyVersions
@@ -38,7 +39,6 @@ from aedit.launch.hub.replay import make_hub
 from aedit.launch.hub.reports import Reports
 from aedit.launch.hub.standby import Standby
 from aedit.launch.hub.welcome import open_to_others, welcome
-from aedit.proto.swarm.replicas_file import ReplicasFile
 from aedit.proto.wire.connections import raise_descriptor_limit
 from aedit.proto.wire.directory import directory_service
 from aedit.proto.wire.hello import PROTOCOL
@@ -65,30 +65,7 @@ _LEAVE_S = 25.0
 """Longest wait after Ctrl-C for nodes that leave at the same time, which may take 20 s each."""
 
 
-class Options(TypedDict, total=False):
-    """Options of the hub process, beside the configuration."""
-
-    address: str | None
-    """HOST:PORT to listen at instead of the configured one."""
-    part: tuple[int, int]
-    """(k, n): it owns the units i with i % n == k."""
-    standby: bool
-    """Follow the hub that leads, and lead once elected."""
-    standby_number: int
-    """Number of a standby among those in `hub.standby`, from 1."""
-    replicas: Path | None
-    """File in which a peer of a swarm keeps where the other replicas of the part are."""
-    copies: int
-    """Replicas of the part that the swarm keeps."""
-    force_lead: bool
-    """Lead without a vote, and with what is left of the journal, whatever may be lost."""
-    keys: Path | None
-    """Folder of keys that `aedit keys` made for this hub."""
-    insecure: bool
-    """Listen without TLS at an address that other machines can reach."""
-
-
-def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> int:
+def hub(config: RunConfig, *, directory: Path, **options: Unpack[HubOptions]) -> int:
     """Serve until the run is over or a signal arrives; return the exit code.
 
     Continues from the state in `directory`.
@@ -100,14 +77,14 @@ def hub(config: RunConfig, *, directory: Path, **options: Unpack[Options]) -> in
         config: Of the run.
         directory: Journal, snapshots, records, and the file `address` with the HOST:PORT that the hub listens
             at.
-        options: See `Options`.
+        options: See `HubOptions`.
     """
     logging.basicConfig(format="aedit hub: %(message)s", level=logging.WARNING)
     give_back_what_is_freed()
     raise_descriptor_limit()
     stop = _Stop()
     with folder.locked(directory):
-        endpoint = _endpoint(config, directory, options)
+        endpoint = endpoint_of(config, directory, options)
         process = _Process(endpoint, insecure=options.get("insecure", False))
         try:
             process.start(force=options.get("force_lead", False))
@@ -130,40 +107,6 @@ def _warn(text: str) -> None:
     from rich.text import Text
 
     Console(stderr=True).print(Text(text, style="bold red"), soft_wrap=True)
-
-
-def _endpoint(config: RunConfig, directory: Path, options: Options) -> HubEndpoint:
-    k, n = options.get("part", (0, 1))
-    if (replicas := options.get("replicas")) is not None:
-        return HubEndpoint(
-            config,
-            directory,
-            (k, n),
-            options.get("standby", False),
-            options.get("address") or config.swarm.listen,
-            options.get("keys"),
-            replicas=ReplicasFile(replicas),
-            copies=options.get("copies", config.swarm.copies),
-        )
-    standby, number = options.get("standby", False), options.get("standby_number", 1)
-    configured, standbys = config.hub.addresses, config.hub.standbys_of(k)
-    if not configured:
-        raise UserError("hub.address is empty: set it to the HOST:PORT that the hub listens at")
-    if n != len(configured) and n > 1:
-        raise UserError(
-            f"--part: K/{n} does not match the {len(configured)} addresses of hub.address;"
-            f" use K/{len(configured)}"
-        )
-    if standby and not standbys:
-        raise UserError(
-            "--standby: hub.standby is empty; set it to HOST:PORT of the standby, so that the nodes find it"
-        )
-    if standby and not 1 <= number <= len(standbys):
-        raise UserError(
-            f"--standby-number: expected 1 to {len(standbys)}, the addresses in hub.standby, got {number}"
-        )
-    address = options.get("address") or (standbys[number - 1] if standby else configured[k])
-    return HubEndpoint(config, directory, (k, n), standby, address, options.get("keys"), number)
 
 
 class _Stop:

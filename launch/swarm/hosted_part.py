@@ -8,9 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from aedit.proto.swarm.card import PartReplica
-
 from aedit.launch.child import Child
+from aedit.proto.swarm.card import PartReplica
 from aedit.proto.swarm.replicas_file import REPLICAS
 from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
@@ -31,7 +30,7 @@ _AGAIN_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """What the hub processes of a peer have in common."""
+    """Settings that the hub processes of a peer have in common."""
 
     run_toml: Path
     directory: Path
@@ -46,11 +45,7 @@ class HostOptions:
     def words(self, part: int, *, founds: bool) -> list[str]:
         """Return the command of the replica of `part`. founds: it begins the run, instead of following it."""
         words = [sys.executable, "-m", "aedit.launch.cli", "hub", str(self.run_toml)]
-        words += [
-            f"--part={part}/{self.parts}",
-            f"--directory={self.folder(part)}",
-            f"--copies={self.copies}",
-        ]
+        words += [f"--part={part}/{self.parts}", f"--directory={self.folder(part)}"]
         words += [f"--replicas={self.directory / REPLICAS}", f"--address={self.host}:0"]
         words += [f"--keys={self.keys}"] if self.keys else []
         return words + ["--insecure"] * self.insecure + ["--standby"] * (not founds)
@@ -65,7 +60,7 @@ class HostOptions:
 
 
 class HostedPart:
-    """The hub process, and what it said of itself last."""
+    """A hub process, and the state that it told last."""
 
     def __init__(self, part: int, options: HostOptions, keys: ClientKeys, *, founds: bool) -> None:
         """Start the process. founds: it begins the run."""

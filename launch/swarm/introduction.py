@@ -1,4 +1,4 @@
-"""How a peer comes to know the first others: addresses, a file of them, or multiaddresses of a DHT."""
+"""The first peers that a peer comes to know: from addresses, or a file of them."""
 
 import tempfile
 import time

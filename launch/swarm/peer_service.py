@@ -1,4 +1,4 @@
-"""What a peer answers those who join the run or look at it: its configuration, and the state of all parts."""
+"""Answers of a peer to those who join the run or look at it: its configuration, and the state of all parts."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,8 +15,9 @@ from aedit.proto.wire import hub_pb2 as pb
 from aedit.proto.wire.client import HubClient, HubRefused, HubUnreachable
 from aedit.proto.wire.hello import PROTOCOL
 from aedit.proto.wire.limits import Limits
+from aedit.proto.wire.run_services import run_services
 from aedit.proto.wire.security import ClientKeys
-from aedit.proto.wire.service import Service, run_services
+from aedit.proto.wire.service import Service
 
 _ASK_S = 2.0
 

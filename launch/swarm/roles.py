@@ -1,4 +1,4 @@
-"""What a peer does with each part of the model, from the cards of all live peers. Pure functions.
+"""The role of a peer for each part of the model, from the cards of all live peers. Pure functions.
 
 Placement only says who offers to keep a part. Who owns it, and whose confirmation is waited for, is decided
 by the votes of the part's replicas and nodes (`async_sgd.leadership`): two peers that see other members, or
@@ -16,7 +16,7 @@ from aedit.proto.swarm.replicas_file import PartPlaces
 
 
 class Role(Enum):
-    """What a peer does with a part next."""
+    """The next step of a peer with a part."""
 
     HOST = "host"
     """Begin to keep a replica of it."""

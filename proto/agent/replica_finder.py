@@ -1,4 +1,4 @@
-"""Where a node finds the hubs of a part: those of the configuration, or the replicas in a peer's file."""
+"""Finds the hubs of a part for a node: those of the configuration, or the replicas in a peer's file."""
 
 import time
 from collections import deque

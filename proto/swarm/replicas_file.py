@@ -1,4 +1,4 @@
-"""`replicas.json`: where the replicas of each part are. A peer writes it for the processes of its machine.
+"""`replicas.json`: the addresses of the replicas of each part. A peer writes it for the processes here.
 
 {"parts": [{"replicas": ["10.0.0.1:7001", "10.0.0.2:7001"], "owner": "10.0.0.1:7001", "first": ""}, ...]}
 """

@@ -160,18 +160,6 @@ def donor_service(pull: Pull, limits: Limits, threads: int) -> Service:
     return Service("aedit.v1.Exchange", {"Pull": CallHandlers(limits).pull(pull, pulls)}, (pulls,))
 
 
-def run_services(
-    hello: Callable[[hub_pb2.HelloRequest], hub_pb2.HelloReply],
-    status: Callable[[hub_pb2.StatusRequest], hub_pb2.StatusReply],
-    limits: Limits,
-) -> tuple[Service, ...]:
-    """Return Membership and State of somebody who only tells of the run: a peer of a swarm."""
-    handlers, small = CallHandlers(limits), FairPool(4, "call")
-    membership = {"Hello": handlers.call(hub_pb2.HelloRequest, hello, small, SMALL_BYTES)}
-    state = {"Status": handlers.call(hub_pb2.StatusRequest, status, small, SMALL_BYTES)}
-    return Service("aedit.v1.Membership", membership, (small,)), Service("aedit.v1.State", state)
-
-
 class CallHandlers:
     """Makes gRPC handlers of plain functions: raw bytes are read here, under the limits."""
 

@@ -1,0 +1,38 @@
+"""Options of `aedit peer`, and the call that they stand for."""
+
+import argparse
+from pathlib import Path
+
+
+def add_peer_options(peer: argparse.ArgumentParser) -> None:
+    """Add the options to the command."""
+    peer.add_argument(
+        "--as", dest="name", metavar="NAME", default="", help="name of this peer (default: of the machine)"
+    )
+    peer.add_argument(
+        "--directory", metavar="DIR", type=Path, help="folder of its key and replicas (default: in the run's)"
+    )
+    peer.add_argument("--peers", metavar="PEERS", default="", help="in place of swarm.peers")
+    peer.add_argument("--found", action="store_true", help="begin the run, unless this peer knows it already")
+
+
+def run_peer(options: argparse.Namespace) -> int:
+    """Take part in a swarm as the options say; return the exit code. Raises UserError."""
+    import socket
+
+    from aedit.launch.config.load import load
+    from aedit.launch.rundir.prepare import file_name
+    from aedit.launch.swarm.peer import PeerOptions, peer
+
+    config = load(options.config, options.flags, strict=True).config
+    name = options.name or socket.gethostname()
+    default = Path(config.dir) / config.name / "peers" / file_name(name)
+    own = PeerOptions(
+        directory=options.directory or default,
+        name=name,
+        peers=options.peers,
+        founds=options.found,
+        keys=options.keys,
+        insecure=options.insecure,
+    )
+    return peer(config, own)
