@@ -209,6 +209,14 @@ def test_two_hundred_records_of_made_up_peers_are_hints_beside_the_true_one_or_n
 
 
 @pytest.mark.slow
+def test_who_knows_nothing_but_an_address_finds_the_peers_of_any_run():
+    with closing(dht()) as first, closing(dht(*up(first)[:1], run="", client=True)) as joiner:
+        first.announce(discovery_contract.card_of_number(1))
+        until(lambda: discovery_contract.mentions(joiner.found(), 1), "the peer", limit_s=START_S)
+        assert first.introduction == ",".join(first.maddrs) != ""
+
+
+@pytest.mark.slow
 def test_a_wrong_clock_is_named_with_its_difference():
     behind = "import time; now = time.time; time.time = lambda: now() - 7; import runpy;"
     program = behind + "runpy.run_module('aedit.proto.swarm.dht_process', run_name='__main__')"
@@ -336,7 +344,7 @@ def test_an_address_that_is_none_is_refused(maddr):
 
 
 def record(value, key=None, subkey=None, lasts_s=10.0):
-    key, subkey = key or RUN.encode(), subkey or key_of(1).public
+    key, subkey = key or f"aedit peers 1/{RUN}".encode(), subkey or key_of(1).public
     return SimpleNamespace(key=key, subkey=subkey, value=value, expiration_time=time.time() + lasts_s)
 
 
@@ -346,17 +354,18 @@ def cards_only(allow=()):
             raise RuntimeError("not even a value")
         return data
 
-    return CardsOnly(str.encode, loads, list(allow))
+    return CardsOnly(lambda run: record_key(run).encode(), loads, list(allow))
 
 
 def test_a_node_stores_signed_cards_under_their_run_and_key_for_a_lease_and_nothing_else():
     check, card = cards_only().validate, data_of(key_of(1))
     assert check(record(card))
     assert check(record(card, lasts_s=300.0))
+    assert check(record(card, key=b"aedit peers 1/"))
     for wrong in (
         record(card, lasts_s=1e9),
         record(card, lasts_s=float("inf")),
-        record(card, key=b"another run"),
+        record(card, key=b"aedit peers 1/another run"),
         record(card, subkey=key_of(2).public),
         record(card, subkey=b"bomb"),
         record(b"bomb"),

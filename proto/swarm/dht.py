@@ -38,6 +38,7 @@ class DhtSettings:
     """Settings of a peer's node of the table."""
 
     run: str
+    """Name of the run; "" finds the peers of all runs of the table, and cannot announce."""
     initial_peers: tuple[str, ...] = ()
     """Addresses of nodes, such as /ip4/10.0.0.1/tcp/7000/p2p/12D3...; empty: this is the first node."""
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
@@ -93,7 +94,7 @@ class DhtDiscovery:
         self._thread.start()
 
     def announce(self, card: bytes) -> None:
-        """Announce this card from the next look on, until another one is given."""
+        """Announce this card while the table is up, until another one is given."""
         with self._lock:
             self._card = card
 
@@ -120,6 +121,11 @@ class DhtDiscovery:
         """Return the addresses by which others join: values for `initial_peers`. Empty for a client."""
         with self._lock:
             return self._maddrs
+
+    @property
+    def introduction(self) -> str:
+        """Return what a further peer passes to `aedit join`; "" until the table is up, and for a client."""
+        return ",".join(self.maddrs)
 
     @property
     def pids(self) -> tuple[int, ...]:

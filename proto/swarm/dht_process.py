@@ -39,13 +39,17 @@ _CLOCKS_S = 60.0
 Say = Callable[..., None]
 
 
+ANY_RUN = ""
+"""In place of a run's name: the cards of all runs of a table, for those who know nothing but an address."""
+
+
 def record_key(run: str) -> str:
     """Return the key under which the cards of a run are stored, each under its public key."""
     return f"aedit peers 1/{run}"
 
 
 class CardsOnly:
-    """Validator of a DHT node: it stores signed cards under the key of their run, and nothing else.
+    """Validator of a DHT node: it stores signed cards under the keys of their run and of all runs only.
 
     Without it anybody could store anything under any key, of any size, for ten years.
     """
@@ -61,15 +65,14 @@ class CardsOnly:
             allow: Public keys in hexadecimal of the peers whose cards are stored; empty: everybody's.
         """
         self._key_of, self._loads, self._allow = key_of, loads, frozenset(allow)
-        self._owner: Callable[[bytes], tuple[bytes, bytes] | None] = lru_cache(4 * MOST_RECORDS)(self._read)
+        self._places: Callable[[bytes], list[tuple[bytes, bytes]]] = lru_cache(4 * MOST_RECORDS)(self._read)
 
     def validate(self, record: Any) -> bool:
         """Return whether a record may be stored or believed to be one."""
         if record.expiration_time > time.time() + _MOST_LEASE_S + _CLOCKS_S:
             return False
-        owner = self._owner(record.value)
         try:
-            return owner is not None and (record.key, self._loads(record.subkey)) == owner
+            return (record.key, self._loads(record.subkey)) in self._places(record.value)
         except Exception:  # of the reader of a stranger's bytes
             return False
 
@@ -81,15 +84,15 @@ class CardsOnly:
         """Return the value as it is."""
         return record.value  # type: ignore[no-any-return]
 
-    def _read(self, value: bytes) -> tuple[bytes, bytes] | None:
-        """Return the only key and subkey for this value; None if it is no card."""
+    def _read(self, value: bytes) -> list[tuple[bytes, bytes]]:
+        """Return the keys and subkeys where this value may be; none if it is no card."""
         try:
             card = decoded(self._loads(value))
         except Exception:
-            return None
+            return []
         if self._allow and card.public_key.hex() not in self._allow:
-            return None
-        return self._key_of(card.run), card.public_key
+            return []
+        return [(self._key_of(run), card.public_key) for run in (card.run, ANY_RUN)]
 
 
 async def create(settings: dict[str, Any]) -> Any:
@@ -152,14 +155,14 @@ class Rounds:
 
     def __init__(self, node: Any, settings: dict[str, Any], say: Say) -> None:
         self._node, self._say = node, say
-        self._key, self._every_s = record_key(settings["run"]), float(settings["every_s"])
+        self._run, self._every_s = str(settings["run"]), float(settings["every_s"])
         self._card: dict[str, Any] = {}
         self._stored_s = self._asked_s = float("-inf")
         self._skew_s: float | None = None
 
     def take(self, message: dict[str, Any]) -> None:
-        """Take a new card to announce."""
-        self._card, self._stored_s = message, float("-inf")
+        """Take a card to announce, with the next renewal: it is a hint, and need not be the newest."""
+        self._card = message
 
     async def run(self) -> None:
         """Make rounds until p2pd has ended, or several rounds in a row have failed."""
@@ -181,7 +184,7 @@ class Rounds:
         if self._card and now - self._stored_s >= self._card["lease_s"] / 3:
             await self._store()
             self._stored_s = now
-        held = await asyncio.wait_for(self._node.get(self._key, latest=True), CALL_S)
+        held = await asyncio.wait_for(self._node.get(record_key(self._run), latest=True), CALL_S)
         records = list(held.value.values()) if held and isinstance(held.value, dict) else []
         cards = [one.value for one in records if isinstance(one.value, bytes)]
         if now - self._asked_s >= _SKEW_EVERY_S:
@@ -196,10 +199,11 @@ class Rounds:
         )
 
     async def _store(self) -> None:
-        data = base64.b64decode(self._card["card"])
-        expires = time.time() + self._card["lease_s"]
-        stored = self._node.store(self._key, data, expires, subkey=decoded(data).public_key)
-        if not await asyncio.wait_for(stored, CALL_S):
+        data, expires = base64.b64decode(self._card["card"]), time.time() + self._card["lease_s"]
+        keys = [record_key(self._run), record_key(ANY_RUN)]
+        subkeys = [decoded(data).public_key] * 2
+        stored = self._node.store_many(keys, [data] * 2, expires, subkeys=subkeys)
+        if not all((await asyncio.wait_for(stored, CALL_S)).values()):
             raise RuntimeError("no node of the table has stored our card")
 
     async def _maddrs(self) -> list[str]:
